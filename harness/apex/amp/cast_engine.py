@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from harness.apex.amp import cast_kernels, cast_lists
 from harness.apex.amp.cast_report import report_casts
-from harness.apex.amp.model_casts import REDUCED
+from harness.apex.dtypes import REDUCED
 
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.apex.amp.cast_lists import AUTOCAST, BANNED, EVERYWHERE, RECURRENT, CastLists
-from harness.apex.amp.model_casts import REDUCED
+from harness.apex.dtypes import REDUCED
 
 _CUDA = "AutocastCUDA"
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)

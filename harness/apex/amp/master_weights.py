@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.amp.model_casts import REDUCED
+from harness.apex.dtypes import REDUCED, follow
 
 
 def all_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -105,7 +105,6 @@ class MasterWeights:
         """Note that model weights and masters correspond as they are now."""
         self._versions = [parameter._version for parameter in self.all_fp16_params]
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Update the masters of model weights that were written since they were last seen."""
         pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, self._versions, strict=True)
@@ -113,7 +112,6 @@ class MasterWeights:
             self._reconcile(stale)
             self.record_versions()
 
-    @torch.no_grad()
     def load(self, saved: dict[Tensor, Tensor]) -> None:
         """Take over saved values ({master: value}) as far as they round to the model's weights.
 
@@ -125,8 +123,7 @@ class MasterWeights:
 
     def _reconcile(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         for parameter, master in pairs:
-            candidate = self.saved.get(master, master)
-            master.copy_(torch.where(candidate.to(parameter.dtype) == parameter, candidate, parameter.float()))
+            follow(master, parameter, self.saved.get(master))
 
     @torch.no_grad()
     def copy_to_model(self) -> None:

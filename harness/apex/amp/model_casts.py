@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-REDUCED = (torch.float16, torch.bfloat16)
+from harness.apex.dtypes import REDUCED
 
 
 def cast_tree(value: Any, dtype: torch.dtype) -> Any:

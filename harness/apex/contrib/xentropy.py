@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from harness.apex.dtypes import wide
 
 __all__ = ["SoftmaxCrossEntropyLoss"]
 
@@ -21,7 +22,7 @@ class SoftmaxCrossEntropyLoss:
         It is 0 where the label is ``padding_idx``. ``smoothing`` spreads that share of the target over all classes.
         Computed in float32 or wider; the result has the dtype of the logits, or float32 with ``half_to_float``.
         """
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        floats = logits.to(wide(logits))
         # padding_idx may be no class, such as -1
-        losses = F.cross_entropy(wide, labels, ignore_index=padding_idx, reduction="none", label_smoothing=smoothing)
+        losses = F.cross_entropy(floats, labels, ignore_index=padding_idx, reduction="none", label_smoothing=smoothing)
         return losses if half_to_float else losses.to(logits.dtype)

@@ -1,5 +1,7 @@
 """``FP16_Optimizer``: an optimizer with float32 master weights and loss scaling, the predecessor of ``amp``.
 
+``optimizers.fp16_optimizer`` has the one of Apex's fused optimizers; ``ScalingOptimizer`` is the base of both.
+
 Differences from Apex: it is a ``torch.optim.Optimizer``, so schedulers accept it; it works on any device and with
 bfloat16; several ``backward`` calls before a step add up in float32 parameters as in the others; model weights written
 after its creation survive the next step; ``state_dict`` holds plain data, and what Apex saved loads.
@@ -7,64 +9,40 @@ after its creation survive the next step; ``state_dict`` holds plain data, and w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.amp.master_weights import all_params
+from harness.apex.amp.master_weights import MasterWeights, all_params
 from harness.apex.amp.messages import is_rank_zero, logger
 from harness.apex.amp.scaler import INITIAL_SCALE, MAXIMUM, WINDOW
-from harness.apex.fp16_utils.eager_masters import EagerMasters
-from harness.apex.fp16_utils.fp16util import clip_grad_norm
+from harness.apex.dtypes import REDUCED
+from harness.apex.fp16_utils.fp16util import clip_grad_norm, model_grads_to_master_grads
 from harness.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, scaler_from, scaler_state
 from harness.apex.optimizer_proxy import OptimizerProxy
 
 DYNAMIC: dict[str, Any] = {"init_scale": INITIAL_SCALE, "scale_window": WINDOW, "max_loss_scale": MAXIMUM}  # as in amp
 
 
-class FP16_Optimizer(OptimizerProxy):
-    """``init_optimizer`` with a float32 master in place of each of its trainable float16 or bfloat16 parameters.
-
-        optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
-        optimizer.zero_grad()
-        optimizer.backward(loss)  # instead of loss.backward()
-        optimizer.step()
-
-    The scale is ``static_loss_scale``, or with ``dynamic_loss_scale`` that of ``amp``: it starts at 2**16, halves on
-    overflow and doubles after 2000 steps without, up to 2**24. ``dynamic_loss_args`` are arguments of
-    ``DynamicLossScaler``. ``verbose``: log skipped steps, on rank 0.
-
-    float32 parameters are their own masters; other dtypes raise TypeError. Attributes: ``optimizer``, the one given;
-    ``loss_scaler``; ``overflow``, True if the latest gradients hold an inf or NaN.
-    """
+class ScalingOptimizer(OptimizerProxy):
+    """``init_optimizer`` with masters in its ``param_groups`` and a loss scale."""
 
     inner_name = "optimizer"
+    drops_gradients: bool  # the default of zero_grad
+    fp16_groups: Any  # the model's parameters that have a master, group by group
 
-    def __init__(
-        self,
-        init_optimizer: Optimizer,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: Mapping[str, Any] | None = None,
-        verbose: bool = True,
-    ) -> None:
+    def __init__(self, init_optimizer: Optimizer, loss_scaler: LossScaler, dynamic: bool, verbose: bool) -> None:
         if not isinstance(init_optimizer, Optimizer):
             raise TypeError(f"init_optimizer must be a torch.optim.Optimizer; got {type(init_optimizer).__name__}")
-        if isinstance(init_optimizer, FP16_Optimizer) or hasattr(init_optimizer, "_amp_stash"):
+        if isinstance(init_optimizer, ScalingOptimizer) or hasattr(init_optimizer, "_amp_stash"):
             raise RuntimeError(
                 "The optimizer already has masters, from another FP16_Optimizer or from amp; use only one of them."
             )
-        self.optimizer, self.verbose = init_optimizer, verbose
-        self.dynamic_loss_scale = dynamic_loss_scale
-        self.loss_scaler: LossScaler = (
-            DynamicLossScaler(**{**DYNAMIC, **(dynamic_loss_args or {})})
-            if dynamic_loss_scale
-            else LossScaler(static_loss_scale)
-        )
-        self.overflow, self.first_closure_call_this_step = False, True
-        self._masters = EagerMasters(init_optimizer)
+        self.optimizer, self.verbose, self.overflow = init_optimizer, verbose, False
+        self.loss_scaler, self.dynamic_loss_scale = loss_scaler, dynamic
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()
@@ -81,8 +59,75 @@ class FP16_Optimizer(OptimizerProxy):
     def loss_scale(self, scale: float) -> None:
         self.loss_scaler.cur_scale = scale
 
+    def zero_grad(  # type: ignore[override]
+        self, set_grads_to_None: bool | None = None, set_to_none: bool | None = None
+    ) -> None:
+        """Zero, or set to None, the gradients of model parameters and masters. ``set_to_none`` is torch's name."""
+        given = set_grads_to_None if set_to_none is None else set_to_none
+        to_none = self.drops_gradients if given is None else given
+        for parameter in (*sum(self.fp16_groups, []), *all_params(self.optimizer)):
+            if to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad = parameter.grad.detach().zero_()
+
+    def _reduce_scale(self, consequence: str) -> None:
+        before = self.loss_scale
+        self._update_scale(True)
+        self._warn(f"gradient overflow: {consequence}; loss scale {before:g}, now {self.loss_scale:g}")
+
+    def _update_scale(self, overflow: bool) -> None:
+        self.loss_scaler.update_scale(overflow)
+
+    def _warn(self, text: str) -> None:
+        if self.verbose and is_rank_zero():
+            logger.warning("FP16_Optimizer: %s", text)
+
+
+def check_fit(saved: Sequence[Sequence[Tensor]], masters: Sequence[Sequence[Tensor]]) -> None:
+    """Raise ValueError if the shapes of ``saved`` are not those of ``masters``, group by group."""
+    seen, shapes = ([[tuple(tensor.shape) for tensor in group] for group in groups] for groups in (saved, masters))
+    if seen != shapes:
+        raise ValueError(
+            f"The saved masters do not fit: shapes {seen} in the file, {shapes} here. Build the optimizer from "
+            "the same model, in the same precision, with the same groups."
+        )
+
+
+class FP16_Optimizer(ScalingOptimizer):
+    """``init_optimizer`` with a float32 master in place of each of its trainable float16 or bfloat16 parameters.
+
+        optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
+        optimizer.zero_grad()
+        optimizer.backward(loss)  # instead of loss.backward()
+        optimizer.step()
+
+    The scale is ``static_loss_scale``, or with ``dynamic_loss_scale`` that of ``amp``: it starts at 2**16, halves on
+    overflow and doubles after 2000 steps without, up to 2**24. ``dynamic_loss_args`` are arguments of
+    ``DynamicLossScaler``. ``verbose``: log skipped steps, on rank 0.
+
+    float32 parameters are their own masters; other dtypes raise TypeError. Attributes: ``optimizer``, the one given;
+    ``loss_scaler``; ``overflow``, True if the latest gradients hold an inf or NaN.
+    """
+
+    drops_gradients = False
+
+    def __init__(
+        self,
+        init_optimizer: Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        arguments = {**DYNAMIC, **(dynamic_loss_args or {})}
+        scaler = DynamicLossScaler(**arguments) if dynamic_loss_scale else LossScaler(static_loss_scale)
+        super().__init__(init_optimizer, scaler, dynamic_loss_scale, verbose)
+        self.first_closure_call_this_step = True
+        self._masters = EagerMasters(init_optimizer)
+
     @property
-    def fp16_groups(self) -> list[list[Tensor]]:
+    def fp16_groups(self) -> list[list[Tensor]]:  # type: ignore[override]
         """The model's parameters that have a master, group by group."""
         return self._masters.fp16_groups
 
@@ -100,12 +145,6 @@ class FP16_Optimizer(OptimizerProxy):
         """Add a group, whose float16 parameters get masters."""
         self._masters.refresh()
         self._masters.add_group(self.optimizer, self.optimizer.add_param_group, param_group)
-
-    def zero_grad(  # type: ignore[override]
-        self, set_grads_to_None: bool = False, set_to_none: bool | None = None
-    ) -> None:
-        """Zero, or set to None, the gradients of model parameters and masters. ``set_to_none`` is torch's name."""
-        self._masters.zero_grad(self.optimizer, set_grads_to_None if set_to_none is None else set_to_none)
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Run the backward pass of ``loss`` times the scale; gradients add up until ``zero_grad``.
@@ -157,7 +196,7 @@ class FP16_Optimizer(OptimizerProxy):
             return None
         else:
             result = self.optimizer.step()
-        self.loss_scaler.update_scale(False)
+        self._update_scale(False)
         self._masters.copy_to_model()
         return result
 
@@ -183,15 +222,6 @@ class FP16_Optimizer(OptimizerProxy):
         finally:
             self.first_closure_call_this_step = True
 
-    def _reduce_scale(self, consequence: str) -> None:
-        before = self.loss_scale
-        self.loss_scaler.update_scale(True)
-        self._warn(f"gradient overflow: {consequence}; loss scale {before:g}, now {self.loss_scale:g}")
-
-    def _warn(self, text: str) -> None:
-        if self.verbose and is_rank_zero():
-            logger.warning("FP16_Optimizer: %s", text)
-
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Return plain data under Apex's keys: inner optimizer, scaler, masters by group (aliases, not copies)."""
         self._masters.refresh()
@@ -211,15 +241,67 @@ class FP16_Optimizer(OptimizerProxy):
         with the model, before or after. Raises ValueError, before anything is changed, if the masters do not fit.
         """
         saved = [list(group) for group in state_dict["fp32_from_fp16"]]
-        shapes = [[tuple(master.shape) for master in group] for group in self.fp32_from_fp16_groups]
-        if (seen := [[tuple(master.shape) for master in group] for group in saved]) != shapes:
-            raise ValueError(
-                f"The saved masters do not fit: shapes {seen} in the file, {shapes} here. Build the optimizer from "
-                "the same model, in the same precision, with the same groups."
-            )
+        check_fit(saved, self.fp32_from_fp16_groups)
         scaler = scaler_from(state_dict["loss_scaler"])
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         self.loss_scaler, self.dynamic_loss_scale = scaler, isinstance(scaler, DynamicLossScaler)
         self.overflow = bool(state_dict["overflow"])
         self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
         self._masters.load_values(saved)
+
+
+class EagerMasters(MasterWeights):
+    """The masters of ``optimizer``, created at once, with gradients that carry the loss scale until a step.
+
+    ``amp`` creates masters late and unscales context by context, see ``amp.stash``.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()
+        self._fp32_grads_are_scaled = False
+        self.adopt_all(optimizer)
+
+    def expect_scaled_grads(self, scale: float) -> None:
+        """Prepare for a backward pass times ``scale``: scale unscaled float32 gradients again, so that new ones add up.
+
+        The float16 gradients of the model are never unscaled.
+        """
+        if not self._fp32_grads_are_scaled:
+            _multiply_grads(self.all_fp32_from_fp32_params, scale)
+            self._fp32_grads_are_scaled = True
+
+    def take_grads(self, scale: float) -> None:
+        """Set the masters' gradients to the model's divided by ``scale``."""
+        model_grads_to_master_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
+        _multiply_grads(self.all_fp32_from_fp16_params, 1.0 / scale)
+        if self._fp32_grads_are_scaled:
+            _multiply_grads(self.all_fp32_from_fp32_params, 1.0 / scale)
+            self._fp32_grads_are_scaled = False
+
+    def refuse_unfrozen(self) -> None:
+        """Raise RuntimeError if a parameter frozen at creation now requires gradients: it has no master."""
+        if any(parameter.requires_grad and parameter.dtype in REDUCED for parameter in self.frozen):
+            raise RuntimeError(
+                "A parameter that was frozen when FP16_Optimizer was created now requires gradients, and has no "
+                "master. Unfreeze it first and create the FP16_Optimizer after that, or pass it to add_param_group."
+            )
+
+    @torch.no_grad()
+    def load_values(self, saved: Sequence[Sequence[Tensor]]) -> None:
+        """Copy values, in the shapes of ``fp32_from_fp16_groups``, into the masters and the model."""
+        for group, values in zip(self.fp32_from_fp16_groups, saved, strict=True):
+            for master, value in zip(group, values, strict=True):
+                master.copy_(value)
+        self.copy_to_model()
+
+
+@torch.no_grad()
+def _multiply_grads(params: Sequence[Tensor], factor: float) -> None:
+    gradients = [parameter.grad for parameter in params if parameter.grad is not None]
+    if factor == 1.0:
+        return
+    if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
+        torch._foreach_mul_(dense, factor)
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient.mul_(factor)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from harness.apex.dtypes import wide
+
 _IN_CACHE = 1 << 18  # elements: 1 MiB of weights
 
 
@@ -46,11 +48,6 @@ def parts(batch: ParameterBatch) -> Iterator[ParameterBatch]:
                 start, size = index, 0
             size += weight.numel()
     yield ParameterBatch(*(tensors[start:] for tensors in batch))
-
-
-def wide(param: Tensor) -> torch.dtype:
-    """The dtype in which updates of ``param`` are computed."""
-    return torch.promote_types(param.dtype, torch.float32)
 
 
 def writable(param: Tensor) -> Tensor:

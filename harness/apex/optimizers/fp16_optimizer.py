@@ -22,19 +22,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.amp.messages import is_rank_zero, logger
+from harness.apex.dtypes import follow
+from harness.apex.fp16_utils.fp16_optimizer import ScalingOptimizer, check_fit
 from harness.apex.fp16_utils.loss_scaler import DynamicLossScaler
-from harness.apex.optimizer_proxy import OptimizerProxy
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 
 def _of_scaler(name: str) -> Any:
-    return property(lambda self: getattr(self._scaler, name), lambda self, value: setattr(self._scaler, name, value))
+    return property(
+        lambda self: getattr(self.loss_scaler, name), lambda self, value: setattr(self.loss_scaler, name, value)
+    )
 
 
-class FP16_Optimizer(OptimizerProxy):
+class FP16_Optimizer(ScalingOptimizer):
     """``init_optimizer`` on flat float32 copies of its parameters, with loss scaling.
 
         optimizer = FusedAdam(model.half().parameters(), lr=5e-5, bias_correction=False, max_grad_norm=1.0)
@@ -53,9 +55,8 @@ class FP16_Optimizer(OptimizerProxy):
     ``overflow``, True if the latest step was skipped.
     """
 
-    inner_name = "optimizer"
+    drops_gradients = True
     cur_scale, cur_iter, last_overflow_iter, scale_factor, scale_window = map(_of_scaler, _SCALER_STATE)
-    loss_scale = cur_scale
 
     def __init__(
         self,
@@ -65,27 +66,15 @@ class FP16_Optimizer(OptimizerProxy):
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        if not isinstance(init_optimizer, Optimizer):
-            raise TypeError(f"init_optimizer must be a torch.optim.Optimizer; got {type(init_optimizer).__name__}")
-        if hasattr(init_optimizer, "_amp_stash") or isinstance(init_optimizer, OptimizerProxy):
-            raise RuntimeError("The optimizer already has masters, from amp or another wrapper; use only one of them.")
-        self.optimizer, self.verbose, self.overflow = init_optimizer, verbose, False
-        self.dynamic_loss_scale = dynamic_loss_scale
-        scaler = {"init_scale": 2.0**16, **dict(dynamic_loss_args or {})} if dynamic_loss_scale else {}
-        self._scaler = DynamicLossScaler(**scaler)
+        arguments = {"init_scale": 2.0**16, **dict(dynamic_loss_args or {})} if dynamic_loss_scale else {}
+        super().__init__(init_optimizer, DynamicLossScaler(**arguments), dynamic_loss_scale, verbose)
         if not dynamic_loss_scale:
-            self._scaler.cur_scale = static_loss_scale
+            self.cur_scale = static_loss_scale
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_groups_flat: list[Tensor] = []
         self._versions: list[list[int]] = []
         for group in init_optimizer.param_groups:
             self._adopt(group)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which gets a master of its own."""
@@ -100,20 +89,9 @@ class FP16_Optimizer(OptimizerProxy):
         self.fp32_groups_flat.append(flat)
         self._versions.append([param._version for param in model])
 
-    def zero_grad(  # type: ignore[override]
-        self, set_grads_to_None: bool = True, set_to_none: bool | None = None
-    ) -> None:
-        """Set the model's gradients to None, or to zero. ``set_to_none`` is torch's name of the argument."""
-        to_none = set_grads_to_None if set_to_none is None else set_to_none
-        for param in (param for group in self.fp16_groups for param in group):
-            if to_none:
-                param.grad = None
-            elif param.grad is not None:
-                param.grad = param.grad.detach().zero_()
-
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of ``loss`` times the scale; gradients add up, scaled, until ``zero_grad``."""
-        (loss.float() * self.cur_scale).backward()
+        self.loss_scaler.backward(loss.float())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step the masters and copy them to the model, or skip the step on overflow. Returns None.
@@ -128,10 +106,18 @@ class FP16_Optimizer(OptimizerProxy):
         grads = [self._flat_gradient(group) for group in self.fp16_groups]
         norms = torch.stack([grad.norm() for grad in grads]).tolist()
         self.overflow = not all(map(math.isfinite, norms))
-        if not self.overflow:
+        if self.overflow:
+            self._reduce_scale("the step is skipped")
+        else:
             self._step_masters(grads, norms)
             self._copy_to_model()
-        self._update_scale()
+            self._update_scale(False)
+
+    def _update_scale(self, overflow: bool) -> None:
+        scale = self.cur_scale
+        super()._update_scale(overflow)
+        if not self.dynamic_loss_scale:
+            self.cur_scale = scale
 
     def _step_masters(self, grads: list[Tensor], norms: list[float]) -> None:
         step: Any = self.optimizer.step
@@ -145,28 +131,17 @@ class FP16_Optimizer(OptimizerProxy):
         for master in self.fp32_groups_flat:
             master.grad = None
 
-    def _update_scale(self) -> None:
-        scale = self.cur_scale
-        self._scaler.update_scale(self.overflow)
-        if not self.dynamic_loss_scale:
-            self.cur_scale = scale
-        if self.overflow and self.verbose and is_rank_zero():
-            logger.warning(
-                "FP16_Optimizer: gradient overflow: the step is skipped; loss scale %g, now %g", scale, self.cur_scale
-            )
-
     @staticmethod
     def _flat_gradient(group: list[Tensor]) -> Tensor:
         parts = [torch.zeros_like(param) if param.grad is None else param.grad for param in group]
         return torch.cat([part.detach().float().reshape(-1) for part in parts]) if parts else torch.zeros(0)
 
-    @torch.no_grad()
     def _refresh(self) -> None:
         """Let weights of the model that were written since the last step decide (see ``amp.master_weights``)."""
         for model, flat, seen in zip(self.fp16_groups, self.fp32_groups_flat, self._versions, strict=True):
             for param, master, version in zip(model, _pieces(flat, model), seen, strict=True):
                 if param._version != version:
-                    master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+                    follow(master, param)
 
     @torch.no_grad()
     def _copy_to_model(self) -> None:
@@ -192,11 +167,7 @@ class FP16_Optimizer(OptimizerProxy):
         Raises ValueError, before anything is changed, if the masters do not fit.
         """
         saved = state_dict["fp32_groups_flat"]
-        if (found := [len(flat) for flat in saved]) != (sizes := [len(flat) for flat in self.fp32_groups_flat]):
-            raise ValueError(
-                f"The saved masters do not fit: {found} elements in the groups of the file, {sizes} here. Build the "
-                "optimizer from the same model with the same groups."
-            )
+        check_fit([[flat] for flat in saved], [[flat] for flat in self.fp32_groups_flat])
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         self.dynamic_loss_scale = bool(state_dict["dynamic_loss_scale"])
         for name in set(_SCALER_STATE) & set(state_dict):  # Apex saved only the first two of a static scale

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.apex.dtypes import REDUCED
 from harness.apex.optimizers.batch import ParameterBatch, copied_where_new
-from harness.apex.optimizers.fused_optimizer import REDUCED, FusedOptimizer, step_for_kernel
+from harness.apex.optimizers.fused_optimizer import FusedOptimizer, step_for_kernel
 
 
 class FusedAdam(FusedOptimizer):

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.optimizers.batch import parts, wide
+from harness.apex.dtypes import wide
+from harness.apex.optimizers.batch import parts
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer, step_for_kernel
 from harness.apex.tensor_groups import by_device_and_dtype, norms, one_for_each
 

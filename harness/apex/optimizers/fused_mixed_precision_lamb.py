@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from harness.apex.dtypes import REDUCED
 from harness.apex.optimizers.fused_lamb import LambOptimizer
-from harness.apex.optimizers.fused_optimizer import REDUCED
 
 
 class FusedMixedPrecisionLamb(LambOptimizer):

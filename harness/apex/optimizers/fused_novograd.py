@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.apex.dtypes import REDUCED
 from harness.apex.optimizers.batch import ParameterBatch
-from harness.apex.optimizers.fused_optimizer import REDUCED, FusedOptimizer
+from harness.apex.optimizers.fused_optimizer import FusedOptimizer
 from harness.apex.tensor_groups import norms, one_for_each
 
 

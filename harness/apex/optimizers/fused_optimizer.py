@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.optimizers.batch import ParameterBatch, copied_where_new, like, wide, writable
+from harness.apex.dtypes import follow, wide
+from harness.apex.optimizers.batch import ParameterBatch, copied_where_new, like, writable
 from harness.apex.tensor_groups import by_device_and_dtype
 
 MASTER = "master_param"  # key in the state of a parameter
-REDUCED = (torch.float16, torch.bfloat16)
 _NOT_NEGATIVE = ("lr", "step", "eps", "momentum", "weight_decay", "max_grad_norm")
 
 
@@ -219,7 +219,7 @@ class FusedOptimizer(Optimizer):
         if master is None or master.dtype is not torch.float32:
             state[MASTER] = master = (param if master is None else master).detach().float()
         elif self._versions.get(param) != param._version:
-            master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+            follow(master, param)
         return master
 
     def _moments(self, batch: ParameterBatch, name: str) -> list[Tensor]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from harness.apex.dtypes import wide
 from harness.apex.optimizer_proxy import OptimizerProxy
 from harness.apex.tensor_groups import by_device_and_dtype, norms, one_for_each
 
@@ -123,9 +124,8 @@ class LARC(OptimizerProxy):
                 "LARC needs dense gradients, and one is sparse. Create the embedding with sparse=False, or give its "
                 "parameters to a separate optimizer."
             )
-        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        weight_norms = norms(parameters, 2, dtype)
-        gradient_norms = norms(gradients, 2, dtype)
+        weight_norms = norms(parameters, 2, wide(parameters[0]))
+        gradient_norms = norms(gradients, 2, wide(parameters[0]))
         rates = self.trust_coefficient * weight_norms / (gradient_norms + decay * weight_norms + self.eps)
         if self.clip:
             rates = (rates / lr).clamp(max=1.0)

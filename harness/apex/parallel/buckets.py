@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.apex.dtypes import REDUCED
+
 Strides = tuple[int, ...]
 _GLOO_PIECE = 1_000_000  # elements: one piece is copied while another is being sent
 _CUDA_PIECE = 25 << 20  # bytes, as in torch's DistributedDataParallel: nccl reaches its bandwidth with large messages
@@ -166,4 +168,4 @@ def layout(
 
 def comm_dtype(dtype: torch.dtype, fp32: bool) -> torch.dtype:
     """Return the dtype in which gradients of ``dtype`` are summed."""
-    return torch.float32 if fp32 and dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.float32 if fp32 and dtype in REDUCED else dtype

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from harness.apex.dtypes import wide
+
 
 @torch.no_grad()
 def global_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -24,7 +26,7 @@ def global_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
     They are float32, or float64 for float64 ``x``; if the count is 0 they are nan. All ranks of ``group`` call it.
     """
     channels, world = x.shape[1], dist.get_world_size(group)
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = wide(x)
     mine = torch.zeros(2 * channels + 1, dtype=dtype, device=x.device)
     if x.numel() > 0:
         # The kernel computes in the dtype of the running statistics it is given; these are only for that.
