@@ -26,6 +26,16 @@ LOWEST_FLOOR = 2.0**-126  # for min_loss_scale=0: the smallest scale whose inver
 COMPLAIN_EVERY = 50  # consecutive overflows between two warnings that training has stopped
 
 
+def lowered(scale: float, factor: float, floor: float) -> float:
+    """The scale after an overflow. A ``floor`` above a scale that a script or a checkpoint wrote does not raise it."""
+    return min(scale, max(floor, scale / factor))
+
+
+def raised(scale: float, factor: float, maximum: float) -> float:
+    """The scale after enough steps without an overflow."""
+    return min(maximum, scale * factor)
+
+
 class LossScaler:
     """Scale for one loss.
 
@@ -179,6 +189,7 @@ class LossScaler:
         overflow = found != 0
         clean = (clean + 1).masked_fill(overflow, 0)
         grows = clean >= WINDOW
+        # lowered() and raised(), in tensors
         lower = torch.minimum(scale, (scale / FACTOR).clamp(min=self._min))
         higher = (scale * FACTOR).clamp(max=self._max)
         self._on_device = torch.where(overflow, lower, torch.where(grows, higher, scale)), clean.masked_fill(grows, 0)
@@ -194,14 +205,13 @@ class LossScaler:
         for _ in range(contexts):
             self._clean += 1
             if self.dynamic and self._clean >= WINDOW:  # a script or a checkpoint may have set it higher
-                self._scale = min(self._max, self._scale * FACTOR)
+                self._scale = raised(self._scale, FACTOR, self._max)
                 self._clean = 0
         return False
 
     def _back_off(self) -> None:
         before, self._clean = self._scale, 0
-        # The outer min: a floor above a scale that a script or a checkpoint wrote must not raise it.
-        self._scale = min(before, max(self._min, before / FACTOR))
+        self._scale = lowered(before, FACTOR, self._min)
         self._in_a_row += 1
         if self._scale != before:
             messages.warn(

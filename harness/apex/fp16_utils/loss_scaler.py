@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.apex.amp.scaler import LOWEST_FLOOR, WINDOW
+from harness.apex.amp.scaler import LOWEST_FLOOR, WINDOW, lowered, raised
 from harness.apex.amp.scaler import LossScaler as AmpLossScaler
 from harness.apex.tensor_groups import by_device_and_dtype
 
@@ -79,10 +79,10 @@ class DynamicLossScaler(LossScaler):
     def update_scale(self, overflow: bool) -> None:
         """End a step, which was skipped if ``overflow`` is True."""
         if overflow:
-            self.cur_scale = min(self.cur_scale, max(self.cur_scale / self.scale_factor, self.min_loss_scale))
+            self.cur_scale = lowered(self.cur_scale, self.scale_factor, self.min_loss_scale)
             self.last_overflow_iter = self.cur_iter
         elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
-            self.cur_scale = max(self.cur_scale, min(self.cur_scale * self.scale_factor, self.max_loss_scale))
+            self.cur_scale = raised(self.cur_scale, self.scale_factor, self.max_loss_scale)
         self.cur_iter += 1
 
 

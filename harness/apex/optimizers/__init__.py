@@ -5,24 +5,15 @@ Their base class is ``fused_optimizer.FusedOptimizer``: start reading there. LAR
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from harness.apex.optimizers import multi_tensor
 from harness.apex.optimizers.fused_adagrad import FusedAdagrad
 from harness.apex.optimizers.fused_adam import FusedAdam
 from harness.apex.optimizers.fused_lamb import FusedLAMB
 from harness.apex.optimizers.fused_mixed_precision_lamb import FusedMixedPrecisionLamb
 from harness.apex.optimizers.fused_novograd import FusedNovoGrad
 from harness.apex.optimizers.fused_sgd import FusedSGD
-from harness.apex.optimizers.multi_tensor import (
-    multi_tensor_adagrad,
-    multi_tensor_adam,
-    multi_tensor_adam_capturable,
-    multi_tensor_adam_capturable_master,
-    multi_tensor_novograd,
-    multi_tensor_sgd,
-)
-from harness.apex.optimizers.multi_tensor_lamb import multi_tensor_l2norm, multi_tensor_lamb, multi_tensor_lamb_mp
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]
 
@@ -37,14 +28,14 @@ def __getattr__(name: str) -> Any:
 
 # Libraries look for the functions of amp_C in attributes, where Apex kept them. Attached here, since the functions use
 # the formulas of the optimizers' modules.
-_ATTRIBUTES: list[tuple[type, list[Callable[..., Any]]]] = [
-    (FusedAdagrad, [multi_tensor_adagrad]),
-    (FusedAdam, [multi_tensor_adam, multi_tensor_adam_capturable, multi_tensor_adam_capturable_master]),
-    (FusedLAMB, [multi_tensor_l2norm, multi_tensor_lamb]),
-    (FusedMixedPrecisionLamb, [multi_tensor_l2norm, multi_tensor_lamb_mp]),
-    (FusedNovoGrad, [multi_tensor_novograd]),
-    (FusedSGD, [multi_tensor_sgd]),
-]
-for _optimizer, _functions in _ATTRIBUTES:
-    for _function in _functions:
-        setattr(_optimizer, _function.__name__, staticmethod(_function))
+_ATTRIBUTES = {
+    FusedAdagrad: "adagrad",
+    FusedAdam: "adam adam_capturable adam_capturable_master",
+    FusedLAMB: "l2norm lamb",
+    FusedMixedPrecisionLamb: "l2norm lamb_mp",
+    FusedNovoGrad: "novograd",
+    FusedSGD: "sgd",
+}
+for _optimizer, _names in _ATTRIBUTES.items():
+    for _name in _names.split():
+        setattr(_optimizer, f"multi_tensor_{_name}", staticmethod(getattr(multi_tensor, f"multi_tensor_{_name}")))

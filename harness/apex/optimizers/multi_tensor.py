@@ -1,10 +1,13 @@
-"""The updates of the optimizers other than LAMB under the names and with the arguments of Apex's extension ``amp_C``.
+"""The functions of Apex's extension ``amp_C`` on torch's fused and foreach kernels: operations on lists of tensors.
 
-All take ``(chunk_size, noop_flag, tensor_lists, ...)``, as described in ``amp_C``; ``chunk_size`` has no effect. In the
-lists, g are gradients, p parameters, m and v moments. Apart from the lists that a docstring names as changed, tensors
-keep their values. ``mode`` is 0 for weight decay as a part of the gradient, 1 for decoupled weight decay.
+All take ``(chunk_size, noop_flag, tensor_lists, ...)`` and are usually called through ``multi_tensor_applier``. The
+chunk size has no effect. ``noop_flag``, a tensor of one element, is set to 1 if an inf or NaN is found and never reset;
+there is no host sync. Arithmetic is in float32 or wider; the lists may mix devices and dtypes.
 
-Only some skip the update if ``noop_flag`` is set; the others let inf and NaN through, as in Apex.
+In the lists of the optimizers' updates, g are gradients, p parameters, m and v moments. Apart from the lists that a
+docstring names as changed, tensors keep their values. ``mode`` is 0 for weight decay as a part of the gradient, 1 for
+decoupled weight decay. Only some updates are skipped if ``noop_flag`` is set; the others let inf and NaN through, as in
+Apex.
 """
 
 from __future__ import annotations
@@ -15,34 +18,172 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.apex.dtypes import wide
 from harness.apex.optimizers.batch import copied_where_new, like, writable
 from harness.apex.optimizers.fused_adagrad import adagrad_update
 from harness.apex.optimizers.fused_adam import adam_update
+from harness.apex.optimizers.fused_lamb import lamb_stage1, lamb_stage2
 from harness.apex.optimizers.fused_novograd import blended_norms, novograd_update
 from harness.apex.optimizers.fused_sgd import sgd_update
 from harness.apex.tensor_groups import TensorLists, checked_lists, chosen, indices_by_kind, norms
 
+__all__ = [
+    "multi_tensor_adagrad",
+    "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_l2norm_mp",
+    "multi_tensor_l2norm_scale",
+    "multi_tensor_lamb",
+    "multi_tensor_lamb_mp",
+    "multi_tensor_lamb_stage1_cuda",
+    "multi_tensor_lamb_stage2_cuda",
+    "multi_tensor_novograd",
+    "multi_tensor_scale",
+    "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
+    "update_scale_hysteresis",
+]
+
 Lists = list[list[Tensor]]
 
 
-def apply(lists: Lists, weights: int, changed: str, update: Callable[[list[int], Lists], None]) -> None:
-    """Call ``update(indices, wide)`` for each kind of tensors in ``lists``, then copy results back.
+# Scaling, sums and norms
 
-    ``wide`` holds the tensors with these indices, list by list, in the dtype and layout that kernels need for those of
-    the list number ``weights``. ``changed``: the numbers of the lists to copy back.
+
+@torch.no_grad()
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float) -> None:
+    """``out = x * scale`` for ``tensor_lists = [xs, outs]``, which may be the same list. Every x is checked."""
+    xs, outs = checked_lists(tensor_lists, "multi_tensor_scale", 2)
+    for indices in indices_by_kind(xs, outs):
+        scaled = _scaled([xs[i] for i in indices], scale, noop_flag)
+        torch._foreach_copy_([outs[i] for i in indices], scaled)
+
+
+@torch.no_grad()
+def multi_tensor_axpby(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, a: float, b: float, arg_to_check: int = -1
+) -> None:
+    """``out = a * x + b * y`` for ``tensor_lists = [xs, ys, outs]``.
+
+    ``arg_to_check`` selects the tensors to check for inf and NaN: 0 the xs, 1 the ys, -1 both.
     """
-    for indices in indices_by_kind(*lists):
-        indices = [i for i in indices if lists[weights][i].numel()]
-        if not indices:
-            continue
-        given = [[tensors[i] for i in indices] for tensors in lists]
-        targets = [writable(tensor) for tensor in given[weights]]
-        layouts = [[like(*pair) for pair in zip(tensors, targets, strict=True)] for tensors in given]
-        layouts[weights] = targets
-        wide = [copied_where_new(*pair) for pair in zip(given, layouts, strict=True)]
-        update(indices, wide)
-        for number in map(int, changed):
-            copied_where_new(wide[number], given[number])
+    if arg_to_check not in (-1, 0, 1):
+        raise ValueError(f"arg_to_check is {arg_to_check!r}; it must be 0 (check x), 1 (check y) or -1 (both).")
+    xs, ys, outs = checked_lists(tensor_lists, "multi_tensor_axpby", 3)
+    for indices in indices_by_kind(xs, ys, outs):
+        sums = _scaled([xs[i] for i in indices], a, None if arg_to_check == 1 else noop_flag)
+        added = _scaled([ys[i] for i in indices], b, None if arg_to_check == 0 else noop_flag)
+        torch._foreach_add_(sums, added)
+        torch._foreach_copy_([outs[i] for i in indices], sums)
+
+
+@torch.no_grad()
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """The Euclidean norm over all of ``tensor_lists = [xs]``, shape ``(1,)``, and the norm of each x.
+
+    The second has shape ``(len(xs),)``, or ``(0,)`` without ``per_tensor``. Both are float32 (float64 if an x is), on
+    the flag's device.
+    """
+    (xs,) = checked_lists(tensor_lists, "multi_tensor_l2norm", 1)
+    each = torch.zeros(len(xs), device=noop_flag.device)
+    groups = indices_by_kind(xs)
+    found = [norms([xs[i] for i in indices], dtype=wide(xs[indices[0]])) for indices in groups]
+    if found:
+        flat = torch.cat([part.to(each.device, non_blocking=True) for part in found])  # in the widest dtype
+        places = sum(groups, [])
+        each = chosen(flat, sorted(range(len(places)), key=places.__getitem__))
+    total = torch.linalg.vector_norm(each).reshape(1)
+    noop_flag.masked_fill_(~total.isfinite().to(noop_flag.device).reshape(()), 1)
+    return total, each if per_tensor else each.new_empty(0)
+
+
+@torch.no_grad()
+def multi_tensor_unscale_l2norm(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    inv_scale: Tensor | float,
+    per_tensor: bool | None = False,
+) -> tuple[Tensor, Tensor]:
+    """Like ``multi_tensor_l2norm``, for ``x * inv_scale``. The tensors are not changed."""
+    total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
+    if not isinstance(inv_scale, Tensor):
+        inv_scale = torch.full((), inv_scale, device=total.device)  # not as_tensor, which waits for its copy
+    factor = inv_scale.to(total.device).abs().reshape(())
+    return total * factor, each * factor
+
+
+@torch.no_grad()
+def multi_tensor_l2norm_mp(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """Like ``multi_tensor_l2norm``, but zeros if ``noop_flag`` is set already."""
+    skip = noop_flag != 0
+    return tuple(  # type: ignore[return-value]
+        found.masked_fill(skip.to(found.device), 0)
+        for found in multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
+    )
+
+
+@torch.no_grad()
+def multi_tensor_l2norm_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """``out = x * scale`` for ``tensor_lists = [xs, outs]``. Returns the norms of the xs, before scaling."""
+    xs, outs = checked_lists(tensor_lists, "multi_tensor_l2norm_scale", 2)
+    found = multi_tensor_l2norm(chunk_size, noop_flag, [xs], per_tensor)
+    multi_tensor_scale(chunk_size, torch.zeros_like(noop_flag), [xs, outs], scale)
+    return found
+
+
+@torch.no_grad()
+def update_scale_hysteresis(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> Tensor:
+    """Update a loss scale like ``torch._amp_update_scale_``, but shrink it only at the ``hysteresis``-th overflow.
+
+    All tensors have one element; the first three are changed in place. Overflows count until a step without one.
+    Returns ``current_scale``.
+    """
+    overflow = found_inf > 0
+    hysteresis_tracker.copy_(torch.where(overflow, hysteresis_tracker - 1, hysteresis))
+    tolerated = overflow & (hysteresis_tracker > 0)
+    before = current_scale.clone()
+    torch._amp_update_scale_(current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+    current_scale.copy_(torch.where(tolerated, before, current_scale))
+    normal = current_scale >= torch.finfo(current_scale.dtype).smallest_normal
+    return current_scale.mul_(normal)  # Apex's kernel is compiled to flush subnormal numbers to zero
+
+
+def _scaled(tensors: list[Tensor], scale: float, noop_flag: Tensor | None) -> list[Tensor]:
+    """``tensors`` (of one kind) times ``scale``, as new tensors. Sets ``noop_flag`` if one holds an inf or NaN."""
+    scaled = [torch.empty_like(tensor, dtype=wide(tensor)) for tensor in tensors]
+    torch._foreach_copy_(scaled, tensors)
+    factor = 1.0
+    if noop_flag is not None:
+        device, dtype = scaled[0].device, scaled[0].dtype
+        factor = scale if dtype is torch.float32 else 1.0  # the kernel's factor is float32, too coarse for float64
+        found_inf = torch.zeros((), device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(scaled, found_inf, torch.full((), factor, device=device))
+        noop_flag.masked_fill_((found_inf != 0).to(noop_flag.device), 1)
+    if factor != scale:
+        torch._foreach_mul_(scaled, scale)
+    return scaled
+
+
+# Updates of optimizers
 
 
 @torch.no_grad()
@@ -66,16 +207,16 @@ def multi_tensor_sgd(
     lists = checked_lists(tensor_lists, "multi_tensor_sgd", 3, 4)
     group = dict(weight_decay=wd, momentum=momentum, dampening=dampening, lr=lr, nesterov=nesterov)
 
-    def update(indices: list[int], wide: Lists) -> None:
-        grads, weights, buffers = wide[:3]
-        skip = is_set(noop_flag, weights[0])
+    def update(indices: list[int], alike: Lists) -> None:
+        grads, weights, buffers = alike[:3]
+        skip = _is_set(noop_flag, weights[0])
         if scale != 1.0:
             grads = list(torch._foreach_mul(grads, scale))
         sgd_update(group, weights, grads, buffers if momentum else [], first_run, wd_after_momentum, skip)
-        for old, new in zip(*wide[3:], weights, strict=True) if wide[3:] else ():
+        for old, new in zip(*alike[3:], weights, strict=True) if alike[3:] else ():
             old.copy_(torch.where(skip, old, new))
 
-    apply(lists, 1, "123"[: len(lists) - 1], update)
+    _apply(lists, 1, "123"[: len(lists) - 1], update)
 
 
 @torch.no_grad()
@@ -94,8 +235,13 @@ def multi_tensor_adam(
 ) -> None:
     """Adam for ``[g, p, m, v]``. Changes p, m and v. ``step`` counts from 1."""
     lists = checked_lists(tensor_lists, "multi_tensor_adam", 4)
-    group = adam_group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
-    apply(lists, 1, "123", lambda _, wide: adam_update(group, wide[1], wide[0], wide[2], wide[3], bool(mode)))
+    group = _group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
+    _apply(
+        lists,
+        1,
+        "123",
+        lambda _, alike: adam_update(group, alike[1], alike[0], alike[2], alike[3], bool(mode)),
+    )
 
 
 @torch.no_grad()
@@ -115,8 +261,8 @@ def multi_tensor_adam_capturable(
 ) -> None:
     """Adam for ``[g, p, m, v]`` with gradients ``g * inv_scale``. Changes all lists; none if the flag is set."""
     lists = checked_lists(tensor_lists, "multi_tensor_adam_capturable", 4)
-    group = adam_group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
-    apply(lists, 1, "0123", lambda _, wide: _unscale_and_update(group, wide, mode, inv_scale, noop_flag))
+    group = _group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
+    _apply(lists, 1, "0123", lambda _, alike: _unscale_and_update(group, alike, mode, inv_scale, noop_flag))
 
 
 @torch.no_grad()
@@ -136,47 +282,21 @@ def multi_tensor_adam_capturable_master(
 ) -> None:
     """As ``multi_tensor_adam_capturable`` for ``[g, p, m, v, master]``: updates the masters and rounds them into p."""
     lists = checked_lists(tensor_lists, "multi_tensor_adam_capturable_master", 5)
-    group = adam_group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
+    group = _group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
 
-    def update(indices: list[int], wide: Lists) -> None:
-        grads, weights, exp_avgs, exp_avg_sqs, masters = wide
+    def update(indices: list[int], alike: Lists) -> None:
+        grads, weights, exp_avgs, exp_avg_sqs, masters = alike
         _unscale_and_update(group, [grads, masters, exp_avgs, exp_avg_sqs], mode, inv_scale, noop_flag)
         for old, new in zip(weights, masters, strict=True):
-            old.copy_(torch.where(is_set(noop_flag, old), old, new))
+            old.copy_(torch.where(_is_set(noop_flag, old), old, new))
 
-    apply(lists, 4, "01234", update)
-
-
-def _unscale_and_update(group: dict[str, Any], wide: Lists, mode: int, inv_scale: Tensor, noop_flag: Tensor) -> None:
-    skip = is_set(noop_flag, wide[1][0])
-    torch._foreach_mul_(wide[0], torch.where(skip, 1.0, inv_scale.to(skip.device).reshape(())))
-    adam_update(group, wide[1], wide[0], wide[2], wide[3], bool(mode), found_inf=skip)
+    _apply(lists, 4, "01234", update)
 
 
-def is_set(noop_flag: Tensor, tensor: Tensor) -> Tensor:
-    """Whether the flag is set, as a scalar on the device of ``tensor``."""
-    return (noop_flag != 0).to(tensor.device).reshape(())
-
-
-def adam_group(
-    lr: Tensor | float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: Tensor | int,
-    bias_correction: int,
-    weight_decay: Tensor | float,
-) -> dict[str, Any]:
-    """The options of a kernel as the group of an optimizer."""
-    return dict(
-        lr=lr.reshape(()) if isinstance(lr, Tensor) else lr,
-        betas=(beta1, beta2),
-        eps=eps,
-        step=step.reshape(()) if isinstance(step, Tensor) else step,
-        bias_correction=bias_correction,
-        weight_decay=weight_decay,
-        grad_averaging=1,
-    )
+def _unscale_and_update(group: dict[str, Any], alike: Lists, mode: int, inv_scale: Tensor, noop_flag: Tensor) -> None:
+    skip = _is_set(noop_flag, alike[1][0])
+    torch._foreach_mul_(alike[0], torch.where(skip, 1.0, inv_scale.to(skip.device).reshape(())))
+    adam_update(group, alike[1], alike[0], alike[2], alike[3], bool(mode), found_inf=skip)
 
 
 @torch.no_grad()
@@ -192,7 +312,7 @@ def multi_tensor_adagrad(
     """Adagrad for ``[g, p, sums of squares]``. Changes p and the sums."""
     lists = checked_lists(tensor_lists, "multi_tensor_adagrad", 3)
     group = dict(lr=lr, eps=epsilon, weight_decay=weight_decay)
-    apply(lists, 1, "12", lambda _, wide: adagrad_update(group, wide[1], wide[0], wide[2], bool(mode)))
+    _apply(lists, 1, "12", lambda _, alike: adagrad_update(group, alike[1], alike[0], alike[2], bool(mode)))
 
 
 @torch.no_grad()
@@ -218,13 +338,189 @@ def multi_tensor_novograd(
     the largest absolute value. ``step`` counts from 1.
     """
     lists = checked_lists(tensor_lists, "multi_tensor_novograd", 3)
-    group = adam_group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
+    group = _group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
     group |= dict(grad_averaging=grad_averaging, norm_type=norm_type)
 
-    def update(indices: list[int], wide: Lists) -> None:
-        new = norms(wide[0], 2 if norm_type == 2 else float("inf"))
+    def update(indices: list[int], alike: Lists) -> None:
+        new = norms(alike[0], 2 if norm_type == 2 else float("inf"))
         blend = blended_norms(group, chosen(grad_norms, indices).to(new.device), new)
         torch._foreach_copy_([grad_norms[i] for i in indices], list(blend.to(grad_norms).unbind()))
-        novograd_update(group, wide[1], wide[0], wide[2], blend, moment_mode == 0)
+        novograd_update(group, alike[1], alike[0], alike[2], blend, moment_mode == 0)
 
-    apply(lists, 1, "12", update)
+    _apply(lists, 1, "12", update)
+
+
+@torch.no_grad()
+def multi_tensor_lamb(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: Tensor | float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor | int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: Tensor | float,
+    use_nvlamb: bool | None = False,
+    inv_scale: Tensor | None = None,
+) -> None:
+    """LAMB for ``[g, p, m, v]`` or ``[g, p, m, v, copy]``. Changes all lists.
+
+    g becomes the update without ``lr`` and trust ratio, copy a copy of p. Gradients are ``g * inv_scale``, divided by
+    ``global_grad_norm / max_grad_norm`` if that is above 1. ``step`` counts from 1.
+    """
+    lists = checked_lists(tensor_lists, "multi_tensor_lamb", 4, 5)
+    group = _group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
+    group["grad_averaging"] = grad_averaging
+    factor = _clip_factor(global_grad_norm, max_grad_norm) * (1.0 if inv_scale is None else inv_scale.reshape(()))
+
+    def update(indices: list[int], alike: Lists) -> None:
+        grads, weights = alike[:2]
+        updates = lamb_stage1(group, weights, grads, alike[2], alike[3], factor, bool(mode))
+        torch._foreach_copy_(grads, updates)
+        both = (norms(weights), norms(updates)) if weight_decay != 0 or use_nvlamb else None
+        lamb_stage2(weights, updates, group["lr"], both)
+        for copies in alike[4:]:
+            torch._foreach_copy_(copies, weights)
+
+    _apply(lists, 1, "01234"[: len(lists)], update)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_mp(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: Tensor,
+    use_nvlamb: bool | None,
+    found_inf: Tensor,
+    inv_scale: Tensor,
+) -> None:
+    """As ``multi_tensor_lamb``, but does nothing if ``noop_flag`` is set. ``found_inf`` is not read, as in Apex."""
+    lists = checked_lists(tensor_lists, "multi_tensor_lamb_mp", 4, 5)
+    results = [[tensor.clone() for tensor in one] for one in lists]
+    options = lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, grad_averaging, mode
+    multi_tensor_lamb(chunk_size, noop_flag, results, *options, global_grad_norm, max_grad_norm, use_nvlamb, inv_scale)
+    for old, new in zip(sum(lists, []), sum(results, []), strict=True):
+        old.copy_(torch.where(_is_set(noop_flag, old), old, new))
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage1_cuda(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    per_tensor_decay: Tensor,
+    step: int,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    global_grad_norm: Tensor,
+    max_global_grad_norm: float,
+) -> None:
+    """The first half of LAMB for ``[g, p, m, v, update]``: changes m, v and update. Weight decay is decoupled.
+
+    ``per_tensor_decay`` has the shape ``(len(g),)``. ``step`` counts from 0.
+    """
+    lists = checked_lists(tensor_lists, "multi_tensor_lamb_stage1_cuda", 5)
+    factor = _clip_factor(global_grad_norm, max_global_grad_norm)
+
+    def update(indices: list[int], alike: Lists) -> None:
+        grads, weights, exp_avgs, exp_avg_sqs, targets = alike
+        decay = chosen(per_tensor_decay, indices).to(weights[0])
+        group = _group(1.0, beta1, beta2, epsilon, step + 1, 1, decay)
+        torch._foreach_copy_(targets, lamb_stage1(group, weights, grads, exp_avgs, exp_avg_sqs, factor, True))
+
+    _apply(lists, 1, "234", update)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage2_cuda(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    per_tensor_param_norm: Tensor,
+    per_tensor_update_norm: Tensor,
+    lr: float,
+    weight_decay: float,
+    use_nvlamb: bool | None = False,
+) -> None:
+    """The second half of LAMB for ``[p, update]``: changes p. The norms have the shape ``(len(p),)``.
+
+    The trust ratio, the quotient of the norms, applies if ``weight_decay`` is not 0 or with ``use_nvlamb``.
+    """
+    lists = checked_lists(tensor_lists, "multi_tensor_lamb_stage2_cuda", 2)
+    adapted = bool(use_nvlamb) or weight_decay != 0
+
+    def update(indices: list[int], alike: Lists) -> None:
+        weights, updates = alike
+        both = [chosen(each, indices).to(weights[0]) for each in (per_tensor_param_norm, per_tensor_update_norm)]
+        lamb_stage2(weights, [each.clone() for each in updates], lr, (both[0], both[1]) if adapted else None)
+
+    _apply(lists, 0, "0", update)
+
+
+def _apply(lists: Lists, weights: int, changed: str, update: Callable[[list[int], Lists], None]) -> None:
+    """Call ``update(indices, alike)`` for each kind of tensors in ``lists``, then copy results back.
+
+    ``alike`` holds the tensors with these indices, list by list, in the dtype and layout that kernels need for those
+    of the list number ``weights``. ``changed``: the numbers of the lists to copy back.
+    """
+    for indices in indices_by_kind(*lists):
+        indices = [i for i in indices if lists[weights][i].numel()]
+        if not indices:
+            continue
+        given = [[one[i] for i in indices] for one in lists]
+        targets = [writable(tensor) for tensor in given[weights]]
+        layouts = [[like(*pair) for pair in zip(one, targets, strict=True)] for one in given]
+        layouts[weights] = targets
+        alike = [copied_where_new(*pair) for pair in zip(given, layouts, strict=True)]
+        update(indices, alike)
+        for number in map(int, changed):
+            copied_where_new(alike[number], given[number])
+
+
+def _is_set(noop_flag: Tensor, tensor: Tensor) -> Tensor:
+    """Whether the flag is set, as a scalar on the device of ``tensor``."""
+    return (noop_flag != 0).to(tensor.device).reshape(())
+
+
+def _group(
+    lr: Tensor | float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: Tensor | int,
+    bias_correction: int,
+    weight_decay: Tensor | float,
+) -> dict[str, Any]:
+    """The options of a kernel as the group of an optimizer."""
+    return dict(
+        lr=lr.reshape(()) if isinstance(lr, Tensor) else lr,
+        betas=(beta1, beta2),
+        eps=eps,
+        step=step.reshape(()) if isinstance(step, Tensor) else step,
+        bias_correction=bias_correction,
+        weight_decay=weight_decay,
+        grad_averaging=1,
+    )
+
+
+def _clip_factor(norm: Tensor, max_norm: Tensor | float) -> Tensor:
+    """The factor that clips gradients of this global norm, as a scalar."""
+    return torch.where(norm > max_norm, max_norm / norm, 1.0).reshape(())
