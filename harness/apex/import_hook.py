@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from harness.apex import legacy_paths, safe_globals, warning_places
+from harness.apex import legacy_paths, safe_globals
 from harness.apex.patches import patches
 
 EXTENSIONS = ("amp_C", "apex_C", "fused_adam_cuda")  # compiled modules that Apex installed next to the package
@@ -37,7 +37,6 @@ def install(trust_checkpoints: bool = False) -> None:
     sys.modules["apex"] = importlib.import_module("harness.apex")
     sys.meta_path.insert(0, _finder)
     safe_globals.add_when_imported()
-    warning_places.attribute_to_callers()
 
 
 def uninstall() -> None:

@@ -39,7 +39,7 @@ _ELSEWHERE = {
     "amp._initialize": ("amp.scaler",),
     "amp.frontend": ("amp.levels",),
     "amp.opt": ("amp.handle",),
-    "parallel.distributed": ("parallel.flat_collectives",),
+    "parallel.distributed": ("parallel.collectives",),
 }
 
 # Parts of Apex that do not exist here, and what to use today.

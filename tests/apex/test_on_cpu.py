@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
-import sys
 import threading
-import warnings
 
 import numpy as np
 import pytest
@@ -707,30 +705,6 @@ def test_sync_batchnorm_of_torch_covers_all_ranks():
         parts = (both, both) if place in (2, 3) else (both[:2], both[2:])
         for part, found in zip(parts, (first, second), strict=True):
             torch.testing.assert_close(torch.tensor(found[place]), part.detach())
-
-
-def test_warnings_name_the_line_of_the_script():
-    """Once for each line, as Python does: torch raises these for the calling function, which is a redirection."""
-    x = torch.ones(2, device="cuda")
-    read_only = np.frombuffer(b"1234", dtype="uint8")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            torch.tensor(x, device="cuda")
-            torch.tensor(x, device="cuda")
-        line = sys._getframe().f_lineno
-        x.new_tensor(x)
-        torch.from_numpy(read_only)
-        warnings.simplefilter("always")
-        for _ in range(2):
-            torch.tensor(x)
-        warnings.warn("of the script", stacklevel=1)  # its place is right already
-        warnings.warn_explicit("of no frame", UserWarning, "elsewhere.py", 1)
-    assert [warning.filename for warning in caught] == [__file__] * 7 + ["elsewhere.py"]
-    assert [warning.lineno - line for warning in caught[:7]] == [-2, -1, 1, 2, 5, 5, 6]
-    show = warnings._showwarnmsg
-    harness.apex.uninstall()
-    assert warnings._showwarnmsg is not show
 
 
 def test_list_of_redirected_calls():

@@ -26,12 +26,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.apex.amp import cast_kernels, cast_lists
-from harness.apex.amp.cast_report import report_casts
 from harness.apex.dtypes import REDUCED
 
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
+ASKED_FOR = {"to", "type", "type_as", "half", "float", "bfloat16", "double", "cpu", "cuda", "backward"}
 
 
 class CastEngine:
@@ -72,7 +74,7 @@ class CastEngine:
         self.stop()
         self.dtype = dtype
         self._lists, self._allow_banned = lists, allow_banned
-        self._report = report_casts() if verbose else None
+        self._report = _report_casts() if verbose else None
         self._cache_before = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         for device_type in device_types:
@@ -222,3 +224,52 @@ def _banned_method(name: str, plain: Callable[..., Tensor]) -> Callable[..., Ten
         return plain(self, *args, **kwargs)
 
     return method
+
+
+class _Calls(TorchFunctionMode):
+    """Keeps the name of the outermost torch function being called as ``name``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outermost, self.name = self.name, self.name or getattr(func, "__name__", str(func))
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.name = outermost
+
+
+class _Copies(TorchDispatchMode):
+    """Prints a line for each change between floating dtypes in a function that is not itself a cast."""
+
+    def __init__(self, calls: _Calls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = self._calls.name
+        if func is torch.ops.aten._to_copy.default and name is not None and name not in ASKED_FOR:
+            before, after = args[0].dtype, result.dtype
+            if before is not after and before.is_floating_point and after.is_floating_point:
+                print(f"amp: {name}: {_short(before)} -> {_short(after)} {tuple(result.shape)}")
+        return result
+
+
+def _report_casts() -> ExitStack:
+    """Print a line for every cast in the calling thread until the stack is closed: ``verbosity=2`` (contract 1.9).
+
+    For debugging; it slows every operation. A function mode records which function the script called; a dispatch mode
+    below autocast sees the resulting copies. Casts in the backward pass, where autograd casts gradients back, and casts
+    that the script asks for are not reported.
+    """
+    stack = ExitStack()
+    calls = stack.enter_context(_Calls())
+    stack.enter_context(_Copies(calls))
+    return stack
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 
 from harness.apex.accumulated_gradients import get_aside, register_reducer, set_aside
 from harness.apex.parallel.buckets import Bucket, Scaling, Strides, layout
-from harness.apex.parallel.sparse_gradients import sum_over_ranks
+from harness.apex.parallel.collectives import sum_over_ranks
 
 
 class BackwardReducer:

@@ -19,8 +19,11 @@ from torch import Tensor, nn
 
 from harness.apex.parallel.backward_reducer import BackwardReducer
 from harness.apex.parallel.buckets import Scaling, piece_size, strides_in_buffer
-from harness.apex.parallel.rank_zero_broadcast import broadcast_from_rank_zero, require_process_group
-from harness.apex.parallel.sparse_gradients import sparse_parameters
+from harness.apex.parallel.collectives import (
+    broadcast_from_rank_zero,
+    require_process_group,
+    sparse_parameters,
+)
 
 
 class DistributedDataParallel(nn.Module):

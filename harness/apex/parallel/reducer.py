@@ -13,8 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.apex.parallel.buckets import Bucket, Scaling, Strides, layout, piece_size, strides_in_buffer
-from harness.apex.parallel.rank_zero_broadcast import broadcast_from_rank_zero, require_process_group
-from harness.apex.parallel.sparse_gradients import sparse_parameters, sum_over_ranks
+from harness.apex.parallel.collectives import (
+    broadcast_from_rank_zero,
+    require_process_group,
+    sparse_parameters,
+    sum_over_ranks,
+)
 
 
 class Reducer:

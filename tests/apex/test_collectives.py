@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from harness.apex import apex_C
-from harness.apex.parallel import flat_collectives as flat
+from harness.apex.parallel import collectives as flat
 from tests.apex.shared import distinct
 from tests.ranks import run_ranks
 

@@ -1,0 +1,165 @@
+"""Collectives over lists of tensors, through one flat vector per dtype; rank 0's broadcast; sums of sparse gradients.
+
+Scripts that reduce or broadcast without a wrapper import the first seven functions from ``apex.parallel.distributed``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.apex.tensor_groups import by_device_and_dtype
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Return one vector with all elements of ``tensors``, which have one dtype and device."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views into the vector ``flat`` with the shapes of ``like``, one after the other."""
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
+    """Return ``tensors`` by ``Tensor.type()``, in the order in which the types first appear."""
+    found: OrderedDict[str, list[Tensor]] = OrderedDict()
+    for tensor in tensors:
+        found.setdefault(tensor.type(), []).append(tensor)
+    return found
+
+
+def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return the float16, float32, float64 and bfloat16 tensors, one list for each dtype present, in that order."""
+    kept = list(tensors)
+    dtypes = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
+    groups = [[tensor for tensor in kept if tensor.dtype is dtype] for dtype in dtypes]
+    return [group for group in groups if group]
+
+
+def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
+    """Append the tensors in ``maybe_tensor``, a tensor or nested iterables of them, to ``tensor_list``."""
+    if isinstance(maybe_tensor, Tensor):
+        tensor_list.append(maybe_tensor)
+        return
+    for item in maybe_tensor if isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, str) else ():
+        extract_tensors(item, tensor_list)
+
+
+@torch.no_grad()
+def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
+    """Run ``call(vector, *extra_args)`` on all of ``bucket`` as one vector; ``dist.all_reduce`` averages.
+
+    All ranks call it, with tensors of the same shapes.
+    """
+    flat = flatten(bucket)
+    call(flat, *(extra_args or ()))
+    if call is dist.all_reduce:
+        flat /= dist.get_world_size()
+    for tensor, value in zip(bucket, unflatten(flat, bucket), strict=True):
+        tensor.copy_(value)
+
+
+def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
+    """Run ``apply_flat_dist_call`` on ``tensors`` of each type. All ranks call it, with tensors of the same shapes."""
+    for bucket in split_by_type(tensors).values():
+        apply_flat_dist_call(bucket, call, extra_args)
+
+
+# The broadcast when a wrapper is constructed
+
+
+def require_process_group(name: str) -> None:
+    """Raise ValueError if there is no default process group, which the class ``name`` needs."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"{name} needs the default process group, but none exists. Call "
+            'torch.distributed.init_process_group("gloo") (or "nccl") first, under a launcher such as torchrun.'
+        )
+
+
+def broadcast_from_rank_zero(tensors: Sequence[Tensor]) -> bool:
+    """Copy rank 0's values of ``tensors`` to all ranks, in flat pieces by device and dtype. All ranks call it.
+
+    Returns True if the strides of ``tensors`` are equal on all ranks, too. Raises RuntimeError, on every rank, if their
+    number, shapes or dtypes differ between ranks.
+    """
+    if dist.get_world_size() == 1 or not tensors:
+        return True
+    same_strides = _check_alike(tensors)
+    for group in by_device_and_dtype(tensors):
+        apply_flat_dist_call(group, dist.broadcast, (0,))
+    return same_strides
+
+
+def _check_alike(tensors: Sequence[Tensor]) -> bool:
+    """Raise RuntimeError, on every rank, if the ranks' tensors differ, which would otherwise show as a hang. Returns
+    True if their strides are equal on all ranks."""
+    shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+    strides = [tensor.stride() for tensor in tensors]
+    elements = sum(tensor.numel() for tensor in tensors)
+    numbers = len(tensors), elements, *(zlib.crc32(repr(each).encode()) for each in (shapes, strides))
+    mine = torch.tensor(numbers, device=tensors[0].device)
+    extremes = torch.stack([mine, -mine])  # maxima and negated minima in one reduction
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    most, least = extremes[0].tolist(), (-extremes[1]).tolist()
+    if most[:3] != least[:3]:
+        others = f"over all ranks, {least[0]} to {most[0]} tensors with {least[1]} to {most[1]} elements"
+        if most[:2] == least[:2]:
+            others = "the same on all ranks, but shapes or dtypes differ"
+        raise RuntimeError(
+            f"The ranks hold different tensors. Rank {dist.get_rank()} has {len(tensors)} with {elements} elements; "
+            f"{others}. Build the same model on every rank."
+        )
+    return bool(most[3] == least[3])
+
+
+# Sparse gradients: rows are gathered, not summed in a flat buffer of mostly zeros
+
+
+def sparse_parameters(module: nn.Module) -> list[Tensor]:
+    """Return the parameters of ``module`` whose gradients will be sparse."""
+    tables = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    return [table.weight for table in tables]
+
+
+def sum_over_ranks(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """Return the coalesced sum of every rank's sparse ``gradient``; None contributes nothing. All ranks call it.
+
+    Returns None when no rank has any row.
+    """
+    if gradient is None:
+        gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
+    gradient = gradient.coalesce()
+    rows, values = gradient.indices(), gradient.values()
+    counts = _gather(torch.tensor([rows.shape[1]], device=rows.device))
+    most = max(int(count) for count in counts)
+    if most == 0:
+        return None
+    all_rows = _gather(_pad(rows.t(), most))
+    all_values = _gather(_pad(values, most))
+    kept = [slice(int(count)) for count in counts]
+    return torch.sparse_coo_tensor(
+        torch.cat([r[k] for r, k in zip(all_rows, kept, strict=True)]).t(),
+        torch.cat([v[k] for v, k in zip(all_values, kept, strict=True)]),
+        gradient.shape,
+    ).coalesce()
+
+
+def _pad(tensor: Tensor, length: int) -> Tensor:
+    padded = tensor.new_zeros((length, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor
+    return padded
+
+
+def _gather(tensor: Tensor) -> list[Tensor]:
+    pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, tensor)
+    return pieces
