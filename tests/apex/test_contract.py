@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 from tests.apex.contract import POINTS
 
 
+@functools.cache
 def named_points() -> dict[str, list[str]]:
     """{point: [file:line, ...]} of every ``contract(...)`` mark in this folder, read from the syntax trees."""
     found: dict[str, list[str]] = {}

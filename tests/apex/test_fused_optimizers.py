@@ -74,17 +74,6 @@ def test_resumes_bit_for_bit_from_disk(make):
 
 
 @every_case
-def test_weights_may_be_loaded_after_the_optimizer(make):
-    params, others = params_of(HALF), params_of(HALF)
-    optimizer, other = make(params), make(others)
-    train(optimizer, params, 2)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for mine, theirs in zip(others, params, strict=True):
-        mine.data.copy_(theirs)
-    assert_same_training([(params, optimizer), (others, other)], 2, start=2)
-
-
-@every_case
 def test_hooks_see_the_loaded_state_unrounded(make):
     params = params_of(HALF)
     optimizer = make(params)
@@ -93,18 +82,6 @@ def test_hooks_see_the_loaded_state_unrounded(make):
     optimizer.register_load_state_dict_post_hook(lambda loaded: seen.update(floating_dtypes(loaded.state)))
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == {torch.float32}
-
-
-@every_case
-def test_state_that_was_cast_to_half_is_widened_again(make):
-    """``amp.initialize`` casts it at O3, if the optimizer has stepped before."""
-    params = params_of(HALF)
-    optimizer = make(params)
-    train(optimizer, params, 1)
-    for state in optimizer.state.values():
-        state.update((key, value.half()) for key, value in state.items())
-    train(optimizer, params, 1, start=1)
-    assert floating_dtypes(optimizer.state) == {torch.float32}
 
 
 @every_case
@@ -239,19 +216,6 @@ def test_unsupported_gradients_and_parameters_are_explained(make):
     number.grad = torch.ones_like(number)
     with pytest.raises(TypeError, match=r"complex64 parameter of shape \(2,\)"):
         make([number]).step()
-
-
-@every_case
-def test_schedulers_work(make):
-    params = params_of(torch.float32)
-    optimizer = make(params)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.0)
-    train(optimizer, params, 1)
-    scheduler.step()
-    before = copied(params)
-    train(optimizer, params, 1)
-    assert_equal(params, before)
-    assert float(optimizer.param_groups[0]["lr"]) == 0.0
 
 
 @every_case

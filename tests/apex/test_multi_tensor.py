@@ -144,14 +144,6 @@ def test_unscale_l2norm_leaves_the_tensors_alone(inv_scale):
     assert overflow.item() == 0
 
 
-def test_clipping_as_in_bert_scripts():
-    grads = [torch.full((4,), 3.0), torch.full((9,), 2.0)]
-    norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag(), [grads], False)
-    clip = 1.0 / (norm.item() + 1e-6)
-    multi_tensor_applier(amp_C.multi_tensor_scale, flag(), [grads, grads], clip)
-    assert torch.cat(grads).norm().item() == pytest.approx(1.0, rel=1e-5)
-
-
 def test_wrong_arguments_are_explained():
     with pytest.raises(RuntimeError, match=r"multi_tensor_scale takes 2 list\(s\).*got lists of lengths \[1\]"):
         multi_tensor_applier(amp_C.multi_tensor_scale, flag(), [[torch.ones(1)]], 1.0)

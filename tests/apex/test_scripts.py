@@ -72,27 +72,3 @@ def test_gan_style(tmp_path, ranks, opt_level):
     assert all(int(count) > 0 for count in result[0]["unskipped"].split(","))
     assert (tmp_path / "netG_epoch_5.pth").exists()
     assert "torch.cuda.FloatTensor" in stderr
-
-
-@pytest.mark.slow
-def test_selfsup_style_alone_resumes_exactly(tmp_path):
-    folders = [tmp_path / name for name in ("uninterrupted", "interrupted")]
-    for folder in folders:
-        folder.mkdir()
-    uninterrupted, _ = run("selfsup_style", folder=folders[0])
-    assert learned(uninterrupted, 0.9)
-    run("selfsup_style", "--stop_after", "2", folder=folders[1])
-    resumed, stderr = run("selfsup_style", folder=folders[1])
-    assert "torch.load(map_location=cuda)" in stderr
-    assert {key: resumed[0][key] for key in ("last", "checksum")} == {
-        key: uninterrupted[0][key] for key in ("last", "checksum")
-    }
-
-
-def test_selfsup_style_on_two_ranks(tmp_path):
-    result, stderr = run(
-        *["selfsup_style", "--batch_size", "8", "--syncbn_process_group_size", "2"], folder=tmp_path, ranks=2
-    )
-    assert learned(result, 0.9)
-    assert result[0]["checksum"] == result[1]["checksum"]
-    assert "DistributedDataParallel(device_ids=)" in stderr

@@ -8,10 +8,9 @@ and a skipped step counts as called.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch.optim import Optimizer
 from harness.apex.amp import cast_engine, gradients
 from harness.apex.amp.device_flags import step_with_flag
 from harness.apex.amp.master_weights import all_params, recast_state
-from harness.apex.amp.messages import messages
 from harness.apex.amp.scaler import LossScaler
 from harness.apex.amp.stash import AmpStash, drop_saved_masters, lazy_init, loading_masters, saving_masters, stash_of
 
@@ -103,28 +101,6 @@ def _skip(optimizer: Optimizer, stash: AmpStash, closure: Any) -> None:
     stash.drop_master_gradients()
 
 
-def _warn_of_grad_scaler(stash: AmpStash) -> None:
-    """Warn, once, if ``step()`` was called by a torch GradScaler after amp has scaled the loss."""
-    stash.scaled_since_step = False
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(4):  # a scheduler wraps step(), too
-        if frame is None or "scaler" in stash.warned:
-            return
-        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            if frame.f_locals["self"].is_enabled():
-                stash.warned.add("scaler")
-                messages.warn_at_script(
-                    "torch.amp.GradScaler and amp.scale_loss both scale this loss, unscale the gradients and skip "
-                    "steps. Remove "
-                    "the GradScaler and use:\n"
-                    "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
-                    "        scaled_loss.backward()\n"
-                    "    optimizer.step()"
-                )
-            return
-        frame = frame.f_back
-
-
 def _check_step(optimizer: Optimizer, stash: AmpStash) -> None:
     """Do an overflow check that waits for this ``step()``; raise if gradients still carry a loss scale."""
     if stash.params_have_scaled_gradients and any(p.grad is not None for p in _scaled_params(optimizer, stash)):
@@ -147,8 +123,6 @@ def _step(previous: Callable[..., Any], casts_functions: bool) -> Callable[..., 
     @functools.wraps(previous)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         stash = stash_of(self)
-        if stash.scaled_since_step:
-            _warn_of_grad_scaler(stash)
         _check_step(self, stash)
         flag = None if args or kwargs else stash.take_flag()
         if flag is None and stash.already_patched:
@@ -165,8 +139,6 @@ def _step_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(previous)
     def step(self: Optimizer, closure: Any = None) -> Any:
         stash = stash_of(self)
-        if stash.scaled_since_step:
-            _warn_of_grad_scaler(stash)
         _check_step(self, stash)
         if stash.already_patched:
             return _skip(self, stash, closure)

@@ -39,8 +39,7 @@ class AmpStash(MasterWeights):
         self.deferred_to: Any = None  # the scaler whose overflow check waits for a reduction over ranks
         self.undo: list[Any] = []
         self.ever_scaled = False  # in a context of this optimizer
-        self.scaled_since_step = False
-        self.warned: set[str] = set()
+        self._warned = False
         self._cleared_at = -1
 
     @property
@@ -67,7 +66,7 @@ class AmpStash(MasterWeights):
 
     def backward_ended(self) -> None:
         AmpStash.num_contexts += 1
-        self.ever_scaled = self.scaled_since_step = True
+        self.ever_scaled = True
 
     def gradients_cleared(self, certain: bool) -> None:
         self._cleared_at = AmpStash.num_contexts if certain else -1
@@ -79,9 +78,9 @@ class AmpStash(MasterWeights):
     def warn_of_lost_gradients(self) -> None:
         """Warn, once, if a model parameter has a gradient that its master has not and will not get."""
         pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
-        if "lost" in self.warned or not any(p.grad is not None and master.grad is None for p, master in pairs):
+        if self._warned or not any(p.grad is not None and master.grad is None for p, master in pairs):
             return
-        self.warned.add("lost")
+        self._warned = True
         messages.warn_at_script(
             f"backward() was called outside amp.scale_loss. With {self.all_fp16_params[0].dtype} weights and float32 "
             "masters, the optimizer does not see these gradients: the weights are not updated from them. Use:\n"
