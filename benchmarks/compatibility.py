@@ -25,6 +25,7 @@ OUTCOMES = {
     "other": "stopped by something that has nothing to do with Apex",
     "not run": "",
 }
+SHOWN = 4  # names of projects per idiom
 RESUMES = {"yes": "yes", "no": "not tried", "cannot": "its script cannot"}
 
 
@@ -47,6 +48,8 @@ class Run:
     idioms: tuple[str, ...] = ()
     bridges: tuple[str, ...] = ()
     """Names that other libraries have removed, and that were put back for the run."""
+    edited: str = ""
+    """What was edited in the project."""
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -95,14 +98,13 @@ def page(record: dict[str, Any]) -> str:
                 table(["idiom", "trained"], _by_idiom([*projects, *libraries])),
                 "## By library",
                 record["about libraries"],
-                table(
-                    ["library", "version", "result", "steps", "loss", "resumed", "date"], [_row(r) for r in libraries]
-                ),
+                table(["library", "version", "result", "loss", "resumed"], [_row(r, r.note) for r in libraries]),
                 "## By project",
                 record["about projects"],
-                table(["project", "commit", "result", "steps", "loss", "resumed", "date"], [_row(r) for r in projects]),
-                "[The record](../benchmarks/compatibility.json) has the command of each run, as it follows `python -m "
-                "harness.apex --device cpu`.",
+                table(
+                    ["project", "commit", "result", "loss", "resumed"],
+                    [_row(r, "" if r.learns else r.note) for r in projects],
+                ),
             ]
         )
         + "\n"
@@ -136,24 +138,21 @@ def _by_idiom(runs: Iterable[Run]) -> list[list[str]]:
     for run in runs:
         for idiom in run.idioms if run.outcome == "trains" else ():
             names.setdefault(idiom, []).append(run.name.split(",")[0].rpartition("/")[2])
-    return [[idiom, ", ".join(dict.fromkeys(names[idiom]))] for idiom in sorted(names, key=lambda i: -len(names[i]))]
+    rows = {idiom: list(dict.fromkeys(found)) for idiom, found in names.items()}
+    return [
+        [idiom, f"{len(found)}: {', '.join(found[:SHOWN])}{', …' if len(found) > SHOWN else ''}"]
+        for idiom, found in sorted(rows.items(), key=lambda row: -len(row[1]))
+    ]
 
 
-def _row(run: Run) -> list[str]:
-    parts = [run.outcome, "two ranks" if run.ranks == 2 and run.outcome == "trains" else "", run.note]
-    parts += ["put back: " + ", ".join(run.bridges) if run.bridges else ""]
+def _row(run: Run, note: str) -> list[str]:
+    parts = [run.outcome, "two ranks" if run.ranks == 2 and run.outcome == "trains" else "", note]
+    changes = {"edited": run.edited, "put back": ", ".join(run.bridges)}
+    parts += [f"{what}: {text}" for what, text in changes.items() if text]
     losses = "" if run.first_loss is None or run.last_loss is None else f"{run.first_loss:.4g} to {run.last_loss:.4g}"
     resumed = RESUMES[run.resumed] if run.outcome == "trains" else ""
     text = "; ".join(part for part in parts if part)
-    return [
-        run.name,
-        run.version[:7] if len(run.version) == 40 else run.version,
-        text,
-        str(run.steps or ""),
-        losses,
-        resumed,
-        run.date,
-    ]
+    return [run.name, run.version[:7] if len(run.version) == 40 else run.version, text, losses, resumed]
 
 
 def main() -> None:

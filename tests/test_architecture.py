@@ -157,17 +157,17 @@ def test_class_names_have_one_meaning():
 # tests/apex follows the points of the Apex contract (tests/apex/contract.py).
 OTHER_TESTS = {
     "engines/test_nodes_elastic.py": "torchrun on several machines",
-    "engines/test_page.py": "docs/engines.md",
     "engines/test_trainjob.py": "launch/trainjob.yaml",
     "tools/report/test_browser.py": "the page in a browser",
     "test_architecture.py": "docs/architecture.md",
+    "test_docs.py": "README.md and docs/*.md",
     "test_ranks.py": "tests/ranks.py",
     "test_syncs.py": "tests/syncs.py",
 }
 
 
 def test_every_test_file_mirrors_a_module():
-    """tests/PACKAGE/test_MODULE.py, with an optional _suffix; test_docs.py is for the package's page in docs/."""
+    """tests/PACKAGE/test_MODULE.py, with an optional _suffix."""
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         place = path.relative_to(ROOT / "tests")
         if place.parts[0] in ("end_to_end", "apex") or place.as_posix() in OTHER_TESTS:
@@ -176,7 +176,7 @@ def test_every_test_file_mirrors_a_module():
         assert folder.is_dir(), f"tests/{place} mirrors no package"
         known = {file.stem for file in folder.rglob("*.py")} | {file.name for file in folder.rglob("*/")}
         stem = path.stem.removeprefix("test_")
-        fits = any(stem == name or stem.startswith(f"{name}_") for name in known | {folder.name, "docs"})
+        fits = any(stem == name or stem.startswith(f"{name}_") for name in known | {folder.name})
         assert fits, f"tests/{place} names no module of harness/{place.parent}"
 
 

@@ -11,9 +11,10 @@ from tests.apex.contract import POINTS
 
 @functools.cache
 def named_points() -> dict[str, list[str]]:
-    """{point: [file:line, ...]} of every ``contract(...)`` mark in this folder, read from the syntax trees."""
+    """{point: [file:line, ...]} of every ``contract(...)`` mark of this folder and test_docs.py, from their trees."""
     found: dict[str, list[str]] = {}
-    for path in sorted(Path(__file__).parent.rglob("test_*.py")):
+    here = Path(__file__).parent
+    for path in (*sorted(here.rglob("test_*.py")), here.with_name("test_docs.py")):
         for node in ast.walk(ast.parse(path.read_text(), str(path))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.contract":
                 for argument in node.args:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -90,29 +86,3 @@ def test_digits_reach_the_promised_accuracy(tmp_path):
         "checkpoints/latest", "checkpoints/best", "logs/rank-0.log", "logs/rank-1.log",
     }  # fmt: skip
     assert "top1 0.9" in terminal
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_fine_tuning_is_better_than_training_from_scratch(tmp_path, shared_data, monkeypatch):
-    """The commands of docs/fine_tuning.md, with fewer rows of MNIST, epochs and evaluations."""
-    page = (ROOT / "docs" / "fine_tuning.md").read_text()
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    monkeypatch.chdir(tmp_path)
-    lines = next(iter(re.findall(r"```bash\n(.*?)```", page, re.S))).splitlines()
-    accuracy = []
-    for words in (shlex.split(line, comments=True) for line in lines):
-        if words[0] == "head":
-            subprocess.run(" ".join(words), shell=True, check=True)
-        elif words[1] == "train":
-            mnist = ["task.train_rows=4000", "task.eval_rows=500"]
-            short = mnist if "mnist" in words[3] else ["train.epochs=8", "train.evaluate_every=4"]
-            short.append("precision.opt_level=O0")  # O1 is slow on a CPU
-            terminal = tmp_path / "terminal.txt"
-            assert wait_for(drivers(1, [*words[2:], *short], terminal), 300) == [0], terminal.read_text()
-        else:
-            source = ["--from", str(shared_data / "mnist")] if words[2] == "mnist" else []
-            assert cli.main([*words[1:], *source]) == (1 if words[1] == "compare" else 0)
-    for name in ("finetune", "scratch"):
-        accuracy.append(json.loads((tmp_path / "runs" / name / "summary.json").read_text())["best"]["top1"])
-    assert accuracy[0] > accuracy[1], accuracy
