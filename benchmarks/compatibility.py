@@ -8,6 +8,7 @@ After a run, edit its record; nothing on the page is written by hand.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,7 @@ OUTCOMES = {
     "other": "stopped by something that has nothing to do with Apex",
     "not run": "",
 }
-SHOWN = 4  # names of projects per idiom
-RESUMES = {"yes": "yes", "no": "not tried", "cannot": "its script cannot"}
+RESUMES = {"yes": "yes", "no": "not tried", "cannot": "cannot"}
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ def page(record: dict[str, Any]) -> str:
                 record["choice"],
                 _counts(projects),
                 record["limits"],
-                "## By idiom",
-                table(["idiom", "trained"], _by_idiom([*projects, *libraries])),
+                f"Idioms, with the number of runs that trained: {_by_idiom([*projects, *libraries])}.",
                 "## By library",
                 record["about libraries"],
                 table(["library", "version", "result", "loss", "resumed"], [_row(r, r.note) for r in libraries]),
@@ -119,7 +118,7 @@ def _counts(projects: Sequence[Run]) -> str:
     able = [run for run in of["trains"] if run.resumed != "cannot"]
     whole = [run for run in falls if run.resumed in ("yes", "cannot")]
     rows = [("chosen", f"{len(projects)}"), (text["other"], f"{len(of['other'])}"), ("the rest", f"{runnable}")]
-    rows += [(f"of these, {text[outcome]}", f"{len(of[outcome])}") for outcome in OUTCOMES if outcome != "other"]
+    rows += [(f"of these, {text[name]}", f"{len(of[name])}") for name in OUTCOMES if name != "other" and of[name]]
     rows += [
         ("of those that train, the loss falls by more than 1 %", f"{len(falls)}"),
         ("of those that train, the script supports resuming", f"{len(able)}"),
@@ -133,16 +132,9 @@ def _share(part: int, whole: int) -> str:
     return f"**{part} of {whole}" + (f" ({100 * part / whole:.0f} %)**" if whole else "**")
 
 
-def _by_idiom(runs: Iterable[Run]) -> list[list[str]]:
-    names: dict[str, list[str]] = {}
-    for run in runs:
-        for idiom in run.idioms if run.outcome == "trains" else ():
-            names.setdefault(idiom, []).append(run.name.split(",")[0].rpartition("/")[2])
-    rows = {idiom: list(dict.fromkeys(found)) for idiom, found in names.items()}
-    return [
-        [idiom, f"{len(found)}: {', '.join(found[:SHOWN])}{', …' if len(found) > SHOWN else ''}"]
-        for idiom, found in sorted(rows.items(), key=lambda row: -len(row[1]))
-    ]
+def _by_idiom(runs: Iterable[Run]) -> str:
+    trained = Counter(idiom for run in runs if run.outcome == "trains" for idiom in run.idioms)
+    return "; ".join(f"{idiom}: {number}" for idiom, number in trained.most_common())
 
 
 def _row(run: Run, note: str) -> list[str]:
