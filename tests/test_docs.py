@@ -234,7 +234,7 @@ def typed(line: str, folder: Path, more: Sequence[str]) -> tuple[int, str]:
     if words[:2] == ["harness", "sweep"]:  # with quick trials; tests/end_to_end/test_sweep.py trains
         code = wait_for([start_command(folder, words[1:], Machine(2))], 120)[0]
         return code, terminal.read_text()[before:]
-    if words[:2] == ["harness", "launch"]:  # what it starts; the engines' tests start it
+    if words[:2] == ["harness", "launch"] and not more:  # what it starts; the engines' tests start it
         words = ["configs/digits.yaml" if word == "config.yaml" else word for word in words]
         words += [] if "--dry-run" in words else ["--dry-run"]
     words = [re.sub(r"(?<=nproc_per_node=)\d+", "2", word) for word in words]
@@ -298,8 +298,9 @@ def place(tmp_path, monkeypatch, written_digits):
 
 def training(*more: str) -> Callable[[list[str]], Sequence[str]]:
     """Adds ``more`` to commands that train."""
-    scripts = ("driver.py", "launch/single_node.sh", "launch/multi_node.sh")
-    return lambda words: more if words[:2] == ["harness", "train"] or any(name in words for name in scripts) else ()
+    programs = {"driver.py", "launch/single_node.sh", "launch/multi_node.sh"}
+    verbs = (["harness", "train"], ["harness", "launch"])
+    return lambda words: more if words[:2] in verbs or programs & set(words) else ()
 
 
 def script_of_apex_page(folder: Path) -> None:
@@ -490,14 +491,10 @@ def check_schedules(folder: Path, output: dict[str, str], names: dict[str, Any])
     assert re.search(r"schedule: wsd, 0\.\d+ at the start, 0\.1 at the peak .update \d+., ", text)
 
 
-def for_strategies(folder: Path) -> None:
-    for name in ("delayed", "overlapped", "sharded"):
-        write_run(folder / "runs" / name, Fake(name=name, epochs=2))
-
-
 def check_strategies(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
-    (text,) = [text for line, text in output.items() if "driver.py" in line]
-    assert "parallel: fsdp" in text
+    for line, text in output.items():
+        trained = "driver.py" in line or line.startswith("harness launch")
+        assert ("parallel: fsdp" in text) == (trained and "parallel.strategy=fsdp" in line)
     assert (folder / "strategies.html").stat().st_size > 1e6
 
 
@@ -555,7 +552,9 @@ ATTEMPTS = {
     "python_api": Attempt(for_python_api),
     "reports": Attempt(for_reports, check=check_reports, marks=FAST),
     "schedules": Attempt(check=check_schedules),
-    "strategies": Attempt(for_strategies, training("train.max_steps=2", "runtime.device=cpu"), check=check_strategies),
+    "strategies": Attempt(
+        more=training("train.max_steps=2", "runtime.device=cpu", "data.num_workers=0"), check=check_strategies
+    ),
     "sweeps": Attempt(for_sweeps, check=check_sweeps),
     "targets": Attempt(for_targets, training("train.max_steps=1"), check=check_targets),
     "verify_resume": Attempt(

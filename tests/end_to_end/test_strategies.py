@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
-import shutil
 import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness.tools.data import digits
-from tests.conftest import ROOT
 from tests.end_to_end.experiment import (
     Kill,
     assert_same,
@@ -28,11 +23,7 @@ from tests.end_to_end.experiment import (
     write_config,
     write_images,
 )
-from tests.end_to_end.processes import shell
 from tests.end_to_end.test_parity import assert_close
-from tests.ranks import free_port
-
-PAGE = (ROOT / "docs" / "strategies.md").read_text()
 
 FSDP = {"strategy": "fsdp"}
 # Its first layer is large enough to be an FSDP unit of its own, see harness.training.fsdp.
@@ -233,35 +224,3 @@ def test_dp_with_several_processes_is_refused_by_all_ranks(tmp_path, data):
     assert "parallel.strategy=dp runs in one process, but 2 were started" in terminal
     failure = json.loads((run_folder(config) / "failure.json").read_text())
     assert "parallel.strategy=ddp" in failure["message"]
-
-
-# docs/strategies.md
-
-
-@pytest.mark.slow
-def test_commands_of_the_page(tmp_path):
-    """Each training command with two steps. The checks say what a run would; the report is of the trained runs."""
-    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    digits.write(tmp_path / "data" / "digits")
-    blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
-    for number, line in enumerate("".join(blocks).splitlines()):
-        words, terminal = shlex.split(line), tmp_path / f"{number}.txt"
-        if words[0] == "python":
-            words.insert(words.index("--nproc_per_node=2"), f"--master_port={free_port()}")
-        trains = words[0] == "python" or words[1] == "launch"
-        quick = ["train.max_steps=2", "runtime.device=cpu", "data.num_workers=0"] if trains else []
-        assert shell([*words, *quick], terminal, tmp_path) == 0, terminal.read_text()
-        sharded = trains and "parallel.strategy=fsdp" in words
-        assert ("parallel: fsdp" in terminal.read_text()) == sharded
-    assert {"delayed", "overlapped", "sharded"} <= {path.name for path in (tmp_path / "runs").iterdir()}
-    assert (tmp_path / "strategies.html").exists()
-
-
-def test_every_conflict_of_a_strategy_is_on_the_page():
-    source = (ROOT / "harness" / "config" / "constraints.py").read_text()
-    keys = re.findall(r'"(\w+\.\w+)"', source[source.index("def _parallel(") :])
-    table = "\n".join(line for line in PAGE.splitlines() if line.startswith("| `"))
-    assert len(keys) > 10
-    for key in set(keys) - {"parallel.strategy", "optimizer.name"}:
-        assert key in table, key
