@@ -11,7 +11,9 @@ CUDA; kernels that a library chooses there, such as cuDNN's, are not visible.
 from __future__ import annotations
 
 import logging
+import math
 import os
+import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -35,51 +37,48 @@ Level = bool | Literal["warn"]
 
 
 class Operation(NamedTuple):
-    """An operation of torch's list: its ATen names, what to use instead, and the calls that it is about."""
+    """An operation of torch's list: its ATen names, and what to use instead."""
 
-    aten: tuple[str, ...]
+    aten: str
     instead: str = ""
-    when: Callable[[dict[str, Any]], bool] = lambda arguments: True
+    when: Callable[[dict[str, Any]], bool] = lambda arguments: True  # the calls that it is about
 
 
+_MEAN = "x.mean({}) for one value per channel"
+_NEAREST = "interpolate(mode='nearest')"
 OPERATIONS = {
-    "AvgPool3d": Operation(("avg_pool3d_backward",)),
-    "AdaptiveAvgPool2d": Operation(
-        ("_adaptive_avg_pool2d_backward",), "x.mean((-2, -1)) for one value per channel, else avg_pool2d"
-    ),
-    "AdaptiveAvgPool3d": Operation(
-        ("_adaptive_avg_pool3d_backward",), "x.mean((-3, -2, -1)) for one value per channel"
-    ),
+    "AvgPool3d": Operation("avg_pool3d_backward"),
+    "AdaptiveAvgPool2d": Operation("_adaptive_avg_pool2d_backward", _MEAN.format("(-2, -1)") + ", else avg_pool2d"),
+    "AdaptiveAvgPool3d": Operation("_adaptive_avg_pool3d_backward", _MEAN.format("(-3, -2, -1)")),
     "AdaptiveMaxPool2d": Operation(
-        ("adaptive_max_pool2d_backward",), "x.amax((-2, -1)) for one value per channel, else max_pool2d"
+        "adaptive_max_pool2d_backward", "x.amax((-2, -1)) for one value per channel, else max_pool2d"
     ),
-    "FractionalMaxPool2d": Operation(("fractional_max_pool2d_backward",), "max_pool2d"),
-    "FractionalMaxPool3d": Operation(("fractional_max_pool3d_backward",), "max_pool3d"),
-    "MaxUnpool1d": Operation(("max_unpool2d",)),  # which it calls
-    "MaxUnpool2d": Operation(("max_unpool2d",), "interpolate(mode='nearest'), or a transposed convolution"),
-    "MaxUnpool3d": Operation(("max_unpool3d",), "interpolate(mode='nearest'), or a transposed convolution"),
+    "FractionalMaxPool2d": Operation("fractional_max_pool2d_backward", "max_pool2d"),
+    "FractionalMaxPool3d": Operation("fractional_max_pool3d_backward", "max_pool3d"),
+    "MaxUnpool1d": Operation("max_unpool2d"),  # which it calls
+    "MaxUnpool2d": Operation("max_unpool2d", f"{_NEAREST}, or a transposed convolution"),
+    "MaxUnpool3d": Operation("max_unpool3d", f"{_NEAREST}, or a transposed convolution"),
     "interpolate": Operation(
-        ("upsample_linear1d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward",
-         "upsample_trilinear3d_backward", "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward"),
-        "interpolate(mode='nearest')",
+        "upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward "
+        "upsample_trilinear3d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward", _NEAREST,
     ),
-    "ReflectionPad1d": Operation(("reflection_pad1d_backward",), "padding with zeros"),
-    "ReflectionPad2d": Operation(("reflection_pad2d_backward",), "padding with zeros"),
-    "ReflectionPad3d": Operation(("reflection_pad3d_backward",), "padding with zeros"),
+    "ReflectionPad1d": Operation("reflection_pad1d_backward", "padding with zeros"),
+    "ReflectionPad2d": Operation("reflection_pad2d_backward", "padding with zeros"),
+    "ReflectionPad3d": Operation("reflection_pad3d_backward", "padding with zeros"),
     "NLLLoss": Operation(
-        ("nll_loss2d_forward",), "cross_entropy on logits of shape (rows, classes): move the classes last and flatten"
+        "nll_loss2d_forward", "cross_entropy on logits of shape (rows, classes): move the classes last and flatten"
     ),
-    "CTCLoss": Operation(("_ctc_loss_backward",)),
+    "CTCLoss": Operation("_ctc_loss_backward"),
     "EmbeddingBag": Operation(
-        ("_embedding_bag", "_embedding_bag_forward_only"), "mode='mean' or 'sum'", lambda given: given.get("mode") == 2
+        "_embedding_bag _embedding_bag_forward_only", "mode='mean' or 'sum'", lambda given: given.get("mode") == 2
     ),
-    "put_": Operation(("put_", "put"), "index_put_"),
-    "histc": Operation(("histc",), "bincount of integers"),
-    "bincount": Operation(("bincount",), "index_add", lambda given: given.get("weights") is not None),
-    "median": Operation(("median.dim", "median.dim_values", "nanmedian.dim"), "sort, then take the middle value"),
-    "grid_sample": Operation(("grid_sampler_2d_backward", "grid_sampler_3d_backward")),
+    "put_": Operation("put_ put", "index_put_"),
+    "histc": Operation("histc", "bincount of integers"),
+    "bincount": Operation("bincount", "index_add", lambda given: given.get("weights") is not None),
+    "median": Operation("median.dim median.dim_values nanmedian.dim", "sort, then take the middle value"),
+    "grid_sample": Operation("grid_sampler_2d_backward grid_sampler_3d_backward"),
     "scatter_reduce": Operation(
-        ("scatter_reduce.two", "scatter_reduce_.two"), "reduce='sum' or 'mean'",
+        "scatter_reduce.two scatter_reduce_.two", "reduce='sum' or 'mean'",
         lambda given: given.get("reduce") not in ("sum", "mean"),
     ),
 }  # fmt: skip
@@ -90,30 +89,32 @@ _RAISED = "does not have a deterministic implementation"
 _CUBLAS = "not deterministic because it uses CuBLAS"
 
 
-class Audit(TorchDispatchMode):
-    """Context that collects the operations of the list that are called in it, in ``found``, and all in ``seen``."""
+class OutOfTime(Exception):
+    """What runs in an ``Audit`` has reached its time limit."""
 
-    def __init__(self) -> None:
+
+class Audit(TorchDispatchMode):
+    """Context that collects the operations of the list that are called in it, in ``found``, and all in ``seen``. After
+    ``until`` (time.monotonic), the next operation raises OutOfTime."""
+
+    def __init__(self, until: float = math.inf) -> None:
         super().__init__()
         self.found: set[str] = set()
         self.seen: set[str] = set()
+        self._until = until
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if time.monotonic() > self._until:
+            raise OutOfTime
         schema = func._schema
         name = schema.name.partition("::")[2]
         self.seen.add(name)
-        for key in (name, f"{name}.{schema.overload_name}"):
-            for known in _BY_ATEN.get(key, ()):
+        for known, operation in OPERATIONS.items():
+            if {name, f"{name}.{schema.overload_name}"} & set(operation.aten.split()):
                 named = dict(zip([argument.name for argument in schema.arguments], args, strict=False))
-                if OPERATIONS[known].when(named | (kwargs or {})):
+                if operation.when(named | (kwargs or {})):
                     self.found.add(known)
         return func(*args, **(kwargs or {}))
-
-
-_BY_ATEN: dict[str, list[str]] = {}
-for _name, _operation in OPERATIONS.items():
-    for _aten in _operation.aten:
-        _BY_ATEN.setdefault(_aten, []).append(_name)
 
 
 def require(level: Level) -> None:
@@ -185,7 +186,7 @@ def explained(error: BaseException) -> ConfigError | None:
     operations = {
         known
         for known, operation in OPERATIONS.items()
-        if any(kernel.startswith(aten.partition(".")[0].strip("_")) for aten in operation.aten)
+        if any(kernel.startswith(aten.partition(".")[0].strip("_")) for aten in operation.aten.split())
     }
     place = stack.raised_at(error)
     return _error(f"torch has no deterministic implementation of {name}{f' (in {place})' if place else ''}", operations)

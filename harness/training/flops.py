@@ -59,14 +59,23 @@ Counting = Callable[[], Arithmetic]
 
 
 def of_run(model: nn.Module, task: OpenedTask, section: PrecisionSection, device: torch.device) -> Counting:
-    """A function that counts, once the first steps are done: it imports modules for longer than they take."""
-    counting = prepared(model, task)
+    """A function that counts without computing anything. Call it once the first steps are done: it imports modules for
+    longer than they take. What cannot be counted is None.
 
-    def arithmetic() -> Arithmetic:
-        flops, operations = counting()
-        return Arithmetic(flops, peak(device, section), operations)
-
-    return arithmetic
+    It runs a copy of the model, as it is now, on the meta device, which needs no memory and changes neither ``model``,
+    with its Python attributes, nor a random stream.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    states = rng.get_state(torch.device("cpu"))
+    try:
+        row = task.prepare(task.train.batch(np.zeros(1, np.int64), 0).inputs)
+        inputs = torch.cat([row, row]).to("meta")  # two rows: batch norm refuses one
+        copied = deepcopy(model, {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors})
+    except Exception:  # of the user's own model or task; training reports real faults
+        return Arithmetic
+    finally:
+        rng.set_state(states, torch.device("cpu"))
+    return lambda: _count(copied, inputs, peak(device, section))
 
 
 class _Operations(TorchDispatchMode):
@@ -79,32 +88,7 @@ class _Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def prepared(model: nn.Module, task: OpenedTask) -> Callable[[], tuple[int | None, int | None]]:
-    """``count`` of ``model`` as it is now, for later."""
-    tensors = [*model.parameters(), *model.buffers()]
-    states = rng.get_state(torch.device("cpu"))
-    try:
-        row = task.prepare(task.train.batch(np.zeros(1, np.int64), 0).inputs)
-        inputs = torch.cat([row, row]).to("meta")  # two rows: batch norm refuses one
-        copied = deepcopy(model, {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors})
-    except Exception:  # of the user's own model or task; training reports real faults
-        return lambda: (None, None)
-    finally:
-        rng.set_state(states, torch.device("cpu"))
-    return lambda: _count(copied, inputs)
-
-
-def count(model: nn.Module, task: OpenedTask) -> tuple[int | None, int | None]:
-    """(FLOPs of a forward and backward pass for one row, operations of a forward pass), without computing it; None if
-    there are none, or if the model cannot be traced.
-
-    Runs a copy of the model on the meta device, which needs no memory and changes neither ``model``, with its Python
-    attributes, nor a random stream.
-    """
-    return prepared(model, task)()
-
-
-def _count(model: nn.Module, inputs: Tensor) -> tuple[int | None, int | None]:
+def _count(model: nn.Module, inputs: Tensor, peak: float | None) -> Arithmetic:
     from torch.utils import flop_counter  # late: it imports triton
 
     states = rng.get_state(torch.device("cpu"))
@@ -113,10 +97,10 @@ def _count(model: nn.Module, inputs: Tensor) -> tuple[int | None, int | None]:
         with _Operations() as operations, counter, torch.no_grad():
             model(inputs)
     except Exception:  # of the user's own model, or an operation without a meta kernel
-        return None, None
+        return Arithmetic()
     finally:
         rng.set_state(states, torch.device("cpu"))
-    return 3 * int(counter.get_total_flops()) // 2 or None, operations.found or None
+    return Arithmetic(3 * int(counter.get_total_flops()) // 2 or None, peak, operations.found or None)
 
 
 def peak(device: torch.device, section: PrecisionSection) -> float | None:

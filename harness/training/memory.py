@@ -17,18 +17,12 @@ from harness.training.run import Run
 
 GIB, MIB = 2**30, 2**20
 _OUT = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|can't allocate memory", re.I)  # of CUDA, its libraries, the CPU
-NUM_SETTINGS = 3  # to suggest
+_NUM_SETTINGS = 3  # to suggest
 
 
-def held(run: Run) -> dict[str, int]:
-    """Bytes on this rank between two steps, by what they are for. Gradients count as if all were present."""
-    return held_by(run.module.parameters(), run.optimizer, run.ema.average if run.ema else ())
-
-
-def held_by(
-    parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer, average: Iterable[Tensor]
-) -> dict[str, int]:
-    """``held`` of a model with these ``parameters``, after a step of ``optimizer``."""
+def held(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer, average: Iterable[Tensor]) -> dict[str, int]:
+    """Bytes on this rank between two steps of ``optimizer``, by what they are for. Gradients count as if all were
+    present."""
     stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     weights = {id(p): p for p in parameters} | stepped  # with masters
     state = [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
@@ -61,16 +55,16 @@ def explained(error: BaseException, run: Run | None) -> TrainingError | None:
         )
     when = "training" if run.module.training else "evaluation"
     has_blocks = bool(recompute.blocks(run.module)) and run.config.parallel.strategy != "dp"
-    ways = [*settings(run.config, run.runtime.world_size, when, has_blocks)]
+    ways = [*_settings(run.config, run.runtime.world_size, when, has_blocks)]
     return TrainingError(
         f"out of memory on {run.runtime.device} during {when}: {what}. Largest: {'; '.join(_largest(run, when))}",
-        hint=f"use one of: {'; '.join(ways[:NUM_SETTINGS])}",
+        hint=f"use one of: {'; '.join(ways[:_NUM_SETTINGS])}",
     )
 
 
 def _largest(run: Run, when: str) -> Iterator[str]:
     """The content of the memory, the largest part first."""
-    parts = held(run)
+    parts = held(run.module.parameters(), run.optimizer, run.ema.average if run.ema else ())
     device, rows = run.runtime.device, _rows(run.config, run.runtime.world_size, when)
     activations = f"activations and temporary tensors, for {plural(rows, 'row')} at a time"
     if device.type == "cuda":
@@ -93,7 +87,7 @@ def _rows(config: Config, world_size: int, when: str) -> int:
     return batch.eval_per_rank or micro if when == "evaluation" else micro
 
 
-def settings(config: Config, world_size: int, when: str, has_blocks: bool) -> Iterator[str]:
+def _settings(config: Config, world_size: int, when: str, has_blocks: bool) -> Iterator[str]:
     """Settings that need less memory, those that change the training least first."""
     batch, rows = config.batch, _rows(config, world_size, when)
     per_rank = rows * batch.accumulate

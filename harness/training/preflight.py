@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
-from pathlib import Path
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harness.config import loader, presets
 from harness.config.schema import Config
-from harness.data.loader_workers import MIB, MORE_SHARED_MEMORY, PREFETCH, SHARED_MEMORY
+from harness.data.batch import Batch, Dataset
 from harness.distributed import devices, stack
 from harness.distributed.runtime import Runtime
-from harness.errors import ConfigError, HarnessError, TrainingError, first_line, plural, readable
+from harness.errors import HarnessError, TrainingError, first_line, plural, readable
 from harness.runs import remote
 from harness.trackers import metrics_log
-from harness.training import build, determinism, on_gradients, optim, precision, recompute, rehearsal, strategy, weights
-from harness.training.task import OpenedTask, SupportsSample
+from harness.training import (
+    build,
+    determinism,
+    evaluate,
+    memory,
+    on_gradients,
+    optim,
+    precision,
+    recompute,
+    strategy,
+    weights,
+)
+from harness.training.determinism import Audit, OutOfTime
+from harness.training.metrics import Sums
+from harness.training.task import OpenedTask, SupportsPredictions, SupportsSample
+
+_ROWS = 4  # of each split that take a step, or are evaluated
 
 
 def examine(
@@ -88,49 +104,137 @@ def examine(
         if isinstance(task, SupportsSample) and model is not None and (sampled := attempt(task.sample, limit_s)):
             facts["files"] = sampled
         if model is not None and optimizer is not None and (sampled or not isinstance(task, SupportsSample)):
-            candidate = rehearsal.Candidate(config, task, model, optimizer, size, device)
-            attempt(_rehearse, candidate, world_size, limit_s, facts)
-            attempt(_shared_memory, config, task, size, -(-world_size // config.launch.nnodes), facts)
+            attempt(_try, Candidate(config, task, model, optimizer, size, device), world_size, limit_s, facts)
     attempt(strategy.check_world, config.parallel, world_size)
     return facts, errors
 
 
-def _rehearse(candidate: rehearsal.Candidate, world_size: int, limit_s: float, facts: dict[str, Any]) -> None:
-    """Add to ``facts`` what a step and an evaluation on a few rows found: operations that CUDA cannot do
-    deterministically, and the memory of a rank. Raises ConfigError if the device refuses or lacks them."""
-    found = rehearsal.rehearse(candidate, limit_s)
-    level, operations = candidate.config.train.deterministic, found.audit.found if found.audit else set()
-    facts["one batch"] = str(found)
-    facts["deterministic"] = determinism.described(level, operations | determinism.unrestorable(candidate.model))
-    if operations and level is True and candidate.device.type == "cuda":
-        raise determinism.refused(operations)
-    if found.parts:
-        facts["memory"] = rehearsal.require_memory(candidate, found.parts, world_size)
+@dataclass(frozen=True)
+class Candidate:
+    """The parts of a run. ``model`` is trained for a step and must not be used afterwards."""
+
+    config: Config
+    task: OpenedTask
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    size: build.Sizes
+    device: torch.device  # that the run will train on
 
 
-def _shared_memory(config: Config, task: OpenedTask, size: build.Sizes, num_ranks: int, facts: dict[str, Any]) -> None:
-    """Add what the batches of the loader workers of ``num_ranks`` ranks occupy to ``facts``. Raises ConfigError if
-    /dev/shm has less."""
-    workers, row = config.data.num_workers, task.train.batch(np.zeros(1, np.int64), 0)
-    if not workers or not Path(SHARED_MEMORY).is_dir():
+def _try(run: Candidate, world_size: int, limit_s: float, facts: dict[str, Any]) -> None:
+    """Take a few rows through a training step on the CPU, and others through an evaluation, for at most ``limit_s``
+    seconds. Add to ``facts`` what was tried, what CUDA cannot do deterministically, and the memory of a rank.
+
+    Raises the errors of the data, TrainingError with the stage in which anything else failed, and ConfigError if the
+    device refuses an operation.
+    """
+    start, done = time.monotonic(), []
+    audit = Audit(start + limit_s)
+    try:
+        done.append(_train(run, audit))
+        facts["memory"] = _memory(run, world_size)
+        done.append(_evaluate(run, audit))
+    except OutOfTime:
+        done.append(f"stopped after {limit_s:.0f} s")
+    facts["one batch"] = f"{', '.join(done)}; on the CPU in float32, in {time.monotonic() - start:.1f} s"
+    level = run.config.train.deterministic
+    facts["deterministic"] = determinism.described(level, audit.found | determinism.unrestorable(run.model))
+    if audit.found and level is True and run.device.type == "cuda":
+        raise determinism.refused(audit.found)
+
+
+def _train(run: Candidate, audit: Audit) -> str:
+    num_rows = max(2, min(_ROWS, run.size.micro_batch, len(run.task.train)))  # training repeats a single row, too
+    batch = _batch(run.task.train, num_rows, 0, "training")
+    if batch is None:
+        return "no training row could be read"
+    with audit:
+        outputs = _outputs(run, batch, "training", training=True)
+        with _stage("loss() of the task", "training"):
+            loss = run.task.loss(outputs, batch.targets)
+        _require_loss(loss)
+        with _stage("the backward pass", "training"):
+            loss.backward()
+        if own := on_gradients.of_run(run.config, run.model, run.optimizer, torch.device("cpu")):
+            with _stage(f"the function {run.config.train.on_gradients}", "training"):
+                own([param for group in run.optimizer.param_groups for param in group["params"]], 0)
+        with _stage(f"the optimizer {run.config.optimizer.name}", "training"):
+            run.optimizer.step()
+    return f"{plural(len(batch), 'training row')} through prepare, model, loss {loss.item():.4g}, backward, optimizer"
+
+
+def _evaluate(run: Candidate, audit: Audit) -> str:
+    task, num_rows = run.task, min(_ROWS, run.size.eval_batch, len(run.task.eval))
+    batch = _batch(task.eval, num_rows, None, "validation")
+    if batch is None:
+        return "no validation row could be read"
+    with audit, torch.no_grad():
+        outputs = _outputs(run, batch, "validation", training=False)
+        with _stage("evaluate() of the task", "validation"):
+            sums = Sums()
+            sums.add(task.evaluate(outputs, batch.targets))
+        with _stage("report() of the task", "validation"):
+            evaluate.numbers(task.report(sums), run.config.task.metrics)
+        if isinstance(task, SupportsPredictions):
+            with _stage("predictions() or known() of the task", "validation"):
+                task.predictions(outputs)
+                task.known(batch.rows)
+    return f"{plural(len(batch), 'validation row')} through prepare, model and metrics"
+
+
+def _batch(dataset: Dataset, num_rows: int, epoch: int | None, split: str) -> Batch | None:
+    """``num_rows`` rows, evenly spread over ``dataset``; None if all of them are unreadable."""
+    rows = np.linspace(0, len(dataset) - 1, num_rows).round().astype(np.int64)
+    with _stage("batch() of the dataset", split):
+        batch = dataset.batch(rows, epoch)
+    return batch if len(batch) else None
+
+
+def _outputs(run: Candidate, batch: Batch, split: str, training: bool) -> Any:
+    with _stage("prepare() of the task", split):
+        inputs = evaluate.prepare(run, batch.inputs)
+    with _stage(f"the model {run.config.model.name}", split):
+        return run.model.train(training)(inputs)
+
+
+def _require_loss(loss: Any) -> None:
+    if isinstance(loss, Tensor) and loss.numel() == 1 and torch.isfinite(loss):
         return
-    rows = max(size.micro_batch, min(size.eval_batch, len(task.eval)))
-    batch_mib = rows * (row.inputs.nbytes + row.targets.nbytes) / MIB
-    needed = batch_mib * num_ranks * (workers * PREFETCH + 1)  # and the batch that the rank works on
-    usage = shutil.disk_usage(SHARED_MEMORY)
-    ranks = f"{plural(num_ranks, 'rank')}"
-    loaders = f"{plural(workers, 'worker')}"
-    facts["shared memory"] = (
-        f"up to {needed:.1f} MiB for batches of {batch_mib:.1f} MiB: {ranks} x ({loaders} x "
-        f"{PREFETCH} + 1); {SHARED_MEMORY} has {usage.free / MIB:.0f} MiB free"
-    )
-    if needed > usage.free / MIB:
-        raise ConfigError(
-            f"the loader workers of this machine need up to {needed:.1f} MiB in {SHARED_MEMORY}, which has "
-            f"{usage.free / MIB:.1f} of {usage.total / MIB:.1f} MiB free",
-            where="data.num_workers",
-            hint=MORE_SHARED_MEMORY,
-        )
+    found = f"{loss.item()} with the initial weights" if isinstance(loss, Tensor) and loss.numel() == 1 else (
+        f"a value of {f'shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else f'type {type(loss).__name__}'} "
+        "instead of one number"
+    )  # fmt: skip
+    hint = "check the inputs and labels of the first rows, task.mean and task.std, and loss()"
+    raise TrainingError(f"loss() of the task returned {found}", where="task", hint=hint)
+
+
+@contextmanager
+def _stage(what: str, split: str) -> Iterator[None]:
+    """Add ``what`` failed, and on which data, to an error that lacks them."""
+    try:
+        yield
+    except (HarnessError, OutOfTime):
+        raise
+    except Exception as error:
+        raise TrainingError(
+            f"{what} fails on the {split} data: {type(error).__name__}: {first_line(error)}",
+            where=stack.raised_at(error),
+            hint='"out of bounds" usually means that the model has no output for a label; harness train prints the '
+            "traceback" if isinstance(error, IndexError) else "harness train prints the traceback",
+        ) from error  # fmt: skip
+
+
+def _memory(run: Candidate, world_size: int) -> str:
+    """What a rank of the run holds between two steps, in words; ``run`` has taken one."""
+    trained = [param for group in run.optimizer.param_groups for param in group["params"]]
+    level, average = run.config.precision.opt_level, trained if run.config.train.ema_decay else ()
+    parts: dict[str, float] = {**memory.held(run.model.parameters(), run.optimizer, average)}
+    if level in ("O2", "O5"):
+        copied = memory.num_bytes([*run.model.parameters(), *trained])
+        parts["half-precision copies of weights and gradients"] = copied / 2
+    share = (0.5 if level == "O3" else 1.0) / (world_size if run.config.parallel.strategy == "fsdp" else 1)
+    shown = ", ".join(f"{name} {memory.shown(share * size)}" for name, size in parts.items() if size)
+    return f"{shown} per rank; activations and temporary tensors come on top"
 
 
 def _reach(config: Config) -> None:
