@@ -29,6 +29,7 @@ SHARED_CLASS_NAMES = {
     "Tracker": "the class of each tracker, found by this name",
     "Model": "the class of each model, found by this name",
     "Settings": "the settings of each engine, found by this name",
+    "Format": "the class of each checkpoint format, found by this name",
     "LossScaler": "Apex has one in amp and one in fp16_utils",
     "FP16_Optimizer": "Apex had one in optimizers and one in fp16_utils",
 }

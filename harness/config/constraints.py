@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from harness.config import targets
+from harness.config import plugins, targets
+from harness.config.places import is_url
 from harness.config.schema import Config
 from harness.config.targets import LabelledTask
-from harness.errors import plural
+from harness.errors import ConfigError, plural
 
 
 class Conflict(NamedTuple):
@@ -199,11 +200,25 @@ def _compile(config: Config) -> Iterator[Conflict]:
 
 
 def _checkpoint(config: Config) -> Iterator[Conflict]:
-    if config.checkpoint.format == "sharded" and config.parallel.strategy != "fsdp":
+    name, strategy = config.checkpoint.format, config.parallel.strategy
+    try:
+        part = plugins.find("format", name, "checkpoint.format")
+    except ConfigError as error:
+        yield Conflict(("checkpoint.format",), error.message, error.hint)
+        return
+    if not getattr(part, "sharded", False):
+        return
+    if strategy != "fsdp":
         yield Conflict(
             ("checkpoint.format", "parallel.strategy"),
-            f"a sharded checkpoint holds the shards of fsdp, but {config.parallel.strategy} has whole tensors",
+            f"a {name} checkpoint holds the shards of fsdp, but {strategy} has whole tensors",
             "use checkpoint.format=whole, or parallel.strategy=fsdp",
+        )
+    if is_url(config.output):
+        yield Conflict(
+            ("checkpoint.format", "output"),
+            f"all ranks write a {name} checkpoint to one folder, but machines share no folder if output is a URL",
+            "use checkpoint.format=whole, or set output to a folder that all machines share",
         )
 
 

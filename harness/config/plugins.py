@@ -1,4 +1,4 @@
-"""Look up the parts that a YAML file names: tasks, models, optimizers, trackers and engines. Verbs follow this rule.
+"""Look up the parts that a YAML file names, such as tasks, models and checkpoint formats. Verbs follow this rule.
 
 A name without a dot is built in. To build in another part, add one file (or folder); no list needs an edit:
 
@@ -8,6 +8,7 @@ A name without a dot is built in. To build in another part, add one file (or fol
     optimizer  a class of torch.optim or harness.apex.optimizers
     tracker    harness/trackers/NAME.py                           class Tracker (harness.trackers.base)
     engine     harness/engines/NAME.py or NAME/engine.py          render, start, Settings (harness.engines.base)
+    format     harness/runs/formats/NAME.py                       class Format (harness.runs.formats.base)
     gradients  a function of the user's, with a dot               train.on_gradients (harness.training.on_gradients)
     verb       harness/PACKAGE/command.py, VERB_command.py        VERB, HELP, add_arguments, run (harness.cli)
 
@@ -43,6 +44,7 @@ KINDS = {
     "task": Kind("tasks", "Task", "config"),
     "model": Kind("training/models", "Model"),
     "tracker": Kind("trackers", "Tracker", "", frozenset({"base", "forwarder", "metrics_log", "pictures"})),
+    "format": Kind("runs/formats", "Format", "", frozenset({"base"})),
     "engine": Kind("engines", "", "engine", frozenset({"base", "command", "launch"})),
     "engine settings": Kind("engines", "Settings", "settings", frozenset({"base", "command", "launch", "local"})),
 }

@@ -286,10 +286,10 @@ class TrainSection(Section):
 class CheckpointSection(Section):
     every_steps: Positive | None = None
     """Optimizer steps between checkpoints within an epoch; null: only at the end of each epoch."""
-    format: Literal["whole", "sharded"] = "whole"
+    format: Annotated[str, NameOf("format")] = "whole"
     """whole: one file, written by rank 0. sharded: for fsdp, one file per rank (torch.distributed.checkpoint), so
     no host has to hold the whole model; all machines must share the folder. Either format resumes on any number of
-    ranks.
+    ranks. Or your own package.module.
     """
     async_save: bool = False
     """Copy the state to memory and continue training while it is written. Only one checkpoint is written at a time; a

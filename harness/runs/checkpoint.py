@@ -1,7 +1,7 @@
 """Checkpoints: written completely or not at all, verified by hash, and loaded without executing code.
 
-    checkpoints/step-N/state.pt       plain data and tensors; loads with weights_only=True
-    checkpoints/step-N/manifest.json  size and SHA-256 of state.pt, and of the shards (``sharded``), if there are any
+    checkpoints/step-N/...            the files of its format (``harness.runs.formats``), such as state.pt
+    checkpoints/step-N/manifest.json  the format, and size and SHA-256 of each file; sealed with a SHA-256 of its own
     checkpoints/latest, best          text files that name a step
     weights.safetensors               the best model's weights (the averaged ones, if there is an average)
 
@@ -30,77 +30,97 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from harness.errors import CheckpointError, reason, remedy, require_regular_file
-from harness.runs import layout, sharded
-from harness.runs.files import commit, read_json, read_text, replacing, sha256, temporary_for, write_atomically
+from harness.config import seals
+from harness.distributed.runtime import Runtime
+from harness.errors import CheckpointError, HarnessError, reason, remedy, require_regular_file
+from harness.runs import layout, ownership
+from harness.runs.files import (
+    commit,
+    read_json,
+    read_text,
+    replacing,
+    sha256,
+    temporary_for,
+    write_atomically,
+    write_sealed,
+)
+from harness.runs.formats import base as formats
 
 log = logging.getLogger("harness")
 
-FORMAT = 3  # 1 and 2 had another order of rows
-SHARDED = 4  # has more files, which the manifest lists
+VERSION = 5  # of the manifest and of what a checkpoint contains
 FROM_SCRATCH = "start from scratch with checkpoint.resume=never, which keeps this folder as NAME.1"
 _MAX_LISTED = 8  # damaged checkpoints in a message
-_GLOBAL = re.compile(r"GLOBAL:? (\S+)")  # in torch's refusals
+_GLOBAL = re.compile(r"(?:GLOBAL:?|refers to) ([\w.]+)")  # in refusals to load a file
 # The key of all metadata of a safetensors file, as JSON: the library writes several keys in a random order.
 _METADATA, _DIGEST = "harness", "sha256"
 _ANOTHER = "choose another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
 
 
-class OtherFormat(str):
+class OtherVersion(str):
     """The problem of a checkpoint that another version of the harness wrote."""
 
 
 class Checkpoints:
     """The checkpoints of one run folder. Only one rank uses it; ``training.checkpointing`` has the collective part."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, form: str = "whole") -> None:
+        """``form``: the name of the format in which to write. Raises ConfigError if there is none."""
+        self.folder, self.keep, self.form = folder, keep, form
+        self.format = formats.find(form)
         self.run: Path | None = None  # the run folder, once a start has claimed it
         self._pinned: set[Path] = set()
         self._lock = threading.Lock()  # an upload pins checkpoints from its own thread
 
-    def unfinished(self, step: int) -> Path:
-        """The folder in which the checkpoint of ``step`` is written."""
-        return temporary_for(self.folder / layout.step_name(step))
+    def write(self, step: int, content: dict[str, Any], ranks: Runtime | None = None) -> None:
+        """Save ``content`` as the newest checkpoint. ``ranks``: all ranks, which write a sharded format together; by
+        default this one writes alone. Collective over ``ranks``. Raises CheckpointError, with earlier checkpoints
+        intact."""
+        ranks = ranks or Runtime()
+        first, folder = ranks.rank == 0, temporary_for(self.folder / layout.step_name(step))
+        try:
+            with ranks.together("saving"), self._writing(step):
+                if first:
+                    self._require_run()
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.mkdir(parents=True)
+            with self._writing(step):
+                names = [*self.format.write(folder, content, ranks)]
+            with ranks.together("hashing"), self._writing(step):
+                files = {name: _synced(folder / name) for name in names}
+            of_ranks = ranks.gather(files)
+            with ranks.together("saving"), self._writing(step):
+                if first:
+                    self._complete(step, folder, {name: facts for rank in of_ranks for name, facts in rank.items()})
+        except Exception:
+            if first:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if first:
+            self.sweep()
 
-    def begin(self, step: int) -> Path:
-        """Make the folder ``unfinished``, empty."""
-        self._require_run()
-        path = self.unfinished(step)
-        with self._writing(step):
-            shutil.rmtree(path, ignore_errors=True)
-            path.mkdir(parents=True)
-        return path
-
-    def write(self, step: int, content: dict[str, Any], shards: sharded.Files | None = None) -> None:
-        """Save ``content`` as the newest checkpoint. ``shards``: files that ranks have written into the folder of
-        ``begin``. Raises CheckpointError, with earlier checkpoints intact."""
+    def _complete(self, step: int, folder: Path, files: dict[str, Any]) -> None:
+        """Make ``folder``, in which ranks have written and synced ``files``, the checkpoint of ``step``."""
+        if missing := [name for name in files if not (folder / name).exists()]:
+            raise CheckpointError(
+                f"rank 0 cannot find {missing[0]}, which another rank has written", where=str(folder),
+                hint="a sharded checkpoint needs a folder that all machines share: set output to one, or use "
+                "checkpoint.format=whole",
+            )  # fmt: skip
+        manifest = {"version": VERSION, "format": self.form, "step": step, "files": files}
+        write_sealed(folder / layout.MANIFEST, manifest)
         final = self.folder / layout.step_name(step)
-        temporary = self.begin(step) if shards is None else self.unfinished(step)
-        form = FORMAT if shards is None else SHARDED
-        with self._writing(step):
-            path = temporary / layout.STATE
-            with open(path, "wb") as file:
-                torch.save({"format": form, **content}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            manifest = {"format": form, "step": step, "bytes": path.stat().st_size, "sha256": sha256(path)}
-            if shards is not None:
-                manifest["files"] = shards
-            write_atomically(temporary / layout.MANIFEST, json.dumps(manifest) + "\n")
-            if final.exists():  # damaged, or abandoned by a resume from an earlier step
-                shutil.rmtree(final)
-            commit(temporary, final)
-            write_atomically(self.folder / layout.LATEST, final.name + "\n")
-        self.sweep()
+        if final.exists():  # damaged, or abandoned by a resume from an earlier step
+            shutil.rmtree(final)
+        commit(folder, final)
+        write_atomically(self.folder / layout.LATEST, final.name + "\n")
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """Context in which an error of the system becomes a CheckpointError, and removes what was written."""
+        """Context in which an error of the system becomes a CheckpointError."""
         try:
             yield
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            shutil.rmtree(self.unfinished(step), ignore_errors=True)
             if isinstance(error, FileNotFoundError) and not self.folder.is_dir():
                 raise folder_gone(self.folder.parent) from None
             again = "resumes from the previous checkpoint" if self.exist() else "starts from the beginning"
@@ -109,6 +129,10 @@ class Checkpoints:
                 where=str(self.folder),
                 hint=remedy(error, f"run the same command again: it {again}"),
             ) from None
+
+    def read(self, path: Path, mapped: bool, own: formats.Own) -> dict[str, Any]:
+        """``read``; the user has named the format of this run, which may therefore be imported."""
+        return read(path, mapped, own, self.form)
 
     def mark_best(self, step: int, weights: dict[str, Tensor], path: Path) -> None:
         """Make ``step`` the best checkpoint, and write its ``weights``, as from ``on_host``, to ``path``."""
@@ -272,7 +296,7 @@ def require_same_format(where: str, usable: str, refused: Mapping[str, str]) -> 
     """Raise CheckpointError if one in ``refused``, {name: problem}, was written by another version of the harness: the
     ``usable`` checkpoint has fewer steps, which the user may not want to lose."""
     for name, problem in refused.items():
-        if isinstance(problem, OtherFormat):
+        if isinstance(problem, OtherVersion):
             raise CheckpointError(
                 problem,
                 where=f"{where}/{name}",
@@ -295,29 +319,49 @@ def outdated(steps: Iterable[int], latest: int | None, best: int | None, keep: i
     return [step for step in found if step not in (*current[-keep:], latest, best)]
 
 
-def recorded_digest(path: Path) -> str:
-    """The SHA-256 of state.pt by the manifest of the checkpoint folder ``path``; empty if it cannot be read."""
+def digest(path: Path) -> str:
+    """The SHA-256 of the manifest of the checkpoint folder ``path``, which has those of its files; empty if it cannot
+    be read."""
     try:
-        return str(read_json(path / layout.MANIFEST)["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return sha256(path / layout.MANIFEST)
+    except OSError:
         return ""
 
 
 def damage(path: Path) -> str:
     """The reason why the checkpoint folder ``path`` is unusable; empty if it is intact."""
     try:
-        manifest = read_json(path / layout.MANIFEST)
-        size, digest, form = manifest["bytes"], manifest["sha256"], manifest["format"]
+        manifest = _manifest(path)
+    except CheckpointError as error:
+        return error.message
+    if (version := manifest.get("version")) != VERSION:
+        return OtherVersion(
+            f"its version is {version}, but this version of the harness reads {VERSION}: use the version that wrote it"
+        )
+    return next(filter(None, (_damage_of(path / name, facts) for name, facts in manifest["files"].items())), "")
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """The sealed content of the manifest. Raises CheckpointError."""
+    try:
+        content = read_json(path / layout.MANIFEST)
+        fields: dict[str, Any] = seals.unsealed(content)
+        if fields is content:
+            raise ValueError("it has no seal")
     except FileNotFoundError:
-        return "it has no manifest.json, so it is incomplete or not a checkpoint of this harness"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "its manifest.json cannot be read"
-    if form not in (FORMAT, SHARDED):
-        reads = f"{FORMAT} and {SHARDED}"
-        text = f"its format is {form}, but this version of the harness reads {reads}: use the version that wrote it"
-        return OtherFormat(text)
-    files = {layout.STATE: {"bytes": size, "sha256": digest}, **(manifest.get("files", {}) if form == SHARDED else {})}
-    return next(filter(None, (_damage_of(path / name, facts) for name, facts in files.items())), "")
+        problem = f"it has no {layout.MANIFEST}, so it is incomplete or not a checkpoint of this harness"
+    except (OSError, ValueError) as error:
+        problem = f"its {layout.MANIFEST} cannot be used: {reason(error)}"
+    else:
+        return fields
+    raise CheckpointError(problem, where=str(path), hint=_ANOTHER)
+
+
+def _synced(file: Path) -> dict[str, Any]:
+    """What the manifest records of ``file``, which is now safe on the disk."""
+    with open(file, "rb") as written:
+        os.fsync(written.fileno())
+    return {"bytes": file.stat().st_size, "sha256": sha256(file)}
 
 
 def _damage_of(file: Path, recorded: Mapping[str, Any]) -> str:
@@ -329,33 +373,38 @@ def _damage_of(file: Path, recorded: Mapping[str, Any]) -> str:
     if file.stat().st_size != recorded["bytes"]:
         return f"{file.name} is truncated: {file.stat().st_size} of {recorded['bytes']} bytes"
     if sha256(file) != recorded["sha256"]:
-        return f"{file.name} is damaged: its SHA-256 differs from the one in manifest.json"
+        return f"{file.name} is damaged: its SHA-256 differs from the one in {layout.MANIFEST}"
     return ""
 
 
-def read(path: Path, mapped: bool = False, own: sharded.Own = lambda key, size: None) -> dict[str, Any]:
+def read(
+    path: Path, mapped: bool = False, own: formats.Own = lambda key, size: None, trusted: str | None = ""
+) -> dict[str, Any]:
     """Load the checkpoint folder ``path`` onto the CPU. Raises CheckpointError, which names the folder.
 
-    ``mapped``: memory-map the file, so that the ranks of a node share its pages. Copy the tensors that are to stay.
-    ``own``: tensors like those to read from a sharded checkpoint, instead of whole ones.
+    ``mapped``: memory-map the files, so that the ranks of a node share their pages. Copy the tensors that are to stay.
+    ``own``: tensors like those to read from a sharded checkpoint, instead of whole ones. ``trusted``: a format with a
+    dotted name that may be imported even if this user did not start the run; None: any.
     """
+    name = str(_manifest(path).get("format"))
+    if "." in name and trusted not in (name, None) and not ownership.is_own(path.absolute().parents[1]):
+        raise CheckpointError(
+            f"its format is {name}, whose code would be imported, and you did not start this run on this machine",
+            where=str(path),
+            hint=f"if you trust its author, add checkpoint.format={name} to train, or --trust to compare",
+        )
     try:
-        content: dict[str, Any] = torch.load(path / layout.STATE, map_location="cpu", weights_only=True, mmap=mapped)
+        content = formats.find(name).read(path, mapped, own)
+    except HarnessError as error:
+        raise CheckpointError(error.message, where=str(path), hint=error.hint) from None
     except Exception as error:
         refused = _refusal(error)
         hint = f"other tools may run the code in it, so do not load it with them; {_ANOTHER}" if refused else _ANOTHER
         message = refused or f"the checkpoint cannot be read: {reason(error)}"
         raise CheckpointError(message, where=str(path), hint=hint) from None
-    if not isinstance(content, dict) or content.get("format") not in (FORMAT, SHARDED):
-        raise CheckpointError("state.pt is not a checkpoint of this harness", where=str(path), hint=_ANOTHER)
-    if content["format"] == FORMAT:
-        return content
-    try:
-        whole: dict[str, Any] = sharded.filled(path, content, own)
-    except Exception as error:
-        what = f"the shards of the checkpoint cannot be read: {reason(error)}"
-        raise CheckpointError(what, where=str(path), hint=_ANOTHER) from None
-    return {**whole, "format": FORMAT}
+    if not isinstance(content, dict):
+        raise CheckpointError("it is not a checkpoint of this harness", where=str(path), hint=_ANOTHER)
+    return content
 
 
 def _refusal(error: Exception) -> str:
@@ -363,8 +412,8 @@ def _refusal(error: Exception) -> str:
     if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in str(error):
         return ""
     found = _GLOBAL.search(str(error))
-    what = f"refers to {found[1]}" if found else "holds something else, or is damaged"
-    return f"state.pt is rejected: a checkpoint holds only tensors and plain data, but this file {what}"
+    what = f"it refers to {found[1]}" if found else "it holds something else, or is damaged"
+    return f"the checkpoint is rejected: it may hold only tensors and plain data, but {what}"
 
 
 def _free(folder: Path) -> str:

@@ -47,14 +47,8 @@ def run_folder(config: Config) -> RunFolder:
             hint="give a folder, or the URL of a store, such as s3://BUCKET/runs",
         )  # fmt: skip
     if is_url(config.output):
-        if config.checkpoint.format == "sharded":
-            raise ConfigError(
-                "all ranks write a sharded checkpoint to one folder, but machines share no folder if output is a URL",
-                where="checkpoint.format",
-                hint="use checkpoint.format=whole, or set output to a folder that all machines share",
-            )
         return RemoteRunFolder(config)
-    return RunFolder(Path(config.output) / config.name, config.checkpoint.keep)
+    return RunFolder(Path(config.output) / config.name, config.checkpoint.keep, config.checkpoint.format)
 
 
 class RemoteRunFolder(RunFolder):
@@ -62,7 +56,8 @@ class RemoteRunFolder(RunFolder):
 
     def __init__(self, config: Config) -> None:
         self.store = UrlStore(f"{config.output.rstrip('/')}/{config.name}")
-        super().__init__(working_folder(self.store.where, config.data.cache_dir), config.checkpoint.keep)
+        scratch, section = working_folder(self.store.where, config.data.cache_dir), config.checkpoint
+        super().__init__(scratch, section.keep, section.format)
         self.where = self.store.where  # starts on other hosts are not locked out; the older one exits
         self._lock_on = self.path.parent  # ``claim`` empties the scratch folder
         self._scratch = LocalStore(self.path)

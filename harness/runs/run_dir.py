@@ -65,8 +65,8 @@ class RunFolder:
     Publishing means nothing here: ``harness.runs.remote`` overrides it for runs that are kept at a URL.
     """
 
-    def __init__(self, path: Path, keep: int = 1) -> None:
-        """``keep``: number of newest checkpoints to keep in addition to the best."""
+    def __init__(self, path: Path, keep: int = 1, form: str = "whole") -> None:
+        """``keep``: number of newest checkpoints to keep in addition to the best. ``form``: the format of new ones."""
         self.path = path
         self.where = str(path)  # for messages
         self.claimed = False  # by this start; before that, the files may belong to another
@@ -74,7 +74,7 @@ class RunFolder:
         self._lock: Lock | None = None
         self._lock_on = path
         self._config = ""  # of this start, until it is written
-        self.checkpoints = Checkpoints(path / layout.CHECKPOINTS, keep)
+        self.checkpoints = Checkpoints(path / layout.CHECKPOINTS, keep, form)
         self.logs = path / layout.LOGS
         self.metrics = path / layout.METRICS
         self.weights = path / layout.WEIGHTS
@@ -303,8 +303,8 @@ def _new_length(saved: dict[str, Any], config: Config) -> str:
 def _saved_tree(path: Path, config: Config) -> dict[str, Any]:
     """The resolved configuration of an earlier run, with defaults for keys that its version did not have.
 
-    A task that ``config`` does not name is not imported, so its defaults are not added. Raises ConfigError if the file
-    is damaged.
+    A task that ``config`` does not name is not imported, so its defaults are not added; nor is a checkpoint format.
+    Raises ConfigError if the file is damaged.
     """
     try:
         tree = merge.load(read_text(path))
@@ -318,7 +318,7 @@ def _saved_tree(path: Path, config: Config) -> dict[str, Any]:
     task = tree.get("task")
     if isinstance(task, dict) and task.get("name") == config.task.name:
         with contextlib.suppress(ConfigError):
-            return loader.as_tree(loader.load(path))
+            return loader.as_tree(loader.load(path, ["checkpoint.format=whole"]))
     return tree
 
 

@@ -133,8 +133,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         on_gradients=own,
         health=Health(config, runtime, chosen, parallel.module, ema, optimizer, folder.where),
         writer=CheckpointWriter(
-            runtime, folder.checkpoints, parallel.sharded and config.checkpoint.format == "sharded",
-            config.checkpoint.async_save, folder.publish,
+            runtime, folder.checkpoints, config.checkpoint.async_save, folder.publish
         ),
         tracker=tracker,
         progress=ProgressBar(runtime.rank),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from harness.distributed.runtime import Runtime
 from harness.distributed.threads import Background
-from harness.errors import CheckpointError
-from harness.runs import sharded
 from harness.runs.checkpoint import Checkpoints
 from harness.training import fsdp
 
@@ -23,15 +20,14 @@ _CLOSE_S = 10.0  # for the last checkpoint, when a run fails
 
 @dataclass
 class CheckpointWriter:
-    """``shards``: every rank writes its own part of sharded tensors. ``behind``: ``write`` returns as soon as the
-    content is copied, and a thread writes it; at most one checkpoint is on its way.
+    """``behind``: ``write`` returns as soon as the content is copied, and a thread writes it; at most one checkpoint
+    is on its way.
 
     The threads of all ranks communicate through a group of their own. Building it is collective.
     """
 
     runtime: Runtime
     checkpoints: Checkpoints
-    shards: bool
     behind: bool
     publish: Callable[[], None]
     complete: int = field(init=False, default=-1)
@@ -44,6 +40,11 @@ class CheckpointWriter:
     def __post_init__(self) -> None:
         if self.shards:
             self._side = replace(self.runtime, _control=self.runtime.new_group())
+
+    @property
+    def shards(self) -> bool:
+        """True if every rank writes its own part of sharded tensors."""
+        return self.checkpoints.format.sharded and self.runtime.world_size > 1
 
     def write(self, step: int, content: dict[str, Any] | None) -> None:
         """Write the checkpoint of ``step``, after the one before. ``content``: on rank 0; with ``shards`` on every
@@ -82,37 +83,10 @@ class CheckpointWriter:
                     self.complete = self._step
 
     def _write(self, step: int, content: dict[str, Any] | None) -> None:
-        if self._side is not None:
-            self._write_shards(self._side, step, content or {})
-        elif content is not None:
-            self.checkpoints.write(step, content)
+        if content is not None:
+            self.checkpoints.write(step, content, self._side)
+        if self.runtime.rank == 0:
             self.publish()
-
-    def _write_shards(self, side: Runtime, step: int, content: dict[str, Any]) -> None:
-        plain, tensors = fsdp.split(content)
-        first, files = side.rank == 0, sharded.Files()
-        with side.together("saving"):
-            folder = self.checkpoints.begin(step) if first else self.checkpoints.unfinished(step)
-        try:
-            sharded.write(folder, tensors, side.group)
-            with side.together("hashing the shards"):
-                files = sharded.written(folder, side.rank)
-        except CheckpointError:
-            if first:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-        of_ranks = side.gather(files)
-        with side.together("saving"):
-            if first:
-                every = {name: facts for of_rank in of_ranks for name, facts in of_rank.items()}
-                if missing := [name for name in every if not (folder / name).exists()]:
-                    raise CheckpointError(
-                        f"rank 0 cannot find {missing[0]}, which another rank has written", where=str(folder),
-                        hint="a sharded checkpoint needs a folder that all machines share: set output to one, or use "
-                        "checkpoint.format=whole",
-                    )  # fmt: skip
-                self.checkpoints.write(step, plain, every)
-                self.publish()
 
 
 def copied(tree: Any, before: Any, pinned: bool = True) -> Any:

@@ -87,11 +87,11 @@ def keep_best(run: Run) -> None:
 def resume(run: Run) -> None:
     """Restore the newest checkpoint of this run, or else the one that checkpoint.resume names; else start at zero."""
     path, is_own = find(run)
-    first = run.runtime.from_first(path and checkpoint.recorded_digest(path))
+    first = run.runtime.from_first(path and checkpoint.digest(path))
 
     def work() -> None:
         if path is not None:
-            if checkpoint.recorded_digest(path) != first:
+            if checkpoint.digest(path) != first:
                 raise CheckpointError(
                     f"rank {run.runtime.rank} cannot find the checkpoint that rank 0 resumes from",
                     where=str(path),
@@ -133,7 +133,8 @@ def restore(run: Run, path: Path) -> None:
     (dropout) start from new seeds, and batch norm statistics are the mean over the former ranks.
     """
     own = fsdp.own_shards(run.module, run.optimizer, run.ema.average if run.ema else ())
-    content = checkpoint.read(path, mapped=run.parallel.sharded, own=own)  # mapped: each rank then reads only its shard
+    mapped = run.parallel.sharded  # each rank then reads only its shard
+    content = run.checkpoints.read(path, mapped, own)
     _check_fit(run, content, path)
     try:
         run.module.load_state_dict(fsdp.model_parts(run.module, content["model"]))

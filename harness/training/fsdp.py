@@ -23,10 +23,10 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from harness.runs import sharded
-
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+    from harness.runs.formats.base import Own
 
 MIN_BLOCK = 1 << 16  # parameters; a smaller block is not worth two collectives of its own per pass
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -205,25 +205,8 @@ def whole(tree: Any, keep: bool) -> Any:
     return tree
 
 
-def split(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """(``tree`` with marks in place of its sharded tensors, {key: sharded tensor}). Keys join the path with slashes."""
-    found: dict[str, Tensor] = {}
-
-    def plain(value: Any, path: str) -> Any:
-        if _is_sharded(value):
-            found[path] = value
-            return {sharded.MARK: path}
-        if isinstance(value, dict):
-            return {key: plain(item, f"{path}/{key}" if path else str(key)) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(plain(item, f"{path}/{number}") for number, item in enumerate(value))
-        return value
-
-    return plain(tree, ""), found
-
-
-def own_shards(model: nn.Module, optimizer: torch.optim.Optimizer, average: Sequence[Tensor]) -> sharded.Own:
-    """For the keys of ``split``: this rank's shard of the parameter that a tensor belongs to."""
+def own_shards(model: nn.Module, optimizer: torch.optim.Optimizer, average: Sequence[Tensor]) -> Own:
+    """For the keys of a sharded checkpoint: this rank's shard of the parameter that a tensor belongs to."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = model.state_dict()
 

@@ -11,6 +11,7 @@ BUILT_IN = {
     "task": ["fashion_mnist", "image_csv", "mnist", "pet_names", "text_csv"],
     "model": ["char_gru", "char_lstm", "fashion_cnn", "linear", "mlp", "mnist_net", "small_cnn", "text_cnn"],
     "tracker": ["mlflow", "tensorboard", "wandb"],
+    "format": ["sharded", "whole"],
     "engine": ["dask", "flyte", "local", "slurm", "torchrun"],
 }
 
@@ -21,7 +22,7 @@ def test_built_in_parts_are_found(kind):
     for name in plugins.names(kind):
         if name not in ("dask", "flyte", "mlflow", "tensorboard", "wandb"):  # which import optional packages
             part = plugins.find(kind, name, "here")
-            assert getattr(part, "__name__", "").rpartition(".")[2] in ("Task", "Model", "engine", name)
+            assert getattr(part, "__name__", "").rpartition(".")[2] in ("Task", "Model", "Format", "engine", name)
 
 
 def test_unknown_part_names_the_nearest_or_all():

@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from harness.cli import main
+from harness.errors import CheckpointError
+from harness.runs import checkpoint
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, record
 
@@ -316,3 +318,70 @@ def test_noise_on_gradients_is_the_same_after_a_kill(tmp_path):
     (tmp_path / "kill").unlink()
     assert launched("name=killed")[0] == 0
     assert_same_run(tmp_path / "runs" / "line", tmp_path / "runs" / "killed")
+
+
+FORMAT = """
+import gzip
+import io
+import os
+import signal
+from pathlib import Path
+
+import torch
+from harness.runs.formats import base
+
+class Format(base.Format):
+    def write(self, folder, content, ranks):
+        file = io.BytesIO()
+        torch.save(content, file)
+        data = gzip.compress(file.getvalue(), 1)
+        if content["state"]["step"] == 6 and Path("kill").exists():
+            (folder / "state.gz").write_bytes(data[:1000])
+            os.kill(os.getpid(), signal.SIGKILL)
+        (folder / "state.gz").write_bytes(data)
+        return ["state.gz"]
+
+    def read(self, folder, mapped, own):
+        return torch.load(io.BytesIO(gzip.decompress((folder / "state.gz").read_bytes())), weights_only=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_format_is_one_file(tmp_path, monkeypatch):
+    """A run in a stranger's format is killed in the middle of a checkpoint, and resumes exactly. Who did not start it
+    must trust its author before the format is imported."""
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "task.py").write_text(PARTS["task"])
+    (tmp_path / "packed" / "gz.py").write_text(FORMAT)
+    config = {
+        **CONFIG, "task": {"name": "packed.task", "rows": 16},
+        "model": {"name": "mlp", "args": {"num_classes": 1, "hidden": 4}},
+        "optimizer": {"name": "adam", "lr": 0.1}, "trackers": [], "launch": {},
+        "checkpoint": {"every_steps": 3, "format": "packed.gz"},
+    }  # fmt: skip
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(config))
+
+    def trained(name: str, *words: str) -> int:
+        return in_its_own_process(tmp_path, "train", "-c", "line.yaml", f"name={name}", *words).returncode
+
+    assert trained("line") == 0
+    (tmp_path / "kill").touch()
+    assert trained("killed") == -9
+    (tmp_path / "kill").unlink()
+    killed = tmp_path / "runs" / "killed" / "checkpoints"
+    assert {path.name for path in killed.glob("step-*")} == {"step-2", "step-3", "step-4", "step-6.tmp"}
+    assert trained("killed") == 0
+    assert {path.name for path in (killed / "step-6").iterdir()} == {"state.gz", "manifest.json"}
+    monkeypatch.syspath_prepend(tmp_path)
+    assert_same_run(tmp_path / "runs" / "line", tmp_path / "runs" / "killed")
+
+    monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "of another user"))
+    with pytest.raises(CheckpointError, match="its format is packed.gz, whose code would be imported"):
+        checkpoint.read(killed / "step-6")
+    assert checkpoint.damage(killed / "step-6") == ""
+    assert trained("copy", f"checkpoint.resume={killed / 'step-6'}") == 0  # which names the format
+    words = ["compare", "runs/line", "runs/killed"]
+    refused = in_its_own_process(tmp_path, *words)
+    assert "whose code would be imported" in refused.stdout
+    assert refused.returncode == 1
+    assert in_its_own_process(tmp_path, *words, "--trust").returncode == 0

@@ -70,6 +70,7 @@ def test_values_of_a_stranger_are_used(folder):
     [
         ({"model": {"name": "strange.Net"}}, "model.name: imports strange.Net"),
         ({"task": {"name": "strange.Task"}}, "task.name: imports strange.Task"),
+        ({"checkpoint": {"format": "strange.Net"}}, "checkpoint.format: imports strange.Net"),
         ({"optimizer": {"name": "strange.Net"}}, "optimizer.name: imports strange.Net"),
         ({"task": {"transforms": {"eval": [{"strange.Net": {"x": 1}}]}}}, "task.transforms.eval: imports strange.Net"),
         (

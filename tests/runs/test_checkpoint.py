@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness.errors import CheckpointError
+from harness.runs import files
 from harness.runs.checkpoint import Checkpoints, damage, load_weights, on_host, read, save_weights
 from harness.runs.storage import LocalStore
 
@@ -56,7 +57,7 @@ def test_write_then_read(tmp_path):
     assert names(checkpoints) == ["latest", "step-7"]
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "state.pt"]
     manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["bytes"] == (path / "state.pt").stat().st_size
+    assert manifest["files"]["state.pt"]["bytes"] == (path / "state.pt").stat().st_size
 
 
 def test_a_mapped_file_may_be_removed(tmp_path):
@@ -108,7 +109,7 @@ def test_a_disk_that_is_full_at_any_file(tmp_path, monkeypatch, failing):
 
     def full(descriptor):
         calls.append(descriptor)
-        if len(calls) == failing:  # state.pt, its manifest, the folders, or the pointer
+        if len(calls) == failing:  # of state.pt, the manifest, the folders, or the pointer
             raise OSError(28, "No space left on device")
         real(descriptor)
 
@@ -150,8 +151,7 @@ def flip(path: Path) -> None:
 
 def edit(**changes):
     def change(path: Path) -> None:
-        manifest = path / "manifest.json"
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **changes}))
+        files.write_sealed(path / "manifest.json", {**files.read_sealed(path / "manifest.json"), **changes})
 
     return change
 
@@ -161,9 +161,9 @@ DAMAGES = {
     "flipped bit": (flip, "state.pt is damaged: its SHA-256"),
     "no state": (lambda path: (path / "state.pt").unlink(), "state.pt is missing"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
-    "manifest cut": (lambda path: (path / "manifest.json").write_text('{"bytes"'), "manifest.json cannot be read"),
-    "manifest foreign": (lambda path: (path / "manifest.json").write_text("[1]"), "manifest.json cannot be read"),
-    "manifest without": (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json cannot be read"),
+    "manifest cut": (lambda path: (path / "manifest.json").write_text('{"bytes"'), "manifest.json cannot be used"),
+    "manifest foreign": (lambda path: (path / "manifest.json").write_text("[1]"), "manifest.json cannot be used"),
+    "manifest without": (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json cannot be used"),
 }
 
 
@@ -183,12 +183,12 @@ def test_checkpoint_of_another_version_is_not_passed_over(tmp_path):
     """An older one would lose steps that are intact."""
     checkpoints = made(tmp_path, 10, 20, 30, 40)
     flip(checkpoints.folder / "step-40")
-    edit(format=99)(checkpoints.folder / "step-30")
+    edit(version=99)(checkpoints.folder / "step-30")
     with pytest.raises(CheckpointError) as caught:
         checkpoints.newest()
     text, newer = str(caught.value), checkpoints.folder / "step-30"
     assert text.startswith(
-        f"{newer}: its format is 99, but this version of the harness reads 3 and 4: use the version that"
+        f"{newer}: its version is 99, but this version of the harness reads 5: use the version that wrote it"
     )
     assert "continue from the older step-20" in text
     assert f"remove step-30, or start a new run with name=NAME checkpoint.resume={newer.with_name('step-20')}" in text
@@ -215,6 +215,21 @@ def test_all_are_damaged(tmp_path, log):
     assert checkpoints.newest() is None, "it has none"
 
 
+def test_every_flipped_bit_of_the_manifest_is_noticed(tmp_path):
+    path = made(tmp_path, 1).newest()
+    manifest = path / "manifest.json"
+    intact = manifest.read_bytes()
+    for place in range(8 * len(intact)):
+        flipped = bytearray(intact)
+        flipped[place // 8] ^= 1 << place % 8
+        manifest.write_bytes(flipped)
+        assert damage(path), place
+    manifest.write_bytes(intact)
+    assert damage(path) == ""
+    manifest.write_text(json.dumps(files.read_sealed(manifest)))
+    assert "it has no seal" in damage(path)
+
+
 def test_damage_of_something_else(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
     assert damage(tmp_path / "model.pt")
@@ -232,30 +247,34 @@ class Code:
 @pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value, 2))])
 def test_a_file_that_would_execute_code_is_refused(tmp_path, monkeypatch, write):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "step-1").mkdir()
-    write({"format": 3, "model": Code()}, tmp_path / "step-1" / "state.pt")
+    path = made(tmp_path, 1).newest()
+    write({"model": Code()}, path / "state.pt")
     with pytest.raises(CheckpointError) as caught:
-        read(tmp_path / "step-1")
-    assert str(caught.value).startswith(f"{tmp_path / 'step-1'}: state.pt is rejected: ")
+        read(path)
+    assert str(caught.value).startswith(f"{path}: the checkpoint is rejected: ")
     assert "checkpoint.resume" in str(caught.value)
     assert "weights_only" not in str(caught.value), "torch advises to load the file without the check"
     assert "can still be loaded" not in str(caught.value)
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("value", [{"weight": torch.ones(1)}, torch.ones(1), {"format": 99}, []])
-def test_foreign_files(tmp_path, value):
+@pytest.mark.parametrize(("value", "manifest"), [({"weight": torch.ones(1)}, False), (torch.ones(1), True), ([], True)])
+def test_foreign_files(tmp_path, value, manifest):
     torch.save(value, tmp_path / "state.pt")
+    if manifest:
+        files.write_sealed(tmp_path / "manifest.json", {"version": 5, "format": "whole", "files": {}})
     with pytest.raises(CheckpointError, match="not a checkpoint of this harness"):
         read(tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b"text", None])
 def test_empty_and_missing_files(tmp_path, data):
+    state = made(tmp_path, 1).newest() / "state.pt"
+    state.unlink()
     if data is not None:
-        (tmp_path / "state.pt").write_bytes(data)
-    with pytest.raises(CheckpointError, match="cannot be read|state.pt is rejected") as caught:
-        read(tmp_path)
+        state.write_bytes(data)
+    with pytest.raises(CheckpointError, match="cannot be read|the checkpoint is rejected") as caught:
+        read(state.parent)
     assert "weights_only" not in str(caught.value)
 
 

@@ -83,12 +83,6 @@ def test_memory_is_no_place_for_a_run(config):
         remote.run_folder(config())
 
 
-def test_ranks_cannot_write_shards_to_a_url(config):
-    sharded = {"output": "s3://bucket/runs", "checkpoint.format": "sharded", "parallel.strategy": "fsdp"}
-    with pytest.raises(ConfigError, match="all ranks write a sharded checkpoint to one folder"):
-        remote.run_folder(config(**sharded))
-
-
 def test_a_run_is_resumed_from_the_url_alone(config, bucket, tmp_path):
     folder = started(config())
     save(folder, 1, 2, 3, 4)

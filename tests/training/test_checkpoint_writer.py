@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError
-from harness.runs import sharded
+from harness.runs import checkpoint
 from harness.runs.checkpoint import Checkpoints, damage, read
+from harness.runs.formats import sharded
 from harness.training import checkpoint_writer
 from harness.training.checkpoint_writer import CheckpointWriter, copied
 from tests.ranks import run_ranks
@@ -25,7 +26,7 @@ from tests.ranks import run_ranks
 
 def writer(folder: Path, **options) -> CheckpointWriter:
     checkpoints = Checkpoints(folder / "checkpoints", 2)
-    return CheckpointWriter(Runtime(), checkpoints, shards=False, publish=lambda: None, **options)
+    return CheckpointWriter(Runtime(), checkpoints, publish=lambda: None, **options)
 
 
 # Behind the training
@@ -102,7 +103,7 @@ def test_a_failed_write_fails_the_next_call(tmp_path, monkeypatch):
 def _rank(folder: str, behind: bool) -> CheckpointWriter:
     launch = Launch(dist.get_rank(), dist.get_rank(), 2, 2)
     runtime = Runtime(launch, timeout_s=20)
-    return CheckpointWriter(runtime, Checkpoints(Path(folder), 2), shards=True, behind=behind, publish=lambda: None)
+    return CheckpointWriter(runtime, Checkpoints(Path(folder), 2, "sharded"), behind=behind, publish=lambda: None)
 
 
 def _content() -> dict:
@@ -166,7 +167,7 @@ def test_a_rank_that_cannot_write_fails_all(tmp_path, behind):
 def _one_cannot_read_again(folder, behind):
     writer, content = _rank(folder, behind), _content()
     if dist.get_rank() == 1:
-        sharded.sha256 = lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+        checkpoint.sha256 = lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error"))
     began = time.monotonic()
     with pytest.raises(CheckpointError) as caught:  # noqa: PT012  either call raises
         writer.write(1, content)
@@ -177,7 +178,7 @@ def _one_cannot_read_again(folder, behind):
 @pytest.mark.parametrize("behind", [False, True])
 def test_an_error_after_the_shards_are_written_is_that_of_all_ranks(tmp_path, behind):
     for found in run_ranks(2, _one_cannot_read_again, str(tmp_path), behind):
-        assert "rank 1 could not read its shards again: Input/output error" in found[0]
+        assert "the checkpoint of step 1 could not be written: Input/output error" in found[0]
         assert found[1:] == (1, True)
     assert list(tmp_path.iterdir()) == []
 
@@ -200,7 +201,7 @@ def _devices(folder, behind):
     torch.cuda.current_device = device
     torch.cuda.set_device = lambda number: setattr(current, "number", number)
     torch.cuda.set_device(1 + dist.get_rank())
-    sharded.write = recorded(sharded.write)
+    sharded._save = recorded(sharded._save)
     checkpoint_writer._synchronize = recorded(checkpoint_writer._synchronize)
     writer, content = _rank(folder, behind), _content()
     writer.runtime.device = torch.device("cuda", 1 + dist.get_rank())
@@ -255,6 +256,6 @@ def test_metadata_that_would_execute_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_ranks(2, _written, str(tmp_path), False)
     (tmp_path / "step-3" / ".metadata").write_bytes(pickle.dumps(Code()))
-    with pytest.raises(CheckpointError, match=r"\.metadata refers to builtins\.exec"):
+    with pytest.raises(CheckpointError, match=r"is rejected: .* refers to builtins\.exec"):
         read(tmp_path / "step-3")
     assert not (tmp_path / "executed").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from harness.config import arguments as shared
 from harness.errors import EXIT_DONE
 
 VERB = "compare"
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("other", metavar="RUN_B", help="the run to compare it with")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    shared.add_trust(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     reader.require_folders(paths)  # errors come before the import of torch, which takes seconds
     from harness.tools.compare import comparison
 
-    found = comparison.compare(*map(comparison.side, paths))
+    one, other = map(comparison.side, paths)
+    found = comparison.compare(one, other, arguments.trust)
     if arguments.json:
         print(json.dumps(finite(comparison.as_json(found)), indent=1, default=str))
     else:

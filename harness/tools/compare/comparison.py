@@ -112,8 +112,9 @@ def _earlier_predictions(*runs: Record) -> str:
     return f"{' and '.join(early)} resumed after writing predictions.csv" if early else ""
 
 
-def compare(one: Side, other: Side) -> Comparison:
-    """Compare two runs; or two groups: their runs of equal seed, and their metrics over all seeds."""
+def compare(one: Side, other: Side, trust: bool = False) -> Comparison:
+    """Compare two runs; or two groups: their runs of equal seed, and their metrics over all seeds. ``trust``: import
+    checkpoint formats that a run of someone else names."""
     mine, theirs = ([results.evaluations(run) for run in side.runs] for side in (one, other))
     first, second = one.runs[0], other.runs[0]
     differences = settings.compare(first, second)
@@ -122,12 +123,12 @@ def compare(one: Side, other: Side) -> Comparison:
         early = _earlier_predictions(first, second)
         predictions, why = (None, early) if early else results.paired_predictions(first.path, second.path)
         return Comparison(
-            one, other, differences, equality.compare(first, second), evaluations, throughput,
+            one, other, differences, equality.compare(first, second, trust), evaluations, throughput,
             results.metrics(*evaluations), predictions, why, {}, {},
         )  # fmt: skip
     partners = dict(zip(other.seeds, other.runs, strict=True))
     by_seed = {
-        name: equality.compare(run, partners[name])
+        name: equality.compare(run, partners[name], trust)
         for name, run in zip(one.seeds, one.runs, strict=True)
         if name in partners
     }

@@ -60,12 +60,12 @@ class Equality:
     world_sizes: tuple[int | None, int | None]
 
 
-def compare(one: Record, other: Record) -> Equality:
+def compare(one: Record, other: Record, trust: bool = False) -> Equality:
     """Compare weights, checkpoints and logs of two runs."""
     from harness.tools.compare import saved_state  # imports torch, which takes seconds
 
     weights = saved_state.weights(one.path, other.path)
-    checkpoints = saved_state.checkpoints(one.path, other.path)
+    checkpoints = saved_state.checkpoints(one.path, other.path, trust)
     log = compare_logs(one, other)
     found = [weights.same, checkpoints.same, log.same]
     newest = checkpoints.newest

@@ -15,7 +15,7 @@ from harness.errors import CheckpointError, first_line
 from harness.runs import checkpoint, layout
 
 _FIRST = ("model", "optimizer", "amp", "ema", "state", "ranks")  # the order in which differences are reported
-_IGNORED = ("format", "log_offset", "log_sha256")  # of the log, in which the times vary
+_IGNORED = ("log_offset", "log_sha256")  # of the log, in which the times vary
 ABSENT = "(absent)"
 _PER_WORLD_SIZE = ("ranks", "world_size")  # always differ between two world sizes
 
@@ -76,7 +76,7 @@ def weights(one: Path, other: Path) -> WeightsComparison:
     return WeightsComparison(True, steps)
 
 
-def checkpoints(one: Path, other: Path) -> CheckpointsComparison:
+def checkpoints(one: Path, other: Path, trust: bool = False) -> CheckpointsComparison:
     """Compare the checkpoints of the same steps of two run folders, up to the first that differs."""
     mine, theirs = checkpoint.steps(one / layout.CHECKPOINTS), checkpoint.steps(other / layout.CHECKPOINTS)
     newest = max(mine, default=None), max(theirs, default=None)
@@ -90,7 +90,7 @@ def checkpoints(one: Path, other: Path) -> CheckpointsComparison:
             if (problem := checkpoint.damage(path))
         ]
         try:
-            found = None if problems else next(between(mine[step], theirs[step]), None)
+            found = None if problems else next(between(mine[step], theirs[step], trust), None)
         except CheckpointError as error:
             problems.append(f"step {step}: {error.message}")
         except (AttributeError, KeyError, TypeError):
@@ -104,9 +104,9 @@ def checkpoints(one: Path, other: Path) -> CheckpointsComparison:
     return CheckpointsComparison(True if equal else None, common, equal, None, None, newest, tuple(refused))
 
 
-def between(one: Path, other: Path) -> Iterator[StateDifference]:
+def between(one: Path, other: Path, trust: bool = False) -> Iterator[StateDifference]:
     """Every difference between two checkpoint folders, weights first; times do not count. Raises CheckpointError."""
-    mine, theirs = (checkpoint.read(path, mapped=True) for path in (one, other))
+    mine, theirs = (checkpoint.read(path, mapped=True, trusted=None if trust else "") for path in (one, other))
     same_world = mine.get("world_size") == theirs.get("world_size")
     names = [name for name in dict.fromkeys((*_FIRST, *sorted({*mine, *theirs}))) if name not in _IGNORED]
     for name in names:

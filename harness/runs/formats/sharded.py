@@ -1,31 +1,30 @@
-"""The tensors of a sharded checkpoint: one file per rank, written and read with torch.distributed.checkpoint (DCP).
+"""The format in which each rank writes its shards, with torch.distributed.checkpoint (DCP).
 
-    checkpoints/step-N/__R_0.distcp  the shards of rank R
-    checkpoints/step-N/.metadata     which file holds which part of which tensor
-
-``state.pt`` holds the rest of the checkpoint, with ``Mark`` dictionaries in place of these tensors.
+checkpoints/step-N/__R_0.distcp  the shards of rank R
+checkpoints/step-N/.metadata     which file holds which part of which tensor
+checkpoints/step-N/state.pt      the rest, with a mark in place of each sharded tensor
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from harness.errors import CheckpointError, first_line
+from harness.runs.formats import base, whole
 
-from harness.errors import CheckpointError, first_line, reason, remedy
-from harness.runs.files import sha256
+if TYPE_CHECKING:
+    from torch import Tensor
 
-MARK = "sharded tensor"  # {MARK: key} stands for a tensor
-Files = dict[str, dict[str, Any]]
-"""{file name: its bytes and SHA-256}."""
-Own = Callable[[str, torch.Size], "Tensor | None"]
-"""The tensor to fill for a key, such as this rank's shard; None: a whole one."""
+    from harness.distributed.runtime import Runtime
+
+_MARK = "sharded tensor"  # {_MARK: key} stands for a tensor
+_INDEX = ".metadata"
 
 # What DCP's metadata consists of. It is a pickle, and a checkpoint must not run code.
 _ALLOWED = {
@@ -44,14 +43,53 @@ _ALLOWED = {
 }  # fmt: skip
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
-    """Write this rank's shards of ``tensors`` (DTensors) into ``folder``, synced. Collective over ``group``. Raises
-    CheckpointError on all ranks if one fails."""
+class Format(whole.Format):
+    """One file per rank for the tensors that fsdp has sharded, and ``state.pt`` for the rest."""
+
+    sharded = True
+
+    def write(self, folder: Path, content: dict[str, Any], ranks: Runtime) -> Iterable[str]:
+        plain, tensors = _split(content)
+        if tensors:
+            _save(folder, tensors, ranks.group)
+        names = [path.name for path in folder.glob(f"__{ranks.rank}_*")]
+        with ranks.together("saving"):
+            if ranks.rank == 0:
+                names += [*super().write(folder, plain, ranks), *([_INDEX] if tensors else [])]
+        return names
+
+    def read(self, folder: Path, mapped: bool, own: base.Own) -> dict[str, Any]:
+        content: dict[str, Any] = _filled(folder, super().read(folder, mapped, own), own)
+        return content
+
+
+def _split(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+    """(``tree`` with marks in place of its sharded tensors, {key: sharded tensor}). Keys join the path with slashes."""
+    from torch.distributed.tensor import DTensor
+
+    found: dict[str, Tensor] = {}
+
+    def plain(value: Any, path: str) -> Any:
+        if isinstance(value, DTensor):
+            found[path] = value
+            return {_MARK: path}
+        if isinstance(value, dict):
+            return {key: plain(item, f"{path}/{key}" if path else str(key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(plain(item, f"{path}/{number}") for number, item in enumerate(value))
+        return value
+
+    return plain(tree, ""), found
+
+
+def _save(folder: Path, tensors: dict[str, Tensor], group: Any) -> None:
+    """Write this rank's shards of ``tensors``. Collective over ``group``. Raises CheckpointError on all ranks if one
+    fails."""
     from torch.distributed.checkpoint import FileSystemWriter, save  # type: ignore[attr-defined]
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        save(dict(tensors), storage_writer=FileSystemWriter(folder, single_file_per_rank=True), process_group=group)
+        save(tensors, storage_writer=FileSystemWriter(folder, single_file_per_rank=True), process_group=group)
     except CheckpointException as error:  # no subclass of Exception
         failed, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointError(
@@ -60,31 +98,19 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
         ) from None  # fmt: skip
 
 
-def written(folder: Path, rank: int) -> Files:
-    """The files that ``rank`` has written into ``folder``. Raises CheckpointError."""
-    try:
-        mine = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
-        return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in mine}
-    except OSError as error:
-        raise CheckpointError(
-            f"rank {rank} could not read its shards again: {reason(error)}", where=str(folder),
-            hint=remedy(error, "run the same command again, which resumes from the newest complete checkpoint"),
-        ) from None  # fmt: skip
-
-
-def filled(folder: Path, content: Any, own: Own) -> Any:
+def _filled(folder: Path, content: Any, own: base.Own) -> Any:
     """``content`` of a checkpoint with each mark replaced by its tensor, read from ``folder``. No communication."""
+    import torch
     from torch.distributed.checkpoint import FileSystemReader, load, load_state_dict  # type: ignore[attr-defined]
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    metadata = _metadata(folder)
-    stored = metadata.state_dict_metadata
+    metadata = functools.cache(lambda: _metadata(folder))  # one process writes no shards, so there may be none
     tensors: dict[str, Tensor] = {}
 
     def replaced(value: Any) -> Any:
         if isinstance(value, dict):
-            if value.keys() == {MARK}:
-                key, found = value[MARK], stored[value[MARK]]
+            if value.keys() == {_MARK}:
+                key, found = value[_MARK], metadata().state_dict_metadata[value[_MARK]]
                 if not isinstance(found, TensorStorageMetadata):
                     raise ValueError(f"{key} is not a tensor")
                 mine = own(key, found.size)
@@ -99,7 +125,7 @@ def filled(folder: Path, content: Any, own: Own) -> Any:
     content = replaced(content)
     if tensors:
         reader = FileSystemReader(folder)
-        reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]  # its own could run code
+        reader.read_metadata = lambda *_, **__: metadata()  # type: ignore[method-assign]  # its own could run code
         with warnings.catch_warnings():  # that this is one process, as it should be
             warnings.simplefilter("ignore", UserWarning)
             if "no_dist" in inspect.signature(load).parameters:
@@ -113,7 +139,7 @@ def filled(folder: Path, content: Any, own: Own) -> Any:
 def _metadata(folder: Path) -> Any:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    with open(folder / ".metadata", "rb") as file:
+    with open(folder / _INDEX, "rb") as file:
         found = _Unpickler(file).load()
     if not isinstance(found, Metadata):
         raise pickle.UnpicklingError(".metadata was not written by torch.distributed.checkpoint")
