@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from harness.runs.files import read_sealed, write_sealed
 from tests.end_to_end.experiment import (
     Kill,
     assert_same_run,
@@ -170,11 +171,11 @@ def test_a_run_is_never_erased_because_its_checkpoints_are_refused(tmp_path, dat
     assert run(config) == [0]
     manifests = list(folder.glob("checkpoints/*/manifest.json"))
     for manifest in manifests:
-        manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 1'))
+        write_sealed(manifest, {**read_sealed(manifest), "version": 1})
     kept = [folder / "weights.safetensors", folder / "metrics.jsonl", *manifests]
     before = [path.read_bytes() for path in kept]
     assert run(config) == [70]
-    assert "no checkpoint of this run can be used\n  step-8: its format is 1, but" in terminal.read_text()
+    assert "no checkpoint of this run can be used\n  step-8: its version is 1, but" in terminal.read_text()
     assert [path.read_bytes() for path in kept] == before
     assert run(config, 1, "checkpoint.resume=never") == [0]
     moved = [folder.with_name("run.1") / path.relative_to(folder) for path in kept]

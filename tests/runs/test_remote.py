@@ -324,7 +324,7 @@ def test_a_checkpoint_at_another_url(config, bucket):
     assert remote.borrow(named) == path
     assert damage(path) == ""
     bucket.pipe("/bucket/runs/other/checkpoints/step-7/manifest.json", b"{}")
-    with pytest.raises(CheckpointError, match="manifest.json cannot be read"):
+    with pytest.raises(CheckpointError, match="manifest.json cannot be used"):
         remote.borrow(named)
     bucket.rm("/bucket/runs/other", recursive=True)
     with pytest.raises(ConfigError, match="there is no checkpoint there"):
