@@ -13,6 +13,7 @@ BUILT_IN = {
     "tracker": ["mlflow", "tensorboard", "wandb"],
     "format": ["sharded", "whole"],
     "engine": ["dask", "flyte", "local", "slurm", "torchrun"],
+    "engine settings": ["dask", "flyte", "slurm"],
 }
 
 
@@ -22,7 +23,14 @@ def test_built_in_parts_are_found(kind):
     for name in plugins.names(kind):
         if name not in ("dask", "flyte", "mlflow", "tensorboard", "wandb"):  # which import optional packages
             part = plugins.find(kind, name, "here")
-            assert getattr(part, "__name__", "").rpartition(".")[2] in ("Task", "Model", "Format", "engine", name)
+            assert getattr(part, "__name__", "").rpartition(".")[2] in (
+                "Task",
+                "Model",
+                "Format",
+                "Settings",
+                "engine",
+                name,
+            )
 
 
 def test_unknown_part_names_the_nearest_or_all():
