@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,13 +97,12 @@ def page(record: dict[str, Any]) -> str:
                 f"Idioms, with the number of runs that trained: {_by_idiom([*projects, *libraries])}.",
                 "## By library",
                 record["about libraries"],
-                table(["library", "version", "result", "loss", "resumed"], [_row(r, r.note) for r in libraries]),
+                _trained(libraries, "library", lambda run: run.note),
+                _stopped(libraries, "library"),
                 "## By project",
                 record["about projects"],
-                table(
-                    ["project", "commit", "result", "loss", "resumed"],
-                    [_row(r, "" if r.learns else r.note) for r in projects],
-                ),
+                _trained(projects, "project", lambda run: "" if run.learns else run.note),
+                _stopped(projects, "project"),
             ]
         )
         + "\n"
@@ -137,14 +136,25 @@ def _by_idiom(runs: Iterable[Run]) -> str:
     return "; ".join(f"{idiom}: {number}" for idiom, number in trained.most_common())
 
 
-def _row(run: Run, note: str) -> list[str]:
-    parts = [run.outcome, "two ranks" if run.ranks == 2 and run.outcome == "trains" else "", note]
-    changes = {"edited": run.edited, "put back": ", ".join(run.bridges)}
-    parts += [f"{what}: {text}" for what, text in changes.items() if text]
-    losses = "" if run.first_loss is None or run.last_loss is None else f"{run.first_loss:.4g} to {run.last_loss:.4g}"
-    resumed = RESUMES[run.resumed] if run.outcome == "trains" else ""
-    text = "; ".join(part for part in parts if part)
-    return [run.name, run.version[:7] if len(run.version) == 40 else run.version, text, losses, resumed]
+def _named(run: Run) -> str:
+    return run.name if len(run.version) == 40 else f"{run.name}, {run.version}"
+
+
+def _trained(runs: Iterable[Run], what: str, note: Callable[[Run], str]) -> str:
+    rows = []
+    for run in (run for run in runs if run.outcome not in ("other", "not run")):
+        changes = {"edited": run.edited, "put back": ", ".join(run.bridges)}
+        parts = ["" if run.outcome == "trains" else run.outcome, "two ranks" if run.ranks == 2 else "", note(run)]
+        parts += [f"{kind}: {text}" for kind, text in changes.items() if text]
+        has_losses = run.first_loss is not None and run.last_loss is not None
+        losses = f"{run.first_loss:.4g} to {run.last_loss:.4g}" if has_losses else ""
+        rows.append([_named(run), losses, RESUMES[run.resumed], "; ".join(part for part in parts if part)])
+    return table([what, "loss", "resumed", ""], rows)
+
+
+def _stopped(runs: Iterable[Run], what: str) -> str:
+    stopped = [run for run in runs if run.outcome in ("other", "not run")]
+    return table([f"{what} that stopped", "because it"], [[_named(run), run.note] for run in stopped])
 
 
 def main() -> None:

@@ -777,14 +777,9 @@ def test_compatibility_page_shows_the_record():
     )
 
 
-def test_causes_and_limits_of_slow_runs():
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:3]]
-        for line in PAGES["explain"].splitlines()
-        if re.search(r"\| \d+% \|", line)
-    ]
-    listed = {name: limit for names, limit in rows for name in names.split(", ")}
-    assert listed == {cause.name: f"{cause.limit:.0%}" for cause in CAUSES}
+def test_limits_of_the_causes_of_slow_runs():
+    limits = sorted(round(100 * cause.limit) for cause in CAUSES)
+    assert f"{limits[0]} to {limits[-1]}% of the run's time" in PAGES["explain"]
 
 
 def test_limit_of_a_report_and_size_of_its_example():

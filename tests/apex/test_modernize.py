@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import inspect
-import re
 import sys
 import sysconfig
 
@@ -18,10 +17,9 @@ from PIL import ImageDraw
 import harness.apex
 from harness.apex import call_counter
 from harness.apex.modernize import modernize
-from harness.apex.modernize.table import CALLS, NAMES
+from harness.apex.modernize.table import NAMES
 from tests.apex.forked import run_apex
 from tests.apex.test_runner import run, write
-from tests.conftest import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -488,21 +486,3 @@ def test_script_of_2019(tmp_path):
     first, second = (done.stderr.index(f"harness.apex {option}: ") for option in ("--device cpu", "--modernize"))
     assert first < second
     assert "Tensor.cuda" in done.stderr
-
-
-def test_docs_name_every_bridge():
-    page = (ROOT / "docs" / "apex.md").read_text()
-    table = page.split("### What other libraries removed\n")[1].split("Not bridged:")[0]
-    words = set(re.findall(r"\w+", table))
-    general = ("collections",)  # the page names some, and "the other" ones
-    missing = {name for row in NAMES if row.owner not in general for name in row.names if name not in words} - {"*"}
-    assert not missing
-    assert {row.owner for row in NAMES if "*" in row.names} <= set(re.findall(r"[\w.]+", table))
-    functions = {call.name if call.name != "__init__" else call.owner.partition(":")[2] for call in CALLS}
-    schedulers = {call.owner.partition(":")[2] for call in CALLS if call.owner.startswith("torch.optim.lr_scheduler")}
-    transforms = {"RandomRotation", "RandomAffine", "rotate", "affine"}
-    assert {name.rstrip("_") for name in functions - schedulers - transforms} - words <= {
-        "__rsub",
-        "view",
-        "parse",
-    }

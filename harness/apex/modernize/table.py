@@ -1,6 +1,6 @@
 """Everything that ``--modernize`` restores: ``NAMES`` that are gone, and ``CALLS`` that are refused.
 
-A name or call that the installed version still has is left alone. docs/apex.md says which release removed what.
+A name or call that the installed version still has is left alone.
 """
 
 from __future__ import annotations
