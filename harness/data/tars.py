@@ -110,7 +110,7 @@ def _index(file: str, version: tuple[int, ...], cache: Path, name: str) -> np.nd
     folder = cache / f"{Path(place).stem[:40]}-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
     path = folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:24]}.index"
     if (found := _load(path)) is None:
-        with made_once(folder / "index"):
+        with made_once(folder / "index", passes=(FileNotFoundError,)):
             if (found := _load(path)) is None:
                 if path.exists():
                     log.warning("%s: the index of the archive in the cache is damaged; making it again", name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -18,11 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from harness.data.table.cache import read_checked, write_checked
 from harness.data.table.table import Table
 from harness.errors import DataError
-from harness.runs.files import cache_folder
-from harness.runs.locks import locked
+from harness.runs.fetch import made_once
+from harness.runs.files import cache_folder, read_sealed, write_sealed
 
 log = logging.getLogger("harness")
 
@@ -30,7 +28,6 @@ UNKNOWN = 1  # the id of every word that is not in the vocabulary
 RULE = "NFD, lower case; a word is a run of letters, marks, digits and underscores"
 _BETWEEN_WORDS = r"[^\p{L}\p{M}\p{N}_]+"
 _CHUNK_ROWS = 1 << 16
-_LOCK_S = 600.0  # for another process that counts the same words
 
 
 class Tokenizer(Protocol):
@@ -119,16 +116,15 @@ def learn_words(table: Table, column: str, max_words: int, cache_dir: Path | Non
     """
     key = hashlib.sha256(json.dumps([RULE, table.digest, column, max_words]).encode()).hexdigest()[:32]
     path = cache_folder(cache_dir) / "words" / f"{key}.json"
-    with contextlib.suppress(OSError):  # without a cache, each process counts
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(Path(f"{path}.lock"), _LOCK_S):
-            if (found := read_checked(path)) is None:
-                if path.exists():
-                    log.warning("%s: the list of words in the cache is damaged; counting again", _name(table))
-                found = {"words": _most_frequent(table, column, max_words)}
-                write_checked(path, found, secrets.token_hex(8))
-        return Words(tuple(found["words"]))
-    return Words(tuple(_most_frequent(table, column, max_words)))
+    with made_once(path):
+        try:
+            words = read_sealed(path)["words"]
+        except (OSError, ValueError):
+            if path.exists():
+                log.warning("%s: the list of words in the cache is damaged; counting again", _name(table))
+            words = _most_frequent(table, column, max_words)
+            write_sealed(path, {"words": words}, secrets.token_hex(8))
+    return Words(tuple(words))
 
 
 def _most_frequent(table: Table, column: str, max_words: int) -> list[str]:

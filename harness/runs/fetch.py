@@ -32,6 +32,9 @@ ATTEMPTS = 3
 _PAUSE_S = 0.5  # before the second attempt; twice as long before each further one
 _LOCK_S = 86400.0  # for another process, which gives up by itself when no data arrive
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+_OTHER_CACHE = (
+    "APEX_HARNESS_CACHE (or data.cache_dir; for weights, TORCH_HOME) to a folder with enough space on a local disk"
+)
 _GONE, _REFUSED = (404, 410), (401, 403)
 
 
@@ -48,7 +51,7 @@ def fetched(
     """
     if target.exists() and is_intact(target):
         return target
-    with made_once(target):
+    with made_once(target, passes=(FileNotFoundError,)):
         if target.exists():
             if is_intact(target):  # another process has made it
                 return target
@@ -62,23 +65,24 @@ def fetched(
 
 
 @contextmanager
-def made_once(path: Path) -> Iterator[None]:
+def made_once(path: Path, passes: tuple[type[OSError], ...] = ()) -> Iterator[None]:
     """``writing`` in which this process alone makes ``path``, while others wait."""
-    with writing(path), locked(Path(f"{path}.lock"), _LOCK_S):
+    with writing(path, passes), locked(Path(f"{path}.lock"), _LOCK_S):
         yield
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Context in which ``path``, a file of a cache, is written; its folder is created. Raises DataError."""
+def writing(path: Path, passes: tuple[type[OSError], ...] = ()) -> Iterator[None]:
+    """Context in which ``path``, a file of a cache, is written; its folder is created. Raises DataError in place of
+    any OSError but those that it ``passes``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
-    except FileNotFoundError:  # of what the copy is made from
-        raise
     except OSError as error:
-        hint = remedy(error, "or set data.cache_dir (for weights, TORCH_HOME) to a folder with space on a local disk")
-        raise DataError(f"the file cannot be written: {reason(error)}", where=str(path), hint=hint) from None
+        if isinstance(error, passes):
+            raise
+        hint = remedy(error, f"or set {_OTHER_CACHE}")
+        raise DataError(f"the cache cannot be written: {reason(error)}", where=str(path), hint=hint) from None
 
 
 def attempted(url: str, work: Callable[[], Value]) -> Value:

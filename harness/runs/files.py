@@ -151,9 +151,9 @@ def read_json(path: Path) -> Any:
     return parse_json(read_text(path))
 
 
-def write_sealed(path: Path, fields: dict[str, Any]) -> None:
+def write_sealed(path: Path, fields: dict[str, Any], mark: str = "") -> None:
     """Replace ``path`` by a JSON object with ``fields`` and a seal."""
-    write_atomically(path, json.dumps(seals.sealed(fields), indent=1, ensure_ascii=False) + "\n")
+    write_atomically(path, json.dumps(seals.sealed(fields), indent=1, ensure_ascii=False) + "\n", mark)
 
 
 def read_sealed(path: Path) -> Any:

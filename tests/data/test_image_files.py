@@ -173,7 +173,7 @@ def test_machines_that_see_no_locks_of_each_other_index_at_the_same_time(folder,
     fork, real = get_context("fork"), tars.write_atomically
     both, results = fork.Barrier(2), fork.Queue()
 
-    def unlocked(place):
+    def unlocked(place, passes):
         place.parent.mkdir(parents=True, exist_ok=True)
         return nullcontext()
 

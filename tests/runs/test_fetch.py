@@ -139,7 +139,7 @@ def test_what_is_wrong_with_the_address_or_the_folder(tmp_path):
     for url, target, message in (
         ("http://127.0.0.1:9/a", tmp_path / "copy", "ConnectionRefusedError: Connection refused"),
         ("nosuch://x", tmp_path / "copy", "nosuch://x: the file cannot be read: ValueError: Protocol not known"),
-        (str(tmp_path / "file"), tmp_path / "file" / "copy", r"the file cannot be written: .*\n  -> "),
+        (str(tmp_path / "file"), tmp_path / "file" / "copy", r"the cache cannot be written: .*\n  -> "),
     ):
         with pytest.raises(DataError, match=message):
             fetch.fetched(url, target)

@@ -1,7 +1,17 @@
-"""Convert a CSV or Parquet file into the files that table.py maps, as a stream with constant memory.
+"""Convert a CSV or Parquet file into files of the cache that table.py maps, as a stream with constant memory.
 
-Of all processes that share a cache folder, also on several machines, one converts (``CacheEntry.alone``); the others
-wait. They get its table or its DataError. If it dies or is stopped, another process converts.
+    CACHE/tables/NAME-HASH/KEY.arrow      text columns, Arrow IPC in record batches of equal length
+    CACHE/tables/NAME-HASH/KEY.codes      labels in row order: codes as little-endian int32, or numbers as float64
+    CACHE/tables/NAME-HASH/KEY.offsets    if rows have several labels: the first code of each row, and the end, as int64
+    CACHE/tables/NAME-HASH/KEY.json       the manifest, written last, with the digests of the blocks of the other files,
+                                          which are ignored without it
+    CACHE/tables/NAME-HASH/VERSION.source a downloaded remote file
+
+KEY is VERSION-LABELS. One process converts while the others wait for its lock. Machines that share the cache may not
+see each other's locks. Their temporary names differ, both write the same, and the last one wins.
+
+The cache may be deleted at any time: open tables stay open, anything else is converted again. Converting a new version
+of a source deletes old ones that are older than a day.
 """
 
 from __future__ import annotations
@@ -11,22 +21,24 @@ import hashlib
 import importlib
 import json
 import logging
+import re
 import secrets
 import shlex
+import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.data.table import csv_lines
-from harness.data.table.cache import CacheEntry, read_json
 from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, failures, kind_of, locate, require_root
 from harness.errors import DataError, listed, similar
-from harness.runs.fetch import fetched
-from harness.runs.files import is_url, replacing, write_atomically
+from harness.runs.fetch import fetched, made_once
+from harness.runs.files import cache_folder, is_url, read_sealed, replacing, write_sealed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,7 +48,62 @@ if TYPE_CHECKING:
 log = logging.getLogger("harness")
 
 Text = Sequence[str] | Mapping[str, str]  # columns of text, perhaps each with the setting that names it
+FORMAT = 5  # increase it when the layout or the meaning of anything in the cache changes
+OLD_S = 86400.0  # after which the files of another version are deleted: a process may be about to map newer ones
 _READ_AHEAD = 4  # batches
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """The files of one conversion: one source, in one version, with one choice of label columns."""
+
+    folder: Path
+    version: str
+    labels: str
+
+    @classmethod
+    def of(cls, source: Source, label: LabelColumns | None, cache_dir: Path | None) -> CacheEntry:
+        stem = re.sub(r"[^\w.-]", "_", Path(source.identity).name)[:40]
+        folder = cache_folder(cache_dir) / "tables" / f"{stem}-{_short(source.identity)}"
+        return cls(folder, _short([FORMAT, source.version]), _short(label.key if label else None))
+
+    def file(self, kind: str) -> Path:
+        return self.folder / f"{self.version}-{self.labels}.{kind}"
+
+    @property
+    def download(self) -> Path:
+        """The local copy of a remote source."""
+        return self.folder / f"{self.version}.source"
+
+    def load(self, damaged: str = "") -> dict[str, Any] | None:
+        """Return the manifest if the entry is complete, and is not the conversion with the id ``damaged``.
+
+        Sizes are checked because mapping a truncated file ends in SIGBUS; the rest of the content is checked when it is
+        used.
+        """
+        try:
+            manifest: dict[str, Any] = read_sealed(self.file("json"))
+            whole = all(self.file(kind).stat().st_size == size for kind, size in manifest["bytes"].items())
+        except (OSError, ValueError):
+            return None
+        return manifest if whole and manifest["id"] != damaged else None
+
+    def discard(self) -> None:
+        """Remove a damaged conversion. The files that processes have mapped stay until they unmap them."""
+        for path in (*map(self.file, ("json", "arrow", "codes", "offsets")), self.download):
+            path.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Delete old files of other versions of the source, and of conversions that were killed."""
+        for path in self.folder.iterdir():
+            if not path.name.startswith(self.version) or path.suffix == ".tmp":
+                with contextlib.suppress(OSError):
+                    if time.time() - path.stat().st_mtime > OLD_S:
+                        path.unlink()
+
+
+def _short(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def converted(
@@ -44,65 +111,40 @@ def converted(
 ) -> dict[str, Any]:
     """Return the manifest of ``entry``, converting ``source`` first unless the table is in the cache. Raises
     DataError. ``damaged``: the ``id`` of a conversion whose files are damaged."""
-    earlier_failure = read_json(entry.failure)
-    while (manifest := entry.load(damaged)) is None:
-        with entry.alone(damaged) as is_alone:
-            if entry.load(damaged) is None:
-                _raise_failure_since(earlier_failure, entry, text)
-                if is_alone and (damaged or entry.manifest.exists()):
-                    log.warning("%s: the converted table in the cache is damaged; converting it again", source.name)
-                    entry.discard(source)
-                if is_alone:
-                    entry.sweep(source)
-                _convert_or_record(source, entry, text, label)
-    return manifest
+    if manifest := entry.load(damaged):
+        return manifest
+    with made_once(entry.file("json")):
+        if manifest := entry.load(damaged):  # by another process
+            return manifest
+        if damaged or entry.file("json").exists():
+            log.warning("%s: the converted table in the cache is damaged; converting it again", source.name)
+            entry.discard()
+        return convert(source, entry, text, label)
 
 
-def _raise_failure_since(earlier: dict[str, Any] | None, entry: CacheEntry, text: Text) -> None:
-    """Do not repeat a conversion that failed while this process waited: eight ranks would take eight times as long."""
-    failure = read_json(entry.failure)
-    if failure is not None and failure != earlier and failure["text"] == list(text):
-        raise DataError(failure["message"], where=failure["where"], hint=failure["hint"])
+def convert(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> dict[str, Any]:
+    """Convert ``source`` into ``entry``, and return the manifest.
 
-
-def _convert_or_record(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> None:
-    path = Path(source.identity)
-    try:
-        if source.is_remote:
-            path = fetched(source.identity, entry.download(source))
-        convert(source, path, entry, text, label)
-    except DataError as error:
-        if entry.load() is not None:
-            return  # this process was stopped for so long that another one converted, and deleted its files
-        failure = {"message": error.message, "where": error.where, "hint": error.hint, "text": list(text)}
-        with contextlib.suppress(OSError):  # the disk may be full
-            attempt = secrets.token_hex(8)
-            write_atomically(entry.failure, json.dumps(failure | {"attempt": attempt}), attempt)
-        raise
-
-
-def convert(source: Source, path: Path, entry: CacheEntry, text: Text, label: LabelColumns | None) -> None:
-    """Convert ``path``, the local copy of ``source``, into ``entry``. The caller holds the lock.
-
-    Raises DataError if the content is unusable, the file changes meanwhile, or the cache cannot be written; the entry
-    then has no files.
+    Raises DataError if the content is unusable or the file changes meanwhile, or OSError if the cache cannot be
+    written; the entry then has no files.
     """
     from harness.data.table.writers import TextWriter, label_writer  # late: a converted table needs neither
 
+    path = fetched(source.identity, entry.download) if source.is_remote else Path(source.identity)
     kind = kind_of(path, source.name)
     reader, mark = reader_of(kind), secrets.token_hex(8)
     columns = require_header(path, source.name, needed_columns(text, label))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(entry.writing())
-        arrow = stack.enter_context(replacing(entry.arrow, mark))
+        arrow = stack.enter_context(replacing(entry.file("arrow"), mark))
         # A single label is text already, in the vocabulary. Other labels are kept as they are written, too.
         left_out = label.columns if label and label.kind == "class" else ()
         texts = TextWriter(arrow, [column for column in columns if column not in left_out], source.name)
         stack.enter_context(contextlib.closing(texts))
         labels = None
         if label is not None:
-            codes = stack.enter_context(replacing(entry.codes, mark))
-            offsets = stack.enter_context(replacing(entry.offsets, mark)) if label.kind == "tags" else entry.offsets
+            codes, offsets = (entry.file(kind) for kind in ("codes", "offsets"))
+            codes = stack.enter_context(replacing(codes, mark))
+            offsets = stack.enter_context(replacing(offsets, mark)) if label.kind == "tags" else offsets
             labels = label_writer(label, codes, offsets, source.name)
             stack.enter_context(contextlib.closing(labels))
         num_rows = _write_rows(texts, labels, reader.read_batches(path, source.name, columns))
@@ -112,7 +154,7 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Text, label: La
             )
         if labels is not None:
             _require_labels(labels, num_rows, source.name, path, kind)
-        manifest = _manifest(texts, labels, columns, num_rows)
+        manifest = _manifest(texts, labels, columns, num_rows) | {"kind": kind, "id": mark}
         if not source.is_current():
             if source.is_remote:
                 path.unlink()
@@ -121,10 +163,10 @@ def convert(source: Source, path: Path, entry: CacheEntry, text: Text, label: La
                 where=source.name,
                 hint="start again once it is complete; to replace a file safely, write to another name and rename it",
             )
-    with entry.writing():
-        manifest["bytes"] = entry.sizes()
-        facts = {"kind": kind, "source": source.identity, "version": source.version, "id": mark}
-        entry.publish(manifest | facts, mark)
+    manifest["bytes"] = {kind: entry.file(kind).stat().st_size for kind in manifest["blocks"]}
+    write_sealed(entry.file("json"), manifest, mark)
+    entry.sweep()
+    return manifest
 
 
 def reader_of(kind: str) -> Any:

@@ -22,8 +22,7 @@ import pyarrow as pa
 
 from harness.data.table import csv_lines
 from harness.data.table.blocks import CheckedArray, CheckedFile, DamagedError
-from harness.data.table.cache import CacheEntry
-from harness.data.table.convert import Text, converted, needed_columns, require_columns
+from harness.data.table.convert import CacheEntry, Text, converted, needed_columns, require_columns
 from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, locate
 from harness.errors import DataError, first_line, plural
@@ -63,7 +62,6 @@ class Table:
         self._manifest = manifest
         self._num_renewed = 0
         self._map()
-        entry.touch()
         manifest = self._manifest
         self.num_rows: int = manifest["num_rows"]
         self.columns: tuple[str, ...] = tuple(manifest["columns"])
@@ -80,14 +78,16 @@ class Table:
             entry, manifest = self._entry, self._manifest
             blocks = manifest["blocks"]
             try:
-                self._texts = CheckedFile(entry.arrow, blocks["arrow"])
+                self._texts = CheckedFile(entry.file("arrow"), blocks["arrow"])
                 self._arrays = {}
                 if "mean" in manifest:
-                    self._arrays["numbers"] = CheckedArray(entry.codes, "<f8", len(manifest["mean"]), blocks["codes"])
+                    self._arrays["numbers"] = CheckedArray(
+                        entry.file("codes"), "<f8", len(manifest["mean"]), blocks["codes"]
+                    )
                 elif manifest["label"] is not None:
-                    self._arrays["codes"] = CheckedArray(entry.codes, "<i4", None, blocks["codes"])
+                    self._arrays["codes"] = CheckedArray(entry.file("codes"), "<i4", None, blocks["codes"])
                 if "offsets" in blocks:
-                    self._arrays["offsets"] = CheckedArray(entry.offsets, "<i8", None, blocks["offsets"])
+                    self._arrays["offsets"] = CheckedArray(entry.file("offsets"), "<i8", None, blocks["offsets"])
                 self._texts.require(0)  # the schema
                 self._texts.require(-1)  # the places of the record batches
             except (DamagedError, FileNotFoundError) as error:  # the latter if another process has found the damage
@@ -105,7 +105,7 @@ class Table:
         old = self._manifest
         hint = "run the same command again; if this is repeated, set data.cache_dir to a folder on another disk"
         if self._num_renewed > _MAX_RENEWED or not (self._source.is_remote or self._source.is_current()):
-            self._entry.discard(self._source)
+            self._entry.discard()
             raise DataError(
                 f"the converted table in the cache is damaged ({first_line(damage)})",
                 where=self._source.name,
@@ -210,7 +210,7 @@ class Table:
         remote = self._source.is_remote
         if self._manifest["kind"] == "parquet" or not (remote or self._source.is_current()):
             return 0
-        path = self._entry.download(self._source) if remote else Path(self._source.identity)
+        path = self._entry.download if remote else Path(self._source.identity)
         try:
             return (csv_lines.lines_of(path, [row]) or [0])[0]
         except (OSError, EOFError):
