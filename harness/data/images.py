@@ -207,7 +207,7 @@ class ImageTable:
         """``_loaded`` of a JPEG whose first transform scales it down by 2 or more; None for other images."""
         pipeline = self.for_evaluation if epoch is None else self.for_training
         assert isinstance(pipeline, Pipeline)
-        file = reduced_jpeg.opened(content, pipeline.least) if pipeline.scales_first else None
+        file = reduced_jpeg.opened(content) if pipeline.scales_first else None
         if file is None:
             return None
         with self._seeded(row, epoch):

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 FILTERS = ("bilinear", "bicubic", "lanczos")
 _FACTORS = (8, 4, 2)  # of libjpeg's reduced sizes that Pillow offers
 _NO_JPEG = (OSError, SyntaxError, ValueError, IndexError, TypeError, struct.error)  # raised by Pillow's parser
-_START = b"\xff\xd8"
-_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers that a frame header starts with (ITU T.81, table B.1)
 
 
 @dataclass(frozen=True)
@@ -42,29 +40,16 @@ class Region:
         return next((factor for factor in _FACTORS if ratio >= factor), 1)
 
 
-def opened(content: torch.Tensor, least: int) -> JpegImageFile | None:
-    """The file of these bytes with its header read; None if it is no JPEG, if its shorter side has fewer than ``least``
-    pixels, or if it has CMYK colors, which libraries convert to RGB in different ways."""
-    data = content.numpy().tobytes()
-    if _shorter_side(data) < least:
-        return None
+def opened(content: torch.Tensor) -> JpegImageFile | None:
+    """The file of these bytes with its header read; None if it is no JPEG, or if it has CMYK colors, which libraries
+    convert to RGB in different ways."""
     from PIL.JpegImagePlugin import JpegImageFile
 
     try:
-        file = JpegImageFile(io.BytesIO(data))
+        file = JpegImageFile(io.BytesIO(content.numpy().tobytes()))
     except _NO_JPEG:
         return None
     return file if file.mode in ("L", "RGB") else None
-
-
-def _shorter_side(data: bytes) -> int:
-    """In pixels, from the frame header; 0 if there is none. Pillow's parser takes a tenth of the time of decoding."""
-    place = len(_START) if data.startswith(_START) else len(data)
-    while place + 9 <= len(data) and data[place] == 0xFF:
-        if data[place + 1] in _FRAMES:
-            return min(struct.unpack_from(">HH", data, place + 5))
-        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
-    return 0
 
 
 def decoded(file: JpegImageFile, region: Region, channels: int) -> torch.Tensor | None:

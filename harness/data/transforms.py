@@ -102,12 +102,6 @@ class Pipeline:
         return _kind(first) in (_RESIZED_CROP, "Resize") and bool(first.antialias) and _mode(first) in FILTERS
 
     @property
-    def least(self) -> int:
-        """The shorter side that an image must have at least to be reduced before it is scaled."""
-        _, first = self._first
-        return 2 * min(self.size or (1, 1) if first is None else first.size or [1])
-
-    @property
     def _first(self) -> tuple[str, Any]:
         return next(iter(self.steps.items()), ("", None))
 

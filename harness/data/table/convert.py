@@ -75,8 +75,8 @@ class CacheEntry:
         """The local copy of a remote source."""
         return self.folder / f"{self.version}.source"
 
-    def load(self, damaged: str = "") -> dict[str, Any] | None:
-        """Return the manifest if the entry is complete, and is not the conversion with the id ``damaged``.
+    def load(self) -> dict[str, Any] | None:
+        """Return the manifest if the entry is complete.
 
         Sizes are checked because mapping a truncated file ends in SIGBUS; the rest of the content is checked when it is
         used.
@@ -86,12 +86,13 @@ class CacheEntry:
             whole = all(self.file(kind).stat().st_size == size for kind, size in manifest["bytes"].items())
         except (OSError, ValueError):
             return None
-        return manifest if whole and manifest["id"] != damaged else None
+        return manifest if whole else None
 
     def discard(self) -> None:
         """Remove a damaged conversion. The files that processes have mapped stay until they unmap them."""
         for path in (*map(self.file, ("json", "arrow", "codes", "offsets")), self.download):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def sweep(self) -> None:
         """Delete old files of other versions of the source, and of conversions that were killed."""
@@ -106,17 +107,15 @@ def _short(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def converted(
-    source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None, damaged: str = ""
-) -> dict[str, Any]:
+def converted(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> dict[str, Any]:
     """Return the manifest of ``entry``, converting ``source`` first unless the table is in the cache. Raises
-    DataError. ``damaged``: the ``id`` of a conversion whose files are damaged."""
-    if manifest := entry.load(damaged):
+    DataError."""
+    if manifest := entry.load():
         return manifest
     with made_once(entry.file("json")):
-        if manifest := entry.load(damaged):  # by another process
+        if manifest := entry.load():  # by another process
             return manifest
-        if damaged or entry.file("json").exists():
+        if entry.file("json").exists():
             log.warning("%s: the converted table in the cache is damaged; converting it again", source.name)
             entry.discard()
         return convert(source, entry, text, label)
@@ -154,7 +153,7 @@ def convert(source: Source, entry: CacheEntry, text: Text, label: LabelColumns |
             )
         if labels is not None:
             _require_labels(labels, num_rows, source.name, path, kind)
-        manifest = _manifest(texts, labels, columns, num_rows) | {"kind": kind, "id": mark}
+        manifest = _manifest(texts, labels, columns, num_rows) | {"kind": kind}
         if not source.is_current():
             if source.is_remote:
                 path.unlink()

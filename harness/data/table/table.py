@@ -14,6 +14,8 @@ file counts as changed.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,8 @@ from harness.data.table.blocks import CheckedArray, CheckedFile, DamagedError
 from harness.data.table.convert import CacheEntry, Text, converted, needed_columns, require_columns
 from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, locate
-from harness.errors import DataError, first_line, plural
+from harness.errors import DataError, plural
 
-_MAX_RENEWED = 3  # conversions of one open table: a disk that damages every one of them is not used for ever
 _FEW_ROWS = 512  # up to here, reading one value after the other is faster than grouping the rows by record batch
 
 
@@ -60,9 +61,7 @@ class Table:
     def __init__(self, source: Source, entry: CacheEntry, manifest: dict[str, Any], label: LabelColumns | None) -> None:
         self._source, self._entry, self._label = source, entry, label
         self._manifest = manifest
-        self._num_renewed = 0
         self._map()
-        manifest = self._manifest
         self.num_rows: int = manifest["num_rows"]
         self.columns: tuple[str, ...] = tuple(manifest["columns"])
         self.label: str | None = manifest["label"] if isinstance(manifest["label"], str) else None
@@ -74,57 +73,43 @@ class Table:
 
     def _map(self) -> None:
         """Map the files: the cache may be emptied later."""
-        while True:
-            entry, manifest = self._entry, self._manifest
-            blocks = manifest["blocks"]
-            try:
-                self._texts = CheckedFile(entry.file("arrow"), blocks["arrow"])
-                self._arrays = {}
-                if "mean" in manifest:
-                    self._arrays["numbers"] = CheckedArray(
-                        entry.file("codes"), "<f8", len(manifest["mean"]), blocks["codes"]
-                    )
-                elif manifest["label"] is not None:
-                    self._arrays["codes"] = CheckedArray(entry.file("codes"), "<i4", None, blocks["codes"])
-                if "offsets" in blocks:
-                    self._arrays["offsets"] = CheckedArray(entry.file("offsets"), "<i8", None, blocks["offsets"])
-                self._texts.require(0)  # the schema
-                self._texts.require(-1)  # the places of the record batches
-            except (DamagedError, FileNotFoundError) as error:  # the latter if another process has found the damage
-                self._convert_again(error)
-                continue
-            options = pa.ipc.IpcReadOptions(use_threads=False)  # nothing to decode, and a fork would lose the threads
-            self._reader = pa.ipc.open_file(pa.py_buffer(self._texts.content), options=options)
-            self._batches: dict[int, pa.RecordBatch] = {}
-            return
+        blocks = self._manifest["blocks"]
+        codes, offsets = (self._entry.file(kind) for kind in ("codes", "offsets"))
+        with self._intact():
+            self._texts = CheckedFile(self._entry.file("arrow"), blocks["arrow"])
+            self._arrays = {}
+            if "mean" in self._manifest:
+                self._arrays["numbers"] = CheckedArray(codes, "<f8", len(self._manifest["mean"]), blocks["codes"])
+            elif self._manifest["label"] is not None:
+                self._arrays["codes"] = CheckedArray(codes, "<i4", None, blocks["codes"])
+            if "offsets" in blocks:
+                self._arrays["offsets"] = CheckedArray(offsets, "<i8", None, blocks["offsets"])
+            self._texts.require(0)  # the schema
+            self._texts.require(-1)  # the places of the record batches
+        options = pa.ipc.IpcReadOptions(use_threads=False)  # nothing to decode, and a fork would lose the threads
+        self._reader = pa.ipc.open_file(pa.py_buffer(self._texts.content), options=options)
+        self._batches: dict[int, pa.RecordBatch] = {}
 
-    def _convert_again(self, damage: Exception) -> None:
-        """Replace a damaged conversion, or wait for a process that does; ``_map`` maps the new one. Raises DataError if
-        it is not the same."""
-        self._num_renewed += 1
-        old = self._manifest
-        hint = "run the same command again; if this is repeated, set data.cache_dir to a folder on another disk"
-        if self._num_renewed > _MAX_RENEWED or not (self._source.is_remote or self._source.is_current()):
+    @contextmanager
+    def _intact(self) -> Iterator[None]:
+        """Context that reads blocks. Raises DataError if one is damaged, and removes the table from the cache."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise _vanished(self._source) from None
+        except DamagedError as damage:
             self._entry.discard()
             raise DataError(
-                f"the converted table in the cache is damaged ({first_line(damage)})",
+                f"the converted table in the cache is damaged: {damage}",
                 where=self._source.name,
-                hint=hint,
-            ) from damage
-        text = [column for column in old["columns"] if self._label is None or column not in self._label.columns]
-        self._manifest = converted(self._source, self._entry, text, self._label, old["id"])
-        if any(self._manifest[fact] != old[fact] for fact in ("digest", "batch_rows")):
-            problem = "the converted table in the cache was damaged, and a new conversion differs from it"
-            raise DataError(problem, where=self._source.name, hint=hint) from damage
+                hint="run the same command again, which converts the table anew; if this is repeated, set "
+                "data.cache_dir to a folder on another disk",
+            ) from None
 
     def _read(self, name: str, index: np.ndarray) -> np.ndarray:
         """``index`` of the array ``name``."""
-        while True:
-            try:
-                return self._arrays[name][index]
-            except DamagedError as damage:
-                self._convert_again(damage)
-                self._map()
+        with self._intact():
+            return self._arrays[name][index]
 
     def __len__(self) -> int:
         return self.num_rows
@@ -218,14 +203,10 @@ class Table:
 
     def _batch(self, index: int) -> pa.RecordBatch:
         """A record batch, in the mapped file."""
-        while index not in self._batches:
-            try:
+        if index not in self._batches:
+            with self._intact():
                 self._texts.require(index + 1)  # after the schema
-            except DamagedError as damage:
-                self._convert_again(damage)
-                self._map()
-            else:
-                self._batches[index] = self._reader.get_batch(index)
+            self._batches[index] = self._reader.get_batch(index)
         return self._batches[index]
 
     def _index_of(self, column: str) -> int:
