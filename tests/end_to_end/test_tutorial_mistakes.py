@@ -33,7 +33,7 @@ ELSEWHERE = {
     "rows lost or repeated between ranks": "tests/data/test_shards.py",
     "evaluation on rank 0 only, and padding counted": "tests/data/test_loader.py",
     "results that depend on the number of ranks": "tests/end_to_end/test_parity.py",
-    "every rank downloads the data": "tests/data/test_download.py",
+    "every rank downloads the data": "tests/runs/test_fetch.py",
     "checkpoints that run code when loaded": "tests/runs/test_checkpoint.py",
     "the same name in training and validation": "tests/tasks/test_pet_names.py",
     "generation that never ends": "tests/inference/test_generate.py",
