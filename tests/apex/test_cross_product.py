@@ -60,20 +60,20 @@ def test_every_combination_learns_and_is_deterministic(level, scale, norm):
     first = alone(level, scale, norm)
     assert all(map(math.isfinite, first))
     assert first[-1] < 0.75 * first[0]
-    assert losses(level, scale, norm) == first
+    assert losses(level, scale, norm, steps=4) == first[:4]
 
 
 def _on_a_rank():
-    overlapped = {case: losses(*case, wrap=DistributedDataParallel, steps=4) for case in CASES}
-    delayed = {
-        case: losses(*case, wrap=lambda m: DistributedDataParallel(m, delay_allreduce=True), steps=4) for case in CASES
-    }
+    """Every other case with reductions at the end of the backward pass, the rest with overlapped ones."""
+    found = []
+    for i, case in enumerate(CASES):
+        wrap = functools.partial(DistributedDataParallel, delay_allreduce=i % 2 == 0)
+        found.append(losses(*case, wrap=wrap, steps=3))
     amp.reset()
-    return overlapped, delayed
+    return found
 
 
 @pytest.mark.contract("6.3")
 def test_two_ranks_with_the_same_data_equal_one():
-    for overlapped, delayed in run_ranks(2, _on_a_rank, timeout_s=120):
-        for case in CASES:
-            assert overlapped[case] == delayed[case] == alone(*case)[:4], case
+    expected = [alone(*case)[:3] for case in CASES]
+    assert run_ranks(2, _on_a_rank, timeout_s=120) == [expected] * 2

@@ -32,6 +32,7 @@ WAIT = {
     "FusedAdam, clips": lambda p: FusedAdam(p, lr=0.01, max_grad_norm=1.0),
     "torch Adam, not fused": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
 }
+FAST = ("FusedAdam", "FusedSGD, momentum", "FusedLAMB, sums", "torch SGD", "FusedNovoGrad")
 OVERFLOWS = (0, 4, 5, 9)  # the first before any state exists
 STEPS = 12
 
@@ -42,6 +43,11 @@ def short_windows(monkeypatch):
     monkeypatch.setattr(device_flags, "READ_EVERY", 4)
     yield
     device_flags.flags.clear()
+
+
+def slow(name):
+    """The mark of an optimizer whose update with ``found_inf`` is like that of one in ``FAST``."""
+    return () if name in FAST else pytest.mark.slow
 
 
 class Run:
@@ -80,7 +86,10 @@ class Run:
         return [tensor.cpu().clone() for tensor in (*weights, *state, *counts, *self.losses)], amp.state_dict()
 
 
-@pytest.mark.parametrize(("name", "micro"), [*((name, 1) for name in STAY), ("FusedAdam", 2), ("FusedNovoGrad", 2)])
+@pytest.mark.parametrize(
+    ("name", "micro"),
+    [("FusedAdam", 2), ("FusedNovoGrad", 2), *(pytest.param(name, 1, marks=slow(name)) for name in STAY)],
+)
 def test_results_are_those_of_a_host_that_waits(name, micro):
     after_each = []
     run = Run(name, "cpu", micro)
@@ -104,7 +113,10 @@ def test_results_are_those_of_a_host_that_waits(name, micro):
         assert same(found, after_each[-1][0])
 
 
-@pytest.mark.parametrize(("name", "level"), [*((name, "O1") for name in [*STAY, *WAIT]), ("FusedAdam", "O0")])
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [("FusedAdam", "O0"), *(pytest.param(name, "O1", marks=slow(name)) for name in [*STAY, *WAIT])],
+)
 def test_waits_of_a_step(name, level):
     """None, however often steps overflow, once the optimizer's state exists; else one."""
     with counted_syncs() as syncs:

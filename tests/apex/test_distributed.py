@@ -510,28 +510,33 @@ def _amp_master_params() -> None:
     amp.reset()
 
 
-BODIES = [
-    pytest.param(_averages, marks=pytest.mark.contract("5.1.2", "5.1.3", "5.1.4", "5.1.5", "5.1.6")),
-    pytest.param(_dtypes, marks=pytest.mark.contract("5.1.2", "5.1.3", "5.1.5", "10.5")),
-    pytest.param(_unused, marks=pytest.mark.contract("5.1.2", "5.1.3", "10.4")),
-    pytest.param(_several_backwards, marks=pytest.mark.contract("5.1.4", "10.6")),
-    pytest.param(_local_overflow, marks=pytest.mark.contract("5.1.6", "5.1.7", "10.3")),
-    pytest.param(_never_reduced, marks=pytest.mark.contract("5.1.6", "5.1.7")),
-    pytest.param(_outside_the_wrapper, marks=pytest.mark.contract("5.1.6", "5.1.7")),
-    pytest.param(_construction, marks=pytest.mark.contract("5.1.1", "5.1.7", "10.9")),
-    pytest.param(_either_order, marks=pytest.mark.contract("5.1.7", "10.17")),
-    pytest.param(_layout, marks=pytest.mark.contract("5.1.2", "5.1.3")),
-    pytest.param(_channels_last, marks=pytest.mark.contract("5.1.2", "5.1.3")),
-    pytest.param(_race_condition, marks=pytest.mark.contract("5.1.3", "6.4.ddp_race_condition")),
-    pytest.param(_amp_master_params, marks=pytest.mark.contract("5.1.7", "6.4.amp_master_params")),
-    pytest.param(_sparse, marks=pytest.mark.contract("5.1.2", "5.1.3", "10.3")),
-    pytest.param(_reentrant_checkpoint, marks=pytest.mark.contract("5.1.4")),
-]
+def _all_on_two_ranks() -> None:
+    for body in (
+        _averages,
+        _dtypes,
+        _unused,
+        _several_backwards,
+        _local_overflow,
+        _never_reduced,
+        _outside_the_wrapper,
+        _construction,
+        _either_order,
+        _layout,
+        _channels_last,
+        _race_condition,
+        _amp_master_params,
+        _sparse,
+        _reentrant_checkpoint,
+    ):
+        torch.manual_seed(0)
+        body()
+        dist.barrier()
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.strip("_"))
-def test_two_ranks(body):
-    run_ranks(2, body, timeout_s=60)
+@pytest.mark.contract("5.1.1", "5.1.2", "5.1.3", "5.1.4", "5.1.5", "5.1.6", "5.1.7", "6.4.ddp_race_condition")
+@pytest.mark.contract("6.4.amp_master_params", "10.3", "10.4", "10.5", "10.6", "10.9", "10.17")
+def test_two_ranks():
+    run_ranks(2, _all_on_two_ranks, timeout_s=240)
 
 
 @pytest.mark.contract("5.1.2", "5.1.3", "10.4")

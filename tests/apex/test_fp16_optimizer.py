@@ -76,14 +76,8 @@ def test_overflow_skips_the_step_and_halves_the_scale(caplog):
 
 def test_dynamic_scale_has_the_constants_of_amp():
     _, optimizer = build("sgd", dynamic_loss_scale=True)
-    scaler, start = optimizer.loss_scaler, optimizer.loss_scale
-    assert start == 2.0**16, "Apex's FP16_Optimizer took the scaler of amp from 2019 on"
-    scales = []
-    for _ in range(20_000):
-        scaler.update_scale(False)
-        scales.append(scaler.loss_scale)
-    assert [scales[1998], scales[1999], scales[3998], scales[3999]] == [start, 2 * start, 2 * start, 4 * start]
-    assert scales[-1] == 2.0**24
+    scaler = optimizer.loss_scaler  # Apex's FP16_Optimizer took the scaler of amp from 2019 on
+    assert (scaler.cur_scale, scaler.scale_window, scaler.max_loss_scale) == (2.0**16, 2000, 2.0**24)
     arguments = {"init_scale": 64.0, "scale_window": 2, "min_loss_scale": 16.0, "max_loss_scale": 128.0}
     _, optimizer = build("sgd", dynamic_loss_scale=True, dynamic_loss_args=arguments)
     for overflow, expected in ((True, 32.0), (True, 16.0), (True, 16.0), *[(False, None)] * 9, (False, 128.0)):
@@ -91,7 +85,7 @@ def test_dynamic_scale_has_the_constants_of_amp():
         assert expected in (None, optimizer.loss_scale)
 
 
-def test_nan_in_a_float32_parameter_skips_the_step():
+def test_nan_in_a_float32_parameter_skips_the_step(caplog):
     arguments = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 8.0}, "verbose": False}
     model, optimizer = build(**arguments)
     before = copies((*model.parameters(), *masters_of(optimizer)))
@@ -99,15 +93,9 @@ def test_nan_in_a_float32_parameter_skips_the_step():
     assert optimizer.overflow
     optimizer.step()
     assert optimizer.loss_scale == 4.0
+    assert caplog.text == "", "it is not verbose"
     assert same(before, (*model.parameters(), *masters_of(optimizer)))
     assert not optimizer.state
-
-
-def test_skipped_steps_are_not_logged_unless_verbose(caplog):
-    model, optimizer = build(dynamic_loss_scale=True, dynamic_loss_args=HIGH, verbose=False)
-    train(model, optimizer, range(2))
-    assert optimizer.loss_scale == 2.0**30
-    assert caplog.text == ""
 
 
 def test_scale_grows_by_steps_and_may_be_set():
@@ -192,17 +180,6 @@ def test_sparse_gradients():
     expected[3] -= 2
     assert torch.equal(optimizer.fp32_from_fp16_groups[0][0], expected)
     assert torch.equal(table.weight, expected.half())
-
-
-def test_retain_graph():
-    model, optimizer = build()
-    loss = loss_of(model, 0)
-    optimizer.backward(loss, retain_graph=True)
-    once = grads(optimizer)
-    optimizer.backward(loss)
-    assert torch.equal(grads(optimizer)[-1], 2 * once[-1])
-    with pytest.raises(RuntimeError, match="second time"):
-        optimizer.backward(loss)
 
 
 # Closures

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 
 import pytest
@@ -56,48 +57,30 @@ def test_equals_torch(fused, torchs, options, own, theirs, dtype, tolerance):
     assert_close(params, others, max(tolerance, 1e-8) if "capturable" in own else tolerance)
 
 
-def test_positional_arguments_are_in_apexs_order():
-    params = params_of(torch.float32)
-    betas = (0.1, 0.2)
-    for made, options, attributes in (
-        (
-            FusedAdam(params, 0.5, False, betas, 0.3, False, 0.4, False, False, True, True),
-            {"lr": 0.5, "bias_correction": False, "betas": betas, "eps": 0.3, "weight_decay": 0.4},
-            {"adam_w_mode": False, "set_grad_none": False, "capturable": True, "master_weights": True},
-        ),
-        (
-            FusedSGD(params, 0.5, 0.25, 0.0, 0.75, True, True, False, True),
-            {"lr": 0.5, "momentum": 0.25, "dampening": 0.0, "weight_decay": 0.75, "nesterov": True},
-            {"wd_after_momentum": True, "materialize_master_grads": False, "set_grad_none": True}
-            | {"most_recent_scale": 1.0, "scale_set_by_backward": False},
-        ),
-        (
-            FusedLAMB(params, 0.5, False, betas, 0.3, 0.4, False, False, False, False, 0.6, True),
-            {"lr": 0.5, "bias_correction": False, "betas": betas, "eps": 0.3, "weight_decay": 0.4}
-            | {"grad_averaging": False, "max_grad_norm": 0.6},
-            {"adam_w_mode": False, "set_grad_none": False, "use_nvlamb": True},
-        ),
-        (
-            FusedMixedPrecisionLamb(params, 0.5, 7, False, betas, 0.3, 0.4, False, False, False, 0.6, True, BFLOAT),
-            {"lr": 0.5, "step": 7, "bias_correction": False, "betas": betas, "eps": 0.3, "weight_decay": 0.4}
-            | {"grad_averaging": False, "max_grad_norm": 0.6},
-            {"adam_w_mode": False, "use_nvlamb": True, "reduced_precision_dtype": BFLOAT},
-        ),
-        (
-            FusedNovoGrad(params, 0.5, False, betas, 0.3, 0.4, False, True, False, 0, True, False),
-            {"lr": 0.5, "bias_correction": False, "betas": betas, "eps": 0.3, "weight_decay": 0.4}
-            | {"grad_averaging": False, "norm_type": 0, "init_zero": True},
-            {"reg_inside_moment": True, "set_grad_none": False},
-        ),
-        (
-            FusedAdagrad(params, 0.5, 0.25, 0.75, False, True),
-            {"lr": 0.5, "eps": 0.25, "weight_decay": 0.75},
-            {"set_grad_none": False, "adagrad_w_mode": True},
-        ),
-    ):
-        group = {key: value for key, value in made.param_groups[0].items() if key != "params"}
-        assert group == options
-        assert {name: getattr(made, name) for name in attributes} == attributes
+ARGUMENTS = {
+    FusedAdam: "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none capturable master_weights",
+    FusedSGD: "lr momentum dampening weight_decay nesterov wd_after_momentum materialize_master_grads set_grad_none",
+    FusedLAMB: "lr bias_correction betas eps weight_decay amsgrad adam_w_mode grad_averaging set_grad_none "
+    "max_grad_norm use_nvlamb",
+    FusedMixedPrecisionLamb: "lr step bias_correction betas eps weight_decay amsgrad adam_w_mode grad_averaging "
+    "max_grad_norm use_nvlamb reduced_precision_dtype",
+    FusedNovoGrad: "lr bias_correction betas eps weight_decay amsgrad reg_inside_moment grad_averaging norm_type "
+    "init_zero set_grad_none",
+    FusedAdagrad: "lr eps weight_decay set_grad_none adagrad_w_mode",
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_arguments_are_apexs_in_their_order_and_are_kept(kind):
+    names = ARGUMENTS[kind].split()
+    assert list(inspect.signature(kind).parameters)[1 : len(names) + 1] == names
+    given = {name: 0.5 for name in names} | {"betas": (0.1, 0.2), "amsgrad": False, "step": 7, "norm_type": 0}
+    given |= {"reduced_precision_dtype": BFLOAT, "nesterov": True, "dampening": 0.0}
+    given = {name: given[name] for name in names}
+    made = kind(params_of(torch.float32), *given.values())
+    for name, value in given.items():
+        if name != "amsgrad":
+            assert made.param_groups[0].get(name, getattr(made, name, None)) == value, name
 
 
 @pytest.mark.parametrize(

@@ -195,17 +195,6 @@ def test_old_pickles_find_their_classes(installed):
         assert found.__module__.startswith("harness.apex.")
 
 
-def test_model_pickled_by_apex_loads(installed):
-    """As ``torch.save(model)`` wrote it: classes under Apex's paths."""
-    from apex.parallel import SyncBatchNorm
-
-    data = pickle.dumps(torch.nn.Sequential(SyncBatchNorm(3)), protocol=2)
-    path = SyncBatchNorm.__module__.encode()
-    assert path in data
-    model = pickle.loads(data.replace(b"c" + path, b"capex.parallel.optimized_sync_batchnorm"))
-    assert type(model[0]) is SyncBatchNorm
-
-
 @pytest.mark.parametrize(
     ("statement", "instead"),
     [

@@ -14,7 +14,7 @@ from harness.apex.parallel.LARC import LARC
 from tests.apex.shared import LEVELS, backward, tensors_in
 from tests.ranks import run_ranks
 
-SHAPES = ("adam", "momentum", "larc", "two optimizers", "three losses")
+SHAPES = ("adam", "larc", "two optimizers", "three losses")
 SAVED_AT, STEPS = 5, 10
 
 

@@ -10,8 +10,11 @@ from torch.distributed import ReduceOp
 from harness.apex.parallel import LARC
 from harness.apex.parallel.distributed import DistributedDataParallel
 from harness.apex.parallel.reducer import Reducer
-from harness.apex.parallel.sync_batchnorm import SyncBatchNorm
-from harness.apex.parallel.syncbn_conversion import convert_syncbn_model, create_syncbn_process_group
+from harness.apex.parallel.sync_batchnorm import (
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+)
 
 __all__ = [
     "LARC",
