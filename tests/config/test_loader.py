@@ -474,8 +474,7 @@ launch.rendezvous launch.join_s launch.node_rank launch.grace_s launch.python la
 launch.slurm launch.slurm.partition launch.slurm.account launch.slurm.qos launch.slurm.constraint launch.slurm.time
 launch.slurm.gpus_per_node launch.slurm.cpus_per_task launch.slurm.mem launch.slurm.requeue launch.slurm.signal_s
 launch.slurm.output launch.slurm.setup launch.slurm.extra
-launch.dask launch.dask.scheduler launch.dask.resources launch.dask.timeout_s launch.dask.shared
-launch.dask.working_folder
+launch.dask launch.dask.scheduler launch.dask.resources launch.dask.timeout_s
 launch.flyte launch.flyte.image launch.flyte.cpu launch.flyte.memory launch.flyte.gpu
 """
 

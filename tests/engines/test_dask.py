@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,12 +23,11 @@ import yaml
 
 from harness.config import loader
 from harness.engines import launch
-from harness.engines.dask import placement, reservation, store
+from harness.engines.dask import cluster_run
 from harness.engines.dask import worker as on_worker
 from harness.errors import ConfigError, LaunchError
 from harness.runs import run_dir
 from harness.runs.checkpoint import Checkpoints
-from harness.version import __version__
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
@@ -106,105 +105,18 @@ def test_what_is_refused_before_anything_starts(tmp_path, stripes):
 
 
 def test_a_worker_never_imports_torch():
-    command = "import sys, harness.engines.dask.store; sys.exit('torch' in sys.modules)"
+    command = "import sys, harness.engines.dask.worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command], cwd=ROOT, timeout=250, check=False).returncode == 0
-
-
-# Which workers: in the scheduler
-
-
-def worker(address, *, threads=1, tasks=(), status="running", **resources):
-    return SimpleNamespace(
-        address=address, host=address.partition(":")[0], nthreads=threads, resources=resources,
-        processing=[SimpleNamespace(key=key, resource_restrictions=None) for key in tasks],
-        status=SimpleNamespace(name=status),
-    )  # fmt: skip
-
-
-def scheduler(*workers, clients=("me", "other")):
-    return SimpleNamespace(workers={each.address: each for each in workers}, clients=clients)
-
-
-def places(found):
-    return [address for address, _ in found["places"]]
-
-
-def test_workers_are_reserved_all_or_none_and_by_one_run():
-    there = scheduler(worker("b:1"), worker("a:1", threads=4), worker("c:1"))
-    assert places(reservation.reserve("one", "me", 2, {}, there)) == ["a:1", "b:1"]
-    refused = reservation.reserve("two", "other", 2, {}, there)
-    assert refused["places"] == []
-    assert [line for line in refused["seen"] if "1 rank of another run: room for 0" in line]
-    assert places(reservation.reserve("three", "other", 1, {}, there)) == ["c:1"]
-    reservation.release("one", there)
-    assert places(reservation.reserve("two", "other", 2, {}, there)) == ["a:1", "b:1"]
-    there.clients = ("me",)  # reservations end with their client
-    assert places(reservation.reserve("four", "me", 3, {}, there)) == ["a:1", "b:1", "c:1"]
-
-
-def test_busy_and_closing_workers_have_no_room():
-    busy, mine = worker("a:1", tasks=["sum-1"]), worker("b:1", tasks=["apex-harness-0-rank-0"])
-    there = scheduler(busy, mine, worker("c:1", status="closing_gracefully"), worker("d:1", threads=2, tasks=["sum-2"]))
-    assert places(reservation.reserve("one", "me", 2, {}, there)) == ["b:1", "d:1"]
-    assert reservation.reserve("two", "me", 1, {}, there)["places"] == []
-
-
-def test_one_rank_per_gpu_and_workers_with_gpus_first():
-    there = scheduler(worker("a:1"), worker("b:1", threads=8, GPU=2), worker("c:1", threads=1, GPU=4))
-    found = reservation.reserve("one", "me", 4, {}, there)
-    assert found["places"] == [("b:1", {"GPU": 1}), ("b:1", {"GPU": 1}), ("c:1", {"GPU": 1}), ("a:1", {})]
-    there = scheduler(worker("a:1"), worker("b:1", BIG=1.0), worker("c:1", threads=4, BIG=3.0))
-    assert places(reservation.reserve("one", "me", 2, {"BIG": 1.0}, there)) == ["b:1", "c:1"]
-    assert reservation.reserve("two", "me", 1, {"BIG": 1.0}, there)["places"] == []
-
-
-@pytest.mark.parametrize(
-    ("error", "hint"),
-    [(ModuleNotFoundError("No module named 'harness'"), "install the project"), (ConnectionError("reset"), "reset")],
-)
-def test_a_worker_that_cannot_be_called(error, hint):
-    def run(*words, **options):
-        raise error
-
-    client = SimpleNamespace(run=run, scheduler=SimpleNamespace(address="tcp://there:1"))
-    with pytest.raises(LaunchError, match=hint):
-        placement.call(client, on_worker.describe, "")
-
-
-def test_workers_of_different_releases_are_refused(tmp_path, stripes):
-    def facts(**versions):
-        known = {"harness": __version__, "torch": "2.15.0", "python": "3.11.7"}
-        return {"host": "a", "devices": None, "sees": True, "versions": known | versions}
-
-    seen = {"a:1": facts(), "b:1": facts()}
-    there = SimpleNamespace(
-        run_on_scheduler=lambda *words: {"places": [("b:1", {}), ("a:1", {})]}, run=lambda *words, workers: seen,
-        scheduler=SimpleNamespace(address="tcp://there:1"), id="me",
-    )  # fmt: skip
-    job = planned(write_config(tmp_path, stripes), "launch.nproc=2")
-    found, shared = placement.find(there, job, "name", 0.0)
-    assert [each.worker for each in found] == ["a:1", "b:1"]
-    assert shared
-    for versions, text in (({"torch": "2.6.0"}, "b:1 has torch 2.6.0, others 2.15.0"), ({"harness": "0"}, "harness 0")):
-        seen["b:1"] = facts(**versions)
-        with pytest.raises(LaunchError, match=text):
-            placement.find(there, job, "name", 0.0)
-    seen["b:1"] = facts() | {"sees": False}
-    assert placement.find(there, job, "name", 0.0)[1] is False
-    job = planned(write_config(tmp_path, stripes), "launch.nproc=2", "launch.dask.shared=true")
-    with pytest.raises(LaunchError, match="b:1 cannot see"):
-        placement.find(there, job, "name", 0.0)
 
 
 # Files, without a shared disk
 
 
 class Disks:
-    """Stands for a client of workers whose disks are folders; ``break_at`` counts down to a connection that breaks."""
+    """Stands for the client of two workers; ``break_at`` counts down to a connection that breaks."""
 
-    def __init__(self, **disks: Path) -> None:
-        self._workers = {name: SimpleNamespace(local_directory=disk) for name, disk in disks.items()}
-        self.alive, self.break_at = set(disks), -1
+    def __init__(self) -> None:
+        self.alive, self.break_at = {"one", "two"}, -1
 
     def nthreads(self, workers):
         return {name: 1 for name in workers if name in self.alive}
@@ -213,20 +125,22 @@ class Disks:
         self.break_at -= 1
         if self.break_at == 0:
             raise ConnectionError("the connection broke")
-        return {name: asyncio.run(function(*arguments, dask_worker=self._workers[name])) for name in workers}
+        return {name: asyncio.run(function(*arguments)) for name in workers}
 
 
 @pytest.fixture
 def apart(tmp_path):
-    """The run folders of the client, of rank 0 and of rank 1, on three disks, and the FileSync between them."""
-    from harness.engines.dask.file_sync import FileSync
+    """The run folders of the client, of rank 0 and of rank 1, on three disks, and the Files between them."""
+    from harness.engines.dask.files import Files
 
-    disks = Disks(one=tmp_path / "one", two=tmp_path / "two")
-    folders = [tmp_path / "run", *(tmp_path / disk / "apex-harness-job/output/run" for disk in ("one", "two"))]
+    folders = [tmp_path / name / "run" for name in ("client", "one", "two")]
     for folder in folders:
         folder.mkdir(parents=True)
-    sync = FileSync(disks, "job", Checkpoints(tmp_path / "run" / "checkpoints", 2), {"one": [0], "two": [1]})
-    return SimpleNamespace(disks=disks, sync=sync, folders=folders)
+    disks, checkpoints = Disks(), Checkpoints(folders[0] / "checkpoints", 2)
+    there = {name: str(folder) for name, folder in zip(("one", "two"), folders[1:], strict=True)}
+    return SimpleNamespace(
+        disks=disks, files=Files(disks, checkpoints, there, {"one": [0], "two": [1]}), folders=folders
+    )
 
 
 def write(folder: Path, name: str, text: str) -> None:
@@ -251,24 +165,24 @@ def test_files_are_fetched_as_they_grow(apart):
     for text in ("a\n", "a\nb\n", "x\ny\nz\n", "x\n"):  # grown, rewritten, truncated
         write(first, "metrics.jsonl", text)
         write(second, "logs/rank-1.log", text)
-        apart.sync.fetch(["one", "two"])
+        apart.files.fetch(["one", "two"])
         assert (client / "metrics.jsonl").read_text() == (client / "logs" / "rank-1.log").read_text() == text
-    shutil.rmtree(first.parents[1])  # the worker was restarted
-    apart.sync.fetch(["one", "two"])
+    shutil.rmtree(first)  # the worker was restarted
+    apart.files.fetch(["one", "two"])
     assert names(client) == {"metrics.jsonl", "logs/rank-1.log"}
     apart.disks.alive = {"two"}
     with pytest.raises(ConnectionError, match="worker one is gone"):
-        apart.sync.fetch(["one", "two"])
+        apart.files.fetch(["one", "two"])
 
 
 def test_large_files_are_copied_in_chunks(apart, monkeypatch):
-    monkeypatch.setattr(store, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(on_worker, "CHUNK_BYTES", 1000)
     client, first, _ = apart.folders
     for size in (2500, 4000, 3000, 0):
         (first / "weights.safetensors").write_bytes(os.urandom(size))
-        apart.sync.fetch(["one"])
+        apart.files.fetch(["one"])
         assert (client / "weights.safetensors").read_bytes() == (first / "weights.safetensors").read_bytes()
-        apart.sync.send(None)
+        apart.files.send()
         assert (client / "weights.safetensors").read_bytes() == (first / "weights.safetensors").read_bytes()
 
 
@@ -276,13 +190,13 @@ def test_the_client_has_a_complete_checkpoint_wherever_the_connection_breaks(apa
     client, first, _ = apart.folders
     checkpoints = Checkpoints(client / "checkpoints", 2)
     save(first, 10)
-    apart.sync.fetch(["one"])
+    apart.files.fetch(["one"])
     for before, step in ((10, 20), (20, 30), (30, 40)):
         save(first, step)
         for breaks in itertools.count(1):
             apart.disks.break_at = breaks
             with suppress(ConnectionError):
-                apart.sync.fetch(["one"])
+                apart.files.fetch(["one"])
             newest = checkpoints.newest()  # verifies it
             assert newest is not None
             if apart.disks.break_at > 0:
@@ -294,7 +208,7 @@ def test_the_client_has_a_complete_checkpoint_wherever_the_connection_breaks(apa
     apart.disks.break_at = -1
     save(first, 50)
     (first / "checkpoints" / "step-50" / "state.pt").write_bytes(b"half")
-    apart.sync.fetch(["one"])
+    apart.files.fetch(["one"])
     assert (client / "checkpoints" / "latest").read_text() == "step-40\n"
 
 
@@ -305,19 +219,12 @@ def test_what_a_resume_needs_is_sent(apart, tmp_path):
     write(client, "checkpoints/best", "step-20\n")
     for name in ("metrics.jsonl", "failure.json", "config.yaml", "logs/rank-0.log", "logs/rank-1.log", "events/a"):
         write(client, name, name)
-    apart.sync.send(None)
+    apart.files.send()
     newest = {"checkpoints/step-30/state.pt", "checkpoints/step-30/manifest.json", "checkpoints/latest"}
     best = {"checkpoints/step-20/state.pt", "checkpoints/step-20/manifest.json", "checkpoints/best"}
     assert names(second) == {*newest, "logs/rank-1.log"}
     assert names(first) == {*newest, *best, "metrics.jsonl", "config.yaml", "events/a", "logs/rank-0.log"}
     assert Checkpoints(first / "checkpoints", 2).newest().name == "step-30"
-
-
-def test_a_borrowed_checkpoint_is_sent_to_all(apart, tmp_path):
-    save(tmp_path / "other", 7)
-    apart.sync.send(tmp_path / "other" / "checkpoints" / "step-7")
-    for disk in ("one", "two"):
-        assert names(tmp_path / disk / "apex-harness-job" / "borrowed") == {"state.pt", "manifest.json"}
 
 
 def test_each_new_line_is_read_once(tmp_path):
@@ -388,43 +295,31 @@ def test_not_enough_workers(tmp_path, stripes, dask_cluster):
         "launch.nnodes=5",
         "batch.global=10",
     ]
-    with pytest.raises(LaunchError) as refused:
+    with pytest.raises(LaunchError, match="[0-3] of 5 ranks found a worker with a free thread within 1 s"):
         engine.start(planned(config, *words))
-    assert "the run needs 5 workers with a free thread, one per rank" in str(refused.value)
-    assert str(refused.value).count("1 thread, running: room for 1") == 3
     assert not list(tmp_path.glob("runs/*"))
-    with pytest.raises(LaunchError, match="and resources {'GPU': 1.0}"):
+    with pytest.raises(LaunchError, match="0 of 1 rank found .* and resources {'GPU': 1.0}"):
         engine.run(dask_cluster.client, config, ["launch.dask.timeout_s=1", "launch.dask.resources={GPU: 1.0}"])
+    wait_until(lambda: not any(dask_cluster.client.processing().values()), END_S, "their tasks are gone")
 
 
-@pytest.mark.slow
-def test_a_scheduler_that_does_not_answer(tmp_path, stripes, capsys, monkeypatch):
-    """It says what it waits for, and gives up in time."""
+@pytest.mark.parametrize("sends", [None, b"", b"SSH-2.0-x"])
+def test_a_scheduler_that_does_not_answer(tmp_path, stripes, monkeypatch, sends):
+    """Nothing listens at its port, or another program, which may send something."""
     from harness.engines.dask import engine
 
-    monkeypatch.setattr(engine, "_SILENT_S", 0.1)
-    words = ["launch.dask.scheduler=tcp://127.0.0.1:1", "launch.dask.timeout_s=1"]
-    start = time.monotonic()
-    with pytest.raises(LaunchError, match="tcp://127.0.0.1:1: the scheduler does not answer: Connection refused"):
-        engine.start(planned(write_config(tmp_path, stripes), *words))
-    assert time.monotonic() - start < 10
-    waiting = "waiting for the Dask scheduler at tcp://127.0.0.1:1, up to 1 s: Connection refused"
-    assert capsys.readouterr().err.splitlines() == [waiting]
-
-
-@pytest.mark.parametrize(("sends", "reason"), [(b"", "sent nothing within 0.3 s"), (b"SSH-2.0-x", "sends b'SSH-2.0-'")])
-def test_another_program_at_the_port_of_the_scheduler(tmp_path, stripes, monkeypatch, sends, reason):
-    from harness.engines.dask import engine
-
-    monkeypatch.setattr(engine, "_GREETING_S", 0.3)
+    monkeypatch.setattr(engine, "_CLOSE_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        words = [f"launch.dask.scheduler=tcp://127.0.0.1:{server.getsockname()[1]}", "launch.dask.timeout_s=20"]
-        answered = pool.submit(lambda: (connection := server.accept()[0], connection.sendall(sends)))
-        start = time.monotonic()
-        with pytest.raises(LaunchError, match=f"the scheduler does not answer: .*{reason}.* not a Dask scheduler"):
+        port = server.getsockname()[1]
+        if sends is None:
+            server.close()
+        else:
+            answered = pool.submit(lambda: (connection := server.accept()[0], connection.sendall(sends)))
+        words = [f"launch.dask.scheduler=tcp://127.0.0.1:{port}", "launch.dask.timeout_s=1"]
+        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}: the scheduler does not answer"):
             engine.start(planned(write_config(tmp_path, stripes), *words))
-        assert time.monotonic() - start < 10
-        answered.result()[0].close()
+        if sends is not None:
+            answered.result(END_S)[0].close()
 
 
 @pytest.mark.slow
@@ -442,7 +337,7 @@ def test_two_runs_at_once_and_a_killed_client(tmp_path, stripes, dask_cluster):
         third = Running(
             dask_cluster.client, write_config(tmp_path / "three", stripes, **TWO), "launch.dask.timeout_s=1"
         )
-        with pytest.raises(LaunchError, match="1 rank of another run: room for 0"):
+        with pytest.raises(LaunchError, match="1 of 2 ranks found a worker"):
             third.end(30)
         one.signal(signal.SIGKILL)
         two.signal(signal.SIGINT)
@@ -460,8 +355,9 @@ def test_killed_rank_and_worker_and_an_exact_restart_without_a_shared_disk(
 ):
     """The third start resumes from files that the client has, on workers that have none. After kill -9 of a worker and
     its nanny, their rank ends, and so do its peers."""
-    settings = {"launch": {"nproc": 2, "dask": {"shared": False}}, "checkpoint": {"every_steps": 2}}
-    config = write_config(tmp_path, stripes, model=SLOW, **CONSTANT, **settings)
+    config = write_config(tmp_path, stripes, model=SLOW, **CONSTANT, **TWO, checkpoint={"every_steps": 2})
+    marker, unseen = cluster_run._marker, nullcontext(str(tmp_path / "unseen"))
+    monkeypatch.setattr(cluster_run, "_marker", lambda job: unseen)
     folder, before = tmp_path / "runs" / "run", scratch(dask_cluster)
     first = Running(dask_cluster.client, config, marking(mark))
     first.until((folder / "checkpoints" / "latest").exists, "a fetched checkpoint")
@@ -479,7 +375,8 @@ def test_killed_rank_and_worker_and_an_exact_restart_without_a_shared_disk(
     assert scratch(dask_cluster) == before
 
     steps = (folder / "metrics.jsonl").read_text().count('"train"')
-    second = Running(dask_cluster.client, config, "launch.dask.shared=true", marking(mark))
+    monkeypatch.setattr(cluster_run, "_marker", marker)
+    second = Running(dask_cluster.client, config, marking(mark))
     wait_for_steps(folder, steps + 1, START_S)
     worker = next(event["worker"] for event in second.events if event.get("rank") == 1 and "worker" in event)
     dask_cluster.kill_worker(worker)
@@ -491,6 +388,7 @@ def test_killed_rank_and_worker_and_an_exact_restart_without_a_shared_disk(
     assert f"worker {worker} on " in second.conclusion.text
     before = scratch(dask_cluster)  # a killed worker cannot clean up
 
+    monkeypatch.setattr(cluster_run, "_marker", lambda job: unseen)
     third = Running(dask_cluster.client, config, marking(mark))
     assert third.end(START_S).exit_code == 0
     assert any("resumed from" in line for line in third.lines(0, "terminal"))

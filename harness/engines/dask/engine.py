@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import signal
-import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from harness.config import loader
 from harness.config.schema import Config
 from harness.distributed.launch_env import Launch, environment
 from harness.distributed.monitor import follow_until_done
+from harness.distributed.threads import Background
 from harness.engines.base import Job, plan, refuse, shell, train_command
 from harness.engines.dask.cluster_run import BY, ClusterRun, Event
 from harness.errors import LaunchError, plural
@@ -31,11 +31,6 @@ from harness.runs import layout
 from harness.runs.outcome import ExitCollector, RunOutcome
 
 _CLOSE_S = 5.0
-_SILENT_S = 3.0  # before logging what it waits for
-_PAUSE_S = 0.2  # between two attempts to connect
-_GREETING_S = 5.0  # for a scheduler to send its first message, as it does at once on each connection
-_MAX_GREETING_BYTES = 1 << 16  # it has some hundred
-_DASHBOARD = "8787 is usually the port of Dask's dashboard"
 _ANY_WORKER = "ranks go to any free workers; their number is launch.nnodes times launch.nproc"
 
 
@@ -48,8 +43,8 @@ def render(job: Job) -> str:
     takes = f", resources={settings.resources}" if settings.resources else ""
     command = [job.settings.python or "PYTHON", *train_command(), "-c", "CONFIG"]
     return (
-        f"# {where}: {plural(world, 'free worker')} within {settings.timeout_s:g} s, or nothing starts\n"
-        f"client.submit(supervise, RANK, workers=[WORKER], allow_other_workers=False, pure=False{takes})\n"
+        f"# {where}: {plural(world, 'free thread')} within {settings.timeout_s:g} s, or nothing starts\n"
+        f"client.submit(supervise, TOPIC, MARKER, pure=False{takes})\n"
         f"# each starts one rank: R is 0 to {world - 1}, L its number among the N ranks on its machine; ADDRESS "
         "and PORT are those of rank 0\n"
         f"# PYTHON is the worker's; CONFIG is the resolved configuration, which is sent to the worker\n"
@@ -123,67 +118,21 @@ def _connect(job: Job, opened: ExitStack) -> Any:
                     dashboard_address=None, silence_logs=logging.ERROR,
                 )
             )  # fmt: skip
-    _wait_for_port(address, timeout_s)
     try:
-        client = Client(address, timeout=timeout_s, set_as_default=False)
-    except (OSError, ValueError, TimeoutError) as error:
-        raise _no_answer(str(address), str(error).strip() or type(error).__name__) from None
+        # In a thread, since the Client waits without an end for a program that accepts connections and never answers.
+        opening = Background(lambda: Client(address, timeout=timeout_s, set_as_default=False), "harness-dask")
+        if wait([opening], timeout_s + _CLOSE_S).not_done:
+            raise TimeoutError(f"no answer within {timeout_s:g} s")
+        client = opening.result()
+    except Exception as error:  # of a program that is no scheduler, a MemoryError too
+        raise LaunchError(
+            f"the scheduler does not answer: {str(error).strip() or type(error).__name__}",
+            where=str(address),
+            hint="start one with `dask scheduler`, and give the address that it prints as launch.dask.scheduler; its "
+            "port is usually 8786, that of its dashboard 8787",
+        ) from None
     opened.callback(_close, client)
     return client
-
-
-def _wait_for_port(address: Any, timeout_s: float) -> None:
-    """Wait until a scheduler listens at ``address``, and log it if that takes a while. Raises LaunchError.
-
-    A Client that cannot connect logs nothing and fails half a minute after its timeout.
-    """
-    protocol, _, place = str(address).rpartition("://")
-    host, _, port = place.rpartition(":")
-    if not (host and port.isdigit()):
-        return  # another protocol, or a wrong address: the Client reports it
-    start, said = time.monotonic(), False
-    while True:
-        left = start + timeout_s - time.monotonic()
-        try:
-            limit_s = max(0.01, min(left, _SILENT_S))
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s) as connection:
-                if protocol in ("", "tcp"):  # with TLS, the server waits for the client
-                    _require_greeting(connection, address)
-            return
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-        if time.monotonic() - start > timeout_s:
-            raise _no_answer(str(address), f"{reason} (retried for {timeout_s:g} s, launch.dask.timeout_s)")
-        if not said and time.monotonic() - start > _SILENT_S:
-            print(f"waiting for the Dask scheduler at {address}, up to {timeout_s:g} s: {reason}", file=sys.stderr)
-            said = True
-        time.sleep(_PAUSE_S)
-
-
-def _require_greeting(connection: socket.socket, address: str) -> None:
-    """Raise LaunchError unless a Dask scheduler is at the other end. OSError if it closes the connection."""
-    connection.settimeout(_GREETING_S)
-    try:
-        head = connection.recv(8, socket.MSG_WAITALL)
-    except TimeoutError:
-        raise _no_answer(
-            address,
-            f"it accepted the connection, but sent nothing within {_GREETING_S:g} s: it is hung, or not a Dask "
-            f"scheduler ({_DASHBOARD})",
-        ) from None
-    # The protocol of distributed: the number of bytes that follow.
-    if not (head and 8 <= int.from_bytes(head, "little") <= _MAX_GREETING_BYTES):
-        raise _no_answer(
-            address, f"the program that listens there sends {head!r}, so it is not a Dask scheduler ({_DASHBOARD})"
-        )
-
-
-def _no_answer(address: str, reason: str) -> LaunchError:
-    return LaunchError(
-        f"the scheduler does not answer: {reason}",
-        where=address,
-        hint="start one with `dask scheduler`, and give the address that it prints as launch.dask.scheduler",
-    )
 
 
 def _close(client: Any) -> None:

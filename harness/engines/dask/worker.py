@@ -1,219 +1,197 @@
-"""The workers' side: a task that runs one rank, and functions that the client calls next to it.
+"""The workers' side: a task that runs one rank.
 
 A rank is a process of its own, so a worker never imports torch. What a rank prints and logs is sent as events of the
-topic ``apex-harness-JOB``; other files are copied by ``harness.engines.dask.store``.
+topic ``apex-harness-JOB``; other files are copied by ``harness.engines.dask.files``. The client talks to a task with
+``tell``, next to it.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import asyncio
 import os
 import shutil
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.engines.base import train_command
-from harness.engines.dask.reservation import KEYS
 from harness.errors import LaunchError
-from harness.runs import layout
-from harness.runs.storage import working_folder
-from harness.version import __version__
+from harness.runs.files import commit, temporary_for
+from harness.runs.storage import LocalStore, working_folder
 
 _EVENT_S = 0.2  # between two events with new lines
 _MAX_EVENT_BYTES = 1 << 20  # per file and event
+_POLL_S = 0.05
 _KEEP_S = 600.0  # how long an abandoned job's files stay, for a client that still wants them
+CHUNK_BYTES = 8 << 20
+STOP = "stop"  # a message for ``tell``: write a checkpoint and exit; the second one kills the rank
 
 
 @dataclass(frozen=True)
-class JobSpec:
-    """The description of a job that its workers need."""
+class Start:
+    """The message that starts a rank, once all ranks have a worker."""
 
-    job: str
+    rank: int
+    environ: dict[str, str]
+    """Added to the worker's environment."""
     config: str
     """The resolved configuration, as YAML."""
     overrides: tuple[str, ...]
-    """Further ``key=value`` words; {scratch} in them stands for the worker's folder for this job."""
+    """Further ``key=value`` words."""
     run_folder: str
-    """Output folder of rank 0; {scratch} likewise."""
+    """Its files with the names ``files`` are sent as events while they grow."""
+    files: tuple[str, ...]
     url: str
     """URL of the run, if it is kept at one; each machine then has its own working folder for it."""
     cache_dir: str | None
     working_folder: str
-    """Working folder of the ranks, for relative paths; empty: the worker's."""
+    """Working folder of the rank, for relative paths; empty: the worker's."""
     python: str | None
     grace_s: float
 
 
-@dataclass
-class _LocalJob:
-    """The part of a job that is on this worker."""
-
-    spec: JobSpec
-    scratch: Path
-    begin: threading.Event = field(default_factory=threading.Event)
-    groups: dict[int, WorkerGroup] = field(default_factory=dict)
-    seen: set[int] = field(default_factory=set)  # ranks whose task has run
-    stops: int = 0
-    port: socket.socket | None = None
-
-    def filled(self, text: str) -> str:
-        return text.replace("{scratch}", str(self.scratch))
+_inboxes: dict[str, SimpleQueue[Any]] = {}  # of the tasks of this process, by key
 
 
-_jobs: dict[str, _LocalJob] = {}
+def tell(key: str, message: Any) -> None:
+    """Give the task ``key`` of this worker a message: a Start, or STOP."""
+    if inbox := _inboxes.get(key):
+        inbox.put(message)
 
 
-# Called by the client
+def forget(scratch: str) -> None:
+    """Remove what a job left on this worker."""
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
-def describe(marker: str, dask_worker: Any) -> dict[str, Any]:
-    """Host, GPUs and versions of this worker, and whether it sees the client's file ``marker``."""
-    return {
-        "host": socket.gethostname(),
-        "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "sees": bool(marker) and os.path.exists(marker),
-        "versions": {"harness": __version__, "torch": _version("torch"), "python": sys.version.split()[0]},
-    }
+def supervise(topic: str, marker: str) -> int:
+    """Run a rank to its end; return its exit code, or minus the signal that killed it.
 
-
-def prepare(spec: JobSpec, dask_worker: Any) -> None:
-    """Make a folder for the job; from now on this process accepts its tasks."""
-    scratch = scratch_of(spec.job, dask_worker)
-    scratch.mkdir(parents=True)
-    (scratch / layout.CONFIG).write_text(spec.config, encoding="utf-8")
-    _jobs[spec.job] = _LocalJob(spec, scratch)
-
-
-def hold_port(job: str, dask_worker: Any) -> int:
-    """A free port of this machine for the ranks' rendezvous. It stays bound, without listening, so no other process
-    gets it before rank 0 listens there."""
-    port = socket.socket()
-    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 sets it too, which lets both bind
-    port.bind(("", 0))
-    _jobs[job].port = port
-    return int(port.getsockname()[1])
-
-
-def begin(job: str) -> None:
-    """Start the ranks: all have their workers and the files they need."""
-    _jobs[job].begin.set()
-
-
-def stop(job: str) -> None:
-    """Ask the ranks here to write a checkpoint and exit; a second call kills them."""
-    if local := _jobs.get(job):
-        local.stops += 1
-        if local.stops > 1:
-            for group in local.groups.values():
-                group.stop()
-
-
-def forget(job: str) -> None:
-    """Remove what the job left on this worker."""
-    if local := _jobs.pop(job, None):
-        if local.port is not None:
-            local.port.close()
-        shutil.rmtree(local.scratch, ignore_errors=True)
-
-
-def scratch_of(job: str, dask_worker: Any) -> Path:
-    """The folder of the job on this worker."""
-    return Path(dask_worker.local_directory).absolute() / f"{KEYS}{job}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-# The task
-
-
-def supervise(job: str, rank: int, environ: dict[str, str], files: Sequence[str]) -> int:
-    """Run ``rank`` to its end; return its exit code, or minus the signal that killed it.
-
-    ``environ`` is added to the worker's environment. New lines of ``files``, names in the run folder, are sent as
-    events. If the task is no longer wanted (it was cancelled, the client or the scheduler is gone, or the worker is
-    closing), the rank is asked to write a checkpoint and exit.
+    The first event has the place of the rank, and whether the client's file ``marker`` is visible there. Then the task
+    waits for its Start. If it is no longer wanted (it was cancelled, the client or the scheduler is gone, or the worker
+    is closing), the rank is asked to write a checkpoint and exit.
     """
     from distributed import get_worker
 
     worker = get_worker()
     key = worker.get_current_task()
-    local = _jobs.get(job)
-    if local is None or rank in local.seen:
-        # Dask repeats a task whose worker died. One rank alone, without its peers, is useless.
-        raise LaunchError(f"rank {rank} was placed on {worker.address}, which has restarted since")
-    local.seen.add(rank)
+    inbox = _inboxes[key] = SimpleQueue()
+    scratch = Path(worker.local_directory).absolute() / topic
 
     def send(**facts: Any) -> None:
-        worker.log_event(f"{KEYS}{job}", {"rank": rank, **facts})
+        worker.log_event(topic, facts)
 
     def wanted() -> bool:
         task = worker.state.tasks.get(key)
         return worker.status.name in ("running", "paused") and task is not None and task.state == "executing"
 
-    send(here=socket.gethostname(), worker=worker.address)
-    try:
-        while not local.begin.wait(0.05):
-            if not wanted() or local.stops:
-                raise LaunchError(f"rank {rank} was canceled before it started")
-        code = _run(local, rank, environ, files, send, wanted)
-    except OSError as error:
-        raise LaunchError(f"rank {rank} cannot be started on {worker.address}: {error}") from None
-    finally:
-        if not wanted():
-            cleaning = threading.Timer(_KEEP_S, forget, [job])  # the client, which would clean up, may be gone
-            cleaning.daemon = True
-            cleaning.start()
-    send(exit=code)
+    # A free port for the ranks to meet, if this is to be rank 0. It stays bound, without listening, so no other process
+    # gets it before rank 0 listens there.
+    with socket.socket() as port:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 sets it too, which lets both bind
+        port.bind(("", 0))
+        send(
+            key=key, worker=worker.address, host=socket.gethostname(), port=port.getsockname()[1], scratch=str(scratch),
+            devices=os.environ.get("CUDA_VISIBLE_DEVICES"), sees=os.path.exists(marker),
+        )  # fmt: skip
+        try:
+            start = None
+            while start is None:
+                start = _next(inbox)
+                if start == STOP or not wanted():
+                    raise LaunchError("a rank was canceled before it started")
+            send(rank=start.rank, worker=worker.address)
+            code = _run(start, scratch, inbox, lambda **facts: send(rank=start.rank, **facts), wanted)
+        except OSError as error:
+            raise LaunchError(f"a rank cannot be started on {worker.address}: {error}") from None
+        finally:
+            del _inboxes[key]
+            if not wanted():
+                cleaning = threading.Timer(_KEEP_S, forget, [scratch])  # the client, which would do it, may be gone
+                cleaning.daemon = True
+                cleaning.start()
+    send(rank=start.rank, exit=code)
     return code
 
 
 def _run(
-    local: _LocalJob, rank: int, environ: dict[str, str], files: Sequence[str],
-    send: Callable[..., None], wanted: Callable[[], bool],
-) -> int:  # fmt: skip
-    spec = local.spec
-    folder = spec.working_folder or os.getcwd()
-    terminal = local.scratch / f"terminal-{rank}.txt"
-    run_folder = working_folder(spec.url, spec.cache_dir) if spec.url else Path(local.filled(spec.run_folder))
-    streams = {"terminal": Tail(terminal)} | {name: Tail(run_folder / name) for name in files}
-    command = [spec.python or sys.executable, *train_command(folder), "-c", str(local.scratch / layout.CONFIG)]
-    command += map(local.filled, spec.overrides)
-    worker = Worker(command, {**os.environ, **environ}, folder, terminal)
-    group = WorkerGroup({rank: worker}, spec.grace_s)
-    local.groups[rank] = group
-    sent_at, stopped = 0.0, False
+    start: Start, scratch: Path, inbox: SimpleQueue[Any], send: Callable[..., None], wanted: Callable[[], bool]
+) -> int:
+    folder = start.working_folder or os.getcwd()
+    config, terminal = scratch / f"config-{start.rank}.yaml", scratch / f"terminal-{start.rank}.txt"
+    scratch.mkdir(parents=True, exist_ok=True)
+    config.write_text(start.config, encoding="utf-8")
+    run_folder = working_folder(start.url, start.cache_dir) if start.url else Path(start.run_folder)
+    tails = {"terminal": Tail(terminal)} | {name: Tail(run_folder / name) for name in start.files}
+    command = [start.python or sys.executable, *train_command(folder), "-c", str(config), *start.overrides]
+    worker = Worker(command, {**os.environ, **start.environ}, folder, terminal)
+    group = WorkerGroup({start.rank: worker}, start.grace_s)
+    sent_at = 0.0
 
     def send_lines() -> bool:
-        news = {name: lines for name, stream in streams.items() if (lines := stream.read())}
+        news = {name: lines for name, tail in tails.items() if (lines := tail.read())}
         for name, lines in news.items():
             send(file=name, lines=lines)
         return bool(news)
 
     def poll() -> None:
-        nonlocal sent_at, stopped
-        if not stopped and (local.stops or not wanted()):
-            stopped = True
+        nonlocal sent_at
+        if _next(inbox, wait_s=0.0) == STOP or (group.num_stops == 0 and not wanted()):
             group.stop()
         if (now := time.monotonic()) > sent_at + _EVENT_S:
             sent_at = now
             send_lines()
 
-    code = group.wait(poll)[rank]
+    code = group.wait(poll)[start.rank]
     while send_lines():
         pass
     return code
+
+
+def _next(inbox: SimpleQueue[Any], wait_s: float = _POLL_S) -> Any:
+    """The next message; None if none comes within ``wait_s``."""
+    try:
+        return inbox.get(timeout=wait_s) if wait_s else inbox.get_nowait()
+    except Empty:
+        return None
+
+
+# Files
+
+
+async def call(folder: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(store, *arguments)`` for ``folder``, in a thread."""
+    return await asyncio.to_thread(function, LocalStore(Path(folder)), *arguments)
+
+
+def read_chunk(store: LocalStore, name: str, offset: int, inode: int | None) -> tuple[bytes, bool, int]:
+    """(bytes from ``offset`` on, whether more follow, inode). Pass the inode of the previous call: FileNotFoundError is
+    raised if the file was replaced since."""
+    with open(store.folder / name, "rb") as file:
+        found = os.fstat(file.fileno()).st_ino
+        if inode not in (None, found):
+            raise FileNotFoundError(f"{name} was replaced")
+        file.seek(offset)
+        content = file.read(CHUNK_BYTES)
+        return content, bool(file.read(1)), found
+
+
+def write_chunk(store: LocalStore, name: str, offset: int, content: bytes, last: bool) -> None:
+    """Write ``content`` at ``offset``; with the ``last`` chunk the file gets its name."""
+    target = store.folder / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(temporary_for(target), "r+b" if offset else "wb") as file:
+        file.seek(offset)
+        file.write(content)
+    if last:
+        commit(temporary_for(target), target)
 
 
 class Tail:
