@@ -137,7 +137,7 @@ class ClusterRun:
                 overrides, run_folder = [f"output={output}"], f"{output}/{job.config.name}"
             elif not job.url:
                 overrides = [f"output={Path(job.config.output).absolute()}"]
-            start = on_worker.Start(
+            start = on_worker.RankJob(
                 rank, job.environ() | environment(launch), loader.to_text(job.config), tuple(overrides), run_folder,
                 (f"{layout.LOGS}/{layout.rank_log(rank)}", *([] if rank else [layout.METRICS])), job.url,
                 job.config.data.cache_dir, os.getcwd() if shared else "", job.settings.python, job.settings.grace_s,

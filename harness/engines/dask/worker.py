@@ -35,7 +35,7 @@ STOP = "stop"  # a message for ``tell``: write a checkpoint and exit; the second
 
 
 @dataclass(frozen=True)
-class Start:
+class RankJob:
     """The message that starts a rank, once all ranks have a worker."""
 
     rank: int
@@ -61,7 +61,7 @@ _inboxes: dict[str, SimpleQueue[Any]] = {}  # of the tasks of this process, by k
 
 
 def tell(key: str, message: Any) -> None:
-    """Give the task ``key`` of this worker a message: a Start, or STOP."""
+    """Give the task ``key`` of this worker a message: a RankJob, or STOP."""
     if inbox := _inboxes.get(key):
         inbox.put(message)
 
@@ -75,7 +75,7 @@ def supervise(topic: str, marker: str) -> int:
     """Run a rank to its end; return its exit code, or minus the signal that killed it.
 
     The first event has the place of the rank, and whether the client's file ``marker`` is visible there. Then the task
-    waits for its Start. If it is no longer wanted (it was cancelled, the client or the scheduler is gone, or the worker
+    waits for its RankJob. If it is no longer wanted (it was cancelled, the client or the scheduler is gone, or the worker
     is closing), the rank is asked to write a checkpoint and exit.
     """
     from distributed import get_worker
@@ -122,7 +122,7 @@ def supervise(topic: str, marker: str) -> int:
 
 
 def _run(
-    start: Start, scratch: Path, inbox: SimpleQueue[Any], send: Callable[..., None], wanted: Callable[[], bool]
+    start: RankJob, scratch: Path, inbox: SimpleQueue[Any], send: Callable[..., None], wanted: Callable[[], bool]
 ) -> int:
     folder = start.working_folder or os.getcwd()
     config, terminal = scratch / f"config-{start.rank}.yaml", scratch / f"terminal-{start.rank}.txt"
