@@ -26,6 +26,7 @@ FREE = {"errors", "version", ""}
 # Class names with more than one meaning.
 SHARED_CLASS_NAMES = {
     "Task": "the section of each task, found by this name",
+    "Strategy": "the class of each parallel strategy, found by this name",
     "Tracker": "the class of each tracker, found by this name",
     "Model": "the class of each model, found by this name",
     "Settings": "the settings of each engine, found by this name",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -22,19 +21,16 @@ class Conflict(NamedTuple):
 
 
 def conflicts(config: Config) -> Iterator[Conflict]:
-    """Every contradiction in ``config``. ``harness.training.strategy.check_world`` checks the number of ranks."""
+    """Every contradiction in ``config``, but for the number of ranks, which ``check_world`` of the strategy checks."""
     yield from _batch(config)
     yield from _optimizer(config)
     yield from _schedule(config)
     yield from _precision(config)
     yield from _parallel(config)
     yield from _compile(config)
-    if config.parallel.strategy == "fsdp":
-        yield from _fsdp(config)
     if isinstance(config.task, LabelledTask):
         for key, message, hint in targets.problems(config.task):
             yield Conflict._make(((key,), message, hint))
-    yield from _checkpoint(config)
     if config.best_metric not in config.task.metrics:
         yield Conflict(
             ("checkpoint.best_metric", "task.name"),
@@ -139,40 +135,29 @@ def _precision(config: Config) -> Iterator[Conflict]:
             "NVIDIA's Apex cannot run on a CPU",
             "use precision.backend=harness (or auto)",
         )
-    if precision.backend == "apex" and config.needs_our_amp:
+
+
+def _parallel(config: Config) -> Iterator[Conflict]:
+    try:
+        strategy = plugins.find("strategy", config.parallel.strategy, "parallel.strategy")
+    except ConfigError as error:
+        yield Conflict(("parallel.strategy",), error.message, error.hint)
+        return
+    yield from strategy.conflicts(config)
+    types = [key for key in ("param_dtype", "reduce_dtype") if getattr(config.parallel, key) != "float32"]
+    if types and not strategy.shards:
+        yield Conflict(
+            (f"parallel.{types[0]}", "parallel.strategy"),
+            f"{types[0]} is the dtype in which fsdp sends data between ranks, but the strategy is "
+            f"{config.parallel.strategy}",
+            "remove it (precision.opt_level then sets the dtypes), or use parallel.strategy=fsdp",
+        )
+    yield from _checkpoint(config, strategy.shards)
+    if config.precision.backend == "apex" and config.needs_our_amp:
         yield Conflict(
             ("precision.backend", "parallel.strategy", "parallel.sync_batchnorm", "optimizer.larc"),
             "fsdp, sync_batchnorm and larc need harness.apex; NVIDIA's Apex does not support shards or uneven batches",
             "use precision.backend=harness (or auto, which selects it here)",
-        )
-
-
-def _parallel(config: Config) -> Iterator[Conflict]:
-    strategy = config.parallel.strategy
-    if strategy == "dp" and config.model.compile:
-        yield Conflict(
-            ("parallel.strategy", "model.compile"),
-            "dp replaces the weights in every forward pass, but a compiled model is bound to its weights",
-            "use model.compile=false, or parallel.strategy=ddp",
-        )
-    if strategy == "dp" and config.model.activation_checkpointing:
-        yield Conflict(
-            ("parallel.strategy", "model.activation_checkpointing"),
-            "dp copies modules to each device, but a module recomputed in the backward pass stays on its own device",
-            "use parallel.strategy=ddp, with one process per device",
-        )
-    types = [key for key in ("param_dtype", "reduce_dtype") if getattr(config.parallel, key) != "float32"]
-    if types and strategy != "fsdp":
-        yield Conflict(
-            (f"parallel.{types[0]}", "parallel.strategy"),
-            f"{types[0]} is the dtype in which fsdp sends data between ranks, but the strategy is {strategy}",
-            "remove it (precision.opt_level then sets the dtypes), or use parallel.strategy=fsdp",
-        )
-    if strategy == "dp" and config.parallel.sync_batchnorm:
-        yield Conflict(
-            ("parallel.sync_batchnorm", "parallel.strategy"),
-            "sync_batchnorm needs several processes, but dp runs in one",
-            "use parallel.strategy=ddp, with one process per device",
         )
 
 
@@ -191,16 +176,11 @@ def _compile(config: Config) -> Iterator[Conflict]:
             f"{mode} replays CUDA graphs, whose gradients the next micro-batch would overwrite",
             "use model.compile=true, or batch.accumulate=1",
         )
-    if isinstance(mode, str) and config.parallel.strategy == "fsdp":
-        yield Conflict(
-            ("model.compile", "parallel.strategy"),
-            f"{mode} replays CUDA graphs on fixed memory, but fsdp gathers weights into new memory in every pass",
-            "use model.compile=true, or parallel.strategy=ddp",
-        )
 
 
-def _checkpoint(config: Config) -> Iterator[Conflict]:
-    name, strategy = config.checkpoint.format, config.parallel.strategy
+def _checkpoint(config: Config, has_shards: bool) -> Iterator[Conflict]:
+    """``has_shards``: of the strategy."""
+    name = config.checkpoint.format
     try:
         part = plugins.find("format", name, "checkpoint.format")
     except ConfigError as error:
@@ -208,10 +188,10 @@ def _checkpoint(config: Config) -> Iterator[Conflict]:
         return
     if not getattr(part, "sharded", False):
         return
-    if strategy != "fsdp":
+    if not has_shards:
         yield Conflict(
             ("checkpoint.format", "parallel.strategy"),
-            f"a {name} checkpoint holds the shards of fsdp, but {strategy} has whole tensors",
+            f"a {name} checkpoint holds the shards of fsdp, but {config.parallel.strategy} has whole tensors",
             "use checkpoint.format=whole, or parallel.strategy=fsdp",
         )
     if is_url(config.output):
@@ -219,56 +199,4 @@ def _checkpoint(config: Config) -> Iterator[Conflict]:
             ("checkpoint.format", "output"),
             f"all ranks write a {name} checkpoint to one folder, but machines share no folder if output is a URL",
             "use checkpoint.format=whole, or set output to a folder that all machines share",
-        )
-
-
-# Optimizers that need complete parameters, for norms or flat buffers. Under fsdp each rank holds only a shard.
-_NEEDS_WHOLE_PARAMETERS = re.compile(r"fused_\w+|adafactor|muon|sparseadam|(harness\.)?apex\.optimizers\.\w+")
-
-
-def _fsdp(config: Config) -> Iterator[Conflict]:
-    precision = config.precision
-    if config.model.compile and config.parallel.param_dtype != "float32":
-        yield Conflict(
-            ("parallel.param_dtype", "model.compile"),
-            "with bfloat16 weights, batch norms are gathered separately, which is impossible inside a compiled module",
-            "use model.compile=false, or parallel.param_dtype=float32",
-        )
-    if precision.opt_level == "O1" and config.parallel.param_dtype == "bfloat16":
-        yield Conflict(
-            ("parallel.param_dtype", "precision.opt_level"),
-            "O1 computes in float16, which would round the bfloat16 weights a second time",
-            "use precision.opt_level=O4 or O0, or parallel.param_dtype=float32",
-        )
-    cast = precision.cast_model_type not in (None, "float32")
-    if config.train.on_gradients:
-        yield Conflict(
-            ("parallel.strategy", "train.on_gradients"),
-            "the function gets whole gradients, but under fsdp each rank holds only a shard of them",
-            "use parallel.strategy=ddp, or remove train.on_gradients",
-        )
-    if precision.opt_level in ("O2", "O3", "O5") or cast or precision.master_weights:
-        yield Conflict(
-            ("parallel.strategy", "precision.opt_level"),
-            "fsdp shards float32 weights, but these settings keep the model in half precision, with float32 masters",
-            "use precision.opt_level=O1 (float16) or O4 (bfloat16), where the weights are the masters, or O0; O4 with "
-            "parallel.param_dtype=bfloat16 corresponds to O5",
-        )
-    if config.model.channels_last:
-        yield Conflict(
-            ("parallel.strategy", "model.channels_last"),
-            "fsdp shards weights along their first dimension, which is not contiguous in channels-last weights",
-            "use model.channels_last=false, or parallel.strategy=ddp",
-        )
-    if config.optimizer.larc is not None:
-        yield Conflict(
-            ("parallel.strategy", "optimizer.larc"),
-            "LARC needs the norms of complete parameters, but under fsdp each rank holds only a shard",
-            "use parallel.strategy=ddp, or remove optimizer.larc",
-        )
-    if _NEEDS_WHOLE_PARAMETERS.fullmatch(config.optimizer.name):
-        yield Conflict(
-            ("parallel.strategy", "optimizer.name"),
-            "this optimizer needs complete parameters or flat buffers, but fsdp passes it shards",
-            "use sgd, adam or adamw, or parallel.strategy=ddp",
         )

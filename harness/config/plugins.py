@@ -6,6 +6,7 @@ A name without a dot is built in. To build in another part, add one file (or fol
     task       harness/tasks/NAME.py or NAME/config.py            class Task (harness.config.schema.TaskSection)
     model      harness/training/models/NAME.py                    class Model (torch.nn.Module)
     optimizer  a class of torch.optim or harness.apex.optimizers
+    strategy   harness/training/strategies/NAME.py                class Strategy (harness.training.strategies.base)
     tracker    harness/trackers/NAME.py                           class Tracker (harness.trackers.base)
     engine     harness/engines/NAME.py or NAME/engine.py          render, start, Settings (harness.engines.base)
     format     harness/runs/formats/NAME.py                       class Format (harness.runs.formats.base)
@@ -38,11 +39,19 @@ class Kind(NamedTuple):
     holds: str = ""  # the name to take from a module; empty: the module is the part
     entry: str = ""  # the module to import where the part is a folder
     shared: frozenset[str] = frozenset()  # modules of the folder that are not parts
+    base: tuple[str, str] = ("", "")  # the module and the name of the base class of all parts
 
 
 KINDS = {
     "task": Kind("tasks", "Task", "config"),
     "model": Kind("training/models", "Model"),
+    "strategy": Kind(
+        "training/strategies",
+        "Strategy",
+        "",
+        frozenset({"base"}),
+        ("harness.training.strategies.base", "ParallelStrategy"),
+    ),
     "tracker": Kind("trackers", "Tracker", "", frozenset({"base", "forwarder", "metrics_log", "pictures"})),
     "format": Kind("runs/formats", "Format", "", frozenset({"base"})),
     "engine": Kind("engines", "", "engine", frozenset({"base", "command", "launch"})),
@@ -52,7 +61,7 @@ KINDS = {
 
 def names(kind: str) -> list[str]:
     """The built-in parts of ``kind``, sorted. Lists a folder; imports nothing."""
-    folder, _, entry, shared = KINDS[kind]
+    folder, _, entry, shared, _ = KINDS[kind]
     files = {path.stem for path in (_HARNESS / folder).glob("*.py") if not path.stem.startswith("_")}
     folders = {path.parent.name for path in (_HARNESS / folder).glob(f"*/{entry}.py")} if entry else set()
     return sorted((files | folders) - shared)
@@ -63,9 +72,12 @@ def find(kind: str, name: str, where: str) -> Any:
 
     Raises ConfigError at ``where``, the key that names the part, if there is none or its import fails.
     """
-    folder, holds, entry, _ = KINDS[kind]
+    folder, holds, entry, _, (base, base_name) = KINDS[kind]
     if "." in name:
-        return import_own(kind, name, where, holds)
+        part = import_own(kind, name, where, holds)
+        if base and not makes(part, getattr(importlib.import_module(base), base_name)):
+            raise wrong_kind(name, f"{base}.{base_name}", where)
+        return part
     if name not in names(kind):
         raise unknown(kind, name, names(kind), where)
     package = ".".join(["harness", *folder.split("/"), name])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from harness.config import plugins
 from harness.config.base import Arguments, LocalPlace, Name, NameOf, Place, Positive, Seconds, Section
 from harness.config.launch import LaunchSection
 from harness.errors import plural
@@ -225,9 +226,10 @@ class PrecisionSection(Section):
 
 
 class ParallelSection(Section):
-    strategy: Literal["ddp", "dp", "fsdp", "none"] = "ddp"
+    strategy: Annotated[str, NameOf("strategy")] = "ddp"
     """ddp: a replica per rank, gradients averaged. fsdp: weights, gradients and optimizer state sharded over the ranks.
-    dp: one process drives all its CUDA devices (DataParallel). none: one process, one device.
+    dp: one process drives all its CUDA devices (DataParallel). none: one process, one device. Or your own
+    package.module.
     """
     delay_allreduce: bool = True
     """For ddp. true: reduce all gradients after the backward pass, as the Apex recipe does; false: overlap the
@@ -367,8 +369,8 @@ class Config(Section):
     @property
     def needs_our_amp(self) -> bool:
         """True if a setting is used that only harness.apex supports; ``backend: auto`` then selects it."""
-        shards_or_norms = self.parallel.strategy == "fsdp" or self.parallel.sync_batchnorm
-        return shards_or_norms or self.optimizer.larc is not None
+        strategy = plugins.find("strategy", self.parallel.strategy, "parallel.strategy")
+        return strategy.shards or self.parallel.sync_batchnorm or self.optimizer.larc is not None
 
 
 # Keys, and whole sections, that may change when a run is resumed without making it another experiment.

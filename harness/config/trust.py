@@ -19,7 +19,8 @@ from harness.errors import ConfigError
 # Settings that name code which a command on a trained run imports. A name under ``harness.`` needs trust as well: it
 # may be a function that imports its arguments.
 _CODE = re.compile(
-    r"(task|model|optimizer|schedule)\.name|checkpoint\.format|task\.(loss|metrics|tokenizer|transforms)(\..*)?"
+    r"(task|model|optimizer|schedule)\.name|parallel\.strategy|checkpoint\.format|"
+    r"task\.(loss|metrics|tokenizer|transforms)(\..*)?"
 )
 _READS_WEIGHTS = ("checkpoint", "pretrained", "weights")  # arguments of timm's and torchvision's models begin so
 _WORD = re.compile(r"[\w-]*")

@@ -66,11 +66,17 @@ def facts(config: Config) -> list[Facts]:
 
 
 def own_code(config: Config) -> OwnCode:
-    """The modules of the task, model, optimizer, checkpoint format and train.on_gradients with dotted names, and all
-    that are loaded from the same folders. Of an installed package, only its own modules."""
+    """The modules of the parts with dotted names, such as the model, and all that are loaded from the same folders. Of
+    an installed package, only its own modules."""
     found: OwnCode = {}
-    named = {"task.name": config.task.name, "model.name": config.model.name, "optimizer.name": config.optimizer.name}
-    named |= {"checkpoint.format": config.checkpoint.format, "train.on_gradients": config.train.on_gradients or ""}
+    named = {
+        "task.name": config.task.name,
+        "model.name": config.model.name,
+        "optimizer.name": config.optimizer.name,
+        "parallel.strategy": config.parallel.strategy,
+        "checkpoint.format": config.checkpoint.format,
+        "train.on_gradients": config.train.on_gradients or "",
+    }
     for key, name in named.items():
         top = name.partition(".")[0]
         if "." in name and top not in (*_COMPARED, "harness"):

@@ -27,7 +27,6 @@ from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
 from harness.training import (
     checkpointing,
-    compiled,
     determinism,
     flops,
     fsdp,
@@ -37,7 +36,6 @@ from harness.training import (
     precision,
     recompute,
     rng,
-    strategy,
     weights,
 )
 from harness.training.checkpoint_writer import CheckpointWriter
@@ -47,6 +45,7 @@ from harness.training.health import Health
 from harness.training.progress import Coverage, Meter, State
 from harness.training.run import Run
 from harness.training.schedule import Schedule
+from harness.training.strategies.base import check_world, find
 from harness.training.task import OpenedTask, SupportsFileCheck, SupportsFileCopies, open_data
 
 log = logging.getLogger("harness")
@@ -65,7 +64,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     with runtime.together("opening the trackers"):
         tracker = metrics_log.open_log(folder.metrics, runtime.rank, config, loader.to_text(config))
     with runtime.together("dividing the batch"):
-        strategy.check_world(config.parallel, runtime.world_size)
+        check_world(config.parallel, runtime.world_size)
         size = sizes(config, len(task.train), runtime.world_size)
     if warning := too_few_rows(size, len(task.train)):
         log.warning("%s", warning)
@@ -73,8 +72,8 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     copy_files(config, task, runtime)
     with runtime.announced("building the model"), runtime.together("building the model"):
         chosen = precision.choose(config.precision, runtime.device, config.needs_our_amp)
-        shards = strategy.shards(config.parallel, runtime.world_size)
-        model = _without_values(config, task) if shards and runtime.rank else build_model(config, task)
+        parallel = find(config.parallel)(config.parallel, chosen, runtime.device, runtime.world_size)
+        model = _without_values(config, task) if parallel.sharded and runtime.rank else build_model(config, task)
         determinism.require_restorable(model, runtime.device, config.train.deterministic)
         recompute.apply(model, config.model.activation_checkpointing)
         require_mixable(config, task)
@@ -83,7 +82,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         first = runtime.rank == 0
         counting = flops.of_run(model, task, config.precision, runtime.device) if first else flops.Arithmetic
     given = weights.start(model, config, runtime, folder.checkpoints.folder)
-    if shards:  # ``strategy.prepare`` moves it in parts
+    if parallel.sharded:  # ``prepare`` moves it in parts
         runtime.all_equal(fsdp.layout(model), "the model", "its layers must not depend on the rank or on chance")
     else:
         with runtime.together("moving the model to its device"):
@@ -93,7 +92,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         if given:
             fsdp.replicate(model)
     # Before the optimizer, which holds the parameters that this makes: it replaces batch norms and shards weights.
-    model = strategy.prepare(model, config.parallel, chosen, runtime.device, runtime.world_size)
+    model = parallel.prepare(model)
     with runtime.together("building the optimizer"):
         optimizer = optim.build(config.optimizer, optim.groups(config.optimizer, model, size.lr), size.lr)
         trained = [param for group in optimizer.param_groups for param in group["params"]]
@@ -103,14 +102,13 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         own = on_gradients.of_run(config, model, optimizer, runtime.device)
         model, optimizer = chosen.initialize(model, optimizer)
     # After amp, which changes the types of the weights whose gradients are averaged.
-    parallel = strategy.wrap(model, config.parallel, chosen, runtime.device, runtime.world_size)
+    parallel.wrap(model)
     ema = None
     if config.train.ema_decay:
         ema = optim.Ema(trained, list(chosen.master_params(optimizer)), config.train.ema_decay)
     if config.model.compile:
-        # After amp, whose casts are to be compiled too. Keeps parameters and their names.
-        mode = None if config.model.compile is True else config.model.compile
-        compiled.compile_units(model) if parallel.sharded else compiled.compile_whole(model, mode=mode)
+        # After amp, whose casts are to be compiled too.
+        parallel.compile(None if config.model.compile is True else config.model.compile)
     devices.keep_freed_memory(runtime.device)
     rng.seed_all(TRAINING, config.seed, runtime.rank)  # from here on each rank has its own stream, for dropout
     waits = (config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait, runtime.limited)
@@ -245,7 +243,7 @@ def copy_files(config: Config, task: OpenedTask, runtime: Runtime, train: bool =
 
 def rehearse(config: Config, world_size: int) -> None:
     """Raise the error of the data or the batch with which ``config`` could not start on ``world_size`` ranks."""
-    strategy.check_world(config.parallel, world_size)
+    check_world(config.parallel, world_size)
     sizes(config, len(_opened(config).train), world_size)
 
 

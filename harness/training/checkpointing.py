@@ -189,7 +189,7 @@ def _of_this_rank(run: Run) -> dict[str, Any]:
     """The state that differs between ranks."""
     buffers = {} if run.runtime.world_size == 1 else {name: b.cpu() for name, b in run.float_buffers().items()}
     return {
-        "rng": rng.get_state(*run.parallel.devices(run.runtime.device)),
+        "rng": rng.get_state(*run.parallel.devices()),
         "meter": run.meter.state_dict(),
         "buffers": buffers,
     }
@@ -201,7 +201,7 @@ def _restore_ranks(run: Run, content: dict[str, Any]) -> None:
     if rank == 0:
         run.coverage.load(content["seen"])
     if content["world_size"] == run.runtime.world_size:
-        rng.set_state(ranks[rank]["rng"], *run.parallel.devices(run.runtime.device))
+        rng.set_state(ranks[rank]["rng"], *run.parallel.devices())
         for name, buffer in run.float_buffers().items():
             buffer.copy_(ranks[rank]["buffers"].get(name, buffer))
         run.meter.load_state_dict(ranks[rank]["meter"])

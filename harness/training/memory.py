@@ -14,6 +14,7 @@ from harness.errors import TrainingError, plural
 from harness.training import recompute
 from harness.training.fsdp import local
 from harness.training.run import Run
+from harness.training.strategies.base import find
 
 GIB, MIB = 2**30, 2**20
 _OUT = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|can't allocate memory", re.I)  # of CUDA, its libraries, the CPU
@@ -54,7 +55,7 @@ def explained(error: BaseException, run: Run | None) -> TrainingError | None:
             "(model.args)",
         )
     when = "training" if run.module.training else "evaluation"
-    has_blocks = bool(recompute.blocks(run.module)) and run.config.parallel.strategy != "dp"
+    has_blocks = bool(recompute.blocks(run.module))
     ways = [*_settings(run.config, run.runtime.world_size, when, has_blocks)]
     return TrainingError(
         f"out of memory on {run.runtime.device} during {when}: {what}. Largest: {'; '.join(_largest(run, when))}",
@@ -89,18 +90,18 @@ def _rows(config: Config, world_size: int, when: str) -> int:
 
 def _settings(config: Config, world_size: int, when: str, has_blocks: bool) -> Iterator[str]:
     """Settings that need less memory, those that change the training least first."""
-    batch, rows = config.batch, _rows(config, world_size, when)
+    batch, rows, strategy = config.batch, _rows(config, world_size, when), find(config.parallel)
     per_rank = rows * batch.accumulate
     if when == "evaluation" and rows > 1:
         yield f"batch.eval_per_rank={rows // 2} (the same metrics)"
     elif rows > 1:
         count = next(n for n in range(batch.accumulate + 1, per_rank + 1) if per_rank % n == 0)
         yield f"batch.accumulate={count} ({plural(per_rank // count, 'row')} at a time; the same batch size)"
-    if when == "training" and not config.model.activation_checkpointing and has_blocks:
+    if when == "training" and not config.model.activation_checkpointing and has_blocks and strategy.recomputes:
         yield "model.activation_checkpointing=true (blocks run again in the backward pass; the same results)"
     if config.precision.opt_level == "O0":
         yield "precision.opt_level=O4 (activations in bfloat16, half the size)"
-    if config.parallel.strategy == "ddp" and world_size > 1 and not config.model.channels_last:
+    if not strategy.shards and world_size > 1 and not config.model.channels_last:
         yield f"parallel.strategy=fsdp (weights, gradients and optimizer state shared by {world_size} ranks)"
     if config.train.ema_decay:
         yield "train.ema_decay=null (no moving average)"

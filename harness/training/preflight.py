@@ -29,11 +29,11 @@ from harness.training import (
     optim,
     precision,
     recompute,
-    strategy,
     weights,
 )
 from harness.training.determinism import Audit, OutOfTime
 from harness.training.metrics import Sums
+from harness.training.strategies.base import check_world, find
 from harness.training.task import OpenedTask, SupportsPredictions, SupportsSample
 
 _ROWS = 4  # of each split that take a step, or are evaluated
@@ -105,7 +105,7 @@ def examine(
             facts["files"] = sampled
         if model is not None and optimizer is not None and (sampled or not isinstance(task, SupportsSample)):
             attempt(_try, Candidate(config, task, model, optimizer, size, device), world_size, limit_s, facts)
-    attempt(strategy.check_world, config.parallel, world_size)
+    attempt(check_world, config.parallel, world_size)
     return facts, errors
 
 
@@ -232,7 +232,7 @@ def _memory(run: Candidate, world_size: int) -> str:
     if level in ("O2", "O5"):
         copied = memory.num_bytes([*run.model.parameters(), *trained])
         parts["half-precision copies of weights and gradients"] = copied / 2
-    share = (0.5 if level == "O3" else 1.0) / (world_size if run.config.parallel.strategy == "fsdp" else 1)
+    share = (0.5 if level == "O3" else 1.0) / (world_size if find(run.config.parallel).shards else 1)
     shown = ", ".join(f"{name} {memory.shown(share * size)}" for name, size in parts.items() if size)
     return f"{shown} per rank; activations and temporary tensors come on top"
 

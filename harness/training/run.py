@@ -28,7 +28,7 @@ from harness.training.optim import Ema
 from harness.training.precision import Precision
 from harness.training.progress import Coverage, Meter, Reading, State, Used
 from harness.training.schedule import Schedule
-from harness.training.strategy import ParallelModel
+from harness.training.strategies.base import ParallelStrategy
 from harness.training.task import OpenedTask
 
 log = logging.getLogger("harness")
@@ -44,7 +44,7 @@ class Run:
     task: OpenedTask
     train_data: TrainData
     eval_data: EvalData
-    parallel: ParallelModel
+    parallel: ParallelStrategy
     precision: Precision
     optimizer: torch.optim.Optimizer
     schedule: Schedule

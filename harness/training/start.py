@@ -197,7 +197,7 @@ def announce(run: Run) -> None:
     size = build.sizes(config, run.train_data.num_rows, runtime.world_size)
     facts = build.describe(config, run.task, size, runtime.world_size, runtime.device, run.precision.backend)
     facts |= optim.described(run.optimizer, run.module)
-    facts |= {"parallel": run.parallel.strategy, "launcher": runtime.launch.by, "run folder": run.folder.where}
+    facts |= {"parallel": run.parallel.described(), "launcher": runtime.launch.by, "run folder": run.folder.where}
     for name, value in facts.items():
         log.info("%14s: %s", name, value)
     first = runtime.rank == 0

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from harness.config import constraints
+from harness.config import constraints, plugins
 from harness.config.constraints import conflicts
 from tests.config.test_schema import make
 
@@ -154,7 +154,9 @@ def test_conflict(name):
 
 def test_every_conflict_in_the_code_has_a_case():
     found = [next(conflicts(make(**sections))).hint for sections, *_ in CASES.values()]
-    for node in ast.walk(ast.parse(inspect.getsource(constraints))):
+    strategies = [inspect.getmodule(plugins.find("strategy", name, "")) for name in plugins.names("strategy")]
+    code = [ast.parse(inspect.getsource(module)) for module in (constraints, *strategies)]
+    for node in (node for tree in code for node in ast.walk(tree)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Conflict":
             if ast.unparse(node.args[2]) == "error.hint":  # of a part that cannot be found
                 continue

@@ -292,7 +292,7 @@ trackers: [wandbb]
         14: "train.epoch: unknown key; did you mean train.epochs?",
         15: "train.clip_norm: it should be a valid number",
         16: "train.on_nan: 'stopp' is not allowed; use 'stop' or 'skip'; did you mean stop?",
-        17: "parallel.strategy: 'fsdpp' is not allowed; use 'ddp', 'dp', 'fsdp' or 'none'; did you mean fsdp?",
+        17: "parallel.strategy: unknown strategy 'fsdpp'; did you mean fsdp?",
         19: "precision.loss_scale: 'dynamite' is not allowed",
         21: "schedule.args.milestones.1: ",
         22: "trackers.0: unknown tracker 'wandbb'; did you mean wandb?",

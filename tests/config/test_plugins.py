@@ -10,6 +10,7 @@ from harness.errors import ConfigError
 BUILT_IN = {
     "task": ["fashion_mnist", "image_csv", "mnist", "pet_names", "text_csv"],
     "model": ["char_gru", "char_lstm", "fashion_cnn", "linear", "mlp", "mnist_net", "small_cnn", "text_cnn"],
+    "strategy": ["ddp", "dp", "fsdp", "none"],
     "tracker": ["mlflow", "tensorboard", "wandb"],
     "format": ["sharded", "whole"],
     "engine": ["dask", "flyte", "local", "slurm", "torchrun"],
@@ -27,6 +28,7 @@ def test_built_in_parts_are_found(kind):
                 "Task",
                 "Model",
                 "Format",
+                "Strategy",
                 "Settings",
                 "engine",
                 name,

@@ -266,6 +266,8 @@ def test_misspelled_parts_are_reported(harness):
     [
         (["launch", "-c", "plain.yaml", "--engine", "mine.task"], "launch.engine: mine.task has no function render"),
         (["launch", "-c", "line.yaml", "--engine", "mine.x"], "launch.engine: the engine 'mine.x' cannot be imported"),
+        (["launch", "-c", "line.yaml", "parallel.strategy=mine.x"], "command line: parallel.strategy: the strategy"),
+        (["launch", "-c", "line.yaml", "parallel.strategy=mine.task.Task"], "Task is not a harness.training.strat"),
         (["launch", "-c", "line.yaml", "task.name=mine.tsk"], "task.name: the task 'mine.tsk' cannot be imported"),
         (["mine.vreb"], "harness: the verb 'mine.vreb' cannot be imported"),
     ],
@@ -274,6 +276,42 @@ def test_misspelled_part_ends_the_command(harness, words, message):
     code, _, err = harness(*words)
     assert code == 2
     assert message in err
+
+
+STRATEGY = """
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.config.constraints import Conflict
+from harness.training.strategies.base import ParallelStrategy
+
+class Strategy(ParallelStrategy):
+    @classmethod
+    def conflicts(cls, config):
+        if config.parallel.sync_batchnorm:
+            yield Conflict(("parallel.sync_batchnorm",), "torch's replicas have none", "remove it")
+
+    def wrap(self, model):
+        super().wrap(model)
+        self.model, self.exchanges, self.summary = DistributedDataParallel(model), True, "torch's replicas"
+
+    def switch_sync(self, on):
+        self.model.require_backward_grad_sync = on
+"""
+
+
+def test_strategy_trains_on_two_ranks_as_ddp(harness, folder):
+    (folder / "mine" / "strategy.py").write_text(STRATEGY)
+    config = {**CONFIG, "batch": {"global": 8, "accumulate": 2}, "trackers": [], "launch": {"nproc": 2}}
+    (folder / "ranks.yaml").write_text(yaml.safe_dump(config))
+    words, own = ["launch", "-c", "ranks.yaml"], ["parallel.strategy=mine.strategy"]
+    for more in ([*own, "name=own"], ["name=ddp"]):
+        done = in_its_own_process(folder, *words, *more)
+        assert done.returncode == 0, done.stderr
+        assert ("torch's replicas" in done.stderr) == ("name=own" in more)
+    assert_same_run(folder / "runs" / "ddp", folder / "runs" / "own")
+    code, _, err = harness(*words, *own, "parallel.sync_batchnorm=true")
+    assert code == 2
+    assert "parallel.sync_batchnorm: torch's replicas have none" in err
 
 
 NOISE = """

@@ -98,15 +98,17 @@ def test_shards_to_whole_tensors_and_back():
 
 def _overflow_in_one_shard(level):
     from harness.config.schema import OptimizerSection
-    from harness.training import optim, precision, strategy
+    from harness.training import optim, precision
+    from harness.training.strategies.base import find
 
     torch.manual_seed(0)
     section, device = ParallelSection(strategy="fsdp"), torch.device("cpu")
     amp = precision.choose(PrecisionSection(opt_level=level, loss_scale="dynamic"), device)
-    model = strategy.prepare(nn.Linear(3, 2, bias=False), section, amp, device, 2)
+    parallel = find(section)(section, amp, device, 2)
+    model = parallel.prepare(nn.Linear(3, 2, bias=False))
     optimizer = optim.build(OptimizerSection(), model.parameters(), 0.1)
     model, optimizer = amp.initialize(model, optimizer)
-    parallel = strategy.wrap(model, section, amp, device, 2)
+    parallel.wrap(model)
     verdicts = []
     for factor in (1.0, 1e36, 1.0):  # times the loss scale: inf, in the second row of the weight alone
         before = local(model.weight.detach()).clone()

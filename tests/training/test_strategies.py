@@ -11,31 +11,31 @@ from torch import nn
 from harness.apex import amp
 from harness.config.schema import LarcSection, ParallelSection, PrecisionSection
 from harness.errors import ConfigError
-from harness.training import strategy
 from harness.training.precision import choose
-from harness.training.strategy import ParallelModel
+from harness.training.strategies.base import ParallelStrategy, check_world, find
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
 
-def ours():
-    return choose(PrecisionSection(opt_level="O0"), CPU)
+def made(section: ParallelSection, world_size: int, device: torch.device = CPU) -> ParallelStrategy:
+    return find(section)(section, choose(PrecisionSection(opt_level="O0"), CPU), device, world_size)
 
 
 @pytest.mark.parametrize("name", ["none", "dp"])
 def test_strategy_for_one_process(name):
-    strategy.check_world(ParallelSection(strategy=name), 1)
+    check_world(ParallelSection(strategy=name), 1)
     with pytest.raises(ConfigError, match="runs in one process, but 2 were started\n  -> use parallel.strategy=ddp"):
-        strategy.check_world(ParallelSection(strategy=name), 2)
+        check_world(ParallelSection(strategy=name), 2)
 
 
 @pytest.mark.parametrize("name", ["none", "ddp", "fsdp", "dp"])
 def test_one_process_with_one_device_uses_the_bare_model(name, caplog):
     model = nn.Linear(2, 2)
     section = ParallelSection(strategy=name, sync_batchnorm=name in ("ddp", "fsdp"))
-    assert strategy.prepare(model, section, ours(), CPU, 1) is model
-    parallel = strategy.wrap(model, section, ours(), CPU, 1)
+    parallel = made(section, 1)
+    assert parallel.prepare(model) is model
+    parallel.wrap(model)
     assert parallel.model is parallel.module is parallel.evaluated is model
     assert not parallel.sharded
     assert isinstance(parallel.sync_gradients(False), nullcontext)
@@ -51,15 +51,16 @@ def test_dp_on_several_devices(monkeypatch):
     """DataParallel is constructed correctly; running it needs CUDA."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     model = nn.Linear(2, 2)
-    parallel = strategy.wrap(model, ParallelSection(strategy="dp"), ours(), torch.device("cuda", 0), 1)
+    parallel = made(ParallelSection(strategy="dp"), 1, torch.device("cuda", 0))
+    parallel.wrap(model)
     assert isinstance(parallel.model, nn.DataParallel)
     assert parallel.evaluated is parallel.model
     assert parallel.module is model
-    assert parallel.strategy == "dp on 2 devices"
+    assert parallel.described() == "dp on 2 devices"
     parallel.model.device_ids = [0, 1]  # as it finds with CUDA
-    assert parallel.devices(torch.device("cuda", 0)) == [torch.device("cuda", 0), torch.device("cuda", 1)]
-    other = strategy.wrap(model, ParallelSection(strategy="none"), ours(), torch.device("cuda", 1), 1)
-    assert other.devices(torch.device("cuda", 1)) == [torch.device("cuda", 1)]
+    assert parallel.devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    other = made(ParallelSection(strategy="none"), 1, torch.device("cuda", 1))
+    assert other.devices() == [torch.device("cuda", 1)]
     with parallel.sync_gradients(False):
         pass
 
@@ -67,8 +68,9 @@ def test_dp_on_several_devices(monkeypatch):
 def test_micro_batches_switch_the_exchange_and_batch_norms():
     switched, norm = [], nn.Identity()
     norm.idle = False
-    model = nn.Linear(1, 1)
-    parallel = ParallelModel(model, model, "test", switch_sync=switched.append, sync_norms=(norm,))
+    parallel = made(ParallelSection(), 2)
+    parallel.switch_sync, parallel.exchanges, parallel.sync_norms = switched.append, True, (norm,)
+    parallel.num_passes = lambda: None
     assert isinstance(parallel.sync_gradients(True), nullcontext)  # the step of a full batch
     with parallel.sync_gradients(False):
         assert (switched, norm.idle) == ([False], False)
@@ -87,9 +89,9 @@ def network() -> nn.Module:
 
 def _idle_rank():
     """The gradients and statistics of 4 rows on rank 0, while the rows of rank 1 do not count."""
-    rank, section = torch.distributed.get_rank(), ParallelSection(sync_batchnorm=True)
-    model = strategy.prepare(network(), section, ours(), CPU, 2)
-    parallel = strategy.wrap(model, section, ours(), CPU, 2)
+    rank, parallel = torch.distributed.get_rank(), made(ParallelSection(sync_batchnorm=True), 2)
+    model = parallel.prepare(network())
+    parallel.wrap(model)
     assert len(parallel.sync_norms) == 1
     inputs = torch.randn(4, 3) if rank == 0 else torch.full((2, 3), 7.0)
     weight = 2.0 if rank == 0 else 0.0  # the world size, as all rows are on one rank

@@ -1,0 +1,154 @@
+"""The interface of a parallel strategy, which decides how ranks share the work of a step.
+
+``parallel.strategy`` names it: NAME is ``harness/training/strategies/NAME.py``, and ``package.module`` a module of the
+user's own. Either has a class ``Strategy``, a subclass of ``ParallelStrategy``. A built-in one imports torch only where
+it is needed, because a launcher checks the configuration with ``conflicts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from harness.config import plugins
+from harness.config.constraints import Conflict
+from harness.config.schema import Config, ParallelSection
+from harness.errors import ConfigError, TrainingError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from harness.training.precision import Precision
+
+
+class ParallelStrategy:
+    """Every rank makes one object. It calls ``check_world``, then ``prepare`` and, after the optimizer is built and amp
+    has initialized both, ``wrap``; then the object serves the training loop, evaluation and checkpoints.
+
+    The methods here are those of one process that works alone.
+    """
+
+    one_process: ClassVar[bool] = False
+    """It does not run on several ranks."""
+    shards: ClassVar[bool] = False
+    """Each of several ranks holds a part of the weights, as DTensors. ``prepare`` then gets the model on the CPU, where
+    only rank 0 needs to have its values, and moves it to the device. A forward pass, and reading a whole parameter, are
+    collective. Such a strategy needs harness.apex."""
+    recomputes: ClassVar[bool] = True
+    """model.activation_checkpointing works."""
+
+    model: nn.Module
+    """The model that training calls."""
+    module: nn.Module
+    """The bare model inside it."""
+    summary: str = "one process"
+    """What the ranks do, for the log."""
+    exchanges: bool = False
+    """Gradients cross ranks."""
+    sync_norms: tuple[Any, ...] = ()
+    """Batch norms over the rows of all ranks."""
+
+    def __init__(self, section: ParallelSection, precision: Precision, device: torch.device, world_size: int) -> None:
+        self.section, self.precision, self.device, self.world_size = section, precision, device, world_size
+
+    @classmethod
+    def conflicts(cls, config: Config) -> Iterator[Conflict]:
+        """Settings that cannot be combined with this strategy."""
+        yield from ()
+
+    @classmethod
+    def check_world(cls, section: ParallelSection, world_size: int) -> None:
+        """Raise ConfigError if the strategy does not support ``world_size`` processes."""
+        if cls.one_process and world_size > 1:
+            raise ConfigError(
+                f"parallel.strategy={section.strategy} runs in one process, but {world_size} were started",
+                where="parallel.strategy",
+                hint="use parallel.strategy=ddp, or start one process",
+            )
+
+    @property
+    def sharded(self) -> bool:
+        """True if this rank holds a part of the weights."""
+        return self.shards and self.world_size > 1
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Make the changes that replace parameters or modules. Collective if the strategy ``shards``."""
+        return self.precision.synchronized(model) if self._syncs_norms else model
+
+    def wrap(self, model: nn.Module) -> None:
+        """Set ``model``, ``module`` and ``summary``, after amp, which changes the types of the weights."""
+        self.model = self.module = model
+        if self._syncs_norms:
+            kind = self.precision.distributed.SyncBatchNorm
+            self.sync_norms = tuple(module for module in model.modules() if isinstance(module, kind))
+
+    @property
+    def _syncs_norms(self) -> bool:
+        return self.section.sync_batchnorm and self.world_size > 1
+
+    def compile(self, mode: str | None) -> None:
+        """Compile the wrapped model, whose parameters and their names stay."""
+        from harness.training import compiled
+
+        compiled.compile_whole(self.module, mode=mode)
+
+    def switch_sync(self, on: bool) -> None:
+        """Turn the averaging of gradients in backward passes on or off."""
+
+    def num_passes(self) -> int | None:
+        """The number of backward passes that averaged gradients; None if they are not counted."""
+        return None
+
+    def sync_gradients(self, last: bool, counts: bool = True) -> AbstractContextManager[Any]:
+        """Context for forward and backward of a micro-batch: gradients are averaged only in the ``last`` one.
+
+        ``counts`` is False if the rows only keep this rank in step with the others; batch norms over all ranks then
+        leave them out. Raises TrainingError if the backward pass of the ``last`` one reached no parameter: the other
+        ranks would wait for this one.
+        """
+        if (last or not self.exchanges) and (counts or not self.sync_norms) and self.num_passes() is None:
+            return nullcontext()
+        return self._switched(last, counts)
+
+    @contextmanager
+    def _switched(self, last: bool, counts: bool) -> Iterator[None]:
+        self.switch_sync(last)
+        for norm in self.sync_norms:
+            norm.idle = not counts
+        before = self.num_passes()
+        try:
+            yield
+            if last and before is not None and self.num_passes() == before:
+                raise TrainingError(
+                    "no parameter of the model received a gradient: the loss of this rank depends on none of them",
+                    hint="every rank must use at least one parameter in each step: add 0 * output.sum() to the loss",
+                )
+        finally:
+            self.switch_sync(True)
+            for norm in self.sync_norms:
+                norm.idle = False
+
+    def devices(self) -> list[torch.device]:
+        """The devices on which this rank computes."""
+        return [self.device]
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model to call in evaluation: the bare one, so that no rank waits for another."""
+        return self.module
+
+    def described(self) -> str:
+        return f"{self.summary}, batch norm over all ranks" if self.sync_norms else self.summary
+
+
+def find(section: ParallelSection) -> type[ParallelStrategy]:
+    """The class that ``parallel.strategy`` names. Raises ConfigError."""
+    found: type[ParallelStrategy] = plugins.find("strategy", section.strategy, "parallel.strategy")
+    return found
+
+
+def check_world(section: ParallelSection, world_size: int) -> None:
+    """Raise ConfigError if the strategy of ``section`` does not support ``world_size`` processes."""
+    find(section).check_world(section, world_size)

@@ -1,0 +1,129 @@
+"""Fully sharded data parallelism, torch's FSDP2: each rank holds a shard of weights, gradients and optimizer state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from harness.config.constraints import Conflict
+from harness.config.schema import Config, ParallelSection
+from harness.errors import ConfigError, plural
+from harness.training.strategies.base import ParallelStrategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Optimizers that need complete parameters, for norms or flat buffers.
+_NEEDS_WHOLE_PARAMETERS = re.compile(r"fused_\w+|adafactor|muon|sparseadam|(harness\.)?apex\.optimizers\.\w+")
+
+
+class Strategy(ParallelStrategy):
+    """Shards over all ranks (``harness.training.fsdp``). One process has the bare model."""
+
+    shards = True
+
+    @classmethod
+    def conflicts(cls, config: Config) -> Iterator[Conflict]:
+        yield from _of_other_types(config)
+        if config.train.on_gradients:
+            yield Conflict(
+                ("parallel.strategy", "train.on_gradients"),
+                "the function gets whole gradients, but under fsdp each rank holds only a shard of them",
+                "use parallel.strategy=ddp, or remove train.on_gradients",
+            )
+        precision = config.precision
+        cast = precision.cast_model_type not in (None, "float32")
+        if precision.opt_level in ("O2", "O3", "O5") or cast or precision.master_weights:
+            yield Conflict(
+                ("parallel.strategy", "precision.opt_level"),
+                "fsdp shards float32 weights, but these settings keep the model in half precision, with float32 "
+                "masters",
+                "use precision.opt_level=O1 (float16) or O4 (bfloat16), where the weights are the masters, or O0; O4 "
+                "with parallel.param_dtype=bfloat16 corresponds to O5",
+            )
+        if config.model.channels_last:
+            yield Conflict(
+                ("parallel.strategy", "model.channels_last"),
+                "fsdp shards weights along their first dimension, which is not contiguous in channels-last weights",
+                "use model.channels_last=false, or parallel.strategy=ddp",
+            )
+        if isinstance(config.model.compile, str):
+            yield Conflict(
+                ("model.compile", "parallel.strategy"),
+                f"{config.model.compile} replays CUDA graphs on fixed memory, but fsdp gathers weights into new memory "
+                "in every pass",
+                "use model.compile=true, or parallel.strategy=ddp",
+            )
+        if config.optimizer.larc is not None:
+            yield Conflict(
+                ("parallel.strategy", "optimizer.larc"),
+                "LARC needs the norms of complete parameters, but under fsdp each rank holds only a shard",
+                "use parallel.strategy=ddp, or remove optimizer.larc",
+            )
+        if _NEEDS_WHOLE_PARAMETERS.fullmatch(config.optimizer.name):
+            yield Conflict(
+                ("parallel.strategy", "optimizer.name"),
+                "this optimizer needs complete parameters or flat buffers, but fsdp passes it shards",
+                "use sgd, adam or adamw, or parallel.strategy=ddp",
+            )
+
+    @classmethod
+    def check_world(cls, section: ParallelSection, world_size: int) -> None:
+        if world_size == 1 and section.param_dtype != "float32":
+            raise ConfigError(
+                f"parallel.param_dtype={section.param_dtype} is the dtype of gathered weights, but there is only one "
+                "process",
+                where="parallel.param_dtype",
+                hint="start several processes, or remove it; precision.opt_level=O4 computes in bfloat16",
+            )
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        model = super().prepare(model)
+        if self.sharded:
+            import torch
+
+            from harness.training import fsdp
+
+            types = (getattr(torch, self.section.param_dtype), getattr(torch, self.section.reduce_dtype))
+            fsdp.shard(model, self.device, fsdp.MIN_BLOCK, *types)
+        return model
+
+    def wrap(self, model: Any) -> None:
+        super().wrap(model)
+        self.exchanges = self.sharded
+        if self.sharded:
+            self._switch = model.set_requires_gradient_sync
+            types = "" if self.section.param_dtype == "float32" else f" of {self.section.param_dtype}"
+            parts = sum(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
+            self.summary = f"fsdp in {plural(parts, 'part')}{types}"
+
+    def switch_sync(self, on: bool) -> None:
+        if self.sharded:
+            self._switch(on)
+
+    def compile(self, mode: str | None) -> None:
+        from harness.training import compiled
+
+        if self.sharded:
+            compiled.compile_units(self.model)
+        else:
+            super().compile(mode)
+
+
+def _of_other_types(config: Config) -> Iterator[Conflict]:
+    """What ``param_dtype`` cannot be combined with."""
+    if config.parallel.param_dtype == "float32":
+        return
+    if config.model.compile:
+        yield Conflict(
+            ("parallel.param_dtype", "model.compile"),
+            "with bfloat16 weights, batch norms are gathered separately, which is impossible inside a compiled module",
+            "use model.compile=false, or parallel.param_dtype=float32",
+        )
+    if config.precision.opt_level == "O1":
+        yield Conflict(
+            ("parallel.param_dtype", "precision.opt_level"),
+            "O1 computes in float16, which would round the bfloat16 weights a second time",
+            "use precision.opt_level=O4 or O0, or parallel.param_dtype=float32",
+        )
