@@ -28,7 +28,7 @@ from harness.data.loader_workers import (
     LoadError,
     WatchedDataLoader,
     in_loader_worker,
-    require_short_temporary_folder,
+    require_sockets_in_temporary_folder,
     run_queue_s,
     sent,
     worker_death,
@@ -119,7 +119,7 @@ class Loader:
         self._mixed = False  # batches were of several kinds
         self._requests = _Requests()
         if num_workers:
-            require_short_temporary_folder()
+            require_sockets_in_temporary_folder()
         self._loader = WatchedDataLoader(
             _Fetch(dataset),
             sampler=self._requests,

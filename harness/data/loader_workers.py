@@ -8,7 +8,7 @@ import pickle
 import re
 import shutil
 import signal
-import sys
+import socket
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,8 +33,7 @@ MORE_SHARED_MEMORY = (
     "lower the batch size or data.num_workers, or set data.num_workers=0, which needs no shared memory"
 )
 MIB = 2**20
-_SOCKET_NAME = len("/listener-12345678")
-_MAX_SOCKET = 103 if sys.platform == "darwin" else 107  # bytes, sun_path in sys/un.h
+_SOCKET_NAME = "listener-12345678"  # as long as those of multiprocessing.connection
 _POLL_S = 0.5  # between two calls of ``while_waiting``
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _DEATHS = {
@@ -114,15 +113,23 @@ def _without_space(found: Any, error: Exception) -> TrainingError:
     )
 
 
-def require_short_temporary_folder() -> None:
-    """Raise ConfigError if the sockets through which workers send batches would have too long names."""
+def require_sockets_in_temporary_folder() -> None:
+    """Raise ConfigError if the sockets through which workers send batches cannot be made: some file systems have none,
+    and the path may be too long."""
     folder = util.get_temp_dir()
-    if len(os.fsencode(folder)) + _SOCKET_NAME > _MAX_SOCKET:
+    path = os.path.join(folder, _SOCKET_NAME)
+    try:
+        with socket.socket(socket.AF_UNIX) as trial:
+            trial.bind(path)
+    except OSError as error:
         raise ConfigError(
-            "the path of the folder for temporary files is too long for the sockets of loader workers",
+            f"loader workers cannot open a socket in the folder for temporary files: {error.strerror or error}",
             where=f"TMPDIR={os.path.dirname(folder)}",
             hint="export TMPDIR=/tmp, or set data.num_workers=0",
-        )
+        ) from None
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
 
 
 class WatchedDataLoader(DataLoader):
