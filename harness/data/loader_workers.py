@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -129,6 +129,7 @@ def convert(source: Source, entry: CacheEntry, text: Text, label: LabelColumns |
     """
     from harness.data.table.writers import TextWriter, label_writer  # late: a converted table needs neither
 
+    source.settle()
     path = fetched(source.identity, entry.download) if source.is_remote else Path(source.identity)
     kind = kind_of(path, source.name)
     reader, mark = reader_of(kind), secrets.token_hex(8)

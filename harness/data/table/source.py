@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import os
 import shlex
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -48,6 +49,16 @@ class Source:
     @property
     def is_remote(self) -> bool:
         return is_url(self.identity)
+
+    def settle(self) -> None:
+        """Wait, for at most two seconds, until a later change of the file would change its version: some file systems
+        record times in whole seconds, FAT in every second one."""
+        if self.is_remote:
+            return
+        newest = max(stamp for stamp in self.version[1:3] if isinstance(stamp, int))
+        unit = 2_000_000_000 if newest % 1_000_000_000 == 0 else 10_000_000  # ns; the other clocks tick faster
+        if 0 <= (age := time.time_ns() - newest) < unit:
+            time.sleep((unit - age) / 1e9)
 
     def is_current(self) -> bool:
         """False if the file changed since this object was made. Asks the server about a remote file."""

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -159,6 +160,25 @@ def test_changed_source_is_converted_again_and_old_files_are_deleted(csv, folder
     assert conversions() == 3
     assert old.strings("path", np.array([499])) == ["p499"]
     assert old.where(3) == f"{csv}, row 3"  # the lines of the file have changed
+
+
+def test_changed_source_on_a_file_system_that_records_whole_seconds(csv, folder, monkeypatch):
+    """An edit in the second of the conversion changes neither size nor times."""
+    real = os.stat
+
+    def coarse(path, *args, **kwargs):
+        found = real(path, *args, **kwargs)
+        if path != str(csv):
+            return found
+        whole = {name: getattr(found, name) // 10**9 * 10**9 for name in ("st_mtime_ns", "st_ctime_ns")}
+        return SimpleNamespace(st_mode=found.st_mode, st_size=found.st_size, st_ino=found.st_ino, **whole)
+
+    monkeypatch.setattr(os, "stat", coarse)
+    for _ in range(2):
+        before = open_table(csv, label="label", cache_dir=folder).digest
+        text = csv.read_bytes()
+        csv.write_bytes(text.replace(b"p0,0\n", b"p0,2\n") if b"p0,0\n" in text else text.replace(b"p0,2\n", b"p0,0\n"))
+        assert open_table(csv, label="label", cache_dir=folder).digest != before
 
 
 @pytest.mark.parametrize("replaced", [False, True])
