@@ -75,8 +75,8 @@ def supervise(topic: str, marker: str) -> int:
     """Run a rank to its end; return its exit code, or minus the signal that killed it.
 
     The first event has the place of the rank, and whether the client's file ``marker`` is visible there. Then the task
-    waits for its RankJob. If it is no longer wanted (it was cancelled, the client or the scheduler is gone, or the worker
-    is closing), the rank is asked to write a checkpoint and exit.
+    waits for its RankJob. If it is no longer wanted (it was cancelled, the client or the scheduler is gone, or the
+    worker is closing), the rank is asked to write a checkpoint and exit.
     """
     from distributed import get_worker
 
