@@ -78,10 +78,10 @@ def train(config: Config) -> TrainResult:
     A run that was stopped or killed resumes from its newest checkpoint. Ctrl-C stops with a checkpoint. Raises
     HarnessError, or what the user's own task, model or optimizer raised.
     """
-    from harness.training import loop, prediction_writer
+    from harness.training import loop, predictions
 
     with _started(config) as start, start as run:
-        start.done = loop.train(run) and prediction_writer.write_for_run(run)
+        start.done = loop.train(run) and predictions.write_for_run(run)
     last = run.state.history[-1] if run.state.history else {}
     metrics = {name: last[name] for name in config.task.metrics if name in last}
     state = run.state

@@ -36,11 +36,11 @@ from harness.errors import (
 )
 from harness.runs import trained_run
 from harness.runs.files import output_error, require_output
-from harness.training import build, console, optim, precision, prediction_writer
+from harness.training import build, console, optim, precision, predictions
 from harness.training.evaluate import laid_out
 from harness.training.exit_report import ExitReporter
 from harness.training.main import facts, fail_early
-from harness.training.prediction_writer import Predictor
+from harness.training.predictions import Predictor
 from harness.training.task import OpenedTask, PredictingTask, SupportsNewData
 
 log = logging.getLogger("harness")
@@ -152,7 +152,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     task = runtime.patiently("opening the data", lambda: open_task(request, config))
     runtime.all_equal(task.fingerprint, request.source, "give every machine the same file")
     build.copy_files(config, task, runtime, train=False)
-    best = prediction_writer.best_weights(runtime, trained_run.weights(request.run))
+    best = predictions.best_weights(runtime, trained_run.weights(request.run))
     with runtime.announced("building the model"), runtime.together("building the model"):
         model = _model(request, config, task, best, runtime.device)
     rows = laid_out(task.eval, config)
@@ -160,7 +160,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         rows, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait, runtime.limited
     )
     try:
-        written = prediction_writer.write(Predictor(config, runtime, task, model.eval()), loader, stop, request.out)
+        written = predictions.write(Predictor(config, runtime, task, model.eval()), loader, stop, request.out)
     except OSError as error:
         raise output_error(request.out, error) from None
     finally:

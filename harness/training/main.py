@@ -23,7 +23,7 @@ from harness.distributed.store import PeersMissing
 from harness.distributed.watchdog import exits_without_launcher
 from harness.errors import EXIT_FAILURE, HarnessError, readable
 from harness.runs import exit_files, provenance
-from harness.training import console, determinism, loop, precision, prediction_writer
+from harness.training import console, determinism, loop, precision, predictions
 from harness.training.exit_report import explained, lost_peer
 from harness.training.start import RunStart
 
@@ -110,7 +110,7 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
     started = RunStart(config, runtime, parent)
     try:
         with started as run:
-            started.done = loop.train(run) and prediction_writer.write_for_run(run)
+            started.done = loop.train(run) and predictions.write_for_run(run)
     except BaseException as error:
         if error is not started.error:
             raise

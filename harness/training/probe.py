@@ -22,7 +22,7 @@ from harness.errors import HarnessError
 from harness.runs import checkpoint, probe_plan
 from harness.runs.probe_plan import Kill
 from harness.runs.url_store import UrlStore
-from harness.training import evaluate, loop, observations, prediction_writer
+from harness.training import evaluate, loop, observations, predictions
 
 _POLL_S = 0.005
 _replace = os.replace  # the real one
@@ -89,7 +89,7 @@ def _arm_kill(death: _Death, rank: int, began: float) -> None:
     elif kill.where == "upload":
         _between_uploads(death)
     else:
-        _in_batches(death, evaluate if kill.where == "evaluation" else prediction_writer)
+        _in_batches(death, evaluate if kill.where == "evaluation" else predictions)
 
 
 def _after_steps(death: _Death) -> None:

@@ -206,7 +206,7 @@ class Slow:
     def arm(self):
         from harness.data.table import convert
         from harness.runs import checkpoint
-        from harness.training import loop, prediction_writer
+        from harness.training import loop, predictions
 
         places = {
             "conversion": (convert, "convert"),
@@ -214,7 +214,7 @@ class Slow:
             "best": (checkpoint, "save_weights"),
             "verification": (checkpoint, "damage"),
             "restoring": (checkpoint, "read"),
-            "predictions": (prediction_writer.PredictionFile, "finish"),
+            "predictions": (predictions.PredictionFile, "finish"),
             "compilation": (loop, "step"),
         }
         module, name = places[self.what]

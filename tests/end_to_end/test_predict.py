@@ -22,7 +22,7 @@ from harness.inference import export
 from harness.inference import predict as predict_module
 from harness.runs.checkpoint import save_weights
 from harness.runs.files import read_sealed
-from harness.training import prediction_writer
+from harness.training import predictions
 from harness.training.models import small_cnn
 from harness.training.models.small_cnn import Model as SmallCNN
 from tests.end_to_end.experiment import Kill, run, write_config, write_images
@@ -66,7 +66,7 @@ def _rank(argv, terminal, prepare):
 
 
 def _die_in_a_block():
-    prediction_writer._block = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    predictions._block = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _break_the_disk():

@@ -8,9 +8,10 @@ number only: block k has rows k*size to (k+1)*size - 1, the last block is padded
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop, StoppedAlone
 from harness.errors import DataError, HarnessError, first_line, plural
 from harness.runs import checkpoint, layout
+from harness.runs.files import commit, temporary_for
+from harness.runs.locks import Lock
 from harness.trackers.base import LabelPairs, Sample
 from harness.training import fsdp
 from harness.training.evaluate import prepare
-from harness.training.prediction_file import FIRST_COLUMNS, ROW, PredictionFile, Written
 from harness.training.run import Run
 from harness.training.task import PredictingTask, SupportsErrors, SupportsPredictions
 
@@ -37,6 +39,10 @@ log = logging.getLogger("harness")
 
 MAX_CONFUSION = 64  # classes in the picture of a confusion matrix
 BLOCK_ROWS = 64  # fewer if the configuration has smaller batches
+GROUP_ROWS = 1 << 15  # written at once; one row group of Parquet
+SAMPLE_ROWS = 32
+ROW = "row of the dataset"
+FIRST_COLUMNS = ("id", "prediction", "label")  # if present; the task's other columns follow in its order
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,9 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
             blocks = runtime.gather_to_first(found)
             try:
                 if table is not None and failure is None:
-                    table.add([block for block in blocks if block is not None])
+                    for block in blocks:
+                        if block is not None:
+                            table.add(*block)
             except Exception as error:
                 failure = error
                 stop.request("the table could not be written")
@@ -154,6 +162,125 @@ def _array(values: Any, num_rows: int, what: str) -> pa.Array:
             hint="return one per row",
         )
     return array
+
+
+@dataclass
+class Written:
+    """The totals of the written file on rank 0; other ranks have the defaults."""
+
+    rows: int = 0
+    bad: int = 0  # rows without a prediction, because they could not be read
+    head: pa.Table | None = None  # the first SAMPLE_ROWS rows
+    wrong: pa.Table | None = None  # the first SAMPLE_ROWS rows whose prediction is not the label, with column ROW
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)  # {(label, prediction): number of rows}
+
+
+class PredictionFile:
+    """The CSV or Parquet file at ``path``, written block by block under a temporary name until ``finish``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._temporary = path, temporary_for(path)
+        self._lock = Lock(self._temporary)
+        self._waiting: list[pa.Table] = []
+        self._schema: pa.Schema | None = None
+        self._file: Any = None
+        self._parquet: Any = None
+        self._written = Written()
+
+    def add(self, block: pa.Table, bad: int) -> None:
+        """Append rows, of which ``bad`` could not be read."""
+        self._waiting.append(block)
+        self._written.rows += len(block)
+        self._written.bad += bad
+        if sum(map(len, self._waiting)) >= GROUP_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        names = max((block.column_names for block in self._waiting), key=len)  # a block of unreadable rows has few
+        table = pa.concat_tables(self._waiting, promote_options="permissive")
+        if self._schema is None:
+            if "prediction" not in names and not set(names) - set(FIRST_COLUMNS):
+                raise DataError(
+                    f"none of the rows could be read (tried: {len(table)})",
+                    hint="paths in the CSV are relative to the task.root of the run: set task.root=FOLDER",
+                )
+            self._open(table.select(names))
+        assert self._schema is not None
+        for name in self._schema.names:
+            if name not in table.column_names:
+                table = table.append_column(name, pa.nulls(len(table)))
+        table = table.select(self._schema.names).cast(self._schema)
+        self._compare(table, self._written.rows - sum(map(len, self._waiting)))
+        self._waiting = []
+        if self._parquet is not None:
+            self._parquet.write_table(table.combine_chunks(), row_group_size=len(table))
+        else:
+            self._file.write(_csv(table, header=False))
+
+    def _compare(self, table: pa.Table, first: int) -> None:
+        """Count the pairs of label and prediction, and keep the first rows in which they differ; ``table`` begins at
+        row ``first``. Only classes: numbers of a regression nearly always differ."""
+        if not {"label", "prediction"} <= {*table.column_names} or pa.types.is_floating(table["prediction"].type):
+            return
+        label, prediction = (table[name].cast(pa.string()) for name in ("label", "prediction"))
+        pairs = zip(label.to_pylist(), prediction.to_pylist(), strict=True)
+        self._written.pairs.update(pair for pair in pairs if None not in pair)
+        import pyarrow.compute as pc  # late: the start of every run imports this module
+
+        places = np.flatnonzero(pc.fill_null(pc.not_equal(label, prediction), False).to_numpy())
+        wrong = table.take(places[:SAMPLE_ROWS]).append_column(ROW, pa.array(first + places[:SAMPLE_ROWS]))
+        before = [] if self._written.wrong is None else [self._written.wrong]
+        if before or len(wrong):
+            self._written.wrong = pa.concat_tables([*before, wrong]).slice(0, SAMPLE_ROWS)
+
+    def _open(self, first: pa.Table) -> None:
+        """Create the temporary file, or empty one that a killed process left. Raises HarnessError if another process
+        is writing it."""
+        if self._temporary.is_symlink():  # in the folder of someone else, to a file of this user
+            self._temporary.unlink()
+        if not self._lock.try_acquire():
+            owner = f" ({self._lock.owner})" if self._lock.owner else ""
+            raise HarnessError(
+                f"cannot write the output: another process is writing it{owner}",
+                where=str(self._path),
+                hint="wait for it, or choose another file with --out FILE",
+            )
+        self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by finish or discard
+        self._schema, self._written.head = first.schema, first.slice(0, SAMPLE_ROWS)
+        if self._path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            self._parquet = pq.ParquetWriter(self._file, self._schema)
+        else:
+            self._file.write(_csv(first.slice(0, 0), header=True))
+
+    def finish(self) -> Written:
+        """Write the remaining rows and give the file its name."""
+        self._flush()
+        if self._parquet is not None:
+            self._parquet.close()
+        if self._file is not None:
+            self._file.close()
+            commit(self._temporary, self._path)
+            self._file = None
+            self._lock.release()
+        return self._written
+
+    def discard(self) -> None:
+        """Delete the unfinished file; does nothing after ``finish``."""
+        if self._file is not None:
+            self._file.close()
+            self._temporary.unlink(missing_ok=True)
+            self._lock.release()
+
+
+def _csv(table: pa.Table, header: bool) -> bytes:
+    """CSV with the shortest numbers that round-trip exactly, and empty fields for missing values."""
+    frame = table.to_pandas(integer_object_nulls=True)
+    text: str = frame.to_csv(index=False, header=header, lineterminator="\n")
+    return text.encode()
 
 
 def best_weights(runtime: Runtime, path: Path) -> dict[str, Tensor]:

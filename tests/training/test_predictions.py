@@ -18,9 +18,9 @@ from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError
-from harness.training import prediction_writer as predictions
+from harness.training import predictions
 from harness.training.objective import Classification
-from harness.training.prediction_file import GROUP_ROWS, ROW, SAMPLE_ROWS, PredictionFile
+from harness.training.predictions import GROUP_ROWS, ROW, SAMPLE_ROWS, PredictionFile
 from tests.fixtures import make_config, write_rows
 from tests.ranks import RankFailure, run_ranks
 
@@ -97,13 +97,13 @@ def test_number_of_values_of_a_task_is_checked(folder, monkeypatch):
 def test_file_that_another_process_writes_is_left_alone(folder):
     first = PredictionFile(folder / "x.csv")
     block = (pa.table({"id": [1] * GROUP_ROWS, "prediction": [2] * GROUP_ROWS}), 0)
-    first.add([block])
+    first.add(*block)
     with pytest.raises(HarnessError, match="x.csv: cannot write the output: another process is writing it"):
-        PredictionFile(folder / "x.csv").add([block])
+        PredictionFile(folder / "x.csv").add(*block)
     assert first.finish().rows == GROUP_ROWS
     again = PredictionFile(folder / "x.csv")
     (folder / "x.csv.tmp").write_text("left by a killed process")
-    again.add([block])
+    again.add(*block)
     assert again.finish().rows == GROUP_ROWS
 
 

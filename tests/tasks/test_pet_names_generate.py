@@ -13,10 +13,10 @@ from harness import cli
 from harness.config import loader
 from harness.data.names import ALPHABET, STOP_CODE, encode
 from harness.errors import CheckpointError, ConfigError, DataError, HarnessError
-from harness.inference import generate
-from harness.inference.generate import MAX_LENGTH, NameRequest
 from harness.runs import ownership
 from harness.runs.checkpoint import save_weights
+from harness.tasks.pet_names import generate
+from harness.tasks.pet_names.generate import MAX_LENGTH, NameRequest
 from tests.datasets import NAMES, write_names
 from tests.fixtures import settings, write_rows
 
@@ -49,7 +49,7 @@ def run(tmp_path, monkeypatch):
     """Writes a run folder of a Table with the given logits, as a start of this user would; returns its path."""
     monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "cache"))
 
-    def write(logits: torch.Tensor, rows: str = "windows", model: str = "tests.inference.test_generate.Table"):
+    def write(logits: torch.Tensor, rows: str = "windows", model: str = "tests.tasks.test_pet_names_generate.Table"):
         folder = tmp_path / "runs" / "pets"
         folder.mkdir(parents=True, exist_ok=True)
         names = write_names(tmp_path / "names.txt")

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder = fetched.local_copy(arguments.folder)
     trained_run.configuration(folder, (), arguments.trust)  # errors come before the import of torch
-    from harness.inference import generate
+    from harness.tasks.pet_names import generate
 
     wanted = generate.NameRequest(
         arguments.num,
