@@ -94,7 +94,7 @@ def page(record: dict[str, Any]) -> str:
                 record["choice"],
                 _counts(projects),
                 record["limits"],
-                f"Idioms, with the number of runs that trained: {_by_idiom([*projects, *libraries])}.",
+                f"Idioms that trained in more than one run: {_by_idiom([*projects, *libraries])}.",
                 "## By library",
                 record["about libraries"],
                 _trained(libraries, "library", lambda run: run.note),
@@ -133,7 +133,7 @@ def _share(part: int, whole: int) -> str:
 
 def _by_idiom(runs: Iterable[Run]) -> str:
     trained = Counter(idiom for run in runs if run.outcome == "trains" for idiom in run.idioms)
-    return "; ".join(f"{idiom}: {number}" for idiom, number in trained.most_common())
+    return "; ".join(f"{idiom}: {number}" for idiom, number in trained.most_common() if number > 1)
 
 
 def _named(run: Run) -> str:

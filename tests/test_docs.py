@@ -800,15 +800,6 @@ def test_settings_and_files_of_the_engines_exist():
         assert (ROOT / name).exists(), name
 
 
-def test_every_conflict_of_a_strategy_is_documented():
-    source = (ROOT / "harness" / "config" / "constraints.py").read_text().partition("def _parallel(")[2]
-    source += "".join(path.read_text() for path in (ROOT / "harness" / "training" / "strategies").glob("*.py"))
-    keys = re.findall(r'"(\w+\.\w+)"', source)
-    rows = "\n".join(line for line in PAGES["strategies"].splitlines() if line.startswith("| `"))
-    assert len(keys) > 20
-    assert {key for key in keys if key not in rows} <= {"parallel.strategy", "optimizer.name"}
-
-
 def test_extras_exist():
     section = PAGES["install"].partition("| extra |")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, re.M))))
