@@ -17,8 +17,8 @@ train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC proces
 	$(BIN)/harness launch -c configs/digits.yaml --nproc $(NPROC)
 
 # Many tests wait for processes to start and exit, so four workers keep two cores busy; five take a quarter more processor time.
-test: $(VENV)/.test  ## all tests that need no daemon and no browser
-	$(PYTEST) -m "not slow"
+test: $(VENV)/.test  ## all tests that need no daemon and no browser, or those of TESTS
+	$(PYTEST) -m "not slow" $(TESTS)
 
 test-all: $(VENV)/.test  ## the whole suite: also clusters, launchers, browser and kill campaigns
 	$(PYTEST)

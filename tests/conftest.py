@@ -89,25 +89,3 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"the real datasets are not next to the project ({SHARED_DATA.name}/ does not exist)")
     return SHARED_DATA
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Print one line per engine: how many of its tests ran, and which were skipped, and why."""
-    counts: dict[str, Counter[str]] = {}
-    reasons: dict[str, set[str]] = {}
-    for outcome in ("passed", "failed", "error", "skipped"):
-        for report in terminalreporter.stats.get(outcome, []):
-            file = Path(report.nodeid.partition("::")[0])
-            if file.parent.name != "engines" or (outcome == "passed" and report.when != "call"):
-                continue
-            engine = file.stem.removeprefix("test_")
-            counts.setdefault(engine, Counter())[outcome] += 1
-            if outcome == "skipped":
-                reasons.setdefault(engine, set()).add(str(report.longrepr[2]).removeprefix("Skipped: "))
-    if counts:
-        terminalreporter.section("engines")
-    for engine, found in sorted(counts.items()):
-        line = f"{engine}: " + ", ".join(f"{number} {outcome}" for outcome, number in found.items())
-        terminalreporter.write_line(line, red="skipped" in found or "failed" in found)
-        for reason in sorted(reasons.get(engine, ())):
-            terminalreporter.write_line(f"    skipped: {reason}")
