@@ -22,7 +22,6 @@ AXES = ("epoch", "samples", "seconds")
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "host")  # of a step; log entries have time_PHASE
 TRAIN_POINTS = 400  # per run, of the training curve
 EVAL_POINTS = 200  # per run, of each validation curve
-_MIN_ENTRIES = 5  # needed to judge how even the pace was
 NOT_METRICS = frozenset(  # numbers of an evaluation's entry
     ["step", "epoch", "samples", "skipped", "wall_s", "lr", "loss_scale", "samples_per_s", "data_wait", "rows_used",
      "rows", "bad_rows", *(f"time_{phase}" for phase in PHASES)]
@@ -62,7 +61,6 @@ def no_curve() -> Curve:
 class History:
     """``improvements``: evaluations better than all before, the last is the best; ``value`` is the deciding metric.
     ``shares``: of the training time, by phase, with sum 1. ``rows_per_s``: in training, without evaluations.
-    ``burst``: the pace of the fastest tenth of the log, as a multiple of the mean; 1 if the pace was even.
     ``loss_scales``: smallest and largest."""
 
     train: Curve = field(default_factory=no_curve)
@@ -70,7 +68,6 @@ class History:
     improvements: Curve = field(default_factory=no_curve)
     shares: dict[str, float] = field(default_factory=dict)
     rows_per_s: float | None = None
-    burst: float | None = None
     wall_s: float | None = None
     steps: int = 0
     skipped: int | None = None
@@ -97,7 +94,6 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
         improvements=_improvements(evaluated, metric, direction),
         shares=_shares(train, windows["seconds"]),
         rows_per_s=_speed(windows[windows["seconds"] > 0]),
-        burst=_burst(windows),
         wall_s=_known(pd.concat([train["wall_s"], evals["wall_s"]]).max()),
         steps=int(_known(pd.concat([train["step"], evals["step"]]).max()) or 0),
         skipped=_count(train["skipped"]),
@@ -159,15 +155,6 @@ def _speed(windows: pd.DataFrame) -> float | None:
     """Rows per second."""
     rows, seconds = windows["rows"].sum(), windows["seconds"].sum()
     return float(rows / seconds) if seconds > 0 else None
-
-
-def _burst(windows: pd.DataFrame) -> float | None:
-    """Computed from whole windows only: the short one at the end of an epoch has a different speed."""
-    whole = windows[(windows["seconds"] > 0) & (windows["rows"] >= windows["rows"].median())]
-    mean = _speed(whole)
-    if len(whole) < _MIN_ENTRIES or not mean:
-        return None
-    return float((whole["rows"] / whole["seconds"]).quantile(0.9) / mean)
 
 
 def _shares(train: pd.DataFrame, seconds: pd.Series) -> dict[str, float]:

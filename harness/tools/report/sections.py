@@ -15,7 +15,6 @@ from harness.tools.report.mistakes import Confusion, Mistake
 from harness.tools.report.run_set import ReportedRun, RunSet
 from harness.tools.report.scaling import ScalingSeries, Target
 
-MAX_BURST = 1.25  # above which a run's pace was too uneven for an exact speed-up
 _NUMBERS_PER_LINE = 12  # rows per line in the table behind the curves
 
 
@@ -147,14 +146,6 @@ def _speed_up(scaling: Sequence[ScalingSeries], left_out: list[str]) -> ReportSe
         notes.append(
             "Some of these runs do not use data.shard: global, so their batches hold different rows at each number of "
             "ranks, and their curves also differ by chance."
-        )
-    uneven = [run.place for each in scaling for point in each.points for run in point.runs
-              if (run.history.burst or 1.0) > MAX_BURST]  # fmt: skip
-    if uneven:
-        shown = ", ".join(uneven[:6]) + (f" and {len(uneven) - 6} more" if len(uneven) > 6 else "")
-        notes.append(
-            f"The pace of {shown} was uneven (the fastest tenth was more than {MAX_BURST:g} times as fast as the "
-            "mean), perhaps because the machine was busy. The affected speed-ups are approximate."
         )
     header, rows = tables.scaling_rows(scaling)
     return ReportSection("speed", "Speed-up", figures, notes, header, rows, "Compared runs")

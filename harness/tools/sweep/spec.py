@@ -87,8 +87,6 @@ class SweepSpec(Section):
     """Maximum number of trials at once; also limited by cores (launch.nproc x launch.threads per trial) and GPUs."""
     comparable: bool = True
     """Refuse trials whose results cannot be compared; false: only warn."""
-    storage: str | None = None
-    """Optuna storage such as postgresql://host/db; null: an SQLite file in the sweep folder."""
 
     @property
     def is_search(self) -> bool:

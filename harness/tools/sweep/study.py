@@ -80,9 +80,7 @@ class Study:
         pruner = _pruner(self._spec, plan.trials[0].config.train.epochs)
         _sampler(self._spec, self._seed, 0)  # reports wrong arguments before any trial starts
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        own = None if self._spec.storage else folder / "study.db"
-        url = self._spec.storage or f"sqlite:///{(folder / 'study.db').resolve()}"
-        self._study = _open(url, own, self._spec.name, plan.direction, pruner)
+        self._study = _open(folder / "study.db", self._spec.name, plan.direction, pruner)
         self._claim()
         self.resumed = any(frozen.state != TrialState.WAITING for frozen in self._frozen())
         self._wanted = {identity(trial.settings) for trial in plan.trials}
@@ -227,7 +225,7 @@ def storage_must_work(folder: Path) -> Iterator[None]:
         raise HarnessError(
             f"the state of the sweep cannot be stored: {first_line(error)}",
             where=str(folder),
-            hint="fix the cause (a full disk, an unreachable database) and run the same command again to resume",
+            hint="fix the cause (such as a full disk) and run the same command again to resume",
         ) from None
 
 
@@ -236,23 +234,17 @@ def _number(frozen: optuna.trial.FrozenTrial) -> int:
     return int(frozen.user_attrs.get("run", frozen.number))
 
 
-def _open(url: str, own: Path | None, name: str, direction: str, pruner: optuna.pruners.BasePruner) -> optuna.Study:
-    """``own``: the SQLite file in the sweep folder, None if the user chose the storage."""
+def _open(path: Path, name: str, direction: str, pruner: optuna.pruners.BasePruner) -> optuna.Study:
     try:
         return optuna.create_study(
-            study_name=name, storage=url, direction=direction, load_if_exists=True, pruner=pruner  # type: ignore[arg-type]
+            study_name=name, storage=f"sqlite:///{path.resolve()}", direction=direction, load_if_exists=True,
+            pruner=pruner,
         )  # fmt: skip
-    except (*_STORAGE_ERRORS, ImportError, ValueError) as error:
-        try:
-            shown = sqlalchemy.engine.make_url(url).render_as_string(hide_password=True)
-        except sqlalchemy.exc.ArgumentError:
-            shown = "storage"
+    except _STORAGE_ERRORS as error:
         raise ConfigError(
             f"cannot open Optuna's storage: {first_line(error)}",
-            where=shown if own is None else str(own),
-            hint="remove the storage setting to use an SQLite file in the sweep folder, or set a URL such as postgresql://host/db"
-            if own is None
-            else "if the file is damaged, move it elsewhere; the sweep then reads the results of finished trials "
+            where=str(path),
+            hint="if the file is damaged, move it elsewhere; the sweep then reads the results of finished trials "
             "from their run folders",
         ) from None
 

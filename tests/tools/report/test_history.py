@@ -112,19 +112,6 @@ def test_empty_folder(tmp_path):
     assert read(tmp_path).steps == 0
 
 
-def test_uneven_pace(tmp_path):
-    def lines(speeds):
-        return [
-            {"split": "train", "step": place, "samples": 100 * (place + 1), "samples_per_s": speed}
-            for place, speed in enumerate(speeds)
-        ]
-
-    assert read(write(tmp_path / "even", lines([100.0] * 20))).burst == pytest.approx(1.0)
-    # Windows of 100 rows, 16 of 1 s and 40 of 2 s: 5600 rows in 96 s, the fastest tenth at 100 rows/s.
-    assert read(write(tmp_path / "odd", lines([100.0] * 16 + [50.0] * 40))).burst == pytest.approx(100 / (5600 / 96))
-    assert read(write(tmp_path / "short", lines([100.0, 50.0]))).burst is None
-
-
 VALUES = st.lists(st.floats(allow_nan=True, allow_infinity=False, width=32), min_size=1, max_size=300)
 
 
