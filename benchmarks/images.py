@@ -10,7 +10,6 @@ in benchmarks/turns.py, and the time is that on a core. timm takes part where it
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import tempfile
@@ -37,12 +36,6 @@ GOAL = 1.5  # times PIL
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PIL, FULL, REDUCED = "PIL, transforms v1", "harness", "harness, task.decode=reduced"
 UINT8 = "harness, uint8 channels_last"  # as it goes to a GPU, which normalizes it
-# Images per second that one GPU trains on.
-RATES = {"500/s": 500, "1,200/s (V100)": 1200, "2,470/s (A100)": 2470, "5,000/s": 5000}
-SOURCE = (
-    "[NVIDIA's ResNet-50 v1.5 in mixed precision](https://github.com/NVIDIA/DeepLearningExamples/blob/"
-    "291f0d02e815b148fa5c2b81bf07aa3552142895/PyTorch/Classification/ConvNets/resnet50v1.5/README.md)"
-)
 
 
 @dataclass(frozen=True)
@@ -190,23 +183,12 @@ def rows(result: Result, kind: Kind) -> Iterator[list[str]]:
                f"{low:.2f} to {high:.2f}", goal, ("yes" if median >= GOAL else "no") if goal else ""]  # fmt: skip
 
 
-def cores(results: dict[Kind, Result]) -> str:
-    """How many cores feed one GPU with training batches."""
-    table = []
-    for kind, result in results.items():
-        for name in (PIL, FULL, REDUCED):
-            needed = [f"{math.ceil(per_s / rate(result, kind, name))}" for per_s in RATES.values()]
-            table.append([kind.name, name, *needed])
-    return machine.table(["images", "", *RATES], table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose names contain one of these texts")
     options = parser.parse_args()
     load, sizes, table = os.getloadavg()[0], [], []
-    of_training: dict[Kind, Result] = {}
     with tempfile.TemporaryDirectory() as folder:
         for kind in KINDS:
             cases = {recipe: case(Path(folder), kind, recipe) for recipe in RECIPES}
@@ -214,24 +196,19 @@ def main() -> None:
             if cases:
                 num_bytes = write_images(Path(folder) / kind.name, kind)
                 sizes.append(f"{kind.name}: {kind.width}x{kind.height}, {num_bytes / 1000:,.0f} kB each")
-            for recipe, one in cases.items():
+            for one in cases.values():
                 result = measure(one, options.rounds, starts=1)
                 table += rows(result, kind)
                 print(table[-len(result.times) :], flush=True)
-                of_training |= {kind: result} if recipe == "train" else {}
     text = f"{'; '.join(sizes)}. {options.rounds} rounds; ratio: speed relative to PIL's in the same round, median and "
     text += f"quartiles. Times are processor times. Load average at the start: {load:.1f}."
     text += "" if find_spec("timm") else " timm was not installed."
     header = ["images", "images/s/core", "ratio", "quartiles", "goal", "reached"]
-    parts = [text, machine.table(header, table)]
-    if of_training:
-        parts += [f"## Cores that feed one GPU\n\n1,200 and 2,470 images/s are the speeds of {SOURCE}; the others are "
-                  "assumptions. Images are read as in training, by cores as fast as those of this machine.",
-                  cores(of_training)]  # fmt: skip
+    text = f"{text}\n\n{machine.table(header, table)}"
     if options.only == [""]:
-        machine.write("images", "Images per second per core", "\n\n".join(parts))
+        machine.write("images", "Images per second per core", text)
     else:
-        print("\n\n".join(parts))
+        print(text)
 
 
 if __name__ == "__main__":
