@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from torchvision.io import write_jpeg
 
 from harness.errors import EXIT_DATA, EXIT_FAILURE, EXIT_USAGE
 from harness.runs import layout
@@ -103,11 +101,6 @@ def empty_csv(data: Path) -> None:
     (data / "train.csv").write_text("")
 
 
-def one_row(data: Path) -> None:
-    for name in ("train.csv", "eval.csv"):
-        (data / name).write_text("".join((data / "train.csv").read_text().splitlines(keepends=True)[:2]))
-
-
 def image_of_last_rank(data: Path) -> Path:
     """The image of the last line of the CSV, which the contiguous rule assigns to the last rank."""
     return data / (data / "train.csv").read_text().splitlines()[-1].partition(",")[0]
@@ -117,12 +110,6 @@ def missing_image(data: Path) -> None:
     image_of_last_rank(data).unlink()
 
 
-def truncated_jpeg(data: Path) -> None:
-    image = image_of_last_rank(data)
-    write_jpeg(torch.zeros(1, 8, 8, dtype=torch.uint8), str(image))  # the content decides the type, not the name
-    image.write_bytes(image.read_bytes()[:-40])
-
-
 def no_readable_validation_image(data: Path) -> None:
     for image in (data / "images").glob("eval*.png"):
         image.write_bytes(b"no image")
@@ -130,9 +117,7 @@ def no_readable_validation_image(data: Path) -> None:
 
 BAD_DATA = [
     (empty_csv, ["train.csv: the annotation file is empty"]),
-    (one_row, ["only 1 training row for 2 ranks", "start at most 1 process"]),
     (missing_image, ["train.csv:62: image not found:"]),
-    (truncated_jpeg, ["train.csv:62: image cannot be decoded:", "incomplete or truncated"]),
 ]
 
 
@@ -157,11 +142,6 @@ def test_bad_data_are_reported_once(tmp_path, spoil, words):
     assert ended.seconds < 20
     assert ended.failure["exit_code"] == EXIT_DATA
     assert words[0] in ended.failure["message"]
-
-
-def test_diverged_loss_is_a_failure(tmp_path, data):
-    ended = train(write_config(tmp_path, data), 2, "optimizer.lr=1e30")
-    assert_reported_once(ended, EXIT_FAILURE, "the loss became nan", "lower optimizer.lr")
 
 
 @pytest.mark.parametrize(
@@ -309,13 +289,6 @@ def test_output_inside_a_file_is_refused(tmp_path, data):
     (tmp_path / "file").write_text("")
     ended = train(write_config(tmp_path, data), 2, f"output={tmp_path}/file/runs")
     assert_reported_once(ended, EXIT_USAGE, "cannot write to the run folder: Not a directory", "output=FOLDER")
-
-
-def test_output_on_a_read_only_disk_is_refused(tmp_path, data):
-    config = write_config(tmp_path, data)
-    with disk(tmp_path / "runs", "ro"):
-        ended = train(config, 2)
-    assert_reported_once(ended, EXIT_USAGE, "cannot write to the run folder: Read-only file system", "output=FOLDER")
 
 
 LARGE = {"model": {"name": "mlp", "args": {"hidden": 512}}}  # a checkpoint of about 290 KB, weights of 145 KB
@@ -492,22 +465,21 @@ def test_any_damaged_file_of_a_run_is_one_message(tmp_path, data, turn):
 # Exceptions
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_exception_on_the_last_rank_is_reported_with_rank_and_step(tmp_path, data, world_size):
-    model = {"name": f"{MODELS}.Raises", "args": {"rank": world_size - 1, "step": 11}}
-    ended = train(write_config(tmp_path, data, model=model), world_size)
-    assert ended.codes == [EXIT_FAILURE] * world_size
+def test_exception_on_the_last_rank_is_reported_with_rank_and_step(tmp_path, data):
+    model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
+    ended = train(write_config(tmp_path, data, model=model), 2)
+    assert ended.codes == [EXIT_FAILURE] * 2
     assert ended.seconds < END_S
     assert ended.terminal.count("Traceback") == 1
     assert ended.terminal.count("ArithmeticError: a layer went wrong, only here") == 1
     failure = ended.failure
-    assert (failure["rank"], failure["step"], failure["error"]) == (world_size - 1, 10, "ArithmeticError")
+    assert (failure["rank"], failure["step"], failure["error"]) == (1, 10, "ArithmeticError")
     assert failure["host"] == socket.gethostname()
     assert "in forward" in "".join(failure["traceback"])
     assert (ended.folder / "checkpoints" / "latest").read_text() == "step-8\n"
-    logs = [(ended.folder / "logs" / f"rank-{rank}.log").read_text() for rank in range(world_size)]
-    assert "ArithmeticError" in logs[-1]
-    assert world_size == 1 or "exiting: rank 1 failed first" in logs[0]
+    logs = [(ended.folder / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert "ArithmeticError" in logs[1]
+    assert "exiting: rank 1 failed first" in logs[0]
 
 
 SLOW_FIRST_RANK = "import os, time; time.sleep(3 if os.environ.get('LOCAL_RANK') == '0' else 0)"
@@ -525,13 +497,13 @@ def test_unusual_exceptions_are_failures_of_the_run(tmp_path, data, kind, ranks)
     assert kind in ended.terminal
 
 
-@pytest.mark.parametrize(("how", "code"), [("exit", 3), ("error", 1)])
-def test_a_forked_process_that_ends_does_not_end_the_run(tmp_path, data, how, code):
-    settings = {"model": {"name": f"{MODELS}.Forks", "args": {"how": how}}, "train": {"epochs": 1, "log_every": 1}}
+def test_forked_processes_that_end_do_not_end_the_run(tmp_path, data):
+    """One calls sys.exit(3), the other raises an error."""
+    settings = {"model": {"name": f"{MODELS}.Forks", "args": {}}, "train": {"epochs": 1, "log_every": 1}}
     ended = train(write_config(tmp_path, data, **settings), 1)
     assert ended.codes == [0], ended.terminal
-    assert f"child: {code}\n" in ended.terminal
-    assert ("ArithmeticError: of the child" in ended.terminal) == (how == "error")
+    assert [line for line in ended.terminal.splitlines() if line.startswith("child: ")] == ["child: 3", "child: 1"]
+    assert "ArithmeticError: of the child" in ended.terminal
     assert not (ended.folder / "failure.json").exists()
     steps = [json.loads(line)["step"] for line in (ended.folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -13,8 +13,8 @@ import yaml
 from harness.cli import main
 from harness.errors import CheckpointError
 from harness.runs import checkpoint
-from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, record
+from tests.end_to_end.processes import python
 
 PARTS = {
     "task": '''
@@ -104,7 +104,7 @@ class Settings(Section):
     mark: str
 
 def render(job):
-    return f"MARK={job.settings.engine_settings.mark} {' '.join(job.command())}\\n"
+    return f"HARNESS_MARK={job.settings.engine_settings.mark} {' '.join(job.command())}\\n"
 
 def start(job):
     return Child(job)
@@ -112,7 +112,8 @@ def start(job):
 class Child:
     def __init__(self, job):
         mark = job.settings.engine_settings.mark
-        self.process = subprocess.Popen(job.command(), env={**os.environ, **job.environ(), "MARK": mark})
+        environ = {**os.environ, **job.environ(), "HARNESS_MARK": mark}
+        self.process = subprocess.Popen(job.command(), env=environ)
 
     def follow(self):
         return EngineReport([RankExit.from_code(0, self.process.wait())])
@@ -152,11 +153,12 @@ CONFIG = {
 }
 
 
-def in_its_own_process(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    program = f"import sys; sys.path.append({str(ROOT)!r}); from harness import cli; sys.exit(cli.main())"
-    return subprocess.run(
-        [sys.executable, "-c", program, *words], cwd=folder, capture_output=True, text=True, timeout=90
-    )
+def in_its_own_process(folder: Path, *words: str) -> tuple[int, str]:
+    """Exit code and output of a command of the harness in ``folder``."""
+    (terminal := folder / "terminal.txt").unlink(missing_ok=True)
+    cache = {name: os.environ[name] for name in ("APEX_HARNESS_CACHE",) if name in os.environ}
+    code = python(["-m", "harness", *words], terminal, folder, **cache)
+    return code, terminal.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -168,11 +170,8 @@ def folder(tmp_path_factory):
         (folder / "mine" / f"{kind}.py").write_text(text)
     (folder / "line.yaml").write_text(yaml.safe_dump(CONFIG))
     (folder / "plain.yaml").write_text(yaml.safe_dump({key: CONFIG[key] for key in CONFIG if key != "launch"}))
-    (folder / "driver.py").write_text(
-        f"import sys\nsys.path.append({str(ROOT)!r})\n" + (ROOT / "driver.py").read_text()
-    )
-    done = in_its_own_process(folder, "launch", "-c", "line.yaml")
-    assert done.returncode == 0, done.stderr
+    code, text = in_its_own_process(folder, "launch", "-c", "line.yaml")
+    assert code == 0, text
     return folder
 
 
@@ -214,7 +213,7 @@ def test_tracker_gets_every_entry(folder):
 
 
 def test_engine_brings_its_settings(harness, folder):
-    assert harness("launch", "-c", "line.yaml", "--dry-run")[1].startswith("MARK=seen ")
+    assert harness("launch", "-c", "line.yaml", "--dry-run")[1].startswith("HARNESS_MARK=seen ")
     line = (folder / "line.yaml").read_text().splitlines().index("  child:") + 2
     for words, problem in (
         (["launch.child.mrk=x"], "command line: launch.child.mrk: unknown key; did you mean launch.child.mark?"),
@@ -243,10 +242,8 @@ def test_only_the_launch_imports_the_engine(harness, folder):
 
 
 def test_verb(folder):
-    done = in_its_own_process(folder, "mine.verb", "runs/line", "--split", "train")
-    assert (done.returncode, done.stdout, done.stderr) == (3, "8 lines\n", "")
-    shown = in_its_own_process(folder, "mine.verb", "--help")
-    assert "count the lines of metrics.jsonl" in shown.stdout
+    assert in_its_own_process(folder, "mine.verb", "runs/line", "--split", "train") == (3, "8 lines\n")
+    assert "count the lines of metrics.jsonl" in in_its_own_process(folder, "mine.verb", "--help")[1]
 
 
 def test_misspelled_parts_are_reported(harness):
@@ -344,9 +341,9 @@ def test_noise_on_gradients_is_the_same_after_a_kill(tmp_path):
     (tmp_path / "line.yaml").write_text(yaml.safe_dump(config))
 
     def launched(*words: str) -> tuple[int, list[dict]]:
-        done = in_its_own_process(tmp_path, "launch", "-c", "line.yaml", *words)
+        code, _ = in_its_own_process(tmp_path, "launch", "-c", "line.yaml", *words)
         name = next((word.removeprefix("name=") for word in words if word.startswith("name=")), "line")
-        return done.returncode, record(tmp_path / "runs" / name)
+        return code, record(tmp_path / "runs" / name)
 
     assert launched()[0] == 0
     (tmp_path / "kill").touch()
@@ -400,7 +397,7 @@ def test_a_checkpoint_format_is_one_file(tmp_path, monkeypatch):
     (tmp_path / "line.yaml").write_text(yaml.safe_dump(config))
 
     def trained(name: str, *words: str) -> int:
-        return in_its_own_process(tmp_path, "train", "-c", "line.yaml", f"name={name}", *words).returncode
+        return in_its_own_process(tmp_path, "train", "-c", "line.yaml", f"name={name}", *words)[0]
 
     assert trained("line") == 0
     (tmp_path / "kill").touch()
@@ -419,7 +416,7 @@ def test_a_checkpoint_format_is_one_file(tmp_path, monkeypatch):
     assert checkpoint.damage(killed / "step-6") == ""
     assert trained("copy", f"checkpoint.resume={killed / 'step-6'}") == 0  # which names the format
     words = ["compare", "runs/line", "runs/killed"]
-    refused = in_its_own_process(tmp_path, *words)
-    assert "whose code would be imported" in refused.stdout
-    assert refused.returncode == 1
-    assert in_its_own_process(tmp_path, *words, "--trust").returncode == 0
+    code, text = in_its_own_process(tmp_path, *words)
+    assert "whose code would be imported" in text
+    assert code == 1
+    assert in_its_own_process(tmp_path, *words, "--trust")[0] == 0

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,17 @@ from tests.end_to_end.experiment import (
     run_folder,
     write_config,
 )
-from tests.end_to_end.processes import END_S, START_S, Started, driver, drivers, started, wait_for_steps, wait_until
+from tests.end_to_end.processes import (
+    END_S,
+    START_S,
+    Started,
+    driver,
+    drivers,
+    shell,
+    started,
+    wait_for_steps,
+    wait_until,
+)
 from tests.ranks import free_port, launch_environment, wait_for
 
 HOST = socket.gethostname()
@@ -116,6 +127,19 @@ def test_torchrun_killed_launcher_then_sigterm_then_resumed(tmp_path, data):
     assert checkpoint_of(folder) == max(steps(folder))
 
 
+@pytest.mark.slow
+def test_two_launches_at_once_do_not_share_a_port(tmp_path, data):
+    """No port is hard-coded, and two runs launched at once both finish."""
+    for path in [*(ROOT / "harness").rglob("*.py"), ROOT / "driver.py", *(ROOT / "configs").glob("*.yaml")]:
+        if "apex" not in path.parts:
+            assert not re.search(r"\b(29500|12355|MASTER_PORT\W+\d\d)", path.read_text()), path
+    configs = [write_config(tmp_path / name, data, train={"epochs": 1}) for name in ("one", "two")]
+    words = [["launch/single_node.sh", "2", str(config)] for config in configs]
+    places = [config.with_name("terminal") for config in configs], [config.parent for config in configs]
+    with ThreadPoolExecutor() as launch:
+        assert list(launch.map(shell, words, *places)) == [0, 0]
+
+
 NODE_2_OF_2 = {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
@@ -147,20 +171,6 @@ def test_usage_errors_of_the_scripts(tmp_path, script, arguments, environ, messa
 
 
 # Without a launcher
-
-
-@pytest.mark.slow
-def test_both_spellings_of_local_rank_are_accepted(tmp_path, data):
-    """--local_rank=0 and --local-rank=1 in one run, and neither in a single process."""
-    config = write_config(tmp_path, data, train={"epochs": 1})
-    port = free_port()
-    terminal = tmp_path / "terminal.txt"
-    ranks = [
-        driver([f"{option}={rank}", "-c", str(config)], launch_environment(rank, 2, port), terminal)
-        for rank, option in enumerate(("--local_rank", "--local-rank"))
-    ]
-    alone = driver(["-c", str(config), "name=alone"], {}, terminal)
-    assert wait_for([*ranks, alone], START_S) == [0, 0, 0], terminal.read_text()
 
 
 @pytest.mark.slow
@@ -202,42 +212,22 @@ def test_signal_to_every_process_of_a_rank(tmp_path, data):
         assert not run.alive()
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_remaining_rank_exits_after_a_peer_is_killed(tmp_path, data, victim):
+def test_remaining_rank_exits_after_a_peer_is_killed(tmp_path, data):
     config = write_config(tmp_path, data, **SLOW)
     folder, terminal = run_folder(config), tmp_path / "terminal.txt"
     ranks = drivers(2, ["-c", str(config)], terminal)
     try:
         wait_for_steps(folder, 2)
         begin = time.monotonic()
-        ranks[victim][0].kill()
+        ranks[0][0].kill()
     finally:
         codes = wait_for(ranks, END_S)
     assert time.monotonic() - begin < 20
-    assert codes[victim] == -signal.SIGKILL
-    assert codes[1 - victim] == EXIT_FAILURE
+    assert codes == [-signal.SIGKILL, EXIT_FAILURE]
     failure = json.loads((folder / "failure.json").read_text())
-    assert (failure["rank"], failure["cause"], failure["exit_code"]) == (victim, "node_lost", EXIT_FAILURE)
-    assert failure["message"].startswith(f"its process {ranks[victim][0].pid} ended without a report")
+    assert (failure["rank"], failure["cause"], failure["exit_code"]) == (0, "node_lost", EXIT_FAILURE)
+    assert failure["message"].startswith(f"its process {ranks[0][0].pid} ended without a report")
     assert terminal.read_text().count("lost contact with the other ranks") == 1
-
-
-def test_remaining_rank_exits_at_the_limit_after_a_peer_froze(tmp_path, data):
-    """A rank that hangs without dying, as on a hung disk: the others wait for runtime.timeout_s."""
-    config = write_config(tmp_path, data, **{**SLOW, "runtime": {"device": "cpu", "timeout_s": 4}})
-    folder, terminal = run_folder(config), tmp_path / "terminal.txt"
-    ranks = drivers(2, ["-c", str(config)], terminal)
-    try:
-        wait_for_steps(folder, 2)
-        os.kill(ranks[1][0].pid, signal.SIGSTOP)
-        ranks[0][0].join(END_S)
-        assert ranks[0][0].exitcode == EXIT_FAILURE
-    finally:
-        codes = wait_for(ranks, END_S)
-    assert codes == [EXIT_FAILURE, EXIT_FAILURE]
-    assert f"its process {ranks[1][0].pid} is stopped, by SIGSTOP" in terminal.read_text()
-    failure = json.loads((folder / "failure.json").read_text())
-    assert (failure["rank"], failure["cause"]) == (1, "hung")
 
 
 @pytest.mark.slow
@@ -258,24 +248,21 @@ def test_second_start_in_the_same_run_folder_is_refused(tmp_path, data):
     assert len(json.loads((folder / "provenance.json").read_text())) == 1
 
 
-@pytest.mark.parametrize(("first", "late"), [(1, 2), pytest.param(2, 3, marks=pytest.mark.slow)])
-def test_rank_0_does_not_train_without_a_rank_that_comes_later(tmp_path, data, first, late):
-    """One machine was started with a wrong WORLD_SIZE. The others have met without the last rank."""
+def test_rank_0_does_not_train_without_a_rank_that_comes_later(tmp_path, data):
+    """One machine was started with a wrong WORLD_SIZE. Rank 0 trains without the last rank."""
     config, terminal, port = write_config(tmp_path, data, **SLOW), tmp_path / "terminal.txt", free_port()
     words = ["-c", str(config), "train.epochs=100"]
-    ranks = [driver(words, launch_environment(rank, first, port), terminal) for rank in range(first)]
+    ranks = [driver(words, launch_environment(0, 1, port), terminal)]
     try:
         wait_for_steps(run_folder(config), 1)
-        ranks.append(driver(words, launch_environment(late - 1, late, port), terminal))
+        ranks.append(driver(words, launch_environment(1, 2, port), terminal))
     finally:
         codes = wait_for(ranks, END_S)
-    assert codes[0] == codes[-1] == EXIT_USAGE, terminal.read_text()
-    assert set(codes) <= {EXIT_USAGE, EXIT_FAILURE}
+    assert codes == [EXIT_USAGE] * 2, terminal.read_text()
     failure = json.loads((run_folder(config) / "failure.json").read_text())
     assert (failure["rank"], failure["cause"], failure["exit_code"]) == (0, "error", EXIT_USAGE)
-    met = f"ranks 0-{first - 1}" if first > 1 else "rank 0"
     for text in (failure["message"], terminal.read_text()):
-        assert f"number of ranks (WORLD_SIZE): {first} on {met} ({HOST}); {late} on rank {late - 1} ({HOST})" in text
+        assert f"number of ranks (WORLD_SIZE): 1 on rank 0 ({HOST}); 2 on rank 1 ({HOST})" in text
 
 
 # At any moment
@@ -286,10 +273,9 @@ def importing(run: Started) -> bool:
     return "libtorch" in Path(f"/proc/{run.process.pid}/maps").read_text()
 
 
-@pytest.mark.parametrize("words", [[DRIVER], pytest.param(["-m", "harness", "check"], marks=pytest.mark.slow)])
-def test_interrupt_while_modules_are_imported(tmp_path, data, words):
+def test_interrupt_while_modules_are_imported(tmp_path, data):
     config = write_config(tmp_path, data)
-    with started([sys.executable, *words, "-c", config], tmp_path / "terminal.txt") as run:
+    with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt") as run:
         wait_until(lambda: importing(run), START_S, "torch is imported")
         run.signal(signal.SIGINT)
         assert run.wait(END_S) == 130, run.text()
@@ -355,12 +341,11 @@ def test_interrupt_before_the_run_begins(tmp_path, data, engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [[DRIVER], ["-m", "harness", "launch", "--nproc", "2"]])
-def test_lost_terminal_does_not_end_a_run(tmp_path, data, words):
+def test_lost_terminal_does_not_end_a_run(tmp_path, data):
     """The terminal closes while it shows the progress bar; the log goes on."""
     config = write_config(tmp_path, data, **{**SLOW, "data": {"num_workers": 0}})
     ours, theirs = os.openpty()
-    command = [sys.executable, *words, "-c", str(config)]
+    command = [sys.executable, "-m", "harness", "launch", "--nproc", "2", "-c", str(config)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, cwd=ROOT, env=environ, start_new_session=True

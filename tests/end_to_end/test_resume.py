@@ -40,7 +40,8 @@ NUM_KILLS = 10
 
 
 def kill_in_turn(tmp_path, data, level, world_size, places, chance):
-    """Kill a run once in each of ``places``, let it finish, and compare it with an unbroken run."""
+    """Kill a run once in each of ``places``, damage its newest checkpoint so that the previous one is used, let it
+    finish, and compare it with an unbroken run."""
     settings = {**SETTINGS, "precision": {"opt_level": level}}
     unbroken = train(tmp_path / "unbroken", data, world_size, **settings)
     broken = write_config(tmp_path / "broken", data, **settings)
@@ -51,7 +52,11 @@ def kill_in_turn(tmp_path, data, level, world_size, places, chance):
         codes = run(broken, world_size, kill=Kill(victim, at + chance.randint(1, 3), where))
         assert codes[victim] == -signal.SIGKILL, f"the run ended before it could be killed: {codes}"
         assert all(code not in (0, -signal.SIGKILL) for rank, code in enumerate(codes) if rank != victim)
+    state = newest_checkpoint(folder) / "state.pt"
+    state.write_bytes(state.read_bytes()[:-100])
     assert run(broken, world_size) == [0] * world_size
+    rejected = f"checkpoint rejected: {state.parent}: state.pt is truncated"
+    assert rejected in (broken.parent / "terminal-0.txt").read_text()
     assert_same_run(unbroken, folder)
 
 
@@ -83,7 +88,7 @@ def test_modern_preset_is_resumed_exactly_on_a_cpu(tmp_path, data):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("level", "strategy", "world_size"), [("O0", "ddp", 1), ("O1", "ddp", 2), ("O4", "fsdp", 2)])
+@pytest.mark.parametrize(("level", "strategy", "world_size"), [("O1", "ddp", 2), ("O4", "fsdp", 2)])
 def test_compiled_model_is_resumed_exactly(tmp_path, data, level, strategy, world_size):
     """One resume begins with the smaller last batch of an epoch, the other one after it."""
     settings = {
@@ -128,9 +133,7 @@ def test_resume_with_another_number_of_loader_workers_is_exact(tmp_path, data):
     assert_same_run(unbroken, run_folder(broken))
 
 
-@pytest.mark.parametrize(
-    "rule", ["global", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("contiguous", "strided"))]
-)
+@pytest.mark.parametrize("rule", ["global", pytest.param("contiguous", marks=pytest.mark.slow)])
 def test_resume_on_another_world_size_uses_every_row_once(tmp_path, data, rule):
     """2 ranks, then 1, then 3, all within one epoch: the log still counts each row of the epoch once."""
     settings = {
@@ -152,33 +155,23 @@ def test_resume_on_another_world_size_uses_every_row_once(tmp_path, data, rule):
         assert [line["loss"] for line in trained] == pytest.approx(expected, abs=1e-5)
 
 
-def test_damaged_checkpoint_is_refused_and_the_previous_one_used(tmp_path, data):
-    unbroken = train(tmp_path / "unbroken", data)
-    broken = write_config(tmp_path / "broken", data)
-    run(broken, kill=Kill(0, 20))
-    newest = newest_checkpoint(run_folder(broken))
-    state = newest / "state.pt"
-    state.write_bytes(state.read_bytes()[:-100])
-    assert run(broken) == [0]
-    assert f"checkpoint rejected: {newest}: state.pt is truncated" in (broken.parent / "terminal-0.txt").read_text()
-    assert_same_run(unbroken, run_folder(broken))
-
-
-def test_a_run_is_never_erased_because_its_checkpoints_are_refused(tmp_path, data):
-    """Such as those of another version of the harness."""
+def test_a_run_is_never_erased(tmp_path, data):
+    """Neither by another recipe nor because its checkpoints are refused, such as those of another version."""
     config = write_config(tmp_path / "run", data, train={"epochs": 1})
     folder, terminal = run_folder(config), config.parent / "terminal-0.txt"
-    assert run(config) == [0]
+    assert [run(config), run(config, 1, "optimizer.lr=0.01")] == [[0], [0]]
+    assert (folder.with_name("run.1") / "summary.json").exists()
+    assert "optimizer.lr 0.05 -> 0.01" in terminal.read_text()
     manifests = list(folder.glob("checkpoints/*/manifest.json"))
     for manifest in manifests:
         write_sealed(manifest, {**read_sealed(manifest), "version": 1})
     kept = [folder / "weights.safetensors", folder / "metrics.jsonl", *manifests]
     before = [path.read_bytes() for path in kept]
-    assert run(config) == [70]
+    assert run(config, 1, "optimizer.lr=0.01") == [70]
     assert "no checkpoint of this run can be used\n  step-8: its version is 1, but" in terminal.read_text()
     assert [path.read_bytes() for path in kept] == before
-    assert run(config, 1, "checkpoint.resume=never") == [0]
-    moved = [folder.with_name("run.1") / path.relative_to(folder) for path in kept]
+    assert run(config, 1, "optimizer.lr=0.01", "checkpoint.resume=never") == [0]
+    moved = [folder.with_name("run.2") / path.relative_to(folder) for path in kept]
     assert [path.read_bytes() for path in moved] == before
 
 
@@ -196,13 +189,6 @@ def test_starting_a_finished_run_changes_nothing_and_more_epochs_continue_it(tmp
     assert run(config, 1, "train.epochs=3") == [0]
     assert "epochs: 3" in (folder / "config.yaml").read_text()
     assert [line["epoch"] for line in of_split(folder, "eval")] == [1, 2, 3]
-
-
-def test_changed_recipe_moves_the_old_run_aside(tmp_path, data):
-    config = write_config(tmp_path / "run", data, train={"epochs": 1})
-    assert [run(config), run(config, 1, "optimizer.lr=0.01")] == [[0], [0]]
-    assert (tmp_path / "run" / "runs" / "run.1" / "summary.json").exists()
-    assert "optimizer.lr 0.05 -> 0.01" in (config.parent / "terminal-0.txt").read_text()
 
 
 @pytest.mark.slow

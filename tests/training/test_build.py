@@ -1,4 +1,4 @@
-"""Parts of the assembly of a run that are collective."""
+"""Parts of the assembly of a run: the sizes of batches, and what is collective."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import open_runtime
+from harness.errors import ConfigError
 from harness.training import build
+from tests.fixtures import make_config, write_rows
 from tests.ranks import run_ranks
 
 
@@ -31,3 +34,23 @@ def _warned(without_labels: tuple[int, ...]) -> list[str]:
 @pytest.mark.parametrize(("without_labels", "expected"), [((), 1), ((1,), 0), ((0, 1), 0)])
 def test_skew_is_reported_if_every_rank_counts_labels(without_labels, expected):
     assert [len(found) for found in run_ranks(2, _warned, without_labels, group=False, timeout_s=40)] == [expected] * 2
+
+
+def test_batch_is_stated_as_global_or_per_rank(tmp_path):
+    """Both numbers are printed, and steps and learning rate follow from the global one."""
+    write_rows(tmp_path, "train", 64)
+    write_rows(tmp_path, "eval", 4)
+    sizes = {
+        key: [build.sizes(make_config(tmp_path, batch=batch), 64, world) for world in (1, 2, 4)]
+        for key, batch in {"global": {"global": 16}, "per_rank": {"global": None, "per_rank": 16}}.items()
+    }
+    assert [(size.global_batch, size.per_rank) for size in sizes["global"]] == [(16, 16), (16, 8), (16, 4)]
+    assert len({(size.steps_per_epoch, size.lr) for size in sizes["global"]}) == 1
+    assert [size.global_batch for size in sizes["per_rank"]] == [16, 32, 64]
+    with pytest.raises(ConfigError, match="exactly one of"):
+        make_config(tmp_path, batch={"global": None})
+    config = make_config(tmp_path, batch={"global": 16})
+    facts = build.describe(
+        config, build.open_task(config, build.Runtime()), sizes["global"][1], 2, torch.device("cpu"), "harness"
+    )
+    assert facts["batch"] == "8 per rank, 16 in total"

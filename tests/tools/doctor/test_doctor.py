@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import json
 import resource
-import subprocess
 import sys
 import threading
 import warnings
@@ -47,7 +46,9 @@ def write(root, files: dict[str, str]) -> System:
 # The report
 
 
-def test_report_on_this_machine(capsys):
+def test_report_on_this_machine(capsys, monkeypatch):
+    version = f"PyTorch version: {torch.__version__}"  # the whole list takes seconds
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: version)
     code = cli.main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {"harness", "host", "system", "problems", "findings"}
@@ -57,8 +58,7 @@ def test_report_on_this_machine(capsys):
     assert all(finding["remedies"] for finding in problems)
     checks = {finding["check"] for finding in report["findings"]}
     assert checks == {check.__name__ for check in examine.CHECKS} | {"environment"}
-    environment = report["findings"][-1]["text"]
-    assert f"PyTorch version: {torch.__version__}" in environment
+    assert report["findings"][-1]["text"] == version
     assert not any("the check failed" in finding["text"] for finding in report["findings"])
 
 
@@ -118,13 +118,6 @@ def test_check_that_hangs_adds_a_finding():
     assert (second.mark, second.text) == ("problem", "no answer within 0.05 s")
 
 
-def test_doctor_starts_without_torch():
-    program = (
-        "import sys\nfrom harness.tools.doctor import examine\nassert not {'torch', 'pydantic'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=250)
-
-
 # Software
 
 
@@ -145,6 +138,8 @@ def test_packages(monkeypatch):
             raise importlib.metadata.PackageNotFoundError(name)
         return versions[name]
 
+    owners: dict[str, list[str]] = {}
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: owners)
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert found(software.packages) == [
@@ -159,8 +154,7 @@ def test_packages(monkeypatch):
     versions |= {"torch": "2.10.0", "pandas": "1"}
     assert only(software.packages) == Finding("packages", "ok", "all 4 required packages are installed")
 
-    owners = {"harness": ["apex-harness", "harness"]}
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: owners)
+    owners["harness"] = ["apex-harness", "harness"]
     hidden, _ = found(software.packages)
     assert (hidden.mark, hidden.remedies[0]) == ("problem", "python -m pip uninstall harness")
 

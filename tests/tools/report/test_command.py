@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -13,7 +12,6 @@ from harness import cli
 from harness.errors import ConfigError
 from harness.runs import ownership
 from harness.tools.report import page
-from tests.conftest import ROOT
 
 
 def test_the_page_is_written_and_its_path_printed(tmp_path, capsys):
@@ -65,13 +63,3 @@ def test_missing_plotly_is_an_error(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"apex-harness\[report\]"):
         page.write([write_run(tmp_path / "run", Fake())])
-
-
-def test_report_needs_no_torch(tmp_path):
-    run = write_run(tmp_path / "run", Fake())
-    code = (
-        "import sys; from pathlib import Path; from harness.tools.report import page\n"
-        f"page.write([Path({str(run)!r})])\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=250, capture_output=True).returncode == 0

@@ -7,7 +7,6 @@ import json
 import re
 
 import pytest
-import yaml
 
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.runs import reader
@@ -150,80 +149,25 @@ def test_figures_are_valid_plotly(sweep, tmp_path):
         assert chart.rows
 
 
-@pytest.mark.parametrize("state", ["finished", "stopped", "failed", "unfinished"])
-def test_run_in_any_state_has_a_page(tmp_path, state):
-    text = render(write_run(tmp_path / "run", Fake(state=state)))
-    Elements(text)
-    if state == "unfinished":
-        assert "metrics.jsonl ends mid-line" in text
-    if state == "failed":
-        assert "TrainingError (rank 0 at step 7): the loss became nan" in text
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "damage",
+    ("state", "problem"),
     [
-        "config.yaml",
-        "summary.json",
-        "provenance.json",
-        "metrics.jsonl",
-        "confusion.csv",
-        "predictions.csv",
-        "failure.json",
+        ("unfinished", "metrics.jsonl ends mid-line"),
+        ("failed", "TrainingError (rank 0 at step 7): the loss became nan"),
     ],
 )
-@pytest.mark.parametrize(
-    "content", [None, b"", b"{", b"[]", b"{}", b"3", b"\xff\0", b"null", b'[{"ranks": 3}]', b"a: [1"]
-)
-def test_any_file_may_be_damaged(tmp_path, damage, content):
-    run = write_run(tmp_path / "run", Fake(epochs=2))
-    if content is None:
-        (run / damage).unlink(missing_ok=True)
-    else:
-        (run / damage).write_bytes(content)
-    other = write_run(tmp_path / "other", Fake(epochs=2, lr=0.2))
-    Elements(render(run, other))
-
-
-def test_numbers_that_are_not_finite_have_a_page(tmp_path):
-    runs = []
-    for number, odd in enumerate(("Infinity", "-Infinity", "NaN", "1e999", "null")):
-        run = write_run(tmp_path / str(number), Fake(epochs=1, lr=0.1 + number))
-        text = (run / "metrics.jsonl").read_text().replace("65536.0", odd).replace('"skipped": 0', f'"skipped": {odd}')
-        (run / "metrics.jsonl").write_text(text + f'{{"split": "eval", "step": 1, "epoch": {odd}, "top1": {odd}}}\n')
-        runs.append(run)
-    Elements(render(*runs))
-
-
-@pytest.mark.parametrize("state", ["waiting", "running", "failed"])
-def test_sweep_without_runs_has_a_page(tmp_path, monkeypatch, state):
-    trials = [{"number": n, "run": f"trials/{n}", "params": {"optimizer.lr": n}, "state": state} for n in range(3)]
-    (tmp_path / "sweep.json").write_text(json.dumps({"name": "s", "metric": "top1", "trials": trials}))
-    text = render(tmp_path)
-    Elements(text)
-    assert ("○ waiting" in text) == (state != "failed")
-
-
-def test_settings_of_wrong_types_have_a_page(tmp_path):
-    odd = {"optimizer.lr": "fast", "batch.global": "many", "seed": [1, 2], "data": 3, "train.epochs": {"a": None}}
-    runs = [write_run(tmp_path / str(n), Fake(epochs=1, seed=n)) for n in range(2)]
-    tree = yaml.safe_load((runs[0] / "config.yaml").read_text())
-    for key, value in odd.items():
-        section, _, leaf = key.partition(".")
-        tree[section] = {leaf: value} if leaf else value
-    (runs[0] / "config.yaml").write_text(yaml.safe_dump(tree))
-    Elements(render(*runs))
+def test_problems_of_a_run_are_on_its_page(tmp_path, state, problem):
+    assert problem in render(write_run(tmp_path / "run", Fake(state=state)))
 
 
 def test_only_the_best_runs_are_drawn_and_all_are_in_the_table(tmp_path):
-    fakes = [Fake(lr=0.001 * (1 + n), final=0.9 - 0.001 * n, epochs=2, log_every=1) for n in range(60)]
+    fakes = [Fake(lr=0.001 * (1 + n), final=0.9 - 0.001 * n, epochs=2, log_every=1) for n in range(30)]
     text = render(write_sweep(tmp_path / "sweep", fakes))
     elements = Elements(text)
     data = json.loads(re.search(r'id="report-data">(.*?)</script>', text, re.S).group(1))
     assert len(data["lines"]) == curves.MAX_LINES
     assert data["lines"][0]["label"] == "lr 0.001"
-    assert text.count('<tr><th scope="row">lr 0.0') >= 60
-    assert "36 other runs are in the table of all runs" in text
+    assert text.count('<tr><th scope="row">lr 0.0') >= 30
+    assert "6 other runs are in the table of all runs" in text
     assert any(attributes.get("id") == "filter" for attributes in elements.all("input"))
     assert len(text) < 4_000_000

@@ -94,6 +94,7 @@ def test_failed_trials_do_not_stop_others_and_can_be_retried(folder):
     assert "retrying failed trials: 3" in output(folder)
 
 
+@pytest.mark.slow
 def test_killed_trial_resumes_from_its_checkpoint(folder):
     write_sweep(folder, space=SPACE)
     behave(folder, t0001="die")
