@@ -118,24 +118,28 @@ def all_counts(folder: Path, strategy: str) -> dict[str, dict[str, list[Sync]]]:
     return dict(zip(levels, found, strict=True))
 
 
-def rows(strategy: str, counts: dict[str, dict[str, list[Sync]]]) -> list[str]:
-    """The lines of the table for a strategy."""
+def rows(counts: dict[str, dict[str, list[Sync]]]) -> list[str]:
+    """The lines of the table for a strategy, without its name."""
     parts = next(iter(counts.values()))
     cells = [[str(len(counts[level][part])) if level in counts else "" for level in LEVELS] for part in parts]
-    return [f"| {strategy} | {part} | {' | '.join(line)} |" for part, line in zip(parts, cells, strict=True)]
+    return [f"{part} | {' | '.join(line)} |" for part, line in zip(parts, cells, strict=True)]
 
 
 def written(strategy: str) -> list[str]:
-    """The lines for a strategy in docs/."""
+    """The lines for a strategy in docs/, without its name."""
     table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    return [line for line in table.splitlines() if line.startswith(f"| {strategy} |")]
+    split = [line.removeprefix("| ").partition(" | ") for line in table.splitlines()]
+    return [rest for names, _, rest in split if strategy in names.split(", ")]
 
 
 def main() -> None:
     lines = ["", f"| strategy | part of a run | {' | '.join(LEVELS)} |", f"| --- | --- |{' --- |' * len(LEVELS)}"]
+    alike: dict[tuple[str, ...], list[str]] = {}
     for strategy in STRATEGIES:
         with tempfile.TemporaryDirectory() as folder:
-            lines += rows(strategy, all_counts(Path(folder), strategy))
+            alike.setdefault(tuple(rows(all_counts(Path(folder), strategy))), []).append(strategy)
+    for found, names in alike.items():
+        lines += [f"| {', '.join(names)} | {row}" for row in found]
     text = PAGE.read_text(encoding="utf-8")
     table = "\n".join([BEGIN, *lines, END])
     PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: table, text, flags=re.DOTALL), encoding="utf-8")

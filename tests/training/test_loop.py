@@ -52,7 +52,7 @@ class Overflows(nn.Module):
 )
 def test_table_of_waits_is_current(tmp_path, strategy):
     counts = sync_table.all_counts(tmp_path, strategy)
-    assert sync_table.written(strategy) == sync_table.rows(strategy, counts), "run python -m tests.sync_table"
+    assert sync_table.written(strategy) == sync_table.rows(counts), "run python -m tests.sync_table"
     for level, parts in counts.items():
         waits = {part: [sync.where for sync in found] for part, found in parts.items()}
         assert not waits["a batch of an evaluation"]
