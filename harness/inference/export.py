@@ -99,7 +99,7 @@ def _subject(run: Path, config: Config, task: OpenedTask) -> Exported:
 
 
 def _signature(task: OpenedTask) -> dict[str, Any]:
-    return task.signature if isinstance(task, SupportsSignature) else {}
+    return dict(task.signature) if isinstance(task, SupportsSignature) else {}
 
 
 def _safetensors(subject: Exported, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:

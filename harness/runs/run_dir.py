@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -262,17 +262,17 @@ class RunFolder:
                 warnings.append(f"{name} is written again {when}: {reason(error)}")
         return warnings
 
-    def learned(self, facts: dict[str, Any]) -> None:
+    def learned(self, facts: Mapping[str, object]) -> None:
         """``task.json``: what the task took from the training data, for predictions without them."""
-        write_sealed(self.path / layout.TASK, facts)
+        write_sealed(self.path / layout.TASK, dict(facts))
 
     def summary(self, values: dict[str, Any]) -> None:
         write_sealed(self.path / layout.SUMMARY, finite(values))
 
-    def confusion(self, matrix: list[list[int]] | None, classes: list[str]) -> None:
+    def confusion(self, evaluation: Mapping[str, Any]) -> None:
         """``confusion.csv``: a row for each true class, a column for each prediction, counts in the cells."""
-        if matrix is not None:
-            text = io.StringIO()
+        if {"confusion", "class_accuracy"} <= evaluation.keys():
+            text, classes, matrix = io.StringIO(), evaluation["class_accuracy"], evaluation["confusion"]
             rows = ([name, *counts] for name, counts in zip(classes, matrix, strict=True))
             csv.writer(text, lineterminator="\n").writerows([["label", *classes], *rows])
             write_atomically(self.path / layout.CONFUSION, text.getvalue())

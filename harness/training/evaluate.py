@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -14,14 +14,14 @@ import torch
 from harness.config.schema import Config
 from harness.data.loader import StoppedWaiting
 from harness.errors import DataError, TrainingError
-from harness.training.metrics import Sums
+from harness.training.metrics import Report, Sums
 from harness.training.run import Run
 from harness.training.task import OpenedTask
 
 log = logging.getLogger("harness")
 
 
-def evaluate(run: Run) -> dict[str, Any] | None:
+def evaluate(run: Run) -> Report | None:
     """Metrics of the current weights (their moving average, if there is one) over all evaluation rows.
 
     Returns None if the ranks agreed to stop. Collective: every rank checks for a stop equally often, however many
@@ -64,7 +64,7 @@ def evaluate(run: Run) -> dict[str, Any] | None:
     return {**metrics, "samples_per_s": counted / (time.perf_counter() - start)}
 
 
-def report(run: Run, total: Sums) -> dict[str, Any]:
+def report(run: Run, total: Sums) -> Report:
     """The task's report on the reduced sums, with rank 0's numbers on every rank: the loop decides by them, and a
     metric may sample rows, or round differently on another processor. Collective; an error on any rank is raised on
     all."""
@@ -73,11 +73,11 @@ def report(run: Run, total: Sums) -> dict[str, Any]:
     return {**found, **run.runtime.from_first({key: value for key, value in found.items() if is_number(value)})}
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float)
 
 
-def numbers(report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def numbers(report: Report, names: Iterable[str]) -> Report:
     """``report``, with a number for each of the metrics ``names``. Raises TrainingError."""
     for name in names:
         value = report.get(name)

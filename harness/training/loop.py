@@ -183,7 +183,7 @@ def evaluation(run: Run) -> None:
     run.tracker.log("eval", {"step": state.step, "epoch": state.epoch, **plain, "cost": cost, "wall_s": run.wall_s()})
     run.health.validation(metrics, state)
     state.history.append({"step": state.step, "epoch": state.epoch, **metrics})
-    value = found[name]
+    value = plain[name]
     increases = run.config.task.metrics[name] == "max"
     better = math.isfinite(value) and (state.best is None or (value > state.best if increases else value < state.best))
     if better:

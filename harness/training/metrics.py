@@ -30,7 +30,8 @@ MAX_SCORES = 100  # classes; with one column for each of more, the table would b
 _ROWS = "outputs"  # the name under which Sums keeps all outputs and targets
 
 Pairs = dict[str, tuple[Tensor, Tensor]]  # {name: (sum, count)}, of any shape
-Report = dict[str, Any]
+Report = Mapping[str, object]  # the numbers of the metrics, and details as JSON
+Columns = Mapping[str, Sequence[object] | np.ndarray | Tensor]  # {column: one value per row}
 
 
 class Rows(NamedTuple):
@@ -118,7 +119,7 @@ class Labels:
     known: ClassVar[str] = ""  # the argument of a metric that takes the number of names
 
     @property
-    def learned(self) -> dict[str, Any]:
+    def learned(self) -> dict[str, object]:
         """These facts as JSON, for the run folder."""
         return {"classes": list(self.names)}
 
@@ -138,12 +139,12 @@ class Labels:
         """The inputs of the user's own metrics: probabilities and classes, or numbers in the unit of their columns."""
         raise NotImplementedError
 
-    def predictions(self, outputs: Tensor) -> dict[str, Any]:
+    def predictions(self, outputs: Tensor) -> Columns:
         """Columns of the table of predictions."""
         raise NotImplementedError
 
     @property
-    def signature(self) -> dict[str, Any]:
+    def signature(self) -> dict[str, object]:
         """The meaning of the model's outputs, for ``harness export``."""
         return {"output": "logits", "classes": list(self.names)}
 
@@ -178,7 +179,7 @@ class SingleLabel(Labels):
 
     def report(self, sums: Sums) -> Report:
         """Accuracy by label; the confusion matrix as counts."""
-        report: Report = {name: sums.ratio(name) for name in sums.pairs if name.startswith("top")}
+        report: dict[str, object] = {name: sums.ratio(name) for name in sums.pairs if name.startswith("top")}
         correct, count = sums.pairs["class_accuracy"]
         report["mean_class_accuracy"] = _mean_ratio(correct, count)
         report["macro_f1"] = _mean_ratio(*sums.pairs["f1"])
@@ -193,7 +194,7 @@ class SingleLabel(Labels):
     def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.softmax(dim=1), targets
 
-    def predictions(self, outputs: Tensor) -> dict[str, Any]:
+    def predictions(self, outputs: Tensor) -> Columns:
         """The predicted label and the probability of each class, one column each.
 
         With more than MAX_SCORES classes: the five most probable labels, each with its probability.
@@ -236,7 +237,7 @@ class MultiLabel(Labels):
         """Precision, recall and F1 by label."""
         (both, num_predicted), (_, num_true) = sums.pairs["precision"], sums.pairs["recall"]
         doubled, count = 2 * both, num_predicted + num_true
-        report: Report = {
+        report: dict[str, object] = {
             "exact_match": sums.ratio("exact_match"),
             "micro_f1": (doubled.sum() / count.sum()).item(),
             "macro_f1": _mean_ratio(doubled, count),
@@ -256,7 +257,7 @@ class MultiLabel(Labels):
     def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.sigmoid(), targets.long()
 
-    def predictions(self, outputs: Tensor) -> dict[str, Any]:
+    def predictions(self, outputs: Tensor) -> Columns:
         """The predicted labels, and the probability of each label; of more than MAX_SCORES labels, of the five most
         probable."""
         outputs = outputs.float()
@@ -266,7 +267,7 @@ class MultiLabel(Labels):
         return {"prediction": predicted, **more(scores, self.names)}
 
     @property
-    def signature(self) -> dict[str, Any]:
+    def signature(self) -> dict[str, object]:
         return super().signature | {"postprocessing": {"probability": "sigmoid of each logit", "threshold": 0.5}}
 
 
@@ -281,7 +282,7 @@ class Regression(Labels):
     title: ClassVar[str] = "columns"
 
     @property
-    def learned(self) -> dict[str, Any]:
+    def learned(self) -> dict[str, object]:
         return {"columns": list(self.names), "mean": list(self.mean), "std": list(self.std)}
 
     def made_up(self, rows: int, generator: torch.Generator) -> Tensor:
@@ -309,7 +310,7 @@ class Regression(Labels):
         with np.errstate(divide="ignore", invalid="ignore"):
             r2 = np.where(spread > 0, 1 - squares / spread, np.nan)  # undefined if all labels are equal
         by_metric = {"rmse": np.sqrt(squares / rows) * std, "mae": absolutes / rows * std, "r2": r2}
-        report: Report = {name: float(values.mean()) for name, values in by_metric.items()}
+        report: dict[str, object] = {name: float(values.mean()) for name, values in by_metric.items()}
         report["by_column"] = {
             str(column): {name: float(values[place]) for name, values in by_metric.items()}
             for place, column in enumerate(self.names)
@@ -320,7 +321,7 @@ class Regression(Labels):
         numbers, true = (self._numbers(scaled) for scaled in (outputs, targets))
         return (numbers[:, 0], true[:, 0]) if len(self.names) == 1 else (numbers, true)
 
-    def predictions(self, outputs: Tensor) -> dict[str, Any]:
+    def predictions(self, outputs: Tensor) -> Columns:
         return by_column("prediction", list(map(str, self.names)), self._numbers(outputs).numpy())
 
     def _numbers(self, scaled: Tensor) -> Tensor:
@@ -328,21 +329,20 @@ class Regression(Labels):
         return scaled.double().cpu() * torch.tensor(self.std).double() + torch.tensor(self.mean).double()
 
     @property
-    def signature(self) -> dict[str, Any]:
+    def signature(self) -> dict[str, object]:
         scale = {"scale": "multiply by std, add mean", "mean": list(self.mean), "std": list(self.std)}
         return {"output": "numbers", "columns": list(self.names), "postprocessing": scale}
 
 
-def learned_labels(kind: Kind, facts: Mapping[str, Any], separator: str) -> Labels:
+def learned_labels(kind: Kind, facts: Mapping[str, object], separator: str) -> Labels:
     """The reverse of ``Labels.learned``, from a file that anybody may have edited. Raises ConfigError."""
-    names = facts.get("columns" if kind == "regression" else "classes")
-    mean, std = facts.get("mean", []), facts.get("std", [])
-    num_means = len(names) if isinstance(names, list) and kind == "regression" else 0
+    found = [facts.get(key, []) for key in ("columns" if kind == "regression" else "classes", "mean", "std")]
+    lists: list[list[Any]] = [value if isinstance(value, list) else [None] for value in found]
+    names, mean, std = lists
     if not (
-        isinstance(names, list)
-        and names
+        names
         and all(type(name) in (str, int) for name in names)
-        and all(isinstance(numbers, list) and len(numbers) == num_means for numbers in (mean, std))
+        and len(mean) == len(std) == (len(names) if kind == "regression" else 0)
         and all(type(number) in (int, float) and abs(number) < 1e300 for number in (*mean, *std))
     ):
         raise ConfigError(
@@ -377,9 +377,9 @@ def _by_label(scores: Tensor, labels: Sequence[str | int]) -> dict[str, Tensor]:
     return {f"score_{label}": column for label, column in zip(labels, scores.T, strict=True)}
 
 
-def _best(scores: Tensor, labels: Sequence[str | int], name: str = "label") -> dict[str, Any]:
+def _best(scores: Tensor, labels: Sequence[str | int], name: str = "label") -> Columns:
     """The five labels with the highest scores, and these."""
-    best, table = scores.topk(5, dim=1), dict[str, Any]()
+    best, table = scores.topk(5, dim=1), dict[str, Sequence[object] | Tensor]()
     for place, (values, indices) in enumerate(zip(best.values.T, best.indices.T, strict=True), start=1):
         table |= {f"{name}_{place}": [labels[index] for index in indices.tolist()], f"score_{place}": values}
     return table

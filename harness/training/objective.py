@@ -26,6 +26,7 @@ from harness.data.table.labels import LabelColumns
 from harness.data.table.table import Table, open_table
 from harness.errors import ConfigError, first_line, plural
 from harness.training.metrics import (
+    Columns,
     Labels,
     MultiLabel,
     OwnMetric,
@@ -54,7 +55,7 @@ class Loss:
 
     def __init__(self, section: LabelledTask, labels: Labels, counts: Counts | None) -> None:
         self.name, self._device = section.loss_name, torch.device("cpu")
-        self._call: Callable[[Tensor, Tensor], Any] = (
+        self._call: Callable[[Tensor, Tensor], object] = (
             _own_loss(self.name, section.loss) if "." in self.name else _BuiltIn(section, labels, counts)
         )
 
@@ -133,7 +134,7 @@ class _BuiltIn(nn.Module):
         return (1 - torch.exp(-entropy)).clamp_min(1e-7) ** self.gamma
 
 
-def _own_loss(name: str, section: LossSection) -> Callable[[Tensor, Tensor], Any]:
+def _own_loss(name: str, section: LossSection) -> Callable[[Tensor, Tensor], object]:
     """A loss of the user's own: a module or function of (outputs, targets)."""
     part = plugins.import_own("loss", name, "task.loss.name")
     try:
@@ -223,13 +224,13 @@ class Objective:
 
     def report(self, sums: Sums) -> Report:
         """{metric: value} of the reduced pairs; details by label or column; the confusion matrix as counts."""
-        found: Report = {"loss": sums.ratio("loss"), **self.labels.report(sums)}
+        found: dict[str, object] = {"loss": sums.ratio("loss"), **self.labels.report(sums)}
         for metric in self._own_metrics:
             found[metric.key] = metric.value(sums)
         details = {name: value for name, value in found.items() if not isinstance(value, int | float)}
         return {name: found[name] for name in self.section.metrics} | details
 
-    def errors(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+    def errors(self, columns: Mapping[str, np.ndarray]) -> Columns:
         """Columns that follow from predictions and labels: for numbers, prediction - label."""
         if self.labels.kind != "regression":
             return {}
@@ -272,7 +273,7 @@ class Objective:
             return [f"all training rows have the label {self.labels.names[0]!r}: there is nothing to learn"]
         return []
 
-    def summary(self, num_rows: int) -> dict[str, Any]:
+    def summary(self, num_rows: int) -> dict[str, object]:
         """Facts for the log and ``harness check``. ``num_rows``: of the evaluation."""
         options = ", ".join(f"{key} {value}" for key, value in self.section.loss.options.items() if key != "args")
         metrics = ", ".join(self.section.metrics)
@@ -301,11 +302,11 @@ class Supervised:
         """{metric: value} of the reduced pairs, and details of the evaluation."""
         return self.objective.report(sums)
 
-    def predictions(self, outputs: Tensor) -> dict[str, Any]:
+    def predictions(self, outputs: Tensor) -> Columns:
         """Columns that the model adds to the table of predictions."""
         return self.objective.labels.predictions(outputs)
 
-    def errors(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+    def errors(self, columns: Mapping[str, np.ndarray]) -> Columns:
         """Columns that follow from the predictions and the labels."""
         return self.objective.errors(columns)
 
@@ -364,7 +365,7 @@ def open_tables(task: TableTask, cache_dir: Path | None) -> tuple[Split, Split, 
 
 
 def open_new_table(
-    task: TableTask, learned: dict[str, Any], source: str, cache_dir: Path | None
+    task: TableTask, learned: Mapping[str, object], source: str, cache_dir: Path | None
 ) -> tuple[Split, Objective]:
     """Open the table ``source`` for prediction, with the labels in ``learned``. Its own labels are not interpreted."""
     table = open_table(source, text=task.input_columns, cache_dir=cache_dir)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,7 +154,7 @@ def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:
     return outputs[: len(batch)]
 
 
-def _array(values: Any, num_rows: int, what: str) -> pa.Array:
+def _array(values: Sequence[object] | np.ndarray | Tensor, num_rows: int, what: str) -> pa.Array:
     array = pa.array(values.cpu().numpy() if isinstance(values, Tensor) else values)
     if len(array) != num_rows:
         raise HarnessError(

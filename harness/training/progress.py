@@ -50,7 +50,7 @@ class State:
     since_best: int = 0  # evaluations
     wall_s: float = 0.0
     train_s: float = 0.0  # the part of it spent in training, on this rank
-    history: list[dict[str, Any]] = field(default_factory=list)  # one entry per evaluation
+    history: list[dict[str, float]] = field(default_factory=list)  # one entry per evaluation
     plateau: Plateau = field(default_factory=Plateau)
 
     def add_step(self, skipped: bool) -> None:

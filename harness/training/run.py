@@ -6,7 +6,6 @@ import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
 from harness.training.flops import Arithmetic, Counting
 from harness.training.health import Health
+from harness.training.metrics import Report
 from harness.training.on_gradients import OnGradients
 from harness.training.optim import Ema
 from harness.training.precision import Precision
@@ -64,7 +64,7 @@ class Run:
     started: float = 0.0  # time.perf_counter() at which state.wall_s was zero
     counting: Counting | None = None  # counts the model's arithmetic, on rank 0, with the first log line
     arithmetic: Arithmetic = Arithmetic()  # then known on rank 0, which logs it
-    weights: dict[str, Any] = field(default_factory=dict)  # those that this start was given: source, hash
+    weights: dict[str, object] = field(default_factory=dict)  # those that this start was given: source, hash
     last: tuple[Used, bool | Reading] | None = None  # the last step, until it is counted: whether it was skipped
     lr: float = 0.0  # of the last step, for the parameters without a group of their own
     num_threads: int = field(default_factory=torch.get_num_threads)  # of torch, before the task's code ran
@@ -235,17 +235,15 @@ class Run:
         self._compiled.add(stage)
         return self.runtime.announced(f"compiling {stage}")
 
-    def report(self, evaluation: dict[str, Any]) -> None:
+    def report(self, evaluation: Report) -> None:
         """Write summary.json, and the confusion matrix, of the newest evaluation. Collective."""
         state = self.state
         with self.runtime.together("writing the summary"):
             if self.runtime.rank == 0:
-                self.folder.confusion(
-                    evaluation.pop("confusion", None), [str(name) for name in evaluation.get("class_accuracy", {})]
-                )
+                self.folder.confusion(evaluation)
                 self.folder.summary(
                     {"name": self.config.name, "finished": self.finished(), "epoch": state.epoch, "step": state.step,
-                     "evaluation": evaluation,
+                     "evaluation": {name: value for name, value in evaluation.items() if name != "confusion"},
                      "best": {self.config.best_metric: state.best, "step": state.best_step}, "history": state.history,
                      "samples": state.rows, "samples_skipped": state.rows_skipped, "skipped": state.skipped,
                      "bad_rows": state.bad_rows,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from harness.data.batch import Batch, Dataset
 from harness.data.seeds import row_seed, seeded_torch
 from harness.errors import ConfigError
 from harness.training import model_builder
-from harness.training.metrics import Pairs, Report, Sums
+from harness.training.metrics import Columns, Pairs, Report, Sums
 from harness.training.objective import Classification, Supervised
 
 __all__ = [
@@ -33,8 +33,6 @@ __all__ = [
     "SupportsPredictions", "SupportsSample", "SupportsSignature", "TaskSection", "model_builder", "row_seed",
     "seeded_torch",
 ]  # fmt: skip
-
-Columns = Mapping[str, Sequence[Any] | Tensor]  # {column: one value per row}: text, numbers or a tensor (batch,)
 
 
 class OpenedTask(Protocol):
@@ -51,7 +49,7 @@ class OpenedTask(Protocol):
         ...
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Mapping[str, object]:
         """Facts to print before training: number of rows, classes, ..."""
         ...
 
@@ -107,7 +105,7 @@ class SupportsPredictions(Protocol):
 class SupportsErrors(Protocol):
     """An opened task whose table of predictions has columns that follow from the others."""
 
-    def errors(self, columns: Mapping[str, Any]) -> Columns:
+    def errors(self, columns: Mapping[str, np.ndarray]) -> Columns:
         """Columns made of those of ``predictions`` and ``known``, both as arrays."""
         ...
 
@@ -121,7 +119,7 @@ class SupportsLearned(Protocol):
     """An opened task that keeps facts from its training data, such as the classes, in the run folder."""
 
     @property
-    def learned(self) -> dict[str, Any]:
+    def learned(self) -> Mapping[str, object]:
         """Facts that ``Task.open_new`` needs, as JSON."""
         ...
 
@@ -160,7 +158,7 @@ class SupportsSample(Protocol):
 class SupportsNewData(Protocol):
     """A ``Task`` for ``harness predict``, which predicts the rows of a new file without the training data."""
 
-    def open_new(self, learned: dict[str, Any], source: str, cache_dir: Path | None) -> PredictingTask:
+    def open_new(self, learned: Mapping[str, object], source: str, cache_dir: Path | None) -> PredictingTask:
         """Open the file ``source`` as ``eval``; ``learned`` is what the trained task kept."""
         ...
 
@@ -170,7 +168,7 @@ class SupportsSignature(Protocol):
     """An opened task that describes its model's input and output for ``harness export``."""
 
     @property
-    def signature(self) -> dict[str, Any]:
+    def signature(self) -> Mapping[str, object]:
         """{"input": name, "output": name, "classes": [...], "preprocessing": {...}}, all optional."""
         ...
 

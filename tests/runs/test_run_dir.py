@@ -226,9 +226,9 @@ def test_a_kill_between_two_writes_leaves_readable_files(tmp_path):
 
 def test_confusion_is_a_table(tmp_path):
     run = RunFolder(tmp_path)
-    run.confusion(None, [])
+    run.confusion({"loss": 0.5})
     assert not (tmp_path / "confusion.csv").exists()
-    run.confusion([[3, 1], [0, 2]], ["a", "b,c"])
+    run.confusion({"confusion": [[3, 1], [0, 2]], "class_accuracy": {"a": 0.75, "b,c": 1.0}})
     assert (tmp_path / "confusion.csv").read_text() == 'label,a,"b,c"\na,3,1\n"b,c",0,2\n'
 
 
