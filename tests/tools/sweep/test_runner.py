@@ -181,27 +181,19 @@ def test_second_sweep_in_the_same_folder_is_refused(folder):
 
 
 @pytest.mark.slow
-def test_pruned_trial_is_stopped_and_not_run_again(folder):
+@pytest.mark.parametrize("speed", ["slow", ""])
+def test_pruned_trial_is_stopped_and_not_run_again(folder, speed):
+    """A trial that ends before it can be stopped is pruned by the same evaluation."""
     write_sweep(
         folder, space={"optimizer.lr": [0.1, 0.12, 0.9, 0.11]}, pruner="median", pruner_args={"n_startup_trials": 2}
     )
-    behave(folder, t0002="slow")
+    behave(folder, t0002=speed)
     assert sweep(folder) == 0
     assert states(folder) == ["finished", "finished", "pruned", "finished"]
     assert table(folder)[2]["value"] == pytest.approx(0.1)
     assert "trial 0002 pruned after epoch 1" in output(folder)
     assert sweep(folder) == 0
     assert starts(folder, 2) == 1
-
-
-@pytest.mark.slow
-def test_pruning_does_not_depend_on_timing(folder):
-    """A trial that ends before it can be stopped is pruned by the same evaluation."""
-    space = {"optimizer.lr": [0.1, 0.12, 0.9, 0.11]}
-    write_sweep(folder, space=space, pruner="median", pruner_args={"n_startup_trials": 2})
-    assert sweep(folder) == 0
-    assert states(folder) == ["finished", "finished", "pruned", "finished"]
-    assert table(folder)[2]["value"] == pytest.approx(0.1)
 
 
 # Limits and errors of the machine
