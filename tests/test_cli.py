@@ -23,7 +23,7 @@ from tests.fixtures import settings, write_rows, write_yaml
 # A new word is added here too, so that it is a decision.
 VERBS = {
     "check": "-c --config --json --world key=value",
-    "compare": "--json RUN_A RUN_B",
+    "compare": "--json --trust RUN_A RUN_B",
     "data": "WHAT",
     "doctor": "--json",
     "explain": "--json RUN",
