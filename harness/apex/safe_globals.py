@@ -40,12 +40,6 @@ def add_when_imported() -> None:
 
     before = set(unpickler._get_safe_globals())
     add_safe_globals(_plain_classes())
-    try:
-        unpickler._get_user_allowed_globals()
-    except AttributeError:  # this version of torch does not accept pairs of a class and its former name
-        pairs: list[Any] = [each for each in _plain_classes() if isinstance(each, tuple)]
-        unpickler._remove_safe_globals(pairs)
-        add_safe_globals([each for each, _ in pairs])
 
     for owner in (sys.modules["torch"], sys.modules["torch.serialization"]):
         patches.set(owner, "load", _explaining(vars(owner)["load"]))

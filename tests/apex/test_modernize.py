@@ -18,8 +18,7 @@ import harness.apex
 from harness.apex import call_counter
 from harness.apex.modernize import modernize
 from harness.apex.modernize.table import NAMES
-from tests.apex.forked import run_apex
-from tests.apex.test_runner import run, write
+from tests.apex.test_runner import write
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -398,91 +397,3 @@ def test_scripting_is_not_disturbed(undone):
     assert torch.equal(clipped(torch.tensor([1.0, 10.0])), torch.ones(2))
     rotated = torch.jit.script(torchvision.transforms.RandomRotation((90.0, 90.0)))(torch.eye(4)[None])
     assert torch.equal(rotated[0], torch.eye(4).flip(0))
-
-
-SCRIPT = """\
-    import sys
-    assert not {"torch", "numpy", "PIL", "scipy", "yaml"} & set(sys.modules) or "--cpu" in sys.argv
-    from collections import Iterable
-    import torch.multiprocessing as mp
-    import numpy as np
-    import torch
-    from apex import amp
-    from PIL import Image
-    from torch._six import string_classes
-    from torch.utils.data import DataLoader
-    from torch.utils.data.distributed import DistributedSampler
-    from torchvision import transforms
-
-
-    class Data(torch.utils.data.Dataset):
-        resize = transforms.Compose([transforms.Scale(4, Image.ANTIALIAS), transforms.ToTensor()])
-
-        def __len__(self):
-            return 16
-
-        def __getitem__(self, i):
-            image = Image.fromarray(np.full((8, 8), i * 9, dtype=np.uint8))
-            return self.resize(image).flatten(), np.int(i % 8 > 3)
-
-
-    def accuracy(output, target, topk):
-        pred = output.topk(max(topk), 1, True, True)[1].t()
-        correct = pred.eq(target.view(1, -1).expand_as(pred))
-        return [correct[:k].view(-1).float().sum(0, keepdim=True).mul_(100.0 / len(target)).item() for k in topk]
-
-
-    def child(rank):
-        assert np.float is float and isinstance((), Iterable)
-
-
-    if __name__ == "__main__":
-        data = Data()
-        sampler = DistributedSampler(data, num_replicas=1, rank=0)
-        model = torch.nn.Linear(16, 2)
-        optimizer = torch.optim.Adam(model.parameters(), 0.01, betas=(0, 0.999))
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=9, verbose=True)
-        if "--cpu" in sys.argv:
-            model = model.cuda()
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-        for epoch in range(2):
-            for x, y in DataLoader(data, 8, sampler=sampler, num_workers=1):
-                loss = torch.nn.functional.cross_entropy(model(x.cuda() if "--cpu" in sys.argv else x), y)
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        scheduler.step(loss.item())
-        assert accuracy(torch.eye(8), torch.arange(8), (1, 5)) == [100.0, 100.0]
-        if "--cpu" not in sys.argv:
-            mp.spawn(child, nprocs=1)
-        print("trained", flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_script_of_2019(tmp_path):
-    """Nothing runs before the script imports it; loader workers and spawned processes are bridged and listed, too."""
-    write(tmp_path, "train.py", SCRIPT)
-    done = run("-m", "harness.apex", "--modernize", "train.py", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
-    listed = dict(reversed(line.split(None, 1)) for line in done.stderr.splitlines() if line.startswith("   "))
-    assert listed["numpy.int"] == "32"
-    assert listed["numpy.float"] == "1"
-    assert "collections.Iterable" in listed
-    assert listed["Tensor.view of a non-contiguous bool tensor (copied)"] == "1"
-    assert listed["integer betas of Adam"] == "1"
-    assert (
-        "harness.apex --modernize: names and calls bridged, because newer libraries lack or reject them (this "
-        "process and" in done.stderr
-    )
-    assert "--device cpu" not in done.stderr
-
-    done = run("-m", "harness.apex", "train.py", cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("ImportError: cannot import name 'Iterable'")
-    done = run_apex("--device", "cpu", "--modernize", "train.py", "--cpu", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    first, second = (done.stderr.index(f"harness.apex {option}: ") for option in ("--device cpu", "--modernize"))
-    assert first < second
-    assert "Tensor.cuda" in done.stderr

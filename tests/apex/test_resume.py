@@ -15,6 +15,7 @@ from tests.apex.shared import LEVELS, backward, tensors_in
 from tests.ranks import run_ranks
 
 SHAPES = ("adam", "larc", "two optimizers", "three losses")
+CASES = [(level, shape) for level in LEVELS for shape in SHAPES if shape == "adam" or level in ("O1", "O2", "O3")]
 SAVED_AT, STEPS = 5, 10
 
 
@@ -84,25 +85,23 @@ class Training:
 
 def uninterrupted(folder: str) -> None:
     """Train every case without a break, saving in the middle and at the end."""
-    for level in LEVELS:
-        for shape in SHAPES:
-            run = Training(level, shape)
-            for step in range(STEPS):
-                if step == SAVED_AT:
-                    torch.save(run.state(), f"{folder}/{level} {shape} middle.pt")
-                run.step(step)
-            torch.save(run.state(), f"{folder}/{level} {shape} end.pt")
+    for level, shape in CASES:
+        run = Training(level, shape)
+        for step in range(STEPS):
+            if step == SAVED_AT:
+                torch.save(run.state(), f"{folder}/{level} {shape} middle.pt")
+            run.step(step)
+        torch.save(run.state(), f"{folder}/{level} {shape} end.pt")
 
 
 def resumed(folder: str) -> None:
     """Resume every case from the middle."""
-    for level in LEVELS:
-        for shape in SHAPES:
-            run = Training(level, shape)
-            run.load(torch.load(f"{folder}/{level} {shape} middle.pt", weights_only=True))
-            for step in range(SAVED_AT, STEPS):
-                run.step(step)
-            torch.save(run.state(), f"{folder}/{level} {shape} resumed.pt")
+    for level, shape in CASES:
+        run = Training(level, shape)
+        run.load(torch.load(f"{folder}/{level} {shape} middle.pt", weights_only=True))
+        for step in range(SAVED_AT, STEPS):
+            run.step(step)
+        torch.save(run.state(), f"{folder}/{level} {shape} resumed.pt")
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +127,7 @@ def equal(one, other) -> bool:
 
 
 @pytest.mark.contract("3.5", "10.1", "10.2", "8")
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("level", "shape"), CASES)
 def test_resumed_run_equals_the_uninterrupted_one(folder, level, shape):
     middle, end, resumed = (
         torch.load(folder / f"{level} {shape} {when}.pt", weights_only=True) for when in ("middle", "end", "resumed")

@@ -238,6 +238,7 @@ def test_list_of_redirected_calls_is_printed_however_the_script_ends(tmp_path):
 SPAWNING = """\
     import argparse
     import sys
+    from collections import Iterable  # --modernize restores it, in children too
 
     import torch
     import torch.distributed as dist
@@ -309,7 +310,7 @@ def test_spawned_processes_are_set_up_like_their_parent(tmp_path, how, loaders):
     cwd = tmp_path if how == "script" else tmp_path / "project"
     init, ranks = f"file://{tmp_path}/init", len(loaders)
     done = run(
-        *["-m", "harness.apex", "--device", "cpu", *words, "--init", init, "--loaders", *loaders],
+        *["-m", "harness.apex", "--device", "cpu", "--modernize", *words, "--init", init, "--loaders", *loaders],
         cwd=cwd,
         LOCAL_WORLD_SIZE=str(ranks),
     )
@@ -320,3 +321,8 @@ def test_spawned_processes_are_set_up_like_their_parent(tmp_path, how, loaders):
     assert f"(this process and {2 * ranks} that it started)" in done.stderr
     assert re.search(rf"\b{9 * ranks} +Tensor.cuda\n|\b{8 * ranks} +Tensor.cuda\n", done.stderr)
     assert re.search(rf"\b{ranks} +init_process_group\(nccl\)", done.stderr)
+    first, second = (done.stderr.index(f"harness.apex {option}: ") for option in ("--device cpu", "--modernize"))
+    assert first < second
+    assert int(re.search(r"(\d+) +collections.Iterable", done.stderr)[1]) > ranks, (
+        "processes that it started count, too"
+    )
