@@ -111,7 +111,7 @@ class Plan:
 
     def _checks(self) -> Iterator[Check]:
         digits = ROOT / "configs" / "digits.yaml"
-        yield Check("collectives", [[sys.executable, "-c", _NCCL.format(
+        yield Check("all-reduce", [[sys.executable, "-c", _NCCL.format(
             backend="nccl" if self.device == "cuda" else "gloo", device=self.device)]])  # fmt: skip
         levels = [self.training(f"level {level}", digits, 1, f"precision.opt_level={level}") for level in LEVELS]
         yield from levels[:4]

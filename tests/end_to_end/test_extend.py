@@ -302,9 +302,9 @@ def test_strategy_trains_on_two_ranks_as_ddp(harness, folder):
     (folder / "ranks.yaml").write_text(yaml.safe_dump(config))
     words, own = ["launch", "-c", "ranks.yaml"], ["parallel.strategy=mine.strategy"]
     for more in ([*own, "name=own"], ["name=ddp"]):
-        done = in_its_own_process(folder, *words, *more)
-        assert done.returncode == 0, done.stderr
-        assert ("torch's replicas" in done.stderr) == ("name=own" in more)
+        code, text = in_its_own_process(folder, *words, *more)
+        assert code == 0, text
+        assert ("torch's replicas" in text) == ("name=own" in more)
     assert_same_run(folder / "runs" / "ddp", folder / "runs" / "own")
     code, _, err = harness(*words, *own, "parallel.sync_batchnorm=true")
     assert code == 2

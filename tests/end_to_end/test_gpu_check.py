@@ -37,7 +37,7 @@ def test_rehearsal_on_a_cpu(tmp_path):
     """A training on two ranks, an engine and a use of its run; the page, and continuing."""
     out = tmp_path / "gpu.md"
     words = ["--device", "cpu", "--steps", "2", "--out", str(out)]
-    code, text = call(tmp_path, *words, "--only", "collectives", "config mnist, 2", "predict")
+    code, text = call(tmp_path, *words, "--only", "all-reduce", "config mnist, 2", "predict")
     assert code == 0, text
     page = out.read_text()
     assert "no GPU: a rehearsal on the CPU" in page
@@ -45,9 +45,9 @@ def test_rehearsal_on_a_cpu(tmp_path):
     for row in ("config mnist, 2 ranks | passed", "engine local | passed", "predict | passed"):
         assert f"| {row}" in page
     seconds = {row["name"]: row["seconds"] for row in json.loads(out.with_suffix(".json").read_text())["rows"]}
-    assert call(tmp_path, *words, "--only", "collectives", "level O0")[0] == 0
+    assert call(tmp_path, *words, "--only", "all-reduce", "level O0")[0] == 0
     rows = {row["name"]: row for row in json.loads(out.with_suffix(".json").read_text())["rows"]}
-    assert rows["collectives"]["seconds"] == seconds["collectives"]  # not repeated
+    assert rows["all-reduce"]["seconds"] == seconds["all-reduce"]  # not repeated
     assert rows["level O0"]["outcome"] == "passed"
 
 
@@ -61,7 +61,7 @@ def test_plan_covers_what_is_shipped(plan):
     for path in (ROOT / "configs").glob("*.yaml"):
         assert plan.words(path, 1), f"add data for the task {gpu_check._task(path)} to benchmarks/made_up_data.py"
         assert {f"config {path.stem}, 1 rank", f"config {path.stem}, 2 ranks"} <= checks.keys()
-    for name in ("collectives", "level O1", "compile", "channels-last", "modern preset", "fsdp, 2 ranks", "dp",
+    for name in ("all-reduce", "level O1", "compile", "channels-last", "modern preset", "fsdp, 2 ranks", "dp",
                  "engine local", "engine torchrun", "resume after kills, 2 ranks", "export torch_export",
                  "speed of resnet50, 224 x 224, modern preset, compiled", "tests of harness.apex: o1",
                  "compile, reduce-overhead"):  # fmt: skip
@@ -69,7 +69,7 @@ def test_plan_covers_what_is_shipped(plan):
         assert not checks[name].skipped
     assert all("runtime.device=cuda" in command for check in checks.values() for command in check.commands
                if "launch" in command)  # fmt: skip
-    assert "nccl" in checks["collectives"].commands[0][-1]
+    assert "nccl" in checks["all-reduce"].commands[0][-1]
     alone = {check.name: check for check in Plan("cuda", 1, 4, plan.folder).checks()}
     assert alone["fsdp, 2 ranks"].skipped == "needs two GPUs"
     assert "config digits, 1 rank" in alone
@@ -80,7 +80,7 @@ def test_most_telling_checks_come_first_and_fit_into_the_time(plan):
     alone = [check for check in Plan("cuda", 1, 4, plan.folder).checks() if not check.skipped]
     names = [check.name for check in alone]
     first = names[: len(names) // 3]
-    for name in ("collectives", "level O1", "level O2", "level O4", "resume after kills, 1 rank", "tests marked gpu",
+    for name in ("all-reduce", "level O1", "level O2", "level O4", "resume after kills, 1 rank", "tests marked gpu",
                  "modern preset", "compile", "speed of resnet50, 224 x 224, modern preset", "predict",
                  "amp on large models"):  # fmt: skip
         assert name in first
@@ -123,10 +123,10 @@ def test_packages_are_those_of_setup_cfg(monkeypatch):
 
 def test_dry_run_lists_the_checks_and_writes_nothing(tmp_path):
     out = tmp_path / "gpu.md"
-    code, text = call(tmp_path, "--dry-run", "--out", str(out), "--only", "collectives", "level O1")
+    code, text = call(tmp_path, "--dry-run", "--out", str(out), "--only", "level O0", "level O1")
     assert code == 0
     assert text.startswith("2 checks on ")
-    assert "  collectives (at most " in text
+    assert "  level O0 (at most " in text
     assert not out.exists()
 
 
