@@ -40,6 +40,7 @@ class Kind(NamedTuple):
     entry: str = ""  # the module to import where the part is a folder
     shared: frozenset[str] = frozenset()  # modules of the folder that are not parts
     base: tuple[str, str] = ("", "")  # the module and the name of the base class of all parts
+    files: bool = True  # a part may be a single file
 
 
 KINDS = {
@@ -55,14 +56,14 @@ KINDS = {
     "tracker": Kind("trackers", "Tracker", "", frozenset({"base", "forwarder", "metrics_log", "pictures"})),
     "format": Kind("runs/formats", "Format", "", frozenset({"base"})),
     "engine": Kind("engines", "", "engine", frozenset({"base", "command", "launch"})),
-    "engine settings": Kind("engines", "Settings", "settings", frozenset({"base", "command", "launch", "local"})),
+    "engine settings": Kind("engines", "Settings", "settings", files=False),
 }
 
 
 def names(kind: str) -> list[str]:
     """The built-in parts of ``kind``, sorted. Lists a folder; imports nothing."""
-    folder, _, entry, shared, _ = KINDS[kind]
-    files = {path.stem for path in (_HARNESS / folder).glob("*.py") if not path.stem.startswith("_")}
+    folder, _, entry, shared, _, single = KINDS[kind]
+    files = {path.stem for path in (_HARNESS / folder).glob("*.py") if single and path.stem[0] != "_"}
     folders = {path.parent.name for path in (_HARNESS / folder).glob(f"*/{entry}.py")} if entry else set()
     return sorted((files | folders) - shared)
 
@@ -72,7 +73,7 @@ def find(kind: str, name: str, where: str) -> Any:
 
     Raises ConfigError at ``where``, the key that names the part, if there is none or its import fails.
     """
-    folder, holds, entry, _, (base, base_name) = KINDS[kind]
+    folder, holds, entry, _, (base, base_name), _ = KINDS[kind]
     if "." in name:
         part = import_own(kind, name, where, holds)
         if base and not makes(part, getattr(importlib.import_module(base), base_name)):

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from harness.errors import LaunchError
 
 _BY = "HARNESS_LAUNCHED_BY"
-_BY_HAND = "RANK and WORLD_SIZE"
 _STORE_IS_HELD = "TORCHELASTIC_USE_AGENT_STORE"
 FIXED_MACHINES = "HARNESS_FIXED_MACHINES"  # set by a launcher of torch that no further machine can join
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -38,11 +37,6 @@ class Launch:
     may_grow: bool = False  # torch's launcher may restart the ranks because another machine joins
     store_is_held: bool = False  # the launcher holds the store at the master's port, so rank 0 must not open one
     error_file: str = ""  # where torch's launcher looks for the error of this rank
-
-    @property
-    def by_hand(self) -> bool:
-        """A user, or a script, has set the variables, perhaps with a mistake on one machine."""
-        return self.by == _BY_HAND and not self.store_is_held and self.master_port > 0
 
 
 def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
@@ -118,7 +112,7 @@ def _from_torch(environ: Mapping[str, str]) -> Launch:
         local_world_size=local_world_size,
         master_addr=environ["MASTER_ADDR"],
         master_port=_number(environ, "MASTER_PORT", 0, 65535),
-        by=environ.get(_BY) or ("torch.distributed.launch or torchrun" if elastic else _BY_HAND),
+        by=environ.get(_BY) or ("torch.distributed.launch or torchrun" if elastic else "RANK and WORLD_SIZE"),
         elastic=elastic,
         supervised=elastic or _BY in environ,
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0) if "TORCHELASTIC_RESTART_COUNT" in environ else 0,

@@ -85,12 +85,6 @@ def meet(launch: Launch, device: str, timeout_s: float, failed: BaseException | 
     return prefixed
 
 
-def latecomer(launch: Launch, known: LimitedStore) -> HarnessError | None:
-    """The error on rank 0 if another rank came after ``meet`` and was started differently, for example with another
-    number of ranks: it has given up, and training continues without it."""
-    return _problem(_arrivals(known)) if store.hosts_store(launch) and known.check([_ARRIVED]) else None
-
-
 @contextmanager
 def telling_peers(launch: Launch) -> Iterator[None]:
     """Context that reports an error of this rank to the others, which would otherwise wait for it."""

@@ -15,8 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -41,7 +41,6 @@ Value = TypeVar("Value")
 # harness finds the missing rank, gives the main thread its grace, and writes the record, which takes up to 30 s.
 _NCCL_S = 45.0
 _LONGEST_S = 1e8  # three years: timedelta and torch's milliseconds have no infinity
-_LISTEN_S = 10.0  # to open a port
 _CLOSE_S = 5.0  # for the threads of gloo to end
 _HEARTBEAT_S = 5.0  # at most, between two heartbeats in patiently(), and a quarter of timeout_s
 _ROUNDS = 6  # heartbeats after the first failure in patiently(): if all ranks fail alike, the lowest is to be named
@@ -310,8 +309,7 @@ def open_runtime(
             torch.cuda.set_device(target)
         own = facts(target) if launch.world_size > 1 else ()
     if launch.world_size == 1:
-        listening = _listen(launch, target) if launch.by_hand else None
-        yield Runtime(launch, target, listening, timeout_s, work_timeout_s)
+        yield Runtime(launch, target, None, timeout_s, work_timeout_s)
         return
     store = meet(launch, target.type, timeout_s)
     runtime = _connect(launch, target, store, timeout_s)
@@ -347,14 +345,6 @@ def _compare(runtime: Runtime, facts: Sequence[Facts]) -> None:
             raise found
     devices.check_own(cards)
     runtime.peers = processes
-
-
-def _listen(launch: Launch, target: torch.device) -> LimitedStore | None:
-    """The store through which other ranks would connect to this single one, which WORLD_SIZE=1 may have made single by
-    mistake: the watchdog notices them there. None if the port is in use."""
-    with suppress(HarnessError):
-        return LimitedStore(meet(replace(launch, master_addr="127.0.0.1"), target.type, _LISTEN_S))
-    return None
 
 
 def _connect(launch: Launch, target: torch.device, store: Any, timeout_s: float) -> Runtime:

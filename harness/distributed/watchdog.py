@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from harness.distributed import meeting, stack
+from harness.distributed import stack
 from harness.distributed.heartbeat import Heartbeat
 from harness.distributed.launch_env import Launch
 from harness.distributed.rank_exit import Cause, RankExit
@@ -36,6 +36,8 @@ STOP_GRACE_S = 5.0  # likewise, once another rank has stopped without a checkpoi
 NEWS_S = 3.0  # for all ranks to be notified of a failure before the failing one closes its connections
 _POLL_S = 0.1
 _STORE_LOST = "rank 0, or the launcher, is gone"
+_GRACES_S = {Cause.HUNG: NEWS_S, Cause.STOPPED: STOP_GRACE_S}
+_ERRORS = {Cause.LAUNCHER_LOST: "LauncherLost", Cause.HUNG: "Hung", Cause.PEER_LOST: "PeerLost"}
 
 
 @contextmanager
@@ -76,13 +78,13 @@ class Watchdog:
         stop: Stop,
         *,
         parent: int | None = None,
-        on_blocked: Callable[[Cause, str, str, RankExit | None], None] = lambda cause, message, doing, first: None,
+        on_blocked: Callable[[RankExit, RankExit | None], None] = lambda exit, first: None,
         step: Callable[[], int | None] = lambda: None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         """``parent``: the process that started this one, as seen at its start; it may have died since.
-        ``on_blocked(cause, message, doing, first)`` is called before a blocked rank is ended; ``first`` is the launch's
-        first failure, if it is known. ``step()`` returns the present step."""
+        ``on_blocked(exit, first)`` is called before a blocked rank is ended with the record ``exit``; ``first`` is the
+        launch's first failure, if it is known. ``step()`` returns the present step."""
         self._runtime, self._stop = runtime, stop
         self._on_blocked, self._exit_process = on_blocked, exit_process
         # A shell may end before its job does (nohup). Only a launcher's death leaves the rank without supervision.
@@ -97,7 +99,6 @@ class Watchdog:
         self._stop_is_shared = False
         self._alone_in: tuple[str, float] | None = None
         self._alone_s = 0.0  # that the only rank has been in it
-        self._listens_until = time.monotonic() + runtime.timeout_s
         self._finished = threading.Event()
         self._thread = thread(self._run, "harness-watchdog")
         self._clock = thread(self._tick, "harness-clock")
@@ -166,37 +167,21 @@ class Watchdog:
             if self._parent is not None and os.getppid() != self._parent:
                 self._end(Cause.LAUNCHER_LOST, "the launcher is gone")
                 return
-            if late := self._latecomer():
-                self._end(Cause.ERROR, late.message, late.exit_code, late)
-                return
             if overdue := self._overdue():
-                self._end(Cause.HUNG, overdue.message, overdue.exit_code, overdue)
+                self._end(Cause.HUNG, overdue.message, overdue)
                 return
             if message := self._peer_failure() or self._silent_peer() or self._stalled():
                 first = self.first
                 if first is not None and first.rank == self._runtime.rank and first.cause is Cause.HUNG:
                     self._end(Cause.HUNG, first.message)
                 elif first is not None and first.cause is Cause.STOPPED:
-                    self._end(Cause.STOPPED, first.message, first.exit_code)
+                    self._end(Cause.STOPPED, first.message)
                 else:
                     self._end(Cause.PEER_LOST, message)
                 return
             with suppress(Exception):
                 self._share_stop()
                 self.stalls.answer()
-
-    def _latecomer(self) -> RankExit | None:
-        """The failure of this rank, 0, because another one came after the meeting and was started differently. Ranks
-        wait ``timeout_s`` for each other, so one that comes after that belongs to another run."""
-        store, error = self._runtime.store, None
-        if store is None or time.monotonic() > self._listens_until:
-            return None
-        with suppress(Exception):
-            error = meeting.latecomer(self._runtime.launch, store)
-        if error is None:
-            return None
-        kind, message = type(error).__name__, str(error)
-        return RankExit(0, Cause.ERROR, error.exit_code, self._runtime.host, None, kind, message, time=time.time())
 
     def _overdue(self) -> RankExit | None:
         """The failure of the only rank if it takes longer than allowed. Counts periods, in none of which this process
@@ -258,7 +243,7 @@ class Watchdog:
         """Find and publish the rank that is missing, if the main thread waits for it without an end: in a collective of
         nccl. One of gloo raises after the timeout."""
         limit_s = self._runtime.limit_s
-        if self._runtime.world_size == 1:  # which starts no collectives; its store may be there for latecomers
+        if self._runtime.world_size == 1:  # which starts no collectives
             return ""
         if self.stalls.waited_s() < limit_s + 2 * PERIOD_S:
             return ""
@@ -277,27 +262,30 @@ class Watchdog:
         self._published = found if self.first == found else None
         return f"rank {self.first.rank} failed: {self.first.message}"
 
-    def _end(self, cause: Cause, message: str, code: int = EXIT_FAILURE, own: RankExit | None = None) -> None:
-        """``own``: a failure of this rank that the others have to learn of. They hear of it last: they would agree on a
-        stop with a main thread that continues."""
+    def _end(self, cause: Cause, message: str, own: RankExit | None = None) -> None:
+        """End this rank, which is blocked, unless it ends by itself. ``own``: a failure of this rank that the others
+        have to learn of. They hear of it last: they would agree on a stop with a main thread that continues."""
         if own is None:
             self._stop.request(message)
-        graces_s = {Cause.HUNG: NEWS_S, Cause.STOPPED: STOP_GRACE_S}
-        if not self._finished.wait(0.0 if own else min(graces_s.get(cause, GRACE_S), GRACE_S)):
-            if own is not None and cause is Cause.HUNG:
-                log.error("error: %s\n%s", message, "".join(own.traceback).rstrip())
-            elif cause is Cause.HUNG:
-                log.error("the other ranks are no longer waiting for this one: exiting")
-            elif cause is Cause.STOPPED:
-                log.info(message)
-            elif cause is Cause.ERROR:
-                log.error("error: %s", message)
-            else:
-                log.error("exiting, because this rank is blocked: %s", message)
-            self._on_blocked(cause, message, self.doing or stack.main_thread_at(), own or self.first)
-            if own is not None:
-                self.report(own)
-            self.stalls.release()
-            logging.shutdown()
-            time.sleep(0.1)
-            self._exit_process(code)
+        grace_s = 0.0 if own else min(_GRACES_S.get(cause, GRACE_S), GRACE_S)
+        if self._finished.wait(grace_s):
+            return
+        first = own or self.first
+        exit = own or RankExit(
+            self._runtime.rank, cause, first.exit_code if first and cause is Cause.STOPPED else EXIT_FAILURE,
+            self._runtime.host, self.stalls.step(), _ERRORS.get(cause, ""), message,
+            self.doing or stack.main_thread_at(), first.traceback if first and cause is Cause.HUNG else [], time.time(),
+        )  # fmt: skip
+        if own:
+            log.error("error: %s\n%s", message, "".join(own.traceback).rstrip())
+        elif cause is Cause.STOPPED:
+            log.info(message)
+        else:
+            log.error("exiting, because this rank is blocked: %s", message)
+        self._on_blocked(exit, first)
+        if own:
+            self.report(own)
+        self.stalls.release()
+        logging.shutdown()
+        time.sleep(0.1)
+        self._exit_process(exit.exit_code)

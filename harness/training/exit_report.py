@@ -53,16 +53,13 @@ class ExitReporter:
         self._write(self._exit(cause, code, message=reason))
         return code
 
-    def blocked(self, cause: Cause, message: str, doing: str, first: RankExit | None) -> None:
-        """Report that the watchdog is about to end this rank. ``first``: the launch's first failure, if it is known."""
-        errors = {Cause.LAUNCHER_LOST: "LauncherLost", Cause.HUNG: "Hung"}
-        trace = first.traceback if first and cause is Cause.HUNG else ()
-        own = first if first and cause in (Cause.STOPPED, Cause.ERROR) else None
-        code, error = (own.exit_code, own.error) if own else (EXIT_FAILURE, errors.get(cause, "PeerLost"))
-        self._write(self._exit(cause, code, error=error, message=message, doing=doing, trace=trace))
+    def blocked(self, exit: RankExit, first: RankExit | None) -> None:
+        """Record ``exit``, with which the watchdog is about to end this rank. ``first``: the launch's first failure, if
+        it is known."""
+        self._write(exit)
         if self._folder is None:
             return
-        if first and self._folder.claimed and cause is not Cause.STOPPED:
+        if first and self._folder.claimed and exit.cause is not Cause.STOPPED:
             self._folder.failure(first.failure())
         self._folder.detach(self._runtime.rank, done=False)
 

@@ -52,7 +52,7 @@ class Watched:
             self.runtime,
             self.stop,
             exit_process=self.exits.append,
-            on_blocked=lambda cause, *_: self.causes.append(cause),
+            on_blocked=lambda exit, first: self.causes.append(exit.cause),
         )
         self.rounds = 0
         self.dog.stalls.answer = self._end_round
@@ -140,7 +140,7 @@ def test_single_rank_with_a_living_launcher_is_left_alone(quick, launch):
 
 def test_single_rank_that_takes_too_long_is_ended(quick):
     mine, ended = Watched(None, timeout_s=0.2), []
-    mine.dog._on_blocked = lambda *facts: ended.append(facts)
+    mine.dog._on_blocked = lambda *exits: ended.append(exits)
     with mine.dog:
         for _ in range(3):  # each of which is allowed the time
             with mine.runtime.limited("reading a batch"):
@@ -153,11 +153,12 @@ def test_single_rank_that_takes_too_long_is_ended(quick):
         assert not mine.exits
         with mine.runtime.limited("reading a batch"):
             mine.wait_for_exit()
-    ((cause, message, doing, first),) = ended
-    assert (cause, first.cause, first.rank, mine.exits) == (Cause.HUNG, Cause.HUNG, 0, [EXIT_FAILURE])
-    assert message.startswith("reading a batch has not ended within 0.2 s: it was in ")
-    assert "wait_until" in "".join(first.traceback)
-    assert doing
+    ((exit, first),) = ended
+    assert exit is first
+    assert (exit.cause, exit.rank, mine.exits) == (Cause.HUNG, 0, [EXIT_FAILURE])
+    assert exit.message.startswith("reading a batch has not ended within 0.2 s: it was in ")
+    assert "wait_until" in "".join(exit.traceback)
+    assert exit.doing
 
 
 def test_work_of_a_single_rank_is_limited(quick):
@@ -202,7 +203,7 @@ def _orphan(path: str, elastic: bool):
 
         looks = []
         with Watchdog(
-            runtime, stop, exit_process=exit_process, on_blocked=lambda cause, *_: causes.append(cause)
+            runtime, stop, exit_process=exit_process, on_blocked=lambda exit, first: causes.append(exit.cause)
         ) as dog:
             dog.stalls.answer = lambda: looks.append(None)
             os.write(started, b"x")
@@ -280,7 +281,7 @@ def pair(store, timeout_s: float, place: str = "another machine") -> list[Watche
         rank.runtime.timeout_s, rank.runtime.peers = timeout_s, peers
         rank.dog = Watchdog(
             rank.runtime, rank.stop, exit_process=rank.exits.append,
-            on_blocked=lambda cause, message, doing, first, rank=rank: rank.causes.append((cause, first)),
+            on_blocked=lambda exit, first, rank=rank: rank.causes.append((exit.cause, first)),
         )  # fmt: skip
     return ranks
 

@@ -248,23 +248,6 @@ def test_second_start_in_the_same_run_folder_is_refused(tmp_path, data):
     assert len(json.loads((folder / "provenance.json").read_text())) == 1
 
 
-def test_rank_0_does_not_train_without_a_rank_that_comes_later(tmp_path, data):
-    """One machine was started with a wrong WORLD_SIZE. Rank 0 trains without the last rank."""
-    config, terminal, port = write_config(tmp_path, data, **SLOW), tmp_path / "terminal.txt", free_port()
-    words = ["-c", str(config), "train.epochs=100"]
-    ranks = [driver(words, launch_environment(0, 1, port), terminal)]
-    try:
-        wait_for_steps(run_folder(config), 1)
-        ranks.append(driver(words, launch_environment(1, 2, port), terminal))
-    finally:
-        codes = wait_for(ranks, END_S)
-    assert codes == [EXIT_USAGE] * 2, terminal.read_text()
-    failure = json.loads((run_folder(config) / "failure.json").read_text())
-    assert (failure["rank"], failure["cause"], failure["exit_code"]) == (0, "error", EXIT_USAGE)
-    for text in (failure["message"], terminal.read_text()):
-        assert f"number of ranks (WORLD_SIZE): 1 on rank 0 ({HOST}); 2 on rank 1 ({HOST})" in text
-
-
 # At any moment
 
 

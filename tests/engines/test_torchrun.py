@@ -24,7 +24,7 @@ from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import RankExit, to_torch_error_file
 from harness.engines import launch
 from harness.engines.torchrun import engine as torchrun
-from harness.engines.torchrun import error_files, rendezvous
+from harness.engines.torchrun import error_files
 from harness.errors import LaunchError
 from harness.runs import exit_files
 from harness.runs.outcome import ExitCollector
@@ -81,9 +81,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_render(tmp_path, stripes, monkeypatch, shape):
-    monkeypatch.setattr(rendezvous, "interface_towards", lambda *_, **__: "eth0")
-    monkeypatch.setattr(rendezvous, "address_of", lambda _: "10.0.0.2")
-    monkeypatch.setattr(rendezvous, "is_here", lambda _: False)
+    monkeypatch.setattr(torchrun, "interface_towards", lambda *_, **__: "eth0")
+    monkeypatch.setattr(torchrun, "address_of", lambda _: "10.0.0.2")
+    monkeypatch.setattr(torchrun, "is_here", lambda _: False)
     config = str(write_config(tmp_path, stripes))
     text = torchrun.render(launch.plan(config, ["launch.engine=torchrun", *SHAPES[shape]]))
     text = text.replace(config, "CONFIG").replace(shlex.quote(sys.executable), "PYTHON")
