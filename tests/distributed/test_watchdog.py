@@ -13,16 +13,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from harness.distributed import heartbeat, stalls
 from harness.distributed import watchdog as module
-from harness.distributed.heartbeat import Heartbeat
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.processes import Identity
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
 from harness.distributed.store import LimitedStore, StoreTimeout
-from harness.distributed.watchdog import Watchdog, exits_without_launcher
+from harness.distributed.watchdog import Heartbeat, Watchdog, exits_without_launcher
 from harness.errors import EXIT_FAILURE
 from tests.end_to_end.processes import wait_until
 from tests.ranks import run_ranks, start
@@ -32,7 +30,7 @@ from tests.ranks import run_ranks, start
 def quick(monkeypatch):
     monkeypatch.setattr(module, "PERIOD_S", 0.02)
     monkeypatch.setattr(module, "GRACE_S", 0.1)
-    monkeypatch.setattr(stalls, "ANSWER_S", 0.3)
+    monkeypatch.setattr(module, "ANSWER_S", 0.3)
     monkeypatch.setattr(module.logging, "shutdown", lambda: None)
 
 
@@ -46,13 +44,14 @@ class Watched:
     def __init__(self, store, timeout_s: float = math.inf, **launch) -> None:
         self.exits: list[int] = []
         self.causes: list[Cause] = []
+        self.records: list[RankExit] = []
         self.runtime = Runtime(Launch(**launch), store=store and LimitedStore(store), timeout_s=timeout_s)
         self.stop = Stop(self.runtime)
         self.dog = Watchdog(
             self.runtime,
             self.stop,
             exit_process=self.exits.append,
-            on_blocked=lambda exit, first: self.causes.append(exit.cause),
+            on_blocked=lambda exit, first: (self.causes.append(exit.cause), self.records.append(exit)),
         )
         self.rounds = 0
         self.dog.stalls.answer = self._end_round
@@ -78,6 +77,9 @@ def test_peer_failure_requests_a_stop_and_ends_a_blocked_rank(quick):
         mine.wait_for_exit()
     assert mine.stop.reason == "rank 3 failed"
     assert (mine.exits, mine.causes) == ([EXIT_FAILURE], [Cause.PEER_LOST])
+    (record,) = mine.records
+    assert (record.error, record.message, record.by_rank) == ("PeerLost", "rank 3 failed", True)
+    assert record.doing
     assert mine.dog.report(failure(5)) == failure(3)  # the first failure of the launch
 
 
@@ -315,7 +317,7 @@ def test_silence_counts_only_while_this_process_runs(monkeypatch):
     """A laptop that sleeps, and all ranks on it."""
     ranks = pair(dist.HashStore(), timeout_s=20.0)
     clock = {"now": 0.0}
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock["now"])
     mine, other = (Heartbeat(rank.runtime) for rank in ranks)
 
     def beats(beat: Heartbeat, *seconds: float) -> list[int | None]:

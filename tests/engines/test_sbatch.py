@@ -16,8 +16,8 @@ from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import Cause
 from harness.engines import launch
 from harness.engines.slurm import engine, sbatch
-from harness.engines.slurm.job_output import RECORD, JobOutput
-from harness.engines.slurm.scontrol import JobState, SlurmUnavailable, parse
+from harness.engines.slurm.engine import JobOutput, JobState, SlurmUnavailable, parse
+from harness.engines.slurm.sbatch import RECORD
 from harness.errors import ConfigError, LaunchError
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import write_config

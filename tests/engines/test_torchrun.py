@@ -22,9 +22,7 @@ import torch
 from harness.distributed.launch_env import Launch
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import RankExit, to_torch_error_file
-from harness.engines import launch
-from harness.engines.torchrun import engine as torchrun
-from harness.engines.torchrun import error_files
+from harness.engines import launch, torchrun
 from harness.errors import LaunchError
 from harness.runs import exit_files
 from harness.runs.outcome import ExitCollector
@@ -123,14 +121,14 @@ def exit_of(rank, code):
 
 
 def test_error_files_of_the_newest_attempt_are_read(tmp_path):
-    assert error_files.read(tmp_path) == (0, [], None)
+    assert torchrun.read_errors(tmp_path) == (0, [], None)
     for attempt, codes in ((0, [70, 70]), (9, [0, 75]), (10, [65])):
         for rank, code in enumerate(codes):
             folder = tmp_path / "run_x" / f"attempt_{attempt}" / str(rank)
             folder.mkdir(parents=True)
             launch_ = Launch(rank + 4, world_size=8, error_file=str(folder / "error.json"))
             exit_files.write_for_torch(launch_, exit_of(rank + 4, code))
-    assert error_files.read(tmp_path) == (10, [exit_of(4, 65)], 8)
+    assert torchrun.read_errors(tmp_path) == (10, [exit_of(4, 65)], 8)
 
 
 # A launcher that stays when its ranks are gone

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.distributed.launch_env import Launch
-from harness.distributed.rank_exit import Cause, from_torch_error_file
+from harness.distributed.rank_exit import Cause, RankExit, from_torch_error_file
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.distributed.store import LimitedStore
@@ -159,14 +159,17 @@ def test_error_that_all_ranks_raise_is_reported_by_its_origin(tmp_path, caplog):
     assert "bad row" not in caplog.text
 
 
-@pytest.mark.parametrize(("cause", "error"), [(Cause.PEER_LOST, "PeerLost"), (Cause.LAUNCHER_LOST, "LauncherLost")])
-def test_blocked_rank_is_recorded(tmp_path, cause, error):
+def test_blocked_rank_is_recorded(tmp_path):
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     folder.claimed = True
-    ExitReporter(Runtime(), Stop(Runtime()), folder).blocked(cause, "it is gone", "step (x.py:3)", None)
-    exit = exit_files.read(folder.logs)[0]
-    assert (exit.cause, exit.error, exit.message, exit.doing) == (cause, error, "it is gone", "step (x.py:3)")
+    exit, first = (
+        RankExit(0, Cause.PEER_LOST, 70, "here", 4),
+        RankExit(1, Cause.ERROR, 65, "there", 5, message="bad row"),
+    )
+    ExitReporter(Runtime(), Stop(Runtime()), folder).blocked(exit, first)
+    assert exit_files.read(folder.logs) == {0: exit}
+    assert json.loads((tmp_path / "failure.json").read_text()) == first.failure()
 
 
 @pytest.mark.parametrize("supervised", [False, True])

@@ -1,23 +1,28 @@
 """Engine slurm: a batch job that is submitted, followed through its restarts, and stopped.
 
-sbatch.py writes the script, scontrol.py reads the job's state. This machine and the nodes must share a disk.
+sbatch.py writes the script. This machine and the nodes must share a disk.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import RankExit
+from harness.distributed.stack import signal_name
 from harness.engines.base import Job
-from harness.engines.slurm.job_output import JobOutput
-from harness.engines.slurm.sbatch import script, settings_of
-from harness.engines.slurm.scontrol import JobState, SlurmUnavailable, ask, down, job_state
+from harness.engines.slurm.sbatch import RECORD, script, settings_of
 from harness.errors import EXIT_STOPPED, LaunchError
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
@@ -28,6 +33,17 @@ _SOON_S, _SELDOM_S = 1.0, 10.0  # between two requests to slurmctld, which serve
 _NO_ANSWER_S = 600.0  # without an answer of slurmctld, until this engine stops following the job
 _LINGER_S = 5.0  # for Slurm to close a job that has ended; with a node that does not answer it takes minutes
 _PEERS_S = 15.0  # for the other ranks to end once one has failed; the watchdog ends a blocked one within 13 s
+
+_ANSWER_S = 30.0  # for slurmctld; its own clients give up after about this long
+
+# Final states. "COMPLETING" is not one: it hides the state that follows.
+_OVER = frozenset(
+    ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+     "TIMEOUT"]
+)  # fmt: skip
+_TASKS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)$")
+_NODE = re.compile(r"^srun: error: (Node failure on \S+)")
+_SIGNALS = {signal.strsignal(number): -number for number in signal.valid_signals()} | {"Out Of Memory": -signal.SIGKILL}
 
 
 def render(job: Job) -> str:
@@ -204,3 +220,153 @@ def _comment(job: Job) -> str:
 def _quietly(*command: str) -> None:
     with suppress(SlurmUnavailable, LaunchError):
         ask(*command)
+
+
+# The job's output
+
+
+class JobOutput:
+    """The output file of a job: shown as it grows, and read for the script's records and srun's reports on tasks.
+    ``path`` is set once it is known. A missing file, such as one on another machine, shows nothing."""
+
+    def __init__(self) -> None:
+        self.path = ""
+        self.exits: dict[int, int] = {}
+        """Exit codes, or minus signal numbers, of the newest start's failed tasks, in the order in which they ended."""
+        self.lost = ""
+        self.killed = ""
+        """The report that srun itself was killed, for when nothing else explains the end."""
+        self.start = 0
+        """Number of the newest start, from 1."""
+        self.over = False
+        """The script has ended and does not ask for another start."""
+        self._offset, self._rest = 0, b""
+
+    def show(self, last: bool = False) -> bool:
+        """Print the new whole lines, and with ``last`` also an unfinished one. True if there were any."""
+        fresh = b""
+        with suppress(OSError), open(self.path, "rb") as file:
+            file.seek(self._offset)
+            fresh = file.read()
+        self._offset += len(fresh)
+        *lines, self._rest = (self._rest + fresh).split(b"\n")
+        if last and self._rest:
+            lines.append(self._rest)
+        for line in lines:
+            text = line.decode(errors="replace")
+            if text.startswith(RECORD):
+                with suppress(ValueError):  # cut off in the middle
+                    self._read(json.loads(text.removeprefix(RECORD)))
+            else:
+                print(text, file=sys.stderr)
+                self._parse(text)
+        return bool(lines)
+
+    def _read(self, record: dict[str, int]) -> None:
+        if "start" in record:
+            self.exits, self.lost, self.killed, self.over = {}, "", "", False
+            self.start = record["start"]
+        else:
+            self.over = True
+            if (number := record["last_exit_code"] - 128) > 0 and not self.exits:
+                self.killed = f"srun, which started the ranks, was killed by {signal_name(number)}"
+
+    def _parse(self, line: str) -> None:
+        """srun's own messages, which have no other form."""
+        if found := _NODE.match(line):
+            self.lost = found.group(1)
+        elif (found := _TASKS.match(line)) and (code := _code(found.group(2))) is not None:
+            for rank in _numbers(found.group(1)):
+                self.exits.setdefault(rank, code)
+
+
+def _code(text: str) -> int | None:
+    """The exit code, or minus the signal number, in srun's report on a task; None for any other text."""
+    if found := re.match(r"Exited with exit code (\d+)", text):
+        return int(found.group(1))
+    return _SIGNALS.get(text.partition(" (core")[0])
+
+
+def _numbers(listed: str) -> list[int]:
+    """``0,3-5`` is [0, 3, 4, 5]."""
+    spans = [part.partition("-") for part in listed.split(",")]
+    return [number for low, _, high in spans for number in range(int(low), int(high or low) + 1)]
+
+
+# Slurm's own commands
+
+
+class SlurmUnavailable(Exception):
+    """slurmctld could not be reached, or refused to answer."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    name: str
+    """PENDING, RUNNING, FAILED, …"""
+    reason: str = ""
+    """Why it is pending."""
+    nodes: str = ""
+    restarts: int = 0
+    output: str = ""
+    """Path of its output file."""
+    start_time: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.name in _OVER
+
+
+def job_state(number: str) -> JobState | None:
+    """The state of a job; None if Slurm no longer lists it. Raises SlurmUnavailable."""
+    try:
+        text = ask("scontrol", "show", "job", "-o", number)
+    except SlurmUnavailable as error:
+        if "Invalid job id" in str(error):
+            return None
+        raise
+    return parse(text.splitlines()[0] if text else "")
+
+
+def parse(line: str) -> JobState:
+    """The state in one line of ``scontrol show job -o``."""
+
+    def value(key: str) -> str:
+        found = re.search(rf"(?:^| ){key}=(.*?)(?= \S+=| *$)", line)  # a path may contain blanks
+        return "" if found is None or found.group(1) in ("(null)", "None") else found.group(1)
+
+    return JobState(
+        value("JobState"), value("Reason"), value("NodeList"), int(value("Restarts") or 0), value("StdOut"),
+        value("StartTime"),
+    )  # fmt: skip
+
+
+def down(nodes: str) -> str:
+    """The lost nodes among ``nodes``, such as "n1 (down*)"; empty if there are none or Slurm does not answer."""
+    try:
+        lines = ask("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").splitlines() if nodes else []
+    except SlurmUnavailable:
+        return ""
+    # A star means that the node does not answer. Slurm reports it as down only some time later.
+    lost = {name: state for name, _, state in (line.partition(" ") for line in lines)
+            if state.endswith("*") or state.startswith(("down", "fail"))}  # fmt: skip
+    return ", ".join(f"{name} ({state})" for name, state in sorted(lost.items()))
+
+
+def ask(*command: str, stdin: str | None = None, environ: Mapping[str, str] | None = None) -> str:
+    """Run a Slurm command and return its output. ``environ``: instead of this process's. Raises SlurmUnavailable
+    with the command's error, and LaunchError if it is not installed."""
+    try:
+        done = subprocess.run(
+            command, input=stdin, env=environ, capture_output=True, text=True, timeout=_ANSWER_S, check=False
+        )
+    except FileNotFoundError:
+        raise LaunchError(
+            f"{command[0]} is not installed on this machine",
+            hint="run it on a machine with Slurm's commands, such as a login node; --dry-run prints the script",
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmUnavailable(f"{command[0]} did not answer within {_ANSWER_S:.0f} s") from None
+    if done.returncode != 0:
+        raise SlurmUnavailable(done.stderr.strip() or f"{command[0]} ended with exit code {done.returncode}")
+    return done.stdout

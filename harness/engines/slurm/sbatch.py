@@ -6,10 +6,13 @@ import re
 import shlex
 
 from harness.engines.base import Job, refuse
-from harness.engines.slurm.job_output import RECORD
 from harness.engines.slurm.settings import Settings
 from harness.errors import LaunchError
 from harness.runs import layout
+
+# What the script writes before its records in the job's output. They are JSON: {"start": N}, and at the end
+# {"last_exit_code": N} unless it has asked for another start.
+RECORD = "harness-record: "
 
 # launch/slurm.sbatch ends with the same lines, and a test compares them.
 _BODY = r"""# The ranks meet on the first node, at the address that Slurm uses for it, on a free port. It is below

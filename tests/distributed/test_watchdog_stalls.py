@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from harness.distributed import stalls as module
+from harness.distributed import watchdog as module
 from harness.distributed.launch_env import Launch
 from harness.distributed.processes import Identity
 from harness.distributed.rank_exit import Cause
 from harness.distributed.runtime import Runtime
-from harness.distributed.stalls import Stalls
 from harness.distributed.store import LimitedStore, StoreTimeout
+from harness.distributed.watchdog import Stalls
 from tests.end_to_end.processes import wait_until
 
 
@@ -79,7 +79,7 @@ def test_rank_with_fewer_collectives_is_found(monkeypatch, case):
     assert (found and found.rank) == expected
     if found:
         assert (found.cause, found.step, found.host) == (Cause.HUNG, 4, HERE.host)
-        assert "test_stalls.py" in "".join(found.traceback)
+        assert "test_watchdog_stalls.py" in "".join(found.traceback)
         reason = found.message.removeprefix("it did not join the other ranks within 20 s: ")
         other = 0 if expected else 1
         differs = rf"its collective, in .+, does not match that of rank {other}, in .+"
