@@ -287,6 +287,8 @@ class Watchdog:
         )  # fmt: skip
         if own:
             log.error("error: %s\n%s", message, "".join(own.traceback).rstrip())
+        elif cause is Cause.HUNG:  # the others print what they have found
+            log.error("the other ranks are no longer waiting for this one: exiting")
         elif cause is Cause.STOPPED:
             log.info(message)
         else:
