@@ -29,8 +29,6 @@ from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, locate
 from harness.errors import DataError, plural
 
-_FEW_ROWS = 512  # up to here, reading one value after the other is faster than grouping the rows by record batch
-
 
 def open_table(
     source: str | os.PathLike[str],
@@ -153,22 +151,9 @@ class Table:
         """The text of a column in these rows, in order; labels as written in the file. Raises IndexError."""
         if column == self.label:
             return [str(self.vocabulary[code]) for code in self.labels(rows)]
-        index, rows = self._index_of(column), self._checked(rows)
-        if len(rows) > _FEW_ROWS:
-            return self._gather(index, rows)
-        batches, slots = np.divmod(rows, self._manifest["batch_rows"])
+        index = self._index_of(column)
+        batches, slots = np.divmod(self._checked(rows), self._manifest["batch_rows"])
         return [self._batch(b).column(index)[s].as_py() for b, s in zip(batches.tolist(), slots.tolist(), strict=True)]
-
-    def _gather(self, index: int, rows: np.ndarray) -> list[str]:
-        """A text column in many rows, one record batch at a time: Table.take would copy the whole column first."""
-        batches, slots = np.divmod(rows, self._manifest["batch_rows"])
-        order = np.argsort(batches, kind="stable")
-        groups = np.split(order, np.flatnonzero(np.diff(batches[order])) + 1)
-        pieces = [self._batch(int(batches[g[0]])).column(index).take(pa.array(slots[g])) for g in groups]
-        position = np.empty(len(rows), dtype=np.int64)
-        position[order] = np.arange(len(rows))
-        values: list[str] = pa.chunked_array(pieces).combine_chunks().take(pa.array(position)).to_pylist()
-        return values
 
     def slice(self, column: str, start: int, stop: int) -> pa.ChunkedArray:
         """Rows [start, stop) of a text column as a view of the mapped file, without a copy."""
