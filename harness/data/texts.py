@@ -1,19 +1,152 @@
-"""The texts of a table as rows of token ids."""
+"""The texts of a table as rows of token ids: bytes, words, or the user's own tokenizer. Id 0 is padding."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
 from harness.data.batch import Batch
 from harness.data.row_labels import RowLabels
 from harness.data.table.table import Table
-from harness.data.tokens import Tokenizer
+from harness.errors import DataError
+from harness.runs.fetch import made_once
+from harness.runs.files import cache_folder, read_sealed, write_sealed
 
+log = logging.getLogger("harness")
+
+UNKNOWN = 1  # the id of every word that is not in the vocabulary
+RULE = "NFD, lower case; a word is a run of letters, marks, digits and underscores"
+_BETWEEN_WORDS = r"[^\p{L}\p{M}\p{N}_]+"
 _CHUNK_ROWS = 1 << 16
+
+
+class Tokenizer(Protocol):
+    """Turns texts into ids from 0 (padding) to ``num_tokens - 1``."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(the ids of all texts, one after the other, as int64; the number of ids of each text)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The bytes of the text in UTF-8, each plus one."""
+
+    num_tokens: int = 257
+
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        parts = [text.encode("utf-8", "surrogatepass") for text in texts]
+        counts = np.asarray([len(part) for part in parts], dtype=np.int64)
+        return np.frombuffer(b"".join(parts), np.uint8).astype(np.int64) + 1, counts
+
+
+@dataclass(frozen=True)
+class Words:
+    """Words by their place in ``vocabulary``, plus two."""
+
+    vocabulary: tuple[str, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.vocabulary) + 2
+
+    @cached_property
+    def _known(self) -> pa.Array:
+        return pa.array(self.vocabulary, pa.string())
+
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        words, counts = words_of(pa.array(texts, pa.string()))
+        places = pc.fill_null(pc.index_in(words, self._known), -1).to_numpy(zero_copy_only=False)
+        return places.astype(np.int64) + 2, counts
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"vocabulary": self.vocabulary}
+
+
+@dataclass(frozen=True)
+class OwnTokenizer:
+    """A function of the user's own from a text to a sequence of ids."""
+
+    name: str
+    function: Callable[[str], Sequence[int]]
+    num_tokens: int
+
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Raises DataError for an id that the model has no place for."""
+        parts = [np.asarray(self.function(text), dtype=np.int64).reshape(-1) for text in texts]
+        ids = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self.num_tokens):
+            wrong = int(ids.max() if ids.max() >= self.num_tokens else ids.min())
+            raise DataError(
+                f"the tokenizer {self.name} returned the id {wrong}; ids are from 0 to {self.num_tokens - 1}",
+                where="task.tokenizer",
+                hint="set task.tokenizer.num_tokens to the largest id plus one",
+            )
+        return ids, np.asarray([len(part) for part in parts], dtype=np.int64)
+
+
+def words_of(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """(the words of all texts, one after the other; the number of words of each text), by ``RULE``."""
+    # Decomposed, because pyarrow 25 does not compose for NFC: both spellings of a letter become one in any version.
+    plain = pc.utf8_lower(pc.utf8_normalize(texts, form="NFD"))
+    parts = pc.split_pattern_regex(plain, pattern=_BETWEEN_WORDS)
+    words = parts.flatten()
+    filled = pc.not_equal(words, "").to_numpy(zero_copy_only=False)
+    owners = np.repeat(np.arange(len(texts)), pc.list_value_length(parts).to_numpy(zero_copy_only=False))
+    return words.filter(pa.array(filled)), np.bincount(owners[filled], minlength=len(texts))
+
+
+def learn_words(table: Table, column: str, max_words: int, cache_dir: Path | None) -> Words:
+    """The ``max_words`` most frequent words of a column; of equally frequent ones, the first in alphabetical order.
+
+    The first process of a node counts them while others wait. Raises DataError if there are none.
+    """
+    key = hashlib.sha256(json.dumps([RULE, table.digest, column, max_words]).encode()).hexdigest()[:32]
+    path = cache_folder(cache_dir) / "words" / f"{key}.json"
+    with made_once(path):
+        try:
+            words = read_sealed(path)["words"]
+        except (OSError, ValueError):
+            if path.exists():
+                log.warning("%s: the list of words in the cache is damaged; counting again", _name(table))
+            words = _most_frequent(table, column, max_words)
+            write_sealed(path, {"words": words}, secrets.token_hex(8))
+    return Words(tuple(words))
+
+
+def _most_frequent(table: Table, column: str, max_words: int) -> list[str]:
+    counts: Counter[str] = Counter()
+    for start in range(0, len(table), _CHUNK_ROWS):
+        for chunk in table.slice(column, start, start + _CHUNK_ROWS).chunks:
+            found = words_of(chunk)[0].value_counts()
+            counts.update(dict(zip(found.field("values").to_pylist(), found.field("counts").to_pylist(), strict=True)))
+    if not counts:
+        raise DataError(
+            f"no row has a word in column {column!r}",
+            where=_name(table),
+            hint="set task.text_column to the column of texts, or use task.tokenizer.name=bytes",
+        )
+    return sorted(counts, key=lambda word: (-counts[word], word))[:max_words]
+
+
+def _name(table: Table) -> str:
+    return table.where(0).rpartition(":")[0]
 
 
 @dataclass(frozen=True)

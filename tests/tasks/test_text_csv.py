@@ -13,7 +13,7 @@ import torch
 from harness import cli
 from harness.config import loader
 from harness.config.schema import ModelSection
-from harness.data.tokens import Bytes, OwnTokenizer, Words, words_of
+from harness.data.texts import Bytes, OwnTokenizer, Words, words_of
 from harness.errors import ConfigError, DataError
 from harness.training.model_builder import build
 from tests.fixtures import settings, write_yaml

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config import plugins
-from harness.data import tokens
-from harness.data.texts import TextTable
-from harness.data.tokens import Bytes, OwnTokenizer, Tokenizer, Words
+from harness.data.texts import RULE, UNKNOWN, Bytes, OwnTokenizer, TextTable, Tokenizer, Words, learn_words
 from harness.errors import ConfigError, first_line
 from harness.tasks.text_csv.settings import TextCsvSettings
 from harness.training import objective
@@ -30,9 +28,7 @@ _EXAMPLE_TOKENS = 16
 def open_tables(task: TextCsvSettings, cache_dir: Path | None) -> TextCsv:
     """Open ``task.train_csv`` and ``task.eval_csv``, and learn the words of the former. Raises DataError."""
     train, eval_, opened = objective.open_tables(task, cache_dir)
-    tokenizer = _built_in(task) or (
-        tokens.learn_words(train.table, task.text_column, task.tokenizer.max_words, cache_dir)
-    )
+    tokenizer = _built_in(task) or learn_words(train.table, task.text_column, task.tokenizer.max_words, cache_dir)
     texts, eval_texts = (_texts(task, split, tokenizer) for split in (train, eval_))
     return TextCsv(task, texts, eval_texts, opened, tokenizer)
 
@@ -142,7 +138,7 @@ class TextCsv(Supervised):
         }  # fmt: skip
         if isinstance(self.tokenizer, Words):
             words = list(self.tokenizer.vocabulary)
-            facts |= {"rule": tokens.RULE, "unknown": tokens.UNKNOWN, "first": 2, "vocabulary": words}
+            facts |= {"rule": RULE, "unknown": UNKNOWN, "first": 2, "vocabulary": words}
         elif options.name == "bytes":
             facts |= {"rule": "the bytes of the text in UTF-8, each plus 1"}
         variable = {} if options.pad == "max_length" else {"variable_length": True}
