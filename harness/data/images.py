@@ -30,7 +30,7 @@ from harness.data.seeds import EVALUATION_SEED, row_seed, seeded_torch
 from harness.data.table.source import require_root
 from harness.data.table.table import Table
 from harness.data.transforms import Pipeline
-from harness.errors import ConfigError, DataError, first_line, plural, similar
+from harness.errors import ConfigError, DataError, did_you_mean, first_line, plural
 from harness.runs.files import is_url
 
 NUM_TRIES = 100  # rows tried as a replacement for an unreadable one
@@ -41,7 +41,6 @@ _THREADS = 8  # that decode a sample
 _NAMED = 8  # further missing images in a message
 _NAMED_UNREADABLE = 4
 _SKIP = "or set task.on_bad_image=skip"
-MAX_NAMES = 10_000  # names of a folder compared with a missing one
 _UNREADABLE = (RuntimeError, OSError)  # raised by torchvision and the file system
 
 
@@ -257,21 +256,13 @@ class ImageTable:
         if not path.strip():
             hint = f"fill it in or remove the row; {_SKIP}"
             return DataError(f"this row has no path in column {self.path_column!r}", where=where, hint=hint)
-        if isinstance(error, FileNotFoundError) and not self.files.is_file(path):
-            archive = os.strerror(errno.ENOENT) not in str(error) and "archive" in str(error)
-            what = f" ({error.strerror})" if archive else ""
-            hint = "; ".join([self._other_root(path), *self._skip_missing()])
+        is_file = self.files.is_file(path)
+        if isinstance(error, FileNotFoundError) and not (is_file and os.path.islink(file)):
+            in_archive = not is_file and os.strerror(errno.ENOENT) not in str(error) and "archive" in str(error)
+            what = f" ({error.strerror})" if in_archive else ""
+            near = did_you_mean(file) if is_file else ""  # a frequent reason is .JPG instead of .jpg
+            hint = "; ".join([near or self._other_root(path), *self._skip_missing()])
             return DataError(f"image not found: {file}{what}", where=where, hint=hint)
-        if isinstance(error, FileNotFoundError) and not os.path.islink(file):
-            folder, name = os.path.split(file)
-            there = os.listdir(folder)[:MAX_NAMES] if os.path.isdir(folder) else []
-            near = similar(name, there)  # a frequent reason is .JPG instead of .jpg
-            hint = (
-                f"correct the path: the most similar file in that folder is {near}" if near else self._other_root(path)
-            )
-            if not os.path.isdir(folder):
-                hint = f"there is no folder {folder}; {self._other_root(path)}"
-            return DataError(f"image not found: {file}", where=where, hint="; ".join([hint, *self._skip_missing()]))
         if isinstance(error, OSError):
             return DataError(
                 f"image cannot be read: {file}: {error.strerror}", where=where, hint=f"replace it, {_SKIP}"

@@ -56,6 +56,7 @@ def fetched(
             if is_intact(target):  # another process has made it
                 return target
             log.warning("%s is damaged; copying it again", target)
+        log.info("copying %s", url)
         with replacing(target, secrets.token_hex(8)) as temporary:
             attempted(url, lambda: _transfer(url, temporary, accept))
             if not is_intact(temporary):
