@@ -34,7 +34,6 @@ MORE_SHARED_MEMORY = (
     "lower the batch size or data.num_workers, or set data.num_workers=0, which needs no shared memory"
 )
 MIB = 2**20
-_SOCKET_NAME = "listener-12345678"  # as long as those of multiprocessing.connection
 _POLL_S = 0.5  # between two calls of ``while_waiting``
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _DEATHS = {
@@ -118,7 +117,7 @@ def require_sockets_in_temporary_folder() -> None:
     """Raise ConfigError if the sockets through which workers send batches cannot be made: some file systems have none,
     and the path may be too long."""
     folder = util.get_temp_dir()
-    path = os.path.join(folder, _SOCKET_NAME)
+    path = os.path.join(folder, f"listener-{os.getpid():08}")  # as long as those of multiprocessing.connection
     try:
         with socket.socket(socket.AF_UNIX) as trial:
             trial.bind(path)
