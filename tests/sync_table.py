@@ -49,7 +49,7 @@ def counted(folder: Path, strategy: str, level: str) -> dict[str, list[Sync]]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     overrides = [f"parallel.strategy={strategy}", f"precision.opt_level={level}", "runtime.device=cuda"]
     if strategy == "fsdp":  # the shapes of a fused update of DTensors would be computed by CUDA
-        overrides.append("optimizer.implementation=foreach")
+        overrides.append("optimizer.args={foreach: true}")
     tree = settings(folder, model={"name": "small_cnn", "args": {"width": 4}}, name=f"{strategy}-{level}-{rank}",
                     train={"epochs": 2, "log_every": 1, "deterministic": False})  # fmt: skip
     config = loader.load(write_yaml(folder / f"rank-{rank}.yaml", tree), overrides)

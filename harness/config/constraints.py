@@ -115,14 +115,12 @@ def _schedule(config: Config) -> Iterator[Conflict]:
 
 def _precision(config: Config) -> Iterator[Conflict]:
     precision = config.precision
-    if precision.opt_level in ("O1", "O4"):
-        for key in ("keep_batchnorm_fp32", "master_weights", "cast_model_type"):
-            if getattr(precision, key) is not None:
-                yield Conflict(
-                    ("precision.opt_level", f"precision.{key}"),
-                    f"{precision.opt_level} keeps the model in float32, so {key} has no effect",
-                    f"remove precision.{key}, or use precision.opt_level=O2",
-                )
+    if precision.opt_level in ("O1", "O4") and precision.keep_batchnorm_fp32 is not None:
+        yield Conflict(
+            ("precision.opt_level", "precision.keep_batchnorm_fp32"),
+            f"{precision.opt_level} keeps the model in float32, so keep_batchnorm_fp32 has no effect",
+            "remove precision.keep_batchnorm_fp32, or use precision.opt_level=O2",
+        )
     if precision.min_loss_scale is not None and precision.min_loss_scale > precision.max_loss_scale:
         yield Conflict(
             ("precision.min_loss_scale", "precision.max_loss_scale"),
@@ -144,12 +142,10 @@ def _parallel(config: Config) -> Iterator[Conflict]:
         yield Conflict(("parallel.strategy",), error.message, error.hint)
         return
     yield from strategy.conflicts(config)
-    types = [key for key in ("param_dtype", "reduce_dtype") if getattr(config.parallel, key) != "float32"]
-    if types and not strategy.shards:
+    if config.parallel.param_dtype != "float32" and not strategy.shards:
         yield Conflict(
-            (f"parallel.{types[0]}", "parallel.strategy"),
-            f"{types[0]} is the dtype in which fsdp sends data between ranks, but the strategy is "
-            f"{config.parallel.strategy}",
+            ("parallel.param_dtype", "parallel.strategy"),
+            f"param_dtype is the dtype in which fsdp gathers weights, but the strategy is {config.parallel.strategy}",
             "remove it (precision.opt_level then sets the dtypes), or use parallel.strategy=fsdp",
         )
     yield from _checkpoint(config, strategy.shards)

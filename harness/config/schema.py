@@ -119,8 +119,6 @@ class LarcSection(Section):
     """Largest step of a parameter, as a fraction of its norm."""
     clip: bool = True
     """true: only lower the learning rate (LARC); false: set it (LARS)."""
-    eps: Annotated[float, Field(ge=0)] = 1e-8
-    """Added to the denominator of the rate."""
 
 
 class GroupSection(Section):
@@ -148,17 +146,15 @@ class OptimizerSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay; null: the optimizer's default."""
     args: Arguments = {}
-    """Other keyword arguments of the optimizer, such as {nesterov: true} or {betas: [0.9, 0.95]}."""
+    """Other keyword arguments of the optimizer, such as {nesterov: true} or {betas: [0.9, 0.95]}. Without {foreach} or
+    {fused}, sgd, adam and adamw update the weights in one kernel.
+    """
     groups: tuple[GroupSection, ...] = Field(default=(), strict=False)
     """Parameters with a different learning rate or weight decay; the first group that matches a parameter applies."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply lr by global batch / lr_base_batch (linear), or by its square root (sqrt)."""
     lr_base_batch: Positive | None = None
     """The global batch that lr was tuned for."""
-    implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
-    """How a torch optimizer updates the weights: in one kernel (fused), in lists of tensors (foreach) or one at a time.
-    auto: fused for sgd, adam and adamw, and torch's default for others and for shards of fsdp on a CPU.
-    """
     larc: LarcSection | None = None
     """Layer-wise adaptive rates, for large batches. {}: on, with Apex's defaults; null: off."""
 
@@ -217,12 +213,6 @@ class PrecisionSection(Section):
     """Upper limit of a dynamic loss scale."""
     keep_batchnorm_fp32: bool | None = None
     """Keep batch norms in float32; null: the default of the level."""
-    master_weights: bool | None = None
-    """Update float32 copies of half-precision weights; null: the default of the level."""
-    cast_model_type: Literal["float32", "float16", "bfloat16"] | None = None
-    """Dtype of the weights; null: the default of the level."""
-    cast_model_outputs: Literal["float32", "float16", "bfloat16"] | None = None
-    """Dtype that the model's outputs are cast to; null: the default of the level."""
 
 
 class ParallelSection(Section):
@@ -237,10 +227,8 @@ class ParallelSection(Section):
     """
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """For fsdp: the dtype in which weights are gathered and used. bfloat16 halves the traffic; batch norms,
-    the outputs and the shards that the optimizer updates stay in float32.
+    the outputs, the averaged gradients and the shards that the optimizer updates stay in float32.
     """
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """For fsdp: the dtype in which gradients are averaged."""
     sync_batchnorm: bool = False
     """For ddp and fsdp: compute batch norm statistics over the rows of all ranks."""
 

@@ -77,12 +77,11 @@ def shard(
     device: torch.device,
     at_least: int = MIN_BLOCK,
     param_dtype: torch.dtype = torch.float32,
-    reduce_dtype: torch.dtype = torch.float32,
 ) -> int:
     """Shard ``model`` in place over all ranks, its blocks first, then the rest; return the number of blocks.
 
-    ``param_dtype``: of the gathered weights, except those of batch norms; ``reduce_dtype``: of the gradients that are
-    averaged. The shards and the outputs of the model stay float32.
+    ``param_dtype``: of the gathered weights, except those of batch norms. The gradients that are averaged, the shards
+    and the outputs of the model stay float32.
 
     All ranks get rank 0's weights and buffers, one block at a time: ``device`` never holds more than the shards and one
     whole block. On rank 0 the model is on the CPU, where each block is freed when it is sharded; on the others it may
@@ -99,14 +98,14 @@ def shard(
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     parts = blocks(model, at_least)
     _place(model.buffers(), device, holders)
-    if param_dtype == reduce_dtype == torch.float32:
+    if param_dtype == torch.float32:
         policies = [MixedPrecisionPolicy()] * 2
     else:
-        policies = [MixedPrecisionPolicy(param_dtype, reduce_dtype, kind) for kind in (None, torch.float32)]
+        policies = [MixedPrecisionPolicy(param_dtype, torch.float32, kind) for kind in (None, torch.float32)]
         for norm in [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]:
             if norm is not model and next(norm.parameters(), None) is not None:
                 _place(norm.parameters(), device, holders)
-                fully_shard(norm, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+                fully_shard(norm, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     for part in parts:
         _place(part.parameters(), device, holders)
         fully_shard(part, mesh=mesh, mp_policy=policies[0])

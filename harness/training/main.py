@@ -75,8 +75,7 @@ def facts(config: Config, device: torch.device) -> list[Facts]:
     """The values that must be equal on every rank at the start. Raises ConfigError."""
     chosen = precision.choose(config.precision, device, config.needs_our_amp)
     amp: dict[str, Any] = {"amp": chosen.backend}
-    wanted = (config.precision.cast_model_type, config.precision.cast_model_outputs)
-    if device.type == "cuda" and (config.precision.opt_level in ("O4", "O5") or "bfloat16" in wanted):
+    if device.type == "cuda" and config.precision.opt_level in ("O4", "O5"):
         amp["bfloat16 support of the GPU"] = torch.cuda.is_bf16_supported(including_emulation=False)
     same = (
         "install the same Apex on every machine, or set precision.backend=harness; use GPUs that support the same "

@@ -101,7 +101,8 @@ def build(
         if (value := getattr(section, key)) is not None:
             given[key] = value
     trained: list[Any] = list(params)
-    given = {**_implementation(section, trained), **given}
+    if _can_be_fused(section, trained):
+        given["fused"] = True
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     wanted = [*given, *(["weight_decay"] if any(group.weight_decay is not None for group in section.groups) else [])]
     if wrong := [] if takes_all else [key for key in wanted if key not in accepted]:
@@ -140,21 +141,16 @@ def _require_types(section: OptimizerSection, make: Any) -> None:
             ) from None
 
 
-def _implementation(section: OptimizerSection, params: Sequence[Any]) -> dict[str, bool]:
-    """The arguments of torch's optimizers for ``section.implementation``.
+def _can_be_fused(section: OptimizerSection, params: Sequence[Any]) -> bool:
+    """True if one kernel can update all ``params``, and the arguments choose nothing else.
 
     On a CPU the last bit of a fused update depends on the place of an element in its tensor, so that a shard would be
     updated differently from the whole.
     """
-    if section.implementation != "auto":
-        # One argument only: several optimizers have no ``fused``.
-        return (
-            {"fused": True} if section.implementation == "fused" else {"foreach": section.implementation == "foreach"}
-        )
     tensors = [tensor for one in params for tensor in (one["params"] if isinstance(one, dict) else [one])]
     fits = all(tensor.is_floating_point() and (tensor.is_cuda or local(tensor) is tensor) for tensor in tensors)
-    own = section.args.keys() & {"fused", "foreach", "capturable", "differentiable"}
-    return {"fused": True} if section.name in _FUSED and fits and not own else {}
+    chosen = section.args.keys() & {"fused", "foreach", "capturable", "differentiable"}
+    return section.name in _FUSED and fits and not chosen
 
 
 def _find(name: str) -> Any:

@@ -132,7 +132,7 @@ def float16_on_cpu(section: PrecisionSection, device: torch.device) -> Iterator[
 
 
 def _uses_float16(section: PrecisionSection) -> bool:
-    return section.opt_level in ("O1", "O2", "O3") or "float16" in (section.cast_model_type, section.cast_model_outputs)
+    return section.opt_level in ("O1", "O2", "O3")
 
 
 def described(section: PrecisionSection, device: torch.device, backend: str) -> str:
@@ -183,7 +183,4 @@ def _ours(section: PrecisionSection) -> Precision:
 def _options(section: PrecisionSection) -> dict[str, Any]:
     """The arguments of ``amp.initialize``. Settings that are null are left to the opt level."""
     chosen = section.model_dump(exclude={"backend", "tf32"}, exclude_none=True)
-    for key in ("cast_model_type", "cast_model_outputs"):
-        if key in chosen:
-            chosen[key] = getattr(torch, chosen[key])
     return {**chosen, "verbosity": 0}

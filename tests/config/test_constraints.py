@@ -43,14 +43,8 @@ CASES = {
     "min_lr above lr": (
         {"schedule": {"name": "wsd", "args": {"min_lr": 0.2}}}, ["schedule.args.min_lr"], "0.2 is above", "lower",
     ),
-    "O1 with masters": (
-        {"precision": {"opt_level": "O1", "master_weights": True}}, ["precision.opt_level"], "master_weights", "O2",
-    ),
     "O4 with batch norm": (
         {"precision": {"opt_level": "O4", "keep_batchnorm_fp32": True}}, ["precision.opt_level"], "batchnorm", "O2",
-    ),
-    "O1 with a cast model": (
-        {"precision": {"opt_level": "O1", "cast_model_type": "float16"}}, ["precision.opt_level"], "cast_model", "O2",
     ),
     "loss scale limits swapped": (
         {"precision": {"min_loss_scale": 8.0, "max_loss_scale": 4.0}}, ["precision.min_loss_scale"], "above", "swap",
@@ -60,14 +54,6 @@ CASES = {
     ),
     "fsdp with half weights": (
         {"parallel": FSDP, "precision": {"opt_level": "O2"}}, ["parallel.strategy"], "half precision", "O1 (float16)",
-    ),
-    "fsdp with masters": (
-        {"parallel": FSDP, "precision": {"opt_level": "O0", "master_weights": True}},
-        ["parallel.strategy"], "float32 masters", "O4 (bfloat16)",
-    ),
-    "fsdp with cast weights": (
-        {"parallel": FSDP, "precision": {"opt_level": "O0", "cast_model_type": "bfloat16"}},
-        ["parallel.strategy"], "float32 masters", "or O0",
     ),
     "fsdp with channels-last": (
         {"parallel": FSDP, "model": {"channels_last": True}},
@@ -92,7 +78,7 @@ CASES = {
         {"checkpoint": {"format": "mine.nowhere"}}, ["checkpoint.format"], "cannot be imported", "package.module",
     ),
     "types of fsdp under ddp": (
-        {"parallel": {"reduce_dtype": "bfloat16"}}, ["parallel.reduce_dtype"], "strategy is ddp", "strategy=fsdp",
+        {"parallel": {"param_dtype": "bfloat16"}}, ["parallel.param_dtype"], "strategy is ddp", "strategy=fsdp",
     ),
     "O1 with bfloat16 weights": (
         {"parallel": {**FSDP, "param_dtype": "bfloat16"}, "precision": {"opt_level": "O1"}},
@@ -175,20 +161,20 @@ def test_every_conflict_in_the_code_has_a_case():
         {"schedule": {"name": "one_cycle", "args": {"cycle_momentum": False}}, "optimizer": {"momentum": 0.9}},
         {"schedule": {"name": "plateau", "args": {"patience": 2}, "warmup_steps": 5}, "train": {"patience": 3}},
         {"schedule": {"name": "cosine_restarts", "args": {"cycle_epochs": 0.5, "cycle_mult": 2}}},
-        {"precision": {"opt_level": "O2", "master_weights": False, "cast_model_type": "float16"}},
+        {"precision": {"opt_level": "O2", "keep_batchnorm_fp32": False}},
         {"precision": {"opt_level": "O0", "keep_batchnorm_fp32": True}},
         {"precision": {"min_loss_scale": 4.0, "max_loss_scale": 4.0}},
         {"precision": {"backend": "apex"}},
         {"model": {"compile": "reduce-overhead"}, "train": {"clip_norm": 1.0}},
         {"model": {"compile": "max-autotune"}, "train": {"deterministic": "warn"}},
-        {"parallel": FSDP, "precision": {"opt_level": "O0", "cast_model_type": "float32"}, "model": {"compile": True}},
+        {"parallel": FSDP, "precision": {"opt_level": "O0"}, "model": {"compile": True}},
         {"parallel": FSDP, "precision": {"opt_level": "O4"}, "optimizer": {"name": "adamw", "args": {"fused": True}}},
         {"parallel": {"strategy": "fsdp", "sync_batchnorm": True}},
         {"parallel": {"strategy": "ddp", "sync_batchnorm": True}, "optimizer": {"name": "fused_lamb", "larc": {}}},
         {"parallel": {"strategy": "dp"}, "model": {"channels_last": True}, "precision": {"opt_level": "O2"}},
         {"checkpoint": {"best_metric": "mean_class_accuracy", "async_save": True}},
         {"checkpoint": {"format": "sharded", "async_save": True}, "parallel": FSDP},
-        {"parallel": {**FSDP, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}, "precision": {"opt_level": "O4"}},
+        {"parallel": {**FSDP, "param_dtype": "bfloat16"}, "precision": {"opt_level": "O4"}},
     ],
 )
 def test_settings_without_a_conflict(sections):

@@ -456,13 +456,11 @@ model.activation_checkpointing
 batch batch.global batch.per_rank batch.accumulate batch.eval_per_rank
 optimizer optimizer.name optimizer.lr optimizer.momentum optimizer.weight_decay optimizer.args optimizer.lr_scaling
 optimizer.groups optimizer.groups.match optimizer.groups.lr_scale optimizer.groups.weight_decay
-optimizer.implementation optimizer.lr_base_batch optimizer.larc optimizer.larc.trust_coefficient optimizer.larc.clip
-optimizer.larc.eps
+optimizer.lr_base_batch optimizer.larc optimizer.larc.trust_coefficient optimizer.larc.clip
 schedule schedule.name schedule.warmup_epochs schedule.warmup_steps schedule.args
 precision precision.opt_level precision.backend precision.loss_scale precision.min_loss_scale precision.max_loss_scale
-precision.tf32 precision.keep_batchnorm_fp32 precision.master_weights precision.cast_model_type
-precision.cast_model_outputs
-parallel parallel.strategy parallel.delay_allreduce parallel.sync_batchnorm parallel.param_dtype parallel.reduce_dtype
+precision.tf32 precision.keep_batchnorm_fp32
+parallel parallel.strategy parallel.delay_allreduce parallel.sync_batchnorm parallel.param_dtype
 train train.epochs train.max_steps train.clip_norm train.log_every train.deterministic train.ema_decay train.patience
 train.on_gradients train.on_nan train.evaluate_every train.mixup train.cutmix
 checkpoint checkpoint.every_steps checkpoint.keep checkpoint.resume checkpoint.best_metric

@@ -40,7 +40,7 @@ def test_all_strategies_give_the_same_losses(tmp_path, data, level):
         "none": (1, {"strategy": "none"}),
         "fsdp": (2, FSDP),
     }
-    half = {**FSDP, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+    half = {**FSDP, "param_dtype": "bfloat16"}
     if level == "O4":
         cases["fsdp in bfloat16"] = (2, half)
     else:

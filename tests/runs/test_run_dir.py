@@ -80,7 +80,7 @@ def test_another_recipe_moves_the_folder_aside(tmp_path):
     why = "its recipe differs (optimizer.lr 0.1 -> 0.2, seed 0 -> 3)"
     assert note == f"the earlier run was moved to {tmp_path}/runs/small.1: {why}"
     assert not (tmp_path / "runs" / "small" / "metrics.jsonl").exists()
-    precision = {"opt_level": "O2", "loss_scale": 8.0, "master_weights": True, "keep_batchnorm_fp32": True}
+    precision = {"opt_level": "O2", "loss_scale": 8.0, "max_loss_scale": 16.0, "keep_batchnorm_fp32": True}
     assert claim(tmp_path, seed=4, precision=precision, optimizer={"lr": 0.2}).endswith(" and 1 more)")
     again = {"seed": 4, "precision": precision, "optimizer": {"lr": 0.2}, "checkpoint": {"resume": "never"}}
     assert claim(tmp_path, **again).endswith("small.3: checkpoint.resume=never")

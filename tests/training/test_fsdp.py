@@ -159,7 +159,7 @@ def test_clipping_of_shards():
 
 def _in_bfloat16():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 8), nn.Linear(8, 3))
-    shard(model, torch.device("cpu"), 64, torch.bfloat16, torch.bfloat16)
+    shard(model, torch.device("cpu"), 64, torch.bfloat16)
     seen = {}
     for name, module in model.named_children():
 

@@ -106,19 +106,15 @@ def test_clear_gradients(make):
 
 
 def test_implementation():
-    def used(name: str, chosen: str = "auto", **args) -> tuple[bool | None, bool | None]:
-        section = OptimizerSection(name=name, implementation=chosen, args=args)
-        group = build(section, params(), 0.1).param_groups[0]
+    def used(name: str, **args) -> tuple[bool | None, bool | None]:
+        group = build(OptimizerSection(name=name, args=args), params(), 0.1).param_groups[0]
         return group.get("fused"), group["foreach"]
 
     assert used("adamw") == used("sgd") == (True, None)
     assert used("adagrad") == used("adam", fused=None) == (None, None)
-    assert used("adamw", "fused") == (True, None)
-    for name in ("sgd", "adamw", "rmsprop", "adadelta", "nadam", "asgd", "adagrad", "adamax", "radam", "rprop"):
-        assert used(name, "foreach") == (None, True)
-        assert used(name, "for-loop") == (None, False)
-    with pytest.raises(ConfigError, match="rprop has no argument fused"):
-        used("rprop", "fused")
+    for name in ("sgd", "adamw", "rmsprop"):
+        assert used(name, foreach=True) == (None, True)
+        assert used(name, foreach=False) == (None, False)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])

@@ -96,9 +96,9 @@ def test_levels_that_only_rocm_apex_has(nvidia):
 def test_null_options_are_left_to_the_level():
     chosen = choose(PrecisionSection(opt_level="O2"), CPU)
     assert chosen.options == {"opt_level": "O2", "max_loss_scale": 2.0**24, "verbosity": 0}
-    section = PrecisionSection(opt_level="O2", loss_scale="dynamic", cast_model_type="bfloat16", master_weights=False)
+    section = PrecisionSection(opt_level="O2", loss_scale="dynamic", keep_batchnorm_fp32=False)
     assert choose(section, CPU).options == {
-        **chosen.options, "loss_scale": "dynamic", "cast_model_type": torch.bfloat16, "master_weights": False,
+        **chosen.options, "loss_scale": "dynamic", "keep_batchnorm_fp32": False,
     }  # fmt: skip
 
 

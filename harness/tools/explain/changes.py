@@ -39,9 +39,8 @@ def workers_change(facts: RunFacts) -> Change:
 
 
 def optimizer_change(facts: RunFacts) -> Change:
-    one_by_one = facts.setting("optimizer.implementation") in ("foreach", "for-loop")
-    if one_by_one and facts.setting("optimizer.name", "sgd") in ("sgd", "adam", "adamw", "adagrad"):
-        return Change("Set optimizer.implementation=fused", {"optimizer.implementation": "fused"}, 0.5)
+    if facts.setting("optimizer.args.foreach") is not None:
+        return Change("Remove foreach from optimizer.args, so that one kernel updates the weights", {}, 0.5)
     return Change("Update less often, with larger batches (batch.global)", {}, 0.5)
 
 

@@ -32,13 +32,10 @@ class Strategy(ParallelStrategy):
                 "the function gets whole gradients, but under fsdp each rank holds only a shard of them",
                 "use parallel.strategy=ddp, or remove train.on_gradients",
             )
-        precision = config.precision
-        cast = precision.cast_model_type not in (None, "float32")
-        if precision.opt_level in ("O2", "O3", "O5") or cast or precision.master_weights:
+        if config.precision.opt_level in ("O2", "O3", "O5"):
             yield Conflict(
                 ("parallel.strategy", "precision.opt_level"),
-                "fsdp shards float32 weights, but these settings keep the model in half precision, with float32 "
-                "masters",
+                f"fsdp shards float32 weights, but {config.precision.opt_level} keeps them in half precision",
                 "use precision.opt_level=O1 (float16) or O4 (bfloat16), where the weights are the masters, or O0; O4 "
                 "with parallel.param_dtype=bfloat16 corresponds to O5",
             )
@@ -85,8 +82,7 @@ class Strategy(ParallelStrategy):
 
             from harness.training import fsdp
 
-            types = (getattr(torch, self.section.param_dtype), getattr(torch, self.section.reduce_dtype))
-            fsdp.shard(model, self.device, fsdp.MIN_BLOCK, *types)
+            fsdp.shard(model, self.device, fsdp.MIN_BLOCK, getattr(torch, self.section.param_dtype))
         return model
 
     def wrap(self, model: Any) -> None:

@@ -60,7 +60,7 @@ PLANTED = {
     "frequent checkpoints": facts({}, {"checkpoint": 60.0}, settings={"checkpoint.every_steps": 1}),
     "slow checkpoints": facts({}, {"checkpoint": 60.0}, settings={"checkpoint.every_steps": 100}),
     "log lines": facts({}, {"log": 60.0}, settings={"train.log_every": 1}),
-    "optimizer": facts({}, {"optimizer": 60.0}, settings={"optimizer.implementation": "for-loop"}),
+    "optimizer": facts({}, {"optimizer": 60.0}, settings={"optimizer.args.foreach": False}),
     "loop": facts({}, {"host": 60.0}),
 }
 
