@@ -1,7 +1,7 @@
 """The file names of a run folder, each defined only here.
 
 config.yaml  provenance.json  metrics.jsonl  summary.json  task.json  failure.json  confusion.csv  predictions.csv
-weights.safetensors  report.html  trackers.json  start.json, uploaded (runs at a URL)
+weights.safetensors  report.html  trackers.json  start.json (runs at a URL)
 checkpoints/step-N/{state.pt, manifest.json, and shards}  checkpoints/{latest, best}
 logs/rank-N.log  logs/rank-N.exit.json
 """
@@ -22,7 +22,6 @@ WEIGHTS = "weights.safetensors"  # of the best step
 REPORT = "report.html"
 TRACKERS = "trackers.json"  # the run's identity in the trackers
 START = "start.json"  # the start that owns a run at a URL
-UPLOADED = "uploaded"  # at a URL: a checkpoint was there at some time
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"  # a text file that names the newest checkpoint

@@ -1,7 +1,8 @@
 """A run folder at a URL. Training works in a scratch folder of this machine's cache; the URL is authoritative.
 
-Each start fills the scratch folder from the URL, and a background thread uploads what training writes. A kill during
-an upload costs at most the checkpoint that was on its way, which is trained again with the same result.
+Each start fills the scratch folder from the URL. A background thread then mirrors what training writes: the log and
+other small files, the newest and the best checkpoint with their manifests last, and then the file ``latest``. So a kill
+during an upload costs at most the checkpoint that was on its way, which is trained again with the same result.
 """
 
 from __future__ import annotations
@@ -10,33 +11,35 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
 import socket
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from harness.config.schema import Config
 from harness.distributed.threads import thread
-from harness.errors import CheckpointError, ConfigError, did_you_mean, reason, remedy
+from harness.errors import CheckpointError, ConfigError, did_you_mean
 from harness.runs import layout
-from harness.runs.checkpoint import damage, none_usable, outdated, require_same_format
+from harness.runs.checkpoint import FROM_SCRATCH, damage, outdated
+from harness.runs.fetch import made_once
 from harness.runs.files import is_url
-from harness.runs.locks import locked
 from harness.runs.run_dir import RunFolder, own_checkpoint
 from harness.runs.storage import LocalStore, copy_run, working_folder
-from harness.runs.uploader import Uploader, UploadTakenOver
 from harness.runs.url_store import UrlStore
 
 log = logging.getLogger("harness")
 
 DETACH_S = 10.0  # for a rank's last files to be uploaded: its launcher may be about to kill it
-_LOCK_S = 3600.0  # another process of this machine may be downloading a large checkpoint
-_CHECKPOINT_FILES = (layout.STATE, layout.MANIFEST)
+MAX_PAUSE_S = 30.0  # between two attempts to upload; the first pause is a second, and each is twice the one before
+MAX_FAILURES = 10  # while ``wait`` waits
+_MOVING = "moving_to"  # in start.json: N, while the run is being moved to NAME.N
 
 
 def run_folder(config: Config) -> RunFolder:
@@ -52,7 +55,8 @@ def run_folder(config: Config) -> RunFolder:
 
 
 class RemoteRunFolder(RunFolder):
-    """``store`` is where the run is kept, ``path`` the scratch folder of this machine."""
+    """``store`` is where the run is kept, ``path`` the scratch folder of this machine, which one process at a time
+    fills."""
 
     def __init__(self, config: Config) -> None:
         self.store = UrlStore(f"{config.output.rstrip('/')}/{config.name}")
@@ -63,66 +67,61 @@ class RemoteRunFolder(RunFolder):
         self._scratch = LocalStore(self.path)
         self._filled = False  # this process filled the scratch folder, and removes it
         self._uploaded: dict[str, str] = {}
-        self._refused: set[int] = set()  # damaged checkpoints at the URL, which do not count as the newest
         self._uploader = Uploader(self.where, self._upload)
 
     def claim(self, config: Config, rehearse: Callable[[], None] = lambda: None) -> str:
         if config.checkpoint.resume.startswith(self.where + "/"):
             raise own_checkpoint(config.checkpoint.resume)
-        with self._exclusively():
+        with made_once(self.path):
             self.store.write("writable", "")  # to fail before anything large is downloaded
             self.store.remove(["writable"])
             shutil.rmtree(self.path, ignore_errors=True)
+            if _MOVING in self._owner():
+                log.warning("an earlier start was interrupted while it moved a run to %s", self._move_aside())
             with contextlib.suppress(FileNotFoundError):
                 self.store.get(layout.CONFIG, self.path / layout.CONFIG)
             note = super().claim(config, rehearse)
             # An older start that still runs uploads nothing more, so that the files below do not change.
             text = self._take_over()
-            newest = self._download({} if note else self.store.files())
+            newest = self._download()
             # Other files are uploaded again: the older start may have been in the middle of replacing one.
             kept = (layout.CONFIG, f"{layout.CHECKPOINTS}/")
             self._uploaded = {name: mark for name, mark in self._scratch.files().items() if name.startswith(kept)}
-            self._uploaded[f"{layout.CHECKPOINTS}/{layout.LATEST}"] = newest
+            self._uploaded[_pointer(layout.LATEST)] = newest
             self.start = (text, newest)
         return note
 
-    def _download(self, files: Mapping[str, str]) -> str:
-        """Fill the scratch folder with what a resume needs; return the name of the newest complete checkpoint."""
-        apart = (f"{layout.CHECKPOINTS}/*", f"{layout.LOGS}/*", layout.CONFIG, layout.FAILURE, layout.START,
-                 layout.UPLOADED)  # fmt: skip
-        small = {name: mark for name, mark in files.items() if not any(fnmatch(name, pattern) for pattern in apart)}
+    def _download(self) -> str:
+        """Fill the scratch folder with what a resume needs; return the name of the newest checkpoint, if there is one.
+        Raises CheckpointError if it is damaged."""
+        apart = (layout.CONFIG, layout.FAILURE, layout.START)
+        files = self.store.files()
+        small = {name: mark for name, mark in files.items() if "/" not in name and name not in apart}
         copy_run(self.store, self._scratch, small)
-        pointers = [f"{layout.CHECKPOINTS}/{pointer}" for pointer in (layout.LATEST, layout.BEST)]
-        latest, best = (self.store.read(name).strip() for name in pointers)
-        refused: dict[str, str] = {}
-        names = [layout.step_name(step) for step in sorted(_steps(files), reverse=True)]
-        for name in sorted(names, key=lambda name: name != latest):
-            if not (problem := self._download_checkpoint(name)):
-                require_same_format(f"{self.where}/{layout.CHECKPOINTS}", name, refused)
-                break
-            log.warning("checkpoint rejected: %s/%s/%s: %s", self.where, layout.CHECKPOINTS, name, problem)
-            self._refused.add(layout.step_number(name) or 0)
-            refused[name] = problem
-        else:
-            if names or latest or layout.UPLOADED in files:  # otherwise the first upload was interrupted
-                incomplete = {layout.step_name(step) for step in _steps(files, complete=False)} | {latest}
-                refused |= dict.fromkeys(sorted(filter(None, incomplete - refused.keys())), "it is incomplete")
-                removed = {layout.CHECKPOINTS: "all were removed"}
-                raise none_usable(f"{self.where}/{layout.CHECKPOINTS}", refused or removed)
+        latest, best = (self.store.read(_pointer(name)).strip() for name in (layout.LATEST, layout.BEST))
+        if not latest:
             return ""
-        if best:
-            self._scratch.write(pointers[1], best + "\n")
-        self._scratch.write(pointers[0], name + "\n")
-        if name != latest:  # the checkpoints after it are abandoned
-            self.store.write(pointers[0], name + "\n")
-        return name
+        if problem := self._download_checkpoint(latest):
+            folder = f"{self.where}/{layout.CHECKPOINTS}"
+            raise CheckpointError(
+                f"the newest checkpoint of this run cannot be used: {problem}",
+                where=f"{folder}/{latest}",
+                hint=f"restore it; or start a new run from an earlier one with name=NAME checkpoint.resume={folder}/"
+                f"step-N; or {FROM_SCRATCH}",
+            )
+        for pointer, name in ((layout.BEST, best), (layout.LATEST, latest)):
+            if name:
+                self._scratch.write(_pointer(pointer), name + "\n")
+        return latest
 
     def _download_checkpoint(self, name: str) -> str:
+        if layout.step_number(name) is None:
+            return f"{name!r} is not the name of a checkpoint"
         return _download(UrlStore(f"{self.where}/{layout.CHECKPOINTS}/{name}"), self.checkpoints.folder / name)
 
     def _take_over(self) -> str:
         """Claim the URL for this start, and return the content of ``start.json``. An older start that is still running
-        detects this before it uploads its next file."""
+        detects this before it changes what a resume takes."""
         self._filled = True
         ends = f"{layout.LOGS}/{layout.RANK_EXITS}"
         self.store.remove(name for name in self.store.files() if name == layout.FAILURE or fnmatch(name, ends))
@@ -137,7 +136,7 @@ class RemoteRunFolder(RunFolder):
         """Download the checkpoint that rank 0 resumes from, unless this machine has it, and the log of ``rank``."""
         self.start = start
         text, newest = start
-        with self._exclusively():
+        with made_once(self.path):
             if self._scratch.read(layout.START) != text:  # the first rank of a machine without rank 0
                 self._filled = True
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -163,40 +162,39 @@ class RemoteRunFolder(RunFolder):
 
     def _not_uploaded(self) -> CheckpointError:
         return CheckpointError(
-            f"the newest results could not be uploaded: {self._uploader.error or 'the connection is too slow'}",
+            f"the newest results could not be uploaded: {self._uploader.error}",
             where=self.where,
             hint=f"run the same command again, which resumes from the newest checkpoint there; until then "
             f"the results are in {self.path} on {socket.gethostname()}",
         )
 
     def _upload(self) -> None:
-        """Copy what has changed to the URL: the files of rank 0, and the newest and best checkpoint."""
+        """Mirror what has changed: the files of rank 0, and the newest and the best checkpoint."""
         self._check_owner()
         with self.checkpoints.pinned() as pointers:
             found = self._scratch.files().items()
             files = {name: mark for name, mark in found if self._is_uploaded(name, pointers.values())}
-            progress = self._uploader.progress
-            # Each file is preceded by a check: uploading a checkpoint takes long.
-            copy_run(self._scratch, self.store, files, pointers, self._uploaded, progress, check=self._check_owner)
-            if layout.LATEST in pointers and layout.UPLOADED not in self._uploaded:
-                self.store.write(layout.UPLOADED, "a checkpoint of this run has been uploaded\n")
-                self._uploaded[layout.UPLOADED] = ""
+            copy_run(self._scratch, self.store, files, copied=self._uploaded)
+            self._check_owner()  # again: a checkpoint takes long
+            copy_run(self._scratch, self.store, {}, pointers, self._uploaded)
         self._prune(pointers)
 
     def _prune(self, pointers: Mapping[str, str]) -> None:
         """Remove outdated and incomplete checkpoints from the URL, where ``pointers`` were just written."""
-        latest = layout.step_number(pointers.get(layout.LATEST, ""))
         # The best checkpoint may be at the URL only, or not be uploaded yet; then the URL still names the one before.
-        named = pointers.get(layout.BEST) or self.store.read(f"{layout.CHECKPOINTS}/{layout.BEST}")
-        best = layout.step_number(named)
-        self._refused.discard(latest or 0)  # written again
-        files = self.store.files()
-        complete = _steps(files)
-        incomplete = _steps(files, complete=False) - complete - {latest, best}
+        named = pointers.get(layout.BEST) or self.store.read(_pointer(layout.BEST))
+        latest, best = (layout.step_number(name) for name in (pointers.get(layout.LATEST, ""), named))
+        files: dict[int, list[str]] = {}
+        for name in self.store.files():
+            top, _, rest = name.partition("/")
+            if top == layout.CHECKPOINTS and (step := layout.step_number(rest.partition("/")[0])) is not None:
+                files.setdefault(step, []).append(name)
+        complete = {step for step, names in files.items() if any(name.endswith(layout.MANIFEST) for name in names)}
+        incomplete = files.keys() - complete - {latest, best}
         self._check_owner()  # the next start's checkpoints may be newer than the latest one here
-        for step in [*outdated(complete - self._refused, latest, best, self.checkpoints.keep), *incomplete]:
+        for step in [*outdated(complete, latest, best, self.checkpoints.keep), *incomplete]:
             # The manifest first: without it, what is left is no checkpoint.
-            names = [f"{layout.CHECKPOINTS}/{layout.step_name(step)}/{file}" for file in reversed(_CHECKPOINT_FILES)]
+            names = sorted(files[step], key=lambda name: not name.endswith(layout.MANIFEST))
             self.store.remove(names)
             for name in names:
                 self._uploaded.pop(name, None)
@@ -210,13 +208,20 @@ class RemoteRunFolder(RunFolder):
             return rest == layout.rank_log(0)
         return name not in (layout.START, layout.FAILURE)
 
+    def _owner(self) -> dict[str, Any]:
+        """The content of ``start.json``, of the start that owns the run; empty if there is none."""
+        with contextlib.suppress(ValueError):
+            content = json.loads(self.store.read(layout.START))
+            return content if isinstance(content, dict) else {}
+        return {}
+
     def _check_owner(self) -> None:
         """Raise UploadTakenOver if a later start writes at the URL: their files would mix."""
         if self.start and (start := self.store.read(layout.START)) != self.start[0]:
             if not start:
                 raise UploadTakenOver(f"the run was removed: its {layout.START} is missing")
             raise UploadTakenOver(
-                f"the run was started again on {json.loads(start)['host']}, and only the newer start may upload its "
+                f"the run was started again on {self._owner().get('host')}, and only the newer start may upload its "
                 "results"
             )
 
@@ -270,69 +275,96 @@ class RemoteRunFolder(RunFolder):
     def _move_aside(self) -> str:
         """Object stores cannot rename: copy each file, then remove it.
 
-        An interrupted move is repeated by the next start with the same target, which ``start.json`` identifies. It is
-        copied first and removed after the checkpoints, so that no start resumes from half of a run. Its change at the
-        old place stops an older start that still uploads there.
+        ``start.json`` records the target first, so that the next start completes a move that was interrupted, and an
+        older start that still uploads ends.
         """
-        start = self.store.read(layout.START)
-        names = (f"{self.path.name}.{number}" for number in itertools.count(1))
-        siblings = (self.store.sibling(name) for name in names)
-        aside = next(other for other in siblings if not other.files() or _same_start(other.read(layout.START), start))
-        if start:
-            if not aside.read(layout.START):
-                aside.write(layout.START, start)
-            self.store.write(layout.START, json.dumps({**json.loads(start), "moving": True}) + "\n")
-        files = self.store.files()
-        pointers = [f"{layout.CHECKPOINTS}/{pointer}" for pointer in (layout.LATEST, layout.BEST)]
-        for name in sorted(files.keys() - {layout.START}, key=lambda name: name in pointers):
+        start = self._owner()
+        number = start.pop(_MOVING, None) or next(n for n in itertools.count(1) if not self._aside(n).files())
+        aside = self._aside(number)
+        self.store.write(layout.START, json.dumps({**start, _MOVING: number}) + "\n")
+        names = sorted(self.store.files().keys() - {layout.START})
+        for name in names:
             self.store.copy(name, aside)
-        last = (layout.CONFIG, layout.START)
-        first = (layout.UPLOADED, f"{layout.CHECKPOINTS}/")  # without the former, no start misses what follows
-        order = sorted(files, key=lambda name: (name in last, name != first[0], not name.startswith(first), name))
-        self.store.remove(order)
+        if start:
+            aside.write(layout.START, json.dumps(start) + "\n")
+        self.store.remove([*names, layout.START])
         shutil.rmtree(self.path, ignore_errors=True)
         return aside.where
 
-    @contextlib.contextmanager
-    def _exclusively(self) -> Iterator[None]:
-        """Let one process of this machine at a time fill the scratch folder."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with locked(self.path.parent / "lock", _LOCK_S):
-                yield
-        except OSError as error:
-            raise ConfigError(
-                f"the scratch folder of the run cannot be used: {reason(error)}",
-                where=str(self.path.parent),
-                hint=remedy(
-                    error,
-                    "or set APEX_HARNESS_CACHE (or data.cache_dir) to a folder on a local disk with room for some "
-                    "checkpoints",
-                ),
-            ) from error
+    def _aside(self, number: int) -> UrlStore:
+        return self.store.sibling(f"{self.path.name}.{number:d}")
 
 
-def _same_start(one: str, other: str) -> bool:
-    return bool(one and other) and json.loads(one)["id"] == json.loads(other)["id"]
+def _pointer(name: str) -> str:
+    return f"{layout.CHECKPOINTS}/{name}"
 
 
-def _steps(files: Mapping[str, str], complete: bool = True) -> set[int]:
-    """The steps of the checkpoints in a store; only those that have both files if ``complete``."""
-    found: dict[int, set[str]] = {}
-    for name in files:
-        top, _, rest = name.partition("/")
-        folder, _, file = rest.partition("/")
-        if top == layout.CHECKPOINTS and (step := layout.step_number(folder)) is not None:
-            found.setdefault(step, set()).add(file)
-    return {step for step, names in found.items() if not complete or names >= set(_CHECKPOINT_FILES)}
+class UploadTakenOver(Exception):
+    """Another start owns the run; do not upload anything more."""
+
+
+class Uploader:
+    """A thread that calls ``upload`` once per request, or once for several requests during an upload, so that training
+    does not wait. ``upload`` copies what is current when it is called, so a failed attempt is superseded by the next.
+    ``where``: the target, for messages."""
+
+    def __init__(self, where: str, upload: Callable[[], None]) -> None:
+        self._where, self._upload = where, upload
+        self._changed = threading.Condition()
+        self._failures = 0  # of all attempts
+        self.error: Exception | None = None  # of the newest attempt
+        self.taken_over = False
+        self._requests = self._done = 0  # the number of requests, and of those whose files are uploaded
+        self._thread = thread(self._run, "harness-upload")
+
+    def request(self) -> None:
+        with self._changed:
+            self._requests += 1
+            self._changed.notify_all()
+            if not self._thread.is_alive() and not self.taken_over:
+                self._thread.start()
+
+    def wait(self, limit_s: float | None = None) -> bool:
+        """Wait until everything requested is uploaded; return False if that fails: after ``limit_s``, by default after
+        MAX_FAILURES attempts."""
+        with self._changed:
+            most = self._failures + (MAX_FAILURES if limit_s is None else math.inf)
+            self._changed.wait_for(
+                lambda: self.taken_over or self._done == self._requests or self._failures >= most, limit_s
+            )
+            return not self.taken_over and self._done == self._requests
+
+    def _run(self) -> None:
+        in_a_row = 0
+        while not self.taken_over:
+            with self._changed:
+                self._changed.wait_for(lambda: self._done < self._requests)
+                requests = self._requests
+            try:
+                self._upload()
+            except Exception as error:
+                in_a_row += 1
+                if in_a_row == 1 and not isinstance(error, UploadTakenOver):
+                    log.warning("upload to %s failed and will be retried: %s", self._where, error)
+                with self._changed:
+                    self.error, self.taken_over = error, isinstance(error, UploadTakenOver)
+                    self._failures += 1
+                    self._changed.notify_all()
+                if not self.taken_over:
+                    time.sleep(min(MAX_PAUSE_S, 2.0 ** min(in_a_row - 1, 10)))
+            else:
+                if in_a_row:
+                    log.info("upload to %s works again", self._where)
+                with self._changed:
+                    in_a_row, self.error, self._done = 0, None, requests
+                    self._changed.notify_all()
 
 
 def _download(checkpoint: UrlStore, target: Path) -> str:
     """Copy ``checkpoint`` to the folder ``target``; return the reason why it is unusable, if it is."""
-    copy_run(checkpoint, LocalStore(target), dict.fromkeys(_CHECKPOINT_FILES, ""))
-    if problem := damage(target):
-        shutil.rmtree(target, ignore_errors=True)
-    return problem
+    shutil.rmtree(target, ignore_errors=True)
+    copy_run(checkpoint, LocalStore(target), checkpoint.files())
+    return damage(target)
 
 
 def borrow(config: Config) -> Path:
@@ -356,8 +388,7 @@ def borrow(config: Config) -> Path:
 
 
 def _borrow(store: UrlStore, target: Path) -> str:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with locked(target.parent / "lock", _LOCK_S):
+    with made_once(target):
         manifest = store.read(layout.MANIFEST)
         if not manifest:
             raise ConfigError(

@@ -32,7 +32,8 @@ from harness.runs.files import (
 )
 from harness.runs.locks import Lock, forget_marker
 
-_OF_EVALUATION = (layout.SUMMARY, layout.WEIGHTS, layout.PREDICTIONS)  # a checkpoint is written before
+_OF_EVALUATION = {layout.SUMMARY, layout.WEIGHTS, layout.PREDICTIONS}  # a checkpoint is written before
+_NEWEST = f"{layout.CHECKPOINTS}/{layout.LATEST}"
 _LOCK_S = 20.0  # a rank that has lost its peers or its launcher has ended by then
 
 
@@ -182,16 +183,19 @@ class RunFolder:
             changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in list(difference.items())[:4])
             changes += f" and {len(difference) - 4} more" if len(difference) > 4 else ""
             why = f"its recipe differs ({changes})"
-        elif any((self.path / name).exists() for name in _OF_EVALUATION) and not self.checkpoints.exist():
+        elif _NEWEST in held:
+            return _new_length(saved.get("train") or {}, config)
+        elif held & _OF_EVALUATION:
             why = "it has results, but no checkpoint to resume from"
         else:
-            return _new_length(saved.get("train") or {}, config) if self.checkpoints.exist() else ""
+            return ""
         rehearse()
         return f"the earlier run was moved to {self._move_aside()}: {why}"
 
     def _held(self) -> set[str]:
         """The files in the folder that a start would replace or continue."""
-        return {name for name in (*layout.RESULTS, layout.CONFIG) if os.path.lexists(self.path / name)}
+        held = {name for name in (*layout.RESULTS, layout.CONFIG) if os.path.lexists(self.path / name)}
+        return held | {_NEWEST} if self.checkpoints.exist() else held
 
     def _is_run(self) -> bool:
         """True if a start has claimed the folder before: that makes folders first, and the files later."""

@@ -17,12 +17,6 @@ from typing import Protocol
 from harness.runs import layout
 from harness.runs.files import cache_folder, replacing, write_atomically
 
-Progress = Callable[[], None]  # called while a transfer advances: a slow store differs from a dead one
-
-
-def no_progress() -> None:
-    """Discard progress reports."""
-
 
 class Store(Protocol):
     where: str
@@ -37,10 +31,10 @@ class Store(Protocol):
     def write(self, name: str, text: str) -> None:
         """Replace a small file."""
 
-    def get(self, name: str, target: Path, progress: Progress = no_progress) -> None:
+    def get(self, name: str, target: Path) -> None:
         """Copy a file to the local path ``target``. Raises FileNotFoundError if it does not exist."""
 
-    def put(self, source: Path, name: str, progress: Progress = no_progress) -> None:
+    def put(self, source: Path, name: str) -> None:
         """Copy the local file ``source`` into the store. Raises FileNotFoundError if it does not exist."""
 
     def remove(self, names: Iterable[str]) -> None:
@@ -53,44 +47,38 @@ def copy_run(
     files: Mapping[str, str],
     pointers: Mapping[str, str] | None = None,
     copied: dict[str, str] | None = None,
-    progress: Progress = no_progress,
     problem: Callable[[str], str] = lambda step: "",
-    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Copy ``files`` ({name: mark}) such that ``target`` can be resumed from, wherever the copy is interrupted.
 
-    Small files go first: the log must be at least as long as a checkpoint expects. Then each checkpoint's state and its
-    manifest, which makes the checkpoint valid. Last come the ``pointers`` ({"latest": "step-8"}), unless ``problem``
+    Small files go first: the log must be at least as long as a checkpoint expects. Then each checkpoint, with its
+    manifest last, which makes it valid. Last come the ``pointers`` ({"latest": "step-8"}), unless ``problem``
     finds something wrong with the copy of the checkpoint they name.
 
-    ``check`` is called before each file and may raise. ``copied`` remembers the marks of what arrived: unchanged files
+    ``copied`` remembers the marks of what arrived: unchanged files
     are not copied again. One store must be local.
     """
     copied = {} if copied is None else copied
     for name in sorted(files, key=_order):
         if copied.get(name) == files[name]:
             continue
-        check()
         with suppress(FileNotFoundError):  # removed since it was listed
             if isinstance(source, LocalStore):
-                target.put(source.folder / name, name, progress)
+                target.put(source.folder / name, name)
             else:
                 assert isinstance(target, LocalStore)
-                source.get(name, target.folder / name, progress)
+                source.get(name, target.folder / name)
             copied[name] = files[name]
-        progress()
     for pointer, step in (pointers or {}).items():
         name = f"{layout.CHECKPOINTS}/{pointer}"
         if copied.get(name) != step and not problem(step):
-            check()
             target.write(name, step + "\n")
             copied[name] = step
 
 
-def _order(name: str) -> tuple[int, str]:
-    last = (layout.STATE, layout.MANIFEST)
-    file = name.rpartition("/")[2]
-    return (last.index(file) + 1 if file in last else 0), name
+def _order(name: str) -> tuple[bool, str, bool, str]:
+    folder, _, file = name.rpartition("/")
+    return name.startswith(f"{layout.CHECKPOINTS}/"), folder, file == layout.MANIFEST, name
 
 
 class LocalStore:
@@ -120,15 +108,14 @@ class LocalStore:
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / name, text)
 
-    def get(self, name: str, target: Path, progress: Progress = no_progress) -> None:
-        LocalStore(target.parent).put(self.folder / name, target.name, progress)
+    def get(self, name: str, target: Path) -> None:
+        LocalStore(target.parent).put(self.folder / name, target.name)
 
-    def put(self, source: Path, name: str, progress: Progress = no_progress) -> None:
+    def put(self, source: Path, name: str) -> None:
         target = self.folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(source, "rb") as file, replacing(target) as temporary, open(temporary, "wb") as copy:
             shutil.copyfileobj(file, copy)
-        progress()
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-from fsspec.callbacks import Callback
 
 from harness.errors import ConfigError, HarnessError
 from harness.runs.fetch import remedy_for
 from harness.runs.files import replacing
-from harness.runs.storage import Progress, no_progress
 
 # Protocols with real folders, which must be created, and where a file is visible before it is complete. Object stores
 # have neither, and some take "make this folder" for "make this bucket".
@@ -68,15 +66,14 @@ class UrlStore:
         part = f".{secrets.token_hex(4)}.part"  # several machines may write it at the same time
         self._place(name, lambda path: self._fs.pipe_file(path, text.encode()), part)
 
-    def get(self, name: str, target: Path, progress: Progress = no_progress) -> None:
+    def get(self, name: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as temporary, _explaining(self._url(name), absent=True):
-            self._fs.get_file(self._path_of(name), str(temporary), callback=_reporting(progress))
+            self._fs.get_file(self._path_of(name), str(temporary))
 
-    def put(self, source: Path, name: str, progress: Progress = no_progress) -> None:
+    def put(self, source: Path, name: str) -> None:
         source.stat()  # a FileNotFoundError about the store's side means something else
-        self._place(name, lambda path: self._fs.put_file(str(source), path, callback=_reporting(progress)))
-        progress()
+        self._place(name, lambda path: self._fs.put_file(str(source), path))
 
     def copy(self, name: str, other: UrlStore) -> None:
         """Copy a file to ``other``, inside the storage service."""
@@ -106,10 +103,6 @@ class UrlStore:
 
     def _url(self, name: str) -> str:
         return f"{self.where}/{name}"
-
-
-def _reporting(progress: Progress) -> Callback:
-    return Callback(hooks={"progress": lambda *_, **__: progress()})
 
 
 @contextmanager

@@ -7,7 +7,6 @@ with RunStart(config, runtime) as run:
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import sys
@@ -176,12 +175,12 @@ def deliver(folder: RunFolder, runtime: Runtime, done: bool) -> None:
     """Wait until all results are stored. A failed upload ends a finished run with an error; a stopped run only logs it,
     since the same command resumes from what was uploaded. Collective."""
 
-    def work() -> None:  # which gives up when nothing more is transferred
+    def work() -> None:
         if runtime.rank == 0:
             folder.wait_published()
 
     try:
-        runtime.patiently("uploading the results", work, math.inf)
+        runtime.patiently("uploading the results", work)
     except HarnessError as error:
         if done:
             raise

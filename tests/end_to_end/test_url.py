@@ -290,11 +290,11 @@ class Unreachable(Kill):
         self.left = number
 
     def arm(self) -> None:
-        from harness.runs import uploader
+        from harness.runs import remote
         from harness.runs.url_store import UrlStore
 
         put = UrlStore.put
-        uploader.STALLED_S = 1.0
+        remote.MAX_PAUSE_S = 0.1
 
         def refuse(store: UrlStore, *args: Any) -> None:
             self.left -= 1

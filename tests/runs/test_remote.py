@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from harness.config import loader
 from harness.config.schema import Config
 from harness.errors import CheckpointError, ConfigError
-from harness.runs import remote, run_dir, uploader
+from harness.runs import remote, run_dir
 from harness.runs.checkpoint import damage, read
 from harness.runs.fetched import local_copy, require_out
 from harness.runs.remote import RemoteRunFolder
@@ -23,7 +23,7 @@ URL = "memory://bucket/runs"
 
 @pytest.fixture(autouse=True)
 def bucket(monkeypatch):
-    monkeypatch.setattr(uploader, "MAX_PAUSE_S", 0.01)
+    monkeypatch.setattr(remote, "MAX_PAUSE_S", 0.01)
     memory = fsspec.filesystem("memory")
     yield memory
     if memory.exists("/bucket"):
@@ -111,8 +111,8 @@ def test_files_are_uploaded_in_the_order_that_keeps_the_url_resumable(config, mo
     names = [path.partition("/digits/")[2] for path in dict.fromkeys(order)]
     step = "checkpoints/step-7"
     pointers = ["checkpoints/best", "checkpoints/latest"]
-    assert names[-5:] == [f"{step}/state.pt", f"{step}/manifest.json", *pointers, "uploaded"]
-    assert {"summary.json", "metrics.jsonl", "weights.safetensors"} == set(names[:-5])
+    assert names[-4:] == [f"{step}/state.pt", f"{step}/manifest.json", *pointers]
+    assert {"summary.json", "metrics.jsonl", "weights.safetensors"} == set(names[:-4])
 
 
 def test_a_checkpoint_on_its_way_is_not_removed(config, bucket, monkeypatch):
@@ -150,44 +150,42 @@ def test_the_best_checkpoint_is_kept_at_the_url(config, bucket):
     assert steps(bucket) == {"step-1", "step-4", "step-5"}
 
 
-@pytest.mark.parametrize("kind", ["cut", "no manifest", "latest names nothing"])
-def test_damaged_newest_checkpoint_is_skipped(config, bucket, kind):
+@pytest.mark.parametrize("kind", ["cut", "no manifest", "gone", "latest names nothing", "latest leads elsewhere"])
+def test_a_run_whose_newest_checkpoint_is_damaged_is_not_continued(config, bucket, kind):
     save(started(config()), 1, 2)
-    last = "/bucket/runs/digits/checkpoints/step-2"
+    last, latest = "/bucket/runs/digits/checkpoints/step-2", "/bucket/runs/digits/checkpoints/latest"
     if kind == "cut":
         bucket.pipe(f"{last}/state.pt", bucket.cat(f"{last}/state.pt")[:-10])
     elif kind == "no manifest":
         bucket.rm(f"{last}/manifest.json")
-    else:
+    elif kind == "gone":
         bucket.rm(last, recursive=True)
-    again = started(config("other"))
-    assert again.checkpoints.newest() == again.checkpoints.folder / "step-1"
-    assert uploaded(bucket)["checkpoints/latest"] == b"step-1\n"
-    save(again, 3)
-    assert {"step-1", "step-3"} <= steps(bucket)
-
-
-@pytest.mark.parametrize("kind", ["cut", "no manifest", "gone", "all gone"])
-def test_a_run_without_a_usable_checkpoint_is_not_started_from_scratch(config, bucket, kind):
-    save(started(config()), 1, 2)
-    for step in (1, 2):
-        place = f"/bucket/runs/digits/checkpoints/step-{step}"
-        if kind == "cut":
-            bucket.pipe(f"{place}/state.pt", bucket.cat(f"{place}/state.pt")[:-10])
-        else:
-            bucket.rm(f"{place}/manifest.json") if kind == "no manifest" else bucket.rm(place, recursive=True)
-    if kind == "all gone":
-        bucket.rm("/bucket/runs/digits/checkpoints/latest")
-    before, line = uploaded(bucket), "checkpoints: all were removed" if kind == "all gone" else "step-2: "
-    with pytest.raises(CheckpointError, match=f"no checkpoint of this run (.|\n)*  {line}(.|\n)*resume=never"):
+    else:
+        bucket.pipe(latest, b"step-x\n" if kind == "latest names nothing" else b"../../../elsewhere\n")
+    before = uploaded(bucket)
+    with pytest.raises(
+        CheckpointError, match="newest checkpoint of this run cannot be used(.|\n)*resume=never"
+    ) as caught:
         started(config("other"))
     after = uploaded(bucket)
-    for name in ("start.json",):  # of this start
-        assert after.pop(name) != before.pop(name)
+    assert after.pop("start.json") != before.pop("start.json")  # of this start
     assert after == before
+    earlier = f"{URL}/digits/checkpoints/step-1"
+    assert f"checkpoint.resume={URL}/digits/checkpoints/step-N" in caught.value.hint
+    assert read(remote.borrow(config("other", **{"checkpoint.resume": earlier})))["lines"] == 1
     again = run_folder(never := config("other", **{"checkpoint.resume": "never"}))
     assert again.claim(never) == f"the earlier run was moved to {URL}/digits.1: checkpoint.resume=never"
     assert uploaded(bucket, "digits.1")["metrics.jsonl"] == before["metrics.jsonl"]
+
+
+def test_results_without_a_checkpoint_are_moved_aside(config, bucket):
+    folder = started(config())
+    folder.weights.write_text("weights")
+    save(folder, 1)
+    bucket.rm("/bucket/runs/digits/checkpoints", recursive=True)
+    again = run_folder(config("other"))
+    assert again.claim(config("other")).endswith("digits.1: it has results, but no checkpoint to resume from")
+    assert uploaded(bucket, "digits.1")["weights.safetensors"] == b"weights"
 
 
 def test_the_scratch_folder_never_outweighs_the_url(config):
@@ -259,7 +257,6 @@ def test_one_start_at_a_time_on_a_machine(config, monkeypatch):
 
 def test_results_that_cannot_be_uploaded_are_an_error(config, bucket, monkeypatch):
     folder = started(config())
-    monkeypatch.setattr(uploader, "STALLED_S", 0.3)
 
     def unreachable(self, *args, **options):
         raise ConnectionError("the network is down")
