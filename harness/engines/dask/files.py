@@ -16,7 +16,7 @@ from harness.engines.dask import worker as on_worker
 from harness.runs import layout
 from harness.runs.checkpoint import Checkpoints, damage
 from harness.runs.files import replacing
-from harness.runs.storage import LocalStore, Progress, copy_run, no_progress
+from harness.runs.storage import LocalStore, copy_run
 
 _OF_CLIENT = (layout.CONFIG, layout.FAILURE)  # not fetched: a failure is judged from the exit records
 
@@ -96,12 +96,12 @@ class WorkerStore:
     def remove(self, names: Iterable[str]) -> None:
         self._ask(LocalStore.remove, list(names))
 
-    def get(self, name: str, target: Path, progress: Progress = no_progress) -> None:
+    def get(self, name: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as temporary, open(temporary, "wb") as file:
             file.writelines(self._chunks(name))
 
-    def put(self, source: Path, name: str, progress: Progress = no_progress) -> None:
+    def put(self, source: Path, name: str) -> None:
         with open(source, "rb") as file:
             size, offset = os.fstat(file.fileno()).st_size, 0
             while offset < size or offset == 0:
