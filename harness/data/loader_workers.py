@@ -113,6 +113,22 @@ def _without_space(found: Any, error: Exception) -> TrainingError:
     )
 
 
+def require_shared_memory(batch_bytes: float, num_workers: int, num_ranks: int) -> None:
+    """Raise ConfigError if ``num_ranks`` ranks on this machine cannot keep all batches of their workers, of
+    ``batch_bytes`` bytes each, in shared memory."""
+    needed = batch_bytes * num_ranks * (num_workers * PREFETCH + 1)  # and the batch that the rank works on
+    if not num_workers or not os.path.isdir(SHARED_MEMORY):
+        return
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    if usage.free < needed:
+        raise ConfigError(
+            f"the loader workers of this machine need up to {needed / MIB:.1f} MiB in {SHARED_MEMORY}, which has "
+            f"{usage.free / MIB:.1f} of {usage.total / MIB:.1f} MiB free",
+            where=f"data.num_workers={num_workers}",
+            hint=MORE_SHARED_MEMORY,
+        )
+
+
 def require_sockets_in_temporary_folder() -> None:
     """Raise ConfigError if the sockets through which workers send batches cannot be made: some file systems have none,
     and the path may be too long."""

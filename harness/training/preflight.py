@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from harness.config import loader, presets
 from harness.config.schema import Config
 from harness.data.batch import Batch, Dataset
+from harness.data.loader_workers import require_shared_memory
 from harness.distributed import devices, stack
 from harness.distributed.runtime import Runtime
 from harness.errors import HarnessError, TrainingError, first_line, plural, readable
@@ -131,7 +132,7 @@ def _try(run: Candidate, world_size: int, limit_s: float, facts: dict[str, Any])
     start, done = time.monotonic(), []
     audit = Audit(start + limit_s)
     try:
-        done.append(_train(run, audit))
+        done.append(_train(run, audit, world_size))
         facts["memory"] = _memory(run, world_size)
         done.append(_evaluate(run, audit))
     except OutOfTime:
@@ -143,11 +144,15 @@ def _try(run: Candidate, world_size: int, limit_s: float, facts: dict[str, Any])
         raise determinism.refused(audit.found)
 
 
-def _train(run: Candidate, audit: Audit) -> str:
+def _train(run: Candidate, audit: Audit, world_size: int) -> str:
     num_rows = max(2, min(_ROWS, run.size.micro_batch, len(run.task.train)))  # training repeats a single row, too
     batch = _batch(run.task.train, num_rows, 0, "training")
     if batch is None:
         return "no training row could be read"
+    rows = max(run.size.micro_batch, min(run.size.eval_batch, len(run.task.eval)))
+    batch_bytes = rows * (batch.inputs.nbytes + batch.targets.nbytes) / len(batch)
+    num_ranks = -(-world_size // run.config.launch.nnodes)
+    require_shared_memory(batch_bytes, run.config.data.num_workers, num_ranks)
     with audit:
         outputs = _outputs(run, batch, "training", training=True)
         with _stage("loss() of the task", "training"):

@@ -10,6 +10,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 from torchvision.io import write_png
 
+from harness.data import loader_workers
 from harness.distributed import machine
 from harness.errors import EXIT_FAILURE, ConfigError, DataError, TrainingError
 from harness.tasks.image_csv.task import ImageCsv
@@ -209,6 +210,18 @@ def test_memory_of_a_rank(folder, overrides, world, expected):
     facts, problems = examine(folder, "optimizer.name=adam", *overrides, world=world, model=model)
     assert problems == []
     assert expected in facts["memory"]
+
+
+def test_too_little_shared_memory_for_the_batches(folder, monkeypatch):
+    """Two rows of 8 x 8 pixels and a label of 8 bytes are 144 bytes; 2 ranks with 3 workers keep 14 such batches."""
+    usage = type("Usage", (), {"total": 2**20, "used": 0, "free": 14 * 144})
+    monkeypatch.setattr(loader_workers, "SHARED_MEMORY", str(folder))
+    monkeypatch.setattr(loader_workers.shutil, "disk_usage", lambda _: usage)
+    assert examine(folder, "data.num_workers=3", world=2)[1] == []
+    usage.free -= 1
+    (problem,) = examine(folder, "data.num_workers=3", world=2)[1]
+    assert problem.where == "data.num_workers=3"
+    assert examine(folder, "data.num_workers=0", world=2)[1] == []
 
 
 def test_scaled_learning_rate(folder):
