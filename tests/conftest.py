@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 from collections import Counter
 from contextlib import suppress
@@ -57,6 +58,20 @@ def pytest_collection_finish():
     gc.freeze()  # modules and tests stay until the end
     gc.enable()
     atexit.register(gc.unfreeze)
+
+
+@pytest.fixture(autouse=True)
+def same_logging():
+    """Undo what a command that was called in this process did to logging: its log file is gone after the test."""
+    loggers = [logging.getLogger(name) for name in ("harness", "py.warnings")]
+    before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, handlers, level, propagate in before:
+        for handler in {*logger.handlers} - {*handlers}:
+            handler.close()
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+    logging.captureWarnings(False)
 
 
 @pytest.fixture(autouse=True)
