@@ -82,7 +82,8 @@ def find(kind: str, name: str, where: str) -> Any:
     if name not in names(kind):
         raise unknown(kind, name, names(kind), where)
     package = ".".join(["harness", *folder.split("/"), name])
-    module = importlib.import_module(f"{package}.{entry}" if (_HARNESS / folder / name).is_dir() else package)
+    in_folder = entry and (_HARNESS / folder / name / f"{entry}.py").is_file()  # git leaves folders with __pycache__
+    module = importlib.import_module(f"{package}.{entry}" if in_folder else package)
     return getattr(module, holds) if holds else module
 
 

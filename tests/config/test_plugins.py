@@ -35,6 +35,16 @@ def test_built_in_parts_are_found(kind):
             )
 
 
+@pytest.mark.parametrize(("kind", "name"), [("engine", "torchrun"), ("model", "linear")])
+def test_leftover_folder_of_an_earlier_version_is_ignored(tmp_path, monkeypatch, kind, name):
+    parts = tmp_path / plugins.KINDS[kind].folder
+    (parts / name / "__pycache__").mkdir(parents=True)
+    (parts / f"{name}.py").touch()
+    monkeypatch.setattr(plugins, "_HARNESS", tmp_path)
+    assert plugins.names(kind) == [name]
+    plugins.find(kind, name, "here")
+
+
 def test_unknown_part_names_the_nearest_or_all():
     with pytest.raises(ConfigError, match="here: unknown engine 'Slurmm'\n  -> did you mean slurm"):
         plugins.find("engine", "Slurmm", "here")
