@@ -34,7 +34,7 @@ VERBS = {
     "--scheduler key=value",
     "port": "--write SCRIPT",
     "predict": "--csv --out --trust --world RUN key=value",
-    "report": "-o --out --target --trust RUN_OR_SWEEP",
+    "report": "-o --out --trust RUN_OR_SWEEP",
     "schema": "--of --out",
     "sweep": "-c --config --dry-run --engine --parallel --retry-failed key=value",
     "train": "-c --config --local-rank --local_rank key=value",

@@ -17,9 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", type=Path, metavar="FILE", help="file to write (default: report.html in the first folder)"
     )
-    parser.add_argument(
-        "--target", type=float, metavar="VALUE", help="also report the time to reach this value of the metric"
-    )
     shared.add_trust(parser)
 
 
@@ -29,5 +26,5 @@ def run(arguments: argparse.Namespace) -> int:
 
     fetched.require_out(arguments.paths[0], arguments.out, layout.REPORT)
     paths = [fetched.local_copy(place) for place in arguments.paths]
-    print(page.write(paths, arguments.out, arguments.target, arguments.trust))
+    print(page.write(paths, arguments.out, arguments.trust))
     return EXIT_DONE

@@ -76,10 +76,6 @@ def percent(value: float | None) -> str:
     return NOTHING if value is None or value != value else f"{100 * value:.1f} %"
 
 
-def times(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.2f}×"
-
-
 def duration(seconds: float | None) -> str:
     """ "8.4 s", "12 min 30 s", "3 h 05 min"."""
     if seconds is None or seconds != seconds:
@@ -98,11 +94,6 @@ def ranks(numbers: str) -> str:
 def metric(name: str | None) -> str:
     """A metric's name in a sentence."""
     return _METRICS.get(name or "", (name or "metric").replace("_", " "))
-
-
-def at_least(direction: str, value: float) -> str:
-    """ "≥ 0.95", or "≤" where smaller is better."""
-    return f"{'≥' if direction == 'max' else '≤'} {number(value)}"
 
 
 def key(name: str) -> str:

@@ -29,7 +29,7 @@ NOT_METRICS = frozenset(  # numbers of an evaluation's entry
 
 
 _EXPECTED = (
-    "step", "epoch", "samples", "samples_per_s", "samples_skipped", "skipped", "loss", "lr", "loss_scale", "wall_s",
+    "step", "epoch", "samples", "samples_per_s", "skipped", "loss", "lr", "loss_scale", "wall_s",
     *(f"time_{phase}" for phase in PHASES),
 )  # fmt: skip
 
@@ -69,9 +69,7 @@ class History:
     shares: dict[str, float] = field(default_factory=dict)
     rows_per_s: float | None = None
     wall_s: float | None = None
-    steps: int = 0
     skipped: int | None = None
-    samples_skipped: int | None = None
     loss_scales: tuple[float, float] | None = None
 
 
@@ -95,9 +93,7 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
         shares=_shares(train, windows["seconds"]),
         rows_per_s=_speed(windows[windows["seconds"] > 0]),
         wall_s=_known(pd.concat([train["wall_s"], evals["wall_s"]]).max()),
-        steps=int(_known(pd.concat([train["step"], evals["step"]]).max()) or 0),
         skipped=_count(train["skipped"]),
-        samples_skipped=_count(train["samples_skipped"]),
         loss_scales=(float(scales.min()), float(scales.max())) if len(scales) else None,
     )
 

@@ -99,7 +99,7 @@
     document.head.append(script);
   };
   const plotly = unpack().catch(() => {
-    for (const div of document.querySelectorAll(".chart")) div.textContent = "This browser cannot draw the figures; update it, or see the numbers below.";
+    for (const div of document.querySelectorAll(".chart")) div.textContent = "This browser cannot draw the figures; update it.";
   });
 
   let drawn = 0;

@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import json
 import math
-import statistics
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -23,11 +22,10 @@ from harness.errors import ConfigError, plural
 from harness.runs import layout
 from harness.runs.files import output_error, require_output, write_atomically
 from harness.runs.reader import find
-from harness.tools.report import charts, curves, formatting, reproduce, run_set, scaling, sections, tables
-from harness.tools.report.charts import Chart
+from harness.tools.report import curves, formatting, reproduce, run_set, sections, tables
 from harness.tools.report.curves import CurveLine
 from harness.tools.report.run_set import ReportedRun, RunSet
-from harness.tools.report.scaling import ScalingSeries, Target
+from harness.tools.report.sections import Chart
 from harness.version import __version__
 
 MAX_PROBLEMS = 30  # runs whose problems are listed above the table
@@ -35,18 +33,16 @@ MAX_CHIPS = 10
 _DASHES = {"solid": "", "dash": "9 5", "dot": "2 4", "dashdot": "9 4 2 4"}
 
 
-def write(paths: Sequence[Path], out: Path | None = None, target: float | None = None, trust: bool = False) -> Path:
+def write(paths: Sequence[Path], out: Path | None = None, trust: bool = False) -> Path:
     """Write a report of the runs at ``paths`` to ``out`` (None: report.html in the first of them); return its path.
 
-    ``target``: the value of the deciding metric for the time to target; None: chosen by ``scaling.choose_target``.
     ``trust``: show images also of runs that are not this user's own. Raises ConfigError for a path without runs, or if
     plotly is not installed.
     """
     records = find(paths)
     out = out or paths[0] / layout.REPORT
     require_output(out, paths)
-    runs = run_set.build(records, trust=trust)
-    text = render(runs, scaling.choose_target(runs, target))
+    text = render(run_set.build(records, trust=trust))
     try:
         write_atomically(out, text)
     except OSError as error:
@@ -54,16 +50,15 @@ def write(paths: Sequence[Path], out: Path | None = None, target: float | None =
     return out
 
 
-def render(runs: RunSet, target: Target | None) -> str:
+def render(runs: RunSet) -> str:
     """The text of the page. Raises ConfigError without plotly."""
-    scaled = scaling.series(runs, target.value if target else None)
     lines = curves.choose(runs)
-    curve_charts, groups, left_out = sections.choose(runs, target, scaled, lines)
+    curve_charts, groups, left_out = sections.choose(runs, lines)
     plotly, packed, num_bytes = plotly_source()
     script = _file("page.js")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     text: str = environment.from_string(_file("page.html")).render(
-        _facts(runs, target, scaled),
+        _facts(runs),
         policy=_policy([plotly, script]),
         style=Markup(_file("page.css")),
         curves=curve_charts,
@@ -74,7 +69,6 @@ def render(runs: RunSet, target: Target | None) -> str:
         groups=groups,
         links=_links(runs, lines, groups),
         left_out=left_out,
-        percent=formatting.percent,
         data=_json(_data(runs, lines, [*curve_charts, *sections.all_charts(groups)])),
         plotly=Markup(packed),
         plotly_bytes=num_bytes,
@@ -83,7 +77,7 @@ def render(runs: RunSet, target: Target | None) -> str:
     return text
 
 
-def _facts(runs: RunSet, target: Target | None, scaled: Sequence[ScalingSeries]) -> dict[str, Any]:
+def _facts(runs: RunSet) -> dict[str, Any]:
     """Everything except figures."""
     best = runs.best
     troubled = [(run, tables.problems(run)) for run in runs.ranked if tables.has_problem(run)]
@@ -93,7 +87,7 @@ def _facts(runs: RunSet, target: Target | None, scaled: Sequence[ScalingSeries])
         "kind": "Sweep" if swept else "Run" if len(runs.runs) == 1 else "Comparison",
         "lead": _headline(runs),
         "best": best,
-        "cards": _cards(runs, best, target, scaled) if best else [],
+        "cards": _cards(runs, best) if best else [],
         "chips": _chips(runs, best) if best else [],
         "commands": reproduce.commands(best) if best else [],
         "caveats": reproduce.caveats(best) if best else [],
@@ -106,7 +100,7 @@ def _facts(runs: RunSet, target: Target | None, scaled: Sequence[ScalingSeries])
             for run, found in troubled[:MAX_PROBLEMS]
         ],
         "more_problems": max(0, len(troubled) - MAX_PROBLEMS),
-        "table": tables.all_runs(runs, target),
+        "table": tables.all_runs(runs),
         "made": time.strftime("%Y-%m-%d"),
         "version": __version__,
         "source": plural(len(runs.runs), "run folder"),
@@ -121,40 +115,20 @@ def _headline(runs: RunSet) -> str:
     return f"{text} Ranked by validation {formatting.metric(runs.metric)}; {better} is better."
 
 
-def _cards(
-    runs: RunSet, best: ReportedRun, target: Target | None, scaled: Sequence[ScalingSeries]
-) -> list[dict[str, str]]:
+def _cards(runs: RunSet, best: ReportedRun) -> list[dict[str, str]]:
     group = next(group for group in runs.seed_groups if best in group.runs)
     over = ""
     if group.spread is not None:
         mean, spread = formatting.number(group.mean, 5), formatting.number(group.spread, 2)
         over = f"; {mean} ± {spread} over {group.size}"
-    figure = formatting.number(best.best, formatting.BEST_DIGITS)
-    cards = [
-        {"title": f"best {formatting.metric(runs.metric)}", "figure": figure,
-         "note": f"after epoch {formatting.number(best.at_best('epoch'))}{over}"}
-    ]  # fmt: skip
-    if target and (at := scaling.reached(best, target.value, runs.direction)):
-        cards.append(
-            {"title": f"time to {formatting.at_least(runs.direction, target.value)}",
-             "figure": formatting.duration(at.seconds), "note": f"{formatting.count(at.samples)} rows; {target.why}"}
-        )  # fmt: skip
-    most = max((each.points[-1].world for each in scaled), default=0)
-    tops = [point.speed_up for each in scaled if (point := each.points[-1]).world == most and point.speed_up]
-    if tops:
-        spread = f"from {formatting.times(min(tops))} to {formatting.times(max(tops))}"
-        several = f"median of {len(tops)} recipes, {spread}"
-        cards.append(
-            {"title": f"speed-up on {plural(most, 'rank')}",
-             "figure": formatting.times(statistics.median(tops)),
-             "note": several if len(tops) > 1 else "in rows per second, relative to the smallest number of ranks"}
-        )  # fmt: skip
     ranks = best.ranks or "an unknown number of ranks"
-    cards.append(
+    return [
+        {"title": f"best {formatting.metric(runs.metric)}",
+         "figure": formatting.number(best.best, formatting.BEST_DIGITS),
+         "note": f"after epoch {formatting.number(best.at_best('epoch'))}{over}"},
         {"title": "training speed", "figure": f"{formatting.count(best.history.rows_per_s)} rows/s",
-         "note": f"on {ranks}; total time {formatting.duration(best.history.wall_s)}"}
-    )  # fmt: skip
-    return cards
+         "note": f"on {ranks}; total time {formatting.duration(best.history.wall_s)}"},
+    ]  # fmt: skip
 
 
 def _chips(runs: RunSet, best: ReportedRun) -> list[tuple[str, str]]:
@@ -195,9 +169,9 @@ def _data(runs: RunSet, lines: Sequence[CurveLine], shown: Sequence[Chart]) -> d
     if runs.metric not in metrics and metrics:
         parts["validation"]["value"] = metrics[0]
     return {
-        "lines": [curves.points(line) | {"shown": charts.plain(line.label)} for line in lines],
+        "lines": [curves.points(line) | {"shown": sections.plain(line.label)} for line in lines],
         "charts": {chart.key: parts.get(chart.key) or {"data": chart.data, "layout": chart.layout} for chart in shown},
-        "names": {name: charts.plain(formatting.metric(name)) for name in metrics}
+        "names": {name: sections.plain(formatting.metric(name)) for name in metrics}
         | {"lr": "learning rate", "loss_scale": "loss scale", "loss": "loss"},
     }
 

@@ -1,26 +1,55 @@
-"""The sections of a report that have figures, their notes, and the reasons why others are left out."""
+"""The sections of a report that have figures or tables, and the reasons why others are left out.
+
+Figures are plotly figures in plain data. Colors are names such as "@c0", which stand for a color of the page's light or
+dark palette. Text from files is escaped, because plotly reads some of it as markup.
+"""
 
 from __future__ import annotations
 
+import html
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from harness.errors import plural
 from harness.runs import ownership
-from harness.tools.report import charts, formatting, mistakes, tables
-from harness.tools.report.charts import Chart
+from harness.tools.report import formatting, mistakes, tables
 from harness.tools.report.curves import CurveLine
-from harness.tools.report.history import Curve
-from harness.tools.report.mistakes import Confusion, Mistake
+from harness.tools.report.history import PHASES
+from harness.tools.report.mistakes import MAX_CLASSES, Confusion, Mistake
 from harness.tools.report.run_set import ReportedRun, RunSet
-from harness.tools.report.scaling import ScalingSeries, Target
 
-_NUMBERS_PER_LINE = 12  # rows per line in the table behind the curves
+MAX_BARS = 24
+Trace = dict[str, Any]
+PATTERNS = ("", "/", "x", ".", "\\", "-")  # so that bars can be told apart without color
+_PHASE_NAMES = {
+    "data": "waiting for data",
+    "forward": "forward",
+    "backward": "backward",
+    "reduce": "communication",
+    "optimizer": "optimizer",
+    "host": "host",
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """``summary`` describes the figure in a sentence. Sizes in CSS pixels."""
+
+    key: str
+    title: str
+    summary: str
+    data: list[Trace] = field(default_factory=list)
+    layout: dict[str, Any] = field(default_factory=dict)
+    height: int = 360
+    min_width: int = 0  # below this the figure scrolls
+    max_width: int = 0  # 0: unlimited
 
 
 @dataclass(frozen=True)
 class ReportSection:
-    """A section of figures: notes above them, and a table below."""
+    """A section: notes above its figures, and a table below."""
 
     key: str
     title: str
@@ -32,48 +61,29 @@ class ReportSection:
     mistakes: list[Mistake] = field(default_factory=list)
 
 
-def choose(
-    runs: RunSet, target: Target | None, scaling: Sequence[ScalingSeries], lines: Sequence[CurveLine]
-) -> tuple[list[Chart], list[ReportSection], list[str]]:
+def choose(runs: RunSet, lines: Sequence[CurveLine]) -> tuple[list[Chart], list[ReportSection], list[str]]:
     """(charts of the learning curves, the sections after them, reasons why others are left out).
 
     The curves' charts have no ``data``: the page draws them from the lines, along the axis that the reader chooses.
     """
-    curves, left_out = _curves(runs, lines)
-    sections = [
-        _time_to_target(runs, target, scaling, left_out),
-        _speed_up(scaling, left_out),
-        _seeds(runs),
-        _time(lines, left_out),
-        _mistakes(runs, left_out),
-    ]
+    curves, left_out = _curves(lines)
+    sections = [_speed_up(runs, left_out), _seeds(runs), _time(lines, left_out), _mistakes(runs, left_out)]
     return curves, [section for section in sections if section], left_out
 
 
-def _curves(runs: RunSet, lines: Sequence[CurveLine]) -> tuple[list[Chart], list[str]]:
+def _curves(lines: Sequence[CurveLine]) -> tuple[list[Chart], list[str]]:
     left_out: list[str] = []
     curves = []
     amount = plural(len(lines), "line")
     if any(len(line.first.history.validation) for line in lines):
-        header, rows = _numbers(lines, "validation", {name: name for name in metrics(runs, lines)})
-        summary = f"Validation metrics during training, {amount}; the table below has the numbers."
-        curves.append(Chart("validation", "Validation", summary, [], {}, header, rows, height=360))
+        curves.append(Chart("validation", "Validation", f"Validation metrics during training, {amount}."))
     elif lines:
         left_out.append("Validation curves: no run has an evaluation yet.")
     if any(len(line.first.history.train) for line in lines):
-        header, rows = _numbers(lines, "train", {"loss": "loss", "lr": "learning rate"})
-        summary = f"Training loss or learning rate, {amount}; the table below has the numbers."
-        curves.append(Chart("training", "Training", summary, [], {}, header, rows, height=360))
+        curves.append(Chart("training", "Training", f"Training loss or learning rate, {amount}."))
     if any(_scale_changed(line.first) for line in lines):
-        header = ["run", "smallest loss scale", "largest loss scale", "skipped steps", "rows in skipped steps", "steps"]
-        rows = [
-            [line.label, *(formatting.count(side) for side in run.history.loss_scales or (None, None)),
-             formatting.count(run.history.skipped), formatting.count(run.history.samples_skipped),
-             formatting.count(run.history.steps)]
-            for line in lines for run in line.group.runs
-        ]  # fmt: skip
-        summary = f"Loss scale during training, {amount}; the table below has the skipped steps."
-        curves.append(Chart("scale", "Loss scale and skipped steps", summary, [], {}, header, rows, height=300))
+        summary = f"Loss scale during training, {amount}."
+        curves.append(Chart("scale", "Loss scale", summary, height=300))
     elif lines:
         scales = {line.first.history.loss_scales[0] for line in lines if line.first.history.loss_scales}
         constant = f"it stayed at {', '.join(formatting.count(scale) for scale in sorted(scales))}"
@@ -84,21 +94,6 @@ def _curves(runs: RunSet, lines: Sequence[CurveLine]) -> tuple[list[Chart], list
 def _scale_changed(run: ReportedRun) -> bool:
     scales = run.history.loss_scales
     return bool(run.history.skipped) or (scales is not None and scales[0] != scales[1])
-
-
-def _numbers(lines: Sequence[CurveLine], part: str, names: dict[str, str]) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): evenly spaced points of each line, with the last; ``names``: {value: column title}."""
-    rows = []
-    for line in lines:
-        curve: Curve = getattr(line.first.history, part)
-        last = len(curve) - 1
-        count = min(len(curve), _NUMBERS_PER_LINE)
-        for place in sorted({round(index * last / max(1, count - 1)) for index in range(count)}):
-            at = [formatting.number(curve.at["epoch"][place]), formatting.count(curve.at["samples"][place])]
-            values = [curve.values[name][place] if name in curve.values else None for name in names]
-            numbers = [formatting.number(value, 5) for value in values]
-            rows.append([line.label, *at, formatting.number(curve.at["seconds"][place]), *numbers])
-    return ["run", "epoch", "samples", "seconds", *names.values()], rows
 
 
 def metrics(runs: RunSet, lines: Sequence[CurveLine]) -> list[str]:
@@ -115,40 +110,16 @@ def undrawn(runs: RunSet, lines: Sequence[CurveLine]) -> str:
     return f"The figures show only the best {plural(len(lines), 'line')}; {others} in the table of all runs."
 
 
-def _time_to_target(
-    runs: RunSet, target: Target | None, scaling: Sequence[ScalingSeries], left_out: list[str]
-) -> ReportSection | None:
-    if len(runs.runs) == 1:
-        return None  # the card at the top shows the single time
-    chart = charts.time_to_target(runs, target, scaling) if target else None
-    if target is None or chart is None:
-        why = f"no run reached {formatting.number(target.value)}" if target else "no run has an evaluation"
-        left_out.append(f"Time to target: {why}.")
-        return None
-    goal = f"{formatting.metric(runs.metric)} {formatting.at_least(runs.direction, target.value)}"
-    notes = [
-        f"Wall time, including evaluations and checkpoints, until the first evaluation with {goal} ({target.why}; "
-        "--target sets another). Nothing is interpolated."
-    ]
-    return ReportSection("target", "Time to target", [chart], notes)
-
-
-def _speed_up(scaling: Sequence[ScalingSeries], left_out: list[str]) -> ReportSection | None:
-    figures = charts.speed_up(scaling)
-    if not figures:
+def _speed_up(runs: RunSet, left_out: list[str]) -> ReportSection | None:
+    header, rows = tables.speed_up_rows(runs)
+    if not rows:
         left_out.append("Speed-up: no two finished runs differ only in their number of ranks.")
         return None
     notes = [
         "Compares runs with the same settings, global batch and kind of device, and different numbers of ranks. Speed "
         "is in rows per second of training, excluding evaluations. The ideal is proportional to the number of ranks."
     ]
-    if not all(each.same_batches for each in scaling):
-        notes.append(
-            "Some of these runs do not use data.shard: global, so their batches hold different rows at each number of "
-            "ranks, and their curves also differ by chance."
-        )
-    header, rows = tables.scaling_rows(scaling)
-    return ReportSection("speed", "Speed-up", figures, notes, header, rows, "Compared runs")
+    return ReportSection("speed", "Speed-up", [], notes, header, rows, "Compared runs")
 
 
 def _seeds(runs: RunSet) -> ReportSection | None:
@@ -160,13 +131,12 @@ def _seeds(runs: RunSet) -> ReportSection | None:
 
 
 def _time(lines: Sequence[CurveLine], left_out: list[str]) -> ReportSection | None:
-    chart = charts.where_time_went(lines)
+    chart = where_time_went(lines)
     if chart is None:
         left_out.append("Where the time went: the logs have no times.")
         return None
-    return ReportSection(
-        "time", "Time", [chart], ["Shares of the training time over all ranks, excluding evaluations."]
-    )
+    notes = ["Shares of the training time over all ranks, excluding evaluations."]
+    return ReportSection("time", "Time", [chart], notes)
 
 
 def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
@@ -175,7 +145,7 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
     if run is None:
         left_out.append("Mistakes: no run has a confusion matrix, or metrics by label or column.")
         return None
-    chart = charts.confusion(found, run.label) if found else None
+    chart = confusion(found, run.label) if found else None
     allowed = runs.trust or ownership.is_own(run.record.path)
     shown, wrong, num_rows = mistakes.most_confident(run, with_images=allowed)
     if shown and not allowed:
@@ -205,3 +175,75 @@ def _origin(found: Confusion | None, is_listed: bool, is_finished: bool) -> str:
 def all_charts(sections: Sequence[ReportSection]) -> Iterator[Chart]:
     for section in sections:
         yield from section.charts
+
+
+# The figures
+
+
+def plain(text: Any) -> str:
+    """Text that plotly shows as it is."""
+    return html.escape(str(text), quote=False)
+
+
+def where_time_went(lines: Sequence[CurveLine]) -> Chart | None:
+    """Stacked bars of the shares of training time."""
+    shown = [line for line in lines if line.first.history.shares][:MAX_BARS]
+    if not shown:
+        return None
+    shares = []
+    for line in shown:
+        of_runs = [run.history.shares for run in line.group.runs if run.history.shares]
+        shares.append({phase: statistics.fmean(share.get(phase, 0.0) for share in of_runs) for phase in PHASES})
+    data: list[Trace] = [
+        {"type": "bar", "orientation": "h", "name": _PHASE_NAMES[phase], "y": [plain(line.label) for line in shown],
+          "x": [share[phase] for share in shares], "marker": _filled(place), "textposition": "inside",
+          "text": [f"{share[phase]:.0%}" if share[phase] >= 0.045 else "" for share in shares],
+          "insidetextanchor": "middle", "textangle": 0, "hovertemplate": "%{x:.1%}"}
+        for place, phase in enumerate(PHASES)
+    ]  # fmt: skip
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"tickformat": ".0%", "range": [0, 1.0005], "dtick": 0.2, "title": {"text": "share of training time"}},
+        "yaxis": {"autorange": "reversed", "type": "category"},
+        "showlegend": True,
+        "bargap": 0.3,
+    }
+    largest = max(PHASES, key=lambda phase: shares[0][phase])
+    share = formatting.percent(shares[0][largest])
+    summary = f"The largest share of the training time of {shown[0].label} is {_PHASE_NAMES[largest]}: {share}."
+    return Chart("time", "Where training time went", summary, data, layout, height=110 + 42 * len(shown))
+
+
+def _filled(place: int) -> dict[str, Any]:
+    """A color and a pattern."""
+    color = f"@c{place}"
+    pattern: dict[str, Any] = {"shape": PATTERNS[place % len(PATTERNS)], "bgcolor": color, "fgcolor": "@surface"}
+    pattern |= {"fgopacity": 0.4, "size": 7, "solidity": 0.12}
+    return {"color": color, "pattern": pattern, "line": {"color": "@surface", "width": 1}}
+
+
+def confusion(found: Confusion, label: str) -> Chart | None:
+    """The matrix, each row colored by its share of the true class; None if it has too many classes to be legible."""
+    if len(found.classes) > MAX_CLASSES:
+        return None
+    totals = [sum(line) or 1 for line in found.counts]
+    shares = [[count / total for count in line] for line, total in zip(found.counts, totals, strict=True)]
+    names = [plain(name) for name in found.classes]
+    heat: Trace = {
+        "type": "heatmap", "z": shares, "x": names, "y": names, "customdata": found.counts, "zmin": 0, "zmax": 1,
+        "colorscale": [[0, "@heat0"], [1, "@heat1"]], "showscale": False, "xgap": 1, "ygap": 1,
+        "hovertemplate": "label %{y}, prediction %{x}: %{customdata}<extra></extra>",
+    }  # fmt: skip
+    if len(names) <= 20:
+        heat |= {"text": [[str(n) if n else "" for n in line] for line in found.counts], "texttemplate": "%{text}",
+                 "textfont": {"color": "@ink"}}  # fmt: skip
+    layout = {
+        "xaxis": {"title": {"text": "prediction"}, "type": "category", "showgrid": False, "side": "top"},
+        "yaxis": {"title": {"text": "label"}, "type": "category", "autorange": "reversed", "showgrid": False},
+    }
+    summary = f"Confusion matrix of {label}: {len(names)} classes, {plural(sum(map(sum, found.counts)), 'row')}."
+    if found.pairs:
+        true, predicted, count = found.pairs[0]
+        summary += f" The most frequent error: {true} predicted as {predicted} ({plural(count, 'time')})."
+    height, min_width = 160 + 30 * min(len(names), 20), 28 * len(names) if len(names) > 12 else 0
+    return Chart("confusion", "Confusion matrix", summary, [heat], layout, height, min_width, max_width=760)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from typing import Any
 
 from harness.tools.report import formatting, reproduce
 from harness.tools.report.run_set import ReportedRun, RunSet
-from harness.tools.report.scaling import ScalingSeries, Target, reached
 
 MAX_COLUMNS = 8  # of varied settings
 MAIN_SETTINGS = (
@@ -32,14 +32,13 @@ class RunTable:
     rows: list[list[Cell]]
 
 
-def all_runs(runs: RunSet, target: Target | None) -> RunTable:
+def all_runs(runs: RunSet) -> RunTable:
     """One row per run, the best first."""
     common = _common_settings(runs)
     varied = [key for key in runs.varied if key in common][:MAX_COLUMNS]
     keys, metric = [formatting.key(key) for key in varied], formatting.metric(runs.metric)
-    header = ["run", "state", "ranks", *keys, metric, "best at epoch", "epochs"]
-    header += [f"to {formatting.number(target.value)}"] if target else []
-    header += ["time", "rows/s", "skipped", "commit", "folder"]
+    header = ["run", "state", "ranks", *keys, metric, "best at epoch", "epochs", "time", "rows/s", "skipped",
+              "commit", "folder"]  # fmt: skip
     rows = []
     for run in runs.ranked:
         past = run.history
@@ -52,11 +51,6 @@ def all_runs(runs: RunSet, target: Target | None) -> RunTable:
             _number(run.best, lambda value: formatting.number(value, formatting.BEST_DIGITS)),
             _number(run.at_best("epoch"), formatting.number),
             _number(float(ends[-1]) if len(ends) else None, formatting.number),
-        ]
-        if target:
-            at = reached(run, target.value, runs.direction)
-            cells.append(_number(at.seconds if at else None, formatting.duration))
-        cells += [
             _number(past.wall_s, formatting.duration),
             _number(past.rows_per_s, formatting.count),
             _number(past.skipped, formatting.count),
@@ -83,21 +77,29 @@ def _setting(value: Any) -> Cell:
     return Cell(formatting.setting(value))
 
 
-def scaling_rows(scaling: Sequence[ScalingSeries]) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): each world size compared with the smallest of its recipe, and the runs compared."""
-    header = ["recipe", "ranks", "rows/s", "speed-up", "efficiency", "to target", "speed-up to target", "runs compared"]
+def speed_up_rows(runs: RunSet) -> tuple[list[str], list[list[str]]]:
+    """(header, rows): the finished runs of a recipe at each number of ranks, compared with its smallest number. Of
+    several runs the mean speed."""
+    found: dict[str, dict[int, list[ReportedRun]]] = {}
+    for run in runs.ranked:
+        if run.world and run.record.state == "finished" and run.history.rows_per_s:
+            found.setdefault(run.recipe, {}).setdefault(run.world, []).append(run)
     rows = []
-    for each in scaling:
-        base = each.points[0]
-        for point in each.points:
-            pair = ", ".join(run.place for run in point.runs)
-            pair += "" if point is base else f" with {', '.join(run.place for run in base.runs)}"
+    for by_world in (by_world for by_world in found.values() if len(by_world) > 1):
+        label = runs.describe(next(iter(by_world.values()))[0], without=("seed", "batch.per_rank"))
+        speeds = {
+            world: statistics.fmean(run.history.rows_per_s or 0.0 for run in by_world[world])
+            for world in sorted(by_world)
+        }
+        base = min(speeds)
+        for world, speed in speeds.items():
+            times = speed / speeds[base]
+            compared = ", ".join(run.place for run in by_world[world])
             rows.append(
-                [each.label, str(point.world), formatting.count(point.rows_per_s), formatting.times(point.speed_up),
-                 formatting.percent(point.efficiency), formatting.duration(point.seconds),
-                 formatting.times(point.times_sooner), pair]
+                [label, str(world), formatting.count(speed), f"{times:.2f}×", formatting.percent(times * base / world),
+                 compared]
             )  # fmt: skip
-    return header, rows
+    return ["recipe", "ranks", "rows/s", "speed-up", "efficiency", "runs compared"], rows
 
 
 def seeds_rows(runs: RunSet) -> tuple[list[str], list[list[str]]]:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.runs import reader
-from harness.tools.report import page, run_set, scaling
+from harness.tools.report import page, run_set
 from tests.end_to_end.processes import wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[test]'")
@@ -48,7 +48,7 @@ def report(tmp_path_factory):
         (trial / "confusion.csv").write_text("label,cat,<b>dog</b>\ncat,8,1\n<b>dog</b>,2,9\n")
     found = run_set.build(reader.find([sweep]))
     path = folder / "report.html"
-    path.write_text(page.render(found, scaling.choose_target(found, None)), encoding="utf-8")
+    path.write_text(page.render(found), encoding="utf-8")
     return path
 
 
@@ -97,7 +97,7 @@ def test_every_chart_is_drawn_without_a_request(visit, report):
         key: div.dataset.chart, marks: div.querySelectorAll('.points path, .js-line, .hm image').length,
         width: div.querySelector('.main-svg').getBoundingClientRect().width, room: div.clientWidth }))""")
     assert [chart["key"] for chart in charts] == [
-        "validation", "training", "scale", "time-to-target", "speed-up", "efficiency", "time", "confusion",
+        "validation", "training", "scale", "time", "confusion",
     ]  # fmt: skip
     for chart in charts:
         assert chart["marks"] > 0, chart
@@ -245,7 +245,7 @@ def test_scripts_in_names_do_not_run(visit, tmp_path):
     runs = [write_run(tmp_path / str(n), Fake(name=evil, settings={"model.name": f"{evil}{n}"})) for n in range(3)]
     found = run_set.build(reader.find(runs))
     path = tmp_path / "report.html"
-    path.write_text(page.render(found, scaling.choose_target(found, None)), encoding="utf-8")
+    path.write_text(page.render(found), encoding="utf-8")
     here = visit(path)
     assert here.page.locator("main img, main a[href^=javascript]").count() == 0
     assert evil in here.page.locator("h3").first.text_content()

@@ -19,7 +19,7 @@ def test_the_page_is_written_and_its_path_printed(tmp_path, capsys):
     assert cli.main(["report", str(sweep)]) == 0
     assert capsys.readouterr().out == f"{sweep / 'report.html'}\n"
     assert (sweep / "report.html").read_text().startswith("<!doctype html>")
-    assert page.write([sweep], tmp_path / "mine", 0.5).is_file()
+    assert page.write([sweep], tmp_path / "mine").is_file()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
 
 def notes(folder):
     found = run_set.build([reader.read(folder)])
-    groups = sections.choose(found, None, [], [])[1]
+    groups = sections.choose(found, [])[1]
     return next(group for group in groups if group.key == "mistakes").notes[0].partition(". ")[2]
 
 

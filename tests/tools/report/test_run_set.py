@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
+from pathlib import Path
 
 import pytest
 
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.runs import reader
-from harness.tools.report import curves, page, run_set, scaling, tables
+from harness.tools.report import curves, page, run_set, tables
 
 
 def build(*folders):
@@ -124,11 +125,12 @@ def test_run_that_resumed_on_other_ranks_shows_all_and_has_no_speed_up(tmp_path)
     found = build(*folders)
     assert [run.ranks for run in found.runs] == ["1, then 2 ranks", "1 rank", "2 ranks"]
     assert len(found.seed_groups) == 3
-    assert [[run.label for run in point.runs] for point in scaling.series(found, None)[0].points] == [["one"], ["two"]]
-    table = tables.all_runs(found, None)
+    rows = tables.speed_up_rows(found)[1]
+    assert [(row[1], Path(row[-1]).name) for row in rows] == [("1", "one"), ("2", "two")]
+    table = tables.all_runs(found)
     shown = {row[-1].text: row[table.header.index("ranks")].text for row in table.rows}
     assert shown[found.runs[0].path] == "1, then 2"
-    text = page.render(build(folders[0]), None)
+    text = page.render(build(folders[0]))
     assert "on 1, then 2 ranks; total time" in text
     assert "(3 starts), on 1, then 2 ranks; these commands use the last number" in text
 

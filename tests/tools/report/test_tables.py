@@ -1,28 +1,60 @@
-"""The rows of the tables, and the problems of runs."""
+"""The rows of the tables, against numbers worked out by hand, and the problems of runs."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from benchmarks.synthetic_runs import Fake, write_sweep
+from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.runs import reader
-from harness.tools.report import run_set, scaling, tables
+from harness.tools.report import run_set, tables
 
 
-def test_runs_scaling_seeds_and_problems(tmp_path):
-    fakes = [Fake(world=1), Fake(world=2, efficiency=0.8), Fake(lr=0.3, state="failed"), Fake(seed=1)]
-    found = run_set.build(reader.find([write_sweep(tmp_path / "sweep", fakes)]))
-    target = scaling.choose_target(found, 0.85)
-    table = tables.all_runs(found, target)
+def of(folder, fakes):
+    return run_set.build(reader.find([write_sweep(folder / "sweep", fakes)]))
+
+
+def test_runs_speed_up_seeds_and_problems(tmp_path):
+    found = of(tmp_path, [Fake(), Fake(world=2, efficiency=0.8), Fake(lr=0.3, state="failed"), Fake(seed=1)])
+    table = tables.all_runs(found)
     assert {len(row) for row in table.rows} == {len(table.header)}
-    column = table.header.index("to 0.85")
-    (first,) = [row for row, run in zip(table.rows, found.ranked, strict=True) if run.record.trial.number == 0]
-    assert first[column].order == pytest.approx(5 * 7.4)
-    assert first[column].text == "37.0 s"
-    _, rows = tables.scaling_rows(scaling.series(found, target.value))
-    assert [row[1:5] for row in rows][1] == ["2", "1,600", "1.60×", "80.0 %"]
+    _, rows = tables.speed_up_rows(found)
+    assert [row[1:5] for row in rows] == [["1", "1,000", "1.00×", "100.0 %"], ["2", "1,600", "1.60×", "80.0 %"]]
     header, rows = tables.seeds_rows(found)
     assert dict(zip(header, rows[0], strict=True))["seeds"] == "0, 1"
     failed = next(run for run in found.runs if run.record.state == "failed")
     assert tables.problems(failed)[0] == "TrainingError (rank 0 at step 7): the loss became nan"
     assert tables.states(found.runs) == "3 finished, 1 failed"
+
+
+def test_speed_is_the_mean_over_seeds(tmp_path):
+    fakes = [Fake(seed=0), Fake(seed=1, speed=3000.0), Fake(seed=0, world=4, efficiency=0.5)]
+    _, rows = tables.speed_up_rows(of(tmp_path, fakes))
+    assert [row[2:5] for row in rows] == [["2,000", "1.00×", "100.0 %"], ["2,000", "1.00×", "25.0 %"]]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"lr": 0.2},
+        {"epochs": 11},
+        {"settings": {"batch.global": None, "batch.per_rank": 64}},  # 128 rows on two ranks
+        {"state": "failed"},
+    ],
+)
+def test_different_recipes_have_no_speed_up(tmp_path, other):
+    assert tables.speed_up_rows(of(tmp_path, [Fake(), Fake(world=2, **other)]))[1] == []
+
+
+def test_batches_are_compared_over_all_ranks(tmp_path):
+    two = Fake(batch=128, world=2, settings={"batch.global": None, "batch.per_rank": 64})
+    assert len(tables.speed_up_rows(of(tmp_path, [Fake(batch=128), two]))[1]) == 2
+
+
+def test_different_devices_have_no_speed_up(tmp_path):
+    runs = [write_run(tmp_path / str(world), Fake(world=world)) for world in (1, 2)]
+    content = json.loads((runs[1] / "provenance.json").read_text())
+    content[0]["ranks"] = [{"host": "there", "device": "cuda:0", "name": "NVIDIA H100"}] * 2
+    (runs[1] / "provenance.json").write_text(json.dumps(content))
+    assert tables.speed_up_rows(run_set.build(reader.find(runs)))[1] == []
