@@ -89,7 +89,7 @@ def test_trials_run_as_slurm_jobs(tmp_path, data):
     space = [{"launch.nproc": 1, "train.epochs": 1}, {"launch.nproc": 2, "train.epochs": 1}]
     command = write_sweep(tmp_path / "sweep", data, space)
     (tmp_path / "slurm").mkdir()
-    words = [*command, "--engine", "slurm", "--parallel", "2", f"launch.slurm.output={tmp_path}/slurm-%j.out"]
+    words = [*command, "launch.engine=slurm", "parallel=2", f"launch.slurm.output={tmp_path}/slurm-%j.out"]
     with slurm_cluster.started(tmp_path / "slurm") as cluster:
         code = python(words, tmp_path / "terminal.txt", timeout_s=SWEEP_S, **cluster.environ)
     terminal = (tmp_path / "terminal.txt").read_text()

@@ -13,30 +13,14 @@ HELP = "train an experiment over a space of settings; the same command resumes t
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_config(parser, "a sweep file, such as configs/sweeps/digits_search.yaml")
-    parser.add_argument(
-        "--engine", metavar="NAME", help="engine that starts the trials (default: launch.engine of the experiment)"
-    )
-    parser.add_argument(
-        "--parallel",
-        type=shared.positive(int),
-        metavar="K",
-        help="maximum number of trials at once (default: parallel in the file)",
-    )
     parser.add_argument("--dry-run", action="store_true", help="print the command of each trial, without running any")
     parser.add_argument("--retry-failed", action="store_true", help="also retry failed trials, from their checkpoints")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from harness.tools.sweep import sweep_file
+    from harness.tools.sweep import spec
 
-    sweep_file.load(arguments.config, arguments.overrides)  # errors come before the import of torch
+    spec.load(arguments.config, arguments.overrides)  # errors come before the import of torch
     from harness.tools.sweep import main
 
-    return main.main(
-        arguments.config,
-        arguments.overrides,
-        arguments.engine,
-        arguments.parallel,
-        arguments.dry_run,
-        arguments.retry_failed,
-    )
+    return main.main(arguments.config, arguments.overrides, arguments.dry_run, arguments.retry_failed)

@@ -19,9 +19,8 @@ from harness.runs import layout
 from harness.runs.locks import Lock
 from harness.runs.run_dir import cannot_write
 from harness.tools.report.reproduce import trial_command
-from harness.tools.sweep import process, results, sweep_file
+from harness.tools.sweep import process, results, spec
 from harness.tools.sweep.plan import Plan, make
-from harness.tools.sweep.process import TrialLogReader
 from harness.tools.sweep.slots import Machine
 from harness.tools.sweep.spec import typed
 from harness.training import console
@@ -34,30 +33,22 @@ log = logging.getLogger("harness")
 _WAIT_S = 120.0  # for trials of a killed sweep to exit with a checkpoint
 
 
-def main(
-    path: str,
-    overrides: Sequence[str],
-    engine: str | None,
-    parallel: int | None,
-    dry_run: bool,
-    retry_failed: bool = False,
-) -> int:
+def main(path: str, overrides: Sequence[str], dry_run: bool, retry_failed: bool = False) -> int:
     """Run or resume the sweep of ``path``.
 
     Returns 0 if every trial finished, 70 if some failed, 75 if the sweep was stopped. Raises ConfigError with all
     problems before anything is started.
     """
     console.to_terminal(0)
-    file = sweep_file.load(path, overrides)
-    plan = make(file, engine, parallel, Machine.this(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    plan = make(spec.load(path, overrides), Machine.this(os.environ.get("CUDA_VISIBLE_DEVICES")))
     for note in plan.notes:
-        log.warning("comparability: %s\n  -> %s", note.message, note.hint)
+        log.warning("comparability: %s", note)
     if dry_run:
         print(*_commands(plan), sep="\n")
         return EXIT_DONE
     if importlib.util.find_spec("optuna") is None:
         raise ConfigError("a sweep needs Optuna, which is not installed", hint="pip install 'apex-harness[sweep]'")
-    folder = file.spec.folder
+    folder = plan.file.spec.folder
     if (folder / layout.CONFIG).exists():
         raise ConfigError(
             "this is the folder of a run", where=str(folder), hint="give the sweep another name: name=NAME"
@@ -80,20 +71,13 @@ def _run(plan: Plan, lock: list[int], requests: signals.Requests, retry_failed: 
         study = Study(plan, folder)
         if study.resumed:
             log.info("resuming %s: %s", folder, results.counts(study.trials(), plan.total))
-        if others := study.num_others():
-            log.info("earlier trials outside the current space: %d; they are kept but not listed", others)
         if retry_failed and (count := study.retry_failed()):
             log.info("retrying failed trials: %d", count)
         runner = Runner(plan, study, os.environ, lock, requests)
         requests.obeyed = True
         done = runner.run()
     trials = results.ranked(runner.trials, plan.direction)
-    seen = {}
-    for trial in trials:
-        reader = TrialLogReader(results.run_folder(folder, trial.number), plan.metric)
-        reader.read()
-        seen[trial.number] = reader.progress
-    print(*results.table(trials, plan, seen, shutil.get_terminal_size((160, 24)).columns), sep="\n")
+    print(*results.table(trials, plan, shutil.get_terminal_size((160, 24)).columns), sep="\n")
     print(*_best(plan, trials), sep="\n")
     if failed := sum(trial.state == "failed" for trial in trials):
         print(f"{failed} of {len(trials)} trials failed; to retry them, add --retry-failed to the same command")
@@ -109,11 +93,11 @@ def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
     groups = results.over_seeds(trials, plan.direction)
     if not groups:
         return
-    spec, several = plan.file.spec, len(plan.file.spec.seeds) > 1
+    sweep, several = plan.file.spec, len(plan.file.spec.seeds) > 1
     for group in groups if several else ():
         spread = "" if group.deviation is None else f" ± {group.deviation:.2g}"
         words = " ".join(typed(group.settings))
-        yield f"over {len(group.trials)} of {len(spec.seeds)} seeds: {plan.metric} {group.mean:.5g}{spread}  {words}"
+        yield f"over {len(group.trials)} of {len(sweep.seeds)} seeds: {plan.metric} {group.mean:.5g}{spread}  {words}"
     best = groups[0].trials[0]
     which = (
         f", the best seed of the settings with the best mean, {groups[0].mean:.5g} over "
@@ -122,21 +106,21 @@ def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
         else ""
     )
     yield f"best: trial {results.run_name(best.number)}, {plan.metric} {best.value:.5g}{which}"
-    yield f"  {trial_command(spec.folder, spec.name, results.run_folder(spec.folder, best.number))}"
+    yield f"  {trial_command(sweep.folder, sweep.name, results.run_folder(sweep.folder, best.number))}"
 
 
 def _commands(plan: Plan) -> Iterator[str]:
     """The output of a dry run: the command of every trial."""
-    spec = plan.file.spec
+    sweep = plan.file.spec
     best = "highest" if plan.direction == "maximize" else "lowest"
     yield (
-        f"# {plural(plan.total, 'trial')} in {spec.folder}, at most {plan.parallel} at once, ranked by {best} "
+        f"# {plural(plan.total, 'trial')} in {sweep.folder}, at most {sweep.parallel} at once, ranked by {best} "
         f"{plan.metric}"
     )
-    if spec.is_search:
-        yield f"# drawn by Optuna (sampler {spec.sampler}, pruner {spec.pruner}); examples at the ends of the space:"
+    if sweep.is_search:
+        yield f"# drawn by Optuna (sampler {sweep.sampler}, pruner {sweep.pruner}); examples at the ends of the space:"
     for number, trial in enumerate(plan.trials):
-        command = process.command(plan.file.base, plan.words(trial.settings), results.run_folder(spec.folder, number))
+        command = process.command(plan.file.base, plan.words(trial.settings), results.run_folder(sweep.folder, number))
         yield shlex.join(["harness", *command[3:]])
 
 

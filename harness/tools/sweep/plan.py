@@ -6,32 +6,46 @@ The trials of a search are not known in advance; the corners of its space stand 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness.config import loader
 from harness.config.schema import Config
 from harness.errors import ConfigError, plural
-from harness.tools.sweep.comparability import Confounder, PlannedTrial, confounders
 from harness.tools.sweep.slots import Machine, is_here, need
-from harness.tools.sweep.spec import Settings, corners, grid, typed
-from harness.tools.sweep.sweep_file import SweepFile
+from harness.tools.sweep.spec import Settings, SweepFile, corners, grid, typed
 from harness.training import preflight
 
 
 @dataclass(frozen=True)
+class PlannedTrial:
+    """A trial to run: the settings that are its own, and its whole configuration."""
+
+    settings: Settings
+    config: Config
+
+    @property
+    def world(self) -> int:
+        return self.config.launch.nnodes * self.config.launch.nproc
+
+    @property
+    def global_batch(self) -> int:
+        batch = self.config.batch
+        return batch.global_ or (batch.per_rank or 0) * self.world
+
+
+@dataclass(frozen=True)
 class Plan:
-    """A sweep that can be run. ``trials``: all of a grid, or the corners of a search."""
+    """A sweep that can be run. ``trials``: all of a grid, or the corners of a search. ``notes``: what keeps the trials
+    from being compared, with ``comparable: false``."""
 
     file: SweepFile
     trials: list[PlannedTrial]
     metric: str
     direction: Literal["maximize", "minimize"]
-    parallel: int
-    engine: str | None
     machine: Machine
-    notes: list[Confounder]
+    notes: list[str]
 
     @property
     def total(self) -> int:
@@ -39,54 +53,44 @@ class Plan:
 
     def words(self, settings: Settings) -> list[str]:
         """The ``key=value`` words that turn the base experiment into this trial, without its name and output."""
-        return _words(self.file, self.engine, settings)
-
-    def config_like(self, settings: Settings) -> Config:
-        """A configuration with the settings that ``settings`` leaves open: trials of a list may set different keys."""
-        return next(trial.config for trial in self.trials if trial.settings.keys() == settings.keys())
+        return _words(self.file, settings)
 
     def config(self, settings: Settings) -> Config:
         return loader.load(self.file.base, self.words(settings), self.file.origins)
 
 
-def make(file: SweepFile, engine: str | None, parallel: int | None, machine: Machine) -> Plan:
+def make(file: SweepFile, machine: Machine) -> Plan:
     """Raises ConfigError with everything that keeps the sweep from running, or its trials from being compared."""
     spec = file.spec
-    trials, problems = _load(file, engine, corners(spec) if spec.is_search else grid(spec))
+    trials, problems = _load(file, corners(spec) if spec.is_search else grid(spec))
     if not trials:
         raise _refused(file, problems)
     problems += _over_capacity(trials, machine)
-    facts, wrong = _examine(file, engine, trials)
+    facts, wrong = _examine(file, trials)
     problems += wrong
-    most = parallel or spec.parallel
-    at_once = most if is_here(trials[0].config) else 1  # on other machines trials do not share resources
-    found = list(confounders(trials, at_once, lambda config: "batch norm" in facts[_preflight_key(config)]))
-    refused = [each for each in found if each.refused and spec.comparable]
-    problems += [f"{each.message}\n     -> {each.hint}" for each in refused]
-    if refused:
-        problems[-1] += (
-            "\n     -> or, if this is intended, set comparable: false (comparable=false on the command line)"
-        )
+    found = list(confounders(trials, lambda config: "batch norm" in facts[_preflight_key(config)]))
+    if found and spec.comparable:
+        hint = "\n     -> or, if this is intended, set comparable: false (comparable=false on the command line)"
+        problems += [*found[:-1], found[-1] + hint]
     if problems:
         raise _refused(file, problems)
     metric = trials[0].config.best_metric
     direction: Any = {"max": "maximize", "min": "minimize"}[trials[0].config.task.metrics[metric]]
-    return Plan(file, trials, metric, direction, most, engine, machine, found)
+    return Plan(file, trials, metric, direction, machine, found)
 
 
-def _words(file: SweepFile, engine: str | None, settings: Settings) -> list[str]:
+def _words(file: SweepFile, settings: Settings) -> list[str]:
     metric = {"checkpoint.best_metric": file.spec.metric} if file.spec.metric else {}
-    launch = {"launch.engine": engine} if engine else {}
-    return typed({**file.fixed, **metric, **launch, **settings})
+    return typed({**file.fixed, **metric, **settings})
 
 
-def _load(file: SweepFile, engine: str | None, trials: Iterable[Settings]) -> tuple[list[PlannedTrial], list[str]]:
+def _load(file: SweepFile, trials: Iterable[Settings]) -> tuple[list[PlannedTrial], list[str]]:
     """The trials whose configurations are valid, and the problems of the others, each problem once."""
     planned, wrong = [], dict[str, list[str]]()
     origins = {"checkpoint.best_metric": file.path, **file.origins}
     for settings in trials:
         try:
-            planned.append(PlannedTrial(settings, loader.load(file.base, _words(file, engine, settings), origins)))
+            planned.append(PlannedTrial(settings, loader.load(file.base, _words(file, settings), origins)))
         except ConfigError as error:
             wrong.setdefault(str(error), []).append(" ".join(typed(settings)))
     return planned, [f"{problem}\n     in {_some(which)}" for problem, which in wrong.items()]
@@ -100,21 +104,19 @@ def _over_capacity(trials: Sequence[PlannedTrial], machine: Machine) -> list[str
             wrong.setdefault(lacking, []).append(" ".join(typed(trial.settings)))
     return [
         f"this machine cannot run {_some(which)}: {lacking}\n"
-        "     -> remove them from the space, or use --engine slurm or dask"
+        "     -> remove them from the space, or use launch.engine=slurm or dask"
         for lacking, which in wrong.items()
     ]
 
 
-def _examine(
-    file: SweepFile, engine: str | None, trials: Sequence[PlannedTrial]
-) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _examine(file: SweepFile, trials: Sequence[PlannedTrial]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The result of ``harness check``, once for all trials that read the same data and build the same model."""
     facts: dict[str, dict[str, Any]] = {}
     wrong = dict[str, list[str]]()
     for trial in trials:
         if (key := _preflight_key(trial.config)) in facts:
             continue
-        facts[key], found = preflight.examine(file.base, _words(file, engine, trial.settings), trial.world)
+        facts[key], found = preflight.examine(file.base, _words(file, trial.settings), trial.world)
         if is_here(trial.config):  # files and devices of another machine cannot be checked from here
             for problem in found:
                 wrong.setdefault(str(problem), []).append(" ".join(typed(trial.settings)))
@@ -138,3 +140,59 @@ def _refused(file: SweepFile, problems: Sequence[str]) -> ConfigError:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = "\n".join(f"  {problem}" for problem in problems)
     return ConfigError(f"{count} in the sweep; nothing was started\n{lines}", where=file.path)
+
+
+# Comparability
+#
+# Two trials are comparable if they differ only in the varied settings and their direct effects: they train on the same
+# number of samples, in the same order, in global batches of the same size at any world size.
+
+
+def confounders(trials: Sequence[PlannedTrial], has_batch_norm: Callable[[Config], bool]) -> Iterator[str]:
+    """Every difference that keeps ``trials`` from being compared, with its remedy."""
+    for message, hint in [*_world_sizes(trials, has_batch_norm), *_samples(trials)]:
+        yield f"{message}\n     -> {hint}"
+    if len(_distinct(trials, "task.name")) > 1:
+        yield "trials of different tasks have no common metric\n     -> write one sweep per task"
+
+
+def _world_sizes(trials: Sequence[PlannedTrial], has_batch_norm: Callable[[Config], bool]) -> Iterator[tuple[str, str]]:
+    if len({trial.world for trial in trials}) == 1:
+        return
+    if any(trial.config.batch.per_rank for trial in trials):
+        yield (
+            "with batch.per_rank the global batch depends on the world size",
+            "set: {batch.per_rank: null} and vary batch.global, the rows of a step over all ranks",
+        )
+    if shards := _distinct(trials, "data.shard") - {"global"}:
+        yield (
+            f"with data.shard={_listed(shards)} the data order depends on the world size",
+            "set: {data.shard: global}",
+        )
+    if any(not trial.config.parallel.sync_batchnorm and has_batch_norm(trial.config) for trial in trials):
+        yield (
+            "batch norm uses the rows of one rank, so its batches differ between world sizes",
+            "set: {parallel.sync_batchnorm: true}",
+        )
+
+
+def _samples(trials: Sequence[PlannedTrial]) -> Iterator[tuple[str, str]]:
+    steps = _distinct(trials, "train.max_steps")
+    # None: whole epochs
+    samples = {t.config.train.max_steps * t.global_batch if t.config.train.max_steps else None for t in trials}
+    if len(samples) > 1 and len(steps) == 1:
+        yield (
+            f"train.max_steps and the batch give trials different numbers of samples ({_listed(samples)})",
+            "set: {train.max_steps: null} and use train.epochs: the number of samples is then the same at any batch "
+            "size",
+        )
+
+
+def _distinct(trials: Sequence[PlannedTrial], key: str) -> set[Any]:
+    """The values of the setting ``section.name`` among the trials."""
+    section, name = key.split(".")
+    return {getattr(getattr(trial.config, section), name) for trial in trials}
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, sorted(values)))

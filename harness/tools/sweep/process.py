@@ -22,8 +22,8 @@ from harness.distributed.rank_exit import Cause
 from harness.distributed.stack import signal_name
 from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.errors import EXIT_DONE, EXIT_STOPPED, EXITS_BY_SIGNAL
-from harness.runs import layout
-from harness.runs.files import identity, read_json, read_sealed
+from harness.runs import layout, reader
+from harness.runs.files import identity, read_json
 from harness.tools.sweep.spec import typed
 
 How = Literal["done", "interrupted", "failed"]
@@ -123,8 +123,6 @@ class TrialProgress:
     step: int = 0
     epoch: int = 0
     loss: float | None = None
-    value: float | None = None  # metric of the newest evaluation
-    wall_s: float = 0.0
 
 
 class TrialLogReader:
@@ -162,7 +160,7 @@ class TrialLogReader:
 
     def _take(self, line: dict[str, Any]) -> None:
         seen = self.progress
-        seen.step, seen.wall_s = line.get("step", seen.step), line.get("wall_s") or seen.wall_s
+        seen.step = line.get("step", seen.step)
         if line.get("split") == "train":
             seen.loss = line.get("loss")
             seen.epoch = line.get("epoch", seen.epoch)
@@ -170,13 +168,12 @@ class TrialLogReader:
             seen.epoch = line.get("epoch", seen.epoch)
             value = line.get(self._metric)
             if isinstance(value, int | float) and math.isfinite(value):
-                seen.value = float(value)
-                self.evaluations.setdefault(seen.epoch, seen.value)
+                self.evaluations.setdefault(seen.epoch, float(value))
 
 
 def final_value(run: Path, metric: str, direction: str) -> float | None:
     """The best value of ``metric`` in the finished run ``run``; None if it has none or is not finished."""
-    summary = summary_of(run)
+    summary = reader.read(run).summary
     values = [
         evaluation[metric]
         for evaluation in [*summary.get("history", ()), summary.get("evaluation") or {}]
@@ -185,10 +182,3 @@ def final_value(run: Path, metric: str, direction: str) -> float | None:
     if not summary.get("finished") or not values:
         return None
     return float(max(values) if direction == "maximize" else min(values))
-
-
-def summary_of(run: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        content = read_sealed(run / layout.SUMMARY)
-        return content if isinstance(content, dict) else {}
-    return {}

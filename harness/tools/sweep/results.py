@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from harness.runs import layout
 from harness.runs.files import finite, write_atomically
 from harness.tools.report import formatting
 from harness.tools.sweep.plan import Plan
-from harness.tools.sweep.process import TrialProgress
 from harness.tools.sweep.spec import Range, Settings, identity, values_of
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def write(path: Path, plan: Plan, trials: Sequence[SweepTrial]) -> None:
 
 
 def _trial(trial: SweepTrial, plan: Plan) -> dict[str, Any]:
-    launch = plan.config_like(trial.settings).launch
+    launch = plan.trials[0].config.launch
     nproc = trial.settings.get("launch.nproc", launch.nproc)
     return {
         "number": trial.number,
@@ -62,12 +61,6 @@ def _trial(trial: SweepTrial, plan: Plan) -> dict[str, Any]:
 def _space(plan: Plan) -> dict[str, Any]:
     """{setting: its values, or {low, high, ...}}."""
     spec = plan.file.spec
-    if isinstance(spec.space, list):
-        found: dict[str, dict[str, Any]] = {key: {} for key in spec.axes}
-        for trial in plan.trials:
-            for key, value in trial.settings.items():
-                found[key][identity(value)] = value
-        return {key: list(values.values()) for key, values in found.items()}
     space: dict[str, Any] = {
         key: axis.model_dump(exclude_none=True) if isinstance(axis, Range) else values_of(axis)
         for key, axis in spec.space.items()
@@ -120,31 +113,25 @@ def _without_seed(trial: SweepTrial) -> Settings:
 # The table
 
 
-def table(trials: Sequence[SweepTrial], plan: Plan, seen: Mapping[int, TrialProgress], width: int) -> list[str]:
-    """The lines of the table with its heading, one row per trial in the given order. ``seen``: progress by number."""
-    settings = [trial.settings for trial in trials] or [planned.settings for planned in plan.trials]
-    varied = list(dict.fromkeys(key for each in settings for key in each))
-    heading = ["trial", *map(formatting.key, varied), "state", plan.metric, "epoch", "seconds", ""]
-    rows = [heading, *(_row(trial, varied, seen.get(trial.number), plan) for trial in trials)]
-    after_state = len(varied) + 2
+def table(trials: Sequence[SweepTrial], plan: Plan, width: int) -> list[str]:
+    """The lines of the table with its heading, one row per trial in the given order."""
+    varied = plan.file.spec.axes
+    heading = ["trial", *map(formatting.key, varied), "state", plan.metric, ""]
+    rows = [heading, *(_row(trial, varied) for trial in trials)]
     numbers = [
         place for place, key in enumerate(varied, 1)
         if all(isinstance(trial.settings.get(key), int | float) for trial in trials)
     ]  # fmt: skip
-    right = [0, *numbers, after_state, after_state + 1, after_state + 2]
-    return formatting.table(rows, right=right, width=width)
+    return formatting.table(rows, right=[0, *numbers, len(varied) + 2], width=width)
 
 
-def _row(trial: SweepTrial, keys: Sequence[str], progress: TrialProgress | None, plan: Plan) -> list[str]:
+def _row(trial: SweepTrial, keys: Sequence[str]) -> list[str]:
     error = " ".join((trial.error or "").split())
-    epochs = trial.settings.get("train.epochs", plan.config_like(trial.settings).train.epochs)
     return [
         run_name(trial.number),
         *(formatting.setting(trial.settings.get(key), 4) for key in keys),
         trial.state,
         "" if trial.value is None else f"{trial.value:.5g}",
-        f"{progress.epoch}/{epochs}" if progress and progress.step else "",
-        f"{progress.wall_s:.0f}" if progress and progress.wall_s else "",
         formatting.short(error, _MAX_ERROR),
     ]
 

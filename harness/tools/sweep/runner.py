@@ -66,7 +66,7 @@ class Runner:
         self._plan, self._study = plan, study
         self._environ, self._lock, self._requests = environ, lock, requests
         self._folder = plan.file.spec.folder
-        self._slots = Slots(plan.machine, plan.parallel)
+        self._slots = Slots(plan.machine, plan.file.spec.parallel)
         self._running: dict[int, RunningTrial] = {}
         self._waiting: list[SweepTrial] = []  # interrupted ones, and one that waits for resources
         self._given_up: dict[int, str] = {}  # interrupted too often: {number: reason}

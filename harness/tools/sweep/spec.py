@@ -1,12 +1,16 @@
 """The sweep file: which experiment to train, which settings vary and how, and the trials of that space.
 
-Whether the settings it names exist is checked later, by validating each trial's configuration (plan.py).
+Settings that contradict each other are reported here. Whether the settings that it names exist is checked later, by
+validating each trial's configuration (plan.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +19,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Discriminator, Field, Tag
 
+from harness.config import loader, merge
 from harness.config.base import Arguments, Name, Place, Positive, Section
+from harness.config.constraints import Conflict
+from harness.config.schema import flatten
+from harness.errors import ConfigError
+from harness.runs.files import is_url
 
 Settings = dict[str, Any]  # {dotted key: value} of the settings that differ between trials
 Number = Annotated[int | float, Field(allow_inf_nan=False)]
@@ -65,14 +74,14 @@ class SweepSpec(Section):
     """YAML of the experiment that trials are based on, relative to this file."""
     set_: Annotated[dict[str, Any], Field(alias="set")] = {}
     """Settings of every trial on top of the base, such as {train.epochs: 3}."""
-    space: dict[str, Axis] | list[dict[str, Any]]
+    space: dict[str, Axis]
     """The settings that vary: {setting: [values]} for a grid; {setting: {low, high}} or {setting: {choices}} for a
-    search; or a list of trials, each {setting: value}. The number of ranks is a setting too: launch.nproc.
+    search. The number of ranks is a setting too: launch.nproc.
     """
     seeds: list[Annotated[int, Field(ge=0, lt=2**32)]] = []
-    """Train every trial of a grid or list once with each of these seeds; empty: with the base's seed."""
-    sampler: Literal["grid", "random", "qmc", "tpe", "gp", "cmaes"] = "grid"
-    """grid: every combination, or every trial of the list. random, qmc, tpe, gp and cmaes: a search by Optuna."""
+    """Train every trial of a grid once with each of these seeds; empty: with the base's seed."""
+    sampler: Literal["grid", "random", "tpe"] = "grid"
+    """grid: every combination. random and tpe: a search by Optuna."""
     sampler_args: Arguments = {}
     """Keyword arguments of Optuna's sampler, such as {n_startup_trials: 5}; null: none."""
     trials: Positive | None = None
@@ -99,8 +108,7 @@ class SweepSpec(Section):
     @property
     def axes(self) -> list[str]:
         """The settings that vary, in the order of the file."""
-        trials = [self.space] if isinstance(self.space, dict) else self.space
-        return [*dict.fromkeys(key for trial in trials for key in trial), *(["seed"] if self.seeds else [])]
+        return [*self.space, *(["seed"] if self.seeds else [])]
 
 
 def json_schema() -> str:
@@ -114,18 +122,14 @@ def json_schema() -> str:
 
 
 def grid(spec: SweepSpec) -> list[Settings]:
-    """Every trial of a grid or a list. The first setting changes slowest, the seed fastest."""
-    if isinstance(spec.space, list):
-        trials = [dict(trial) for trial in spec.space]
-    else:
-        values = [values_of(axis) for axis in spec.space.values()]
-        trials = [dict(zip(spec.space, chosen, strict=True)) for chosen in itertools.product(*values)]
+    """Every trial of a grid. The first setting changes slowest, the seed fastest."""
+    values = [values_of(axis) for axis in spec.space.values()]
+    trials = [dict(zip(spec.space, chosen, strict=True)) for chosen in itertools.product(*values)]
     return [{**trial, "seed": seed} for trial in trials for seed in spec.seeds] if spec.seeds else trials
 
 
 def corners(spec: SweepSpec) -> list[Settings]:
     """Extremes of a search's space: each end and each choice of one setting, the other settings at their first."""
-    assert isinstance(spec.space, dict)
     ends = {
         key: [axis.low, axis.high] if isinstance(axis, Range) else values_of(axis) for key, axis in spec.space.items()
     }
@@ -163,3 +167,126 @@ def _reads_as(text: str, value: Any) -> bool:
     except (OmegaConfBaseException, yaml.YAMLError, ValueError):
         return False
     return type(read) is type(value) and bool(read == value) and text == text.strip()
+
+
+# Reading a file
+
+_SET_BY_THE_SWEEP = ("name", "output", "checkpoint.resume")
+_OWN_KEYS = {field.alias or name for name, field in SweepSpec.model_fields.items()} - {"set", "space"}
+
+
+@dataclass(frozen=True)
+class SweepFile:
+    """A sweep file as it was read."""
+
+    spec: SweepSpec
+    path: str
+    """The file, as typed."""
+    base: str
+    """The experiment's YAML, relative to the working folder."""
+    fixed: dict[str, Any]
+    """Settings of every trial by dotted key: those of ``set``, overridden by those of the command line."""
+    origins: dict[str, str]
+    """Places of settings, for error messages: {dotted key: "file:line"}."""
+
+
+def load(path: str, overrides: Sequence[str] = ()) -> SweepFile:
+    """Read a sweep file.
+
+    An override whose key belongs to the file (trials=30) changes the file; any other (train.epochs=3) is a setting of
+    every trial. Raises ConfigError with all errors of the file.
+    """
+    own = [word for word in overrides if word.partition("=")[0] in _OWN_KEYS or "=" not in word]
+    spec, origins = loader.load_as(SweepSpec, path, own, conflicts)
+    settings = [word for word in overrides if word not in own]
+    tree = OmegaConf.create({})
+    for word in settings:
+        tree, _ = merge.overridden(tree, word)
+    typed = flatten(OmegaConf.to_container(tree))  # type: ignore[arg-type]
+    if varied := [key for key in spec.axes if key in typed]:
+        raise ConfigError(
+            f"{varied[0]} is varied by the space of {path} and cannot be fixed too",
+            where=loader.COMMAND_LINE,
+            hint="remove it from the command line, or edit the space",
+        )
+    written = {key.partition(".")[2]: where for key, where in origins.items() if key.split(".")[0] in ("set", "space")}
+    return SweepFile(
+        spec=spec,
+        path=path,
+        base=os.path.normpath(Path(path).parent / spec.base),
+        fixed={**flatten(spec.set_), **typed},
+        origins=written | dict.fromkeys(typed, loader.COMMAND_LINE),
+    )
+
+
+def conflicts(spec: SweepSpec) -> Iterator[Conflict]:
+    """All settings of a sweep file that contradict each other."""
+    yield from _key_conflicts(spec)
+    yield from _kind_conflicts(spec)
+    yield from _axis_conflicts(spec)
+    if is_url(spec.output):
+        yield Conflict(("output",), "a sweep needs a local folder to follow its trials", "for example output=runs")
+    if not spec.space:
+        yield Conflict(("space",), "nothing varies", "for example space: {optimizer.lr: [0.01, 0.1]}")
+
+
+def _key_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
+    keys, fixed = spec.axes, flatten(spec.set_)
+    for key in keys:
+        if key in fixed:
+            yield Conflict((f"space.{key}", f"set.{key}"), "varied by space and fixed by set", "remove one of them")
+    for section, found in (("space", keys), ("set", list(fixed))):
+        for key in found:
+            if key in _SET_BY_THE_SWEEP:
+                yield Conflict((f"{section}.{key}",), "the sweep sets it for each trial", "remove it")
+    if "seed" in spec.space and spec.is_search:
+        yield Conflict(("space.seed", "sampler"), "a search over seeds finds chance", "remove the seed from the space")
+    if "seed" in spec.space and spec.seeds:
+        yield Conflict(("seeds", "space.seed"), "the seed is varied twice", "remove one of them")
+
+
+def _kind_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
+    if spec.is_search:
+        if spec.trials is None:
+            yield Conflict(("sampler", "trials"), "a search needs a number of trials", "for example trials: 20")
+        if spec.seeds:
+            yield Conflict(
+                ("seeds", "sampler"),
+                "a search trains each draw once, with one seed",
+                "replace seeds with set: {seed: 0}",
+            )
+    else:
+        for key in ("trials", "sampler_args"):
+            if getattr(spec, key):
+                yield Conflict(
+                    (key, "sampler"),
+                    f"{key} is only for a search, but this is a grid",
+                    "use a search, such as sampler: tpe",
+                )
+    if spec.pruner == "none" and spec.pruner_args:
+        yield Conflict(
+            ("pruner_args", "pruner"), "there is no pruner to use them", "use pruner: median, or remove them"
+        )
+
+
+def _axis_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
+    for key, axis in spec.space.items():
+        place = (f"space.{key}",)
+        if isinstance(axis, list):
+            if spec.is_search and not all(isinstance(value, None | bool | int | float | str) for value in axis):
+                message = "a search chooses only among numbers, words, true, false and null"
+                yield Conflict(place, message, "use sampler: grid")
+            if len({identity(value) for value in axis}) < len(axis):
+                yield Conflict(place, "a value is listed twice", "remove one; to repeat trials use seeds")
+            continue
+        if not spec.is_search:
+            yield Conflict((*place, "sampler"), "a grid needs single values", "write [0.01, 0.1], or sampler: tpe")
+        if isinstance(axis, Range):
+            if axis.low >= axis.high:
+                yield Conflict(
+                    place, f"low {axis.low} is not below high {axis.high}", "use a smaller low, or a larger high"
+                )
+            if axis.log and axis.low <= 0:
+                yield Conflict(place, f"log: true needs low > 0 (found: {axis.low})", "use log: false, or a larger low")
+            if axis.log and axis.step:
+                yield Conflict(place, "log and step cannot be combined", "remove one of them")

@@ -7,10 +7,9 @@ process uses the study.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,9 @@ from optuna.trial import TrialState
 
 from harness.config import loader
 from harness.config.schema import NOT_THE_RECIPE, flatten
-from harness.errors import ConfigError, HarnessError, first_line
+from harness.errors import ConfigError, HarnessError, first_line, plural
 from harness.tools.sweep.plan import Plan
-from harness.tools.sweep.spec import Range, Settings, SweepSpec, identity, values_of
+from harness.tools.sweep.spec import Range, Settings, SweepSpec, identity, typed, values_of
 
 State = Literal["waiting", "running", "finished", "pruned", "failed"]
 _STATES: dict[TrialState, State] = {
@@ -39,10 +38,7 @@ _COUNTS = ("train.epochs", "train.max_steps", "train.evaluate_every", "train.pat
 _SAMPLERS: dict[str, Any] = {
     "grid": optuna.samplers.RandomSampler,  # unused: the trials of a grid have their values
     "random": optuna.samplers.RandomSampler,
-    "qmc": optuna.samplers.QMCSampler,
     "tpe": optuna.samplers.TPESampler,
-    "gp": optuna.samplers.GPSampler,
-    "cmaes": optuna.samplers.CmaEsSampler,
 }
 _PRUNERS: dict[str, Any] = {
     "none": optuna.pruners.NopPruner,
@@ -51,7 +47,6 @@ _PRUNERS: dict[str, Any] = {
     "successive_halving": optuna.pruners.SuccessiveHalvingPruner,
     "hyperband": optuna.pruners.HyperbandPruner,
 }
-_NEEDS = {"qmc": "scipy", "gp": "scipy", "cmaes": "cmaes"}
 _STORAGE_ERRORS = (optuna.exceptions.OptunaError, sqlalchemy.exc.SQLAlchemyError)
 
 
@@ -83,7 +78,6 @@ class Study:
         self._study = _open(folder / "study.db", self._spec.name, plan.direction, pruner)
         self._claim()
         self.resumed = any(frozen.state != TrialState.WAITING for frozen in self._frozen())
-        self._wanted = {identity(trial.settings) for trial in plan.trials}
         if not self._spec.is_search:
             known = {identity(trial.settings) for trial in self.trials()}
             for planned in plan.trials:
@@ -94,37 +88,36 @@ class Study:
         return self._study.get_trials(deepcopy=False)
 
     def _claim(self) -> None:
-        """Store which experiment the study belongs to; refuse to mix two."""
+        """Store which experiment the study belongs to; refuse to mix two. A grid may grow, and a search may have more
+        trials."""
+        space = self._spec.model_dump(mode="json")["space"] if self._spec.is_search else sorted(self._spec.axes)
         kind = "search" if self._spec.is_search else "grid"
-        now = {"kind": kind, "metric": self._plan.metric, **_recipe(self._plan)}
+        now = {"kind": kind, "space": space, "metric": self._plan.metric, **_recipe(self._plan)}
         before = self._study.user_attrs.get("experiment")
-        varied = sorted({*self._spec.axes, *self._study.user_attrs.get("axes", ())})
         if before is None:
             self._study.set_user_attr("experiment", now)
             before = now
-        changed = {key for key in now.keys() | before.keys() if now.get(key) != before.get(key)}
-        if changed := {key for key in changed if not _is_below(key, varied)}:
+        if changed := {key for key in now.keys() | before.keys() if now.get(key) != before.get(key)}:
             shown = ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in sorted(changed)[:4])
             more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
-            raise ConfigError(
-                f"the sweep's earlier trials were trained with different settings ({shown}{more})",
-                where=str(self._spec.folder),
-                hint="restore these settings, or give the new sweep another name: name=NAME",
-            )
-        self._study.set_user_attr("axes", varied)
+            raise self._other(f"were trained with different settings ({shown}{more})")
+        wanted = {identity(trial.settings) for trial in self._plan.trials}
+        others = [trial for trial in self.trials() if identity(trial.settings) not in wanted]
+        if others and not self._spec.is_search:
+            some = " ".join(typed(others[0].settings))
+            raise self._other(f"include {plural(len(others), 'trial')} that the space no longer has, such as {some}")
+
+    def _other(self, what: str) -> ConfigError:
+        hint = "restore these settings, or give the new sweep another name: name=NAME"
+        return ConfigError(f"the sweep's earlier trials {what}", where=str(self._spec.folder), hint=hint)
 
     def trials(self) -> list[SweepTrial]:
-        """The trials of the present space by number; of retried ones, the newest attempt."""
+        """The trials by number; of retried ones, the newest attempt."""
         found = {}
         for frozen in self._frozen():
-            settings = frozen.user_attrs.get("settings")
-            if settings is not None and self._belongs(settings) and not frozen.user_attrs.get("dropped"):
+            if (settings := frozen.user_attrs.get("settings")) is not None:
                 found[_number(frozen)] = self._trial(frozen, settings)
         return [found[number] for number in sorted(found)]
-
-    def num_others(self) -> int:
-        """The number of stored trials that are not in the present space."""
-        return sum(self._is_foreign(frozen) for frozen in self._frozen())
 
     def _trial(self, frozen: optuna.trial.FrozenTrial, settings: Settings) -> SweepTrial:
         number = _number(frozen)
@@ -132,31 +125,17 @@ class Study:
         value = frozen.value if state == "finished" else frozen.user_attrs.get("value")
         return SweepTrial(number, settings, state, value, frozen.user_attrs.get("error"))
 
-    def _belongs(self, settings: Settings) -> bool:
-        if not self._spec.is_search:
-            return identity(settings) in self._wanted
-        space: Mapping[str, Any] = self._spec.space  # type: ignore[assignment]
-        return settings.keys() == space.keys() and all(_within(settings[key], space[key]) for key in space)
-
-    def _is_foreign(self, frozen: optuna.trial.FrozenTrial) -> bool:
-        settings = frozen.user_attrs.get("settings")
-        return settings is not None and not self._belongs(settings)
-
     # The life of a trial
 
     def start_next(self) -> SweepTrial | None:
         """The next trial: one that was started before, else one that waits, else, in a search, a new draw."""
         frozen = self._frozen()
         for each in frozen:
-            if each.state == TrialState.RUNNING and _number(each) not in self._live and not self._is_foreign(each):
+            if each.state == TrialState.RUNNING and _number(each) not in self._live:
                 self._reseed(each.number)
                 return self._take(optuna.Trial(self._study, each._trial_id))  # Optuna has no public way to reopen one
-        while any(each.state == TrialState.WAITING for each in self._frozen()):
-            trial = self._study.ask()  # takes the oldest waiting trial
-            if self._belongs(trial.user_attrs["settings"]):
-                return self._take(trial)
-            trial.set_user_attr("dropped", True)
-            self._study.tell(trial, state=TrialState.FAIL)
+        if any(each.state == TrialState.WAITING for each in frozen):
+            return self._take(self._study.ask())  # takes the oldest waiting trial
         if not self._spec.is_search or len(self.trials()) >= (self._spec.trials or 0):
             return None
         self._reseed(len(frozen))
@@ -167,8 +146,8 @@ class Study:
 
     def _take(self, trial: optuna.Trial) -> SweepTrial:
         if "settings" not in trial.user_attrs:
-            space: Mapping[str, Any] = self._spec.space  # type: ignore[assignment]
-            trial.set_user_attr("settings", {key: _suggest(trial, key, space[key]) for key in space})
+            drawn = {key: _suggest(trial, key, axis) for key, axis in self._spec.space.items()}
+            trial.set_user_attr("settings", drawn)
         number = int(trial.user_attrs.get("run", trial.number))
         self._live[number] = trial
         return SweepTrial(number, trial.user_attrs["settings"], "running")
@@ -271,12 +250,7 @@ def _is_below(key: str, settings: Iterable[str]) -> bool:
 
 def _sampler(spec: SweepSpec, seed: int, number: int) -> optuna.samplers.BaseSampler:
     """The sampler for trial ``number``. Raises ConfigError for arguments that Optuna does not accept."""
-    if (package := _NEEDS.get(spec.sampler)) and importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"sampler {spec.sampler} needs {package}, which is not installed", hint=f"pip install {package}"
-        )
-    # The draws of a quasi-random sequence belong together, so they share one seed.
-    own = seed if spec.sampler == "qmc" else (seed * 1_000_003 + number) % 2**32
+    own = (seed * 1_000_003 + number) % 2**32
     return _make(_SAMPLERS[spec.sampler], {"seed": own, **spec.sampler_args}, "sampler_args")
 
 
@@ -305,10 +279,3 @@ def _suggest(trial: optuna.Trial, key: str, axis: Any) -> Any:
     if all(isinstance(end, int) for end in (axis.low, axis.high, axis.step or 1)):
         return trial.suggest_int(key, int(axis.low), int(axis.high), step=int(axis.step or 1), log=axis.log)
     return trial.suggest_float(key, axis.low, axis.high, step=axis.step, log=axis.log)
-
-
-def _within(value: Any, axis: Any) -> bool:
-    """True if ``value`` can be drawn from ``axis``."""
-    if isinstance(axis, Range):
-        return isinstance(value, int | float) and axis.low <= value <= axis.high
-    return value in values_of(axis)

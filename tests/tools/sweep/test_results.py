@@ -8,10 +8,9 @@ import pytest
 
 from harness.tools.sweep import results
 from harness.tools.sweep.plan import Plan, make
-from harness.tools.sweep.process import TrialProgress
 from harness.tools.sweep.slots import Machine
+from harness.tools.sweep.spec import load
 from harness.tools.sweep.study import SweepTrial
-from harness.tools.sweep.sweep_file import load
 from tests.tools.sweep.sweeping import write_base, write_sweep
 
 TRIALS = [
@@ -21,27 +20,26 @@ TRIALS = [
     SweepTrial(3, {"optimizer.lr": 0.2, "optimizer.name": "adam"}, "running"),
     SweepTrial(4, {"optimizer.lr": 0.3, "optimizer.name": "adam"}, "pruned", 0.25),
 ]
-SEEN = {0: TrialProgress(40, 4, 0.5, 0.5, 12.4), 3: TrialProgress(15, 1, 0.9, 0.45, 3.0)}
 
 
 @pytest.fixture
 def plan(tmp_path) -> Plan:
     write_base(tmp_path)
     write_sweep(tmp_path, space={"optimizer.lr": [0.1, 0.2], "optimizer.name": ["sgd", "adam"]})
-    return make(load(str(tmp_path / "sweep.yaml")), None, None, Machine(2))
+    return make(load(str(tmp_path / "sweep.yaml")), Machine(2))
 
 
 def test_table(plan):
-    lines = results.table(results.ranked(TRIALS, "maximize"), plan, SEEN, 120)
+    lines = results.table(results.ranked(TRIALS, "maximize"), plan, 120)
     assert [line.split() for line in lines[:3]] == [
-        ["trial", "lr", "optimizer", "state", "top1", "epoch", "seconds"],
+        ["trial", "lr", "optimizer", "state", "top1"],
         ["0001", "0.2", "sgd", "finished", "0.75"],
-        ["0000", "0.1", "sgd", "finished", "0.5", "4/4", "12"],
+        ["0000", "0.1", "sgd", "finished", "0.5"],
     ]
     assert [line.split()[0] for line in lines[1:]] == ["0001", "0000", "0004", "0003", "0002"]
     assert lines[-1].endswith("…")
     assert "the loss became nan" in lines[-1]
-    assert max(map(len, results.table(TRIALS, plan, SEEN, 40))) <= 40
+    assert max(map(len, results.table(TRIALS, plan, 40))) <= 40
 
 
 def test_lowest_value_ranks_first_when_minimizing():
@@ -61,17 +59,6 @@ def test_sweep_json(plan, tmp_path):
         "number": 2, "run": "trials/0002", "params": {"optimizer.lr": 0.1, "optimizer.name": "adam"}, "world": 1,
         "state": "failed", "value": None, "error": "the loss\nbecame nan " + 80 * "x",
     }  # fmt: skip
-
-
-def test_trials_of_a_list_with_different_settings(tmp_path):
-    write_base(tmp_path)
-    write_sweep(tmp_path, space=[{"launch.nproc": 2, "train.epochs": 9}, {"optimizer.lr": 0.2}], comparable=False)
-    plan = make(load(str(tmp_path / "sweep.yaml")), None, None, Machine(2))
-    trials = [SweepTrial(number, planned.settings, "running") for number, planned in enumerate(plan.trials)]
-    results.write(tmp_path / "sweep.json", plan, trials)
-    assert [trial["world"] for trial in json.loads((tmp_path / "sweep.json").read_text())["trials"]] == [2, 1]
-    rows = results.table(trials, plan, {0: TrialProgress(5, 1), 1: TrialProgress(5, 1)}, 120)[1:]
-    assert [row.split()[-1] for row in rows] == ["1/9", "1/4"]
 
 
 def test_over_seeds():
