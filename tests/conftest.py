@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import logging
 import os
 from collections import Counter
@@ -25,6 +26,10 @@ with suppress(ImportError):  # the tests for a GPU do without it
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")
 
+SLOW_IMPORTS = (
+    "hypothesis", "pandas", "torch._dynamo", "torchvision.transforms.v2", "harness.training.build",
+    "harness.tools.sweep.study", "torch.distributed.fsdp", "distributed", "playwright.sync_api", "mlflow",
+)  # fmt: skip
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
@@ -41,6 +46,23 @@ def pytest_configure(config):
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process that compiles starts others
     if config.getoption("--device") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if hasattr(config, "workerinput"):
+        from tests import forked, ranks
+
+        forked.start_commands()
+        ranks.share_server()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes():
+    """Import once what the workers need, and fork them from this process; they share the server of the ranks."""
+    from tests import forked, ranks
+
+    ranks.start_server()
+    for name in SLOW_IMPORTS:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    forked.fork_commands(code=True)
 
 
 @pytest.hookimpl(trylast=True)  # what "-m" leaves out does not count

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from harness.distributed.launch_env import VARIABLES
@@ -28,30 +29,44 @@ _OF_LAUNCHERS = ("TORCH", "ROLE_", "GROUP_")  # set by torch's launchers; no imp
 _FIRST_FD = 3
 
 
-def fork_commands() -> None:
-    """Let this process fork itself for each ``python -m MODULE`` or ``python FILE`` that it starts from now on, through
-    subprocess.Popen. Commands with other environment variables still start Python."""
+_start_program = subprocess.Popen.__init__
+
+
+def fork_commands(code: bool = False) -> None:
+    """Let this process fork itself for each ``python -m MODULE`` or ``python FILE``, with ``code`` also for each
+    ``python -c CODE``, that it starts from now on, through subprocess.Popen. Commands with other environment variables
+    still start Python."""
     here, original = _read_at_import(os.environ), _shown_environ()
-    start_program = subprocess.Popen.__init__
 
     def start_or_fork(self: Any, args: Any, *rest: Any, **options: Any) -> None:
         environ = dict(options.get("env") or os.environ)
         is_list = isinstance(args, list | tuple)
-        if is_list and args[0] == sys.executable and args[1] != "-c" and _read_at_import(environ) == here:
-            words = [word for place, word in enumerate(args) if (place, word) != (1, "-u")][1:]  # unbuffered
+        words = list(args)[1:] if is_list and args[0] == sys.executable else []
+        while words and words[0] in ("-u", "-B"):  # unbuffered, and without writing .pyc
+            words.pop(0)
+        if words and (code or words[0] != "-c") and _read_at_import(environ) == here:
             first, kept = options.get("preexec_fn") or (lambda: None), options.get("pass_fds", ())
             options["preexec_fn"] = partial(_become, words, environ, first, kept, original)
-        start_program(self, args, *rest, **options)
+        _start_program(self, args, *rest, **options)
 
     tempfile.tempdir = None  # TMPDIR may have changed
-    inspect.stack = partial(inspect.stack, context=0)  # torch's launchers call it often, for a name only
+    if not code:
+        inspect.stack = partial(inspect.stack, context=0)  # torch's launchers call it often, for a name only
     subprocess.Popen.__init__ = start_or_fork  # type: ignore[method-assign]
 
 
+def start_commands() -> None:
+    """Undo ``fork_commands``, in a process that was forked."""
+    subprocess.Popen.__init__ = _start_program  # type: ignore[method-assign]
+
+
 def run_python(words: Sequence[str]) -> None:
-    """Do what ``python WORDS`` does, for ``-m MODULE ...`` and ``FILE ...``."""
+    """Do what ``python WORDS`` does, for ``-m MODULE ...``, ``FILE ...`` and ``-c CODE``."""
     try:
-        if words[0] == "-m":
+        if words[0] == "-c":
+            sys.argv, sys.modules["__main__"] = ["-c"], ModuleType("__main__")
+            exec(words[1], vars(sys.modules["__main__"]))
+        elif words[0] == "-m":
             sys.argv, sys.path[0] = list(words[1:]), os.getcwd()
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
@@ -77,7 +92,7 @@ def _become(
         os.environ.clear()
         os.environ.update(environ)
         _show_environ(original)
-        sys.stdout, sys.stderr = _stream(1, "strict"), _stream(2, "backslashreplace")
+        sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), _stream(1, "strict"), _stream(2, "backslashreplace")
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import importlib
+import itertools
 import pkgutil
 from contextlib import suppress
 
@@ -49,8 +50,9 @@ for name in (
 provenance.harness_source()  # takes a tenth of a small training, as does the following
 for package in provenance.PACKAGES:
     provenance.version(package)
-for task in plugins.names("task"):
-    loader.config_class(plugins.find("task", task, "task.name"))
+schedules = [loader.schedule_class({"name": name})[0] for name in ("constant", "cosine")]
+for task, schedule in itertools.product(plugins.names("task"), schedules):
+    loader.config_class(plugins.find("task", task, "task.name"), schedule)
 
 gc.freeze()  # a collection in a rank would copy the memory that it shares with the server
 gc.enable()

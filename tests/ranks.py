@@ -14,15 +14,15 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from functools import cache
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 _ENVIRON = dict(os.environ)  # before any test has changed it
+_sockets: list[socket.socket] = []  # that keep ports
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "tests.preload"])
 
@@ -31,18 +31,29 @@ class RankFailure(AssertionError):
     """A rank raised an exception, died or exceeded the time limit."""
 
 
-# Each of pytest's workers has a thousand ports, below 32768, where Linux begins to give ports to outgoing connections.
-_FIRST_PORT = 10_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 10)
-_ports = (_FIRST_PORT + number % 1000 for number in itertools.count(random.randrange(1000)))
+@cache
+def _ports() -> Iterator[int]:
+    """Of the thousand ports of this pytest worker, below 32768, where Linux begins to give ports to outgoing
+    connections."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    first = 10_000 + 1000 * (worker % 10)
+    return (first + number % 1000 for number in itertools.count(random.SystemRandom().randrange(1000)))
 
 
 def free_port() -> int:
-    """A free TCP port. Until the ranks of a test meet there, no outgoing connection and no other test takes it."""
-    for port in itertools.islice(_ports, 1000):
-        with socket.socket() as sock, suppress(OSError):
+    """A free TCP port, which no other caller gets, in any process, until this process ends."""
+    for port in itertools.islice(_ports(), 1000):
+        sock = socket.socket()
+        try:
             sock.bind(("", port))
-            return port
-    raise RuntimeError(f"all ports from {_FIRST_PORT} to {_FIRST_PORT + 999} are in use")
+        except OSError:
+            sock.close()
+            continue
+        # From now on whoever says the same, as torch's store does, may listen on the port. The next caller here may not.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _sockets.append(sock)
+        return port
+    raise RuntimeError("all ports of this pytest worker are in use")
 
 
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -58,7 +69,7 @@ def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 @cache
-def _start_server() -> None:
+def start_server() -> None:
     """Start the fork server as before the first test. It looks for modules to preload in its own folder only, ignores
     those that it does not find, and passes its environment on to every rank (Python 3.11)."""
     folder, environ = os.getcwd(), dict(os.environ)
@@ -73,9 +84,20 @@ def _start_server() -> None:
         os.environ.update(environ)
 
 
+def share_server() -> None:
+    """Let this process, a fork of one that may have started the server, use the same one."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_address is None:
+        return
+    server.ensure_running = resource_tracker.ensure_running  # not a child of this process, which cannot ask after it
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # the first process keeps it alive
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None
+
+
 def start(function: Callable, args: tuple = (), environ: dict[str, str] | None = None):
     """Start ``function(*args)`` in a new process; return (process, connection that receives its result)."""
-    _start_server()
+    start_server()
     receiver, sender = _context.Pipe(duplex=False)
     process = _context.Process(target=_entry, args=(sender, function, args, environ or {}))
     process.start()
