@@ -11,7 +11,7 @@ KILLS ?= 1000
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: train test test-all test-versions check bench bench-peers campaign oracle compatibility gpu-check clean
+.PHONY: train test test-all test-versions check bench bench-peers campaign oracle gpu-check clean
 
 train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC processes
 	$(BIN)/harness launch -c configs/digits.yaml --nproc $(NPROC)
@@ -32,8 +32,6 @@ check: $(VENV)/.dev  ## lint and types
 	$(BIN)/mypy
 
 bench: $(VENV)/.test  ## benchmarks; results go to benchmarks/results
-	$(BIN)/python -m benchmarks.explain
-	$(BIN)/python -m benchmarks.images
 	$(BIN)/python -m benchmarks.open_shard --rows 10000000 --world 8
 	$(BIN)/python -m benchmarks.start
 
@@ -45,9 +43,6 @@ campaign: $(VENV)/.test  ## kill runs at random moments, resume and compare them
 
 oracle: $(VENV)/.test  ## compare with NVIDIA's own Apex, bit for bit; APEX_CHECKOUT is a checkout of it, at a tag up to 25.05
 	$(BIN)/python -m benchmarks.oracle $(or $(APEX_CHECKOUT),$(error type: make oracle APEX_CHECKOUT=DIR))
-
-compatibility: $(VENV)/.test  ## write docs/compatibility.md from the record of what was run
-	$(BIN)/python -m benchmarks.compatibility
 
 # Without .venv it uses PYTHON with the packages that it has, so that it works without a network.
 gpu-check:  ## needs a CUDA device, takes at most 25 minutes: the most telling checks first; writes a table as it goes

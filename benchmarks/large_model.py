@@ -1,4 +1,4 @@
-"""Measures what a large model costs besides its steps: the stall of a checkpoint, and memory for activations.
+"""Measures how long a checkpoint of a large model stops the training.
 
     python -m benchmarks.large_model [--saves 9]
 
@@ -21,10 +21,9 @@ from benchmarks import machine, steps
 from harness.config import loader
 from harness.config.schema import Config
 from harness.distributed.runtime import Runtime
-from harness.training import checkpointing, loop, recompute
+from harness.training import checkpointing, loop
 from harness.training.run import Run
 
-MIB = 2**20
 _SIZE = 32  # pixels per side of an image
 _ROWS = 64
 
@@ -131,44 +130,11 @@ def checkpoint_stall(num_saves: int) -> str:
     )
 
 
-def activations() -> str:
-    """Bytes that the forward pass keeps for the backward pass, and processor time of both, on one thread."""
-    torch.set_num_threads(1)
-    rows, losses = [], []
-    for wanted in (False, True):
-        torch.manual_seed(0)
-        model, images = Transformer(4, 128, 8), torch.randn(16, 1, _SIZE, _SIZE)
-        recompute.apply(model, wanted)
-        kept: dict[int, int] = {}
-
-        def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
-            storage = tensor.untyped_storage()
-            kept.setdefault(storage.data_ptr(), storage.nbytes())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            losses.append(model(images).square().mean())
-        size = sum(kept.values()) - sum(param.nbytes for param in model.parameters() if param.data_ptr() in kept)
-        times = []
-        for _ in range(5):
-            start = time.process_time()
-            model(images).square().mean().backward()
-            times.append(time.process_time() - start)
-        rows.append([str(wanted).lower(), f"{size / MIB:.0f}", f"{min(times):.2f}"])
-    assert torch.equal(*losses)
-    header = ["model.activation_checkpointing", "kept for the backward pass, MiB", "forward and backward, s"]
-    return (
-        "## Activation checkpointing\n\n8 layers of width 128, 16 images of 64 patches, one thread; the fastest of 5 "
-        f"steps. The losses are equal bit for bit.\n\n{machine.table(header, rows)}"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.large_model", description=__doc__)
     parser.add_argument("--saves", type=int, default=9)
     arguments = parser.parse_args()
-    text = f"{checkpoint_stall(arguments.saves)}\n\n{activations()}"
-    machine.write("large_model", "Checkpoints and activations of a large model", text)
+    machine.write("large_model", "Checkpoints of a large model", checkpoint_stall(arguments.saves))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ file and read every label and caption of their shard as whole columns. The slowe
 
 "other load" is the share of the machine that other processes used meanwhile; if it is large, ignore the times, and
 compare the processor time of all ranks instead.
-
-``--workers N`` also forks N loader workers that read all rows in random order.
 """
 
 from __future__ import annotations
@@ -140,37 +138,6 @@ def measure(reader: str, path: Path, world: int, cache: Path) -> dict[str, Any]:
     }
 
 
-def _worker(table: Any, worker: int, workers: int, results: Any) -> None:
-    before = _memory_mb("smaps_rollup", "Private_Dirty")
-    rows = np.random.default_rng(0).permutation(table.num_rows)[worker::workers].copy()
-    own = rows.nbytes / 2**20
-    start = time.perf_counter()
-    for first in range(0, len(rows), 256):
-        batch = rows[first : first + 256]
-        table.labels(batch), table.strings("path", batch)
-    results.put((before, _memory_mb("smaps_rollup", "Private_Dirty") - own, (time.perf_counter() - start) / len(rows)))
-
-
-def measure_workers(path: Path, workers: int, cache: Path) -> str:
-    """Measure the private memory of forked loader workers over one shuffled epoch of labels and paths."""
-    from harness.data.table.table import open_table
-
-    table = open_table(path, text=["path"], label="label", cache_dir=cache)
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    children = [context.Process(target=_worker, args=(table, w, workers, results)) for w in range(workers)]
-    for child in children:
-        child.start()
-    found = [results.get(timeout=1200) for _ in children]
-    for child in children:
-        child.join()
-    before, after, each = (max(f[i] for f in found) for i in range(3))
-    return (
-        f"{workers} forked loader workers, one shuffled epoch of {table.num_rows:,} rows (label and path, batches "
-        f"of 256): private memory per worker {before:.0f} MB before, {after:.0f} MB after; {each * 1e6:.1f} µs per row"
-    )
-
-
 def report(runs: dict[str, list[dict[str, Any]]], csv_bytes: int, num_rows: int, world: int) -> str:
     """A Markdown table with ratios to pandas, paired by repetition."""
     header = ["reader", "slowest rank, s: median (range)", "speed-up", "processor time of all ranks, s",
@@ -200,7 +167,6 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--readers", default=",".join(READERS), help="comma-separated, in the order to alternate")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=4, help="0: skip loader workers")
     parser.add_argument("--folder", type=Path, help="for temporary files, about 3 times the size of the CSV")
     parser.add_argument("--output", type=Path, help="append the Markdown to this file")
     options = parser.parse_args()
@@ -216,8 +182,6 @@ def main() -> None:
         assert [rows for rows, _, _ in seen] == [options.rows], f"the readers saw different rows: {seen}"
         versions = f"pandas {version('pandas')}, pyarrow {version('pyarrow')}"
         parts = [f"{machine.describe()}, {versions}", report(runs, path.stat().st_size, options.rows, options.world)]
-        if options.workers:
-            parts.append(measure_workers(path, options.workers, cache))
     text = "\n\n".join(parts) + "\n"
     print(text)
     if options.output:

@@ -1,33 +1,22 @@
-"""Draws the pictures of the documents from real runs.
+"""Draws docs/run.png from real runs: digits on two processes, once unbroken, once killed four times.
 
-python -m docs.pictures run           docs/run.png: digits on two processes, once unbroken, once killed four times
-python -m docs.pictures report SWEEP  docs/example_report.html and .png, of a sweep, such as runs/sweep_pet_names
+python -m docs.pictures      (needs matplotlib: pip install -e '.[dev]')
 
-The first needs matplotlib (pip install -e '.[dev]'), the second playwright and a chromium.
+docs/example_report.html comes from ``harness report``, of a sweep.
 """
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from PIL import Image
 
 from benchmarks.turns import free_port
 from harness.tools.data import digits
-from harness.tools.report import page as report_page
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
 
 ROOT = Path(__file__).resolve().parents[1]
 KILLS = ((1, 30), (0, 81), (1, 120), (0, 171))  # rank, first logged step at which it is killed
@@ -36,9 +25,6 @@ SETTINGS = (
     "batch.global=64", "optimizer.lr=0.1", "schedule.warmup_epochs=1.0", "precision.opt_level=O1", "train.epochs=10",
     "train.log_every=3", "checkpoint.every_steps=10", "data.num_workers=0",
 )  # fmt: skip
-DESKTOP, PHONE = (1280, 1500), (390, 844)
-EDGE, GAP = 32, 28
-BACKGROUND = (226, 230, 237)
 INK, QUIET, BLUE, RED = "#1f2430", "#8a93a6", "#2f6fde", "#d1453b"
 
 
@@ -172,54 +158,9 @@ def draw_run(record: list[dict], killed: list[dict], kills: list[tuple[int, int]
     figure.savefig(path, dpi=110)
 
 
-def shot(browser: Browser, page: Path, size: tuple[int, int], scheme: str, at: str = "") -> Image.Image:
-    """The page in a window of ``size`` CSS pixels, scrolled to the section ``at``."""
-    phone = size[0] < 600
-    context = browser.new_context(
-        viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, is_mobile=phone, has_touch=phone
-    )
-    window = context.new_page()
-    window.goto(page.as_uri())
-    window.wait_for_selector("html[data-ready]", timeout=60_000)
-    if at:
-        window.evaluate("(id) => document.getElementById(id).scrollIntoView({behavior: 'instant'})", at)
-        window.wait_for_timeout(300)
-    return Image.open(io.BytesIO(window.screenshot())).convert("RGB")
-
-
-def draw_report(page: Path, out: Path) -> None:
-    """Draw a light desktop and two phones, one in dark mode."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
-        )
-        desktop = shot(browser, page, DESKTOP, "light")
-        height = (DESKTOP[1] - GAP) // 2
-        phones = [
-            shot(browser, page, (PHONE[0], height), "dark", "target"),
-            shot(browser, page, (PHONE[0], height), "light", "time"),
-        ]
-        browser.close()
-    sheet = Image.new("RGB", (DESKTOP[0] + PHONE[0] + GAP + 2 * EDGE, DESKTOP[1] + 2 * EDGE), BACKGROUND)
-    sheet.paste(desktop, (EDGE, EDGE))
-    for place, phone in enumerate(phones):
-        sheet.paste(phone, (EDGE + DESKTOP[0] + GAP, EDGE + place * (height + GAP)))
-    sheet.quantize(256, dither=Image.Dither.NONE).save(out, optimize=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["run", "report"])
-    parser.add_argument("sweep", type=Path, nargs="?", default=Path("runs/sweep_pet_names"))
-    arguments = parser.parse_args()
-    if arguments.what == "run":
-        with tempfile.TemporaryDirectory() as folder:
-            draw_run(*train(Path(folder)), ROOT / "docs" / "run.png")
-        return
-    page = report_page.write([arguments.sweep], ROOT / "docs" / "example_report.html")
-    draw_report(page, page.with_suffix(".png"))
+    with tempfile.TemporaryDirectory() as folder:
+        draw_run(*train(Path(folder)), ROOT / "docs" / "run.png")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,8 @@ def _become(
         os.environ.clear()
         os.environ.update(environ)
         _show_environ(original)
-        sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), _stream(1, "strict"), _stream(2, "backslashreplace")
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+        sys.stdout, sys.stderr = _stream(1, "strict"), _stream(2, "backslashreplace")
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -49,7 +49,7 @@ def free_port() -> int:
         except OSError:
             sock.close()
             continue
-        # From now on whoever says the same, as torch's store does, may listen on the port. The next caller here may not.
+        # From now on, whoever sets this too may listen on the port, as torch's store does. The next caller may not.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _sockets.append(sock)
         return port

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks import explain_plants
 from harness.cli import main
 from harness.tools.explain import facts
 from tests.end_to_end.experiment import write_config, write_images
 from tests.ranks import free_port, launch_environment, start, wait_for
+from tests.tools.explain import plants as planted
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def _is_training_image(path: str) -> bool:
 
 
 def _train(config: str, plant: str, arguments: tuple[Any, ...]) -> None:
-    getattr(explain_plants, plant)(*arguments)
+    getattr(planted, plant)(*arguments)
     raise SystemExit(main(["train", "-c", config]))
 
 
@@ -38,7 +38,7 @@ SLOW_DISK = ("slow_read", (0.1, _is_training_image))
     [
         pytest.param([SLOW_DISK], "reading", "waits for data: reading files takes", marks=pytest.mark.slow),
         pytest.param(
-            [("busy", (0.0,)), SLOW_DISK],
+            [("nothing", ()), SLOW_DISK],
             "slow rank",
             "waits for rank 1, which waits for its data, from the start",
             marks=pytest.mark.slow,
