@@ -97,6 +97,8 @@ def _become(
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Popen has restored the system's action, which kills
+            signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         run_python(words)
         code = 0
