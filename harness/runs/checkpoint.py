@@ -162,18 +162,32 @@ class Checkpoints:
         if a newer one is of another version of the harness.
         """
         found, named = steps(self.folder), self.named(layout.LATEST)
-        refused: dict[str, str] = {}
+        refused: dict[str, str] = {}  # {name: problem}
         # The one `latest` names comes first: those with higher numbers were abandoned by a resume from an earlier one.
         for path in sorted((found[step] for step in sorted(found, reverse=True)), key=lambda path: path.name != named):
             problem = damage(path)
             if not problem:
-                require_same_format(str(self.folder), path.name, refused)
-                return path
+                newer = next((name for name in refused if isinstance(refused[name], OtherVersion)), None)
+                if newer is None:
+                    return path
+                resume = shlex.quote(f"checkpoint.resume={path}")
+                raise CheckpointError(
+                    refused[newer],
+                    where=str(self.folder / newer),
+                    hint=f"to continue from the older {path.name} instead, without the later steps, remove {newer}, or "
+                    f"start a new run with name=NAME {resume}",
+                )
             log.warning("checkpoint rejected: %s: %s", path, problem)
             refused[path.name] = problem
-        if found or named:
-            raise none_usable(str(self.folder), refused or {named: "it is missing"})
-        return None
+        if not found and not named:
+            return None
+        lines = [f"  {name}: {problem}" for name, problem in (refused or {named: "it is missing"}).items()]
+        more = [f"  and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
+        raise CheckpointError(
+            "\n".join(["no checkpoint of this run can be used", *lines[:_MAX_LISTED], *more]),
+            where=str(self.folder),
+            hint=f"restore one of them; or {FROM_SCRATCH}",
+        )
 
     def exist(self) -> bool:
         """True if there is any, complete or not, or if one is named that was removed."""
@@ -279,30 +293,6 @@ def folder_gone(path: Path) -> CheckpointError:
         where=str(path),
         hint="if it was renamed, rename it back; the same command then resumes from its newest checkpoint",
     )
-
-
-def none_usable(where: str, refused: Mapping[str, str]) -> CheckpointError:
-    """The error for a run whose checkpoints all have a problem, ``refused``: {name: problem}."""
-    lines = [f"  {name}: {problem}" for name, problem in list(refused.items())[:_MAX_LISTED]]
-    more = [f"  and {len(refused) - _MAX_LISTED} more"] if len(refused) > _MAX_LISTED else []
-    return CheckpointError(
-        "\n".join(["no checkpoint of this run can be used", *lines, *more]),
-        where=where,
-        hint=f"restore one of them; or {FROM_SCRATCH}",
-    )
-
-
-def require_same_format(where: str, usable: str, refused: Mapping[str, str]) -> None:
-    """Raise CheckpointError if one in ``refused``, {name: problem}, was written by another version of the harness: the
-    ``usable`` checkpoint has fewer steps, which the user may not want to lose."""
-    for name, problem in refused.items():
-        if isinstance(problem, OtherVersion):
-            raise CheckpointError(
-                problem,
-                where=f"{where}/{name}",
-                hint=f"to continue from the older {usable} instead, without the later steps, remove {name}, or start a "
-                f"new run with name=NAME {shlex.quote(f'checkpoint.resume={where}/{usable}')}",
-            )
 
 
 def steps(folder: Path) -> dict[int, Path]:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from harness.errors import ConfigError
 from harness.runs import layout
+from harness.runs.fetch import made_once
 from harness.runs.files import is_url, write_atomically
-from harness.runs.locks import locked
 from harness.runs.storage import LocalStore, copy_run, working_folder
 from harness.runs.url_store import UrlStore
 
-_LOCK_S = 600.0  # for another process that fetches the same run
 _ATTEMPTS = 3  # to find a moment at which no other start takes the run over
 _LATEST = f"{layout.CHECKPOINTS}/{layout.LATEST}"
 
@@ -26,14 +25,13 @@ def local_copy(place: str, checkpoint: bool = False) -> Path:
         return Path(place)
     store = UrlStore(place)
     folder = working_folder(store.where, None, "read")
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder.parent / "lock", _LOCK_S):
+    with made_once(folder):
         for _ in range(_ATTEMPTS):
             start, newest = store.read(layout.START), store.read(_LATEST).strip() if checkpoint else ""
             _fetch(store, folder, newest)
             # Another start may have moved the run aside, and training may have removed the checkpoint, meanwhile.
-            files = [folder / layout.CHECKPOINTS / newest / file for file in (layout.STATE, layout.MANIFEST)]
-            removed = newest and not all(file.exists() for file in files) and store.read(_LATEST).strip() != newest
+            copy = folder / layout.CHECKPOINTS / newest
+            removed = newest and not _is_complete(copy) and store.read(_LATEST).strip() != newest
             if store.read(layout.START) == start and not removed:
                 return folder
     raise ConfigError(
@@ -41,6 +39,12 @@ def local_copy(place: str, checkpoint: bool = False) -> Path:
         where=place,
         hint="run the same command again, or wait until the run has ended",
     )
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    from harness.runs.checkpoint import damage  # late: it imports torch
+
+    return not damage(checkpoint)
 
 
 def _fetch(store: UrlStore, folder: Path, newest: str) -> None:
