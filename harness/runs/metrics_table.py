@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.json
 
 from harness.errors import require_regular_file
 from harness.runs.files import parse_json, read_bytes
@@ -23,7 +21,6 @@ _KNOWN = pa.schema(
 )  # fmt: skip
 _TAIL_BYTES = 1 << 16  # enough for the last line
 _MAX_DEPTH = 64  # of nesting
-_PLAIN = re.compile(rb"(?:\s*\{[^\n]*\n)*\s*")  # each line is an object
 _HALF = "metrics.jsonl ends mid-line: the run was killed during a write, or is still writing"
 
 
@@ -36,7 +33,9 @@ def read_metrics(path: Path) -> tuple[pa.Table, str]:
         return _KNOWN.empty_table(), ""
     except OSError as error:
         return _KNOWN.empty_table(), f"metrics.jsonl cannot be read: {error.strerror}"
-    return _parsed(text)
+    *lines, last = text.split(b"\n")
+    whole = not last or isinstance(_line(last), dict)
+    return _table([*lines, last] if whole else lines, [] if whole else [_HALF])
 
 
 def incomplete(path: Path) -> str:
@@ -63,42 +62,16 @@ def _line(text: bytes) -> Any:
 
 
 def _deep(text: bytes) -> bool:
-    """True if ``text`` may be nested more deeply than arrow's parser can take."""
+    """True if ``text`` may be nested more deeply than arrow can take."""
     if text.count(b"{") + text.count(b"[") <= _MAX_DEPTH:
         return False
     return max(itertools.accumulate((byte in b"{[") - (byte in b"}]") for byte in text)) > _MAX_DEPTH
 
 
-def _for_arrow(text: bytes) -> bool:
-    """False for text that arrow's parser may crash on: it needs an object per line, UTF-8 and little nesting."""
-    return bool(_PLAIN.fullmatch(text)) and b"\\ud" not in text.lower() and not any(map(_deep, text.split(b"\n")))
-
-
-def _parsed(text: bytes) -> tuple[pa.Table, str]:
-    """The lines of ``text`` as a table, and the problems in it."""
-    end, problem = text.rfind(b"\n") + 1, ""
-    if end < len(text):
-        if isinstance(_line(text[end:]), dict):
-            text += b"\n"
-        else:
-            text, problem = text[:end], _HALF
-    if not text or text.isspace():
-        return _KNOWN.empty_table(), problem
-    if not _for_arrow(text):
-        return _line_by_line(text.split(b"\n"), problem)
-    reading = pyarrow.json.ReadOptions(use_threads=False, block_size=max(len(text), 1 << 20))
-    try:
-        parsing = pyarrow.json.ParseOptions(explicit_schema=_KNOWN)
-        return pyarrow.json.read_json(pa.BufferReader(text), reading, parsing), problem
-    except pa.ArrowInvalid:
-        return _line_by_line(text.split(b"\n"), problem)
-
-
-def _line_by_line(lines: Sequence[bytes], problem: str) -> tuple[pa.Table, str]:
-    """As ``_parsed``, for a file that arrow refuses: leaves out damaged lines and values."""
+def _table(lines: list[bytes], problems: list[str]) -> tuple[pa.Table, str]:
+    """The ``lines`` as a table, without damaged lines and values, and these with the ``problems`` before."""
     rows = [_line(line) for line in lines if line.strip()]
     good = [row for row in rows if isinstance(row, dict)]
-    problems = [problem] if problem else []
     if len(good) < len(rows):
         problems.append(f"metrics.jsonl: damaged lines, which are left out: {len(rows) - len(good)} of {len(rows)}")
     columns: dict[str, pa.Array] = {}
@@ -109,8 +82,18 @@ def _line_by_line(lines: Sequence[bytes], problem: str) -> tuple[pa.Table, str]:
             kind = _REAL  # arrow would drop the fraction
         try:
             columns[name] = pa.array(values, type=kind)
-        except (pa.ArrowInvalid, pa.ArrowTypeError):
-            expected, kind = (str, kind) if kind == pa.string() else (int | float, _REAL)
-            columns[name] = pa.array([value if isinstance(value, expected) else None for value in values], type=kind)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+            fits = _text if kind == pa.string() else _number
+            columns[name] = pa.array([fits(value) for value in values], type=kind if fits is _text else _REAL)
             problems.append(f"metrics.jsonl: {name!r} has values of several types; those that do not fit are left out")
     return pa.table(columns), "; ".join(problems)
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _number(value: Any) -> float | None:
+    with suppress(OverflowError):  # of a whole number with more than 308 digits
+        return float(value) if isinstance(value, int | float) else None
+    return None

@@ -82,6 +82,8 @@ def test_a_last_line_without_newline_is_read(tmp_path):
         (b"\0\0\0\n", 2, "left out: 1 of 3"),
         (b"[1, 2]\n", 2, "left out: 1 of 3"),
         (b'{"split": "train", "loss": "high"}\n', 3, "'loss' has values of several types"),
+        (b'{"split": "train", "loss": 1%s}\n' % (b"0" * 400), 3, "'loss' has values of several types"),
+        (b'{"split": "train", "step": 99999999999999999999}\n', 3, "'step' has values of several types"),
         (b'{"split": 7, "loss": 1.0}\n', 3, "'split' has values of several types"),
         (b'{"split": "eval", "top1": {"a": 1}}\n', 3, "'top1' has values of several types"),
         (b'{"split": "train", "step": 1.5}\n{"a": 1}{\n', 3, "left out: 1 of 4"),
