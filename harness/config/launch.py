@@ -15,7 +15,6 @@ from pydantic import Field, create_model
 
 from harness.config import plugins
 from harness.config.base import Arguments, Matching, NameOf, NullIsEmpty, Positive, Seconds, Section
-from harness.config.problems import Problem
 from harness.errors import ConfigError
 
 
@@ -64,11 +63,11 @@ def _key(engine: str) -> str:
     return engine.rpartition(".")[2]
 
 
-def section_class(raw: Any, launching: bool) -> tuple[type[LaunchSection], list[Problem]]:
+def section_class(raw: Any, launching: bool) -> type[LaunchSection]:
     """LaunchSection with the settings of the engine that ``raw`` names and of the built-in ones that it mentions.
 
     An engine of the user's own is imported, and its settings are checked, only for ``launching``: the ranks, and the
-    commands that read a finished run, may not have it.
+    commands that read a finished run, may not have it. Raises ConfigError.
     """
     written = raw if isinstance(raw, dict) else {}
     engine = written.get("engine", "local")
@@ -79,14 +78,11 @@ def section_class(raw: Any, launching: bool) -> tuple[type[LaunchSection], list[
         if name in written or name == engine
     }
     if "." in engine:
-        try:
-            kinds[_key(engine)] = _of_user(engine) if launching else Arguments if _key(engine) in written else None
-        except ConfigError as error:
-            return LaunchSection, [("launch.engine", f"{error.message}; {error.hint}")]
+        kinds[_key(engine)] = _of_user(engine) if launching else Arguments if _key(engine) in written else None
     kinds = {key: kind for key, kind in kinds.items() if kind is not None and key not in LaunchSection.model_fields}
     if written.keys() - LaunchSection.model_fields - kinds.keys():  # one may be a misspelled engine
         kinds = built_in() | kinds
-    return with_engines(**kinds), []
+    return with_engines(**kinds)
 
 
 @functools.cache  # so that two configurations with the same engines have the same class and can be compared

@@ -138,7 +138,7 @@ def json_schema() -> str:
 def config_class(task: Any, schedule: Any = None, launch: type[LaunchSection] = LaunchSection) -> type[Config]:
     """Config with ``task``, a TaskSection, as its section ``task``, ``schedule``: by default the constant one, and
     ``launch``."""
-    return _config_class_of(task, schedule or schedule_class(None)[0], launch)
+    return _config_class_of(task, schedule or schedule_class(None), launch)
 
 
 @functools.cache  # so that two configurations of the same parts have the same class and can be compared
@@ -148,43 +148,48 @@ def _config_class_of(task: Any, schedule: Any, launch: type[LaunchSection]) -> t
 
     return create_model(
         "Config", __base__=Config, __doc__="One experiment.", task=(task, ...),
-        schedule=optional("schedule", schedule, schedule_class(None)[0]), launch=optional("launch", launch, launch),
+        schedule=optional("schedule", schedule, schedule_class(None)), launch=optional("launch", launch, launch),
     )  # fmt: skip
 
 
 def _config_class(raw: dict[str, Any], launching: bool) -> tuple[type[Config], list[Problem]]:
     """Config with the sections of the task, the schedule and the engines that ``raw`` names, and the reasons where
     there is none."""
-    schedule, problems = schedule_class(raw.get("schedule"))
-    task, found = _task_class(raw)
-    launch, missing = section_class(raw.get("launch"), launching)
-    return (config_class(task, schedule, launch) if task else Config), [*found, *problems, *missing]
+    problems: list[Problem] = []
+
+    def found(key: str, make: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return make(*arguments)
+        except ConfigError as error:
+            problems.append((key, f"{error.message}; {error.hint}"))
+
+    task = found("task.name", _task_class, raw.get("task"))
+    schedule = found("schedule.name", schedule_class, raw.get("schedule"))
+    launch = found("launch.engine", section_class, raw.get("launch"), launching)
+    return (config_class(task, schedule or ScheduleSection, launch or LaunchSection) if task else Config), problems
 
 
-def schedule_class(raw: Any) -> tuple[type[ScheduleSection], list[Problem]]:
+def schedule_class(raw: Any) -> type[ScheduleSection]:
+    """ScheduleSection with the arguments of the schedule that ``raw`` names. Raises ConfigError."""
     name = raw.get("name", "constant") if isinstance(raw, dict) else "constant"
     if not isinstance(name, str):
-        return ScheduleSection, []  # which reports the type
-    try:
-        function = signatures.find("schedule", name, "schedule.name", signatures.functions(_SCHEDULES))
-        return signatures.section_of(ScheduleSection, name, function, name == "constant"), []
-    except ConfigError as error:
-        return ScheduleSection, [("schedule.name", f"{error.message}; {error.hint}")]
+        return ScheduleSection  # which reports the type
+    function = signatures.find("schedule", name, "schedule.name", signatures.functions(_SCHEDULES))
+    section: type[ScheduleSection] = signatures.section_of(ScheduleSection, name, function, name == "constant")
+    return section
 
 
-def _task_class(raw: dict[str, Any]) -> tuple[type[TaskSection] | None, list[Problem]]:
-    task = raw.get("task")
-    name = task.get("name") if isinstance(task, dict) else None
+def _task_class(raw: Any) -> type[TaskSection]:
+    """The class Task of the task that ``raw`` names. Raises ConfigError."""
+    name = raw.get("name") if isinstance(raw, dict) else None
     if not isinstance(name, str):
-        return None, [("task.name", f"required, but not set; use one of {', '.join(plugins.names('task'))}")]
-    try:
-        found = plugins.find("task", name, "task.name")
-    except ConfigError as error:
-        return None, [("task.name", f"{error.message}; {error.hint}")]
+        hint = f"use one of {', '.join(plugins.names('task'))}"
+        raise ConfigError("required, but not set", hint=hint)
+    found = plugins.find("task", name, "task.name")
     if not (isinstance(found, type) and issubclass(found, TaskSection)):
-        seen = f"Task of {name} is not a subclass of harness.config.schema.TaskSection"
-        return None, [("task.name", f"{seen}; docs/add_a_task.md has an example")]
-    return found, []
+        what = f"Task of {name} is not a subclass of harness.config.schema.TaskSection"
+        raise ConfigError(what, hint="docs/add_a_task.md has an example")
+    return found
 
 
 def _as_problem(conflict: Conflict) -> Problem:

@@ -17,7 +17,7 @@ VALID = {
 
 
 def make(**sections) -> Config:
-    schedule, _ = loader.schedule_class(sections.get("schedule"))
+    schedule = loader.schedule_class(sections.get("schedule"))
     return loader.config_class(Task, schedule).model_validate({**VALID, **sections})
 
 
