@@ -17,7 +17,6 @@ from tests.apex.optimizer_cases import (
     BFLOAT,
     CASES,
     HALF,
-    NoHostSync,
     assert_close,
     assert_equal,
     assert_same_training,
@@ -218,17 +217,6 @@ def test_unsupported_gradients_and_parameters_are_explained(make):
         make([number]).step()
 
 
-@every_case
-def test_no_host_sync(make):
-    params = params_of(torch.float32, HALF)
-    optimizer = make(params)
-    for step in range(3):
-        give_gradients(params, step)
-        with NoHostSync():
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_only_a_capturable_optimizer_may_be_captured_into_a_graph(case, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -315,8 +303,7 @@ def test_overflow_under_amp_skips_exactly_one_step(make, level):
 
 
 @every_case
-@pytest.mark.parametrize("load_first", [False, True], ids=["load after initialize", "load before initialize"])
-@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize(("level", "load_first"), [("O0", False), ("O2", False), ("O2", True), ("O3", True)])
 def test_training_under_amp_resumes_bit_for_bit(make, level, load_first):
     model = network()
     model, optimizer = initialized(model, make(model.parameters()), level)

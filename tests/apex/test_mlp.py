@@ -61,16 +61,6 @@ def test_mlp_equals_a_stack_of_linear_layers(activation, bias, dtype):
     same_steps(mlp, sequential(mlp), torch.randn(5, 6).to(dtype).t())
 
 
-def test_activation_follows_the_last_layer_too():
-    mlp = MLP([4, 4])
-    with torch.no_grad():
-        mlp.weight_0.copy_(-torch.eye(4))
-        mlp.bias_0.zero_()
-    assert torch.equal(mlp(torch.ones(2, 4)), torch.zeros(2, 4))
-    mlp.activation = "none"
-    assert torch.equal(mlp(torch.ones(2, 4)), -torch.ones(2, 4))
-
-
 def test_names_and_shapes():
     assert {n: tuple(p.shape) for n, p in MLP([5, 7, 3]).named_parameters()} == {
         "weight_0": (7, 5), "bias_0": (7,), "weight_1": (3, 7), "bias_1": (3,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
 import types
@@ -326,6 +327,53 @@ def test_weights_changed_between_evaluations_are_seen(reduced):
         assert torch.equal(layer(x), before * 2)
         layer.load_state_dict({k: v * 2 for k, v in layer.state_dict().items()})
         assert torch.equal(layer(x), before * 4)
+
+
+class Weighted(nn.Module):
+    """Uses its weight twice per forward, through an operation of one of O1's lists."""
+
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter((torch.arange(16.0).reshape(4, 4) / 16).to(dtype))
+
+    def forward(self, x):
+        for _ in range(2):
+            if self.kind == "reduced":
+                x = x.mm(self.weight)
+            elif self.kind == "float32":
+                x = x + F.log_softmax(self.weight, -1)
+            else:
+                x = torch.cat([x, self.weight.tanh()]).narrow(0, 0, 4) + self.weight
+        return x.float().sum()
+
+
+@pytest.mark.contract("6.1.test_cache", "3.6")
+@pytest.mark.parametrize("kind", ["reduced", "float32", "promoted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_training_evaluating_and_training_again_gives_the_same_gradient(kind, dtype):
+    x = torch.arange(16.0).reshape(4, 4) / 8
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    model = Weighted(kind, dtype)
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=4.0, verbosity=0)
+
+    def gradient():
+        optimizer.zero_grad()
+        backward(model(x), optimizer)
+        return model.weight.grad.clone()
+
+    first = gradient()
+    with torch.no_grad():
+        evaluated = model(x)
+    assert torch.equal(gradient(), first)
+    amp.reset()
+    expected = (reference if kind != "reduced" else reference.half())(x.half() if kind == "reduced" else x)
+    expected.backward()
+    torch.testing.assert_close(evaluated, expected.detach(), rtol=2e-3, atol=0)
+    torch.testing.assert_close(first.float(), reference.weight.grad.float(), rtol=4e-3, atol=0)
+    assert first.dtype is dtype
 
 
 @pytest.mark.contract("1.6")

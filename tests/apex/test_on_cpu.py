@@ -389,7 +389,11 @@ def test_optimizer_state_is_where_the_parameters_are():
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda m: nn.DataParallel(m, [0]), lambda m: lambda x: nn.parallel.data_parallel(m, x, [0])]
+    "wrap",
+    [
+        lambda m: nn.DataParallel(m, [0, 1], output_device=0),
+        lambda m: lambda x: nn.parallel.data_parallel(m, x, [0, 1]),
+    ],
 )
 def test_parallel_wrappers_move_their_inputs(wrap):
     class Centered(nn.Module):
@@ -399,6 +403,7 @@ def test_parallel_wrappers_move_their_inputs(wrap):
     images = torch.arange(4.0)
     assert wrap(Centered())(images[:2]).tolist() == [-0.5, 0.5]
     assert images.tolist() == [0, 1, 2, 3]
+    assert list(nn.DataParallel(nn.Linear(2, 2), [0, 1]).cuda().state_dict()) == ["module.weight", "module.bias"]
 
 
 def test_code_of_torch_gets_the_truth():
@@ -551,14 +556,6 @@ def test_activation_checkpointing(reentrant):
     torch.testing.assert_close(ours, x.grad)
 
 
-def test_data_parallel():
-    model = nn.DataParallel(nn.Linear(2, 2), device_ids=[0, 1], output_device=0).cuda()
-    x = torch.ones(3, 2).cuda()
-    torch.testing.assert_close(model(x), model.module(x))
-    torch.testing.assert_close(nn.parallel.data_parallel(model.module, x, [0, 1]), model.module(x))
-    assert list(model.state_dict()) == ["module.weight", "module.bias"]
-
-
 def file_from_cuda():
     """A checkpoint written on a GPU: the location of every storage is cuda:1."""
     file = io.BytesIO()
@@ -625,24 +622,8 @@ def in_a_group():
         model(x).sum().backward()
         dist.barrier(device_ids=[0])
         weight = model.module.weight
-        return dist.get_backend(), x.item(), weight.grad.item(), weight.item(), call_counter.counts()
-    finally:
-        dist.destroy_process_group()
-        harness.apex.uninstall()
+        reduced = dist.get_backend(), x.item(), weight.grad.item(), weight.item()
 
-
-def test_nccl_becomes_gloo():
-    first, second = run_ranks(2, in_a_group, group=False)
-    assert first == second
-    assert first[:3] == ("gloo", 3.0, 3.0)
-    assert {"init_process_group(nccl)", "new_group(nccl)", "barrier(device_ids=)"} <= set(first[4])
-    assert first[4]["DistributedDataParallel(device_ids=)"] == 1
-
-
-def sync_batchnorm_in_a_group():
-    redirect_cuda()
-    dist.init_process_group("nccl", init_method="env://")
-    try:
         rows = torch.arange(12.0).view(6, 2)
         layer = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2)).cuda()
         mine = rows[:2] if dist.get_rank() == 0 else rows[2:]
@@ -650,14 +631,20 @@ def sync_batchnorm_in_a_group():
         out = layer(mine)
         (out * rows[: len(mine)]).sum().backward()
         evaluated = layer.eval()(mine)
-        return [t.tolist() for t in (out, mine.grad, layer.running_mean, layer.running_var, evaluated)]
+        normalized = [t.tolist() for t in (out, mine.grad, layer.running_mean, layer.running_var, evaluated)]
+        return reduced, normalized, call_counter.counts()
     finally:
         dist.destroy_process_group()
         harness.apex.uninstall()
 
 
-def test_sync_batchnorm_of_torch_covers_all_ranks():
-    first, second = run_ranks(2, sync_batchnorm_in_a_group, group=False)
+def test_nccl_becomes_gloo_and_batch_norm_covers_all_ranks():
+    (reduced, first, counts), (other, second, other_counts) = run_ranks(2, in_a_group, group=False)
+    assert (reduced, counts) == (other, other_counts)
+    assert reduced[:3] == ("gloo", 3.0, 3.0)
+    assert {"init_process_group(nccl)", "new_group(nccl)", "barrier(device_ids=)", "SyncBatchNorm"} <= set(counts)
+    assert counts["DistributedDataParallel(device_ids=)"] == 1
+
     harness.apex.uninstall()
     rows, layer = torch.arange(12.0).view(6, 2).requires_grad_(), nn.BatchNorm1d(2)
     out = layer(rows)

@@ -1,4 +1,4 @@
-"""Reducer: averages on request, over real gloo ranks (contract 5.2)."""
+"""Reducer: averages on request, over real gloo ranks (contract 5.2); the old collectives over lists of tensors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.apex import amp
+from harness.apex import amp, apex_C
 from harness.apex.parallel import Reducer
+from harness.apex.parallel import collectives as flat
 from tests.apex.shared import LEVELS, Numbers, distinct, gradients
 from tests.ranks import run_ranks
 
@@ -142,14 +143,33 @@ def _ranks_that_differ() -> None:
             Reducer(Numbers(sizes=mine, dtypes=(torch.float32,) * len(mine)))
 
 
+def _flat_calls() -> None:
+    rank = dist.get_rank()
+    tensors = [torch.full((2, 2), rank + 1.0), torch.full((3,), float(rank)).half(), torch.full((1,), 4.0 * rank)]
+    flat.flat_dist_call(tensors, dist.all_reduce)
+    assert distinct(tensors) == [[1.5], [0.5], [2.0]]
+    weights = [torch.full((2,), float(rank)), torch.full((2,), float(rank)).bfloat16()]
+    flat.flat_dist_call(weights, dist.broadcast, (1,))
+    assert [tensor.tolist() for tensor in weights] == [[1.0, 1.0], [1.0, 1.0]]
+
+
 def _all_on_two_ranks() -> None:
-    for body in (_module, _unused, _tensors, _many_pieces, _sparse, _inside_scale_loss, _ranks_that_differ):
+    for body in (
+        _module,
+        _unused,
+        _tensors,
+        _many_pieces,
+        _sparse,
+        _inside_scale_loss,
+        _ranks_that_differ,
+        _flat_calls,
+    ):
         torch.manual_seed(0)
         body()
         dist.barrier()
 
 
-@pytest.mark.contract("5.2", "10.4", "10.5")
+@pytest.mark.contract("1.1", "5.2", "10.4", "10.5")
 def test_two_ranks():
     run_ranks(2, _all_on_two_ranks, timeout_s=60)
 
@@ -185,3 +205,24 @@ def test_world_of_one():
 def test_without_a_process_group():
     with pytest.raises(ValueError, match="init_process_group"):
         Reducer(nn.Linear(1, 1))
+
+
+@pytest.mark.contract("1.1")
+def test_flatten_and_unflatten():
+    tensors = [torch.arange(6.0).reshape(2, 3), torch.tensor(7.0), torch.empty(0, 4), torch.ones(2, 2).t()]
+    vector = apex_C.flatten(tensors)
+    assert vector.tolist() == [0, 1, 2, 3, 4, 5, 7, 1, 1, 1, 1]
+    views = apex_C.unflatten(vector, tensors)
+    assert all(torch.equal(view, tensor) for view, tensor in zip(views, tensors, strict=True))
+    vector.zero_()
+    assert not any(view.any() for view in views), "they are views"
+
+
+@pytest.mark.contract("1.1")
+def test_splitting_and_extracting():
+    half, single, other = torch.ones(1).half(), torch.ones(2), torch.ones(3)
+    assert list(flat.split_by_type([single, half, other])) == ["torch.FloatTensor", "torch.HalfTensor"]
+    assert [len(group) for group in flat.split_half_float_double([single, half, other])] == [1, 2]
+    found: list[torch.Tensor] = []
+    flat.extract_tensors([single, {"a": half}.values(), (other, 3, "text", None)], found)
+    assert [id(tensor) for tensor in found] == [id(single), id(half), id(other)]

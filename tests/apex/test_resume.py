@@ -126,7 +126,7 @@ def equal(one, other) -> bool:
     return repr(outline(one)) == repr(outline(other)) and all(map(torch.equal, tensors_in(one), tensors_in(other)))
 
 
-@pytest.mark.contract("3.5", "10.1", "10.2", "8")
+@pytest.mark.contract("3.5", "10.1", "10.2", "8", "6.1.test_state_dict")
 @pytest.mark.parametrize(("level", "shape"), CASES)
 def test_resumed_run_equals_the_uninterrupted_one(folder, level, shape):
     middle, end, resumed = (

@@ -57,7 +57,7 @@ def scale_of(index=0):
     return amp._amp_state.loss_scalers[index].loss_scale()
 
 
-@pytest.mark.contract("1.3.5", "1.3.7", "1.3.8", "3.3", "10.7", "10.18")
+@pytest.mark.contract("1.3.5", "1.3.7", "1.3.8", "2.5", "3.3", "10.7", "10.18")
 @pytest.mark.parametrize(("level", "scale"), SCALED)
 @pytest.mark.parametrize("delays", [(False,), (False, False), (True, False), (False, True, False), (True, True, False)])
 def test_accumulated_gradients_are_the_true_sum(level, scale, delays):
@@ -317,6 +317,7 @@ def reference(wiring, skipped):
     "6.1.2models2losses2optimizers",
     "6.1.3models2losses2optimizers",
     "6.1.test_fused_sgd",
+    "6.1.test_loss_scale_decrease",
 )
 @pytest.mark.parametrize("wiring", WIRINGS)
 @pytest.mark.parametrize(
@@ -361,6 +362,9 @@ def test_weights_equal_sgd_without_the_skipped_steps(wiring, level, sgd, style, 
                 assert optimizer._amp_stash.already_patched == ((step, k) in skipped)
                 optimizer.step()
             zero(style, models, optimizers)
+        halved = -1 if bad is None else bad[1] if num_losses == 2 else 0
+        scales = [scale * (0.5 if i == halved else 1.0) for i, scale in enumerate((4.0, 16.0)[:num_losses])]
+        assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == scales
         expected = reference(wiring, skipped)
         for a, b in zip(expected, weights(models), strict=True):
             torch.testing.assert_close(b.detach().float(), a.detach(), rtol=0, atol=0 if level != "O3" else 0.02)

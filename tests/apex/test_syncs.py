@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.apex import amp, amp_C
-from harness.apex.parallel import DistributedDataParallel, syncbn_statistics
+from harness.apex.parallel import DistributedDataParallel, sync_batchnorm
 from harness.apex.parallel.LARC import LARC
-from tests.apex.optimizer_cases import BFLOAT, CASES, HALF, copied, every_case, params_of
+from tests.apex.optimizer_cases import BFLOAT, CASES, HALF, copied, every_case, give_gradients, params_of
 from tests.apex.shared import Numbers, backward
 from tests.ranks import run_ranks
 from tests.syncs import CUDA, counted_syncs
@@ -52,13 +52,6 @@ def on_gpu(tensors):
     return [tensor.detach().to(CUDA).requires_grad_(tensor.requires_grad) for tensor in tensors]
 
 
-def give(params, step, scale=1.0):
-    generator = torch.Generator().manual_seed(step)
-    values = [torch.randn(param.shape, generator=generator) * scale for param in params]
-    for param, value in zip(params, values, strict=True):
-        param.grad = value.to(param.device, param.dtype)
-
-
 @every_case
 @pytest.mark.parametrize("dtypes", [(HALF, FLOAT), (BFLOAT,)])
 def test_steps_of_the_fused_optimizers(make, dtypes):
@@ -69,8 +62,8 @@ def test_steps_of_the_fused_optimizers(make, dtypes):
         params = on_gpu(copied(host))
         on_device = make(params)
         for step in range(3):
-            give(host, step)
-            give(params, step)
+            give_gradients(host, step)
+            give_gradients(params, step)
             optimizer.step()
             syncs.clear()
             with FastPath() as path:
@@ -86,7 +79,7 @@ def test_step_of_larc():
         params = on_gpu(params_of(FLOAT, HALF))
         optimizer = LARC(torch.optim.SGD(params, 0.1, weight_decay=0.1, foreach=True))
         for step in range(2):
-            give(params, step)
+            give_gradients(params, step)
             syncs.clear()
             with FastPath() as path:
                 optimizer.step()
@@ -101,7 +94,7 @@ def test_grad_scaler_leaves_unscaling_and_skipping_to_capturable_optimizers(make
         params = on_gpu(params_of(HALF))
         optimizer = make(params)
         for step in range(2):
-            give(params, step)
+            give_gradients(params, step)
             optimizer.grad_scale = torch.full((), 4.0, device=CUDA)
             optimizer.found_inf = torch.full((), found, device=CUDA)
             before = [param.detach().clone() for param in params]
@@ -126,16 +119,25 @@ AMP_C = {
     "l2norm": lambda f, a, b, c, d: amp_C.multi_tensor_l2norm(0, f, [a], True),
     "l2norm total": lambda f, a, b, c, d: amp_C.multi_tensor_l2norm(0, f, [a]),
     "l2norm_mp": lambda f, a, b, c, d: amp_C.multi_tensor_l2norm_mp(0, f, [a], True),
-    "l2norm_scale": lambda f, a, b, c, d: amp_C.multi_tensor_l2norm_scale(0, f, [a, b], 2.0, True),
     "unscale_l2norm": lambda f, a, b, c, d: amp_C.multi_tensor_unscale_l2norm(0, f, [a], 0.5, True),
     "sgd": lambda f, a, b, c, d: amp_C.multi_tensor_sgd(0, f, [a, b, c], 0.1, 0.9, 0.0, 0.1, False, False, False, 0.5),
     "adam": lambda f, a, b, c, d: amp_C.multi_tensor_adam(0, f, [a, b, c, d], 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.1),
+    "adam, capturable": lambda f, a, b, c, d: amp_C.multi_tensor_adam_capturable(
+        0, f, [a, b, c, d], _vector(0.1), 0.9, 0.99, 1e-8, _flag() + 1, 1, 1, 0.1, _vector(0.5)
+    ),
+    "adam, masters": lambda f, a, b, c, d: amp_C.multi_tensor_adam_capturable_master(
+        0, f, [a, b, c, d, [t.float() for t in b]], _vector(0.1), 0.9, 0.99, 1e-8, _flag() + 1, 1, 1, 0.1, _vector(0.5)
+    ),
     "adagrad": lambda f, a, b, c, d: amp_C.multi_tensor_adagrad(0, f, [a, b, c], 0.1, 1e-8, 0, 0.1),
     "novograd": lambda f, a, b, c, d: amp_C.multi_tensor_novograd(
         0, f, [a, b, c], _vector(*[1.0] * len(a)), 0.1, 0.9, 0.99, 1e-8, 1, 1, 0.1, 1, 0, 2
     ),
     "lamb": lambda f, a, b, c, d: amp_C.multi_tensor_lamb(
         0, f, [a, b, c, d], 0.1, 0.9, 0.99, 1e-8, 1, 1, 0.1, 1, 1, _vector(2.0), 1.0
+    ),
+    "lamb_mp": lambda f, a, b, c, d: amp_C.multi_tensor_lamb_mp(
+        *(0, f, [a, b, c, d], _vector(0.1), 0.9, 0.99, 1e-8, _flag() + 1, 1, 0.1, 1, 1, _vector(2.0), _vector(1.0)),
+        *(False, _vector(0.0), _vector(0.5)),
     ),
     "lamb stage 1": lambda f, a, b, c, d: amp_C.multi_tensor_lamb_stage1_cuda(
         0, f, [a, b, c, d, [t.clone() for t in a]], _vector(*[0.1] * len(a)), 1, 0.9, 0.99, 1e-8, _vector(2.0), 1.0
@@ -188,7 +190,9 @@ def _accumulated() -> None:
                         backward(net([1.0 + rank] * 3), optimizer)
                 else:
                     backward(net([1.0 + rank] * 3), optimizer)
-                assert not [sync for sync in syncs if "backward_reducer" in sync.line or "buckets" in sync.line], syncs
+                assert not [sync for sync in syncs if "parallel/distributed" in sync.line or "buckets" in sync.line], (
+                    syncs
+                )
             found = [p.grad.cpu() for p in model.parameters()]
         expected = expected or found
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -206,16 +210,14 @@ def _batch_norm_over_ranks() -> None:
     def passed(device: str) -> list[torch.Tensor]:
         x = (torch.arange(24.0).view(4, 3, 2) * (rank + 1)).to(device).requires_grad_()
         weight, bias = (torch.full((3,), value, device=device, requires_grad=True) for value in (2.0, 1.0))
-        result = syncbn_statistics.normalize(
-            x, weight, bias, *syncbn_statistics.global_statistics(x, group), 1e-5, group
-        )
+        result = sync_batchnorm.normalize(x, weight, bias, *sync_batchnorm.global_statistics(x, group), 1e-5, group)
         (result * torch.full_like(result, rank + 1.0)).cos().sum().backward()
         return [result.detach(), x.grad, weight.grad, bias.grad]
 
     expected = passed("cpu")
     with counted_syncs() as syncs:
         found = passed("cuda:0")
-        waits = [sync for sync in syncs if "syncbn" in sync.line]
+        waits = [sync for sync in syncs if "sync_batchnorm" in sync.line]
         assert not waits, waits
         assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
 

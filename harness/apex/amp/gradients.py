@@ -22,7 +22,7 @@ from harness.apex.amp.stash import AmpStash, lazy_init, stash_of
 from harness.apex.dtypes import REDUCED
 
 
-def _own(optimizer: Optimizer, stash: AmpStash) -> list[Tensor]:
+def own_params(optimizer: Optimizer, stash: AmpStash) -> list[Tensor]:
     """Return the parameters that the optimizer steps on directly."""
     return stash.all_fp32_from_fp32_params if stash.master_weights else list(all_params(optimizer))
 
@@ -37,7 +37,7 @@ def prepare(optimizer: Optimizer, scale: float | Tensor = 1.0, delayed: bool = F
         lazy_init(optimizer)
         stash.adopt_unfrozen(optimizer)
         stash.refresh()
-    own = _own(optimizer, stash)
+    own = own_params(optimizer, stash)
     if stash.params_have_scaled_gradients:
         _rescale(own + stash.all_fp16_params, scale, stash.scaled_by)
         stash.scaled_by = scale
@@ -81,7 +81,7 @@ def finish(optimizer: Optimizer, scaler: LossScaler, scale: float | Tensor) -> N
     sums: list[Tensor] = []  # accumulated before, unscaled, and what is added to them
     added: list[Tensor] = []
     unchecked: list[Tensor] = []  # accumulated before in deferred contexts, without a new gradient
-    targets = [(parameter, parameter) for parameter in _own(optimizer, stash)]
+    targets = [(parameter, parameter) for parameter in own_params(optimizer, stash)]
     targets += zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True)
     for parameter, target in targets:
         earlier, new = take_aside(parameter), parameter.grad
@@ -130,7 +130,7 @@ def check_unreduced(optimizer: Optimizer, scaler: LossScaler) -> bool:
 def restore(optimizer: Optimizer) -> None:
     """Put back what ``prepare`` set aside, after the body of a context raised; its new gradients are dropped."""
     stash = stash_of(optimizer)
-    for parameter in _own(optimizer, stash):
+    for parameter in own_params(optimizer, stash):
         earlier = take_aside(parameter)
         if earlier is not None:
             parameter.grad = earlier

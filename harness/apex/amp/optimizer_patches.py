@@ -103,7 +103,10 @@ def _skip(optimizer: Optimizer, stash: AmpStash, closure: Any) -> None:
 
 def _check_step(optimizer: Optimizer, stash: AmpStash) -> None:
     """Do an overflow check that waits for this ``step()``; raise if gradients still carry a loss scale."""
-    if stash.params_have_scaled_gradients and any(p.grad is not None for p in _scaled_params(optimizer, stash)):
+    scaled = (
+        gradients.own_params(optimizer, stash) + stash.all_fp16_params if stash.params_have_scaled_gradients else []
+    )
+    if any(parameter.grad is not None for parameter in scaled):
         raise RuntimeError(
             "step() was called while gradients still carry the loss scale: the last scale_loss had delay_unscale=True. "
             "Leave delay_unscale out in the last micro-batch before step()."
@@ -111,12 +114,6 @@ def _check_step(optimizer: Optimizer, stash: AmpStash) -> None:
     if stash.deferred_to is not None:
         scaler, stash.deferred_to = stash.deferred_to, None
         stash.already_patched |= gradients.check_unreduced(optimizer, scaler)
-
-
-def _scaled_params(optimizer: Optimizer, stash: AmpStash) -> list[Tensor]:
-    return (
-        stash.all_fp16_params + stash.all_fp32_from_fp32_params if stash.master_weights else list(all_params(optimizer))
-    )
 
 
 def _step(previous: Callable[..., Any], casts_functions: bool) -> Callable[..., Any]:

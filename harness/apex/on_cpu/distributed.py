@@ -18,8 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from harness.apex.call_counter import count
 from harness.apex.on_cpu.device_arguments import Replacement
 from harness.apex.on_cpu.placement import move_all, names_cuda
-from harness.apex.parallel.sync_batchnorm import SyncBatchNorm
-from harness.apex.parallel.syncbn_statistics import global_statistics, normalize
+from harness.apex.parallel.sync_batchnorm import SyncBatchNorm, global_statistics, normalize
 
 
 def replacements() -> Iterator[Replacement]:

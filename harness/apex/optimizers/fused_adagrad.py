@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.apex.optimizers.batch import ParameterBatch
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer
 
 
@@ -31,11 +32,8 @@ class FusedAdagrad(FusedOptimizer):
         self.adagrad_w_mode = adagrad_w_mode
         super().__init__(params, dict(lr=lr, eps=eps, weight_decay=weight_decay), set_grad_none)
 
-    def _update(self) -> None:
-        for group in self.param_groups:
-            for batch in self._batches(group):
-                adagrad_update(group, batch.weights, batch.grads, self._moments(batch, "sum"), self.adagrad_w_mode)
-                self._write_back(batch)
+    def _update_batch(self, group: dict[str, Any], batch: ParameterBatch) -> None:
+        adagrad_update(group, batch.weights, batch.grads, self._moments(batch, "sum"), self.adagrad_w_mode)
 
 
 def adagrad_update(

@@ -89,9 +89,7 @@ class FusedAdam(FusedOptimizer):
         for group in self._counted_groups():
             if "max_grad_norm" in group:
                 torch.nn.utils.clip_grad_norm_(group["params"], group["max_grad_norm"])
-            for batch in self._batches(group):
-                self._update_batch(group, batch)
-                self._write_back(batch)
+            self._update_group(group)
 
     def _update_batch(self, group: dict[str, Any], batch: ParameterBatch) -> None:
         moments = self._moments(batch, "exp_avg"), self._moments(batch, "exp_avg_sq")

@@ -24,7 +24,7 @@ class LambOptimizer(FusedOptimizer):
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         factor = self._clip_factor(1.0 if grad_scale is None else grad_scale.double().reciprocal().float())
         for group in self._counted_groups():
-            self._update_group(group, factor, found_inf)
+            self._update_scaled(group, factor, found_inf)
 
     def _clip_factor(self, inv_scale: Tensor | float) -> Tensor | float:
         """The factor for each gradient: ``inv_scale``, times what clips the global norm to ``max_grad_norm``."""
@@ -38,7 +38,7 @@ class LambOptimizer(FusedOptimizer):
         norm = torch.linalg.vector_norm(torch.cat(each)) * _on(inv_scale, device)
         return (max_norm / norm).clamp(max=1.0) * _on(inv_scale, device)
 
-    def _update_group(self, group: dict[str, Any], factor: Tensor | float, found_inf: Tensor | None) -> None:
+    def _update_scaled(self, group: dict[str, Any], factor: Tensor | float, found_inf: Tensor | None) -> None:
         """Update ``group`` from its gradients times ``factor``. With a nonzero ``found_inf`` nothing changes."""
         for batch in (part for whole in self._batches(group) for part in parts(whole)):
             moments = self._moments(batch, "exp_avg"), self._moments(batch, "exp_avg_sq")

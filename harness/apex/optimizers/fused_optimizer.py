@@ -26,7 +26,8 @@ _NOT_NEGATIVE = ("lr", "step", "eps", "momentum", "weight_decay", "max_grad_norm
 
 
 class FusedOptimizer(Optimizer):
-    """Base class. A subclass implements ``_update``, and extends ``_adopt_loaded`` if its groups hold more state.
+    """Base class. A subclass implements ``_update_batch``, or ``_update`` if its batches depend on each other or on a
+    count of steps, and extends ``_adopt_loaded`` if its groups hold more state.
 
     A ``capturable`` optimizer keeps ``lr`` and ``step`` of each group in tensors, so that a CUDA graph can capture
     ``step()``, and does the unscaling and skipping for ``torch.amp.GradScaler`` without a host sync.
@@ -120,6 +121,15 @@ class FusedOptimizer(Optimizer):
             after.remove()
 
     def _update(self) -> None:
+        for group in self.param_groups:
+            self._update_group(group)
+
+    def _update_group(self, group: dict[str, Any]) -> None:
+        for batch in self._batches(group):
+            self._update_batch(group, batch)
+            self._write_back(batch)
+
+    def _update_batch(self, group: dict[str, Any], batch: ParameterBatch) -> None:
         raise NotImplementedError
 
     def _adopt_loaded(self, group: dict[str, Any]) -> None:

@@ -57,12 +57,6 @@ class FusedSGD(FusedOptimizer):
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         super().__init__(params, defaults, set_grad_none)
 
-    def _update(self) -> None:
-        for group in self.param_groups:
-            for batch in self._batches(group):
-                self._update_batch(group, batch)
-                self._write_back(batch)
-
     def _update_batch(self, group: dict[str, Any], batch: ParameterBatch) -> None:
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         skip = None if found_inf is None else found_inf != 0

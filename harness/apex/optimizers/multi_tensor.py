@@ -35,7 +35,6 @@ __all__ = [
     "multi_tensor_axpby",
     "multi_tensor_l2norm",
     "multi_tensor_l2norm_mp",
-    "multi_tensor_l2norm_scale",
     "multi_tensor_lamb",
     "multi_tensor_lamb_mp",
     "multi_tensor_lamb_stage1_cuda",
@@ -128,17 +127,6 @@ def multi_tensor_l2norm_mp(
         found.masked_fill(skip.to(found.device), 0)
         for found in multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
     )
-
-
-@torch.no_grad()
-def multi_tensor_l2norm_scale(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float, per_tensor: bool | None = False
-) -> tuple[Tensor, Tensor]:
-    """``out = x * scale`` for ``tensor_lists = [xs, outs]``. Returns the norms of the xs, before scaling."""
-    xs, outs = checked_lists(tensor_lists, "multi_tensor_l2norm_scale", 2)
-    found = multi_tensor_l2norm(chunk_size, noop_flag, [xs], per_tensor)
-    multi_tensor_scale(chunk_size, torch.zeros_like(noop_flag), [xs, outs], scale)
-    return found
 
 
 @torch.no_grad()
