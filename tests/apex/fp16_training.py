@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from harness.apex.fp16_utils import (
-    FP16_Optimizer,
-    convert_network,
-)
+from harness.apex.fp16_utils import FP16_Optimizer, convert_network
 
-HALF = torch.float16
+HALF, INF = torch.float16, float("inf")
+HIGH = {"init_scale": 2.0**32, "max_loss_scale": 2.0**32}  # a scale at which the first steps overflow
 
 MAKERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-4),

@@ -7,16 +7,11 @@ import torch
 from torch import nn
 
 from harness.apex import amp
-from harness.apex.fp16_utils import (
-    FP16_Optimizer,
-)
-from tests.apex.fp16_training import MAKERS, build, by_hand, loss_of, make_model, masters_of, train
+from harness.apex.fp16_utils import FP16_Optimizer
+from tests.apex.fp16_training import HALF, HIGH, INF, MAKERS, build, by_hand, loss_of, make_model, masters_of, train
 from tests.apex.shared import copies, same
 
 pytestmark = pytest.mark.contract("1.1")
-HALF = torch.float16
-INF = float("inf")
-HIGH = {"init_scale": 2.0**32, "max_loss_scale": 2.0**32}  # a scale at which the first steps overflow
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=str)

@@ -12,18 +12,13 @@ import torch
 from torch import nn
 
 from harness.apex import fused_adam_cuda
-from harness.apex.fp16_utils import (
-    FP16_Optimizer,
-)
+from harness.apex.fp16_utils import FP16_Optimizer
 from harness.apex.optimizers import FP16_Optimizer as FlatFP16_Optimizer
 from harness.apex.optimizers import FusedAdam
-from tests.apex.fp16_training import MAKERS, build, loss_of, masters_of, train
+from tests.apex.fp16_training import HALF, HIGH, INF, MAKERS, build, loss_of, masters_of, train
 from tests.apex.shared import copies, same, through_a_file
 
 pytestmark = pytest.mark.contract("1.1")
-HALF = torch.float16
-INF = float("inf")
-HIGH = {"init_scale": 2.0**32, "max_loss_scale": 2.0**32}  # a scale at which the first steps overflow
 
 
 # Saving and loading

@@ -6,7 +6,6 @@ Written for these tests, with generated pictures instead of ImageNet. It does no
 import argparse
 import os
 import shutil
-import time
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ parser.add_argument("--epochs", default=4, type=int)
 parser.add_argument("--stop-after", default=None, type=int, help="end after this epoch, as if killed")
 parser.add_argument("-b", "--batch-size", default=16, type=int, help="per process")
 parser.add_argument("--lr", "--learning-rate", default=0.1, type=float)
-parser.add_argument("--print-freq", "-p", default=4, type=int)
 parser.add_argument("--resume", default="", type=str)
 parser.add_argument("--deterministic", action="store_true")
 parser.add_argument("--local_rank", default=0, type=int)
@@ -208,7 +206,6 @@ def main():
 def train(train_loader, model, criterion, optimizer, epoch):
     losses = []
     model.train()
-    end = time.time()
     prefetcher = data_prefetcher(train_loader)
     input, target = prefetcher.next()
     while input is not None:
@@ -220,9 +217,7 @@ def train(train_loader, model, criterion, optimizer, epoch):
             scaled_loss.backward()
         optimizer.step()
         losses.append(to_python_float(reduce_tensor(loss.data)))  # noqa: F405
-        if len(losses) % args.print_freq == 0 and args.local_rank == 0:
-            torch.cuda.synchronize()
-            print(f"Epoch: [{epoch}][{len(losses)}]\tTime {time.time() - end:.3f}\tLoss {losses[-1]:.4f}")
+        torch.cuda.synchronize()
         input, target = prefetcher.next()
     return sum(losses) / len(losses)
 
