@@ -10,14 +10,14 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, create_model
 
 from harness.config import plugins
 from harness.config.base import NullIsEmpty, Section
-from harness.errors import ConfigError, first_line
+from harness.errors import ConfigError, first_line, similar
 
 Function = Callable[..., Any]
 
@@ -45,6 +45,18 @@ def find(kind: str, name: str, where: str, built_in: dict[str, Function]) -> Fun
         hint = "write package.module.function, importable from the working folder"
         raise ConfigError(f"the {kind} {name!r} is not a function", where=where, hint=hint)
     return found
+
+
+def require_parameters(
+    name: str, parameters: Mapping[str, inspect.Parameter], given: Iterable[str], where: str
+) -> None:
+    """Raise ConfigError at ``where`` for arguments ``given`` to ``name`` that are not among its ``parameters``."""
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if wrong := [] if takes_all else [str(key) for key in given if key not in parameters]:
+        near = similar(wrong[0], parameters)
+        takes = f"its arguments are: {', '.join(parameters)}" if parameters else "it has none"
+        message = f"{name} has no argument{'s' * (len(wrong) > 1)} {', '.join(wrong)}"
+        raise ConfigError(message, where=where, hint=f"did you mean {near}? {takes}" if near else takes)
 
 
 @functools.cache  # so that two configurations that name the same function have the same class and can be compared

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config import plugins
+from harness.config import plugins, signatures
 from harness.config.transforms import TransformsSection, name_and_arguments
 from harness.data.reduced_jpeg import FILTERS, Region
 from harness.data.seeds import EVALUATION_SEED, seeded_torch
@@ -291,16 +291,7 @@ def _made(entry: str | dict[str, Any], where: str) -> Transform:
         given = {}
     elif not isinstance(given, dict):
         given = {next(iter(parameters), "value"): given}  # CenterCrop: 224
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if wrong := [] if takes_all else [key for key in given if key not in parameters]:
-        near = similar(str(wrong[0]), parameters)
-        hint = f"did you mean {near}? " if near else ""
-        takes = f"its arguments are: {', '.join(parameters)}" if parameters else "it has none"
-        raise ConfigError(
-            f"{name} has no argument{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))}",
-            where=where,
-            hint=hint + takes,
-        )
+    signatures.require_parameters(name, parameters, given, where)
     hints = _hints(found)
     given = {key: _converted(key, value, hints.get(key), where) for key, value in given.items()}
     try:

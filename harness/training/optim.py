@@ -14,7 +14,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from harness.config import plugins
+from harness.config import plugins, signatures
 from harness.config.schema import OptimizerSection
 from harness.errors import ConfigError, plural, similar
 from harness.training.fsdp import local, part_like
@@ -95,7 +95,6 @@ def build(
 ) -> torch.optim.Optimizer:
     """The optimizer of ``section`` over ``params``, parameters or ``groups`` of them. Raises ConfigError."""
     make = _find(section.name)
-    accepted = inspect.signature(make).parameters
     given: dict[str, Any] = {"lr": lr, **section.args}
     for key in ("momentum", "weight_decay"):
         if (value := getattr(section, key)) is not None:
@@ -103,14 +102,9 @@ def build(
     trained: list[Any] = list(params)
     if _can_be_fused(section, trained):
         given["fused"] = True
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     wanted = [*given, *(["weight_decay"] if any(group.weight_decay is not None for group in section.groups) else [])]
-    if wrong := [] if takes_all else [key for key in wanted if key not in accepted]:
-        takes = ", ".join(key for key in accepted if key != "params")
-        hint = f"its arguments are: {takes}"
-        raise ConfigError(
-            f"{section.name} has no argument{'s' * (len(wrong) > 1)} {', '.join(wrong)}", where="optimizer", hint=hint
-        )
+    parameters = {key: parameter for key, parameter in inspect.signature(make).parameters.items() if key != "params"}
+    signatures.require_parameters(section.name, parameters, wanted, "optimizer")
     if "." not in section.name:
         _require_types(section, make)
     try:

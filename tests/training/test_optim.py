@@ -179,7 +179,7 @@ def test_fused_by_short_name(name):
         ({"name": "adam", "momentum": 0.9}, "adam has no argument momentum\n  -> its arguments are: lr, betas"),
         ({"args": {"nestrov": True}}, "sgd has no argument nestrov"),
         ({"args": {"nesterov": True}}, "cannot build sgd: Nesterov momentum requires a momentum"),
-        ({"args": {"params": []}}, "cannot build sgd"),
+        ({"args": {"params": []}}, "sgd has no argument params"),
         ({"name": "adam", "args": {"betas": [2, 3]}}, "cannot build adam: Invalid beta"),
         ({"momentum": 0.9, "args": {"nesterov": "yes"}}, "nesterov: sgd takes a value of type bool, not 'yes'"),
         ({"args": {"maximize": "no"}}, "for example maximize: false"),
