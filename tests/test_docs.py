@@ -102,8 +102,8 @@ COMMANDS = {
 
 # Commands that other tests run, and what these tests contain: {start of the command: (file, text)}.
 ELSEWHERE = {
-    "sbatch launch/slurm.sbatch": ("engines/test_sbatch.py", "slurm.sbatch"),
-    "sbatch launch/slurm_sweep.sbatch": ("engines/test_sbatch.py", "slurm_sweep.sbatch"),
+    "sbatch launch/slurm.sbatch": ("engines/test_slurm_script.py", "slurm.sbatch"),
+    "sbatch launch/slurm_sweep.sbatch": ("engines/test_slurm_script.py", "slurm_sweep.sbatch"),
     "python launch/dask_cluster.py": ("engines/test_dask.py", "dask_cluster.py"),
     "pyflyte run launch/flyte_workflow.py": ("engines/test_flyte.py", "pyflyte"),
     "export AWS_ACCESS_KEY_ID": ("end_to_end/test_url.py", "AWS_ACCESS_KEY_ID"),

@@ -131,15 +131,13 @@ class Disks:
 @pytest.fixture
 def apart(tmp_path):
     """The run folders of the client, of rank 0 and of rank 1, on three disks, and the Files between them."""
-    from harness.engines.dask.files import Files
-
     folders = [tmp_path / name / "run" for name in ("client", "one", "two")]
     for folder in folders:
         folder.mkdir(parents=True)
     disks, checkpoints = Disks(), Checkpoints(folders[0] / "checkpoints", 2)
     there = {name: str(folder) for name, folder in zip(("one", "two"), folders[1:], strict=True)}
     return SimpleNamespace(
-        disks=disks, files=Files(disks, checkpoints, there, {"one": [0], "two": [1]}), folders=folders
+        disks=disks, files=cluster_run.Files(disks, checkpoints, there, {"one": [0], "two": [1]}), folders=folders
     )
 
 

@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.data.table import csv_lines
+from harness.data.table import csv_reader
 from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, failures, kind_of, locate, require_root
 from harness.errors import DataError, listed, similar
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("harness")
 
 Text = Sequence[str] | Mapping[str, str]  # columns of text, perhaps each with the setting that names it
-FORMAT = 5  # increase it when the layout or the meaning of anything in the cache changes
+FORMAT = 6  # increase it when the layout or the meaning of anything in the cache changes
 OLD_S = 86400.0  # after which the files of another version are deleted: a process may be about to map newer ones
 _READ_AHEAD = 4  # batches
 
@@ -112,6 +112,7 @@ def converted(source: Source, entry: CacheEntry, text: Text, label: LabelColumns
     DataError."""
     if manifest := entry.load():
         return manifest
+    log.info("%s: converting it, once for its content and labels, into %s", source.name, entry.folder)
     with made_once(entry.file("json")):
         if manifest := entry.load():  # by another process
             return manifest
@@ -264,16 +265,16 @@ def _manifest(texts: TextWriter, labels: LabelWriter | None, columns: list[str],
         "num_rows": num_rows,
         "label": None,
         "vocabulary": [],
-        "codes_digest": "",
         "text_digest": texts.finish(),
         "batch_rows": texts.batch_rows,
         "notes": [],
+        "blocks": {},
     }
     if labels is not None:
         manifest |= {"label": labels.label.key, **labels.finish()}
-    manifest["blocks"] = {"arrow": texts.digests(), **manifest.get("blocks", {})}
-    parts = ("columns", "num_rows", "label", "vocabulary", "codes_digest", "text_digest")
+    parts = ("columns", "num_rows", "label", "vocabulary", "blocks", "text_digest")  # the blocks of labels alone
     manifest["digest"] = hashlib.sha256(json.dumps([manifest[part] for part in parts]).encode()).hexdigest()
+    manifest["blocks"] = {"arrow": texts.digests(), **manifest["blocks"]}
     return manifest
 
 
@@ -282,7 +283,7 @@ def _require_labels(labels: LabelWriter, num_rows: int, name: str, path: Path, k
     bad = labels.bad
     if not bad.count:
         return
-    lines = csv_lines.lines_of(path, [row for row, _ in bad.first]) if kind != "parquet" else []
+    lines = csv_reader.lines_of(path, [row for row, _ in bad.first]) if kind != "parquet" else []
     places = [
         f"row {row}" + (f" (line {lines[i]})" if i < len(lines) else "") + found
         for i, (row, found) in enumerate(bad.first)

@@ -3,36 +3,45 @@
 Agrees with pandas on files that both accept: blank lines (and lines of white space) are not rows, a quote is special
 only at the start of a field, and a column without a name is called ``Unnamed: 0``. Unlike pandas, ``NA``, ``None``,
 ``null`` and the empty field are text, not missing values, and a row with too few fields is an error.
+
+Line numbers, for error messages, come from Python's csv module, which agrees with pyarrow and pandas on what a record
+is. It takes about a second per million rows.
 """
 
 from __future__ import annotations
 
+import csv
 import io
+import logging
 import secrets
 import shlex
+import sys
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.csv
 
-from harness.data.table import csv_lines
 from harness.data.table.source import BROKEN, open_bytes
 from harness.errors import DataError, listed, remedy
 
+log = logging.getLogger("harness")
+
 BLOCK_BYTES, MAX_BLOCK_BYTES = 4 << 20, 256 << 20  # a record must fit into one block
+MAX_HEADER_BYTES = 1 << 20
 
 
 def read_header(path: Path, name: str) -> list[str]:
     """The column names, in order. Raises DataError if there are none or two are equal."""
     try:
-        raw = csv_lines.header_of(path)
+        raw = _header_of(path)
     except UnicodeDecodeError:
         raise _not_utf8(path, name) from None
     except OverflowError:
-        message = f"the first line, which names the columns, is longer than {csv_lines.MAX_HEADER_BYTES >> 20} MiB"
+        message = f"the first line, which names the columns, is longer than {MAX_HEADER_BYTES >> 20} MiB"
         hint = f"keep only the columns that are used: cut -d, -f1,2 {shlex.quote(name)} > few_columns.csv"
         raise DataError(message, where=f"{name}:1", hint=hint) from None
     except BROKEN as error:
@@ -68,6 +77,7 @@ def read_batches(path: Path, name: str, columns: list[str]) -> Generator[pa.Reco
             if block_bytes > MAX_BLOCK_BYTES:
                 limit = f"{MAX_BLOCK_BYTES >> 20} MiB"
                 raise DataError(f"a row is longer than {limit}", where=name, hint="check for a missing quote") from None
+            log.info("%s: a row is long: reading the file again, in blocks of %d MiB", name, block_bytes >> 20)
 
 
 class _RecordTooLong(Exception):
@@ -155,7 +165,7 @@ def _diagnose(path: Path, name: str, columns: list[str], message: str, uneven: b
         _check_quotes(path, name, columns)
     except DataError as error:
         return error
-    count, first = csv_lines.uneven_records(path, len(columns), limit=5) if uneven else (0, [])
+    count, first = _uneven_records(path, len(columns), limit=5) if uneven else (0, [])
     if not count:
         return DataError(f"the CSV cannot be parsed: {message}", where=name)
     seen = ", ".join(f"line {line} has {fields}" for line, fields in first)
@@ -168,7 +178,7 @@ def _diagnose(path: Path, name: str, columns: list[str], message: str, uneven: b
 
 
 def _check_quotes(path: Path, name: str, columns: list[str]) -> None:
-    line = csv_lines.unclosed_quote(path, len(columns))
+    line = _unclosed_quote(path, len(columns))
     if line is not None:
         raise DataError(
             "a quote opened in this row is never closed, so it consumes the rest of the file",
@@ -188,9 +198,105 @@ def _broken(error: Exception, name: str) -> DataError:
 
 
 def _not_utf8(path: Path, name: str) -> DataError:
-    line, what = csv_lines.bad_utf8(path) or (0, "it has an invalid byte")
+    line, what = _bad_utf8(path) or (0, "it has an invalid byte")
     return DataError(
         f"the file is not UTF-8: {what}",
         where=f"{name}:{line}" if line else name,
         hint=f"convert it: iconv -f LATIN1 -t UTF-8 {shlex.quote(name)} > utf8.csv",
     )
+
+
+# Lines
+
+
+def lines_of(path: Path, rows: Sequence[int]) -> list[int]:
+    """The 1-based line on which each data row (0-based, ascending) starts; shorter if the file has fewer rows."""
+    found, wanted = list[int](), set(rows)
+    with _any_field_size(), _text(path) as text:
+        for row, (line, _) in enumerate(_records(text), start=-1):  # the first record is the header
+            if row in wanted:
+                found.append(line)
+                if len(found) == len(wanted):
+                    break
+    return found
+
+
+def _uneven_records(path: Path, num_columns: int, limit: int) -> tuple[int, list[tuple[int, int]]]:
+    """(number of records with another number of fields, the first ``limit`` of them as (line, fields))."""
+    count, first = 0, list[tuple[int, int]]()
+    with _any_field_size(), _text(path) as text:
+        for line, fields in _records(text):
+            if len(fields) != num_columns:
+                count += 1
+                if len(first) < limit:
+                    first.append((line, len(fields)))
+    return count, first
+
+
+def _unclosed_quote(path: Path, num_columns: int) -> int | None:
+    """The line of the record whose quote is still open at the end of the file; None if there is none."""
+    # Append one more record: if it does not come out as a record, an open quote has swallowed it.
+    end = ["\x1aend of file\x1a"] * num_columns
+    with _any_field_size(), _text(path) as text:
+        last_line, last = 0, [""]
+        for last_line, last in _records(text, ["\n", ",".join(end) + "\n"]):  # noqa: B007
+            pass
+    return None if last == end else last_line
+
+
+def _bad_utf8(path: Path) -> tuple[int, str] | None:
+    """(line, description of the byte) of the first bytes that are not UTF-8; None if there are none."""
+    with open_bytes(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                around = line[max(0, error.start - 20) : error.end + 20].decode("latin-1").strip()
+                return number, f"byte 0x{line[error.start]:02x} (read as Latin-1, it is part of {around!r})"
+    return None
+
+
+def _header_of(path: Path) -> list[str]:
+    """The fields of the first record; [] if there is none in the first MAX_HEADER_BYTES.
+
+    Raises UnicodeDecodeError, or OverflowError if no line ends there.
+    """
+    with open_bytes(path) as stream:
+        head = stream.read(MAX_HEADER_BYTES)
+    whole = max(head.rfind(b"\n"), head.rfind(b"\r")) + 1 if len(head) == MAX_HEADER_BYTES else len(head)
+    if head and not whole:
+        raise OverflowError
+    with _any_field_size():
+        text = io.StringIO(head[:whole].decode("utf-8-sig").replace("\0", ""), newline="")
+        return next((fields for fields in csv.reader(text) if fields), [])
+
+
+def _records(text: Iterator[str], more: Sequence[str] = ()) -> Iterator[tuple[int, list[str]]]:
+    """(line, fields) of each record that is not a blank line."""
+
+    def lines() -> Iterator[str]:
+        for line in text:
+            yield line.replace("\0", "")  # the csv module of Python 3.10 stops at a NUL
+        yield from more
+
+    reader, line = csv.reader(lines()), 1
+    for fields in reader:
+        if len(fields) > 1 or (fields and not fields[0].isspace()):
+            yield line, fields
+        line = reader.line_num + 1
+
+
+@contextmanager
+def _text(path: Path) -> Iterator[io.TextIOWrapper]:
+    # Latin-1 decodes every byte, so a wrong encoding cannot fail here; quotes and line ends are ASCII in UTF-8.
+    with open_bytes(path) as stream, io.TextIOWrapper(stream, encoding="latin-1", newline="") as text:
+        yield text
+
+
+@contextmanager
+def _any_field_size() -> Iterator[None]:
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from harness.data.table import csv_lines
+from harness.data.table import csv_reader
 from harness.data.table.blocks import CheckedArray, CheckedFile, DamagedError
 from harness.data.table.convert import CacheEntry, Text, converted, needed_columns, require_columns
 from harness.data.table.labels import LabelColumns
@@ -182,7 +182,7 @@ class Table:
             return 0
         path = self._entry.download if remote else Path(self._source.identity)
         try:
-            return (csv_lines.lines_of(path, [row]) or [0])[0]
+            return (csv_reader.lines_of(path, [row]) or [0])[0]
         except (OSError, EOFError):
             return 0
 

@@ -113,18 +113,15 @@ class CodeWriter:
         self._file.write(self.coder.add(batch.column(self.coder.column)).astype("<i4", copy=False).data)
 
     def finish(self) -> dict[str, Any]:
-        """The vocabulary, notes, and the digest of the codes."""
+        """The vocabulary, notes, and the digests of the blocks of each file."""
         self._file.close()
         vocabulary, index, notes = self.coder.finish()
-        digest = hashlib.sha256()
         with open(self.path, "r+b", buffering=0) as file:
             while len(codes := np.fromfile(file, "<i4", _CHUNK_CODES)):
                 final = index[codes].astype("<i4", copy=False).data
                 file.seek(-final.nbytes, os.SEEK_CUR)
                 file.write(final)
-                digest.update(final)
-        facts = {"vocabulary": vocabulary, "notes": notes, "codes_digest": digest.hexdigest()}
-        return facts | {"blocks": {"codes": array_digests(self.path, 4)}}
+        return {"vocabulary": vocabulary, "notes": notes, "blocks": {"codes": array_digests(self.path, 4)}}
 
     def close(self) -> None:
         self._file.close()
@@ -143,7 +140,7 @@ class TagWriter(CodeWriter):
         super().__init__(path, label, where)
         self.bad, self._offsets_path = BadRows(), offsets
         self._offsets = open(offsets, "wb")  # noqa: SIM115 - closed by close
-        self._end, self._digest = 0, hashlib.sha256()
+        self._end = 0
         self._write_offsets(np.zeros(1, np.int64))
 
     def add(self, batch: pa.RecordBatch) -> None:
@@ -162,18 +159,15 @@ class TagWriter(CodeWriter):
         self._end += len(once)
 
     def _write_offsets(self, offsets: np.ndarray) -> None:
-        content = offsets.astype("<i8").data
-        self._offsets.write(content)
-        self._digest.update(content)
+        self._offsets.write(offsets.astype("<i8").data)
 
     def finish(self) -> dict[str, Any]:
         self._offsets.close()
         found = super().finish()
         if not found["vocabulary"] and not self.bad.count:
             raise DataError(f"no row has a label in column {self.coder.column!r}", where=self.coder.where)
-        self._digest.update(found["codes_digest"].encode())
         found["blocks"]["offsets"] = array_digests(self._offsets_path, 8)
-        return found | {"codes_digest": self._digest.hexdigest()}
+        return found
 
     def close(self) -> None:
         super().close()
@@ -188,7 +182,7 @@ class NumberWriter:
 
     def __init__(self, path: Path, label: LabelColumns, where: str) -> None:
         self.path, self.label, self.where = path, label, where
-        self.bad, self.num_rows, self._digest = BadRows(), 0, hashlib.sha256()
+        self.bad, self.num_rows = BadRows(), 0
         self._file = open(path, "wb")  # noqa: SIM115 - closed by close
 
     def add(self, batch: pa.RecordBatch) -> None:
@@ -198,9 +192,7 @@ class NumberWriter:
         wrong = ~(np.abs(numbers) < _LARGEST)  # true for NaN, too
         rows = wrong.any(axis=1).nonzero()[0]
         self.bad.add(self.num_rows + rows, [texts[wrong[row].argmax()][row].as_py() for row in rows[:5]])
-        content = np.ascontiguousarray(numbers, "<f8").data
-        self._file.write(content)
-        self._digest.update(content)
+        self._file.write(np.ascontiguousarray(numbers, "<f8").data)
         self.num_rows += batch.num_rows
 
     def finish(self) -> dict[str, Any]:
@@ -215,9 +207,8 @@ class NumberWriter:
                 notes.append(f"all numbers in column {name!r} are {column[0]:g}: there is nothing to learn from them")
             means.append(mean)
             deviations.append(deviation or 1.0)
-        facts = {"vocabulary": [], "notes": notes, "codes_digest": self._digest.hexdigest()}
         blocks = {"codes": array_digests(self.path, 8 * len(self.label.columns))}
-        return facts | {"mean": means, "std": deviations, "blocks": blocks}
+        return {"vocabulary": [], "notes": notes, "mean": means, "std": deviations, "blocks": blocks}
 
     def close(self) -> None:
         self._file.close()

@@ -1,7 +1,7 @@
 """The client's side of a run on a Dask cluster: places the ranks, starts them, follows them and stops them.
 
 Each rank is a task (``worker.supervise``) that Dask places like any other and that occupies a thread of its worker.
-Training starts once all of them run. ``files`` copies the run folder if no disk is shared.
+Training starts once all of them run. ``Files`` copies the run folder if no disk is shared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +27,13 @@ from harness.distributed.threads import Background
 from harness.distributed.worker_group import KILL_S, PEERS_S
 from harness.engines.base import Job
 from harness.engines.dask import worker as on_worker
-from harness.engines.dask.files import Files
 from harness.errors import LaunchError, plural, reason, remedy
 from harness.runs import layout
+from harness.runs.checkpoint import Checkpoints, damage
 from harness.runs.exit_files import ExitFiles
+from harness.runs.files import replacing
 from harness.runs.run_dir import RunFolder
+from harness.runs.storage import LocalStore, copy_run
 
 BY = "harness launch, engine dask"
 _PREFIX = "apex-harness-"
@@ -39,6 +41,7 @@ _FETCH_S = 2.0  # between two copies of what is new in a run folder elsewhere; m
 _LOOK_S = 1.0  # between two checks of which workers are alive
 _ORPHAN_S = 15.0  # harness.distributed.watchdog ends a rank within 13 s of its worker's death
 _POLL_S = 0.1
+_OF_CLIENT = (layout.CONFIG, layout.FAILURE)  # not fetched: a failure is judged from the exit records
 
 Event = dict[str, Any]  # {"rank": 0, and worker=ADDRESS, or file=NAME with lines=[…], or exit=CODE}
 
@@ -328,3 +331,114 @@ def _marker(job: Job) -> Iterator[str]:
             yield str(Path(file.name).absolute())
     except OSError as error:
         raise LaunchError(f"a file cannot be written: {reason(error)}", where=output, hint=remedy(error)) from None
+
+
+# The run folder of ranks that share no disk with the client
+
+
+class Files:
+    """Copies between the run folder of ``checkpoints`` and the folder of each worker: sent at the start, fetched while
+    it grows. ``ranks``: the ranks of each worker, rank 0's worker first.
+
+    ``copy_run`` keeps the client's folder resumable at any moment, even if the client is killed.
+    """
+
+    def __init__(self, client: Any, checkpoints: Checkpoints, folders: Mapping[str, str], ranks: Mapping[str, Any]):
+        self._checkpoints, self._ranks = checkpoints, ranks
+        self._local = LocalStore(checkpoints.folder.parent)
+        self._first = next(iter(ranks))
+        self._stores = {worker: WorkerStore(client, worker, folder) for worker, folder in folders.items()}
+        self._copied: dict[str, dict[str, str]] = {worker: {} for worker in ranks}
+
+    def send(self) -> None:
+        """Copy what a resume needs: the newest checkpoint to all workers, each rank's log to its worker, the rest to
+        rank 0's. Raises OSError."""
+        newest, best, files = self._checkpoints.newest(), self._checkpoints.named(layout.BEST), self._local.files()
+        without = (layout.FAILURE,) if newest else _OF_CLIENT  # a resume reads the recipe of the run's config.yaml
+        for worker, store in self._stores.items():
+            pointers = {layout.LATEST: newest.name} if newest else {}
+            if best and worker == self._first:
+                pointers[layout.BEST] = best
+            copy_run(self._local, store, self._chosen(worker, files, pointers, without), pointers)
+
+    def fetch(self, workers: Iterable[str]) -> None:
+        """Copy what has changed on ``workers`` to the client. Raises OSError if one of them goes away meanwhile."""
+        for worker in workers:
+            store = self._stores[worker]
+            pointers = {}
+            for pointer in (layout.BEST, layout.LATEST) if worker == self._first else ():
+                if name := store.read(f"{layout.CHECKPOINTS}/{pointer}").strip():
+                    pointers[pointer] = name
+            files = store.files()  # after the pointers: what they name is complete
+            chosen = self._chosen(worker, files, pointers, _OF_CLIENT)
+            copy_run(store, self._local, chosen, pointers, self._copied[worker], problem=self._damage)
+            if pointers:
+                self._checkpoints.sweep()
+
+    def _chosen(
+        self, worker: str, files: Mapping[str, str], pointers: Mapping[str, str], without: Sequence[str]
+    ) -> dict[str, str]:
+        """The files to copy to or from ``worker``: its ranks' logs, the checkpoints that ``pointers`` name, and for
+        rank 0's worker all else except ``without``."""
+        logs = {name for rank in self._ranks[worker] for name in (layout.rank_log(rank), layout.rank_exit(rank))}
+
+        def fits(name: str) -> bool:
+            top, _, rest = name.partition("/")
+            if top == layout.CHECKPOINTS:
+                return rest.partition("/")[0] in pointers.values()
+            return rest in logs if top == layout.LOGS else worker == self._first and name not in without
+
+        return {name: mark for name, mark in files.items() if fits(name)}
+
+    def _damage(self, step: str) -> str:
+        return damage(self._checkpoints.folder / step)
+
+
+class WorkerStore:
+    """``folder`` on ``worker``, as a ``harness.runs.storage.Store``. Requests go through the scheduler, large files in
+    chunks. Methods raise OSError once the worker is gone."""
+
+    def __init__(self, client: Any, worker: str, folder: str) -> None:
+        self._client, self._worker, self._folder = client, worker, folder
+        self.where = f"{worker}:{folder}"
+
+    def files(self) -> dict[str, str]:
+        found: dict[str, str] = self._ask(LocalStore.files)
+        return found
+
+    def read(self, name: str) -> str:
+        return str(self._ask(LocalStore.read, name))
+
+    def write(self, name: str, text: str) -> None:
+        self._ask(LocalStore.write, name, text)
+
+    def remove(self, names: Iterable[str]) -> None:
+        self._ask(LocalStore.remove, list(names))
+
+    def get(self, name: str, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as temporary, open(temporary, "wb") as file:
+            file.writelines(self._chunks(name))
+
+    def put(self, source: Path, name: str) -> None:
+        with open(source, "rb") as file:
+            size, offset = os.fstat(file.fileno()).st_size, 0
+            while offset < size or offset == 0:
+                chunk = file.read(on_worker.CHUNK_BYTES)
+                self._ask(on_worker.write_chunk, name, offset, chunk, offset + len(chunk) >= size)
+                offset += max(len(chunk), 1)
+
+    def _chunks(self, name: str) -> Iterator[bytes]:
+        offset, inode, more = 0, None, True
+        while more:
+            chunk, more, inode = self._ask(on_worker.read_chunk, name, offset, inode)
+            offset += len(chunk)
+            yield chunk
+
+    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        # Connecting to a worker that is gone would take half a minute.
+        if self._worker not in self._client.nthreads([self._worker]):
+            raise ConnectionError(f"worker {self._worker} is gone")
+        return self._client.run(on_worker.call, self._folder, function, *arguments, workers=[self._worker])[
+            self._worker
+        ]

@@ -1,7 +1,7 @@
 """The workers' side: a task that runs one rank.
 
 A rank is a process of its own, so a worker never imports torch. What a rank prints and logs is sent as events of the
-topic ``apex-harness-JOB``; other files are copied by ``harness.engines.dask.files``. The client talks to a task with
+topic ``apex-harness-JOB``; other files are copied by ``cluster_run.Files``. The client talks to a task with
 ``tell``, next to it.
 """
 

@@ -1,1 +1,1 @@
-"""Ranks in a Slurm batch job. Start at engine.py; sbatch.py writes the script."""
+"""Ranks in a Slurm batch job. Start at engine.py."""

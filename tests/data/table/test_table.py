@@ -195,11 +195,14 @@ def test_digest_does_not_depend_on_batches_or_blocks(opened, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [64, 4000])
-def test_row_longer_than_a_block(opened, monkeypatch, first):
+def test_row_longer_than_a_block(opened, monkeypatch, caplog, first):
+    """The file is read again in larger blocks, which is said each time."""
+    caplog.set_level("INFO")
     monkeypatch.setattr(csv_reader, "BLOCK_BYTES", first)
     captions = ["x" * 10_000 if i == 700 else "y" for i in range(1000)]
     table = opened(("path,caption\n" + "\n".join(f"p{i},{text}" for i, text in enumerate(captions))).encode())
     assert text_of(table) == {"path": [f"p{i}" for i in range(1000)], "caption": captions}
+    assert caplog.text.count("reading the file again") == {64: 3, 4000: 1}[first]
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])

@@ -123,15 +123,18 @@ def test_missing_column_of_one_process_does_not_fail_others(csv, folder, convers
     wrong.join(10)
 
 
-def test_second_open_converts_nothing(csv, folder, conversions, monkeypatch):
-    """Not under another name of the file either, and without taking the lock."""
+def test_second_open_converts_nothing(csv, folder, conversions, monkeypatch, caplog):
+    """Not under another name of the file either, and without taking the lock. The first is announced in a line."""
     (csv.parent / "link.csv").symlink_to(csv)
     monkeypatch.chdir(csv.parent)
+    caplog.set_level("INFO")
     digest = open_table(csv, label="label", cache_dir=folder).digest
     monkeypatch.setattr(convert, "made_once", lambda path: pytest.fail("locked"))
     for name in (csv, str(csv), "a.csv", csv.parent / "link.csv", f"file://{csv}"):
         assert open_table(name, label="label", cache_dir=folder).digest == digest
     assert conversions() == 1
+    assert len(caplog.records) == 1
+    assert f"{csv}: converting it, once" in caplog.text
 
 
 def test_conversion_between_the_check_and_the_lock(csv, folder, conversions, monkeypatch):

@@ -15,9 +15,8 @@ from harness.cli import main
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import Cause
 from harness.engines import launch
-from harness.engines.slurm import engine, sbatch
-from harness.engines.slurm.engine import JobOutput, JobState, SlurmUnavailable, parse
-from harness.engines.slurm.sbatch import RECORD
+from harness.engines.slurm import engine
+from harness.engines.slurm.engine import RECORD, JobOutput, JobState, SlurmUnavailable, parse
 from harness.errors import ConfigError, LaunchError
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import write_config
@@ -69,7 +68,7 @@ def test_scripts_in_launch_are_current(name):
     """The lines below its settings are those of the engine, and its settings name each of them."""
     text = (ROOT / "launch" / name).read_text()
     head, _, body = text.partition("# Nothing to edit below this line.\n\n")
-    assert body == sbatch.BODY
+    assert body == engine.BODY
     assert_shell(text)
     for setting in ("rank=(", "folder=", "max_restarts=", "export OMP_NUM_THREADS="):
         assert f"\n{setting}" in head, setting
@@ -79,7 +78,7 @@ def test_scripts_in_launch_are_current(name):
 
 def test_port_of_the_ranks_is_free_on_every_address(monkeypatch, capsys):
     """A port is in use, too, if a socket that does not listen has it, on another address than 127.0.0.1."""
-    choose = re.search(r"^MASTER_PORT=.* -c '\n(.*?)'\)$", sbatch.BODY, re.M | re.S)[1]
+    choose = re.search(r"^MASTER_PORT=.* -c '\n(.*?)'\)$", engine.BODY, re.M | re.S)[1]
     free, drawn_from = free_port(), []
     with socket.socket() as other:
         other.bind(("127.0.0.2", 0))
@@ -132,7 +131,7 @@ def test_missing_output_folder_is_reported(planned, tmp_path):
 
 def test_output_file_without_the_job_id_is_refused(planned):
     with pytest.raises(LaunchError, match="also receive the output of other jobs"):
-        sbatch.script(planned("launch.slurm.output=run.txt"))
+        engine.script(planned("launch.slurm.output=run.txt"))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +139,7 @@ def test_output_file_without_the_job_id_is_refused(planned):
     [("5", 300), ("5:30", 330), ("1:00:00", 3600), ("1-0", 86400), ("1-2:30", 95400), ("2-00:00:01", 172801)],
 )
 def test_time_limits(limit, seconds):
-    assert sbatch.seconds(limit) == seconds
+    assert engine.seconds(limit) == seconds
 
 
 # What Slurm says
