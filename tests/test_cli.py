@@ -45,7 +45,6 @@ DATA = {
     "data folder": "--force --no-labels folder out",
     "data mnist": "--from folder",
     "data split": "--by --eval --force --out --seed --stratify source",
-    "data tar": "--cache-dir --force --image --label tars out",
 }
 
 
@@ -94,7 +93,7 @@ for engine in ("local", "torchrun", "slurm", "flyte"):
     words = ["--engine", engine, "--nproc", "2", "--dry-run"]
     assert cli.main(["launch", "-c", "configs/pet_names.yaml", *words]) == 0
 from harness.tools.compare import command
-from harness.tools.doctor import examine
+from harness.tools.doctor import checks
 assert not imported("torch", "pandas", "pyarrow"), imported("torch", "pandas", "pyarrow")
 from harness.tools.report import page
 page.write([Path({str(run)!r})])

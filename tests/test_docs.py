@@ -390,13 +390,13 @@ def for_data(folder: Path) -> None:
     write_table(folder / "scans.csv", [(f"{i}.jpg", i % 2, i // 2) for i in range(20)], ("path", "label", "patient"))
     (folder / "shards").mkdir()
     jpeg = bytes(encode_jpeg(PIXELS).numpy())
-    write_tar(folder / "shards" / "train-000000.tar", {"a.jpg": jpeg, "a.cls": b"cat", "a.json": b'{"kind": "tom"}'})
+    write_tar(folder / "shards" / "train-000000.tar", {"a.jpg": jpeg, "a.cls": b"cat\n"})
 
 
 def check_data(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
     assert len(rows_of(folder / "photos.train.csv")) == 8
     assert rows_of(folder / "new.csv") == [{"path": "a b.jpg"}]
-    assert rows_of(folder / "kinds.csv") == [{"path": "train-000000.tar/a.jpg", "label": "tom"}]
+    assert rows_of(folder / "shards.csv") == [{"path": "train-000000.tar/a.jpg", "label": "cat"}]
 
 
 def check_engines(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.errors import EXIT_DONE, ConfigError
 
 VERB = "data"
-HELP = "make an annotation table (from a folder or tars), split one, or download a dataset"
+HELP = "make an annotation table from a folder, split one, or download a dataset"
 _PUBLISHED = ("digits", "mnist", "fashion_mnist", "pet_names")
 
 
@@ -26,23 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     folder.add_argument(
         "--no-labels", action="store_true", help="write only the paths of all images in the folder, for harness predict"
     )
-    tar = verbs.add_parser(
-        "tar", help="write a table of the images in tar archives (WebDataset's layout), and an index of each archive"
-    )
-    tar.add_argument("folder", type=Path, metavar="tars", help="an archive, or a folder of archives")
-    tar.add_argument("out", type=Path, help="table to write: .csv, .csv.gz or .parquet")
-    tar.add_argument("--image", metavar="EXT", help="extension of the image file, if samples have several images")
-    tar.add_argument(
-        "--label",
-        metavar="NAME",
-        help="extension of the label member, or a key in the sample's JSON member (default: cls)",
-    )
-    tar.add_argument(
-        "--cache-dir",
-        type=Path,
-        metavar="DIR",
-        help="cache folder; if the run sets data.cache_dir, use the same folder",
-    )
     split = verbs.add_parser("split", help="split a table into NAME.train.csv and NAME.eval.csv")
     split.add_argument("source", type=Path, help="table to split: .csv, .csv.gz or .parquet")
     split.add_argument(
@@ -58,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     split.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the split (default: 0)")
     split.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: that of the table)")
-    for verb in (folder, tar, split):
+    for verb in (folder, split):
         verb.add_argument("--force", action="store_true", help="replace existing files")
     for name in _PUBLISHED:
         published = verbs.add_parser(name, help=f"download {name}")
@@ -91,13 +74,11 @@ def _run(given: argparse.Namespace) -> str:
         from harness.tools.data import split
 
         return split.split(given.source, given.eval, given.by, given.stratify, given.seed, given.out, given.force)
-    from harness.tools.data import from_folder, from_tars, table_file
+    from harness.tools.data import from_folder, table_file
 
     table_file.suffix_of(given.out)
     table_file.require_new([given.out], given.force)
-    if given.dataset == "folder":
-        return from_folder.write(given.folder, given.out, not given.no_labels)
-    return from_tars.write(given.folder, given.out, given.image, given.label, given.cache_dir)
+    return from_folder.write(given.folder, given.out, not given.no_labels)
 
 
 def _download(dataset: str, folder: Path, source: str | None) -> str:

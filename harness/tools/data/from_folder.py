@@ -11,7 +11,7 @@ from pathlib import Path
 from harness.errors import ConfigError, DataError, did_you_mean, plural, reason, remedy
 from harness.tools.data.table_file import write_rows
 
-IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif")  # that torchvision decodes
+_IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif")  # that torchvision decodes
 _SPLITS = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
 _NAMED = 5  # classes in a message
 
@@ -44,16 +44,16 @@ def write(folder: Path, out: Path, labels: bool = True) -> str:
     if not count:
         outside = skipped["images outside a class folder"]
         command = f"harness data folder {shlex.quote(str(folder))} {shlex.quote(str(out))} --no-labels"
-        hint = f"images are files whose names end with {', '.join(IMAGES)}"
+        hint = f"images are files whose names end with {', '.join(_IMAGES)}"
         hint += f", in a folder per class: {folder}/cat/1.jpg" if labels else ""
         hint += f"; to make a table of unlabeled images for harness predict: {command}" if outside else ""
         what = "no images in class folders" if labels else "no images"
-        raise DataError(f"{what}{skips(skipped)}", where=str(folder), hint=hint)
+        raise DataError(f"{what}{_skips(skipped)}", where=str(folder), hint=hint)
     root = shlex.quote(f"task.root={folder}")
     if not labels:
         command = f"harness predict RUN --csv {shlex.quote(str(out))} {root}"
-        return f"wrote {plural(count, 'row')} to {out}{skips(skipped)}\nnext: {command}"
-    lines = [f"wrote {plural(count, 'row')} of {plural(len(found), 'class')} to {out}{skips(skipped)}"]
+        return f"wrote {plural(count, 'row')} to {out}{_skips(skipped)}\nnext: {command}"
+    lines = [f"wrote {plural(count, 'row')} of {plural(len(found), 'class')} to {out}{_skips(skipped)}"]
     if empty := sorted(classes - set(found)):
         lines.append(f"note: left out {plural(len(empty), 'folder')} without images: {', '.join(empty[:_NAMED])}")
     if len(found) == 1:
@@ -95,7 +95,7 @@ def _images_of(folder: Path, root: Path, skipped: Counter[str], above: tuple[str
             skipped["hidden files"] += 1
         elif entry.is_dir():
             yield from _images_of(Path(entry.path), root, skipped, (*above, here))
-        elif not entry.name.lower().endswith(IMAGES):
+        elif not entry.name.lower().endswith(_IMAGES):
             skipped["files that are not images"] += 1
         elif not entry.is_file():
             skipped["broken links and special files"] += 1
@@ -107,5 +107,5 @@ def _images_of(folder: Path, root: Path, skipped: Counter[str], above: tuple[str
                 yield name
 
 
-def skips(skipped: Counter[str]) -> str:
+def _skips(skipped: Counter[str]) -> str:
     return f"; skipped: {', '.join(f'{what} ({count})' for what, count in sorted(skipped.items()))}" if skipped else ""

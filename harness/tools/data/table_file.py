@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import io
+import gzip
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv
 import pyarrow.parquet
 
 from harness.errors import ConfigError, DataError, did_you_mean, reason, remedy
@@ -63,29 +61,14 @@ def writing(out: Path, schema: pa.Schema) -> Iterator[Callable[[pa.RecordBatch],
             if suffix_of(out) == ".parquet":
                 yield stack.enter_context(pa.parquet.ParquetWriter(str(temporary), schema)).write_batch
                 return
-            sink = stack.enter_context(pa.OSFile(str(temporary), "wb"))
-            if suffix_of(out) == ".csv.gz":
-                sink = stack.enter_context(pa.CompressedOutputStream(sink, "gzip"))
-            sink.write(_quoted([schema.names]))
-            yield lambda batch: _write_csv(sink, batch)
+            opened = gzip.open if suffix_of(out) == ".csv.gz" else open
+            stream: Any = stack.enter_context(opened(temporary, "wt", encoding="utf-8", newline=""))
+            lines = csv.writer(stream, lineterminator="\n")  # quotes a single empty field: an empty line is not a row
+            lines.writerow(schema.names)
+            yield lambda batch: lines.writerows(zip(*(column.to_pylist() for column in batch.columns), strict=True))
     except OSError as error:
         what = f"the table cannot be written: {reason(error)}"
         raise DataError(what, where=str(out), hint=remedy(error, "or choose another folder")) from None
-
-
-def _write_csv(sink: Any, batch: pa.RecordBatch) -> None:
-    """Rows of text, with quotes only where they are necessary; pyarrow would quote all text or none."""
-    special = [pc.any(pc.match_substring_regex(column, r'[",\r\n]')).as_py() for column in batch.columns]
-    if batch.num_columns == 1 or any(special):
-        sink.write(_quoted(zip(*(column.to_pylist() for column in batch.columns), strict=True)))
-    else:
-        pa.csv.write_csv(batch, sink, pa.csv.WriteOptions(include_header=False, quoting_style="none"))
-
-
-def _quoted(rows: Iterable[Sequence[str]]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)  # quotes a single empty field: an empty line is not a row
-    return text.getvalue().encode()
 
 
 def write_rows(out: Path, columns: Sequence[str], rows: Iterable[tuple[str, ...]]) -> int:

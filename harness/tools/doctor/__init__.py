@@ -1,4 +1,4 @@
 """``harness doctor``: what this machine offers for training, its problems, and the commands that fix them.
 
-A check is a function that yields findings (findings.py). Start at examine.py, which lists the checks in their order.
+Start at checks.py: a check is a function that yields findings; CHECKS lists them in their order.
 """

@@ -14,6 +14,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from harness.tools.doctor import examine
+    from harness.tools.doctor import checks
 
-    return examine.main(os.environ, arguments.json)
+    return checks.main(os.environ, arguments.json)

@@ -1,4 +1,4 @@
-"""harness data: tables of folders and tar archives, and splits of tables."""
+"""harness data: tables of folders, and splits of tables."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import torch
-from torchvision.io import encode_jpeg, write_jpeg
+from torchvision.io import write_jpeg
 
 from harness import cli
 from harness.data.table.table import open_table
 
 PIXELS = torch.arange(3 * 8 * 8, dtype=torch.uint8).view(3, 8, 8)
-JPEG = bytes(encode_jpeg(PIXELS).numpy())
 
 
 def data(*words) -> int:
@@ -89,7 +88,6 @@ def test_folders_that_make_no_table(tmp_path, capsys):
     for name in ("train", "val"):
         (tmp_path / name).rename(tmp_path / "splits" / name)
     (tmp_path / "my flat").mkdir()
-    (tmp_path / "train.tar").touch()
     out = tmp_path / "out.csv"
     for words, code, message in (
         (("folder", tmp_path / "splits", out), 2, "its folders are splits, not classes: train, val"),
@@ -112,7 +110,6 @@ def test_folders_that_make_no_table(tmp_path, capsys):
         ),
         (("folder", tmp_path / "splits", tmp_path / "x y" / "out.csv"), 2, f"-> make it: mkdir -p '{tmp_path}/x y'"),
         (("folder", tmp_path / "splits", tmp_path / "splitz" / "out.csv"), 2, f"did you mean {tmp_path}/splits?"),
-        (("tar", tmp_path / "trian.tar", out), 65, f"did you mean {tmp_path}/train.tar?"),
     ):
         assert data(*words) == code
         assert message in capsys.readouterr().err
@@ -125,43 +122,6 @@ def test_folders_that_make_no_table(tmp_path, capsys):
         assert capsys.readouterr().out.endswith(
             f"\nnext: harness predict RUN --csv {out} task.root={tmp_path / name}\n"
         )
-
-
-# tar
-
-
-def test_tar(tmp_path, capsys):
-    (tmp_path / "shards").mkdir()
-    for shard in range(2):
-        members = {}
-        for key in ("a", "b.v2", "sub/c"):
-            stem, label = key.partition(".")[0], {"a": b"cat\n", "b.v2": b"dog", "sub/c": b"cat"}[key]
-            members |= {f"{shard}{key}.jpg": JPEG, f"{shard}{stem}.cls": label, f"{shard}{stem}.json": b'{"kind": 7}'}
-        if shard:
-            members["./note.txt"] = b"no image"
-        write_tar(tmp_path / "shards" / f"train-{shard:06d}.tar", members)
-    out = tmp_path / "out.csv"
-    # The key ends at the first dot, so "b.v2.jpg" has the ending "v2.jpg".
-    assert data("tar", tmp_path / "shards", out, "--cache-dir", tmp_path / "cache") == 0
-    assert "wrote 6 rows from 2 archives" in capsys.readouterr().out
-    rows = rows_of(out)
-    assert [row["label"] for row in rows] == ["cat", "dog", "cat"] * 2
-    assert rows[4]["path"] == "train-000001.tar/1b.v2.jpg"
-    assert len(list((tmp_path / "cache" / "tars").glob("*/*.index"))) == 2
-    assert data("tar", tmp_path / "shards", out, "--label", "kind", "--force") == 0
-    assert {row["label"] for row in rows_of(out)} == {"7"}
-    capsys.readouterr()
-    assert data("tar", tmp_path / "shards", out, "--label", "breed", "--force") == 65
-    assert (
-        "sample 0a has no label 'breed'; its members have the extensions jpg, cls, json; 0a.json has kind"
-        in capsys.readouterr().err
-    )
-    plain = write_tar(tmp_path / "plain.tar", {"1.jpg": JPEG, "2.jpg": JPEG, "2.seg.png": JPEG})
-    assert data("tar", plain, tmp_path / "p.csv") == 65
-    assert "sample 2 has several images: jpg, seg.png\n  -> add --image jpg" in capsys.readouterr().err
-    assert data("tar", plain, tmp_path / "p.csv", "--image", ".jpg") == 0
-    assert "note: the samples have no labels" in capsys.readouterr().out
-    assert rows_of(tmp_path / "p.csv") == [{"path": "plain.tar/1.jpg"}, {"path": "plain.tar/2.jpg"}]
 
 
 # split

@@ -17,8 +17,8 @@ import torch
 
 from harness import cli
 from harness.distributed import machine
-from harness.tools.doctor import examine, limits, network, software
-from harness.tools.doctor.findings import Finding, System, run_check
+from harness.tools.doctor import checks
+from harness.tools.doctor.checks import Finding, System, run_check
 from harness.training import precision
 
 GIB, MIB = 2**30, 2**20
@@ -56,8 +56,8 @@ def test_report_on_this_machine(capsys, monkeypatch):
     assert report["problems"] == len(problems)
     assert code == (2 if problems else 0)
     assert all(finding["remedies"] for finding in problems)
-    checks = {finding["check"] for finding in report["findings"]}
-    assert checks == {check.__name__ for check in examine.CHECKS} | {"environment"}
+    names = {finding["check"] for finding in report["findings"]}
+    assert names == {check.__name__ for check in checks.CHECKS} | {"environment"}
     assert report["findings"][-1]["text"] == version
     assert not any("the check failed" in finding["text"] for finding in report["findings"])
 
@@ -71,9 +71,9 @@ def problem(system):
 
 
 def test_text_and_exit_code(capsys):
-    assert examine.main({}, False, [note]) == 0
+    assert checks.main({}, False, [note]) == 0
     assert capsys.readouterr().out.endswith("\nReady to train. Notes: 1.\n")
-    assert examine.main({"NAME": "x"}, False, [note, problem]) == 2
+    assert checks.main({"NAME": "x"}, False, [note, problem]) == 2
     assert capsys.readouterr().out.splitlines()[2:] == [
         "note     note     it could be better",
         "                    -> type this",
@@ -121,14 +121,6 @@ def test_check_that_hangs_adds_a_finding():
 # Software
 
 
-def test_python(monkeypatch):
-    assert only(software.python).mark == "ok"
-    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
-    assert only(software.python) == Finding(
-        "python", "problem", "3.9.1 is too old (minimum: 3.10)", ("install Python 3.10",)
-    )
-
-
 def test_packages(monkeypatch):
     versions = {"torch": "2.5+cu121", "numpy": "2", "pyarrow": "14.0.1"}
     required = ["torch>=2.5.1", "numpy>=2.0.0", "pyarrow>=14", "pandas", "pytest; extra == 'test'"]
@@ -142,7 +134,7 @@ def test_packages(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: owners)
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert found(software.packages) == [
+    assert found(checks.packages) == [
         Finding(
             "packages",
             "problem",
@@ -152,22 +144,22 @@ def test_packages(monkeypatch):
         Finding("packages", "problem", "pandas is missing", ("python -m pip install pandas",)),
     ]
     versions |= {"torch": "2.10.0", "pandas": "1"}
-    assert only(software.packages) == Finding("packages", "ok", "all 4 required packages are installed")
+    assert only(checks.packages) == Finding("packages", "ok", "all 4 required packages are installed")
 
     owners["harness"] = ["apex-harness", "harness"]
-    hidden, _ = found(software.packages)
+    hidden, _ = found(checks.packages)
     assert (hidden.mark, hidden.remedies[0]) == ("problem", "python -m pip uninstall harness")
 
     def unknown(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", unknown)
-    assert only(software.packages).mark == "note"
+    assert only(checks.packages).mark == "note"
 
 
 @pytest.mark.parametrize("name", ["torch", "torchvision"])
 def test_torch_that_cannot_be_imported(monkeypatch, name):
-    assert [finding.mark for finding in found(software.torch)] == ["ok", "ok"]
+    assert [finding.mark for finding in found(checks.torch)] == ["ok", "ok"]
     imported = importlib.import_module
 
     def fails(wanted):
@@ -176,7 +168,7 @@ def test_torch_that_cannot_be_imported(monkeypatch, name):
         return imported(wanted)
 
     monkeypatch.setattr(importlib, "import_module", fails)
-    finding = found(software.torch)[-1]
+    finding = found(checks.torch)[-1]
     assert finding.mark == "problem"
     assert f"{name} cannot be imported: libcudart.so.13" in finding.text
     assert "install --force-reinstall torch torchvision" in finding.remedies[0]
@@ -220,7 +212,7 @@ def install(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_apex_is_recognized_without_importing_it(install, files, mark, words, remedy):
     install(files)
-    finding = only(software.apex)
+    finding = only(checks.apex)
     assert finding.mark == mark
     assert words in finding.text
     assert remedy in finding.remedies[0] if remedy else not finding.remedies
@@ -229,9 +221,9 @@ def test_apex_is_recognized_without_importing_it(install, files, mark, words, re
 
 def test_no_apex(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex", SimpleNamespace(__harness__=True))
-    assert only(software.apex).text == "harness.apex itself, through harness.apex.install()"
+    assert only(checks.apex).text == "harness.apex itself, through harness.apex.install()"
     monkeypatch.setitem(sys.modules, "apex", SimpleNamespace(__spec__=None))  # partly imported
-    assert only(software.apex) == Finding("apex", "ok", "not installed, and not needed")
+    assert only(checks.apex) == Finding("apex", "ok", "not installed, and not needed")
 
 
 @pytest.mark.parametrize(
@@ -242,13 +234,13 @@ def test_backend_imports_only_an_apex_that_has_amp(install, monkeypatch, on_cuda
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
     monkeypatch.setattr(precision, "choose", lambda s, d: asked.append(d.type) or SimpleNamespace(backend="apex 0.1"))
-    assert only(software.backend).text.startswith("precision.backend=auto uses apex 0.1")
+    assert only(checks.backend).text.startswith("precision.backend=auto uses apex 0.1")
     assert asked == [device]
 
 
 def test_backend_without_apex():
     if not torch.cuda.is_available():
-        assert "uses harness.apex (the only choice on the CPU" in only(software.backend).text
+        assert "uses harness.apex (the only choice on the CPU" in only(checks.backend).text
 
 
 # GPUs
@@ -282,7 +274,7 @@ def gpus_of(monkeypatch):
 
 def test_devices_are_listed(gpus_of, tmp_path):
     gpus_of((9, 0), (7, 0))
-    first, second, third = found(software.cuda, write(tmp_path, DRIVER))
+    first, second, third = found(checks.cuda, write(tmp_path, DRIVER))
     assert first.text == "2 devices; torch is built for CUDA 12.6, driver 535.104.05"
     assert second == Finding("cuda", "ok", "cuda:0 H200, 141.0 GiB, compute capability 9.0")
     assert third.mark == "problem"
@@ -293,7 +285,7 @@ def test_driver_that_is_too_old(gpus_of, tmp_path):
     gpus_of(cuda="13.2", warning="CUDA initialization: The NVIDIA driver on your system is too old")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        finding = only(software.cuda, write(tmp_path, DRIVER | DEVICE))
+        finding = only(checks.cuda, write(tmp_path, DRIVER | DEVICE))
     assert finding.mark == "problem"
     assert finding.text.startswith("driver 535.104.05 is too old for CUDA 13.2, which torch ")
     assert "it needs 580.65.06 or newer" in finding.text
@@ -315,7 +307,7 @@ def test_driver_that_is_too_old(gpus_of, tmp_path):
 def test_builds_and_compute_capabilities(gpus_of, monkeypatch, tmp_path, capability, architectures, runs):
     gpus_of(capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
-    _, device = found(software.cuda, write(tmp_path, DRIVER))
+    _, device = found(checks.cuda, write(tmp_path, DRIVER))
     assert device.mark == ("ok" if runs else "problem")
 
 
@@ -336,7 +328,7 @@ def test_reasons_for_no_device(gpus_of, tmp_path, files, cuda, hidden, mark, tex
     system = System({} if hidden is None else {"CUDA_VISIBLE_DEVICES": hidden}, write(tmp_path, files).root)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        finding = only(software.cuda, system)
+        finding = only(checks.cuda, system)
     assert finding.mark == mark
     assert text in finding.text
     assert finding.remedies[0].startswith(remedy) if remedy else not finding.remedies
@@ -349,11 +341,11 @@ def test_cpu_limits(monkeypatch, tmp_path):
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    assert only(limits.cpu, System(root=tmp_path)) == Finding(
+    assert only(checks.cpu, System(root=tmp_path)) == Finding(
         "cpu", "ok", "usable cores: 16 of 64; torch uses 16 threads"
     )
     system = write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"})
-    assert only(limits.cpu, system) == Finding(
+    assert only(checks.cpu, system) == Finding(
         "cpu",
         "note",
         "usable cores: 3 of 64 (the cgroup limits CPU use to 2.5 of them); "
@@ -410,7 +402,7 @@ def meminfo(total: int, available: int) -> dict[str, str]:
     ],
 )
 def test_memory(tmp_path, files, mark, text):
-    finding = only(limits.memory, write(tmp_path, files))
+    finding = only(checks.memory, write(tmp_path, files))
     assert (finding.mark, finding.text) == (mark, text)
     assert bool(finding.remedies) == (mark != "ok")
 
@@ -424,14 +416,14 @@ def test_memory(tmp_path, files, mark, text):
 )
 def test_shared_memory(monkeypatch, total, free, mark):
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(total, total - free, free))
-    finding = only(limits.shared_memory)
+    finding = only(checks.shared_memory)
     assert finding.mark == mark
     assert any("--shm-size" in remedy for remedy in finding.remedies) == (mark != "ok")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /dev/shm")
 def test_no_shared_memory(tmp_path):
-    finding = only(limits.shared_memory, System(root=tmp_path))
+    finding = only(checks.shared_memory, System(root=tmp_path))
     assert finding.mark == "problem"
     assert finding.remedies[-1].startswith("data.num_workers=0")
 
@@ -447,7 +439,7 @@ def test_no_shared_memory(tmp_path):
 )
 def test_open_files(monkeypatch, soft, hard, mark, remedies):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
-    finding = only(limits.open_files)
+    finding = only(checks.open_files)
     assert (finding.mark, finding.remedies) == (mark, remedies)
     assert ("any number" in finding.text) == (hard == resource.RLIM_INFINITY)
 
@@ -455,14 +447,14 @@ def test_open_files(monkeypatch, soft, hard, mark, remedies):
 @pytest.mark.parametrize(("free", "mark"), [(100 * MIB, "problem"), (2 * GIB, "note"), (50 * GIB, "ok")])
 def test_free_space_of_the_folder(monkeypatch, tmp_path, free, mark):
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(GIB, 0, free))
-    finding = only(limits.folder, System(folder=tmp_path))
+    finding = only(checks.folder, System(folder=tmp_path))
     assert finding.mark == mark
     assert str(tmp_path) in finding.text
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folder_that_is_not_writable(tmp_path):
-    finding = only(limits.folder, System(folder=tmp_path / "gone"))
+    finding = only(checks.folder, System(folder=tmp_path / "gone"))
     assert finding.mark == "problem"
     assert "gone is not writable: No such file" in finding.text
     assert finding.remedies[0].startswith("output=")
@@ -474,57 +466,57 @@ def test_folder_that_is_not_writable(tmp_path):
 def test_collectives(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    assert only(network.collectives).text == "gloo (CPU), nccl 2.27.3 (CUDA)"
+    assert only(checks.collectives).text == "gloo (CPU), nccl 2.27.3 (CUDA)"
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert only(network.collectives).mark == "ok"
+    assert only(checks.collectives).mark == "ok"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert only(network.collectives).mark == "problem"
+    assert only(checks.collectives).mark == "problem"
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
-    assert "no gloo" in only(network.collectives).text
+    assert "no gloo" in only(checks.collectives).text
 
 
 @pytest.fixture
 def interfaces(monkeypatch):
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1"), (4, "ib0")])
-    monkeypatch.setattr(network, "address_of", lambda name: "10.0.0.7")
+    monkeypatch.setattr(checks, "address_of", lambda name: "10.0.0.7")
     asked = []
 
     def towards(host, outward=False):
         asked.append(host)
         return "eth0" if outward else "lo"
 
-    monkeypatch.setattr(network, "interface_towards", towards)
+    monkeypatch.setattr(checks, "interface_towards", towards)
     return asked
 
 
 def test_network_resolves_no_name(interfaces):
-    finding = only(network.network, System({"MASTER_ADDR": "node-01.example"}))
+    finding = only(checks.network, System({"MASTER_ADDR": "node-01.example"}))
     assert finding.text == "ranks on one node connect over lo, on several nodes over eth0 (10.0.0.7)"
     assert set(interfaces) == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(("value", "unknown"), [("eth1", ""), ("eth0,ib0", ""), ("eth", "eth"), ("eth0,eth9", "eth9")])
 def test_variable_that_selects_interfaces(interfaces, value, unknown):
-    _, *problems = found(network.network, System({"GLOO_SOCKET_IFNAME": value}))
+    _, *problems = found(checks.network, System({"GLOO_SOCKET_IFNAME": value}))
     assert [finding.mark for finding in problems] == (["problem"] if unknown else [])
     assert not unknown or f"names {unknown}, but the interfaces are lo, eth0" in problems[0].text
 
 
 @pytest.mark.parametrize(("name", "mark"), [("lo", "note"), (None, "ok")])
 def test_loopback_only_and_unknown_networks(monkeypatch, name, mark):
-    monkeypatch.setattr(network, "interface_towards", lambda host, outward=False: name)
-    assert only(network.network).mark == mark
+    monkeypatch.setattr(checks, "interface_towards", lambda host, outward=False: name)
+    assert only(checks.network).mark == mark
 
 
 def test_launch():
-    assert only(network.launch).text == "no launcher variables: one process"
-    half = only(network.launch, System({"RANK": "1", "WORLD_SIZE": "2"}))
+    assert only(checks.launch).text == "no launcher variables: one process"
+    half = only(checks.launch, System({"RANK": "1", "WORLD_SIZE": "2"}))
     assert half.mark == "problem"
     assert "found RANK=1, WORLD_SIZE=2; missing LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in half.text
     assert "unset the variables" in half.remedies[0]
     whole = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    finding = only(network.launch, System(whole))
+    finding = only(checks.launch, System(whole))
     assert finding == Finding(
         "launch", "ok", "rank 1 of 2 (according to RANK and WORLD_SIZE), rendezvous at 10.0.0.1:29500"
     )
