@@ -6,15 +6,28 @@ largest one is named. The shares of waiting for data leave out what the loaders 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from harness.errors import plural
-from harness.tools.explain import changes, shares
-from harness.tools.explain.changes import Change
 from harness.tools.explain.facts import RunFacts, checkpoint_bytes
 
 MIB = 2**20
+_KEPT = 0.1  # share of the time that evaluations and checkpoints may take
+MAX_WORKERS = 16  # per rank, for data that is waited for rather than computed
+_SLOW_DISK = 50e6  # bytes per second, below which a checkpoint's store is slow
+
+
+@dataclass(frozen=True)
+class Change:
+    """The settings to change, in words, and as {key: value} where a value is known. ``left``: share of the cause that
+    remains after it."""
+
+    advice: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    left: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -28,20 +41,276 @@ class SlowCause:
     change: Callable[[RunFacts], Change]
 
 
+# The share of a run's time that each cause takes: 0 where it does not apply
+
+
+def stages(facts: RunFacts) -> dict[str, float]:
+    """Seconds of loading by stage."""
+    known = {name: facts.load[name] for name in ("read", "decode", "transform")}
+    return {**known, "collate": max(0.0, facts.load["load"] - sum(known.values()))}
+
+
+def needed_workers(facts: RunFacts) -> int | None:
+    """Workers that would deliver as fast as a rank trains; None if there are too few cores for them, or too many."""
+    need = math.ceil(facts.load["load"] / facts.steps / facts.step_s)
+    need_cores = facts.load["cpu"] / facts.steps / facts.step_s
+    free = facts.cores / facts.local_ranks - facts.threads  # other programs are a cause of their own
+    return need if facts.workers < need <= MAX_WORKERS and need_cores <= max(free, 0) else None
+
+
+def data(stage: str) -> Callable[[RunFacts], float]:
+    def share(facts: RunFacts) -> float:
+        load = stages(facts)
+        mine = stage == max(load, key=lambda name: load[name]) and needed_workers(facts) is None
+        return waiting(facts) if mine else 0.0
+
+    return share
+
+
+def waiting(facts: RunFacts) -> float:
+    """Share of the time that training waits for data, apart from what the loaders lose to a lack of cores, and from
+    what only one rank waits."""
+    return max(0.0, facts.spent["data"] - facts.late_data_s) / facts.total_s * (1 - starved_load(facts))
+
+
+def starved_load(facts: RunFacts) -> float:
+    return min(1.0, facts.load["load_starved"] / (facts.load["load"] or math.inf))
+
+
+def spare_workers(facts: RunFacts) -> int:
+    return max(1, facts.cores // facts.local_ranks - facts.threads)
+
+
+def full(facts: RunFacts) -> bool:
+    """True if the machine has no idle core."""
+    return facts.own + facts.others > 0.85 * facts.cores
+
+
+def without_core(facts: RunFacts) -> float:
+    """Share of the time lost to a lack of cores: by the training thread, or by workers that it waits for."""
+    return facts.starved + facts.share("data") * starved_load(facts)
+
+
+def other_load(facts: RunFacts) -> float:
+    """The part of the lost time that other programs cause."""
+    heavy = facts.others > 0.25 * facts.cores and full(facts)
+    return without_core(facts) * facts.others / (facts.own + facts.others) if heavy else 0.0
+
+
+def too_many_threads(facts: RunFacts) -> float:
+    if facts.threads * facts.local_ranks <= facts.cores:
+        return 0.0
+    waiting = facts.threads_starved / (facts.threads_starved + facts.own / facts.local_ranks or math.inf)
+    return facts.share("forward", "backward", "optimizer") * waiting
+
+
+def too_many_workers(facts: RunFacts) -> float:
+    many = facts.workers * facts.local_ranks > 2 * facts.cores
+    return without_core(facts) - other_load(facts) if many else 0.0
+
+
+def slow_rank(facts: RunFacts) -> float:
+    if facts.slow_rank is None:
+        return 0.0
+    lead = facts.slow_rank.share * facts.train_s / facts.total_s
+    return lead * (1 - facts.starved)  # a rank is also late while it waits for a core
+
+
+def exchanging(slow: bool) -> Callable[[RunFacts], float]:
+    def share(facts: RunFacts) -> float:
+        mine = facts.exchange_s * facts.steps / facts.total_s if facts.world > 1 else 0.0
+        return mine if mine > 0.25 and slow == slow_link(facts) else 0.0  # telling them apart takes a measurement
+
+    return share
+
+
+def expected_exchange_s(facts: RunFacts) -> float:
+    """Seconds per step at the speed of a good link, with a millisecond for the start of each exchange."""
+    return 1e-3 + facts.exchanged_bytes / expected_bandwidth(facts)
+
+
+def expected_bandwidth(facts: RunFacts) -> float:
+    """Bytes per second: of this machine's memory between its processes, or of 10 Gbit/s between machines. A reduction
+    through gloo reaches about a quarter of a plain stream."""
+    return facts.measure("loopback") / 4 if facts.local_ranks == facts.world else 1.25e9
+
+
+def slow_link(facts: RunFacts) -> bool:
+    return facts.exchange_s > 8 * expected_exchange_s(facts)
+
+
+def launching(facts: RunFacts) -> float:
+    """Share of the time in which the host starts operations that take less time than that."""
+    compute = facts.share("forward", "backward", "optimizer")
+    if not facts.operations or compute < 0.4:  # the measurement below takes seconds
+        return 0.0
+    per_step = facts.operations * int(facts.setting("batch.accumulate", 1)) * facts.measure("launch_s")
+    on_a_core = compute * facts.total_s * (1 - facts.starved)
+    return compute * min(1.0, per_step * facts.steps / (on_a_core or math.inf))
+
+
+def small(facts: RunFacts) -> str:
+    """Why operations are small: "micro-batches", "batch" or "model"."""
+    if int(facts.setting("batch.accumulate", 1)) > 1 and facts.rows_per_pass <= 16:
+        return "micro-batches"
+    return "batch" if facts.rows_per_pass <= 16 else "model"
+
+
+def host(kind: str) -> Callable[[RunFacts], float]:
+    return lambda facts: launching(facts) if small(facts) == kind else 0.0
+
+
+def evaluation(slow: bool) -> Callable[[RunFacts], float]:
+    def share(facts: RunFacts) -> float:
+        train_row_s = facts.train_s * 1.0 / facts.rows
+        return facts.share("evaluation") if slow == (facts.eval_row_s > 2 * train_row_s) else 0.0
+
+    return share
+
+
+def saving(slow: bool) -> Callable[[RunFacts], float]:
+    def share(facts: RunFacts) -> float:
+        speed = checkpoint_bytes(facts.path) / (save_s(facts) or math.inf)
+        is_slow = save_s(facts) > 0.25 and speed < _SLOW_DISK
+        return facts.share("checkpoint", "between") if slow == is_slow else 0.0
+
+    return share
+
+
+def num_saves(facts: RunFacts) -> int:
+    every = facts.setting("checkpoint.every_steps")
+    return facts.epochs + (facts.steps // int(every) if every else 0)
+
+
+def save_s(facts: RunFacts) -> float:
+    """Seconds of a checkpoint."""
+    return (facts.spent["checkpoint"] + facts.spent["between"]) / num_saves(facts)
+
+
+# What to change, and the wording
+
+
+def loading(facts: RunFacts, stage: str) -> str:
+    part = stages(facts)[stage] / (facts.load["load"] or math.inf)
+    per_row = 1e3 * stages(facts)[stage] * facts.world / facts.rows
+    return f"takes {part:.0%} of the loading time, {per_row:.1f} ms per row"
+
+
+def rows(facts: RunFacts) -> str:
+    return plural(round(facts.rows_per_pass), "row")
+
+
+def workers_change(facts: RunFacts) -> Change:
+    need = needed_workers(facts)
+    return Change(f"Set data.num_workers={need} (now {facts.workers})", {"data.num_workers": need})
+
+
+def optimizer_change(facts: RunFacts) -> Change:
+    if facts.setting("optimizer.args.foreach") is not None:
+        return Change("Remove foreach from optimizer.args, so that one kernel updates the weights", {}, 0.5)
+    return Change("Update less often, with larger batches (batch.global)", {}, 0.5)
+
+
+def slow_rank_text(facts: RunFacts) -> str:
+    slow = facts.slow_rank
+    assert slow is not None
+    since = "from the start" if slow.step is None else f"since step {slow.step}"
+    why = "which waits for its data" if slow.by_data > 0.5 else "which computes more slowly"
+    return f"waits for rank {slow.rank}, {why}, {since}"
+
+
+def slow_rank_change(facts: RunFacts) -> Change:
+    slow = facts.slow_rank
+    assert slow is not None
+    if slow.by_data > 0.5:
+        return Change(f"Check the disk of rank {slow.rank}, or set data.shard=global if its rows are larger",
+                      {"data.shard": "global"})  # fmt: skip
+    return Change(f"Check what else runs on the machine of rank {slow.rank} (run harness doctor there), or replace it")
+
+
+def bandwidths(facts: RunFacts) -> str:
+    found = facts.exchanged_bytes / (facts.exchange_s or math.inf)
+    return f"{found / 1e6:.0f} MB/s, expected {expected_bandwidth(facts) / 1e6:.0f} MB/s"
+
+
+def larger_batch(facts: RunFacts, factor: int) -> tuple[str, Any]:
+    key = "batch.global" if facts.setting("batch.global") else "batch.per_rank"
+    return key, factor * int(facts.setting(key, 1))
+
+
+def volume_change(facts: RunFacts) -> Change:
+    key, value = larger_batch(facts, 4)
+    return Change(f"Set {key}={value} with batch.accumulate={4 * int(facts.setting('batch.accumulate', 1))}, which "
+                  "exchanges gradients a quarter as often per row",
+                  {key: value, "batch.accumulate": 4 * int(facts.setting("batch.accumulate", 1))}, 0.25)  # fmt: skip
+
+
+def batch_change(facts: RunFacts) -> Change:
+    key, value = larger_batch(facts, 8)
+    return Change(f"Set {key}={value}, with optimizer.lr to match", {key: value}, 1 / 8)
+
+
+def accumulate_change(facts: RunFacts) -> Change:
+    now = int(facts.setting("batch.accumulate", 1))
+    best = max(1, round(now * facts.rows_per_pass / 64))
+    best = next(value for value in range(best, 0, -1) if now % value == 0)
+    return Change(f"Set batch.accumulate={best} (now {now})", {"batch.accumulate": best}, best / now)
+
+
+def evaluate_change(facts: RunFacts) -> Change:
+    each, epoch_s = facts.spent["evaluation"] / max(1, facts.evaluations), facts.train_s / facts.epochs
+    every = max(2, math.ceil(each / (_KEPT * epoch_s)))
+    now = int(facts.setting("train.evaluate_every", 1))
+    return Change(f"Set train.evaluate_every={every} (now {now})", {"train.evaluate_every": every}, now / every)
+
+
+def slow_evaluation_change(facts: RunFacts) -> Change:
+    if facts.eval_data_s > 0.5 * facts.spent["evaluation"]:
+        more = min(MAX_WORKERS, max(4, 2 * facts.workers))
+        return Change(f"Evaluation waits for its data: set data.num_workers={more} (now {facts.workers}), or make the "
+                      "validation files smaller", {"data.num_workers": more}, facts.workers / more)  # fmt: skip
+    now = int(facts.setting("batch.eval_per_rank", round(facts.rows_per_pass)))
+    return Change(f"Set batch.eval_per_rank={4 * now} (now {now})", {"batch.eval_per_rank": 4 * now}, 0.25)
+
+
+def saving_change(facts: RunFacts) -> Change:
+    every = facts.setting("checkpoint.every_steps")
+    if not every or facts.setting("checkpoint.async_save"):
+        return async_change(facts)
+    best = max(2 * int(every), math.ceil(save_s(facts) / (_KEPT * facts.step_s)))
+    return Change(f"Set checkpoint.every_steps={best} (now {every})", {"checkpoint.every_steps": best}, every / best)
+
+
+def async_change(facts: RunFacts) -> Change:
+    return Change("Set checkpoint.async_save=true, which writes while training continues",
+                  {"checkpoint.async_save": True}, 0.1)  # fmt: skip
+
+
+def log_text(facts: RunFacts) -> str:
+    every = int(facts.setting("train.log_every", 10))
+    return "writes a log line every " + ("step" if every == 1 else f"{every} steps")
+
+
+def log_change(facts: RunFacts) -> Change:
+    now = int(facts.setting("train.log_every", 10))
+    best = max(10 * now, 50)
+    return Change(f"Set train.log_every={best} (now {now})", {"train.log_every": best}, now / best)
+
+
 CAUSES = (
     SlowCause(
-        "other load", 0.2, shares.other_load,
+        "other load", 0.2, other_load,
         lambda f: f"competes with other programs, which keep {f.others:.1f} of {plural(f.cores, 'core')} busy",
         lambda f: Change("Stop them, or train on another machine"),
     ),
     SlowCause(
-        "too many workers", 0.2, shares.too_many_workers,
+        "too many workers", 0.2, too_many_workers,
         lambda f: f"has more loader processes than cores: {f.workers * f.local_ranks} on {f.cores}",
-        lambda f: Change(f"Set data.num_workers={shares.spare_workers(f)} (now {f.workers})",
-                         {"data.num_workers": shares.spare_workers(f)}, 0.5),
+        lambda f: Change(f"Set data.num_workers={spare_workers(f)} (now {f.workers})",
+                         {"data.num_workers": spare_workers(f)}, 0.5),
     ),
     SlowCause(
-        "too many threads", 0.2, shares.too_many_threads,
+        "too many threads", 0.2, too_many_threads,
         lambda f: f"has more threads than cores: {f.threads * f.local_ranks} on {f.cores}",
         lambda f: Change(f"Set launch.threads={max(1, f.cores // f.local_ranks)}, or OMP_NUM_THREADS (now {f.threads})",
                          {"launch.threads": max(1, f.cores // f.local_ranks)}),
@@ -53,87 +322,87 @@ CAUSES = (
                          {"trackers": []}, 0.5),
     ),
     SlowCause(
-        "too few workers", 0.15, lambda f: shares.waiting(f) if shares.needed_workers(f) else 0.0,
+        "too few workers", 0.15, lambda f: waiting(f) if needed_workers(f) else 0.0,
         lambda f: f"waits for data: {plural(f.workers, 'loader process')} per rank",
-        changes.workers_change,
+        workers_change,
     ),
     SlowCause(
-        "reading", 0.15, shares.data("read"),
-        lambda f: f"waits for data: reading files {changes.loading(f, 'read')}",
-        lambda f: Change("Copy the files to a local disk (task.root), or pack them with harness data tar"),
+        "reading", 0.15, data("read"),
+        lambda f: f"waits for data: reading files {loading(f, 'read')}",
+        lambda f: Change("Copy the files to a local disk (task.root), or pack them into tar archives (docs/data.md)"),
     ),
     SlowCause(
-        "decoding", 0.15, shares.data("decode"),
-        lambda f: f"waits for data: decoding images {changes.loading(f, 'decode')}",
+        "decoding", 0.15, data("decode"),
+        lambda f: f"waits for data: decoding images {loading(f, 'decode')}",
         lambda f: Change("Store smaller images, about twice the size that the model sees (task.root)"
                          + (", or set task.decode=reduced" if f.setting("task.decode") == "full" else "")),
     ),
     SlowCause(
-        "augmentation", 0.15, shares.data("transform"),
-        lambda f: f"waits for data: transforming images {changes.loading(f, 'transform')}",
+        "augmentation", 0.15, data("transform"),
+        lambda f: f"waits for data: transforming images {loading(f, 'transform')}",
         lambda f: Change("Remove the most expensive transform of task.transforms.train, or crop before it"),
     ),
     SlowCause(
-        "dataset code", 0.15, shares.data("collate"),
-        lambda f: f"waits for data: the dataset's batch(), apart from images, {changes.loading(f, 'collate')}",
+        "dataset code", 0.15, data("collate"),
+        lambda f: f"waits for data: the dataset's batch(), apart from images, {loading(f, 'collate')}",
         lambda f: Change(f"Profile batch() of the task's dataset ({f.setting('task.name')})"),
     ),
-    SlowCause("slow rank", 0.15, shares.slow_rank, changes.slow_rank_text, changes.slow_rank_change),
+    SlowCause("slow rank", 0.15, slow_rank, slow_rank_text, slow_rank_change),
     SlowCause(
-        "slow link", 0.25, shares.exchanging(slow=True),
-        lambda f: f"waits for a slow link between the ranks: {changes.bandwidths(f)}",
+        "slow link", 0.25, exchanging(slow=True),
+        lambda f: f"waits for a slow link between the ranks: {bandwidths(f)}",
         lambda f: Change("Set launch.interface to the machines' fastest network interface (see harness doctor)",
-                         {}, shares.expected_exchange_s(f) / f.exchange_s),
+                         {}, expected_exchange_s(f) / f.exchange_s),
     ),
     SlowCause(
-        "gradient volume", 0.25, shares.exchanging(slow=False),
-        lambda f: f"exchanges {f.gradient_bytes / MIB:.1f} MiB of gradients in each step: {changes.bandwidths(f)}",
-        changes.volume_change,
+        "gradient volume", 0.25, exchanging(slow=False),
+        lambda f: f"exchanges {f.gradient_bytes / MIB:.1f} MiB of gradients in each step: {bandwidths(f)}",
+        volume_change,
     ),
     SlowCause(
-        "tiny batches", 0.4, shares.host("batch"),
-        lambda f: f"starts {f.operations} operations per pass of {changes.rows(f)}, so the host is the bottleneck",
-        changes.batch_change,
+        "tiny batches", 0.4, host("batch"),
+        lambda f: f"starts {f.operations} operations per pass of {rows(f)}, so the host is the bottleneck",
+        batch_change,
     ),
     SlowCause(
-        "micro-batches", 0.4, shares.host("micro-batches"),
-        lambda f: f"splits its steps into micro-batches of {changes.rows(f)}, so the host is the bottleneck",
-        changes.accumulate_change,
+        "micro-batches", 0.4, host("micro-batches"),
+        lambda f: f"splits its steps into micro-batches of {rows(f)}, so the host is the bottleneck",
+        accumulate_change,
     ),
     SlowCause(
-        "small operations", 0.4, shares.host("model"),
+        "small operations", 0.4, host("model"),
         lambda f: f"runs {f.operations} small operations per pass, so the host is the bottleneck",
         lambda f: Change("Set model.compile=true, which fuses operations", {"model.compile": True}, 0.5),
     ),
     SlowCause(
-        "frequent evaluation", 0.25, shares.evaluation(False),
-        lambda f: f"evaluates {plural(f.evaluations, 'time')} in {plural(f.epochs, 'epoch')}", changes.evaluate_change,
+        "frequent evaluation", 0.25, evaluation(False),
+        lambda f: f"evaluates {plural(f.evaluations, 'time')} in {plural(f.epochs, 'epoch')}", evaluate_change,
     ),
     SlowCause(
-        "slow evaluation", 0.25, shares.evaluation(True),
+        "slow evaluation", 0.25, evaluation(True),
         lambda f: f"needs {1e3 * f.eval_row_s:.1f} ms per validation row, but only {1e3 * f.train_s / f.rows:.1f} "
                   "ms per "
         "training row",
-        changes.slow_evaluation_change,
+        slow_evaluation_change,
     ),
     SlowCause(
-        "frequent checkpoints", 0.15, shares.saving(False),
-        lambda f: f"writes {plural(shares.num_saves(f), 'checkpoint')} in {plural(f.steps, 'step')}",
-        changes.saving_change,
+        "frequent checkpoints", 0.15, saving(False),
+        lambda f: f"writes {plural(num_saves(f), 'checkpoint')} in {plural(f.steps, 'step')}",
+        saving_change,
     ),
     SlowCause(
-        "slow checkpoints", 0.15, shares.saving(True),
-        lambda f: f"waits {shares.save_s(f):.1f} s for each checkpoint of {checkpoint_bytes(f.path) / MIB:.1f} MiB",
-        changes.async_change,
+        "slow checkpoints", 0.15, saving(True),
+        lambda f: f"waits {save_s(f):.1f} s for each checkpoint of {checkpoint_bytes(f.path) / MIB:.1f} MiB",
+        async_change,
     ),
     SlowCause(
         "log lines", 0.15, lambda f: f.share("log"),
-        changes.log_text, changes.log_change,
+        log_text, log_change,
     ),
     SlowCause(
         "optimizer", 0.4, lambda f: f.share("optimizer"),
         lambda f: f"updates {f.gradient_bytes / MIB:.0f} MiB of weights in each step",
-        changes.optimizer_change,
+        optimizer_change,
     ),
     SlowCause(
         "loop", 0.3, lambda f: f.share("host"), lambda f: "spends its time between the steps, in Python",
