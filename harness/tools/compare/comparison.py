@@ -1,19 +1,114 @@
-"""The comparison of two runs, or of two groups of runs that differ only by seed."""
+"""The comparison of two runs, or of two groups of runs that differ only by seed: settings, equality and results."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal
+
+import pyarrow.compute as pc
 
 from harness.config import seals
+from harness.config.schema import flatten, recipe_difference
 from harness.errors import ConfigError
 from harness.runs import layout
-from harness.runs.reader import Record, find
-from harness.tools.compare import equality, results, settings
-from harness.tools.compare.equality import Equality
-from harness.tools.compare.results import Evaluations, Metric, PairedPredictions, Spread, Throughput
-from harness.tools.compare.settings import SettingsComparison
+from harness.runs.reader import Record, changes, find, over_starts
+from harness.tools.compare import significance
+from harness.tools.report import history
+from harness.tools.report.history import NOT_METRICS
+from harness.tools.report.mistakes import read_predictions
+from harness.tools.report.reproduce import machine
+from harness.tools.report.run_set import LENGTH
+
+Pair = tuple[Any, Any]
+Differences = dict[str, Pair]
+Verdict = Literal["equal", "equal so far", "different"]
+"""equal: every file is bitwise equal, times excluded · equal so far: one of the runs is incomplete, and nothing differs
+that both have · different."""
+
+_TOPOLOGY = ("world_size", "ranks", "launched_by", "threads", "amp")
+
+
+@dataclass(frozen=True)
+class Code:
+    """Git commits of the starts of each run, in order; None outside a repository. ``changed``: a start had uncommitted
+    changes. ``same`` is None if that leaves the question open."""
+
+    commits: tuple[list[str | None], list[str | None]]
+    changed: tuple[bool, bool]
+    same: bool | None
+
+
+@dataclass(frozen=True)
+class SettingsComparison:
+    """Only the differences, {dotted key: (one, other)}; None if a run does not record them (``missing``: why)."""
+
+    recipe: Differences | None
+    other: Differences | None
+    code: Code | None
+    packages: Differences | None
+    topology: Differences | None
+    missing: list[str]
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Metrics of the newest evaluation of a run, and of the best one, whose weights it kept; empty if there is none."""
+
+    step: int | None
+    final: dict[str, float]
+    best_step: int | None
+    best: dict[str, float]
+    best_metric: str | None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of two runs, in the newest evaluation and in the best one."""
+
+    name: str
+    final: tuple[float | None, float | None]
+    best: tuple[float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """None where the log has no value. ``rows_per_s``: in training, over all ranks."""
+
+    wall_s: float | None
+    rows_per_s: float | None
+
+
+@dataclass(frozen=True)
+class PairedPredictions:
+    """Predictions of both runs' best weights for the same rows: how many rows both predict correctly, only A, only B,
+    neither. ``interval``: of B's accuracy minus A's. ``p``: of McNemar's exact test."""
+
+    rows: int
+    both: int
+    only_one: int
+    only_other: int
+    neither: int
+    difference: float
+    interval: tuple[float, float]
+    p: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A metric over the seeds of two groups. Standard errors and the interval are None for a single seed."""
+
+    name: str
+    values: tuple[list[float], list[float]]
+    means: tuple[float, float]
+    errors: tuple[float | None, float | None]
+    interval: tuple[float, float] | None
+
+    @property
+    def difference(self) -> float:
+        return self.means[1] - self.means[0]
 
 
 @dataclass(frozen=True)
@@ -30,9 +125,18 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Equality:
+    """``step``: the first at which a log line or a checkpoint differs, if one does. ``lines``: what differs."""
+
+    verdict: Verdict
+    step: int | None
+    lines: list[str]
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """``equality``, ``metrics``, ``throughput`` and ``predictions`` are of two single runs; ``by_seed`` and ``spreads``
-    ({"best" or "final": metrics}) of two groups."""
+    """``equality``, ``metrics``, ``throughput`` and ``predictions`` are of two single runs; ``spreads`` ({"best" or
+    "final": metrics}) of two groups."""
 
     one: Side
     other: Side
@@ -43,20 +147,16 @@ class Comparison:
     metrics: list[Metric]
     predictions: PairedPredictions | None
     why_no_predictions: str
-    by_seed: dict[Any, Equality]
     spreads: dict[str, list[Spread]]
 
     @property
     def same(self) -> bool:
-        """True if both sides are complete and bitwise equal."""
-        if self.equality:
-            return self.equality.verdict == "equal"
-        matched = set(self.one.seeds) == set(self.other.seeds) == set(self.by_seed)
-        return matched and all(equal.verdict == "equal" for equal in self.by_seed.values())
+        """True if both sides are single runs, complete and bitwise equal."""
+        return self.equality is not None and self.equality.verdict == "equal"
 
 
 def seed(record: Record) -> Any:
-    return settings.with_defaults(record.config).get("seed")
+    return record.config.get("seed")
 
 
 def side(path: Path) -> Side:
@@ -83,7 +183,7 @@ def side(path: Path) -> Side:
 def _require_one_recipe(path: Path, runs: list[Record]) -> None:
     first, seen = runs[0], {seed(runs[0]): runs[0]}
     for run in runs[1:]:
-        keys = [key for key in settings.config_differences(first, run)[0] if key != "seed"]
+        keys = [key for key in config_differences(first, run)[0] if key != "seed"]
         if first.ranks != run.ranks:
             keys.append("number of ranks")
         if keys:
@@ -113,27 +213,37 @@ def _earlier_predictions(*runs: Record) -> str:
 
 
 def compare(one: Side, other: Side, trust: bool = False) -> Comparison:
-    """Compare two runs; or two groups: their runs of equal seed, and their metrics over all seeds. ``trust``: import
-    checkpoint formats that a run of someone else names."""
-    mine, theirs = ([results.evaluations(run) for run in side.runs] for side in (one, other))
+    """Compare two runs; or the metrics of two groups over their seeds. ``trust``: import checkpoint formats that a run
+    of someone else names."""
+    mine, theirs = ([evaluations(run) for run in side.runs] for side in (one, other))
     first, second = one.runs[0], other.runs[0]
-    differences = settings.compare(first, second)
-    evaluations, throughput = (mine[0], theirs[0]), (results.throughput(first), results.throughput(second))
+    differences = compare_settings(first, second)
+    newest, speeds = (mine[0], theirs[0]), (throughput(first), throughput(second))
     if len(one.runs) == len(other.runs) == 1:
         early = _earlier_predictions(first, second)
-        predictions, why = (None, early) if early else results.paired_predictions(first.path, second.path)
+        predictions, why = (None, early) if early else paired_predictions(first.path, second.path)
+        equal = compare_files(first, second, trust)
         return Comparison(
-            one, other, differences, equality.compare(first, second, trust), evaluations, throughput,
-            results.metrics(*evaluations), predictions, why, {}, {},
+            one, other, differences, equal, newest, speeds, metrics(*newest), predictions, why, {}
         )  # fmt: skip
-    partners = dict(zip(other.seeds, other.runs, strict=True))
-    by_seed = {
-        name: equality.compare(run, partners[name], trust)
-        for name, run in zip(one.seeds, one.runs, strict=True)
-        if name in partners
-    }
-    spreads = {of: results.spreads(mine, theirs, best=of == "best") for of in ("best", "final")}
-    return Comparison(one, other, differences, None, evaluations, throughput, [], None, "", by_seed, spreads)
+    found = {of: spreads(mine, theirs, best=of == "best") for of in ("best", "final")}
+    return Comparison(one, other, differences, None, newest, speeds, [], None, "", found)
+
+
+def compare_files(one: Record, other: Record, trust: bool = False) -> Equality:
+    """Compare checkpoints, weights, logs and predictions of two runs bit for bit."""
+    from harness.runs import checkpoint
+    from harness.tools.compare import exactness  # imports torch, which takes seconds
+    from harness.tools.compare.first_difference import FirstDifference
+
+    found = exactness.differences(one.path, other.path, trust)
+    saved = [checkpoint.steps(run.path / layout.CHECKPOINTS).keys() for run in (one, other)]
+    first = FirstDifference(found, sorted(saved[0] & saved[1]))
+    complete = one.state == other.state == "finished"
+    verdict: Verdict = "different"
+    if first.step is None and not (found and complete):
+        verdict = "equal" if complete else "equal so far"
+    return Equality(verdict, first.step, list(first.lines()))
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
@@ -159,9 +269,156 @@ def as_json(found: Comparison) -> dict[str, Any]:
         "metrics": [asdict(metric) for metric in found.metrics],
         "predictions": asdict(found.predictions) if found.predictions else None,
         "why_no_predictions": found.why_no_predictions,
-        "by_seed": {str(name): asdict(equal) for name, equal in found.by_seed.items()},
         "spreads": {
             of: [{**asdict(spread), "difference": spread.difference} for spread in spreads]
             for of, spreads in found.spreads.items()
         },
     }
+
+
+# Settings
+
+
+def compare_settings(one: Record, other: Record) -> SettingsComparison:
+    recipe, rest = config_differences(one, other) if one.config and other.config else (None, None)
+    missing = [
+        f"{label} has no {name} that can be read"
+        for label, record in (("A", one), ("B", other))
+        for name, content in ((layout.CONFIG, record.config), (layout.PROVENANCE, record.provenance))
+        if not content
+    ]
+    if not (one.provenance and other.provenance):
+        return SettingsComparison(recipe, rest, None, None, None, missing)
+    starts = one.provenance, other.provenance
+    packages = _differences(*map(_packages, starts))
+    topology = _differences(*map(_topology, starts))
+    return SettingsComparison(recipe, rest, _code(*starts), packages, topology, missing)
+
+
+def config_differences(one: Record, other: Record) -> tuple[Differences, Differences]:
+    """(differences that change what is trained, and its length; differences that do not)."""
+    rest = _differences(*(flatten(run.config) | _lengths(run) for run in (one, other)))
+    recipe = recipe_difference(one.config, other.config) | {key: rest[key] for key in LENGTH if key in rest}
+    return recipe, {key: pair for key, pair in rest.items() if key not in recipe}
+
+
+def _lengths(run: Record) -> dict[str, str]:
+    """{key: "8 until step 120, then 12"} of the settings of the length that changed at a resume."""
+    found = {}
+    for key, values in run.lengths.items():
+        shown = ["null" if value is None else str(value) for _, value in values]
+        ends = [f" until step {step}, then " for step, _ in values[1:]]
+        if ends:
+            found[key] = "".join(f"{value}{end}" for value, end in zip(shown, [*ends, ""], strict=True))
+    return found
+
+
+def _topology(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    shown = [{**start, "ranks": machine(start)} for start in starts]
+    return {key: over_starts(start.get(key) for start in shown) for key in _TOPOLOGY}
+
+
+def _packages(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    flat = [
+        {**(start.get("packages") or {}), **{key: start.get(key) for key in ("python", "cuda")}} for start in starts
+    ]
+    names = dict.fromkeys(name for start in flat for name in start)
+    return {name: over_starts(start.get(name) for start in flat) for name in names}
+
+
+def _code(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> Code:
+    git = [[start.get("git") or {} for start in starts] for starts in (one, other)]
+    commits = [changes(start.get("commit") for start in starts) for starts in git]
+    changed = [any(bool(start.get("changed")) for start in starts) for starts in git]
+    equal = commits[0] == commits[1]
+    undecided = equal and (any(changed) or None in commits[0])
+    return Code((commits[0], commits[1]), (changed[0], changed[1]), None if undecided else equal)
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> Differences:
+    return {key: (one.get(key), other.get(key)) for key in sorted({*one, *other}) if one.get(key) != other.get(key)}
+
+
+# Results
+
+
+def throughput(record: Record) -> Throughput:
+    past = history.read(record, None, "max")
+    return Throughput(past.wall_s, past.rows_per_s)
+
+
+def evaluations(record: Record) -> Evaluations:
+    """Read the log, which exists while a run is still training; its summary names the best evaluation."""
+    table = record.metrics()
+    rows = table.filter(pc.equal(table["split"], "eval")).to_pylist()
+    by_step = {row["step"]: _metrics(row) for row in rows if row["step"] is not None}
+    best = record.summary.get("best")
+    best = best if isinstance(best, dict) else {}
+    last = max(by_step, default=None)
+    metric = next((name for name in best if name != "step"), None)
+    step = best.get("step") if metric and best[metric] is not None else None
+    return Evaluations(last, by_step.get(last, {}), step, by_step.get(step, {}), metric)
+
+
+def _metrics(row: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in row.items()
+        if name not in NOT_METRICS and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def metrics(one: Evaluations, other: Evaluations) -> list[Metric]:
+    """Every metric of either run in the order of the logs, the metric that selects the best weights first."""
+    names = dict.fromkeys([*one.final, *other.final])
+    order = sorted(names, key=lambda name: name not in (one.best_metric, other.best_metric))
+    return [
+        Metric(name, (one.final.get(name), other.final.get(name)), (one.best.get(name), other.best.get(name)))
+        for name in order
+    ]
+
+
+def paired_predictions(one: Path, other: Path) -> tuple[PairedPredictions | None, str]:
+    """Pair predictions.csv of two run folders row by row; or the reason why this is impossible."""
+    tables, read = [], []
+    for label, folder in (("A", one), ("B", other)):
+        table = read_predictions(folder / layout.PREDICTIONS)
+        if table is None or "id" not in table.column_names:
+            return None, f"{label} has no predictions.csv with ids, predictions and labels"
+        read.append(table)
+        tables.append(table.select(["id", "prediction", "label"]))
+    mine, theirs = tables
+    if any("error" in table.column_names for table in read):
+        return None, "they are numbers, not classes; see the error metrics above"
+    if mine.select(["id", "label"]) != theirs.select(["id", "label"]):
+        if any(len(pc.unique(table["id"])) < len(table) for table in tables):
+            return None, "their predictions.csv files contain different rows"
+        mine = mine.join(theirs, ["id", "label"], right_suffix="_other", join_type="inner").combine_chunks()
+    else:
+        mine = mine.append_column("prediction_other", theirs["prediction"])
+    mine = mine.drop_null()
+    if not len(mine):
+        return None, "their predictions.csv files have no row in common"
+    right, other_right = pc.equal(mine["prediction"], mine["label"]), pc.equal(mine["prediction_other"], mine["label"])
+    both, only_one, only_other = (
+        pc.sum(pc.and_(*pair)).as_py()
+        for pair in ((right, other_right), (right, pc.invert(other_right)), (pc.invert(right), other_right))
+    )
+    counts = both, only_one, only_other, len(mine) - both - only_one - only_other
+    interval, p = significance.paired_interval(*counts), significance.mcnemar(only_one, only_other)
+    return PairedPredictions(len(mine), *counts, (only_other - only_one) / len(mine), interval, p), ""
+
+
+def spreads(one: Sequence[Evaluations], other: Sequence[Evaluations], best: bool) -> list[Spread]:
+    """Metrics that all runs of both groups have, over their seeds, of the best evaluations or of the newest."""
+    groups = [[run.best if best else run.final for run in group] for group in (one, other)]
+    names = [name for name in groups[0][0] if all(name in run for group in groups for run in group)]
+    deciding = one[0].best_metric
+    found = []
+    for name in sorted(names, key=lambda name: name != deciding):
+        mine, theirs = ([run[name] for run in group] for group in groups)
+        errors = significance.standard_error(mine), significance.standard_error(theirs)
+        found.append(
+            Spread(name, (mine, theirs), (fmean(mine), fmean(theirs)), errors, significance.welch(mine, theirs))
+        )
+    return found

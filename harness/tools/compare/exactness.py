@@ -1,7 +1,6 @@
 """Two finished run folders compared bit for bit: checkpoints, best weights, log, summary and predictions. Needs torch.
 
-``harness.tools.compare.equality`` compares two runs that may be incomplete; here one must repeat the other exactly, so
-anything missing is a difference, too.
+One must repeat the other exactly, so anything missing is a difference, too.
 """
 
 from __future__ import annotations
@@ -45,14 +44,15 @@ class Difference:
         )
 
 
-def differences(one: Path, other: Path) -> list[Difference]:
+def differences(one: Path, other: Path, trust: bool = False) -> list[Difference]:
     """Every difference between two run folders; empty if one repeats the other bit for bit.
 
     Times and the names of the runs do not count, nor do checkpoints that only one folder has kept, unless it is the
     newest or the best one.
     Reads all checkpoints that both have. Folders without a log or checkpoint are different, even if both lack it.
+    ``trust``: import the checkpoint format that a run of someone else names.
     """
-    return [*_logs(one, other), *_checkpoints(one, other), *_summaries(one, other), *_files(one, other)]
+    return [*_logs(one, other), *_checkpoints(one, other, trust), *_summaries(one, other), *_files(one, other)]
 
 
 def _logs(one: Path, other: Path) -> Iterator[Difference]:
@@ -91,7 +91,7 @@ def _without_times(value: Any) -> Any:
     return value
 
 
-def _checkpoints(one: Path, other: Path) -> Iterator[Difference]:
+def _checkpoints(one: Path, other: Path, trust: bool) -> Iterator[Difference]:
     folders = one / layout.CHECKPOINTS, other / layout.CHECKPOINTS
     for pointer in _POINTERS:
         names = [_text(folder / pointer) for folder in folders]
@@ -105,7 +105,7 @@ def _checkpoints(one: Path, other: Path) -> Iterator[Difference]:
             yield _plain(file, "state", [problem or "intact" for problem in problems], step)
             continue
         try:
-            yield from (Difference(file, what, step) for what in saved_state.between(mine[step], theirs[step]))
+            yield from (Difference(file, what, step) for what in saved_state.between(mine[step], theirs[step], trust))
         except (CheckpointError, AttributeError, KeyError, TypeError) as error:
             yield _plain(file, "state", ("cannot be compared", first_line(error)), step)
 
@@ -121,7 +121,7 @@ def _files(one: Path, other: Path) -> Iterator[Difference]:
         pair = [_content(folder / name) for folder in (one, other)]
         if pair[0] == pair[1]:
             continue
-        tensor = saved_state.weights(one, other).first if name == layout.WEIGHTS else None
+        tensor = saved_state.weights(one / name, other / name) if name == layout.WEIGHTS else None
         yield Difference(name, tensor) if tensor else _plain(name, "first difference", _first_lines(*pair))
 
 

@@ -11,8 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from harness.errors import CheckpointError, first_line
-from harness.runs import checkpoint, layout
+from harness.runs import checkpoint
 
 _FIRST = ("model", "optimizer", "amp", "ema", "state", "ranks")  # the order in which differences are reported
 _IGNORED = ("log_offset", "log_sha256")  # of the log, in which the times vary
@@ -29,79 +28,17 @@ class StateDifference:
     values: tuple[Any, Any] | None
 
 
-@dataclass(frozen=True)
-class WeightsComparison:
-    """``steps``: the steps at which the best weights were saved. ``same`` is None if there is no comparison, for the
-    reason ``why``."""
-
-    same: bool | None
-    steps: tuple[int | None, int | None] = (None, None)
-    first: StateDifference | None = None
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class CheckpointsComparison:
-    """Complete checkpoints of both runs, from the first to the newest or to the first that differs. ``steps``: in both.
-    ``refused``: damaged checkpoints."""
-
-    same: bool | None
-    steps: list[int]
-    equal: list[int]
-    differs: int | None = None
-    first: StateDifference | None = None
-    newest: tuple[int | None, int | None] = (None, None)
-    refused: tuple[str, ...] = ()
-
-
-def weights(one: Path, other: Path) -> WeightsComparison:
-    """Compare the best weights of two run folders."""
-    missing = [label for label, folder in (("A", one), ("B", other)) if not _weights(folder).is_file()]
-    if missing:
-        has = "has" if len(missing) == 1 else "have"
-        return WeightsComparison(None, why=f"{' and '.join(missing)} {has} no weights yet (no evaluation so far)")
+def weights(one: Path, other: Path) -> StateDifference | None:
+    """The first difference between two files of weights; None if they cannot be read, or only their steps differ."""
     try:
-        with safe_open(_weights(one), "pt") as mine, safe_open(_weights(other), "pt") as theirs:
-            steps = _step(mine), _step(theirs)
-            if steps[0] != steps[1]:
-                return WeightsComparison(None, steps, why=f"A saved them at step {steps[0]}, B at step {steps[1]}")
-            names = sorted({*mine.keys(), *theirs.keys()})
-            for name in names:
-                pair = [file.get_tensor(name) if name in file.keys() else None for file in (mine, theirs)]  # noqa: SIM118
-                first = next(differing(name, *pair), None)
-                if first:
-                    return WeightsComparison(False, steps, first)
-    except (SafetensorError, OSError) as error:
-        return WeightsComparison(None, why=f"weights.safetensors cannot be read: {first_line(error)}")
-    return WeightsComparison(True, steps)
-
-
-def checkpoints(one: Path, other: Path, trust: bool = False) -> CheckpointsComparison:
-    """Compare the checkpoints of the same steps of two run folders, up to the first that differs."""
-    mine, theirs = checkpoint.steps(one / layout.CHECKPOINTS), checkpoint.steps(other / layout.CHECKPOINTS)
-    newest = max(mine, default=None), max(theirs, default=None)
-    common = sorted(mine.keys() & theirs.keys())
-    equal: list[int] = []
-    refused: list[str] = []
-    for step in common:
-        problems = [
-            f"{label}, step {step}: {problem}"
-            for label, path in (("A", mine[step]), ("B", theirs[step]))
-            if (problem := checkpoint.damage(path))
-        ]
-        try:
-            found = None if problems else next(between(mine[step], theirs[step], trust), None)
-        except CheckpointError as error:
-            problems.append(f"step {step}: {error.message}")
-        except (AttributeError, KeyError, TypeError):
-            problems.append(f"step {step}: not a checkpoint of this harness")
-        if problems:
-            refused += problems
-        elif found:
-            return CheckpointsComparison(False, common, equal, step, found, newest, tuple(refused))
-        else:
-            equal.append(step)
-    return CheckpointsComparison(True if equal else None, common, equal, None, None, newest, tuple(refused))
+        with safe_open(one, "pt") as mine, safe_open(other, "pt") as theirs:
+            for name in sorted({*mine.keys(), *theirs.keys()}):
+                pair = [file.get_tensor(name) if name in file.keys() else ABSENT for file in (mine, theirs)]  # noqa: SIM118
+                if first := next(differing(name, *pair), None):
+                    return first
+    except (SafetensorError, OSError):
+        pass
+    return None
 
 
 def between(one: Path, other: Path, trust: bool = False) -> Iterator[StateDifference]:
@@ -168,12 +105,3 @@ def _short(value: Any) -> Any:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return value if value is None or isinstance(value, str | int | float) else f"{type(value).__name__} of {len(value)}"
-
-
-def _weights(folder: Path) -> Path:
-    return folder / layout.WEIGHTS
-
-
-def _step(file: Any) -> int | None:
-    step = checkpoint.weights_metadata(file).get("step", "")
-    return int(step) if step.isdigit() else None

@@ -6,19 +6,24 @@ from collections.abc import Iterator, Sequence
 
 from harness.errors import plural
 from harness.runs.reader import Record
-from harness.tools.compare.comparison import Comparison
-from harness.tools.compare.equality import Equality, LogComparison
-from harness.tools.compare.results import Metric, PairedPredictions, Spread, Throughput
-from harness.tools.compare.saved_state import StateDifference
-from harness.tools.compare.settings import Code, Differences, SettingsComparison, with_defaults
+from harness.tools.compare.comparison import (
+    Code,
+    Comparison,
+    Differences,
+    Equality,
+    Metric,
+    PairedPredictions,
+    SettingsComparison,
+    Spread,
+    Throughput,
+)
 from harness.tools.compare.significance import LEVEL
 from harness.tools.report import formatting
 
 VERDICTS = {
-    "equal": "Bitwise equal: weights, newest checkpoint and log.",
-    "equal so far": "Bitwise equal as far as both runs go; the missing parts are listed below.",
+    "equal": "Bitwise equal: checkpoints, weights, log and predictions.",
+    "equal so far": "Nothing differs as far as both runs go.",
     "different": "Not equal.",
-    "unknown": "Cannot tell whether they are equal: there is nothing to compare.",
 }
 _SHOWN_ELSEWHERE = ("name", "output", "launch")  # as paths, and as the ranks of the topology
 
@@ -48,31 +53,13 @@ def _state(record: Record) -> str:
 
 def _equality(found: Comparison) -> Iterator[str]:
     if pair := found.equality:
-        yield f"{VERDICTS[pair.verdict]} {_divergence(pair)}".rstrip()
-        yield f"  weights      {_weights(pair)}"
-        yield f"  checkpoints  {_checkpoints(pair)}"
-        yield from (f"               {problem}" for problem in pair.checkpoints.refused)
-        yield from (f"  {'log' if not number else '':<11}  {line}" for number, line in enumerate(_log(pair.log)))
+        yield VERDICTS[pair.verdict] + (f" They differ from step {pair.step} on." if pair.step is not None else "")
+        yield from (f"  {line}" for line in pair.lines)
         yield from _world_sizes(found, pair)
-    elif not found.by_seed:
-        yield "Not equal: the groups have no seed in common."
-    for seed, equal in found.by_seed.items():
-        yield f"seed {seed}: {VERDICTS[equal.verdict]} {_divergence(equal)}".rstrip()
-
-
-def _divergence(equality: Equality) -> str:
-    if equality.divergence is None:
-        return ""
-    low, high = equality.divergence
-    if low == high:
-        return f"They diverge at step {low}."
-    if not low:
-        return "They diverge in the first step." if high == 1 else f"They diverge within the first {high} steps."
-    return f"They diverge between step {low} and step {high}."
 
 
 def _world_sizes(found: Comparison, pair: Equality) -> Iterator[str]:
-    """The reasons why runs with different numbers of ranks diverge."""
+    """The reasons why runs with different numbers of ranks differ."""
     one, other = found.one.runs[0].ranks, found.other.runs[0].ranks
     if pair.verdict != "different" or not one or not other or one == other:
         return
@@ -80,56 +67,9 @@ def _world_sizes(found: Comparison, pair: Equality) -> Iterator[str]:
         f"  On {one} and on {formatting.ranks(other)}, sums are computed in different orders, so the last digits "
         "differ."
     )
-    shards = {with_defaults(side.runs[0].config)["data"]["shard"] for side in (found.one, found.other)}
-    if shards != {"global"}:
+    shards = [side.runs[0].config.get("data") for side in (found.one, found.other)]
+    if any(not isinstance(data, dict) or data.get("shard") != "global" for data in shards):
         yield "  The batches hold different rows, too; data.shard=global makes them equal for any number of ranks."
-
-
-def _weights(equality: Equality) -> str:
-    weights = equality.weights
-    if weights.same is None:
-        return f"not compared: {weights.why}"
-    at = f" (saved at step {weights.steps[0]})" if weights.steps[0] is not None else ""
-    return f"{'equal' if weights.first is None else _first(weights.first)}{at}"
-
-
-def _checkpoints(equality: Equality) -> str:
-    found = equality.checkpoints
-    if not found.steps:
-        newest = ", ".join(
-            f"{label} {'has none' if step is None else f'ends with step {step}'}"
-            for label, step in zip("AB", found.newest, strict=True)
-        )
-        return f"not compared: no step in common ({newest})"
-    equal = f"equal at step{'s' if len(found.equal) > 1 else ''} {', '.join(map(str, found.equal))}"
-    parts = [equal] if found.equal else []
-    if found.first is not None:
-        parts.append(f"at step {found.differs} {_first(found.first)}")
-    return "; ".join(parts) or "not compared"
-
-
-def _first(part: StateDifference) -> str:
-    if part.values is not None:
-        return f"first difference in {part.name}: {part.values[0]} and {part.values[1]}"
-    return f"first difference in {part.name}, " + (f"up to {part.by:.3g}" if part.by is not None else "in its shape")
-
-
-def _log(log: LogComparison) -> Iterator[str]:
-    if not log.compared:
-        yield f"not compared: no entries for the same steps ({log.lines[0]} and {log.lines[1]} entries)"
-        return
-    yield f"equal entries for the same steps, times excluded: {log.equal} of {log.compared}"
-    alone = [f"{label} has {lines - log.compared} more" for label, lines in zip("AB", log.lines, strict=True)
-             if lines > log.compared]  # fmt: skip
-    if alone:
-        yield f"{', '.join(alone)} (A ends at step {log.last_steps[0]}, B at step {log.last_steps[1]})"
-    if log.first:
-        start, end = log.first.steps
-        yield f"first difference: {log.first.split}, {f'step {end}' if start == end else f'steps {start} to {end}'}"
-        for name, pair in log.first.fields.items():
-            yield f"  {name}  {formatting.short(pair[0])}  {formatting.short(pair[1])}"
-        if log.loss and log.loss[0]:
-            yield f"largest difference of the training loss: {log.loss[0]:.3g}, at step {log.loss[1]}"
 
 
 # Settings
@@ -228,14 +168,7 @@ def _predictions(found: PairedPredictions | None, why: str) -> Iterator[str]:
 
 
 def _throughput(one: Throughput, other: Throughput) -> Iterator[str]:
-    rows: list[tuple[str, float | None, float | None]] = [
-        ("total seconds", one.wall_s, other.wall_s), ("rows per second", one.rows_per_s, other.rows_per_s),
-    ]  # fmt: skip
-    rows += [
-        (name.replace("time_", "share: ", 1), share, other.shares[name])
-        for name, share in one.shares.items()
-        if name in other.shares
-    ]
+    rows = (("total seconds", one.wall_s, other.wall_s), ("rows per second", one.rows_per_s, other.rows_per_s))
     yield "  time"
     cells = [(name, *map(formatting.number, values)) for name, *values in rows]
     yield from formatting.table([("", "A", "B"), *cells], "    ")

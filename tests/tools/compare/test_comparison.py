@@ -11,9 +11,7 @@ import pytest
 
 from harness.errors import ConfigError
 from harness.runs.reader import read
-from harness.tools.compare import comparison, results, settings, text
-from harness.tools.compare.equality import compare_logs
-from harness.tools.report.history import PHASES
+from harness.tools.compare import comparison, text
 
 
 def write_run(folder: Path, evaluations: list[dict[str, Any]], best: int | None = None, **config: Any) -> Path:
@@ -44,13 +42,13 @@ def predictions(folder: Path, rows: list[tuple[Any, Any, Any]], columns: str = "
 
 def test_newest_and_best_evaluation(tmp_path):
     lines = [{"step": 5, "top1": 0.9, "loss": 0.5, "rows": 7}, {"step": 9, "top1": 0.8, "loss": 0.4, "rows": 7}]
-    one = results.evaluations(read(write_run(tmp_path / "a", lines, 5)))
+    one = comparison.evaluations(read(write_run(tmp_path / "a", lines, 5)))
     assert (one.step, one.final) == (9, {"loss": 0.4, "top1": 0.8})
     assert (one.best_step, one.best, one.best_metric) == (5, {"loss": 0.5, "top1": 0.9}, "top1")
-    none = results.evaluations(read(write_run(tmp_path / "b", [])))
+    none = comparison.evaluations(read(write_run(tmp_path / "b", [])))
     assert (none.step, none.final, none.best_step, none.best) == (None, {}, None, {})
-    assert [metric.name for metric in results.metrics(one, none)] == ["top1", "loss"]
-    assert results.metrics(one, none)[0].final == (0.8, None)
+    assert [metric.name for metric in comparison.metrics(one, none)] == ["top1", "loss"]
+    assert comparison.metrics(one, none)[0].final == (0.8, None)
 
 
 def test_predictions_are_paired(tmp_path):
@@ -59,7 +57,7 @@ def test_predictions_are_paired(tmp_path):
         ["cat", "dog", "dog", "cat", "dog", "NA"], truth, strict=True))])  # fmt: skip
     other = predictions(tmp_path / "b", [(i, g, t) for i, (g, t) in enumerate(zip(
         ["cat", "cat", "cat", "cat", "", "NA"], truth, strict=True))])  # fmt: skip
-    found, why = results.paired_predictions(one, other)
+    found, why = comparison.paired_predictions(one, other)
     # The row without a guess (an image that could not be read) is left out.
     assert (found.rows, found.both, found.only_one, found.only_other, found.neither, why) == (5, 2, 1, 1, 1, "")
     assert (found.difference, found.p) == (0.0, 1.0)
@@ -69,7 +67,7 @@ def test_predictions_are_paired(tmp_path):
 def test_rows_of_another_order_are_paired_by_id_and_truth(tmp_path):
     one = predictions(tmp_path / "a", [("x.png", 1, 1), ("y.png", 0, 1), ("z.png", 1, 1), ("w.png", 1, 0)])
     other = predictions(tmp_path / "b", [("z.png", 0, 1), ("y.png", 1, 1), ("v.png", 1, 1), ("w.png", 1, 1)])
-    found, _ = results.paired_predictions(one, other)
+    found, _ = comparison.paired_predictions(one, other)
     assert (found.rows, found.both, found.only_one, found.only_other, found.neither) == (2, 0, 1, 1, 0)
 
 
@@ -86,7 +84,7 @@ def test_rows_of_another_order_are_paired_by_id_and_truth(tmp_path):
 def test_predictions_that_cannot_be_paired(tmp_path, rows, columns, why):
     one = predictions(tmp_path / "a", [("x", 1, 1), ("y", 0, 1)])
     other = tmp_path / "b" if rows is None else predictions(tmp_path / "b", rows, columns)
-    found, said = results.paired_predictions(one, other)
+    found, said = comparison.paired_predictions(one, other)
     assert found is None
     assert why in said
 
@@ -156,14 +154,6 @@ def test_unfinished_runs_of_a_group_are_left_out(tmp_path):
         comparison.side(group)
 
 
-def test_missing_settings_of_an_older_version_are_defaults(tmp_path):
-    one = read(write_run(tmp_path / "a", [], optimizer={"name": "sgd", "lr": 0.1}))
-    other = read(write_run(tmp_path / "b", [], optimizer={"name": "sgd", "lr": 0.1, "larc": None, "args": {}}))
-    found = settings.compare(one, other)
-    assert found.recipe == {}
-    assert found.other == {"name": ("a", "b")}
-
-
 def test_length_of_the_training_is_a_difference_of_the_recipe(tmp_path):
     """It may change at a resume, but two runs of different lengths have different schedules."""
     runs = [comparison.side(write_run(tmp_path / f"{n}", [], train={"epochs": n}, launch={"nproc": n})) for n in (3, 4)]
@@ -197,38 +187,11 @@ def test_run_that_was_resumed_with_other_packages(tmp_path):
     (one / "provenance.json").write_text(json.dumps(starts))
     again = {**starts[0], "git": {"commit": "b" * 40, "changed": False}, "packages": {"torch": "2.15"}}
     (other / "provenance.json").write_text(json.dumps([*starts, again]))
-    found = settings.compare(read(one), read(other))
+    found = comparison.compare_settings(read(one), read(other))
     assert found.packages == {"torch": ("2.14", "2.14, then 2.15")}
     assert found.topology == {}
     assert found.code.commits == (["a" * 40], ["a" * 40, "b" * 40])
     assert found.code.same is False
-
-
-def lines(folder: Path, *rows: dict[str, Any]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"epoch": 0, **row}) + "\n" for row in rows))
-    return folder
-
-
-def test_losses_over_different_steps_are_not_compared(tmp_path):
-    one = lines(tmp_path / "a", *({"split": "train", "step": s, "loss": 1 / s} for s in (2, 4, 6)))
-    other = lines(tmp_path / "b", *({"split": "train", "step": s, "loss": 2 / s} for s in (3, 6)))
-    log = compare_logs(read(one), read(other))
-    assert (log.compared, log.same, log.first, log.whole) == (0, None, None, False)
-
-
-def test_first_entry_that_differs(tmp_path):
-    rows = [{"split": "train", "step": s, "loss": 1.0, "lr": 0.1, "wall_s": s} for s in (2, 4, 6, 8)]
-    rows.insert(2, {"split": "eval", "step": 4, "top1": 0.5, "class_accuracy": {"a": 0.5, "b": None}})
-    changed = [dict(row, wall_s=99, time_host=0.5) for row in rows]
-    changed[3] |= {"loss": 1.5}
-    changed[4] |= {"loss": 0.25, "lr": 0.2}
-    log = compare_logs(read(lines(tmp_path / "a", *rows)), read(lines(tmp_path / "b", *changed)))
-    assert (log.compared, log.equal, log.same, log.whole) == (5, 3, False, True)
-    assert (log.first.split, log.first.steps) == ("train", (5, 6))
-    assert log.first.fields == {"loss": (1.0, 1.5)}
-    assert log.low == 5  # the evaluation after step 4 is equal
-    assert log.loss == (0.75, 8)
 
 
 @pytest.mark.parametrize(
@@ -258,26 +221,9 @@ def test_code_is_compared_by_commit(tmp_path, commits, changed, same, words):
     assert words in text.render(found)
 
 
-def test_throughput_weighs_each_window_by_its_duration(tmp_path):
-    shares = {f"time_{phase}": 0.0 for phase in PHASES}
-    entries = [
-        {"split": "train", "step": 1, "samples": 100, "samples_per_s": 100.0, "wall_s": 1.0,
-         **shares, "time_forward": 1.0},
-        {"split": "train", "step": 2, "samples": 200, "samples_per_s": 100 / 3, "wall_s": 4.5,
-         **shares, "time_forward": 0.2, "time_host": 0.8},
-        {"split": "eval", "step": 2, "samples_per_s": 5.0, "wall_s": 9.0},
-    ]  # fmt: skip
-    found = results.throughput(read(lines(tmp_path / "run", *entries)))
-    assert (found.wall_s, found.rows_per_s) == (9.0, pytest.approx(50.0))
-    assert found.shares["time_forward"] == pytest.approx((1 + 0.2 * 3) / 4)
-    assert sum(found.shares.values()) == pytest.approx(1)
-    empty = results.throughput(read(lines(tmp_path / "empty")))
-    assert (empty.wall_s, empty.rows_per_s, empty.shares) == (None, None, {})
-
-
 def test_machines_are_compared_by_the_fields_of_their_ranks(tmp_path):
     one, other = write_run(tmp_path / "a", []), write_run(tmp_path / "b", [])
     ranks = [{"host": "n: (", "device": f"cuda:{card}", "name": "A (B)"} for card in range(2)]
     (one / "provenance.json").write_text(json.dumps([{"ranks": ranks}]))
     (other / "provenance.json").write_text(json.dumps([{"ranks": ["n: cpu"] * 2}]))
-    assert settings.compare(read(one), read(other)).topology == {"ranks": ("2 × n: (: cuda (A (B))", "–")}
+    assert comparison.compare_settings(read(one), read(other)).topology == {"ranks": ("2 × n: (: cuda (A (B))", "–")}
