@@ -124,19 +124,11 @@ def _in_folder(path: Path) -> Path:
         return train[0]
     if len(train := [file for file in found if ".train." in file.name]) == 1:  # as harness data split names it
         return train[0]
-    if found:
-        raise ConfigError("this is a folder", where=str(path), hint=f"use harness init {shlex.quote(str(found[0]))}")
-    splits = [path / word for word in ("train", *_EVAL) if (path / word).is_dir()] or [path]
-    commands = ", ".join(
-        f"harness data folder {shlex.join([str(folder), f'{folder.resolve().name}.csv'])}" for folder in splits[:2]
-    )
-    if not any(_IMAGE.search(str(file)) for file in _first(path.rglob("*"), 10_000)):
-        raise ConfigError("this folder has no CSV and no images", where=str(path), hint="harness init TRAIN.csv")
-    raise ConfigError("a folder of images, without a CSV", where=str(path), hint=f"write one first: {commands}")
-
-
-def _first(files: Iterator[Path], count: int) -> Iterator[Path]:
-    return (file for file, _ in zip(files, range(count), strict=False))
+    command = shlex.join(["harness", "data", "folder", str(path), f"{path.resolve().name}.csv"])
+    raise ConfigError(
+        "this folder has no table whose name begins with train", where=str(path),
+        hint=f"use harness init TRAIN.csv; of images in a folder per class, write one first: {command}",
+    )  # fmt: skip
 
 
 def _read(source: str) -> Annotations:

@@ -29,7 +29,6 @@ from harness.tools.report.sections import Chart
 from harness.version import __version__
 
 MAX_PROBLEMS = 30  # runs whose problems are listed above the table
-MAX_CHIPS = 10
 _DASHES = {"solid": "", "dash": "9 5", "dot": "2 4", "dashdot": "9 4 2 4"}
 
 
@@ -88,12 +87,10 @@ def _facts(runs: RunSet) -> dict[str, Any]:
         "lead": _headline(runs),
         "best": best,
         "cards": _cards(runs, best) if best else [],
-        "chips": _chips(runs, best) if best else [],
         "commands": reproduce.commands(best) if best else [],
         "caveats": reproduce.caveats(best) if best else [],
         "config": _config(best) if best else "",
         "provenance": reproduce.provenance(best or runs.runs[0]),
-        "differences": reproduce.differences(runs.runs),
         "problems": [
             {"state": run.record.state, "shown": formatting.STATES[run.record.state], "label": run.label,
              "lines": [formatting.without_working_folder(line) for line in found] + [f"in {run.path}"]}
@@ -129,13 +126,6 @@ def _cards(runs: RunSet, best: ReportedRun) -> list[dict[str, str]]:
         {"title": "training speed", "figure": f"{formatting.count(best.history.rows_per_s)} rows/s",
          "note": f"on {ranks}; total time {formatting.duration(best.history.wall_s)}"},
     ]  # fmt: skip
-
-
-def _chips(runs: RunSet, best: ReportedRun) -> list[tuple[str, str]]:
-    keys = [key for key in runs.varied if key in best.settings][:MAX_CHIPS]
-    keys += [key for key in tables.MAIN_SETTINGS if key not in keys and best.settings.get(key) is not None]
-    chips = [(formatting.key(key), formatting.setting(best.settings[key])) for key in keys]
-    return [*chips, ("ranks", best.record.ranks)] if best.ranks else chips
 
 
 def _config(best: ReportedRun) -> str:

@@ -6,8 +6,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from harness.runs import layout
 from harness.runs.reader import over_starts, ranks
 from harness.tools.report import formatting
 from harness.tools.report.run_set import ReportedRun, devices
-
-_SPAN_THE_RUN = ("cosine", "one_cycle", "polynomial", "wsd")  # the other schedules do not depend on its length
 
 
 def commands(run: ReportedRun) -> list[str]:
@@ -66,14 +63,10 @@ def caveats(run: ReportedRun) -> list[str]:
         text = f"The run was resumed from a checkpoint ({plural(len(run.record.provenance), 'start')})"
         changed = len(run.record.world_sizes) > 1
         found.append(f"{text}, on {run.ranks}; these commands use the last number." if changed else f"{text}.")
-    if (schedule := run.settings.get("schedule.name")) in _SPAN_THE_RUN:
-        for key, lengths in run.record.lengths.items():
-            for (_, before), (step, after) in pairwise(lengths):
-                change = f"from {formatting.setting(before)} to {formatting.setting(after)} at step {step}"
-                found.append(
-                    f"{key} changed {change}, and the {schedule} schedule spans the whole run: these commands "
-                    "use the last value for the whole run, so they give different learning rates."
-                )
+    found += [
+        f"{key} changed when the run was resumed; these commands use the last value for the whole run."
+        for key, lengths in run.record.lengths.items() if len(lengths) > 1
+    ]  # fmt: skip
     on_gpu = set(devices(run.record)) != {"cpu"}
     if on_gpu and (level := run.settings.get("train.deterministic")) in (False, "warn"):
         found.append(
@@ -113,20 +106,6 @@ def _over_starts(starts: Iterable[dict[str, str]]) -> dict[str, str]:
     found = list(starts)
     titles = dict.fromkeys(title for facts in found for title in facts)
     return {title: str(over_starts(facts.get(title, formatting.NOTHING) for facts in found)) for title in titles}
-
-
-def differences(runs: Sequence[ReportedRun]) -> list[tuple[str, list[tuple[str, int]]]]:
-    """(title, [(value, number of runs)]) for everything in which the provenance of the runs differs."""
-    found: dict[str, Counter[str]] = {}
-    for run in runs:
-        if not run.record.provenance:
-            continue
-        facts = _over_starts(_facts(start) | _packages(start) for start in run.record.provenance)
-        facts["device"] = ", ".join(sorted(set(devices(run.record))))
-        del facts["machine"]
-        for title, value in facts.items():
-            found.setdefault(title, Counter())[value] += 1
-    return [(title, counts.most_common()) for title, counts in found.items() if len(counts) > 1]
 
 
 def commit(run: ReportedRun) -> str:

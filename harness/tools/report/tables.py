@@ -12,9 +12,6 @@ from harness.tools.report import formatting, reproduce
 from harness.tools.report.run_set import ReportedRun, RunSet
 
 MAX_COLUMNS = 8  # of varied settings
-MAIN_SETTINGS = (
-    "model.name", "batch.global", "batch.per_rank", "optimizer.name", "optimizer.lr", "precision.opt_level",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
