@@ -44,7 +44,7 @@ class Difference:
         )
 
 
-def differences(one: Path, other: Path, trust: bool = False) -> list[Difference]:
+def differences(one: Path, other: Path, *, trust: bool = False) -> list[Difference]:
     """Every difference between two run folders; empty if one repeats the other bit for bit.
 
     Times and the names of the runs do not count, nor do checkpoints that only one folder has kept, unless it is the
