@@ -217,6 +217,7 @@ def test_ranks_with_different_recipes_are_refused(tmp_path, data):
     assert train_each(config, short, [*short, *allowed]).codes == [0, 0]
 
 
+@pytest.mark.slow
 def test_ranks_with_different_checkpoints_are_refused(tmp_path, data):
     """Machines without a shared disk: each has a folder of its own."""
     config = write_config(tmp_path, data)
@@ -312,6 +313,7 @@ def test_run_resumes_exactly_after_a_full_disk(tmp_path, data):
         assert_same_run(unbroken.parent / "runs" / "run", folder)
 
 
+@pytest.mark.slow
 def test_disk_without_a_free_byte_leaves_the_checkpoint_intact(tmp_path, data):
     """Even the error log cannot be written: still one clear message, and the checkpoint stays valid."""
     config = write_config(tmp_path, data, model={"name": f"{MODELS}.Slow", "args": {}}, train={"log_every": 1})
@@ -497,6 +499,7 @@ def test_unusual_exceptions_are_failures_of_the_run(tmp_path, data, kind, ranks)
     assert kind in ended.terminal
 
 
+@pytest.mark.slow
 def test_forked_processes_that_end_do_not_end_the_run(tmp_path, data):
     """One calls sys.exit(3), the other raises an error."""
     settings = {"model": {"name": f"{MODELS}.Forks", "args": {}}, "train": {"epochs": 1, "log_every": 1}}

@@ -296,6 +296,7 @@ class Strategy(ParallelStrategy):
 """
 
 
+@pytest.mark.slow
 def test_strategy_trains_on_two_ranks_as_ddp(harness, folder):
     (folder / "mine" / "strategy.py").write_text(STRATEGY)
     config = {**CONFIG, "batch": {"global": 8, "accumulate": 2}, "trackers": [], "launch": {"nproc": 2}}

@@ -18,7 +18,8 @@ import json, os, signal, sys, threading
 json.dump({"argv": sys.argv, "path": sys.path[0], "environ": dict(os.environ), "session": os.getsid(0) == os.getpid(),
            "fds": sorted(int(fd) for fd in os.listdir("/proc/self/fd")), "torch": "torch" in sys.modules,
            "signals": {number: str(signal.getsignal(number)) for number in signal.valid_signals()},
-           "blocked": len(signal.pthread_sigmask(0, [])), "threads": threading.active_count(), "main": __name__}, open(sys.argv[1], "w"))
+           "blocked": len(signal.pthread_sigmask(0, [])), "threads": threading.active_count(),
+           "main": __name__}, open(sys.argv[1], "w"))
 """
 
 

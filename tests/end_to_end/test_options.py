@@ -82,7 +82,7 @@ def test_patience_stops_early(tmp_path, data):
     assert json.loads((folder / "summary.json").read_text())["finished"]
 
 
-@pytest.mark.parametrize(("strategy", "level"), [("ddp", "O0"), ("fsdp", "O1")])
+@pytest.mark.parametrize(("strategy", "level"), [("ddp", "O0"), pytest.param("fsdp", "O1", marks=pytest.mark.slow)])
 def test_nan_stops_all_ranks_and_keeps_the_last_good_checkpoint(tmp_path, data, strategy, level):
     """A NaN on one rank under O1 is no overflow that a smaller loss scale could cure."""
     model = {"name": f"{MODELS}.NanAtStep", "args": {"step": 11, "rank": 1}}
@@ -131,6 +131,7 @@ def test_norm_that_overflows_on_one_rank_only_skips_the_step_on_all(tmp_path, da
     assert [line["skipped"] for line in of_split(run_folder(config), "train")][:5] == [0, 0, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_one_cycle_ends_at_its_rate_and_momentum(tmp_path, data):
     """tests/training/test_schedule.py has every schedule."""
     schedule = {"name": "one_cycle", "warmup_epochs": 0.0, "args": {"final_div_factor": 2.0}}
