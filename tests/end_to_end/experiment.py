@@ -91,11 +91,13 @@ def run(
         terminal = config.parent / f"terminal-{rank}.txt"
         own = kill if kill and kill.rank == rank else None
         launched = launch_environment(rank, world_size, port) if world_size > 1 else {}
-        processes.append(start(_drive, (["-c", str(config), *overrides], str(terminal), own), {**launched, **environ}))
+        processes.append(
+            start(drive_until_killed, (["-c", str(config), *overrides], str(terminal), own), {**launched, **environ})
+        )
     return wait_for(processes, timeout_s)
 
 
-def _drive(arguments: list[str], terminal: str, kill: Kill | None) -> None:
+def drive_until_killed(arguments: list[str], terminal: str, kill: Kill | None) -> None:
     if kill is not None:
         kill.arm()
     drive_in_terminal(arguments, terminal)

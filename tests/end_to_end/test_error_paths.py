@@ -110,26 +110,10 @@ def missing_image(data: Path) -> None:
     image_of_last_rank(data).unlink()
 
 
-def no_readable_validation_image(data: Path) -> None:
-    for image in (data / "images").glob("eval*.png"):
-        image.write_bytes(b"no image")
-
-
 BAD_DATA = [
     (empty_csv, ["train.csv: the annotation file is empty"]),
     (missing_image, ["train.csv:62: image not found:"]),
 ]
-
-
-def test_no_validation_image_can_be_read(tmp_path):
-    data = write_images(tmp_path / "data")
-    no_readable_validation_image(data)
-    ended = train(write_config(tmp_path, data), 2, "task.on_bad_image=skip")
-    assert_reported_once(
-        ended,
-        EXIT_DATA,
-        "eval.csv:2: the image of this row cannot be read, and no readable image replaces it (rows tried: 22)",
-    )
 
 
 @pytest.mark.parametrize(("spoil", "words"), BAD_DATA, ids=lambda value: getattr(value, "__name__", ""))
@@ -142,26 +126,6 @@ def test_bad_data_are_reported_once(tmp_path, spoil, words):
     assert ended.seconds < 20
     assert ended.failure["exit_code"] == EXIT_DATA
     assert words[0] in ended.failure["message"]
-
-
-@pytest.mark.parametrize(
-    ("environ", "arguments", "message"),
-    [
-        (
-            {"RANK": "0", "WORLD_SIZE": "2"},
-            [],
-            "found RANK=0, WORLD_SIZE=2; missing LOCAL_RANK, MASTER_ADDR, MASTER_PORT",
-        ),
-        (launch_environment(1, 2, 1), ["--local_rank=0"], "--local_rank=0 contradicts local rank 1"),
-    ],
-    ids=["incomplete", "contradicting --local_rank"],
-)
-def test_wrong_launch_environment_is_reported(tmp_path, data, environ, arguments, message):
-    """tests/distributed/test_launch_env.py has every kind of wrong environment."""
-    config, terminal = write_config(tmp_path, data), tmp_path / "terminal.txt"
-    codes = wait_for([driver([*arguments, "-c", str(config)], environ, terminal)], END_S)
-    assert_reported_once(Ended(codes, terminal.read_text(), tmp_path, 0), EXIT_USAGE, message)
-    assert not (tmp_path / "runs").exists()
 
 
 # Ranks that were started differently

@@ -131,16 +131,6 @@ def test_norm_that_overflows_on_one_rank_only_skips_the_step_on_all(tmp_path, da
     assert [line["skipped"] for line in of_split(run_folder(config), "train")][:5] == [0, 0, 1, 1, 1]
 
 
-@pytest.mark.slow
-def test_one_cycle_ends_at_its_rate_and_momentum(tmp_path, data):
-    """tests/training/test_schedule.py has every schedule."""
-    schedule = {"name": "one_cycle", "warmup_epochs": 0.0, "args": {"final_div_factor": 2.0}}
-    settings = {"model": {"channels_last": True}, "schedule": schedule, "optimizer": {"momentum": None}}
-    folder = train(tmp_path, data, **settings)
-    assert of_split(folder, "train")[-1]["lr"] == pytest.approx(0.001, abs=2e-3)
-    assert last_checkpoint(folder)["optimizer"]["param_groups"][0]["momentum"] == pytest.approx(0.95)
-
-
 def test_unreadable_images_are_counted_and_skipped(tmp_path):
     broken = write_images(tmp_path / "broken")
     (broken / "images" / "train5.png").write_bytes(b"not an image")

@@ -14,8 +14,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from tests.end_to_end.experiment import Kill, assert_same_run, run, write_config
-from tests.end_to_end.processes import drive_in_terminal, python
+from tests.end_to_end.experiment import Kill, assert_same_run, drive_until_killed, run, write_config
+from tests.end_to_end.processes import python
 from tests.ranks import free_port, launch_environment, start, wait_for
 
 SETTINGS: dict[str, Any] = {
@@ -143,15 +143,11 @@ def train(
         terminal = str(config.parent / f"terminal-{rank}.txt")
         armed = kill if kill and kill.rank == rank else None
         processes.append(
-            start(_drive, (arguments, terminal, armed), {**environ, **place, "APEX_HARNESS_CACHE": str(cache)})
+            start(
+                drive_until_killed, (arguments, terminal, armed), {**environ, **place, "APEX_HARNESS_CACHE": str(cache)}
+            )
         )
     return wait_for(processes, 90)
-
-
-def _drive(arguments: list[str], terminal: str, kill: Kill | None) -> None:
-    if kill is not None:
-        kill.arm()
-    drive_in_terminal(arguments, terminal)
 
 
 def terminal(config: Path, rank: int = 0) -> str:
