@@ -63,7 +63,6 @@ def _refuse_unusable(value: Any) -> None:
         raise ValueError("the number is too large; use one below 2**63")
 
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e7)]
 Name = Annotated[

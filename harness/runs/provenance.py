@@ -73,6 +73,7 @@ def own_code(config: Config) -> OwnCode:
         "task.name": config.task.name,
         "model.name": config.model.name,
         "optimizer.name": config.optimizer.name,
+        "schedule.name": config.schedule.name,
         "parallel.strategy": config.parallel.strategy,
         "checkpoint.format": config.checkpoint.format,
         "train.on_gradients": config.train.on_gradients or "",
