@@ -50,7 +50,7 @@ for name in (
 provenance.harness_source()  # takes a tenth of a small training, as does the following
 for package in provenance.PACKAGES:
     provenance.version(package)
-schedules = [loader.schedule_class({"name": name})[0] for name in ("constant", "cosine")]
+schedules = [loader.schedule_class({"name": name}) for name in ("constant", "cosine")]
 for task, schedule in itertools.product(plugins.names("task"), schedules):
     loader.config_class(plugins.find("task", task, "task.name"), schedule)
 
