@@ -1,12 +1,14 @@
 """The record of how a rank ended, and its forms in transport: JSON and the error file of torch's launcher.
 
-The rank writes its own record (harness.runs.exit_files); an engine makes one of an exit code, a signal or a lost
+The rank writes its own record (harness.training.exit_report); an engine makes one of an exit code, a signal or a lost
 machine. harness.runs.outcome judges all of them.
 """
 
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -59,6 +61,11 @@ class RankExit:
         return cls(rank, Cause.SIGNAL if code < 0 else causes.get(code, Cause.ERROR), code)
 
     @classmethod
+    def now(cls, rank: int, cause: Cause, exit_code: int = EXIT_FAILURE, **others: Any) -> RankExit:
+        """The exit of a rank of this machine at this moment; ``others``: further fields."""
+        return cls(rank, cause, exit_code, socket.gethostname(), time=time.time(), **others)
+
+    @classmethod
     def lost(cls, message: str, rank: int | None = None) -> RankExit:
         return cls(rank, Cause.NODE_LOST, EXIT_FAILURE, message=message)
 
@@ -74,12 +81,7 @@ class RankExit:
         return bool(self.host)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    def failure(self) -> dict[str, Any]:
-        """The content of failure.json; ``harness.runs.outcome`` adds the other ranks."""
-        keys = ("rank", "host", "step", "error", "message", "exit_code", "cause", "traceback")
-        return {key: value for key, value in asdict(self).items() if key in keys}
+        return json.dumps(asdict(self), indent=1)
 
 
 _RECORD = TypeAdapter(RankExit)

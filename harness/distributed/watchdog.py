@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from harness.distributed import processes, stack
@@ -46,7 +46,6 @@ _CANNOT_ANSWER = (*_STOPPED, _ENDED)
 _IN_ORDER = "ended"  # in place of a count of heartbeats: the rank has ended in order, maybe before others
 _STORE_LOST = "rank 0, or the launcher, is gone"
 _GRACES_S = {Cause.HUNG: NEWS_S, Cause.STOPPED: STOP_GRACE_S}
-_ERRORS = {Cause.LAUNCHER_LOST: "LauncherLost", Cause.HUNG: "Hung", Cause.PEER_LOST: "PeerLost"}
 
 
 @contextmanager
@@ -173,40 +172,44 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._finished.wait(PERIOD_S):
-            if self._parent is not None and os.getppid() != self._parent:
-                self._end(Cause.LAUNCHER_LOST, "the launcher is gone")
-                return
-            if overdue := self._overdue():
-                self._end(Cause.HUNG, overdue.message, overdue)
-                return
-            if message := self._peer_failure() or self._silent_peer() or self._stalled():
-                first = self.first
-                if first is not None and first.rank == self._runtime.rank and first.cause is Cause.HUNG:
-                    self._end(Cause.HUNG, first.message)
-                elif first is not None and first.cause is Cause.STOPPED:
-                    self._end(Cause.STOPPED, first.message)
-                else:
-                    self._end(Cause.PEER_LOST, message)
+            if exit := self._reason_to_end():
+                self._end(exit)
                 return
             with suppress(Exception):
                 self._share_stop()
                 self.stalls.answer()
 
-    def _overdue(self) -> RankExit | None:
-        """The failure of the only rank if it takes longer than allowed. Counts periods, in none of which this process
-        was suspended."""
+    def _reason_to_end(self) -> RankExit | None:
+        """The record with which this rank ends, if it has to."""
+        if self._parent is not None and os.getppid() != self._parent:
+            return self._exit(Cause.LAUNCHER_LOST, "LauncherLost", "the launcher is gone")
+        if self._overdue():
+            return self.first
+        if message := self._peer_failure() or self._silent_peer() or self._stalled():
+            first = self.first
+            if first is not None and first.rank == self._runtime.rank and first.cause is Cause.HUNG:
+                return first  # as the other ranks have found
+            if first is not None and first.cause is Cause.STOPPED:
+                return replace(self._exit(Cause.STOPPED, "", first.message), exit_code=first.exit_code)
+            return self._exit(Cause.PEER_LOST, "PeerLost", message)
+        return None
+
+    def _exit(self, cause: Cause, error: str, message: str) -> RankExit:
+        self.doing = self.doing or stack.main_thread_at()
+        step = self.stalls.step()
+        return RankExit.now(self._runtime.rank, cause, step=step, error=error, message=message, doing=self.doing)
+
+    def _overdue(self) -> bool:
+        """True if the only rank takes longer than allowed: that is then the first failure. Counts periods, in none of
+        which this process was suspended."""
         within, before = self._runtime.alone_in, self._alone_in
         self._alone_in, self._alone_s = within, self._alone_s + PERIOD_S if within is before else 0.0
         if within is None or self._alone_s <= within[1]:
-            return None
-        what, limit_s = within
-        at = stack.main_thread_at()
-        self.doing = at
-        message = f"{what} has not ended within {limit_s:g} s: it was in {at}"
-        return RankExit(
-            self._runtime.rank, Cause.HUNG, EXIT_FAILURE, self._runtime.host, self.stalls.step(), "Hung", message, at,
-            stack.main_thread_lines(), time.time(),
-        )  # fmt: skip
+            return False
+        self.doing = stack.main_thread_at()
+        message = f"{within[0]} has not ended within {within[1]:g} s: it was in {self.doing}"
+        self.first = replace(self._exit(Cause.HUNG, "Hung", message), traceback=stack.main_thread_lines())
+        return True
 
     def _share_stop(self) -> None:
         """Announce a signal that this rank has received, or take note of one that another announced. The ranks agree on
@@ -271,31 +274,22 @@ class Watchdog:
         self._published = found if self.first == found else None
         return f"rank {self.first.rank} failed: {self.first.message}"
 
-    def _end(self, cause: Cause, message: str, own: RankExit | None = None) -> None:
-        """End this rank, which is blocked, unless it ends by itself. ``own``: a failure of this rank that the others
-        have to learn of. They hear of it last: they would agree on a stop with a main thread that continues."""
-        if own is None:
-            self._stop.request(message)
-        grace_s = 0.0 if own else min(_GRACES_S.get(cause, GRACE_S), GRACE_S)
-        if self._finished.wait(grace_s):
-            return
-        first = own or self.first
-        exit = own or RankExit(
-            self._runtime.rank, cause, first.exit_code if first and cause is Cause.STOPPED else EXIT_FAILURE,
-            self._runtime.host, self.stalls.step(), _ERRORS.get(cause, ""), message,
-            self.doing or stack.main_thread_at(), first.traceback if first and cause is Cause.HUNG else [], time.time(),
-        )  # fmt: skip
-        if own:
-            log.error("error: %s\n%s", message, "".join(own.traceback).rstrip())
-        elif cause is Cause.HUNG:  # the others print what they have found
+    def _end(self, exit: RankExit) -> None:
+        """End this rank, which is blocked, with the record ``exit``, unless it ends by itself."""
+        overdue = exit.cause is Cause.HUNG and self._runtime.world_size == 1
+        if not overdue:
+            self._stop.request(exit.message)
+            if self._finished.wait(min(_GRACES_S.get(exit.cause, GRACE_S), GRACE_S)):
+                return
+        if overdue:
+            log.error("error: %s\n%s", exit.message, "".join(exit.traceback).rstrip())
+        elif exit.cause is Cause.HUNG:  # the others print what they have found
             log.error("the other ranks are no longer waiting for this one: exiting")
-        elif cause is Cause.STOPPED:
-            log.info(message)
+        elif exit.cause is Cause.STOPPED:
+            log.info(exit.message)
         else:
-            log.error("exiting, because this rank is blocked: %s", message)
-        self._on_blocked(exit, first)
-        if own:
-            self.report(own)
+            log.error("exiting, because this rank is blocked: %s", exit.message)
+        self._on_blocked(exit, self.first)
         self.stalls.release()
         logging.shutdown()
         time.sleep(0.1)

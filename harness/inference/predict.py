@@ -38,8 +38,8 @@ from harness.runs import trained_run
 from harness.runs.files import output_error, require_output
 from harness.training import build, console, optim, precision, predictions
 from harness.training.evaluate import laid_out
-from harness.training.exit_report import ExitReporter
-from harness.training.main import facts, fail_early
+from harness.training.exit_report import ExitReporter, failed_early
+from harness.training.main import facts
 from harness.training.predictions import Predictor
 from harness.training.task import OpenedTask, PredictingTask, SupportsNewData
 
@@ -121,7 +121,7 @@ def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> in
                     )  # fmt: skip
                 )
         except Exception as error:
-            return fail_early(launch, error)
+            return failed_early(launch, error)
         stop = Stop(runtime)
         reporter = ExitReporter(runtime, stop)
         watching = Watchdog(runtime, stop, parent=parent, on_blocked=reporter.blocked)

@@ -1,11 +1,12 @@
-"""Files that hold the RankExit of each rank: ``logs/rank-N.exit.json`` in the run folder, and the error file of torch's
-launcher.
+"""Files that hold a RankExit: ``logs/rank-N.exit.json`` of each rank, ``failure.json`` of the one that failed first,
+and the error file of torch's launcher.
 
-A rank that was killed leaves neither.
+A rank that was killed leaves none.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +27,22 @@ def write_for_torch(launch: Launch, exit: RankExit) -> None:
     if launch.error_file:
         with suppress(OSError):
             write_atomically(Path(launch.error_file), to_torch_error_file(exit, launch.world_size))
+
+
+def write_first(folder: Path, first: RankExit) -> RankExit:
+    """Write failure.json in ``folder``, unless another rank was first; return the failure in the file. Never raises."""
+    path = folder / layout.FAILURE
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(first.to_json() + "\n")
+    except FileExistsError:
+        for _ in range(20):  # another rank may be writing it at this moment
+            with suppress(OSError, ValueError):
+                return RankExit.from_dict(read_json(path))
+            time.sleep(0.05)
+    except OSError:
+        pass  # a full disk or a missing folder; the log and the terminal show the error
+    return first
 
 
 def read(logs: Path) -> dict[int, RankExit]:

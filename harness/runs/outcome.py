@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def judge(
         str(rank): _describe(last[rank], "" if rank == first.rank else first.message)
         for rank in sorted(rank for rank in last if rank is not None)
     }
-    failure = first.failure() | {"ranks": ranks}
+    failure = asdict(first) | {"ranks": ranks}
     is_shown = shares_terminal and first.cause is Cause.ERROR and first.host == socket.gethostname()
     return RunOutcome(first.exit_code, _failure_text(failure, folder, is_shown), failure)
 

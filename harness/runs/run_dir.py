@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import os
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -281,18 +280,6 @@ class RunFolder:
             csv.writer(text, lineterminator="\n").writerows([["label", *classes], *rows])
             write_atomically(self.path / layout.CONFUSION, text.getvalue())
 
-    def failure(self, report: dict[str, Any]) -> dict[str, Any]:
-        """Write ``report`` as failure.json, unless another rank was first; return the report in the file."""
-        path = self.path / layout.FAILURE
-        try:
-            with open(path, "x", encoding="utf-8") as file:
-                json.dump(report, file, indent=1)
-        except FileExistsError:
-            return _read_soon(path) or report
-        except OSError:
-            pass  # a full disk or a missing folder; the log and the terminal show the error
-        return report
-
 
 def _new_length(saved: dict[str, Any], config: Config) -> str:
     """A note on train.epochs and train.max_steps if they differ from those ``saved`` at the last start."""
@@ -324,15 +311,3 @@ def _saved_tree(path: Path, config: Config) -> dict[str, Any]:
         with contextlib.suppress(ConfigError):
             return loader.as_tree(loader.load(path, ["checkpoint.format=whole"]))
     return tree
-
-
-def _read_soon(path: Path) -> dict[str, Any] | None:
-    """The JSON of ``path``, which another rank may be writing at this moment; None if it stays incomplete."""
-    for _ in range(20):
-        try:
-            content: dict[str, Any] = read_json(path)
-        except (OSError, ValueError):
-            time.sleep(0.05)
-        else:
-            return content
-    return None

@@ -1,4 +1,17 @@
-"""Reporting how this rank ended: its exit record, failure.json, the terminal, and the peers."""
+"""Reporting how this rank ended: its exit record, failure.json, the terminal, and the peers.
+
+What ends a rank, and the cause and the exit code in its record:
+
+- training ends, or all ranks have agreed to stop: done, 0, or stopped, 75
+- its own error: error, the error's code; published as the launch's first failure, if there is none yet
+- an error that all ranks raise (``Runtime.together``): peer_lost with the error's code, but for the rank it comes from
+- a collective that fails: peer_lost, the first failure's code; the rank that it waited for is published, if it is found
+- a stop is requested while this rank waits for data: stopped, 75 with a checkpoint; the others end likewise
+- the main thread is blocked after any of these, or its launcher is gone: the watchdog makes the record, and its thread
+  ends the process
+
+A rank that has not met the others writes its record only for torch's launcher. harness.runs.outcome judges the records.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +25,11 @@ from typing import Any
 from harness.data.loader_workers import worker_death
 from harness.distributed import collective_errors, stack
 from harness.distributed.collective_errors import Fault
+from harness.distributed.launch_env import Launch
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop, StoppedAlone
+from harness.distributed.store import PeersMissing
 from harness.distributed.watchdog import Watchdog
 from harness.errors import (
     EXIT_DONE,
@@ -34,6 +49,8 @@ from harness.training.run import Run
 
 log = logging.getLogger("harness")
 
+_PRINT_S = 20.0  # for local rank 0 to print an early error; torch's launcher cuts it short once that has exited
+
 
 class Paused(TrainingError):
     """This process was stopped and continued."""
@@ -47,73 +64,65 @@ class ExitReporter:
         self._runtime, self._stop, self._folder, self._shown = runtime, stop, folder, shown
         self.run: Run | None = None
 
-    def ended(self, done: bool, reason: str) -> int:
-        """Report that training is done or was stopped; return the exit code."""
-        cause, code = (Cause.DONE, EXIT_DONE) if done else (Cause.STOPPED, EXIT_STOPPED)
-        self._write(self._exit(cause, code, message=reason))
-        return code
-
-    def blocked(self, exit: RankExit, first: RankExit | None) -> None:
-        """Record ``exit``, with which the watchdog is about to end this rank. ``first``: the launch's first failure, if
-        it is known."""
-        self._write(exit)
-        if self._folder is None:
-            return
-        if first and self._folder.claimed and exit.cause is not Cause.STOPPED:
-            self._folder.failure(first.failure())
-        self._folder.detach(self._runtime.rank, done=False)
-
     def step(self) -> int | None:
         """The number of steps so far; None before this start has claimed the run folder."""
         return self.run.state.step if self.run else 0 if self._claimed else None
 
     @property
-    def _claimed(self) -> bool:
-        return self._folder is not None and self._folder.claimed
+    def _claimed(self) -> RunFolder | None:
+        return self._folder if self._folder and self._folder.claimed else None
+
+    def ended(self, done: bool, reason: str) -> int:
+        """Report that training is done or was stopped; return the exit code."""
+        cause, code = (Cause.DONE, EXIT_DONE) if done else (Cause.STOPPED, EXIT_STOPPED)
+        return self._write(self._exit(cause, code, message=reason))
+
+    def blocked(self, exit: RankExit, first: RankExit | None) -> None:
+        """Record ``exit``, with which the watchdog is about to end this rank. ``first``: the launch's first failure, if
+        it is known."""
+        self._write(exit)
+        if first and self._claimed and exit.cause is not Cause.STOPPED:
+            exit_files.write_first(self._claimed.path, first)
+        if self._folder:
+            self._folder.detach(self._runtime.rank, done=False)
 
     def failed(self, error: BaseException, watchdog: Watchdog) -> int:
         """Report ``error``: in failure.json and on the terminal by the rank that failed first, and in every rank's log.
         Returns the exit code, which is that of the first failure."""
         self._runtime.failed, error = True, readable(error)
         missing, shown = self._reason(error, watchdog)
-        alone = self._stopped_alone(error) if isinstance(error, StoppedAlone) else None
-        first_known = (watchdog.report(alone) or alone) if alone else watchdog.first
-        if first_known and first_known.cause is Cause.STOPPED and (alone or lost_peer(error)):
-            return self._stopped(first_known, watchdog)
-        lost = bool(alone or lost_peer(error)) and not isinstance(shown, Paused)
+        lost, first = lost_peer(error), watchdog.first
+        if isinstance(error, StoppedAlone):
+            alone, lost = self._stopped_alone(error), True
+            first = watchdog.report(alone) or alone
+        if lost and first and first.cause is Cause.STOPPED:  # by a rank that waited for data
+            log.info("%s", first.message)
+            code = self._write(self._exit(Cause.STOPPED, first.exit_code, message=first.message))
+            watchdog.linger()
+            return code
         by_peer = isinstance(error, HarnessError) and error.origin_rank not in (None, self._runtime.rank)
         exit = self._exit(
-            Cause.PEER_LOST if by_peer or lost else Cause.ERROR,
+            Cause.PEER_LOST if by_peer or (lost and not isinstance(shown, Paused)) else Cause.ERROR,
             shown.exit_code if isinstance(shown, HarnessError) else EXIT_FAILURE,
             error=type(shown).__name__, message=str(shown), doing=watchdog.doing or stack.raised_at(error),
-            trace=traceback.format_exception(error),
+            traceback=traceback.format_exception(error),
         )  # fmt: skip
         if by_peer:  # all ranks raise this error, and the rank that it comes from reports it
             watchdog.acknowledge()
-            self._write(exit)
-            return exit.exit_code
+            return self._write(exit)
         reported = missing or exit
         first = self._first_failure(reported, watchdog)
         watchdog.stalls.release()
-        exit = replace(exit, exit_code=int(first["exit_code"]))
-        if (first["rank"], first["cause"]) == (exit.rank, Cause.HUNG.value):  # as the other ranks have found
-            exit = replace(exit, **{key: first[key] for key in ("error", "message", "traceback")}, cause=Cause.HUNG)
-        self._write(exit)
-        if first != reported.failure():
+        is_own = first.rank == exit.rank and first.cause is Cause.HUNG  # as the other ranks have found
+        code = self._write(first if is_own else replace(exit, exit_code=first.exit_code))
+        if first != reported:
             see = f"; see {self._folder.where}/{layout.FAILURE}" if self._folder else ""
-            log.info("exiting: rank %s failed first%s", first["rank"], see)
-            return int(first["exit_code"])
+            log.info("exiting: rank %s failed first%s", first.rank, see)
+            return code
         if self._shown:
             self._show(reported, shown)
         watchdog.linger()
-        return exit.exit_code
-
-    def _stopped(self, first: RankExit, watchdog: Watchdog) -> int:
-        """Report that a rank that waited for data has obeyed a stop, which ends all; return the exit code."""
-        log.info("%s", first.message)
-        self._write(self._exit(Cause.STOPPED, first.exit_code, message=first.message))
-        watchdog.linger()
-        return first.exit_code
+        return code
 
     def _stopped_alone(self, error: StoppedAlone) -> RankExit:
         if self.run:
@@ -148,33 +157,54 @@ class ExitReporter:
             log.error("error: rank %s on %s: %s%s", exit.rank, exit.host, exit.message, f"\n{trace}" if trace else "")
         elif exit.cause is Cause.NODE_LOST:
             log.error("error: lost contact with the other ranks: rank %s: %s", exit.rank, exit.message)
-        elif isinstance(error, HarnessError):
-            log.error("error: %s", error)
-            log.debug("%s", "".join(exit.traceback))
         else:
-            log.error("%s", "".join(exit.traceback).rstrip())
+            show(error, exit.traceback)
 
-    def _first_failure(self, exit: RankExit, watchdog: Watchdog) -> dict[str, Any]:
+    def _first_failure(self, exit: RankExit, watchdog: Watchdog) -> RankExit:
         """The launch's first failure, from the store, or from failure.json if the store is closed."""
         known = watchdog.report(exit)
         if known and known.cause is Cause.STOPPED:  # while this rank failed by itself
             known = exit
-        first = (known or exit).failure()
-        written = self._folder.failure(first) if self._folder and self._folder.claimed else first
-        return first if known else written
+        first = known or exit
+        written = exit_files.write_first(self._claimed.path, first) if self._claimed else first
+        return known or written
 
-    def _exit(
-        self, cause: Cause, code: int, *, error: str = "", message: str = "", doing: str = "", trace: Sequence[str] = ()
-    ) -> RankExit:
-        return RankExit(
-            self._runtime.rank, cause, code, self._runtime.host, self.step(), error, message, doing,
-            list(trace), time.time(),
-        )  # fmt: skip
+    def _exit(self, cause: Cause, code: int, **others: Any) -> RankExit:
+        return RankExit.now(self._runtime.rank, cause, code, step=self.step(), **others)
 
-    def _write(self, exit: RankExit) -> None:
-        if self._folder and self._folder.claimed:
-            exit_files.write(self._folder.logs, exit)
+    def _write(self, exit: RankExit) -> int:
+        """Write the record of this rank; return its exit code."""
+        if self._claimed:
+            exit_files.write(self._claimed.logs, exit)
         exit_files.write_for_torch(self._runtime.launch, exit)
+        return exit.exit_code
+
+
+def failed_early(launch: Launch, error: BaseException) -> int:
+    """Report an error before the ranks have connected; return the exit code. A HarnessError occurs on every local rank;
+    only local rank 0 prints it, and a rank that may have been started without one."""
+    error = readable(error)
+    shown = explained(error)
+    exit = RankExit.now(
+        launch.rank, Cause.PEER_LOST if lost_peer(error) or isinstance(error, PeersMissing) else Cause.ERROR,
+        shown.exit_code if isinstance(shown, HarnessError) else EXIT_FAILURE,
+        error=type(shown).__name__, message=str(shown),
+    )  # fmt: skip
+    exit_files.write_for_torch(launch, exit)
+    if not isinstance(shown, HarnessError) or launch.local_rank == 0 or (shown.unmet and not launch.supervised):
+        show(shown, traceback.format_exception(error))
+    elif launch.elastic:
+        time.sleep(_PRINT_S)  # the launcher ends all ranks at the first exit, also local rank 0 before it has printed
+    return exit.exit_code
+
+
+def show(error: BaseException, trace: Sequence[str]) -> None:
+    """Print ``error``, or its traceback ``trace`` unless its text explains it."""
+    if isinstance(error, HarnessError):
+        log.error("error: %s", error)
+        log.debug("%s", "".join(trace).rstrip())
+    else:
+        log.error("%s", "".join(trace).rstrip())
 
 
 def explained(error: BaseException, run: Run | None = None) -> BaseException:

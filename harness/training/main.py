@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import socket
-import time
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -17,19 +13,12 @@ from harness.config.schema import Config
 from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.meeting import telling_peers
-from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime, open_runtime
-from harness.distributed.store import PeersMissing
 from harness.distributed.watchdog import exits_without_launcher
-from harness.errors import EXIT_FAILURE, HarnessError, readable
-from harness.runs import exit_files, provenance
+from harness.runs import provenance
 from harness.training import console, determinism, loop, precision, predictions
-from harness.training.exit_report import explained, lost_peer
+from harness.training.exit_report import failed_early
 from harness.training.start import RunStart
-
-log = logging.getLogger("harness")
-
-_PRINT_S = 20.0  # for local rank 0 to print an early error; torch's launcher cuts it short once that has exited
 
 
 def main(
@@ -67,7 +56,7 @@ def main(
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit of the user's code, too
-            return fail_early(launch, error)
+            return failed_early(launch, error)
         return run_rank(config, runtime, parent)
 
 
@@ -82,26 +71,6 @@ def facts(config: Config, device: torch.device) -> list[Facts]:
         "dtypes"
     )
     return [*provenance.facts(config), Facts(same, amp)]
-
-
-def fail_early(launch: Launch, error: BaseException) -> int:
-    """Report an error before the ranks have connected. A HarnessError occurs on every local rank; only local rank 0
-    prints it, and a rank that may have been started without one."""
-    error = readable(error)
-    shown = explained(error)
-    exit = RankExit(
-        launch.rank, Cause.PEER_LOST if lost_peer(error) or isinstance(error, PeersMissing) else Cause.ERROR,
-        shown.exit_code if isinstance(shown, HarnessError) else EXIT_FAILURE, socket.gethostname(),
-        error=type(shown).__name__, message=str(shown), time=time.time(),
-    )  # fmt: skip
-    exit_files.write_for_torch(launch, exit)
-    if not isinstance(shown, HarnessError):
-        log.error("%s", "".join(traceback.format_exception(error)).rstrip())
-    elif launch.local_rank == 0 or (shown.unmet and not launch.supervised):
-        log.error("error: %s", shown)
-    elif launch.elastic:
-        time.sleep(_PRINT_S)  # the launcher ends all ranks at the first exit, also local rank 0 before it has printed
-    return exit.exit_code
 
 
 def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import threading
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -46,6 +47,22 @@ def test_error_file_for_torch(tmp_path):
     assert from_torch_error_file(file.read_text()) == (EXIT, 2)
     exit_files.write_for_torch(Launch(), EXIT)  # not started by torch's launcher: nothing to write
     exit_files.write_for_torch(Launch(error_file=str(tmp_path / "gone" / "error.json")), EXIT)  # never raises
+
+
+def test_first_failure_is_kept(tmp_path):
+    other = replace(EXIT, rank=0)
+    assert [exit_files.write_first(tmp_path, exit) for exit in (EXIT, other)] == [EXIT] * 2
+    assert json.loads((tmp_path / "failure.json").read_text()) == asdict(EXIT)
+
+
+def test_a_failure_that_another_rank_is_writing_is_waited_for(tmp_path):
+    path, other = tmp_path / "failure.json", replace(EXIT, rank=0)
+    path.write_text('{"rank": ')
+    writer = threading.Timer(0.15, lambda: path.write_text(EXIT.to_json()))
+    writer.start()
+    assert exit_files.write_first(tmp_path, other) == EXIT
+    writer.join()
+    assert exit_files.write_first(tmp_path / "none", other) == other  # where nothing can be written
 
 
 @pytest.mark.parametrize("cause", list(Cause))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import asdict
 
 import pytest
 
@@ -147,7 +148,7 @@ def test_report_names_the_failing_rank_and_what_the_others_did():
     assert ranks["1"] == "failed on n1 at step 7; exit code 65 (bad)"
     assert outcome.failure == {
         "rank": 1, "host": "n1", "step": 7, "error": "ValueError", "message": "bad\n  -> hint", "exit_code": 65,
-        "cause": "error", "traceback": ["Traceback\n"],
+        "cause": "error", "traceback": ["Traceback\n"], "doing": "", "time": 0.0,
     }  # fmt: skip
 
 
@@ -180,7 +181,7 @@ def folder(tmp_path):
 
 
 def write_failure(folder, exit):
-    (folder / layout.FAILURE).write_text(json.dumps(exit.failure()))
+    (folder / layout.FAILURE).write_text(exit.to_json())
 
 
 def failure_of(folder):
@@ -212,7 +213,7 @@ def test_records_of_an_earlier_start_are_ignored(folder):
     for rank in range(2):
         exit_files.write(folder / layout.LOGS, own(rank, Cause.STOPPED, 75))
     assert collector.conclude(EngineReport()).exit_code == 75
-    assert failure_of(folder) == error(1).failure()
+    assert failure_of(folder) == asdict(error(1))
 
 
 @pytest.mark.parametrize(

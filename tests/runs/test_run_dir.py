@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -241,21 +240,6 @@ def test_provenance_grows_with_every_start(tmp_path):
         (tmp_path / "provenance.json").write_text(damaged)
         run.add_start(start)
         assert json.loads((tmp_path / "provenance.json").read_text()) == [start]
-
-
-def test_first_failure_is_kept(tmp_path):
-    run, reports = RunFolder(tmp_path), [{"rank": 2}, {"rank": 0}]
-    assert [run.failure(report) for report in reports] == [{"rank": 2}] * 2
-    assert json.loads((tmp_path / "failure.json").read_text()) == {"rank": 2}
-
-
-def test_a_failure_that_another_rank_is_writing_is_waited_for(tmp_path):
-    (tmp_path / "failure.json").write_text('{"rank": ')
-    writer = threading.Timer(0.15, lambda: (tmp_path / "failure.json").write_text('{"rank": 3}'))
-    writer.start()
-    assert RunFolder(tmp_path).failure({"rank": 1}) == {"rank": 3}
-    writer.join()
-    assert RunFolder(tmp_path / "none").failure({"rank": 1}) == {"rank": 1}  # where nothing can be written
 
 
 @pytest.mark.parametrize("how", ["renamed", "removed"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from harness.errors import DataError, LaunchError
 from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
 from harness.training import main, start
-from harness.training.exit_report import ExitReporter, explained
+from harness.training.exit_report import ExitReporter, explained, failed_early
 from harness.training.progress import State
 from tests.conftest import ROOT
 
@@ -56,7 +57,7 @@ def test_no_rank_waits_where_no_machine_can_join(monkeypatch, difference):
 def test_error_before_rendezvous_is_printed_once_and_recorded_by_all(tmp_path, caplog, local_rank):
     file = tmp_path / "error.json"
     launch = Launch(rank=local_rank + 2, local_rank=local_rank, world_size=4, error_file=str(file))
-    assert main.fail_early(launch, LaunchError("no port")) == 2
+    assert failed_early(launch, LaunchError("no port")) == 2
     assert caplog.text.count("error: no port") == (1 if local_rank == 0 else 0)
     exit, world_size = from_torch_error_file(file.read_text())
     assert (exit.rank, exit.cause, exit.step, exit.exit_code, world_size) == (local_rank + 2, Cause.ERROR, None, 2, 4)
@@ -68,7 +69,7 @@ GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer 
 def test_peer_lost_at_rendezvous_is_a_consequence(tmp_path, caplog):
     """A killed rank leaves no error file: the one of its peer must not look like the cause."""
     file = tmp_path / "error.json"
-    assert main.fail_early(Launch(world_size=2, error_file=str(file)), GLOO) == 70
+    assert failed_early(Launch(world_size=2, error_file=str(file)), GLOO) == 70
     exit, _ = from_torch_error_file(file.read_text())
     assert (exit.cause, exit.error) == (Cause.PEER_LOST, "TrainingError")
     assert "error: lost contact with the other ranks" in caplog.text
@@ -120,7 +121,7 @@ def test_own_error_is_recorded_and_printed(tmp_path, caplog):
     code, exit, failure = failed(tmp_path, DataError("bad row", where="a.csv:3"))
     assert code == exit.exit_code == failure["exit_code"] == 65
     assert (exit.cause, exit.error, exit.message, exit.step) == (Cause.ERROR, "DataError", "a.csv:3: bad row", 0)
-    assert failure == exit.failure()
+    assert failure == asdict(exit)
     assert "error: a.csv:3: bad row" in caplog.text
 
 
@@ -169,7 +170,7 @@ def test_blocked_rank_is_recorded(tmp_path):
     )
     ExitReporter(Runtime(), Stop(Runtime()), folder).blocked(exit, first)
     assert exit_files.read(folder.logs) == {0: exit}
-    assert json.loads((tmp_path / "failure.json").read_text()) == first.failure()
+    assert json.loads((tmp_path / "failure.json").read_text()) == asdict(first)
 
 
 @pytest.mark.parametrize("supervised", [False, True])
