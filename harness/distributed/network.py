@@ -77,6 +77,19 @@ def _interface_of(address: str | None) -> str | None:
     return next((name for name, has in interfaces().items() if has == address), None)
 
 
+def require_address(interface: str) -> str:
+    """The IPv4 address of ``interface``, the value of launch.interface. Raises LaunchError."""
+    if (address := address_of(interface)) is None:
+        raise no_route(f"this machine has no network interface {interface} with an IPv4 address")
+    return address
+
+
+def no_route(message: str, where: str = "launch.interface") -> LaunchError:
+    """An error that lists the interfaces to choose from."""
+    known = ", ".join(f"{name} ({address})" for name, address in interfaces().items())
+    return LaunchError(message, where=where, hint=f"set launch.interface to one of: {known}")
+
+
 def address_of(interface: str) -> str | None:
     """The IPv4 address of ``interface``, or None."""
     try:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import NoReturn
 
 from harness.distributed.threads import thread
 from harness.errors import require_posix
@@ -29,7 +28,10 @@ _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def name(number: int) -> str:
-    return signal.Signals(number).name
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal between the first and the last one
+        return f"signal {number}"
 
 
 def ended_by(number: int) -> int:
@@ -56,27 +58,7 @@ def _raise_first(number: int) -> None:
     if number == WARNING or _state.raised is not None:
         return
     _state.raised = number
-    importing = _importing()
-    if importing is None:
-        raise KeyboardInterrupt
-
-    # Compiled modules may ignore an exception while they are imported, or raise one of their own: raise it afterwards.
-    def raise_now(*event: object) -> NoReturn:
-        sys.settrace(None)
-        raise KeyboardInterrupt
-
-    importing.f_trace = raise_now
-    sys.settrace(lambda *event: None)  # else f_trace is not called
-
-
-def _importing() -> FrameType | None:
-    """The outermost frame of this thread that is importing a module."""
-    frame, outermost = sys._getframe(), None
-    while frame.f_back is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            outermost = frame.f_back
-        frame = frame.f_back
-    return outermost
+    raise KeyboardInterrupt
 
 
 @dataclass

@@ -1,9 +1,8 @@
-"""Location of a thread or of a raised exception, as one short phrase; and the names of signals."""
+"""Location of a thread or of a raised exception, as one short phrase."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -56,10 +55,3 @@ def _place(frame: FrameType) -> str:
     if file.startswith((_PACKAGE, "<", sys.prefix, sys.base_prefix)) or "site-packages" in file:
         return ""
     return f" ({Path(file).name}:{frame.f_lineno})"
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -6,10 +6,9 @@ import os
 from typing import Any
 
 from harness.distributed.launch_env import local_environment
-from harness.distributed.network import interfaces
+from harness.distributed.network import require_address
 from harness.distributed.worker_group import LocalRun
 from harness.engines.base import Job, refuse, shell
-from harness.errors import LaunchError
 
 _BY = "harness launch, engine local"
 _ONE_MACHINE = "this engine uses one machine; use launch.engine=torchrun, slurm, dask or flyte"
@@ -41,10 +40,5 @@ def _check(job: Job) -> None:
         node_rank=_ONE_MACHINE,
         max_restarts="the same command resumes from the newest checkpoint; launch.engine=torchrun restarts the ranks",
     )  # fmt: skip
-    wanted, known = job.settings.interface, interfaces()
-    if wanted is not None and wanted not in known:
-        raise LaunchError(
-            f"this machine has no network interface {wanted} with an IPv4 address", where="launch.interface",
-            hint="set launch.interface to one of: "
-                 f"{', '.join(f'{name} ({address})' for name, address in known.items())}",
-        )  # fmt: skip
+    if job.settings.interface is not None:
+        require_address(job.settings.interface)

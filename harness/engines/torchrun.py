@@ -21,7 +21,7 @@ from pathlib import Path
 from harness.distributed import processes
 from harness.distributed.launch_env import FIXED_MACHINES
 from harness.distributed.monitor import EngineReport
-from harness.distributed.network import address_of, interface_towards, interfaces, is_here, is_loopback
+from harness.distributed.network import interface_towards, is_here, is_loopback, no_route, require_address
 from harness.distributed.rank_exit import Cause, RankExit, from_torch_error_file
 from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.engines.base import Job, shell
@@ -294,22 +294,12 @@ def check_batch(job: Job, least: int) -> None:
 
 def _own_address(job: Job, host: str) -> str:
     """This machine's address on the interface of the settings, else on the one that leads to ``host``."""
-    wanted = job.settings.interface
-    name = wanted or interface_towards(host, outward=not is_loopback(host))
-    address = address_of(name) if name else None
-    known = ", ".join(f"{name} ({its})" for name, its in interfaces().items())
-    if address is None:
-        raise LaunchError(
-            f"this machine has no network interface {wanted} with an IPv4 address" if wanted
-            else f"this machine has no route to {host}, where all machines meet",
-            where="launch.interface" if wanted else "launch.rendezvous",
-            hint=f"set launch.interface to one of: {known}",
-        )  # fmt: skip
+    name = job.settings.interface or interface_towards(host, outward=not is_loopback(host))
+    if name is None:
+        raise no_route(f"this machine has no route to {host}, where all machines meet", "launch.rendezvous")
+    address = require_address(name)
     if is_loopback(address) and not is_loopback(host):
-        raise LaunchError(
-            f"interface {name} ({address}) cannot reach other machines", where="launch.interface",
-            hint=f"set launch.interface to one of: {known}",
-        )  # fmt: skip
+        raise no_route(f"interface {name} ({address}) cannot reach other machines")
     return address
 
 

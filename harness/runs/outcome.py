@@ -14,11 +14,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from harness.distributed import signals
 from harness.distributed.agreement import named
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import Cause, RankExit
-from harness.distributed.signals import ended_by
-from harness.distributed.stack import signal_name
 from harness.errors import (
     EXIT_DATA,
     EXIT_DONE,
@@ -85,7 +84,8 @@ def judge(
     known = [exit for exit in exits if exit.by_rank or exit.cause is Cause.NODE_LOST or exit.rank not in own]
     if (first := _first_failure(known, stopped)) is None:
         codes = {exit.exit_code for exit in known}
-        return _without_failure(codes, ended_by(number or signal.SIGTERM) if stopped else 0, folder, summary or {})
+        code = signals.ended_by(number or signal.SIGTERM) if stopped else 0
+        return _without_failure(codes, code, folder, summary or {})
     if first.rank is None:
         first = replace(first, rank=next((rank for rank in range(world_size) if rank not in own), 0))
     if not first.by_rank:  # the records of the other ranks have a step and a host
@@ -115,7 +115,7 @@ def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
     killed = first(Cause.SIGNAL, Cause.ERROR, has_step=False)
     if killed is not None and killed.cause is Cause.SIGNAL and not (stopped and consequence is None):
         reason = _SIGNALS.get(-killed.exit_code, "see its log")
-        message = f"the process received {signal_name(-killed.exit_code)} ({reason})"
+        message = f"the process received {signals.name(-killed.exit_code)} ({reason})"
         return replace(killed, error="Killed", message=message, exit_code=EXIT_FAILURE)
     if lost := first(Cause.NODE_LOST, has_step=False) or first(Cause.NODE_LOST):
         return replace(lost, error="Lost")
@@ -177,7 +177,7 @@ def _describe(exit: RankExit, first_message: str) -> str:
     if exit.cause is Cause.NODE_LOST or (not exit.by_rank and exit.message):
         return exit.message
     if exit.cause is Cause.SIGNAL:
-        return f"killed by {signal_name(-exit.exit_code)}, left no record"
+        return f"killed by {signals.name(-exit.exit_code)}, left no record"
     if not exit.by_rank:
         return f"exit code {exit.exit_code}, left no record"
     step = "" if exit.step is None else f" at step {exit.step}"

@@ -18,9 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.distributed import signals
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import RankExit
-from harness.distributed.stack import signal_name
 from harness.engines.base import Job, refuse
 from harness.engines.slurm.settings import Settings
 from harness.errors import EXIT_STOPPED, LaunchError
@@ -409,7 +409,7 @@ class JobOutput:
         else:
             self.over = True
             if (number := record["last_exit_code"] - 128) > 0 and not self.exits:
-                self.killed = f"srun, which started the ranks, was killed by {signal_name(number)}"
+                self.killed = f"srun, which started the ranks, was killed by {signals.name(number)}"
 
     def _parse(self, line: str) -> None:
         """srun's own messages, which have no other form."""

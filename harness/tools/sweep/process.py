@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from harness.distributed import signals
 from harness.distributed.rank_exit import Cause
-from harness.distributed.stack import signal_name
 from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.errors import EXIT_DONE, EXIT_STOPPED, EXITS_BY_SIGNAL
 from harness.runs import layout, reader
@@ -81,7 +81,7 @@ class TrialProcess:
         if code == EXIT_DONE:
             return "done", ""
         if code < 0:
-            return "interrupted", f"killed by {signal_name(-code)}"
+            return "interrupted", f"killed by {signals.name(-code)}"
         if code == EXIT_STOPPED:
             return "interrupted", "stopped with a checkpoint"
         if code in EXITS_BY_SIGNAL or (self._stopped and not failure):
