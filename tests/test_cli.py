@@ -262,32 +262,6 @@ return 0
     assert (done.returncode, done.stderr) == (code, error)
 
 
-def test_interruption_waits_for_the_end_of_an_import(tmp_path):
-    """Compiled modules, such as those of torch and pydantic, ignore or convert it while they are imported."""
-    done = own_verb(
-        tmp_path,
-        """
-try:
-    import own.library
-    print("continued")
-finally:
-    print("cleaned up")
-""",
-        library="from own import compiled\nprint('imported library')",
-        compiled="""
-import os, signal, time
-try:
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.2)
-except BaseException:
-    print("ignored")
-print("imported compiled")
-""",
-    )
-    assert (done.returncode, done.stderr) == (130, "interrupted (SIGINT)\n")
-    assert done.stdout.splitlines() == ["imported compiled", "imported library", "cleaned up"]
-
-
 def harness(output: str, *words: str) -> tuple[int, str]:
     """(exit code, standard error) of a command whose standard output is redirected to ``output``."""
     command = f'exec "{sys.executable}" -m harness {" ".join(words)} {output}'
