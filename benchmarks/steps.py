@@ -23,7 +23,8 @@ from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
 from harness.errors import plural
 from harness.runs.run_dir import RunFolder
-from harness.training import build, loop, precision
+from harness.training import build, loop
+from harness.training.optimizer import precision
 from harness.training.run import Run
 
 WARM_UP = 3

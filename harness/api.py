@@ -78,7 +78,8 @@ def train(config: Config) -> TrainResult:
     A run that was stopped or killed resumes from its newest checkpoint. Ctrl-C stops with a checkpoint. Raises
     HarnessError, or what the user's own task, model or optimizer raised.
     """
-    from harness.training import loop, predictions
+    from harness.training import loop
+    from harness.training.evaluation import predictions
 
     with _started(config) as start, start as run:
         start.done = loop.train(run) and predictions.write_for_run(run)

@@ -1,5 +1,5 @@
 """The command line: ``driver.py``, and ``harness VERB``. Only wiring: each verb is implemented in its package's
-``command.py``, in ``harness/PACKAGE/``, ``harness/tools/PACKAGE/`` or ``harness/tasks/PACKAGE/``.
+``command.py``, in ``harness/PACKAGE/`` or a folder of it, such as ``harness/tools/NAME/``.
 
 A command module is cheap to import (``run`` imports what it needs) and has
 
@@ -162,11 +162,7 @@ class _Version(argparse.Action):
 def _commands(words: Sequence[str]) -> dict[str, Any]:
     """{verb: command module} of all built-in verbs, and of the user's own verb if ``words`` starts with one."""
     here = Path(__file__).parent
-    files = [
-        file
-        for pattern in ("*/*command.py", "tools/*/*command.py", "tasks/*/*command.py")
-        for file in here.glob(pattern)
-    ]
+    files = [file for pattern in ("*/*command.py", "*/*/*command.py") for file in here.glob(pattern)]
     names = [".".join(("harness", *file.relative_to(here).with_suffix("").parts)) for file in files]
     modules = [importlib.import_module(name) for name in names]
     found: dict[str, Any] = {module.VERB: module for module in modules}

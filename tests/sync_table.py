@@ -22,8 +22,9 @@ from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.runs import remote
-from harness.training import build, checkpointing, loop, optim
-from harness.training.evaluate import evaluate
+from harness.training import build, checkpointing, loop
+from harness.training.evaluation.evaluate import evaluate
+from harness.training.optimizer import optim
 from harness.training.run import Run
 from tests.fixtures import make_config, settings, write_rows, write_yaml
 from tests.ranks import run_ranks

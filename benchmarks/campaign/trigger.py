@@ -141,8 +141,9 @@ def arm(root: str, report: str, rank: int, kill: dict[str, Any] | None) -> None:
     """Count the operations of this process from now on, and ``kill`` it at one of them. ``root``: the folder whose
     files count; ``report``: a file that receives a JSON line for the kill, or the counts at the end."""
     from harness.runs.remote import RemoteRunFolder
-    from harness.training import checkpointing, evaluate, loop
+    from harness.training import checkpointing, loop
     from harness.training.checkpoint_writer import CheckpointWriter
+    from harness.training.evaluation import evaluate
 
     trigger = Trigger(root, report, rank, Kill(**kill) if kill else None)
     trigger.inside(loop, "train", "loop", after="end")

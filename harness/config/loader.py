@@ -27,7 +27,8 @@ from harness.errors import ConfigError
 
 __all__ = ["COMMAND_LINE", "as_tree", "config_class", "json_schema", "load", "load_as", "to_text"]
 
-_SCHEDULES = "harness.training.schedule"  # imported when a configuration is loaded, as the module of a task is
+# Imported when a configuration is loaded, as the module of a task is.
+_SCHEDULES = "harness.training.optimizer.schedule"
 Content = TypeVar("Content", bound=BaseModel)
 
 

@@ -10,8 +10,8 @@ A name without a dot is built in. To build in another part, add one file (or fol
     tracker    harness/trackers/NAME.py                           class Tracker (harness.trackers.base)
     engine     harness/engines/NAME.py or NAME/engine.py          render, start, Settings (harness.engines.base)
     format     harness/runs/formats/NAME.py                       class Format (harness.runs.formats.base)
-    gradients  a function of the user's, with a dot               train.on_gradients (harness.training.on_gradients)
-    verb       harness/PACKAGE/command.py, VERB_command.py        VERB, HELP, add_arguments, run (harness.cli)
+    gradients  a function of the user's, with a dot               train.on_gradients (training/optimizer)
+    verb       command.py or VERB_command.py of a package         VERB, HELP, add_arguments, run (harness.cli)
 
 A name with a dot is a part of the user's own, importable from the working folder: ``package.module``, which holds the
 same as a built-in file, or ``package.module.Class``. tests/end_to_end/test_extend.py adds one of each.
@@ -45,12 +45,14 @@ class Kind(NamedTuple):
 
 KINDS = {
     "task": Kind("tasks", "Task", "config"),
-    "model": Kind("training/models", "Model"),
+    "model": Kind(
+        "training/models", "Model", "", frozenset({"compiled", "flops", "model_builder", "recompute", "weights"})
+    ),
     "strategy": Kind(
         "training/strategies",
         "Strategy",
         "",
-        frozenset({"base"}),
+        frozenset({"base", "sharding"}),
         ("harness.training.strategies.base", "ParallelStrategy"),
     ),
     "tracker": Kind("trackers", "Tracker", "", frozenset({"base", "forwarder", "metrics_log", "pictures"})),

@@ -1,7 +1,7 @@
 """The settings of a task with labels: the kind of its labels, its loss and its metrics, each by name.
 
-``harness.training.objective`` computes them. The names, what they apply to and what they take are listed here, because
-a configuration is checked without importing torch.
+``harness.training.evaluation.objective`` computes them. The names, what they apply to and what they take are listed
+here, because a configuration is checked without importing torch.
 """
 
 from __future__ import annotations

@@ -36,11 +36,13 @@ from harness.errors import (
 )
 from harness.runs import trained_run
 from harness.runs.files import output_error, require_output
-from harness.training import build, console, optim, precision, predictions
-from harness.training.evaluate import laid_out
+from harness.training import build, console
+from harness.training.evaluation import predictions
+from harness.training.evaluation.evaluate import laid_out
+from harness.training.evaluation.predictions import Predictor
 from harness.training.exit_report import ExitReporter, failed_early
 from harness.training.main import facts
-from harness.training.predictions import Predictor
+from harness.training.optimizer import optim, precision
 from harness.training.task import OpenedTask, PredictingTask, SupportsNewData
 
 log = logging.getLogger("harness")

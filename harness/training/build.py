@@ -25,26 +25,17 @@ from harness.distributed.stop import Stop
 from harness.errors import ConfigError, DataError, first_line, plural
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
-from harness.training import (
-    checkpointing,
-    determinism,
-    flops,
-    fsdp,
-    mixing,
-    on_gradients,
-    optim,
-    precision,
-    recompute,
-    rng,
-    weights,
-)
+from harness.training import checkpointing, determinism, mixing, rng
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
-from harness.training.evaluate import laid_out
+from harness.training.evaluation.evaluate import laid_out
 from harness.training.health import Health
+from harness.training.models import flops, recompute, weights
+from harness.training.optimizer import on_gradients, optim, precision
+from harness.training.optimizer.schedule import Schedule
 from harness.training.progress import Coverage, Meter, State
 from harness.training.run import Run
-from harness.training.schedule import Schedule
+from harness.training.strategies import sharding
 from harness.training.strategies.base import check_world, find
 from harness.training.task import OpenedTask, SupportsFileCheck, SupportsFileCopies, open_data
 
@@ -83,14 +74,14 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         counting = flops.of_run(model, task, config.precision, runtime.device) if first else flops.Arithmetic
     given = weights.start(model, config, runtime, folder.checkpoints.folder)
     if parallel.sharded:  # ``prepare`` moves it in parts
-        runtime.all_equal(fsdp.layout(model), "the model", "its layers must not depend on the rank or on chance")
+        runtime.all_equal(sharding.layout(model), "the model", "its layers must not depend on the rank or on chance")
     else:
         with runtime.together("moving the model to its device"):
             model = model.to(runtime.device)
             if config.model.channels_last:
                 model = model.to(memory_format=torch.channels_last)  # before amp, which copies weights as they are
         if given:
-            fsdp.replicate(model)
+            sharding.replicate(model)
     # Before the optimizer, which holds the parameters that this makes: it replaces batch norms and shards weights.
     model = parallel.prepare(model)
     with runtime.together("building the optimizer"):
@@ -265,7 +256,7 @@ def build_model(config: Config, task: OpenedTask) -> nn.Module:
 def _without_values(config: Config, task: OpenedTask) -> nn.Module:
     """``build_model`` without memory for the values, which come from rank 0; with values if that is impossible."""
     try:
-        with fsdp.without_values():
+        with sharding.without_values():
             return build_model(config, task)
     except Exception as error:  # of the model's own code, which may need values; or it fails on rank 0 as well
         log.info("%14s: built with its values on this rank too: %s", "model", first_line(error))

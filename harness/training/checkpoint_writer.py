@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.distributed.runtime import Runtime
 from harness.distributed.threads import Background
 from harness.runs.checkpoint import Checkpoints
-from harness.training import fsdp
+from harness.training.strategies import sharding
 
 _CLOSE_S = 10.0  # for the last checkpoint, when a run fails
 
@@ -105,12 +105,12 @@ def copied(tree: Any, before: Any, pinned: bool = True) -> Any:
 
 
 def _copied_tensor(tensor: Tensor, before: Any, pinned: bool) -> Tensor:
-    here = fsdp.local(tensor)
-    there = fsdp.local(before) if isinstance(before, Tensor) else None
+    here = sharding.local(tensor)
+    there = sharding.local(before) if isinstance(before, Tensor) else None
     if there is None or there.shape != here.shape or there.dtype != here.dtype or there.stride() != here.stride():
         there = torch.empty_like(here, device="cpu", pin_memory=pinned and here.is_cuda)
     there.copy_(here, non_blocking=True)
-    return fsdp.wrapped_like(tensor, there)
+    return sharding.wrapped_like(tensor, there)
 
 
 def _synchronize(content: Any) -> None:

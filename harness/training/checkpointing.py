@@ -16,10 +16,11 @@ from torch import nn
 from harness.data.seeds import TRAINING
 from harness.errors import CheckpointError, first_line
 from harness.runs import checkpoint, remote
-from harness.training import fsdp, rng
-from harness.training.optim import Ema
+from harness.training import rng
+from harness.training.optimizer.optim import Ema
 from harness.training.progress import State
 from harness.training.run import Run
+from harness.training.strategies import sharding
 
 log = logging.getLogger("harness")
 
@@ -132,13 +133,13 @@ def restore(run: Run, path: Path) -> None:
     the data, the weights and the optimizer are exact, and no row of the epoch is lost or repeated; random streams
     (dropout) start from new seeds, and batch norm statistics are the mean over the former ranks.
     """
-    own = fsdp.own_shards(run.module, run.optimizer, run.ema.average if run.ema else ())
+    own = sharding.own_shards(run.module, run.optimizer, run.ema.average if run.ema else ())
     mapped = run.parallel.sharded  # each rank then reads only its shard
     content = run.checkpoints.read(path, mapped, own)
     _check_fit(run, content, path)
     try:
-        run.module.load_state_dict(fsdp.model_parts(run.module, content["model"]))
-        run.optimizer.load_state_dict(fsdp.optimizer_parts(run.optimizer, content["optimizer"]))
+        run.module.load_state_dict(sharding.model_parts(run.module, content["model"]))
+        run.optimizer.load_state_dict(sharding.optimizer_parts(run.optimizer, content["optimizer"]))
     except (RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"it does not fit this model: {first_line(error)}",
@@ -181,7 +182,7 @@ def _whole(run: Run, part: nn.Module | torch.optim.Optimizer | Ema) -> dict[str,
     first = run.runtime.rank == 0
     if not run.parallel.sharded:
         return part.state_dict() if first else {}
-    whole: dict[str, Any] = fsdp.whole(part.state_dict(), keep=first)
+    whole: dict[str, Any] = sharding.whole(part.state_dict(), keep=first)
     return whole
 
 

@@ -21,10 +21,10 @@ from harness.config.schema import Config
 from harness.distributed.runtime import Runtime
 from harness.errors import TrainingError
 from harness.runs import layout
-from harness.training.fsdp import local
-from harness.training.optim import Ema
-from harness.training.precision import Precision
+from harness.training.optimizer.optim import Ema
+from harness.training.optimizer.precision import Precision
 from harness.training.progress import State
+from harness.training.strategies.sharding import local
 
 log = logging.getLogger("harness")
 

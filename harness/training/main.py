@@ -16,8 +16,10 @@ from harness.distributed.meeting import telling_peers
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.watchdog import exits_without_launcher
 from harness.runs import provenance
-from harness.training import console, determinism, loop, precision, predictions
+from harness.training import console, determinism, loop
+from harness.training.evaluation import predictions
 from harness.training.exit_report import failed_early
+from harness.training.optimizer import precision
 from harness.training.start import RunStart
 
 

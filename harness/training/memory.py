@@ -11,10 +11,10 @@ from torch import Tensor
 from harness.config.schema import Config
 from harness.distributed import stack
 from harness.errors import TrainingError, plural
-from harness.training import recompute
-from harness.training.fsdp import local
+from harness.training.models import recompute
 from harness.training.run import Run
 from harness.training.strategies.base import find
+from harness.training.strategies.sharding import local
 
 GIB, MIB = 2**30, 2**20
 _OUT = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|can't allocate memory", re.I)  # of CUDA, its libraries, the CPU

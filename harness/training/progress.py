@@ -19,10 +19,10 @@ from torch import Tensor
 from harness.data.seeds import COVERAGE, derive
 from harness.data.shards import Segment, bounds, hashed
 from harness.distributed.runtime import Runtime
-from harness.training import fsdp
 from harness.training.costs import Costs, summed
-from harness.training.schedule import Plateau
+from harness.training.optimizer.schedule import Plateau
 from harness.training.step_timer import PHASES, step_timer, wait_for
+from harness.training.strategies import sharding
 
 EXACT_ROWS = 10_000_000  # up to which Coverage marks each row
 _BLOCKS = 1 << 16
@@ -303,7 +303,7 @@ class Meter:
         """End the window of a log line: ``tick`` and ``reduce``, which may come after the next backward pass, read what
         the device has measured until now. Collective if gradients are sharded."""
         norm, self.norm = self.norm, None
-        measured = {} if norm is None else {"norm": fsdp.full(norm)}
+        measured = {} if norm is None else {"norm": sharding.full(norm)}
         self._ended = Reading({"loss": self.loss, "scale": scale, **measured})
         self.timer.end_window()
 

@@ -20,14 +20,14 @@ from harness.runs.run_dir import RunFolder
 from harness.trackers.metrics_log import MetricsLog
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
-from harness.training.flops import Arithmetic, Counting
+from harness.training.evaluation.metrics import Report
 from harness.training.health import Health
-from harness.training.metrics import Report
-from harness.training.on_gradients import OnGradients
-from harness.training.optim import Ema
-from harness.training.precision import Precision
+from harness.training.models.flops import Arithmetic, Counting
+from harness.training.optimizer.on_gradients import OnGradients
+from harness.training.optimizer.optim import Ema
+from harness.training.optimizer.precision import Precision
+from harness.training.optimizer.schedule import Schedule
 from harness.training.progress import Coverage, Meter, Reading, State, Used
-from harness.training.schedule import Schedule
 from harness.training.strategies.base import ParallelStrategy
 from harness.training.task import OpenedTask
 

@@ -26,8 +26,10 @@ from harness.distributed.watchdog import Watchdog
 from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError, plural
 from harness.runs import provenance, remote
 from harness.runs.run_dir import RunFolder, cannot_write
-from harness.training import build, compiled, console, optim, precision
+from harness.training import build, console
 from harness.training.exit_report import ExitReporter
+from harness.training.models import compiled
+from harness.training.optimizer import optim, precision
 from harness.training.run import Run
 from harness.training.task import SupportsLearned
 

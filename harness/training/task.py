@@ -23,9 +23,9 @@ from harness.data.arrays import Arrays
 from harness.data.batch import Batch, Dataset
 from harness.data.seeds import row_seed, seeded_torch
 from harness.errors import ConfigError
-from harness.training import model_builder
-from harness.training.metrics import Columns, Pairs, Report, Sums
-from harness.training.objective import Classification, Supervised
+from harness.training.evaluation.metrics import Columns, Pairs, Report, Sums
+from harness.training.evaluation.objective import Classification, Supervised
+from harness.training.models import model_builder
 
 __all__ = [
     "Arrays", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs", "Report", "Sums",

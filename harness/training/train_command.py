@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace, parent: int, began: float) -> int:
     finally:
         gc.enable()
     if plan := os.environ.get(PROBE):
-        from harness.training import probe
+        from harness.training.probe import probe
 
         probe.arm(plan, os.environ, arguments.local_rank, began)
     return main.main(arguments.config, arguments.overrides, os.environ, arguments.local_rank, parent, config)

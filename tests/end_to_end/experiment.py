@@ -125,7 +125,8 @@ class Kill:
         self.rank, self.step, self.where = rank, step, where
 
     def arm(self) -> None:
-        from harness.training import evaluate, loop
+        from harness.training import loop
+        from harness.training.evaluation import evaluate
         from harness.training.run import Run
 
         def die() -> None:

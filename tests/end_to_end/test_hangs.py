@@ -205,7 +205,8 @@ class Slow:
     def arm(self):
         from harness.data.table import convert
         from harness.runs import checkpoint
-        from harness.training import loop, predictions
+        from harness.training import loop
+        from harness.training.evaluation import predictions
 
         places = {
             "conversion": (convert, "convert"),

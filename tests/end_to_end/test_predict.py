@@ -23,7 +23,7 @@ from harness.inference import export
 from harness.inference import predict as predict_module
 from harness.runs.checkpoint import save_weights
 from harness.runs.files import read_sealed
-from harness.training import predictions
+from harness.training.evaluation import predictions
 from harness.training.models import small_cnn
 from harness.training.models.small_cnn import Model as SmallCNN
 from tests.end_to_end.experiment import Kill, run, write_config, write_images

@@ -25,7 +25,7 @@ from tests.end_to_end.experiment import (
 from tests.end_to_end.test_parity import assert_close
 
 FSDP = {"strategy": "fsdp"}
-# Its first layer is large enough to be an FSDP unit of its own, see harness.training.fsdp.
+# Its first layer is large enough to be an FSDP unit of its own, see harness.training.strategies.sharding.
 TWO_UNITS = {"name": "mlp", "args": {"hidden": 1100}}
 
 # Sums are taken in another order: equal to float32's rounding at O0, to that of float16 activations (2^-11) at O1 and

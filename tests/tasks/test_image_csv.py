@@ -16,8 +16,8 @@ from harness.data.loader import BatchRequest, Loader, TrainData
 from harness.data.seeds import seeded_torch
 from harness.data.shards import Segment
 from harness.errors import ConfigError, DataError
-from harness.training.evaluate import laid_out, prepare
-from harness.training.metrics import Sums
+from harness.training.evaluation.evaluate import laid_out, prepare
+from harness.training.evaluation.metrics import Sums
 from tests.fixtures import make_config, write_rows
 
 Image = pytest.importorskip("PIL.Image")

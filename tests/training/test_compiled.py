@@ -16,7 +16,8 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import TrainingError
 from harness.runs.run_dir import RunFolder
-from harness.training import build, compiled
+from harness.training import build
+from harness.training.models import compiled
 from tests.fixtures import make_config, write_rows
 from tests.ranks import run_ranks
 

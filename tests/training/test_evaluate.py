@@ -14,8 +14,8 @@ from harness import cli
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import open_runtime
 from harness.errors import HarnessError
-from harness.training import evaluate
-from harness.training.metrics import Sums
+from harness.training.evaluation import evaluate
+from harness.training.evaluation.metrics import Sums
 from tests.fixtures import settings, write_rows, write_yaml
 from tests.ranks import run_ranks
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from harness.config.schema import PrecisionSection
 from harness.data.arrays import Arrays
-from harness.training import flops
-from harness.training.flops import Arithmetic
+from harness.training.models import flops
+from harness.training.models.flops import Arithmetic
 from tests.fixtures import make_config, write_rows
 
 
@@ -103,7 +103,7 @@ def test_records_of_a_run(tmp_path):
     """The gradient norm is that of the unscaled gradients of the line's last step, before clipping."""
     from harness import open_run, train
     from harness.runs.metrics_table import read_metrics
-    from harness.training.evaluate import prepare
+    from harness.training.evaluation.evaluate import prepare
 
     write_rows(tmp_path, "train", 20)
     write_rows(tmp_path, "eval", 4)

@@ -17,7 +17,7 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.runs import remote
 from harness.training import build, loop
-from harness.training.precision import Precision
+from harness.training.optimizer.precision import Precision
 from harness.training.run import Run
 from tests import sync_table, syncs
 from tests.end_to_end.experiment import assert_same, last_checkpoint, record

@@ -12,8 +12,8 @@ import torch
 from harness.config.targets import LabelledTask
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
-from harness.training.metrics import MAX_CONFUSION, MAX_SCORES, Sums
-from harness.training.objective import Classification
+from harness.training.evaluation.metrics import MAX_CONFUSION, MAX_SCORES, Sums
+from harness.training.evaluation.objective import Classification
 from tests.ranks import run_ranks
 
 CLASSES = 7

@@ -10,7 +10,7 @@ from harness.config import plugins
 from harness.data.seeds import INITIAL_WEIGHTS
 from harness.errors import ConfigError
 from harness.training import rng
-from harness.training.model_builder import build
+from harness.training.models.model_builder import build
 
 KNOWN = {"num_classes": 4, "in_channels": 1}
 GRAY, RGB = torch.zeros(2, 1, 8, 8), torch.zeros(2, 3, 32, 32)

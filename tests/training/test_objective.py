@@ -19,8 +19,8 @@ from harness.config.targets import LabelledTask, TableTask
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.errors import ConfigError
-from harness.training.metrics import Labels, MultiLabel, Regression, SingleLabel, Sums, learned_labels
-from harness.training.objective import MAX_KEPT, Objective
+from harness.training.evaluation.metrics import Labels, MultiLabel, Regression, SingleLabel, Sums, learned_labels
+from harness.training.evaluation.objective import MAX_KEPT, Objective
 from tests.fixtures import settings, write_rows, write_yaml
 from tests.ranks import run_ranks
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from harness.runs.probe_plan import PROBE, ProbePlan
-from harness.training import observations
-from harness.training.attributes import digest
+from harness.training.probe import observations
+from harness.training.probe.attributes import digest
 from tests.end_to_end import planted
 from tests.end_to_end.planted import line_of, write_planted
 from tests.end_to_end.processes import driver

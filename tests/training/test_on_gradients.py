@@ -11,7 +11,7 @@ from harness.distributed.stop import Stop
 from harness.errors import ConfigError, TrainingError
 from harness.runs import remote
 from harness.training import build, loop
-from harness.training.on_gradients import OnGradients, find
+from harness.training.optimizer.on_gradients import OnGradients, find
 from tests.fixtures import make_config, write_rows
 
 HERE = "tests.training.test_on_gradients"

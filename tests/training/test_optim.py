@@ -12,7 +12,7 @@ from torch import nn
 
 from harness.config.schema import GroupSection, OptimizerSection
 from harness.errors import ConfigError
-from harness.training.optim import Ema, build, built_in, clear_gradients, described, freeze, groups, scaled_lr
+from harness.training.optimizer.optim import Ema, build, built_in, clear_gradients, described, freeze, groups, scaled_lr
 from tests.training.test_schedule import schedule
 
 

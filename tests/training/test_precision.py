@@ -12,7 +12,7 @@ from torch import nn
 
 from harness.config.schema import PrecisionSection
 from harness.errors import ConfigError
-from harness.training.precision import Precision, choose, described, float16_on_cpu, installed_apex
+from harness.training.optimizer.precision import Precision, choose, described, float16_on_cpu, installed_apex
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NAMES = ("initialize", "scale_loss", "master_params", "state_dict")

@@ -18,9 +18,9 @@ from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError
-from harness.training import predictions
-from harness.training.objective import Classification
-from harness.training.predictions import GROUP_ROWS, ROW, SAMPLE_ROWS, PredictionFile
+from harness.training.evaluation import predictions
+from harness.training.evaluation.objective import Classification
+from harness.training.evaluation.predictions import GROUP_ROWS, ROW, SAMPLE_ROWS, PredictionFile
 from tests.fixtures import make_config, write_rows
 from tests.ranks import RankFailure, run_ranks
 

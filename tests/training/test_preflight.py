@@ -14,7 +14,7 @@ from harness.data import loader_workers
 from harness.distributed import machine
 from harness.errors import EXIT_FAILURE, ConfigError, DataError, TrainingError
 from harness.tasks.image_csv.task import ImageCsv
-from harness.training import preflight
+from harness.training.check import preflight
 from tests.fixtures import settings, write_rows, write_yaml
 
 

@@ -14,10 +14,10 @@ from torch.optim import lr_scheduler as of_torch
 from harness.config import loader, signatures
 from harness.config.schema import ScheduleSection
 from harness.errors import ConfigError
-from harness.training.schedule import Plateau, Schedule
+from harness.training.optimizer.schedule import Plateau, Schedule
 from tests.conftest import ROOT
 
-BUILT_IN = signatures.functions("harness.training.schedule")
+BUILT_IN = signatures.functions("harness.training.optimizer.schedule")
 
 
 def section(name="constant", warmup_steps=0, warmup_epochs=0.0, **args) -> ScheduleSection:
@@ -270,7 +270,7 @@ def test_arguments_are_checked_with_the_configuration(tmp_path, written, problem
 
 
 STRANGER = """
-from harness.training.schedule import Point
+from harness.training.optimizer.schedule import Point
 
 def triangle(at: Point, *, low: float = 0.0, broken: bool = False) -> float:
     if broken:

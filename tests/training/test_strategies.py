@@ -11,7 +11,7 @@ from torch import nn
 from harness.apex import amp
 from harness.config.schema import LarcSection, ParallelSection, PrecisionSection
 from harness.errors import ConfigError
-from harness.training.precision import choose
+from harness.training.optimizer.precision import choose
 from harness.training.strategies.base import ParallelStrategy, check_world, find
 from tests.ranks import run_ranks
 

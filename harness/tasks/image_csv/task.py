@@ -21,8 +21,8 @@ from harness.data.images import ImageTable, in_order, spread
 from harness.data.shards import bounds
 from harness.errors import ConfigError, DataError
 from harness.tasks.image_csv.settings import ImageCsvSettings
-from harness.training import objective
-from harness.training.objective import Objective, Split
+from harness.training.evaluation import objective
+from harness.training.evaluation.objective import Objective, Split
 from harness.training.task import ModelSection, Supervised, model_builder
 
 _AT_START = 16  # images that each rank decodes of each split before training

@@ -17,8 +17,8 @@ from harness.config import plugins
 from harness.data.texts import RULE, UNKNOWN, Bytes, OwnTokenizer, TextTable, Tokenizer, Words, learn_words
 from harness.errors import ConfigError, first_line
 from harness.tasks.text_csv.settings import TextCsvSettings
-from harness.training import objective
-from harness.training.objective import Objective, Split
+from harness.training.evaluation import objective
+from harness.training.evaluation.objective import Objective, Split
 from harness.training.task import ModelSection, Supervised, model_builder
 
 _SHOWN = 200  # characters of a text in a table of predictions

@@ -1,6 +1,6 @@
 """Why two runs differ: random draws and unsaved attributes, recorded with file and line in short observed runs.
 
-``harness.training.observations`` makes the observations, in the ranks.
+``harness.training.probe.observations`` makes the observations, in the ranks.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def backend(system: System) -> Iterator[Finding]:
     import torch
 
     from harness.config.schema import PrecisionSection
-    from harness.training import precision
+    from harness.training.optimizer import precision
 
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda and find_apex().kind == "amp" else "cpu")

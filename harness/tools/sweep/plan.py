@@ -15,7 +15,7 @@ from harness.config.schema import Config
 from harness.errors import ConfigError, plural
 from harness.tools.sweep.slots import Machine, is_here, need
 from harness.tools.sweep.spec import Settings, SweepFile, corners, grid, typed
-from harness.training import preflight
+from harness.training.check import preflight
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from harness.training.precision import Precision
+    from harness.training.optimizer.precision import Precision
 
 
 class ParallelStrategy:
@@ -90,7 +90,7 @@ class ParallelStrategy:
 
     def compile(self, mode: str | None) -> None:
         """Compile the wrapped model, whose parameters and their names stay."""
-        from harness.training import compiled
+        from harness.training.models import compiled
 
         compiled.compile_whole(self.module, mode=mode)
 

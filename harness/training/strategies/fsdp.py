@@ -19,7 +19,7 @@ _NEEDS_WHOLE_PARAMETERS = re.compile(r"fused_\w+|adafactor|muon|sparseadam|(harn
 
 
 class Strategy(ParallelStrategy):
-    """Shards over all ranks (``harness.training.fsdp``). One process has the bare model."""
+    """Shards over all ranks (``harness.training.strategies.sharding``). One process has the bare model."""
 
     shards = True
 
@@ -80,9 +80,9 @@ class Strategy(ParallelStrategy):
         if self.sharded:
             import torch
 
-            from harness.training import fsdp
+            from harness.training.strategies import sharding
 
-            fsdp.shard(model, self.device, fsdp.MIN_BLOCK, getattr(torch, self.section.param_dtype))
+            sharding.shard(model, self.device, sharding.MIN_BLOCK, getattr(torch, self.section.param_dtype))
         return model
 
     def wrap(self, model: Any) -> None:
@@ -99,7 +99,7 @@ class Strategy(ParallelStrategy):
             self._switch(on)
 
     def compile(self, mode: str | None) -> None:
-        from harness.training import compiled
+        from harness.training.models import compiled
 
         if self.sharded:
             compiled.compile_units(self.model)

@@ -19,7 +19,7 @@ from harness import cli
 from harness.distributed import machine
 from harness.tools.doctor import checks
 from harness.tools.doctor.checks import Finding, System, run_check
-from harness.training import precision
+from harness.training.optimizer import precision
 
 GIB, MIB = 2**30, 2**20
 Usage = namedtuple("Usage", "total used free")  # noqa: PYI024

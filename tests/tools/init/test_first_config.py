@@ -14,7 +14,7 @@ from harness import cli
 from harness.config import loader
 from harness.errors import DataError
 from harness.tools.init import first_config
-from harness.training import preflight
+from harness.training.check import preflight
 
 
 @pytest.fixture

@@ -26,9 +26,10 @@ import torch
 
 from harness.data import loader
 from harness.data.batch import Batch
-from harness.training import attributes, loop
+from harness.training import loop
+from harness.training.probe import attributes
 
-_HARNESS = str(Path(__file__).resolve().parents[1]) + os.sep
+_HARNESS = str(Path(__file__).resolve().parents[2]) + os.sep
 _STDLIB = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
 _CLOCKS = frozenset({"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns"})
 _TORCH_DRAWS = frozenset(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.errors import ConfigError, similar
-from harness.training import fsdp
+from harness.training.strategies import sharding
 
 _Norm = torch.nn.modules.batchnorm._NormBase  # of batch and instance norms; changes buffers without a new version
 _KEY = "model.activation_checkpointing"
@@ -49,7 +49,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     """The elements of the containers of ``model`` that occur repeatedly and have several parts: the layers of a
     transformer, the blocks of a residual network. To run a single layer again would save nothing."""
     elements = [
-        module for module in fsdp.elements(model)
+        module for module in sharding.elements(model)
         if len(list(module.modules())) > 2 and next(module.parameters(), None) is not None
     ]  # fmt: skip
     kinds = Counter(map(type, elements))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from harness.config import plugins, signatures
 from harness.config.schema import OptimizerSection
 from harness.errors import ConfigError, plural, similar
-from harness.training.fsdp import local, part_like
+from harness.training.strategies.sharding import local, part_like
 
 _FUSED = ("sgd", "adam", "adamw")  # whose fused kernels take all dtypes, on CPU and CUDA
 

@@ -14,7 +14,7 @@ import torch
 from harness.config.schema import Config
 from harness.data.loader import StoppedWaiting
 from harness.errors import DataError, TrainingError
-from harness.training.metrics import Report, Sums
+from harness.training.evaluation.metrics import Report, Sums
 from harness.training.run import Run
 from harness.training.task import OpenedTask
 

@@ -25,7 +25,7 @@ from harness.data.row_labels import ClassLabels, NoLabels, NumberLabels, RowLabe
 from harness.data.table.labels import LabelColumns
 from harness.data.table.table import Table, open_table
 from harness.errors import ConfigError, first_line, plural
-from harness.training.metrics import (
+from harness.training.evaluation.metrics import (
     Columns,
     Labels,
     MultiLabel,

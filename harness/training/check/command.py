@@ -56,6 +56,6 @@ def _examine(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Harnes
         if not arguments.json:
             raise
         return {}, [error]
-    from harness.training import preflight
+    from harness.training.check import preflight
 
     return preflight.examine(arguments.config, arguments.overrides, arguments.world, _LIMIT_S)

@@ -239,8 +239,8 @@ class Schedule:
         return ConfigError(
             f"the schedule {self.section.name} {what}",
             where="schedule.name",
-            hint="it is called with a harness.training.schedule.Point and schedule.args, and returns a learning rate "
-            "or (learning rate, momentum)",
+            hint="it is called with a harness.training.optimizer.schedule.Point and schedule.args, and returns a "
+            "learning rate or (learning rate, momentum)",
         )
 
     def lr(self, applied: int, reductions: int = 0) -> float:

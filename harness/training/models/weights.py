@@ -20,7 +20,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError, ConfigError, DataError, did_you_mean, first_line, plural, reason, similar
 from harness.runs import checkpoint, fetch, layout, reader
 from harness.runs.files import cache_folder, expanded, is_url, sha256
-from harness.training.model_builder import TIMM
+from harness.training.models.model_builder import TIMM
 
 log = logging.getLogger("harness")
 
@@ -44,7 +44,7 @@ class WeightsFile(NamedTuple):
 def start(model: nn.Module, config: Config, runtime: Runtime, checkpoints: Path) -> dict[str, Any]:
     """Load ``model.weights`` into ``model`` (on the CPU) on rank 0; return what was loaded, for provenance, on every
     rank. Empty without ``model.weights``, and if the run is about to resume. Collective; call
-    ``fsdp.replicate`` next.
+    ``sharding.replicate`` next.
 
     Raises ConfigError if the weights cannot be had or do not fit.
     """

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from harness.config.schema import ParallelSection, PrecisionSection
-from harness.training import build, fsdp
-from harness.training.fsdp import blocks, full, layout, local, part_like, shard, whole, without_values
-from harness.training.optim import Ema
+from harness.training import build
+from harness.training.optimizer.optim import Ema
+from harness.training.strategies import sharding
+from harness.training.strategies.sharding import blocks, full, layout, local, part_like, shard, whole, without_values
 from tests.ranks import run_ranks
 from tests.syncs import CUDA, Memory, fake_gpu
 
@@ -98,7 +99,7 @@ def test_shards_to_whole_tensors_and_back():
 
 def _overflow_in_one_shard(level):
     from harness.config.schema import OptimizerSection
-    from harness.training import optim, precision
+    from harness.training.optimizer import optim, precision
     from harness.training.strategies.base import find
 
     torch.manual_seed(0)
@@ -277,7 +278,7 @@ def _peaks(rank, world_size, size):
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     host = 0
     with fake_gpu():
-        mesh = fsdp.init_device_mesh("cuda", (world_size,))
+        mesh = sharding.init_device_mesh("cuda", (world_size,))
         if rank:
             with Memory() as memory, without_values():  # really without memory
                 model = Large(*size)
@@ -286,7 +287,7 @@ def _peaks(rank, world_size, size):
             model = model if rank else Large(*size)
             whole_bytes = sum(param.nbytes for param in model.parameters())
             units = [sum(param.nbytes for param in block.parameters()) for block in blocks(model)]
-            with mock.patch.object(fsdp, "init_device_mesh", return_value=mesh):
+            with mock.patch.object(sharding, "init_device_mesh", return_value=mesh):
                 shard(model, CUDA)
             own = sum(local(param).nbytes for param in model.parameters())
     dist.destroy_process_group()

@@ -21,19 +21,12 @@ from harness.distributed.runtime import Runtime
 from harness.errors import HarnessError, TrainingError, first_line, plural, readable
 from harness.runs import remote
 from harness.trackers import metrics_log
-from harness.training import (
-    build,
-    determinism,
-    evaluate,
-    memory,
-    on_gradients,
-    optim,
-    precision,
-    recompute,
-    weights,
-)
+from harness.training import build, determinism, memory
 from harness.training.determinism import Audit, OutOfTime
-from harness.training.metrics import Sums
+from harness.training.evaluation import evaluate
+from harness.training.evaluation.metrics import Sums
+from harness.training.models import recompute, weights
+from harness.training.optimizer import on_gradients, optim, precision
 from harness.training.strategies.base import check_world, find
 from harness.training.task import OpenedTask, SupportsPredictions, SupportsSample
 

@@ -22,7 +22,9 @@ from harness.errors import HarnessError
 from harness.runs import checkpoint, probe_plan
 from harness.runs.probe_plan import Kill
 from harness.runs.url_store import UrlStore
-from harness.training import evaluate, loop, observations, predictions
+from harness.training import loop
+from harness.training.evaluation import evaluate, predictions
+from harness.training.probe import observations
 
 _POLL_S = 0.005
 _replace = os.replace  # the real one

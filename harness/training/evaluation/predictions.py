@@ -30,9 +30,9 @@ from harness.runs import checkpoint, layout
 from harness.runs.files import commit, temporary_for
 from harness.runs.locks import Lock
 from harness.trackers.base import LabelPairs, Sample
-from harness.training import fsdp
-from harness.training.evaluate import prepare
+from harness.training.evaluation.evaluate import prepare
 from harness.training.run import Run
+from harness.training.strategies import sharding
 from harness.training.task import PredictingTask, SupportsErrors, SupportsPredictions
 
 log = logging.getLogger("harness")
@@ -300,7 +300,7 @@ def write_for_run(run: Run) -> bool:
     if not isinstance(run.task, SupportsPredictions) or run.state.best is None:
         return True
     weights = best_weights(run.runtime, run.folder.weights)
-    run.module.load_state_dict(fsdp.model_parts(run.module, weights))
+    run.module.load_state_dict(sharding.model_parts(run.module, weights))
     run.module.eval()
     predictor = Predictor(run.config, run.runtime, run.task, run.parallel.evaluated, run.parallel.sharded)
     written = write(predictor, run.eval_data.loader, run.stop, run.folder.path / layout.PREDICTIONS)
