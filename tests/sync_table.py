@@ -97,7 +97,7 @@ def _parts(run: Run, gpu: Gpu) -> Iterator[tuple[str, list[Sync]]]:
     whole = of(lambda: evaluate(run))
     data, run.eval_data = run.eval_data, replace(run.eval_data, batch_size=run.eval_data.num_rows)
     fixed = of(lambda: evaluate(run))  # in one batch
-    yield "a batch of an evaluation", whole[len(fixed) :] if data.num_batches() > 1 else whole
+    yield "a batch of an evaluation", whole[len(fixed) :] if data.num_turns() > 1 else whole
     yield "the end of an evaluation", fixed
     yield "a checkpoint", of(lambda: checkpointing.save(run))
 

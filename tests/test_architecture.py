@@ -221,7 +221,7 @@ def test_few_modules_touch_the_environment():
         "engines.slurm.engine",
         # variables of other software
         "distributed.runtime", "distributed.devices", "training.determinism", "apex.local_rank", "trackers.wandb",
-        "trackers.mlflow",
+        "trackers.mlflow", "training.logical_ranks",
         "runs.files",  # the user's cache folder
     }  # fmt: skip
 

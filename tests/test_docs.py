@@ -497,6 +497,11 @@ def check_strategies(folder: Path, output: dict[str, str], names: dict[str, Any]
     assert (folder / "strategies.html").stat().st_size > 1e6
 
 
+def check_same_bits(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
+    (text,) = [text for line, text in output.items() if line.startswith("harness compare")]
+    assert "Bitwise equal: weights, newest checkpoint and log." in text
+
+
 def for_sweeps(folder: Path) -> None:
     datasets.write_names(folder / "data" / "pet_names" / "names.txt")
 
@@ -550,6 +555,7 @@ ATTEMPTS = {
     "predict": Attempt(for_predict, check=check_predict),
     "python_api": Attempt(for_python_api),
     "reports": Attempt(for_reports, check=check_reports, marks=FAST),
+    "same_bits": Attempt(more=training("train.epochs=1", "data.num_workers=0"), check=check_same_bits),
     "schedules": Attempt(check=check_schedules),
     "strategies": Attempt(
         more=training("train.max_steps=2", "runtime.device=cpu", "data.num_workers=0"), check=check_strategies

@@ -148,13 +148,43 @@ def _parallel(config: Config) -> Iterator[Conflict]:
             f"param_dtype is the dtype in which fsdp gathers weights, but the strategy is {config.parallel.strategy}",
             "remove it (precision.opt_level then sets the dtypes), or use parallel.strategy=fsdp",
         )
+    if config.parallel.logical_ranks is not None:
+        yield from _logical_ranks(config)
     yield from _checkpoint(config, strategy.shards)
     if config.precision.backend == "apex" and config.needs_our_amp:
         yield Conflict(
-            ("precision.backend", "parallel.strategy", "parallel.sync_batchnorm", "optimizer.larc"),
-            "fsdp, sync_batchnorm and larc need harness.apex; NVIDIA's Apex does not support shards or uneven batches",
+            (
+                "precision.backend",
+                "parallel.strategy",
+                "parallel.sync_batchnorm",
+                "parallel.logical_ranks",
+                "optimizer.larc",
+            ),
+            "fsdp, sync_batchnorm, logical_ranks and larc need harness.apex; NVIDIA's Apex does not support shards or "
+            "uneven batches",
             "use precision.backend=harness (or auto, which selects it here)",
         )
+
+
+def _logical_ranks(config: Config) -> Iterator[Conflict]:
+    """What would make results depend on the number of processes."""
+    key, remove = "parallel.logical_ranks", "or remove parallel.logical_ranks"
+    parallel, mode = config.parallel, config.model.compile
+    if parallel.strategy != "ddp":
+        what = f"the sums of {parallel.strategy} have no fixed order"
+        yield Conflict((key, "parallel.strategy"), what, f"use parallel.strategy=ddp, {remove}")
+    if parallel.sync_batchnorm:
+        what = "each logical rank normalizes its own rows, since one process computes several of them in turn"
+        yield Conflict((key, "parallel.sync_batchnorm"), what, f"use parallel.sync_batchnorm=false, {remove}")
+    if not parallel.delay_allreduce:
+        what = "the gradients of logical ranks are summed after their backward passes"
+        yield Conflict((key, "parallel.delay_allreduce"), what, f"use parallel.delay_allreduce=true, {remove}")
+    if config.train.deterministic is not True:
+        what = "operations that are not deterministic have other bits at each start"
+        yield Conflict((key, "train.deterministic"), what, f"use train.deterministic=true, {remove}")
+    if isinstance(mode, str):
+        what = f"{mode} replays CUDA graphs, whose gradients the next logical rank would overwrite"
+        yield Conflict((key, "model.compile"), what, f"use model.compile=true, {remove}")
 
 
 def _compile(config: Config) -> Iterator[Conflict]:

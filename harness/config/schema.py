@@ -225,12 +225,21 @@ class ParallelSection(Section):
     """For ddp. true: reduce all gradients after the backward pass, as the Apex recipe does; false: overlap the
     reduction with the backward pass.
     """
+    logical_ranks: Positive | None = None
+    """For ddp: the number of ranks that the recipe speaks of, for shards, batches, random streams and sums. Up to as
+    many processes compute them, with the same bits whatever their number, also after a resume on another number;
+    null: each process is a rank.
+    """
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """For fsdp: the dtype in which weights are gathered and used. bfloat16 halves the traffic; batch norms,
     the outputs, the averaged gradients and the shards that the optimizer updates stay in float32.
     """
     sync_batchnorm: bool = False
     """For ddp and fsdp: compute batch norm statistics over the rows of all ranks."""
+
+    def num_ranks(self, world_size: int) -> int:
+        """The number of ranks of the recipe, which ``world_size`` processes compute."""
+        return self.logical_ranks or world_size
 
 
 class TrainSection(Section):
@@ -358,7 +367,8 @@ class Config(Section):
     def needs_our_amp(self) -> bool:
         """True if a setting is used that only harness.apex supports; ``backend: auto`` then selects it."""
         strategy = plugins.find("strategy", self.parallel.strategy, "parallel.strategy")
-        return strategy.shards or self.parallel.sync_batchnorm or self.optimizer.larc is not None
+        section = self.parallel
+        return strategy.shards or bool(section.sync_batchnorm or section.logical_ranks or self.optimizer.larc)
 
 
 # Keys, and whole sections, that may change when a run is resumed without making it another experiment.

@@ -13,10 +13,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -239,27 +239,44 @@ class MicroBatch:
         of the step
     rows: numbers of the rows of this step that are in the batch, each once: no repeated row, no replacement
     num_rows: how many rows of the batch count; with 0, the pass only takes part in communication
+    rank, ends: the rank of the recipe that it belongs to, and whether it is that rank's last of the step
     """
 
     batch: Batch
     weight: float
     rows: np.ndarray
     num_rows: int
+    rank: int
+    ends: bool
 
     @classmethod
-    def of(cls, batch: Batch, planned: np.ndarray, scale: float) -> MicroBatch:
-        as_planned = len(batch.rows) == len(planned) and not batch.bad
-        rows = batch.rows if as_planned else np.intersect1d(batch.rows, planned)
-        return cls(batch, len(planned) * scale, rows, len(planned))
+    def of(cls, batch: Batch, planned: Part, scale: float) -> MicroBatch:
+        as_planned = len(batch.rows) == len(planned.rows) and not batch.bad
+        rows = batch.rows if as_planned else np.intersect1d(batch.rows, planned.rows)
+        return cls(batch, len(planned.rows) * scale, rows, len(planned.rows), planned.rank, planned.ends)
+
+
+class Part(NamedTuple):
+    """The rows of one micro-batch of ``rank``, whose last of the step it is if it ``ends`` it. ``index`` of ``num``."""
+
+    rank: int
+    rows: np.ndarray
+    index: int
+    num: int
+
+    @property
+    def ends(self) -> bool:
+        return self.index == self.num - 1
 
 
 @dataclass(frozen=True)
 class TrainData:
-    """The training rows of one rank, in groups: the micro-batches of one optimizer step."""
+    """The training rows of one process, in groups: the micro-batches of one optimizer step. It computes ``ranks`` of
+    ``world_size`` ranks: usually one, several of parallel.logical_ranks."""
 
     loader: Loader
     rule: str
-    rank: int
+    ranks: range
     world_size: int
     per_rank: int
     accumulate: int
@@ -295,27 +312,30 @@ class TrainData:
         if done and self._ours(done[-1]):
             first = done.pop().steps  # the current ranks continue the last segment with the same assignment
         num_left = self.num_rows - sum(self._rows_of(done))
-        rows = shard(self.rule, self.num_rows, self.rank, self.world_size, epoch, self.seed, done)
+        shards = {
+            rank: shard(self.rule, self.num_rows, rank, self.world_size, epoch, self.seed, done) for rank in self.ranks
+        }
         steps = range(first, num_steps(num_left, self.world_size, self.per_rank, self.tail))
-        filler = rows[:1] if len(rows) else np.zeros(1, np.int64)
+        fillers = {rank: rows[:1] if len(rows) else np.zeros(1, np.int64) for rank, rows in shards.items()}
         requests = (
-            BatchRequest(self._at_least_two(part if len(part) else filler, num_left, step, index, len(parts)), epoch)
+            BatchRequest(
+                self._at_least_two(part.rows if len(part.rows) else fillers[part.rank], num_left, step, part), epoch
+            )
             for step in steps
-            for parts in (self._micro_batches(rows, num_left, step),)
-            for index, part in enumerate(parts)
+            for part in self._micro_batches(shards, num_left, step)
         )
         batches = self.loader.fetch(requests)
         for step in steps:
             scale = self.world_size / step_rows(num_left, self.world_size, self.per_rank, step)
-            parts = self._micro_batches(rows, num_left, step)
+            parts = self._micro_batches(shards, num_left, step)
             try:
                 group = list(itertools.islice(batches, len(parts)))
             except StoppedWaiting:
                 return
             yield [MicroBatch.of(batch, part, scale) for part, batch in zip(parts, group, strict=True)]
 
-    def _micro_batches(self, rows: RowOrder, num_left: int, step: int) -> list[np.ndarray]:
-        """This rank's rows of ``step``, in the same number of parts on every rank.
+    def _micro_batches(self, shards: Mapping[int, RowOrder], num_left: int, step: int) -> list[Part]:
+        """The rows of this process in ``step``, in the same number of parts on every rank.
 
         In the tail, parts are uneven and may be empty. All ranks must run the same number of backward passes, so the
         caller fills an empty part with a row of weight zero.
@@ -323,21 +343,25 @@ class TrainData:
         first = step * self.per_rank
         longest = min(self.per_rank, -(-num_left // self.world_size) - first)
         num_parts = -(-longest // (self.per_rank // self.accumulate))
-        return np.array_split(rows[first : first + self.per_rank], num_parts)
+        return [
+            Part(rank, rows, index, num_parts)
+            for rank, order in shards.items()
+            for index, rows in enumerate(np.array_split(order[first : first + self.per_rank], num_parts))
+        ]
 
-    def _at_least_two(self, rows: np.ndarray, num_left: int, step: int, index: int, num_parts: int) -> np.ndarray:
+    def _at_least_two(self, rows: np.ndarray, num_left: int, step: int, part: Part) -> np.ndarray:
         """Repeat a single row if batch norm, which rejects one row, would see no other. The mean loss is unchanged."""
-        if len(rows) != 1 or (self.batch_norm_spans_ranks and self._rows_of_all(num_left, step, index, num_parts) > 1):
+        if len(rows) != 1 or (self.batch_norm_spans_ranks and self._rows_of_all(num_left, step, part) > 1):
             return rows
         return np.repeat(rows, 2)
 
-    def _rows_of_all(self, num_left: int, step: int, index: int, num_parts: int) -> int:
-        """Number of rows in micro-batch ``index`` of ``step`` over all ranks."""
+    def _rows_of_all(self, num_left: int, step: int, part: Part) -> int:
+        """Number of rows in the micro-batch ``part.index`` of ``step`` over all ranks."""
         short, num_long = divmod(num_left, self.world_size)
 
         def rows(length: int) -> int:
-            whole, rest = divmod(min(max(length - step * self.per_rank, 0), self.per_rank), num_parts)
-            return whole + (index < rest)
+            whole, rest = divmod(min(max(length - step * self.per_rank, 0), self.per_rank), part.num)
+            return whole + (part.index < rest)
 
         return num_long * rows(short + 1) + (self.world_size - num_long) * rows(short)
 
@@ -356,25 +380,35 @@ class TrainData:
 
 @dataclass(frozen=True)
 class EvalData:
-    """The evaluation rows of one rank: a contiguous shard without padding, so the ranks together see each row once."""
+    """The evaluation rows of one process, which computes ``ranks`` of ``world_size``. Each rank has a contiguous shard
+    without padding, so the ranks together see each row once."""
 
     loader: Loader
-    rank: int
+    ranks: range
     world_size: int
     batch_size: int
+    most: int = 1  # ranks of a process
 
     @property
     def num_rows(self) -> int:
         return len(self.loader.dataset)
 
-    def num_batches(self) -> int:
-        """The largest number of batches of any rank: how often every rank must check for a stop."""
+    def num_turns(self) -> int:
+        """The number of turns of each process: how often it must check for a stop."""
         longest = -(-self.num_rows // self.world_size)
-        return -(-longest // self.batch_size)
+        return -(-longest // self.batch_size) * self.most
 
-    def batches(self) -> Iterator[Batch]:
-        start, stop = bounds(self.num_rows, self.rank, self.world_size)
-        edges = range(start, stop, self.batch_size)
-        return self.loader.fetch(
-            BatchRequest(np.arange(edge, min(edge + self.batch_size, stop)), None) for edge in edges
-        )
+    def turns(self) -> Iterator[tuple[int, Batch | None]]:
+        """Yield (rank, batch) ``num_turns`` times, rank by rank; None in place of a batch that another process has."""
+        asked = {rank: [*self._requests(rank)] for rank in self.ranks}
+        batches = self.loader.fetch(BatchRequest(rows, None) for of_rank in asked.values() for rows in of_rank)
+        for rank, requests in asked.items():
+            for _ in requests:
+                yield rank, next(batches, None)
+        while True:
+            yield self.ranks.start, None
+
+    def _requests(self, rank: int) -> Iterator[np.ndarray]:
+        start, stop = bounds(self.num_rows, rank, self.world_size)
+        for edge in range(start, stop, self.batch_size):
+            yield np.arange(edge, min(edge + self.batch_size, stop))

@@ -30,6 +30,7 @@ from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
 from harness.training.evaluation.evaluate import laid_out
 from harness.training.health import Health
+from harness.training.logical_ranks import LogicalRanks
 from harness.training.models import flops, recompute, weights
 from harness.training.optimizer import on_gradients, optim, precision
 from harness.training.optimizer.schedule import Schedule
@@ -50,13 +51,16 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     """Build everything the loop needs, restored from the checkpoint to resume from, if there is one. Collective."""
     determinism.require(config.train.deterministic)
     precision.set_tf32(config.precision)
+    if config.parallel.logical_ranks is not None:  # a launcher's default depends on the number of processes
+        torch.set_num_threads(config.launch.threads)
     num_threads = torch.get_num_threads()
     task = open_task(config, runtime)
     with runtime.together("opening the trackers"):
         tracker = metrics_log.open_log(folder.metrics, runtime.rank, config, loader.to_text(config))
     with runtime.together("dividing the batch"):
         check_world(config.parallel, runtime.world_size)
-        size = sizes(config, len(task.train), runtime.world_size)
+        ranks = LogicalRanks(runtime, config.parallel.logical_ranks)
+        size = sizes(config, len(task.train), ranks.num)
     if warning := too_few_rows(size, len(task.train)):
         log.warning("%s", warning)
     warn_of_skew(config, task, runtime)
@@ -64,6 +68,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     with runtime.announced("building the model"), runtime.together("building the model"):
         chosen = precision.choose(config.precision, runtime.device, config.needs_our_amp)
         parallel = find(config.parallel)(config.parallel, chosen, runtime.device, runtime.world_size)
+        parallel.ranks = ranks
         model = _without_values(config, task) if parallel.sharded and runtime.rank else build_model(config, task)
         determinism.require_restorable(model, runtime.device, config.train.deterministic)
         recompute.apply(model, config.model.activation_checkpointing)
@@ -101,7 +106,8 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         # After amp, whose casts are to be compiled too.
         parallel.compile(None if config.model.compile is True else config.model.compile)
     devices.keep_freed_memory(runtime.device)
-    rng.seed_all(TRAINING, config.seed, runtime.rank)  # from here on each rank has its own stream, for dropout
+    # From here on each rank has its own streams, for dropout, and buffers.
+    ranks.start(parallel.module, parallel.devices(), TRAINING, config.seed)
     waits = (config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait, runtime.limited)
     train_loader, eval_loader = (Loader(laid_out(rows, config), *waits) for rows in (task.train, task.eval))
     run = Run(
@@ -110,11 +116,12 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         folder=folder,
         task=task,
         train_data=TrainData(
-            train_loader, config.data.shard, runtime.rank, runtime.world_size, size.per_rank, config.batch.accumulate,
+            train_loader, config.data.shard, ranks.own, ranks.num, size.per_rank, config.batch.accumulate,
             config.seed, config.data.tail, bool(parallel.sync_norms),
         ),
-        eval_data=EvalData(eval_loader, runtime.rank, runtime.world_size, size.eval_batch),
+        eval_data=EvalData(eval_loader, ranks.own, ranks.num, size.eval_batch, ranks.most),
         parallel=parallel,
+        ranks=ranks,
         precision=chosen,
         optimizer=optimizer,
         schedule=size.schedule,
@@ -128,7 +135,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         progress=ProgressBar(runtime.rank),
         stop=stop,
         state=State(),
-        meter=Meter(runtime.device),
+        meter=Meter(runtime.device, len(ranks.own)),
         coverage=Coverage(len(task.train), config.seed),
         started=time.perf_counter(),
         num_threads=num_threads,
@@ -235,7 +242,7 @@ def copy_files(config: Config, task: OpenedTask, runtime: Runtime, train: bool =
 def rehearse(config: Config, world_size: int) -> None:
     """Raise the error of the data or the batch with which ``config`` could not start on ``world_size`` ranks."""
     check_world(config.parallel, world_size)
-    sizes(config, len(_opened(config).train), world_size)
+    sizes(config, len(_opened(config).train), config.parallel.num_ranks(world_size))
 
 
 def _opened(config: Config, rank: int = 0, world_size: int = 1, files_s: float = FILES_S) -> OpenedTask:

@@ -16,7 +16,7 @@ from torch import nn
 from harness.data.seeds import TRAINING
 from harness.errors import CheckpointError, first_line
 from harness.runs import checkpoint, remote
-from harness.training import rng
+from harness.training.logical_ranks import kernels
 from harness.training.optimizer.optim import Ema
 from harness.training.progress import State
 from harness.training.run import Run
@@ -39,10 +39,11 @@ def _save(run: Run) -> None:
     state, runtime = run.state, run.runtime
     run.collect_waits()
     # A model that diverged must not become the newest checkpoint.
-    run.health.loss(runtime.sum(run.meter.loss.detach().clone()).item(), run.meter.steps, state, run.writer.complete)
+    losses = run.ranks.sum([loss.detach().clone().reshape(1) for loss in run.meter.losses])
+    run.health.loss(losses.item(), run.meter.steps, state, run.writer.complete)
     run.health.weights(state, run.writer.complete)
     state.wall_s = run.wall_s()
-    ranks = runtime.gather_to_first(_of_this_rank(run))
+    ranks = [of_rank for of_process in runtime.gather_to_first(_of_this_process(run)) for of_rank in of_process]
     seen = run.coverage.reduced(runtime)
     run.writer.wait()  # before the model is gathered, which may need the memory
     shards = run.writer.shards
@@ -63,7 +64,8 @@ def _save(run: Run) -> None:
         "seen": seen,
         "log_offset": log_offset,
         "log_sha256": log_digest,
-        "world_size": runtime.world_size,
+        "world_size": run.ranks.num,
+        "kernels": kernels(runtime.device) if run.ranks.fixed else {},
         "data": run.task.fingerprint,
     }
     run.writer.write(state.step, content if shards or runtime.rank == 0 else None)
@@ -169,6 +171,18 @@ def _check_fit(run: Run, content: dict[str, Any], path: Path) -> None:
             where=str(path),
             hint=f"use precision.opt_level={content['opt_level']}, or start a new run with checkpoint.resume=never",
         )
+    now = kernels(run.runtime.device) if run.ranks.fixed else {}
+    before = content["kernels"] if run.ranks.fixed else {}
+    if changed := [
+        f"{key}: {now.get(key)} now, {value} then" for key, value in before.items() if now.get(key) != value
+    ]:
+        raise CheckpointError(
+            "the bits of a result depend on what has changed since it was written, and parallel.logical_ranks promises "
+            f"the same: {'; '.join(changed)}",
+            where=str(path),
+            hint="continue on such a machine; or start a new run with name=NAME, parallel.logical_ranks=null and "
+            f"checkpoint.resume={path}",
+        )
     if content["data"] != run.task.fingerprint:
         raise CheckpointError(
             "the annotations have changed since it was written, so its position in the data is meaningless",
@@ -186,33 +200,30 @@ def _whole(run: Run, part: nn.Module | torch.optim.Optimizer | Ema) -> dict[str,
     return whole
 
 
-def _of_this_rank(run: Run) -> dict[str, Any]:
-    """The state that differs between ranks."""
-    buffers = {} if run.runtime.world_size == 1 else {name: b.cpu() for name, b in run.float_buffers().items()}
-    return {
-        "rng": rng.get_state(*run.parallel.devices()),
-        "meter": run.meter.state_dict(),
-        "buffers": buffers,
-    }
+def _of_this_process(run: Run) -> list[dict[str, Any]]:
+    """The state that differs between ranks, of each rank of this process."""
+    return [
+        {**state, "buffers": {name: buffer.cpu() for name, buffer in state["buffers"].items()}, "meter": meter}
+        for state, meter in zip(run.ranks.state(), run.meter.state(), strict=True)
+    ]
 
 
 def _restore_ranks(run: Run, content: dict[str, Any]) -> None:
     """Restore the state that differs between ranks, and the rows that the epoch has used."""
-    ranks, rank = content["ranks"], run.runtime.rank
-    if rank == 0:
+    saved, ranks = content["ranks"], run.ranks
+    if run.runtime.rank == 0:
         run.coverage.load(content["seen"])
-    if content["world_size"] == run.runtime.world_size:
-        rng.set_state(ranks[rank]["rng"], *run.parallel.devices())
-        for name, buffer in run.float_buffers().items():
-            buffer.copy_(ranks[rank]["buffers"].get(name, buffer))
-        run.meter.load_state_dict(ranks[rank]["meter"])
+    if content["world_size"] == ranks.num:
+        ranks.load_state(saved)
+        run.meter.load_state([saved[rank]["meter"] for rank in ranks.own])
         return
-    before, now = content["world_size"], run.runtime.world_size
-    log.info("number of ranks: %d in the checkpoint, %d now; random streams get new seeds", before, now)
-    rng.seed_all(TRAINING, run.config.seed, run.state.step, rank)
-    for name, buffer in run.float_buffers().items() if ranks[0]["buffers"] else ():
-        buffer.copy_(torch.stack([other["buffers"][name] for other in ranks]).double().mean(0))
-    meters = [other["meter"] for other in ranks]
-    if rank == 0:  # sums do not depend on which rank holds them
-        run.meter.load_state_dict({key: sum(meter[key] for meter in meters) for key in meters[0]})
-    run.meter.steps = meters[0]["steps"]
+    log.info("number of ranks: %d in the checkpoint, %d now; random streams get new seeds", len(saved), ranks.num)
+    ranks.start(run.module, run.parallel.devices(), TRAINING, run.config.seed, run.state.step)
+    if saved[0]["buffers"]:
+        several = {name: torch.stack([of_rank["buffers"][name] for of_rank in saved]) for name in saved[0]["buffers"]}
+        ranks.set_buffers({name: b.double().mean(0) for name, b in several.items() if b.is_floating_point()})
+    meters = [of_rank["meter"] for of_rank in saved]
+    nothing = {**dict.fromkeys(meters[0], 0), "steps": meters[0]["steps"]}
+    whole = {key: sum(meter[key] for meter in meters) for key in meters[0]} | {"steps": meters[0]["steps"]}
+    # Sums do not depend on which rank holds them.
+    run.meter.load_state([whole if rank == 0 else nothing for rank in ranks.own])

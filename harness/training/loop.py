@@ -92,6 +92,7 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     timer.start()
     for index, micro in enumerate(group):
         last = index == len(group) - 1
+        run.ranks.activate(micro.rank)
         with run.parallel.sync_gradients(last, counts=micro.num_rows > 0):
             inputs, own = mixed(train, run.config.seed, run.step, prepare(run, micro.batch.inputs))
             outputs = run.parallel.model(inputs)
@@ -101,9 +102,10 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
             with precision.scale_loss(weighted, run.optimizer, delay_unscale=not last) as scaled:
                 if exchange := last and run.parallel.exchanges:
                     end_backward_before_exchange(timer, scaled)
-                scaled.backward()
+                run.parallel.backward(scaled, micro.ends)
                 timer.end("reduce" if exchange else "backward")
         losses.append((loss, micro))
+    run.ranks.activate(run.ranks.own.start)
     settle(run)
     run.set_lr()
     skip = precision.overflow(run.optimizer) if train.on_nan == "stop" else precision.skips(run.optimizer)
@@ -132,13 +134,15 @@ def finite_everywhere(run: Run, norm: Tensor) -> bool:
 
 def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
     """Add the losses, on the device, and count the step, at once if the host knows whether it was skipped."""
-    used = Used([], 0, 0)
+    used = Used([], [0] * len(run.ranks.own), [0] * len(run.ranks.own))
     for loss, micro in losses:
         if micro.num_rows:  # otherwise it only kept this rank in step
-            bad = min(len(micro.batch.bad), micro.num_rows)  # padding rows are not counted
-            used = Used([*used.rows, micro.rows], used.num_rows + micro.num_rows, used.bad + bad)
+            place = micro.rank - run.ranks.own.start
+            used.rows.append(micro.rows)
+            used.num_rows[place] += micro.num_rows
+            used.bad[place] += min(len(micro.batch.bad), micro.num_rows)  # padding rows are not counted
             if run.config.train.on_nan == "stop" or skip is not True:
-                run.meter.add_loss(loss, micro.num_rows, skip)
+                run.meter.add_loss(loss, micro.num_rows, skip, place)
     run.last = used, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip
     if not isinstance(skip, Tensor):
         settle(run)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from harness.data.seeds import COVERAGE, derive
 from harness.data.shards import Segment, bounds, hashed
 from harness.distributed.runtime import Runtime
 from harness.training.costs import Costs, summed
+from harness.training.logical_ranks import LogicalRanks
 from harness.training.optimizer.schedule import Plateau
 from harness.training.step_timer import PHASES, step_timer, wait_for
 from harness.training.strategies import sharding
@@ -212,11 +213,11 @@ class Coverage:
 
 
 class Used(NamedTuple):
-    """What a step used on this rank."""
+    """What a step used on this process, for each of its ranks."""
 
-    rows: list[np.ndarray]  # of each micro-batch
-    num_rows: int
-    bad: int  # unreadable ones among them
+    rows: list[np.ndarray]  # of each micro-batch of all
+    num_rows: list[int]
+    bad: list[int]  # unreadable ones among them
 
 
 class Reading:
@@ -259,11 +260,14 @@ class Meter:
     """Loss and times since the last log line. The loss is summed on the device; only ``tick`` and ``reduce`` wait, for
     what the device had been given by ``end_window``."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)  # sum over this rank's rows
-        self.rows = 0  # of this rank, in applied steps
-        self.rows_skipped = 0  # of this rank, in skipped steps
-        self.bad = 0
+    def __init__(self, device: torch.device, num_ranks: int = 1) -> None:
+        """``num_ranks``: those of the recipe that this process computes."""
+        self.device = device
+        # The sum over the rows of each rank.
+        self.losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(num_ranks)]
+        self.rows = [0] * num_ranks  # of each rank, in applied steps
+        self.rows_skipped = [0] * num_ranks  # in skipped steps
+        self.bad = [0] * num_ranks
         self.steps = 0
         self.wait_s = 0.0
         self.time_s = 0.0
@@ -283,28 +287,32 @@ class Meter:
         now = time.perf_counter()
         self.time_s, self._mark = self.time_s + now - self._mark, now
 
-    def add_loss(self, mean: Tensor, rows: int, skip: bool | Tensor = False) -> None:
-        """Add the mean loss of ``rows`` rows to the sum. That of a skipped step is left out, unless it is not finite:
-        then it makes the sum NaN, since no loss scale can fix it. ``skip``: not 0 if the step is skipped."""
+    def add_loss(self, mean: Tensor, rows: int, skip: bool | Tensor = False, place: int = 0) -> None:
+        """Add the mean loss of ``rows`` rows to the sum of the rank at ``place`` in this process. That of a skipped
+        step is left out, unless it is not finite: then it makes the sum NaN, since no loss scale can fix it. ``skip``:
+        not 0 if the step is skipped."""
         mean = mean.detach()
+        total = self.losses[place]
         if isinstance(skip, Tensor):
-            self.loss = torch.where(skip != 0, self.loss.add(mean, alpha=0), self.loss.add(mean, alpha=rows))
+            self.losses[place] = torch.where(skip != 0, total.add(mean, alpha=0), total.add(mean, alpha=rows))
         else:
-            self.loss.add_(mean, alpha=0 if skip else rows)
+            total.add_(mean, alpha=0 if skip else rows)
 
     def count(self, used: Used, skip: bool) -> None:
         """Count a step and its rows."""
         self.steps += 1
-        self.bad += used.bad
-        self.rows_skipped += used.num_rows * skip
-        self.rows += used.num_rows * (not skip)
+        for place, (num_rows, bad) in enumerate(zip(used.num_rows, used.bad, strict=True)):
+            self.bad[place] += bad
+            self.rows_skipped[place] += num_rows * skip
+            self.rows[place] += num_rows * (not skip)
 
     def end_window(self, scale: float | Tensor = 1.0) -> None:
         """End the window of a log line: ``tick`` and ``reduce``, which may come after the next backward pass, read what
         the device has measured until now. Collective if gradients are sharded."""
         norm, self.norm = self.norm, None
         measured = {} if norm is None else {"norm": sharding.full(norm)}
-        self._ended = Reading({"loss": self.loss, "scale": scale, **measured})
+        losses = {f"loss {place}": total for place, total in enumerate(self.losses)}
+        self._ended = Reading({**losses, "scale": scale, **measured})
         self.timer.end_window()
 
     @property
@@ -314,8 +322,8 @@ class Meter:
 
     def peak_mib(self) -> float:
         """The most memory of the device so far, in MiB: that of tensors on CUDA, that of this process on a CPU."""
-        if self.loss.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.loss.device) / 2**20
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 2**20
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # in KiB on Linux
 
     def spent_s(self) -> dict[str, float]:
@@ -326,7 +334,7 @@ class Meter:
         data = min(self.wait_s, between)
         return {"data": data, **steps, "host": between - data}
 
-    def reduce(self, runtime: Runtime) -> Window:
+    def reduce(self, ranks: LogicalRanks) -> Window:
         """Sum the window over all ranks and start a new one. Collective. The host waits for the device to have passed
         the end of the window."""
         if self._ended is None:
@@ -334,35 +342,53 @@ class Meter:
         assert self._ended is not None
         seen, self._ended = self._ended.values(), None
         spent = self.spent_s()
-        costs = self.costs.take(runtime, spent)
-        sums = [seen["loss"], self.rows, self.rows_skipped, self.bad, self.wait_s, *spent.values(), *costs]
-        if runtime.world_size > 1:
-            sums = runtime.sum_on_host(torch.tensor(sums, dtype=torch.float64)).tolist()
+        costs = self.costs.take(ranks.runtime, spent)
+        own = [self.wait_s, *spent.values(), *costs]  # of the process: its first rank has them
+        parts = [
+            [seen[f"loss {place}"], self.rows[place], self.rows_skipped[place], self.bad[place]]
+            + (own if place == 0 else [0.0] * len(own))
+            for place in range(len(self.losses))
+        ]
+        sums = ranks.sum([torch.tensor(part, dtype=torch.float64) for part in parts], on_host=True).tolist()
         total, rows, skipped, bad, wait_s, *rest = sums
         times, costs = rest[: len(spent)], rest[len(spent) :]
-        self.loss.zero_()
-        self.rows = self.rows_skipped = self.bad = self.steps = 0
+        for loss in self.losses:
+            loss.zero_()
+        self.rows, self.rows_skipped, self.bad = ([0] * len(self.losses) for _ in range(3))
+        self.steps = 0
         self.wait_s = self.time_s = 0.0
         self.timer.spent_s = dict.fromkeys(PHASES, 0.0)
         time_s = sum(times) or math.inf  # without time all shares are zero
         shares = {phase: seconds / time_s for phase, seconds in zip(spent, times, strict=True)}
         loss = total / rows if rows else math.nan
-        cost = summed(costs, runtime.world_size)
+        cost = summed(costs, ranks.runtime.world_size)
         return Window(
             total, loss, int(rows + skipped), int(skipped), int(bad), wait_s / time_s, shares, cost,
             seen.get("norm"), seen["scale"],
         )  # fmt: skip
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part as plain numbers, which can be summed over ranks."""
+    def state(self) -> list[dict[str, Any]]:
+        """What each rank of this process has measured, as plain numbers, which can be summed over ranks. The first has
+        the times of the process."""
         self.tick()
-        return {"loss": self.loss.item(), "rows": self.rows, "rows_skipped": self.rows_skipped, "bad": self.bad,
-                "steps": self.steps, "wait_s": self.wait_s, "time_s": self.time_s,
-                **{f"{phase}_s": seconds for phase, seconds in self.timer.spent_s.items()}}  # fmt: skip
+        spent = {f"{phase}_s": seconds for phase, seconds in self.timer.spent_s.items()}
+        times = {"wait_s": self.wait_s, "time_s": self.time_s, **spent}
+        return [
+            {"loss": loss.item(), "rows": rows, "rows_skipped": skipped, "bad": bad, "steps": self.steps,
+             **(times if place == 0 else dict.fromkeys(times, 0.0))}
+            for place, (loss, rows, skipped, bad) in enumerate(
+                zip(self.losses, self.rows, self.rows_skipped, self.bad, strict=True)
+            )
+        ]  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loss.fill_(state["loss"])
-        self.rows, self.bad, self.steps = state["rows"], state["bad"], state["steps"]
-        self.rows_skipped = state.get("rows_skipped", 0)  # absent in checkpoints of older versions
-        self.wait_s, self.time_s = state["wait_s"], state["time_s"]
-        self.timer.spent_s = {phase: state[f"{phase}_s"] for phase in PHASES}
+    def load_state(self, ranks: Sequence[dict[str, Any]]) -> None:
+        """Continue from what the ranks of this process had measured."""
+        for loss, of_rank in zip(self.losses, ranks, strict=True):
+            loss.fill_(of_rank["loss"])
+        self.steps = ranks[0]["steps"]
+        self.rows, self.rows_skipped, self.bad = (
+            [of_rank[key] for of_rank in ranks] for key in ("rows", "rows_skipped", "bad")
+        )
+        times = {key: sum(of_rank[key] for of_rank in ranks) for key in ranks[0] if key.endswith("_s")}
+        self.wait_s, self.time_s = times["wait_s"], times["time_s"]
+        self.timer.spent_s = {phase: times[f"{phase}_s"] for phase in PHASES}

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harness.config.schema import Config
 from harness.data.loader import EvalData, TrainData
@@ -22,6 +22,7 @@ from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
 from harness.training.evaluation.metrics import Report
 from harness.training.health import Health
+from harness.training.logical_ranks import LogicalRanks
 from harness.training.models.flops import Arithmetic, Counting
 from harness.training.optimizer.on_gradients import OnGradients
 from harness.training.optimizer.optim import Ema
@@ -45,6 +46,7 @@ class Run:
     train_data: TrainData
     eval_data: EvalData
     parallel: ParallelStrategy
+    ranks: LogicalRanks
     precision: Precision
     optimizer: torch.optim.Optimizer
     schedule: Schedule
@@ -135,7 +137,7 @@ class Run:
         self._count_arithmetic()
         start, steps = time.perf_counter(), meter.steps
         time_s = meter.time_s
-        seen = meter.reduce(self.runtime)
+        seen = meter.reduce(self.ranks)
         state.rows, state.rows_skipped = state.rows + seen.rows, state.rows_skipped + seen.rows_skipped
         state.bad_rows, state.train_s = state.bad_rows + seen.bad, state.train_s + time_s
         self.health.loss(seen.total, steps, state, self.writer.complete)
@@ -209,19 +211,17 @@ class Run:
         log.info("epoch %d: %s%s", state.epoch + 1, text, unreadable)
         self.coverage.clear()
 
-    def float_buffers(self) -> dict[str, Tensor]:
-        """The running statistics of batch norms, which training leaves to each rank."""
-        return {name: buffer for name, buffer in self.module.named_buffers() if buffer.is_floating_point()}
-
     def average_buffers(self) -> None:
-        """Set the running statistics on every rank to their mean over ranks. Collective."""
-        buffers = list(self.float_buffers().values())
-        if self.runtime.world_size == 1 or not buffers:
+        """Set the running statistics of batch norms, and other floating-point buffers, which training leaves to each
+        rank, to their mean over ranks, on all of them. Collective."""
+        own = [{name: b for name, b in of_rank.items() if b.is_floating_point()} for of_rank in self.ranks.buffers()]
+        if self.ranks.num == 1 or not own[0]:
             return
-        total = self.runtime.sum(torch.cat([buffer.double().reshape(-1) for buffer in buffers]))
-        means = (total / self.runtime.world_size).split([buffer.numel() for buffer in buffers])
-        for buffer, mean in zip(buffers, means, strict=True):
-            buffer.copy_(mean.view_as(buffer))
+        flat = [torch.cat([buffer.double().reshape(-1) for buffer in of_rank.values()]) for of_rank in own]
+        means = (self.ranks.sum(flat) / self.ranks.num).split([buffer.numel() for buffer in own[0].values()])
+        for of_rank in own:
+            for buffer, mean in zip(of_rank.values(), means, strict=True):
+                buffer.copy_(mean.view_as(buffer))
 
     def averaged(self) -> AbstractContextManager[None]:
         """Context in which the model holds the weights to evaluate and export: the moving average, if there is one."""
@@ -247,7 +247,7 @@ class Run:
                      "best": {self.config.best_metric: state.best, "step": state.best_step}, "history": state.history,
                      "samples": state.rows, "samples_skipped": state.rows_skipped, "skipped": state.skipped,
                      "bad_rows": state.bad_rows,
-                     "wall_s": self.wall_s(), "world_size": self.runtime.world_size, "amp": self.precision.backend}
+                     "wall_s": self.wall_s(), "world_size": self.ranks.num, "amp": self.precision.backend}
                 )  # fmt: skip
                 self.folder.publish()
 

@@ -195,8 +195,8 @@ def announce(run: Run) -> None:
     runtime, config = run.runtime, run.config
     card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
-    size = build.sizes(config, run.train_data.num_rows, runtime.world_size)
-    facts = build.describe(config, run.task, size, runtime.world_size, runtime.device, run.precision.backend)
+    size = build.sizes(config, run.train_data.num_rows, run.ranks.num)
+    facts = build.describe(config, run.task, size, run.ranks.num, runtime.device, run.precision.backend)
     facts |= optim.described(run.optimizer, run.module)
     facts |= {"parallel": run.parallel.described(), "launcher": runtime.launch.by, "run folder": run.folder.where}
     for name, value in facts.items():

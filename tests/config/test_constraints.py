@@ -67,6 +67,25 @@ CASES = {
         {"parallel": {**FSDP, "param_dtype": "bfloat16"}, "model": {"compile": True}, "precision": {"opt_level": "O4"}},
         ["parallel.param_dtype"], "inside a compiled module", "compile=false",
     ),
+    "logical ranks of fsdp": (
+        {"parallel": {**FSDP, "logical_ranks": 4}}, ["parallel.logical_ranks"], "no fixed order", "strategy=ddp",
+    ),
+    "batch norm over logical ranks": (
+        {"parallel": {"logical_ranks": 4, "sync_batchnorm": True}},
+        ["parallel.logical_ranks"], "its own rows", "sync_batchnorm=false",
+    ),
+    "overlapped logical ranks": (
+        {"parallel": {"logical_ranks": 4, "delay_allreduce": False}},
+        ["parallel.logical_ranks"], "after their backward", "delay_allreduce=true",
+    ),
+    "logical ranks without determinism": (
+        {"parallel": {"logical_ranks": 4}, "train": {"deterministic": "warn"}},
+        ["parallel.logical_ranks"], "other bits", "deterministic=true",
+    ),
+    "logical ranks in CUDA graphs": (
+        {"parallel": {"logical_ranks": 4}, "model": {"compile": "reduce-overhead"}},
+        ["parallel.logical_ranks"], "CUDA graphs", "compile=true",
+    ),
     "shards without fsdp": (
         {"checkpoint": {"format": "sharded"}}, ["checkpoint.format"], "ddp has whole tensors", "format=whole",
     ),

@@ -460,7 +460,7 @@ optimizer.lr_base_batch optimizer.larc optimizer.larc.trust_coefficient optimize
 schedule schedule.name schedule.warmup_epochs schedule.warmup_steps schedule.args
 precision precision.opt_level precision.backend precision.loss_scale precision.min_loss_scale precision.max_loss_scale
 precision.tf32 precision.keep_batchnorm_fp32
-parallel parallel.strategy parallel.delay_allreduce parallel.sync_batchnorm parallel.param_dtype
+parallel parallel.strategy parallel.delay_allreduce parallel.sync_batchnorm parallel.logical_ranks parallel.param_dtype
 train train.epochs train.max_steps train.clip_norm train.log_every train.deterministic train.ema_decay train.patience
 train.on_gradients train.on_nan train.evaluate_every train.mixup train.cutmix
 checkpoint checkpoint.every_steps checkpoint.keep checkpoint.resume checkpoint.best_metric

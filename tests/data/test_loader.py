@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import multiprocessing
 import os
 import signal
@@ -33,7 +34,7 @@ def data(
     num_rows, rank=0, world=1, per_rank=4, accumulate=1, rule="contiguous", tail="use", workers=0, seed=3, **table
 ):
     loader = Loader(CountingTable(num_rows, **table), workers, CPU)
-    return TrainData(loader, rule, rank, world, per_rank, accumulate, seed, tail)
+    return TrainData(loader, rule, range(rank, rank + 1), world, per_rank, accumulate, seed, tail)
 
 
 def contents(groups) -> list:
@@ -319,7 +320,7 @@ def test_failure_of_a_worker_is_named(how, kind, text):
     loader = Loader(Odd(how), 1, CPU, timeout_s=1.5 if how == "blocks" else 250)
     try:
         with pytest.raises((kind, TwoArguments)) as caught:
-            list(TrainData(loader, "contiguous", 0, 1, 4, 1, 0).groups(0, []))
+            list(TrainData(loader, "contiguous", range(1), 1, 4, 1, 0).groups(0, []))
     finally:
         loader.close()
     if type(caught.value).__name__ == "TwoArguments":  # tblib, a dependency of dask, makes it picklable
@@ -334,7 +335,7 @@ def test_failure_of_a_worker_is_named(how, kind, text):
 
 def test_dataset_that_raises_stop_iteration_does_not_end_the_epoch():
     with pytest.raises(RuntimeError, match="the dataset raised StopIteration"):
-        list(TrainData(Loader(Odd("stops"), 0, CPU), "contiguous", 0, 1, 4, 1, 0).groups(0, []))
+        list(TrainData(Loader(Odd("stops"), 0, CPU), "contiguous", range(1), 1, 4, 1, 0).groups(0, []))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -357,11 +358,11 @@ def test_signal_to_all_processes_does_not_end_a_worker_that_starts(monkeypatch, 
 def test_wait_for_workers_can_be_ended():
     asked = []
     loader = Loader(Odd("blocks"), 1, CPU, leave=lambda waited_s: asked.append(waited_s) is None)
-    data = TrainData(loader, "contiguous", 0, 1, 4, 1, 0)
+    data = TrainData(loader, "contiguous", range(1), 1, 4, 1, 0)
     try:
         assert len(list(data.groups(0, []))) < 3
         with pytest.raises(StoppedWaiting):
-            list(EvalData(loader, 0, 1, 4).batches())
+            next(EvalData(loader, range(1), 1, 4).turns())
     finally:
         loader.close()
     assert asked[0] > 0
@@ -375,7 +376,7 @@ def test_waiting_time_is_measured():
 
     loader = Loader(Slow(8), 0, CPU)
     begin = time.perf_counter()
-    list(TrainData(loader, "contiguous", 0, 1, 4, 1, 0).groups(0, []))
+    list(TrainData(loader, "contiguous", range(1), 1, 4, 1, 0).groups(0, []))
     assert 0.1 <= loader.wait_s <= time.perf_counter() - begin
 
 
@@ -398,19 +399,19 @@ def test_close_ends_the_workers():
 def test_evaluation_counts_each_row_once(world, num_rows, batch_size):
     seen, most = [], 0
     for rank in range(world):
-        eval_data = EvalData(Loader(CountingTable(num_rows), 0, CPU), rank, world, batch_size)
-        batches = list(eval_data.batches())
+        eval_data = EvalData(Loader(CountingTable(num_rows), 0, CPU), range(rank, rank + 1), world, batch_size)
+        turns = list(itertools.islice(eval_data.turns(), eval_data.num_turns()))
+        batches = [batch for own, batch in turns if batch is not None and own == rank]
         assert all(len(batch) <= batch_size for batch in batches)
-        assert len(batches) <= eval_data.num_batches()
         most = max(most, len(batches))
         seen += [row for batch in batches for row in batch.rows.tolist()]
     assert sorted(seen) == list(range(num_rows))
-    assert eval_data.num_batches() == most
+    assert eval_data.num_turns() == most
 
 
 def test_evaluation_is_not_augmented():
-    eval_data = EvalData(Loader(CountingTable(4), 0, CPU), 0, 1, 4)
-    first, second = (next(iter(eval_data.batches())).inputs for _ in range(2))
+    eval_data = EvalData(Loader(CountingTable(4), 0, CPU), range(1), 1, 4)
+    first, second = (next(eval_data.turns())[1].inputs for _ in range(2))
     assert torch.equal(first, second)
     assert not torch.equal(first, CountingTable(4).batch(np.arange(4), 0).inputs)
 

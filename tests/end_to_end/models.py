@@ -228,3 +228,26 @@ class Blocks(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """(batch, channels, height, width) -> logits (batch, classes)."""
         return self.end(self.blocks(self.start(images)).mean((2, 3)))
+
+
+class OfItsRank(nn.Module):
+    """A network with all that belongs to a rank: batch norm, dropout, spectral norm, a buffer that counts, a branch
+    that some batches do not use, and, if ``overflows``, gradients that overflow in float16 for some batches only."""
+
+    def __init__(self, num_classes: int, overflows: bool = False) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.drop, self.last = nn.Dropout(0.3), nn.utils.spectral_norm(nn.Linear(4, num_classes))
+        self.branch = nn.Linear(4, num_classes)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.overflows = overflows
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, 1, height, width) -> logits (batch, classes)."""
+        hidden = self.drop(self.norm(self.conv(images)).relu()).mean((2, 3))
+        logits, bright = self.last(hidden), bool(images[0].float().mean() > images[-1].float().mean())
+        if self.training:
+            self.seen += 1 + bright
+        if bright:
+            logits = logits + self.branch(hidden)
+        return logits * 30_000 if self.training and self.overflows and bright else logits

@@ -401,7 +401,9 @@ def test_reduced_decoding_depends_on_seed_epoch_and_row_only(photos, world, work
     seen = []
     for rank in range(world):
         loader = Loader(images, workers, torch.device("cpu"))
-        groups = TrainData(loader, "global", rank, world, 3, 1, seed=1).groups(5, [Segment(world, 3, 1)])
+        groups = TrainData(loader, "global", range(rank, rank + 1), world, 3, 1, seed=1).groups(
+            5, [Segment(world, 3, 1)]
+        )
         for batch in (micro.batch for group in groups for micro in group if micro.num_rows):
             assert torch.equal(batch.inputs, whole[batch.rows])
             seen += batch.rows.tolist()

@@ -12,8 +12,9 @@ import torch
 from harness.config.targets import LabelledTask
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
-from harness.training.evaluation.metrics import MAX_CONFUSION, MAX_SCORES, Sums
+from harness.training.evaluation.metrics import MAX_CONFUSION, MAX_SCORES, Sums, reduced
 from harness.training.evaluation.objective import Classification
+from harness.training.logical_ranks import LogicalRanks
 from tests.ranks import run_ranks
 
 CLASSES = 7
@@ -34,7 +35,7 @@ def report_of(*batches, classes: int = CLASSES, runtime: Runtime | None = None, 
     task, sums = task_of(classes, metrics), Sums()
     for outputs, targets in batches:
         sums.add(task.evaluate(outputs, targets))
-    return task.report(sums.reduce(runtime or Runtime()))
+    return task.report(reduced([sums], LogicalRanks(runtime or Runtime())))
 
 
 def test_classification_agrees_with_scikit_learn():
@@ -116,7 +117,7 @@ def _report_over_ranks():
         edges = [0, 0, 1, 40][-runtime.world_size - 1 :]
         start, stop = edges[runtime.rank], edges[runtime.rank + 1]
         batches = [(outputs[start:stop], targets[start:stop])] if stop > start else []
-        nothing = Sums().reduce(runtime).pairs
+        nothing = reduced([Sums()], LogicalRanks(runtime)).pairs
         return report_of(*batches, runtime=runtime), nothing
 
 

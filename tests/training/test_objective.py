@@ -19,8 +19,17 @@ from harness.config.targets import LabelledTask, TableTask
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.errors import ConfigError
-from harness.training.evaluation.metrics import Labels, MultiLabel, Regression, SingleLabel, Sums, learned_labels
+from harness.training.evaluation.metrics import (
+    Labels,
+    MultiLabel,
+    Regression,
+    SingleLabel,
+    Sums,
+    learned_labels,
+    reduced,
+)
 from harness.training.evaluation.objective import MAX_KEPT, Objective
+from harness.training.logical_ranks import LogicalRanks
 from tests.fixtures import settings, write_rows, write_yaml
 from tests.ranks import run_ranks
 
@@ -50,7 +59,7 @@ def report_of(subject: Objective, outputs, targets, edges=(0, 40), runtime=None)
     sums = Sums()
     for start, stop in zip(edges, edges[1:], strict=False):
         sums.add(subject.evaluate(outputs[start:stop], targets[start:stop]))
-    return subject.report(sums.reduce(runtime or Runtime()))
+    return subject.report(reduced([sums], LogicalRanks(runtime or Runtime())))
 
 
 # Losses

@@ -19,6 +19,7 @@ from harness.data.shards import Segment
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.training import progress
+from harness.training.logical_ranks import LogicalRanks
 from harness.training.progress import Coverage, Covered, Meter, State, Used
 from tests.ranks import run_ranks
 
@@ -173,34 +174,35 @@ def filled(losses: list[tuple[float, int]]) -> Meter:
 def add(meter: Meter, mean: float, rows: int, skip: bool = False, tolerated: bool = False) -> None:
     if not tolerated:
         meter.add_loss(torch.tensor(mean, requires_grad=True), rows, skip)
-    meter.count(Used([], rows, 0), skip)
+    meter.count(Used([], [rows], [0]), skip)
 
 
 def test_loss_is_the_mean_over_rows():
     meter = filled([(1.0, 4), (3.0, 1)])
-    meter.bad, meter.wait_s, meter.time_s = 2, 0.25, 1.0
+    meter.bad, meter.wait_s, meter.time_s = [2], 0.25, 1.0
     add(meter, 9.0, 3, skip=True)
-    seen = meter.reduce(Runtime())
+    seen = meter.reduce(LogicalRanks(Runtime()))
     assert (seen.loss, seen.rows, seen.rows_skipped) == (pytest.approx(7 / 5), 8, 3)
     assert (seen.bad, seen.waited) == (2, 0.25)
-    assert (meter.rows, meter.bad, meter.steps, meter.wait_s, meter.time_s, meter.loss.item()) == (0, 0, 0, 0, 0, 0)
-    seen = meter.reduce(Runtime())
+    assert (meter.rows, meter.bad, meter.steps, meter.wait_s, meter.time_s) == ([0], [0], 0, 0, 0)
+    assert meter.losses[0].item() == 0
+    seen = meter.reduce(LogicalRanks(Runtime()))
     assert math.isnan(seen.loss)
     assert seen.rows == 0
     for tolerated, total in ((True, 0.0), (False, math.nan)):
         add(meter, math.inf, 3, skip=True, tolerated=tolerated)
-        assert meter.reduce(Runtime()).total == pytest.approx(total, nan_ok=True)
+        assert meter.reduce(LogicalRanks(Runtime())).total == pytest.approx(total, nan_ok=True)
 
 
 def test_loss_resumes_exactly():
     whole, first = filled([(0.1, 3), (0.2, 3), (0.3, 2)]), filled([(0.1, 3)])
     add(first, 1.0, 5, skip=True, tolerated=True)
     second = Meter(CPU)
-    second.load_state_dict(first.state_dict())
+    second.load_state(first.state())
     for mean, rows in [(0.2, 3), (0.3, 2)]:
         add(second, mean, rows)
-    assert torch.equal(second.loss, whole.loss)
-    assert (second.rows, second.rows_skipped, second.steps, second.bad) == (whole.rows, 5, 4, 0)
+    assert torch.equal(second.losses[0], whole.losses[0])
+    assert (second.rows, second.rows_skipped, second.steps, second.bad) == (whole.rows, [5], 4, [0])
 
 
 def test_time_outside_training_is_excluded(monkeypatch):
@@ -217,9 +219,9 @@ def test_time_outside_training_is_excluded(monkeypatch):
 def _reduce():
     with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
         meter = filled([(1.0, 4)] if runtime.rank == 0 else [])
-        meter.bad = runtime.rank
+        meter.bad = [runtime.rank]
         add(meter, 1.0, 2, skip=True, tolerated=True)
-        return meter.reduce(runtime)[1:5]
+        return meter.reduce(LogicalRanks(runtime))[1:5]
 
 
 def test_loss_over_ranks():

@@ -12,6 +12,7 @@ from torch import nn
 
 from harness.distributed.runtime import Runtime
 from harness.trackers.metrics_log import TIMES
+from harness.training.logical_ranks import LogicalRanks
 from harness.training.progress import Meter
 from harness.training.step_timer import PHASES, CudaTimer, HostTimer, StepTimer, end_backward_before_exchange
 from tests.end_to_end.experiment import record, run, write_config, write_images
@@ -132,30 +133,30 @@ def filled(time_s: float, wait_s: float, **spent: float) -> Meter:
 
 
 def test_shares_add_up_and_the_rest_is_the_host():
-    window = filled(10.0, 1.0, forward=2.0, backward=4.0, optimizer=0.5).reduce(Runtime())
+    window = filled(10.0, 1.0, forward=2.0, backward=4.0, optimizer=0.5).reduce(LogicalRanks(Runtime()))
     assert window.shares == pytest.approx(
         {"data": 0.1, "forward": 0.2, "backward": 0.4, "reduce": 0.0, "optimizer": 0.05, "host": 0.25}
     )
     assert {f"time_{phase}" for phase in window.shares} < set(TIMES)
     assert window.waited == pytest.approx(0.1)
-    assert set(filled(0.0, 0.0).reduce(Runtime()).shares.values()) == {0.0}
+    assert set(filled(0.0, 0.0).reduce(LogicalRanks(Runtime())).shares.values()) == {0.0}
 
 
 def test_waiting_for_data_while_the_device_works_is_not_a_share():
-    window = filled(10.0, 6.0, forward=9.0).reduce(Runtime())
+    window = filled(10.0, 6.0, forward=9.0).reduce(LogicalRanks(Runtime()))
     assert window.shares["data"] == pytest.approx(0.1)
     assert sum(window.shares.values()) == pytest.approx(1)
     assert window.waited == pytest.approx(0.6)
 
 
 def test_times_survive_a_checkpoint():
-    saved = {**filled(10.0, 1.0, forward=2.0).state_dict(), "time_s": 10.0}  # without the duration of this test
+    saved = {**filled(10.0, 1.0, forward=2.0).state()[0], "time_s": 10.0}  # without the duration of this test
     resumed = Meter(CPU)
-    resumed.load_state_dict(saved)
+    resumed.load_state([saved])
     resumed.timer.spent_s["forward"] += 1.0
     expected = {"data": 1, "forward": 3, "backward": 0, "reduce": 0, "optimizer": 0, "host": 6}
     assert resumed.spent_s() == pytest.approx(expected)
-    resumed.reduce(Runtime())
+    resumed.reduce(LogicalRanks(Runtime()))
     assert set(resumed.spent_s().values()) == {0.0}
 
 

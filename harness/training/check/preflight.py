@@ -63,7 +63,7 @@ def examine(
     task = attempt(build.open_task, config, Runtime(), limit_s)
     if task is None:
         errors += [error for error in config.task.problems() if str(error) not in map(str, errors)]
-    size = attempt(build.sizes, config, len(task.train), world_size) if task else None
+    size = attempt(build.sizes, config, len(task.train), config.parallel.num_ranks(world_size)) if task else None
     model = attempt(build.build_model, config, task) if task else None
     sampled: str | None = None
     attempt(metrics_log.require, config.trackers)
@@ -90,7 +90,7 @@ def examine(
             rows = "the global batch" if config.parallel.sync_batchnorm else "the rows of each rank"
             facts["batch norm"] = f"over {rows}"
     if size is not None and chosen is not None:
-        facts |= build.describe(config, task, size, world_size, device, chosen.backend)
+        facts |= build.describe(config, task, size, config.parallel.num_ranks(world_size), device, chosen.backend)
         if warning := build.too_few_rows(size, len(task.train)):
             facts["warning"] = warning
         facts["preset"] = f"{facts['preset']}; choose another with extends: preset:NAME"

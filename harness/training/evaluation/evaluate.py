@@ -14,7 +14,7 @@ import torch
 from harness.config.schema import Config
 from harness.data.loader import StoppedWaiting
 from harness.errors import DataError, TrainingError
-from harness.training.evaluation.metrics import Report, Sums
+from harness.training.evaluation.metrics import Report, Sums, reduced
 from harness.training.run import Run
 from harness.training.task import OpenedTask
 
@@ -29,30 +29,33 @@ def evaluate(run: Run) -> Report | None:
     calls the model equally often, at the end with a row that does not count.
     """
     run.average_buffers()  # without this, each rank would evaluate a different model
-    data, module, sums = run.eval_data, run.parallel.evaluated, Sums()
+    data, module, ranks = run.eval_data, run.parallel.evaluated, run.ranks
+    sums = {rank: Sums() for rank in ranks.own}
     rows = bad = 0
     module.eval()
-    batches = data.batches()
+    turns = data.turns()
     start = time.perf_counter()
     try:
         with run.compiling("the evaluation"), torch.no_grad(), run.averaged():
-            for _ in range(data.num_batches()):
+            for _ in range(data.num_turns()):
                 if run.stop.agreed():
                     return None
-                batch = next(batches, None)
+                rank, batch = next(turns)
                 bad += len(batch.bad) if batch is not None else 0
                 if batch is None or not len(batch):  # this rank has no more rows, or could not read any
                     if run.parallel.sharded:
                         module(prepare(run, run.train_data.any_inputs()))
                 else:
                     rows += len(batch)
+                    ranks.activate(rank)
                     outputs = module(prepare(run, batch.inputs))
-                    sums.add(run.task.evaluate(outputs, batch.targets))
+                    sums[rank].add(run.task.evaluate(outputs, batch.targets))
     except StoppedWaiting:
         return None
     finally:
         module.train()
-    total = sums.reduce(run.runtime)
+        ranks.activate(ranks.own.start)
+    total = reduced([*sums.values()], ranks)
     counted, unread = run.runtime.sum_on_host(torch.tensor([rows, bad])).tolist()
     if not counted:
         raise DataError(

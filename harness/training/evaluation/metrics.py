@@ -24,6 +24,7 @@ from harness.config.targets import Kind, MetricSection
 from harness.data.row_labels import by_column, joined
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, first_line
+from harness.training.logical_ranks import LogicalRanks
 
 MAX_CONFUSION = 1000  # classes; a larger matrix is unreadable and takes too much memory
 MAX_SCORES = 100  # classes; with one column for each of more, the table would be larger than the data
@@ -61,38 +62,6 @@ class Sums:
             else:
                 self.pairs[name] = (total.clone(), count.clone())
 
-    def reduce(self, runtime: Runtime) -> Sums:
-        """Sum the pairs over all ranks; a rank that added nothing counts as zero. The result is on the CPU: the host
-        waits for the device here, once. Collective."""
-        shapes: dict[str, tuple[torch.Size, torch.Size]] = {}
-        for of_rank in runtime.gather(
-            {name: (total.shape, count.shape) for name, (total, count) in self.pairs.items()}
-        ):
-            shapes |= of_rank
-        kept = self._gathered(runtime)
-        parts: list[Tensor] = []
-        for name in sorted(shapes):
-            zeros = (torch.zeros(shape, dtype=torch.float64, device=runtime.device) for shape in shapes[name])
-            parts += self.pairs.get(name) or zeros
-        if not parts:
-            return Sums({}, kept)
-        flat = runtime.sum(torch.cat([part.reshape(-1) for part in parts])).cpu()
-        split = flat.split([part.numel() for part in parts])
-        reduced = iter([values.view(part.shape) for values, part in zip(split, parts, strict=True)])
-        return Sums({name: (next(reduced), next(reduced)) for name in sorted(shapes)}, kept)
-
-    def _gathered(self, runtime: Runtime) -> dict[str, list[Rows]]:
-        """The kept rows of all ranks, on the CPU. Collective."""
-        mine = {
-            name: tuple(torch.cat(parts).cpu().numpy() for parts in zip(*rows, strict=True))
-            for name, rows in self.rows.items()
-        }
-        kept: dict[str, list[Rows]] = {}
-        for of_rank in runtime.gather(mine):
-            for name, arrays in of_rank.items():
-                kept.setdefault(name, []).append(Rows(*map(torch.from_numpy, arrays)))
-        return kept
-
     def all_rows(self, name: str) -> Rows:
         """The rows that were kept under ``name``, as one."""
         return Rows(*(torch.cat(parts) for parts in zip(*self.rows[name], strict=True)))
@@ -101,6 +70,48 @@ class Sums:
         """Return sum / count; NaN if nothing was counted."""
         total, count = self.pairs[name]
         return (total / count).item()
+
+
+def reduced(parts: Sequence[Sums], ranks: LogicalRanks) -> Sums:
+    """Sum the pairs of ``parts``, one for each rank of this process, over all ranks; a rank that added nothing counts
+    as zero. The result is on the CPU: the host waits for the device here, once. Collective."""
+    shapes: dict[str, tuple[torch.Size, torch.Size]] = {}
+    own = {name: (total.shape, count.shape) for part in parts for name, (total, count) in part.pairs.items()}
+    for of_process in ranks.runtime.gather(own):
+        shapes |= of_process
+    kept = _gathered(parts, ranks.runtime)
+    sizes = [shape for name in sorted(shapes) for shape in shapes[name]]
+    if not sizes:
+        return Sums({}, kept)
+    flat = ranks.sum([_flat(part, shapes, ranks.runtime.device) for part in parts]).cpu()
+    split = flat.split([shape.numel() for shape in sizes])
+    values = iter([value.view(shape) for value, shape in zip(split, sizes, strict=True)])
+    return Sums({name: (next(values), next(values)) for name in sorted(shapes)}, kept)
+
+
+def _flat(part: Sums, shapes: Mapping[str, tuple[torch.Size, torch.Size]], device: torch.device) -> Tensor:
+    """The pairs of ``part`` in the order of their names, in float64; zeros for those that it lacks."""
+    tensors: list[Tensor] = []
+    for name in sorted(shapes):
+        zeros = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes[name])
+        tensors += part.pairs.get(name) or zeros
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _gathered(parts: Sequence[Sums], runtime: Runtime) -> dict[str, list[Rows]]:
+    """The kept rows of all ranks, in their order, on the CPU. Collective."""
+    mine = [
+        {
+            name: tuple(torch.cat(tensors).cpu().numpy() for tensors in zip(*rows, strict=True))
+            for name, rows in part.rows.items()
+        }
+        for part in parts
+    ]
+    kept: dict[str, list[Rows]] = {}
+    for of_rank in (of_rank for of_process in runtime.gather(mine) for of_rank in of_process):
+        for name, arrays in of_rank.items():
+            kept.setdefault(name, []).append(Rows(*map(torch.from_numpy, arrays)))
+    return kept
 
 
 # Kinds of labels

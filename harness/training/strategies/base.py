@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from harness.config import plugins
 from harness.config.constraints import Conflict
 from harness.config.schema import Config, ParallelSection
-from harness.errors import ConfigError, TrainingError
+from harness.errors import ConfigError, TrainingError, plural
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
+    from harness.training.logical_ranks import LogicalRanks
     from harness.training.optimizer.precision import Precision
 
 
@@ -49,6 +50,8 @@ class ParallelStrategy:
     """Gradients cross ranks."""
     sync_norms: tuple[Any, ...] = ()
     """Batch norms over the rows of all ranks."""
+    ranks: LogicalRanks
+    """The ranks of the recipe that this process computes; set before ``prepare``."""
 
     def __init__(self, section: ParallelSection, precision: Precision, device: torch.device, world_size: int) -> None:
         self.section, self.precision, self.device, self.world_size = section, precision, device, world_size
@@ -61,6 +64,12 @@ class ParallelStrategy:
     @classmethod
     def check_world(cls, section: ParallelSection, world_size: int) -> None:
         """Raise ConfigError if the strategy does not support ``world_size`` processes."""
+        if section.logical_ranks and world_size > section.logical_ranks:
+            raise ConfigError(
+                f"{plural(section.logical_ranks, 'logical rank')} cannot be computed by {world_size} processes",
+                where="parallel.logical_ranks",
+                hint=f"start at most {plural(section.logical_ranks, 'process')}",
+            )
         if cls.one_process and world_size > 1:
             raise ConfigError(
                 f"parallel.strategy={section.strategy} runs in one process, but {world_size} were started",
@@ -93,6 +102,10 @@ class ParallelStrategy:
         from harness.training.models import compiled
 
         compiled.compile_whole(self.module, mode=mode)
+
+    def backward(self, loss: Tensor, ends: bool) -> None:
+        """Run the backward pass. ``ends``: of the last micro-batch of a rank in this step."""
+        loss.backward()
 
     def switch_sync(self, on: bool) -> None:
         """Turn the averaging of gradients in backward passes on or off."""

@@ -7,25 +7,40 @@ from typing import TYPE_CHECKING
 from harness.training.strategies.base import ParallelStrategy
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+    from harness.training.logical_ranks import GradientTree
 
 
 class Strategy(ParallelStrategy):
-    """Replicas in Apex's DistributedDataParallel. One process has the bare model."""
+    """Replicas in Apex's DistributedDataParallel; with parallel.logical_ranks, the bare model and a sum in a fixed
+    order. One process without them has the bare model."""
+
+    _tree: GradientTree | None = None
 
     def wrap(self, model: nn.Module) -> None:
         super().wrap(model)
-        if self.world_size == 1:
-            return
-        delayed = self.section.delay_allreduce
-        self._ddp = self.precision.distributed.DistributedDataParallel(model, delay_allreduce=delayed)
-        self.model, self.exchanges = self._ddp, True
-        self.summary = f"ddp, {'delayed' if delayed else 'overlapped'} all-reduce"
+        if self.section.logical_ranks:
+            from harness.training.logical_ranks import GradientTree
+
+            self._tree = GradientTree([param for param in model.parameters() if param.requires_grad], self.ranks)
+            self.exchanges = True
+            self.summary = f"ddp, {self.ranks.num} logical ranks on {self.world_size} processes, summed in a tree"
+        elif self.world_size > 1:
+            delayed = self.section.delay_allreduce
+            self._ddp = self.precision.distributed.DistributedDataParallel(model, delay_allreduce=delayed)
+            self.model, self.exchanges = self._ddp, True
+            self.summary = f"ddp, {'delayed' if delayed else 'overlapped'} all-reduce"
+
+    def backward(self, loss: Tensor, ends: bool) -> None:
+        super().backward(loss, ends)
+        if self._tree is not None and ends:
+            self._tree.collect()
 
     def switch_sync(self, on: bool) -> None:
-        # NVIDIA's wrapper has this pair instead of no_sync(), and so has ours.
-        self._ddp.enable_allreduce() if on else self._ddp.disable_allreduce()
+        if self._tree is None:  # NVIDIA's wrapper has this pair instead of no_sync(), and so has ours.
+            self._ddp.enable_allreduce() if on else self._ddp.disable_allreduce()
 
     def num_passes(self) -> int | None:
-        """None with NVIDIA's wrapper, which does not count them."""
-        return getattr(self._ddp, "num_passes", None) if self.exchanges else None
+        """None with NVIDIA's wrapper, which does not count them, and where a pass without gradients adds zeros."""
+        return getattr(self._ddp, "num_passes", None) if self.exchanges and self._tree is None else None

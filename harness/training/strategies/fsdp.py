@@ -67,6 +67,7 @@ class Strategy(ParallelStrategy):
 
     @classmethod
     def check_world(cls, section: ParallelSection, world_size: int) -> None:
+        super().check_world(section, world_size)
         if world_size == 1 and section.param_dtype != "float32":
             raise ConfigError(
                 f"parallel.param_dtype={section.param_dtype} is the dtype of gathered weights, but there is only one "

@@ -1,0 +1,214 @@
+"""The ranks that a recipe speaks of, and the process that computes them.
+
+Without ``parallel.logical_ranks``, each process is one rank. With it, the recipe has N logical ranks, and each of up to
+N processes computes a block of them, one after the other. What belongs to a rank, its random streams and the buffers of
+the model, is switched with it. Sums over ranks are then those of one fixed tree (``harness.distributed.tree``), so that
+no result depends on the number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.apex.parallel.buckets import strides_in_buffer
+from harness.distributed.runtime import Runtime
+from harness.distributed.tree import TreeSum, block
+from harness.errors import TrainingError
+from harness.training import rng
+
+_ALIGNMENT = 64  # bytes: kernels may take another path for other offsets
+
+
+class LogicalRanks:
+    """The ranks of the recipe. ``own`` are those of this process, of which ``active`` has its streams and buffers in
+    place; between two steps, that is the first."""
+
+    def __init__(self, runtime: Runtime, num: int | None = None) -> None:
+        """``num``: parallel.logical_ranks."""
+        self.runtime, self.fixed = runtime, num is not None
+        self.num = num or runtime.world_size
+        self.own = block(self.num, runtime.rank, runtime.world_size)
+        self.active = self.own.start
+        self._devices: Sequence[torch.device] = ()
+        self._buffers: dict[str, Tensor] = {}
+        self._others: dict[int, dict[str, Any]] = {}  # what the ranks own that are not active
+
+    @property
+    def most(self) -> int:
+        """The largest number of ranks of any process."""
+        return -(-self.num // self.runtime.world_size)
+
+    def start(self, module: nn.Module, devices: Sequence[torch.device], *key: int) -> None:
+        """Give each rank streams of its own, seeded from ``key`` and its number, and its own copy of the buffers of
+        ``module``, which computes on ``devices``."""
+        self._devices = devices
+        # Integers are equal on all ranks, but for those that a model counts itself: they are not worth the space.
+        self._buffers = {name: b for name, b in module.named_buffers() if self.fixed or b.is_floating_point()}
+        for rank in reversed(self.own):
+            rng.seed_all(*key, rank)
+            self._others[rank] = self._of_active()
+        self.active = self.own.start
+        del self._others[self.active]
+
+    def activate(self, rank: int) -> None:
+        """Let this process compute as ``rank`` from now on, with its streams and buffers."""
+        if rank != self.active:
+            self._others[self.active] = self._of_active()
+            self._restore(self._others.pop(rank))
+            self.active = rank
+
+    def state(self) -> list[dict[str, Any]]:
+        """What each of this process's ranks owns: its random streams and, if there are several ranks, buffers."""
+        return [self._of_active() if rank == self.active else self._others[rank] for rank in self.own]
+
+    def load_state(self, ranks: Sequence[dict[str, Any]]) -> None:
+        """Restore the ``state`` of all ranks, in order."""
+        for rank in reversed(self.own):
+            self._restore(ranks[rank])
+            self._others[rank] = self._of_active()
+        self.active = self.own.start
+        del self._others[self.active]
+
+    def set_buffers(self, values: dict[str, Tensor]) -> None:
+        """Give all ranks of this process the buffers ``values``."""
+        for buffers in self.buffers():
+            for name, value in values.items():
+                buffers[name].copy_(value)
+
+    def buffers(self) -> list[dict[str, Tensor]]:
+        """The buffers of each of this process's ranks."""
+        return [self._buffers if rank == self.active else self._others[rank]["buffers"] for rank in self.own]
+
+    def sum(self, parts: Sequence[Tensor], on_host: bool = False) -> Tensor:
+        """The sum over all ranks of ``parts``, one flat tensor of each of this process's ranks, which it may overwrite.
+        ``on_host``: they are on the CPU. Collective."""
+        if not self.fixed:
+            return self.runtime.sum_on_host(parts[0]) if on_host else self.runtime.sum(parts[0])
+        tree = self.tree(on_host)
+        for part in parts:
+            tree.add(part)
+        return tree.total()
+
+    def tree(self, on_host: bool = False) -> TreeSum:
+        group = self.runtime.group if on_host else None
+        return TreeSum(self.num, self.runtime.rank, self.runtime.world_size, group)
+
+    def _of_active(self) -> dict[str, Any]:
+        several = self.num > 1
+        return {
+            "rng": rng.get_state(*self._devices),
+            "buffers": {name: buffer.clone() for name, buffer in self._buffers.items()} if several else {},
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        rng.set_state(state["rng"], *self._devices)
+        for name, value in state["buffers"].items():
+            self._buffers[name].copy_(value)
+
+
+class GradientTree:
+    """Gives ``parameters`` the mean of the gradients of all logical ranks, after ``collect`` was called for each rank
+    of this process.
+
+    The gradients of one dtype are summed in one flat tensor, each at a multiple of 64 bytes, with a number per
+    parameter at the end: how many ranks have a gradient for it. A rank without one adds zeros; without any, the
+    parameter gets none. Gradients are then views of the sum, at the same offsets on any number of processes.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], ranks: LogicalRanks) -> None:
+        self._ranks, self._collected = ranks, 0
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in parameters:
+            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        self._parts = [(_Layout(group), ranks.tree()) for group in kinds.values()]
+
+    def collect(self) -> None:
+        """Take the gradients of the rank that was computed last. After the last of this process, exchange them.
+        Collective. Raises TrainingError for sparse gradients."""
+        for layout, tree in self._parts:
+            tree.add(layout.filled())
+        self._collected = (self._collected + 1) % len(self._ranks.own)
+        if self._collected == 0:
+            for layout, tree in self._parts:
+                layout.assign(tree.total(), 1.0 / self._ranks.num)
+
+
+class _Layout:
+    """The places of the gradients of ``parameters``, of one device and dtype, in a flat tensor."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self._strides = strides_in_buffer(parameters)
+        step = max(_ALIGNMENT // parameters[0].element_size(), 1)
+        self._offsets, length = list[int](), 0
+        for parameter in parameters:
+            self._offsets.append(length)
+            length += -(-parameter.numel() // step) * step
+        self._length, self._all_present = length, True
+
+    def filled(self) -> Tensor:
+        """A flat tensor with the gradients, which the parameters lose."""
+        flat = self.parameters[0].new_empty(self._length + len(self.parameters))
+        gradients = [parameter.grad for parameter in self.parameters]
+        pairs = list(zip(self._views(flat), gradients, strict=True))
+        present = [(view, gradient) for view, gradient in pairs if gradient is not None]
+        if any(gradient.is_sparse for _, gradient in present):
+            raise TrainingError(
+                "a parameter has a sparse gradient, which parallel.logical_ranks cannot sum",
+                where="parallel.logical_ranks",
+                hint="use sparse=False in the model's embeddings, or remove parallel.logical_ranks",
+            )
+        if present:
+            torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
+        if len(present) == len(pairs):
+            flat[self._length :] = 1
+        else:
+            self._all_present = False
+            torch._foreach_zero_([view for view, gradient in pairs if gradient is None])
+            flat[self._length :] = torch.tensor([gradient is not None for gradient in gradients], dtype=flat.dtype)
+        for parameter in self.parameters:
+            parameter.grad = None
+        return flat
+
+    def assign(self, total: Tensor, factor: float) -> None:
+        """Give the parameters ``total`` times ``factor`` as gradients. The host waits for the device if a rank of this
+        process had no gradient for one of them."""
+        used = [True] * len(self.parameters) if self._all_present else (total[self._length :] != 0).tolist()
+        self._all_present = True
+        total.mul_(factor)
+        for parameter, view, is_used in zip(self.parameters, self._views(total), used, strict=True):
+            parameter.grad = view if is_used else None
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        return [
+            flat.as_strided(parameter.shape, strides, offset)
+            for parameter, strides, offset in zip(self.parameters, self._strides, self._offsets, strict=True)
+        ]
+
+
+def kernels(device: torch.device) -> dict[str, Any]:
+    """What the last bits of a result depend on, besides the code and the numbers: it must not change within a run."""
+    facts: dict[str, Any] = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
+    if device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name(device)
+        facts["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        facts["tf32"] = [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+    else:
+        facts["processor"] = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
+        facts["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    return facts
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
