@@ -20,7 +20,6 @@ from harness.engines.slurm.engine import RECORD, JobOutput, JobState, SlurmUnava
 from harness.errors import ConfigError, LaunchError
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import write_config
-from tests.ranks import free_port
 
 GOLDEN = ROOT / "tests" / "engines" / "golden"
 
@@ -79,7 +78,9 @@ def test_scripts_in_launch_are_current(name):
 def test_port_of_the_ranks_is_free_on_every_address(monkeypatch, capsys):
     """A port is in use, too, if a socket that does not listen has it, on another address than 127.0.0.1."""
     choose = re.search(r"^MASTER_PORT=.* -c '\n(.*?)'\)$", engine.BODY, re.M | re.S)[1]
-    free, drawn_from = free_port(), []
+    with socket.socket() as closed:
+        closed.bind(("", 0))
+        free, drawn_from = closed.getsockname()[1], []
     with socket.socket() as other:
         other.bind(("127.0.0.2", 0))
         taken = other.getsockname()[1]

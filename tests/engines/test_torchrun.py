@@ -80,7 +80,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_render(tmp_path, stripes, monkeypatch, shape):
     monkeypatch.setattr(torchrun, "interface_towards", lambda *_, **__: "eth0")
-    monkeypatch.setattr(torchrun, "address_of", lambda _: "10.0.0.2")
+    monkeypatch.setattr(torchrun, "require_address", lambda _: "10.0.0.2")
     monkeypatch.setattr(torchrun, "is_here", lambda _: False)
     config = str(write_config(tmp_path, stripes))
     text = torchrun.render(launch.plan(config, ["launch.engine=torchrun", *SHAPES[shape]]))
