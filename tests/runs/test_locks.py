@@ -169,6 +169,24 @@ def test_a_lock_notices_that_its_file_was_replaced(tmp_path):
     assert not lock.is_current()
 
 
+def test_a_file_that_is_replaced_before_it_is_locked_is_not_the_lock(tmp_path, monkeypatch):
+    """Its earlier owner removes it, and another takes a new file of this name."""
+    real = fcntl.flock
+
+    def late(descriptor, flags):
+        lock.path.unlink()
+        lock.path.touch()
+        real(descriptor, flags)
+
+    lock = Lock(tmp_path / "lock")
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", late)
+        assert not lock.try_acquire()
+    assert lock.try_acquire()
+    assert lock.is_current()
+    lock.release()
+
+
 # File systems without flock
 
 
