@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.errors import CheckpointError
 from harness.runs import files
-from harness.runs.checkpoint import Checkpoints, damage, load_weights, on_host, read, save_weights
+from harness.runs.checkpoint import VERSION, Checkpoints, damage, load_weights, on_host, read, save_weights
 from harness.runs.storage import LocalStore
 
 
@@ -191,7 +191,7 @@ def test_checkpoint_of_another_version_is_not_passed_over(tmp_path):
         checkpoints.newest()
     text, newer = str(caught.value), checkpoints.folder / "step-30"
     assert text.startswith(
-        f"{newer}: its version is 99, but this version of the harness reads 5: use the version that wrote it"
+        f"{newer}: its version is 99, but this version of the harness reads {VERSION}: use the version that wrote it"
     )
     assert "continue from the older step-20" in text
     assert f"remove step-30, or start a new run with name=NAME checkpoint.resume={newer.with_name('step-20')}" in text
