@@ -53,7 +53,7 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
 fi
 
 # A static rendezvous: ranks follow from NODE_RANK, not from host names, which may be equal. One port serves both
-# launchers and ranks (TORCH_DISABLE_SHARE_RDZV_TCP_STORE would open a second, random one); harness/distributed/runtime.py
+# launchers and ranks (TORCH_DISABLE_SHARE_RDZV_TCP_STORE would open a second, random one); harness/distributed/meeting.py
 # separates the keys of restarted ranks in that store.
 exec "$python" -W ignore::FutureWarning -m "$module" --nnodes="$NNODES" --node_rank="$NODE_RANK" \
     --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --nproc_per_node="$per_node" \

@@ -167,16 +167,8 @@ def test_every_test_file_mirrors_a_module():
         assert fits, f"tests/{place} names no module of harness/{place.parent}"
 
 
-def test_picture_and_paths_of_the_page_are_current():
+def test_picture_of_the_page_is_current():
     assert architecture.PICTURE.read_text() == architecture.draw(PAGE), "type: python -m docs.architecture"
-    for path in re.findall(r"`((?:harness|tests)/[\w/.]+)`", PAGE):
-        if not re.search("[A-Z]{4}", path):  # NAME, PACKAGE, MODULE
-            assert (ROOT / path).exists(), path
-    files = {path.name for path in (ROOT / "harness").rglob("*.py")}
-    files |= {"test_table_errors.py", "test_docs.py", "driver.py", "VERB_command.py"}
-    assert set(re.findall(r"`(\w+\.py)`", PAGE)) <= files
-    for link in re.findall(r"\]\(([\w.]+)\)", PAGE):
-        assert (ROOT / "docs" / link).exists(), link
 
 
 # Done in one place

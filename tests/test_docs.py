@@ -143,6 +143,26 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
+def test_sizes():
+    """Limits in bytes: what has no reader goes before something new comes."""
+    pages = {path.name: path.stat().st_size for path in (ROOT / "docs").glob("*.md")}
+    assert sum(pages.values()) <= 130_000
+    assert {name: size for name, size in pages.items() if size > 15_000} == {}
+    assert pages["architecture.md"] <= 10_000
+    assert (ROOT / "README.md").stat().st_size <= 9_000
+    assert (ROOT / "CHANGELOG.md").stat().st_size <= 6_000
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_names_that_are_named_exist(page):
+    """Words in capitals, such as NAME, stand for others."""
+    paths = re.findall(r"`((?:harness|tests|configs|launch|docs|benchmarks)/[\w/.]+)`", PAGES[page])
+    assert [path for path in paths if not re.search("[A-Z]{4}", path) and not (ROOT / path).exists()] == []
+    for name, path in re.findall(r"`(\w+)(?:\(\))?`(?: or `\w+\(\)`)? (?:in|of) `(harness/[\w/]+\.py)`", PAGES[page]):
+        code = (ROOT / path).read_text()
+        assert re.search(rf"^ *(?:(?:def|class) {name}\b|{name} = )", code, re.M), f"{name}: {path}"
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if "apex" not in page])  # apex.parallel is no section
 def test_settings_that_are_named_exist(page):
     schema = loader.json_schema()

@@ -208,7 +208,7 @@ class PrecisionSection(Section):
     loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] | None = None
     """`dynamic`, or a constant; null: the default of the level."""
     min_loss_scale: Annotated[float, Field(gt=0)] | None = None
-    """Lower limit of a dynamic loss scale; null: none."""
+    """Lower limit of a dynamic loss scale; null: 1."""
     max_loss_scale: Annotated[float, Field(gt=0)] = 2.0**24
     """Upper limit of a dynamic loss scale."""
     keep_batchnorm_fp32: bool | None = None
