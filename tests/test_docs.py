@@ -521,7 +521,7 @@ def check_strategies(folder: Path, output: dict[str, str], names: dict[str, Any]
 
 def check_same_bits(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
     (text,) = [text for line, text in output.items() if line.startswith("harness compare")]
-    assert "Bitwise equal: weights, newest checkpoint and log." in text
+    assert "Bitwise equal: checkpoints, weights, log" in text
 
 
 def for_sweeps(folder: Path) -> None:
