@@ -257,16 +257,16 @@ class MicroBatch:
 
 
 class Part(NamedTuple):
-    """The rows of one micro-batch of ``rank``, whose last of the step it is if it ``ends`` it. ``index`` of ``num``."""
+    """The rows of one micro-batch of ``rank``, whose last of the step it is if it ``ends`` it. ``place`` of ``num``."""
 
     rank: int
     rows: np.ndarray
-    index: int
+    place: int
     num: int
 
     @property
     def ends(self) -> bool:
-        return self.index == self.num - 1
+        return self.place == self.num - 1
 
 
 @dataclass(frozen=True)
@@ -344,9 +344,9 @@ class TrainData:
         longest = min(self.per_rank, -(-num_left // self.world_size) - first)
         num_parts = -(-longest // (self.per_rank // self.accumulate))
         return [
-            Part(rank, rows, index, num_parts)
+            Part(rank, rows, place, num_parts)
             for rank, order in shards.items()
-            for index, rows in enumerate(np.array_split(order[first : first + self.per_rank], num_parts))
+            for place, rows in enumerate(np.array_split(order[first : first + self.per_rank], num_parts))
         ]
 
     def _at_least_two(self, rows: np.ndarray, num_left: int, step: int, part: Part) -> np.ndarray:
@@ -356,12 +356,12 @@ class TrainData:
         return np.repeat(rows, 2)
 
     def _rows_of_all(self, num_left: int, step: int, part: Part) -> int:
-        """Number of rows in the micro-batch ``part.index`` of ``step`` over all ranks."""
+        """Number of rows in the micro-batch ``part.place`` of ``step`` over all ranks."""
         short, num_long = divmod(num_left, self.world_size)
 
         def rows(length: int) -> int:
             whole, rest = divmod(min(max(length - step * self.per_rank, 0), self.per_rank), part.num)
-            return whole + (part.index < rest)
+            return whole + (part.place < rest)
 
         return num_long * rows(short + 1) + (self.world_size - num_long) * rows(short)
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 
 class Node(NamedTuple):
-    """The sum of the leaves from index * 2^level on, up to 2^level of them. ``value`` is None in a plan."""
+    """The sum of the leaves from place * 2^level on, up to 2^level of them. ``value`` is None in a plan."""
 
     level: int
-    index: int
+    place: int
     value: Any
 
 
@@ -34,17 +34,17 @@ def block(num_leaves: int, process: int, num_processes: int) -> range:
 def grow(nodes: list[Node], new: Node, num_leaves: int, add: Callable[[Any, Any], Any]) -> None:
     """Append ``new`` to ``nodes``, the roots of subtrees from left to right, and merge what is complete. ``add(left,
     right)`` may reuse the memory of ``left``."""
-    level, index, value = new
+    level, place, value = new
     height = (num_leaves - 1).bit_length()
     while level < height:
-        if index % 2:
-            if not nodes or nodes[-1][:2] != (level, index - 1):
+        if place % 2:
+            if not nodes or nodes[-1][:2] != (level, place - 1):
                 break  # another process has the left one
             value = add(nodes.pop().value, value)
-        elif (index + 1) << level < num_leaves:
+        elif (place + 1) << level < num_leaves:
             break
-        level, index = level + 1, index // 2
-    nodes.append(Node(level, index, value))
+        level, place = level + 1, place // 2
+    nodes.append(Node(level, place, value))
 
 
 def plan(num_leaves: int, process: int, num_processes: int) -> list[Node]:
@@ -98,8 +98,8 @@ def exchanged(nodes: Sequence[Node], num_leaves: int, num_processes: int, group:
     dist.all_to_all_single(_bytes(received), _bytes(own), *sizes, group=group)
     tree: list[Node] = []
     everyone: Iterable[Node] = (node for of_process in plans for node in of_process)
-    for (level, index, _), value in zip(everyone, received, strict=True):
-        grow(tree, Node(level, index, value), num_leaves, Tensor.add_)
+    for node, value in zip(everyone, received, strict=True):
+        grow(tree, node._replace(value=value), num_leaves, Tensor.add_)
     gathered = own.new_empty(num_processes * piece)
     dist.all_gather(list(_bytes(gathered).view(num_processes, row)), _bytes(tree[0].value), group=group)
     return gathered[:length]

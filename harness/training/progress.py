@@ -352,8 +352,8 @@ class Meter:
         sums = ranks.sum([torch.tensor(part, dtype=torch.float64) for part in parts], on_host=True).tolist()
         total, rows, skipped, bad, wait_s, *rest = sums
         times, costs = rest[: len(spent)], rest[len(spent) :]
-        for loss in self.losses:
-            loss.zero_()
+        for of_rank in self.losses:
+            of_rank.zero_()
         self.rows, self.rows_skipped, self.bad = ([0] * len(self.losses) for _ in range(3))
         self.steps = 0
         self.wait_s = self.time_s = 0.0
