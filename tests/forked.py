@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -89,6 +90,8 @@ def _become(
         first()
         _close_files(kept)
         weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders of the other process
+        tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]  # its pipe is closed here
+        tracker._fd = tracker._pid = None
         os.environ.clear()
         os.environ.update(environ)
         _show_environ(original)
