@@ -30,7 +30,7 @@ from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
 from harness.training.evaluation.evaluate import laid_out
 from harness.training.health import Health
-from harness.training.logical_ranks import LogicalRanks
+from harness.training.logical_ranks import LogicalRanks, kernels
 from harness.training.models import flops, recompute, weights
 from harness.training.optimizer import on_gradients, optim, precision
 from harness.training.optimizer.schedule import Schedule
@@ -61,6 +61,12 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         check_world(config.parallel, runtime.world_size)
         ranks = LogicalRanks(runtime, config.parallel.logical_ranks)
         size = sizes(config, len(task.train), ranks.num)
+    if ranks.fixed:
+        runtime.all_equal(
+            kernels(runtime.device),
+            "what the last bits of a result depend on",
+            "start all ranks on machines of one kind, or remove parallel.logical_ranks",
+        )
     if warning := too_few_rows(size, len(task.train)):
         log.warning("%s", warning)
     warn_of_skew(config, task, runtime)

@@ -84,7 +84,7 @@ def shown(num_bytes: float) -> str:
 def _rows(config: Config, world_size: int, when: str) -> int:
     """Rows per forward pass of a rank."""
     batch = config.batch
-    micro = (batch.per_rank or (batch.global_ or 0) // world_size) // batch.accumulate
+    micro = (batch.per_rank or (batch.global_ or 0) // config.parallel.num_ranks(world_size)) // batch.accumulate
     return batch.eval_per_rank or micro if when == "evaluation" else micro
 
 
@@ -107,7 +107,7 @@ def _settings(config: Config, world_size: int, when: str, has_blocks: bool) -> I
         yield "train.ema_decay=null (no moving average)"
     if when == "training" and rows > 1:
         name = "batch.global" if batch.global_ else "batch.per_rank"
-        half = max(1, per_rank // 2) * (world_size if batch.global_ else 1)
+        half = max(1, per_rank // 2) * (config.parallel.num_ranks(world_size) if batch.global_ else 1)
         yield f"{name}={half} (a smaller batch; optimizer.lr may need to change)"
     if world_size == 1:
         yield "more ranks, which share batch.global (harness launch --nproc 2)"

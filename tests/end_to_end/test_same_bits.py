@@ -86,6 +86,20 @@ def test_another_kind_of_machine_is_refused(tmp_path, data):
     assert checkpoint.read(newest_checkpoint(run_folder(config)))["state"]["step"] == 2
 
 
+def test_ranks_on_machines_of_two_kinds_are_refused(tmp_path, data):
+    config, port = write_config(tmp_path, data, **FOUR), free_port()
+    kinds = ("SSE41", "AVX2")
+    ranks = [
+        start(train_all, ([str(config)], rank, 2, [port]), {"ONEDNN_MAX_CPU_ISA": kind})
+        for rank, kind in enumerate(kinds)
+    ]
+    assert wait_for(ranks, 90) == [0, 0]  # whatever the training has ended with
+    text = Path(f"{config}.0.txt").read_text()
+    assert all(kind in text for kind in kinds), text
+    assert "remove parallel.logical_ranks" in text
+    assert not (run_folder(config) / "checkpoints" / "latest").exists()
+
+
 # The table: every pair of a level, an optimizer and features.
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
