@@ -49,7 +49,8 @@ def free_port() -> int:
         except OSError:
             sock.close()
             continue
-        # From now on, whoever sets this too may listen on the port, as torch's store does. The next caller may not.
+        # A socket that sets this, too, may now listen on the port, as torch's store does; the one of the next call
+        # does not set it before it binds.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _sockets.append(sock)
         return port

@@ -57,7 +57,7 @@ def sums(num_leaves: int, length: int) -> list[list[int]]:
     found = []
     for dtype in DTYPES:
         tree = TreeSum(num_leaves, rank, num_processes)
-        for _ in range(2):  # the second sum begins anew
+        for _ in range(2):  # the second sum has nothing of the first
             for leaf in block(num_leaves, rank, num_processes):
                 tree.add(leaves(num_leaves, length, dtype)[leaf].clone())
             total = tree.total()

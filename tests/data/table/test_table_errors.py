@@ -75,7 +75,7 @@ def test_paths_that_are_no_files(tmp_path):
     (tmp_path / "train_1.csv").touch()
     with pytest.raises(DataError) as caught:
         open_table(tmp_path / "train_2.csv", cache_dir=tmp_path / "cache")
-    assert "did you mean 'train_1.csv'" not in caught.value.hint
+    assert "did you mean" not in caught.value.hint
 
 
 def test_flipped_bytes_in_a_gzip_file(tmp_path):
