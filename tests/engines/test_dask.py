@@ -353,7 +353,9 @@ def test_killed_rank_and_worker_and_an_exact_restart_without_a_shared_disk(
 ):
     """The third start resumes from files that the client has, on workers that have none. After kill -9 of a worker and
     its nanny, their rank ends, and so do its peers."""
-    config = write_config(tmp_path, stripes, model=SLOW, **CONSTANT, **TWO, checkpoint={"every_steps": 2})
+    hurry = tmp_path / "hurry"  # until it exists, no run ends before its kill, however busy the machine
+    model = {**SLOW, "args": {"step_s": 2.0, "until": str(hurry)}}
+    config = write_config(tmp_path, stripes, model=model, **CONSTANT, **TWO, checkpoint={"every_steps": 2})
     marker, unseen = cluster_run._marker, nullcontext(str(tmp_path / "unseen"))
     monkeypatch.setattr(cluster_run, "_marker", lambda job: unseen)
     folder, before = tmp_path / "runs" / "run", scratch(dask_cluster)
@@ -386,6 +388,7 @@ def test_killed_rank_and_worker_and_an_exact_restart_without_a_shared_disk(
     assert f"worker {worker} on " in second.conclusion.text
     before = scratch(dask_cluster)  # a killed worker cannot clean up
 
+    hurry.touch()
     monkeypatch.setattr(cluster_run, "_marker", lambda job: unseen)
     third = Running(dask_cluster.client, config, marking(mark))
     assert third.end(START_S).exit_code == 0
