@@ -523,7 +523,7 @@ def test_every_property_in_the_schemas_has_a_description():
 
 def test_schema_in_the_repository_is_current():
     committed = (ROOT / "configs" / "schema.json").read_text()
-    assert committed == loader.json_schema(), "run: harness schema --out configs/schema.json"
+    assert committed == loader.json_schema(), "run: harness schema > configs/schema.json"
 
 
 def test_schema_has_the_keys_of_the_yaml():

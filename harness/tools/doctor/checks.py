@@ -117,23 +117,18 @@ def _numbers(version: str) -> list[int]:
 _SCRIPTS = "python -m harness.apex SCRIPT ARGS  # runs scripts that use `from apex import amp` unmodified"
 
 
-@dataclass(frozen=True)
-class InstalledApex:
-    """The ``apex`` that an import would find: ``text`` describes it."""
-
-    kind: Literal["none", "ours", "amp", "without amp", "pypi"]
-    text: str
-
-
-def find_apex() -> InstalledApex:
+def apex(system: System) -> Iterator[Finding]:
+    """The ``apex`` that an import would find."""
     if getattr(sys.modules.get("apex"), "__harness__", False):
-        return InstalledApex("ours", "harness.apex itself, through harness.apex.install()")
+        yield Finding("apex", "ok", "harness.apex itself, through harness.apex.install()")
+        return
     try:
         spec = importlib.util.find_spec("apex")
     except (ImportError, ValueError):  # partly imported, without a spec
         spec = None
     if spec is None:
-        return InstalledApex("none", "not installed, and not needed")
+        yield Finding("apex", "ok", "not installed, and not needed")
+        return
     folder = Path(next(iter(spec.submodule_search_locations or []), spec.origin or ""))
     try:
         distribution = importlib.metadata.distribution("apex")
@@ -141,38 +136,13 @@ def find_apex() -> InstalledApex:
     except importlib.metadata.PackageNotFoundError:
         version, requirements = "of unknown version", ""
     if (folder / "amp").is_dir() and (folder / "parallel").is_dir():
-        return InstalledApex("amp", f"Apex {version}, in {folder}")
-    if "pyramid" in requirements:
-        text = (
-            f"PyPI's apex {version}: a toolkit for the Pyramid web framework that cannot be imported, not NVIDIA's Apex"
-        )
-        return InstalledApex("pypi", text)
-    text = f"apex {version}, in {folder}, has no amp and parallel, which NVIDIA removed after 25.05"
-    return InstalledApex("without amp", text)
-
-
-def apex(system: System) -> Iterator[Finding]:
-    found = find_apex()
-    if found.kind == "pypi":
-        yield Finding("apex", "problem", found.text, ("python -m pip uninstall apex", _SCRIPTS))
-    elif found.kind == "without amp":
-        yield Finding("apex", "note", found.text, (_SCRIPTS,))
+        yield Finding("apex", "ok", f"Apex {version}, in {folder}")
+    elif "pyramid" in requirements:
+        text = f"PyPI's apex {version}: a toolkit for the Pyramid web framework, which cannot be imported"
+        yield Finding("apex", "problem", text, ("python -m pip uninstall apex", _SCRIPTS))
     else:
-        yield Finding("apex", "ok", found.text)
-
-
-def backend(system: System) -> Iterator[Finding]:
-    """The backend that ``precision.backend: auto`` selects. Imports an installed Apex only if it has amp."""
-    import torch
-
-    from harness.config.schema import PrecisionSection
-    from harness.training.optimizer import precision
-
-    on_cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if on_cuda and find_apex().kind == "amp" else "cpu")
-    chosen = precision.choose(PrecisionSection(), device).backend
-    why = "" if on_cuda else " (the only choice on the CPU)"
-    yield Finding("backend", "ok", f"precision.backend=auto uses {chosen}{why}")
+        text = f"apex {version}, in {folder}, has no amp and parallel, which NVIDIA removed after 25.05"
+        yield Finding("apex", "note", text, (_SCRIPTS,))
 
 
 # GPUs
@@ -279,23 +249,6 @@ def shared_memory(system: System) -> Iterator[Finding]:
         yield Finding("shared_memory", "ok", text)
 
 
-def open_files(system: System) -> Iterator[Finding]:
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f"{_files(soft)} may be open at once"
-    text += f" (ulimit -n can raise this to {_files(hard)})" if hard != soft else ""
-    if soft != resource.RLIM_INFINITY and soft < 1024:
-        wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
-        yield Finding("open_files", "note", f"{text}, often too few for data loader workers", (f"ulimit -n {wanted}",))
-    else:
-        yield Finding("open_files", "ok", text)
-
-
-def _files(limit: int) -> str:
-    return "any number of files" if limit < 0 or limit > 2**40 else f"{limit} files"
-
-
 def folder(system: System) -> Iterator[Finding]:
     """Run folders are created in the working folder unless ``output`` is set."""
     where = system.folder.resolve()
@@ -321,25 +274,6 @@ def folder(system: System) -> Iterator[Finding]:
 
 
 # Network
-
-
-def collectives(system: System) -> Iterator[Finding]:
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_gloo_available():
-        text = "this torch has no gloo, so only one process can train"
-        remedy = "install another build: https://pytorch.org/get-started/locally"
-        yield Finding("collectives", "problem", text, (remedy,))
-    elif dist.is_nccl_available():
-        version = torch.cuda.nccl.version()
-        number = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
-        yield Finding("collectives", "ok", f"gloo (CPU), nccl {number} (CUDA)")
-    elif torch.cuda.is_available() and torch.cuda.device_count() > 1:
-        text = f"{torch.cuda.device_count()} CUDA devices, but this torch has no nccl to use them together"
-        yield Finding("collectives", "problem", text, ("parallel.strategy=dp, or a torch with nccl (Linux)",))
-    else:
-        yield Finding("collectives", "ok", "gloo (CPU); no nccl")
 
 
 def network(system: System) -> Iterator[Finding]:
@@ -375,21 +309,7 @@ def launch(system: System) -> Iterator[Finding]:
         )
 
 
-CHECKS: list[Check] = [
-    packages,
-    torch,
-    apex,
-    backend,
-    cuda,
-    cpu,
-    memory,
-    shared_memory,
-    open_files,
-    folder,
-    collectives,
-    network,
-    launch,
-]
+CHECKS: list[Check] = [packages, torch, apex, cuda, cpu, memory, shared_memory, folder, network, launch]
 
 TIMEOUT_S = 60.0  # per check; importing torch from a cold network file system takes long
 

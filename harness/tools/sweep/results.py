@@ -14,7 +14,7 @@ from harness.runs import layout
 from harness.runs.files import finite, write_atomically
 from harness.tools.report import formatting
 from harness.tools.sweep.plan import Plan
-from harness.tools.sweep.spec import Range, Settings, identity, values_of
+from harness.tools.sweep.spec import Range, Settings, identity
 
 if TYPE_CHECKING:
     from harness.tools.sweep.study import SweepTrial
@@ -62,8 +62,7 @@ def _space(plan: Plan) -> dict[str, Any]:
     """{setting: its values, or {low, high, ...}}."""
     spec = plan.file.spec
     space: dict[str, Any] = {
-        key: axis.model_dump(exclude_none=True) if isinstance(axis, Range) else values_of(axis)
-        for key, axis in spec.space.items()
+        key: axis.model_dump(exclude_none=True) if isinstance(axis, Range) else axis for key, axis in spec.space.items()
     }
     return {**space, "seed": spec.seeds} if spec.seeds else space
 

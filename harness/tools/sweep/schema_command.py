@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from harness.errors import EXIT_DONE
 
 VERB = "schema"
-HELP = "write the JSON Schema of the YAML files, for editors"
+HELP = "print the JSON Schema of the YAML files, for editors"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--of", choices=["experiment", "sweep"], default="experiment", help="kind of file (default: experiment)"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write to FILE instead of printing")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from harness.runs.files import output_error, require_output, write_atomically
-
     if arguments.of == "sweep":
         from harness.tools.sweep import spec
 
@@ -29,12 +25,5 @@ def run(arguments: argparse.Namespace) -> int:
         from harness.config import loader
 
         text = loader.json_schema()
-    if arguments.out is None:
-        print(text, end="")
-        return EXIT_DONE
-    require_output(arguments.out, ())
-    try:
-        write_atomically(arguments.out, text)
-    except OSError as error:
-        raise output_error(arguments.out, error) from None
+    print(text, end="")
     return EXIT_DONE

@@ -43,22 +43,13 @@ class Range(Section):
     """Draw only low, low + step, ...; null: any value."""
 
 
-class Choices(Section):
-    """Values to choose from, for a search."""
-
-    choices: Annotated[list[None | bool | int | float | str], Field(min_length=1)]
-    """Numbers, words, true, false or null. A search assumes no order among them."""
-
-
 def _kind_of_axis(value: Any) -> str:
-    if isinstance(value, dict | Section):
-        return "choices" if "choices" in value or isinstance(value, Choices) else "range"
-    return "values"
+    return "range" if isinstance(value, dict | Section) else "values"
 
 
 Values = Annotated[list[Any], Field(min_length=1)]
 Axis = Annotated[
-    Annotated[Values, Tag("values")] | Annotated[Range, Tag("range")] | Annotated[Choices, Tag("choices")],
+    Annotated[Values, Tag("values")] | Annotated[Range, Tag("range")],
     Discriminator(_kind_of_axis),
 ]
 
@@ -75,8 +66,8 @@ class SweepSpec(Section):
     set_: Annotated[dict[str, Any], Field(alias="set")] = {}
     """Settings of every trial on top of the base, such as {train.epochs: 3}."""
     space: dict[str, Axis]
-    """The settings that vary: {setting: [values]} for a grid; {setting: {low, high}} or {setting: {choices}} for a
-    search. The number of ranks is a setting too: launch.nproc.
+    """The settings that vary: {setting: [values]}, in which a search assumes no order; for a search also
+    {setting: {low, high}}. The number of ranks is a setting too: launch.nproc.
     """
     seeds: list[Annotated[int, Field(ge=0, lt=2**32)]] = []
     """Train every trial of a grid once with each of these seeds; empty: with the base's seed."""
@@ -123,23 +114,16 @@ def json_schema() -> str:
 
 def grid(spec: SweepSpec) -> list[Settings]:
     """Every trial of a grid. The first setting changes slowest, the seed fastest."""
-    values = [values_of(axis) for axis in spec.space.values()]
+    values: list[Any] = list(spec.space.values())
     trials = [dict(zip(spec.space, chosen, strict=True)) for chosen in itertools.product(*values)]
     return [{**trial, "seed": seed} for trial in trials for seed in spec.seeds] if spec.seeds else trials
 
 
 def corners(spec: SweepSpec) -> list[Settings]:
     """Extremes of a search's space: each end and each choice of one setting, the other settings at their first."""
-    ends = {
-        key: [axis.low, axis.high] if isinstance(axis, Range) else values_of(axis) for key, axis in spec.space.items()
-    }
+    ends = {key: [axis.low, axis.high] if isinstance(axis, Range) else axis for key, axis in spec.space.items()}
     first = {key: values[0] for key, values in ends.items()}
     return [first, *({**first, key: value} for key, values in ends.items() for value in values[1:])]
-
-
-def values_of(axis: Any) -> list[Any]:
-    """The values of a list or of choices."""
-    return axis.choices if isinstance(axis, Choices) else axis
 
 
 def identity(settings: Any) -> str:
@@ -281,12 +265,11 @@ def _axis_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
             continue
         if not spec.is_search:
             yield Conflict((*place, "sampler"), "a grid needs single values", "write [0.01, 0.1], or sampler: tpe")
-        if isinstance(axis, Range):
-            if axis.low >= axis.high:
-                yield Conflict(
-                    place, f"low {axis.low} is not below high {axis.high}", "use a smaller low, or a larger high"
-                )
-            if axis.log and axis.low <= 0:
-                yield Conflict(place, f"log: true needs low > 0 (found: {axis.low})", "use log: false, or a larger low")
-            if axis.log and axis.step:
-                yield Conflict(place, "log and step cannot be combined", "remove one of them")
+        if axis.low >= axis.high:
+            yield Conflict(
+                place, f"low {axis.low} is not below high {axis.high}", "use a smaller low, or a larger high"
+            )
+        if axis.log and axis.low <= 0:
+            yield Conflict(place, f"log: true needs low > 0 (found: {axis.low})", "use log: false, or a larger low")
+        if axis.log and axis.step:
+            yield Conflict(place, "log and step cannot be combined", "remove one of them")

@@ -23,7 +23,7 @@ from harness.config import loader
 from harness.config.schema import NOT_THE_RECIPE, flatten
 from harness.errors import ConfigError, HarnessError, first_line, plural
 from harness.tools.sweep.plan import Plan
-from harness.tools.sweep.spec import Range, Settings, SweepSpec, identity, typed, values_of
+from harness.tools.sweep.spec import Range, Settings, SweepSpec, identity, typed
 
 State = Literal["waiting", "running", "finished", "pruned", "failed"]
 _STATES: dict[TrialState, State] = {
@@ -275,7 +275,7 @@ def _make(cls: Any, arguments: dict[str, Any], key: str) -> Any:
 def _suggest(trial: optuna.Trial, key: str, axis: Any) -> Any:
     """The value of ``key`` in ``trial``: drawn now, or read if it was drawn before."""
     if not isinstance(axis, Range):
-        return trial.suggest_categorical(key, values_of(axis))
+        return trial.suggest_categorical(key, axis)
     if all(isinstance(end, int) for end in (axis.low, axis.high, axis.step or 1)):
         return trial.suggest_int(key, int(axis.low), int(axis.high), step=int(axis.step or 1), log=axis.log)
     return trial.suggest_float(key, axis.low, axis.high, step=axis.step, log=axis.log)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-import resource
 import sys
 import threading
 import warnings
@@ -19,7 +18,6 @@ from harness import cli
 from harness.distributed import machine
 from harness.tools.doctor import checks
 from harness.tools.doctor.checks import Finding, System, run_check
-from harness.training.optimizer import precision
 
 GIB, MIB = 2**30, 2**20
 Usage = namedtuple("Usage", "total used free")  # noqa: PYI024
@@ -226,23 +224,6 @@ def test_no_apex(monkeypatch):
     assert only(checks.apex) == Finding("apex", "ok", "not installed, and not needed")
 
 
-@pytest.mark.parametrize(
-    ("on_cuda", "files", "device"), [(False, PARTS | AMP, "cpu"), (True, PARTS | AMP, "cuda"), (True, BROKEN, "cpu")]
-)
-def test_backend_imports_only_an_apex_that_has_amp(install, monkeypatch, on_cuda, files, device):
-    install(files)
-    asked = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
-    monkeypatch.setattr(precision, "choose", lambda s, d: asked.append(d.type) or SimpleNamespace(backend="apex 0.1"))
-    assert only(checks.backend).text.startswith("precision.backend=auto uses apex 0.1")
-    assert asked == [device]
-
-
-def test_backend_without_apex():
-    if not torch.cuda.is_available():
-        assert "uses harness.apex (the only choice on the CPU" in only(checks.backend).text
-
-
 # GPUs
 
 DRIVER = {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC"}
@@ -428,22 +409,6 @@ def test_no_shared_memory(tmp_path):
     assert finding.remedies[-1].startswith("data.num_workers=0")
 
 
-@pytest.mark.parametrize(
-    ("soft", "hard", "mark", "remedies"),
-    [
-        (256, 4096, "note", ("ulimit -n 4096",)),
-        (256, resource.RLIM_INFINITY, "note", ("ulimit -n 65536",)),
-        (1024, 4096, "ok", ()),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, "ok", ()),
-    ],
-)
-def test_open_files(monkeypatch, soft, hard, mark, remedies):
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
-    finding = only(checks.open_files)
-    assert (finding.mark, finding.remedies) == (mark, remedies)
-    assert ("any number" in finding.text) == (hard == resource.RLIM_INFINITY)
-
-
 @pytest.mark.parametrize(("free", "mark"), [(100 * MIB, "problem"), (2 * GIB, "note"), (50 * GIB, "ok")])
 def test_free_space_of_the_folder(monkeypatch, tmp_path, free, mark):
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(GIB, 0, free))
@@ -461,19 +426,6 @@ def test_folder_that_is_not_writable(tmp_path):
 
 
 # Network
-
-
-def test_collectives(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    assert only(checks.collectives).text == "gloo (CPU), nccl 2.27.3 (CUDA)"
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert only(checks.collectives).mark == "ok"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert only(checks.collectives).mark == "problem"
-    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
-    assert "no gloo" in only(checks.collectives).text
 
 
 @pytest.fixture

@@ -57,9 +57,7 @@ def test_grid_has_every_combination_once(axes):
 
 
 def test_corners_of_a_search():
-    found = spec.corners(
-        sweep(sampler="tpe", trials=3, space={"a": {"low": 1, "high": 9}, "b": {"choices": ["u", "v", None]}})
-    )
+    found = spec.corners(sweep(sampler="tpe", trials=3, space={"a": {"low": 1, "high": 9}, "b": ["u", "v", None]}))
     assert found == [{"a": 1, "b": "u"}, {"a": 9, "b": "u"}, {"a": 1, "b": "v"}, {"a": 1, "b": None}]
 
 
@@ -161,7 +159,7 @@ def test_shipped_sweeps_are_valid(path):
 
 def test_schema_is_current():
     committed = (ROOT / "configs" / "sweeps" / "schema.json").read_text()
-    assert committed == spec.json_schema(), "run: harness schema --of sweep --out configs/sweeps/schema.json"
+    assert committed == spec.json_schema(), "run: harness schema --of sweep > configs/sweeps/schema.json"
     schema = json.loads(committed)
     assert schema["additionalProperties"] is False
     assert all("description" in field for name, field in schema["properties"].items() if name != "name")

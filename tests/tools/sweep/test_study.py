@@ -20,7 +20,7 @@ SEARCH: dict[str, Any] = {
     "space": {
         "optimizer.lr": {"low": 0.01, "high": 1.0, "log": True},
         "batch.global": {"low": 2, "high": 12, "step": 2},
-        "optimizer.name": {"choices": ["sgd", "adam"]},
+        "optimizer.name": ["sgd", "adam"],
     },
     "sampler": "tpe",
     "sampler_args": {"n_startup_trials": 3},
