@@ -12,14 +12,6 @@ from harness.config.schema import Config, flatten
 _FILES = Path(__file__).with_name("preset_files")
 PREFIX = "preset:"
 DEFAULT = "apex-2019"
-EFFECTS = {
-    "apex-2019": "float16 matrix products with loss scaling, gradients reduced after the backward pass, only "
-    "deterministic algorithms (needed for an exact resume on a GPU); results are comparable with those of NVIDIA's "
-    "Apex",
-    "modern": "bfloat16 matrix products without loss scaling, gradients reduced during the backward pass, "
-    "channels-last images; on a GPU (Ampere or newer) also TF32 and the fastest cuDNN algorithms, so repeated and "
-    "resumed runs may differ in the last bits",
-}
 
 
 def path(name: str) -> Path:
@@ -44,16 +36,6 @@ def nearest(config: Config) -> str:
     name = min(found, key=lambda name: (len(found[name]), name != DEFAULT))
     differing = [f"{key}={_shown(own)}" for key, (own, _) in found[name].items()]
     return f"{name}, except {', '.join(differing)}" if differing else name
-
-
-def described(config: Config) -> dict[str, str]:
-    """The effects of each preset and the settings it would change, for ``harness check``: {name: text}."""
-    found = {}
-    for name in names():
-        differing = [f"{key}={_shown(value)}" for key, (_, value) in changes(config, name).items()]
-        change = f"would set {', '.join(differing)}" if differing else "in use"
-        found[name] = f"{change}. {EFFECTS[name][0].upper()}{EFFECTS[name][1:]}"
-    return found
 
 
 def _shown(value: Any) -> str:

@@ -60,8 +60,7 @@ def no_curve() -> Curve:
 @dataclass(frozen=True)
 class History:
     """``improvements``: evaluations better than all before, the last is the best; ``value`` is the deciding metric.
-    ``shares``: of the training time, by phase, with sum 1. ``rows_per_s``: in training, without evaluations.
-    ``loss_scales``: smallest and largest."""
+    ``shares``: of the training time, by phase, with sum 1. ``rows_per_s``: in training, without evaluations."""
 
     train: Curve = field(default_factory=no_curve)
     validation: Curve = field(default_factory=no_curve)
@@ -70,7 +69,6 @@ class History:
     rows_per_s: float | None = None
     wall_s: float | None = None
     skipped: int | None = None
-    loss_scales: tuple[float, float] | None = None
 
 
 def read(record: Record, metric: str | None, direction: Direction) -> History:
@@ -85,7 +83,6 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
     metrics = [name for name in evals if name not in NOT_METRICS and evals[name].notna().any()]
     evaluated = _curve(evals, evals["epoch"], train, metrics)
     windows = _windows(train)
-    scales = train["loss_scale"].dropna()
     return History(
         train=trained.take(downsample([trained.values["loss"], trained.values["loss_scale"]], TRAIN_POINTS)),
         validation=evaluated.take(downsample(list(evaluated.values.values()), EVAL_POINTS)),
@@ -94,7 +91,6 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
         rows_per_s=_speed(windows[windows["seconds"] > 0]),
         wall_s=_known(pd.concat([train["wall_s"], evals["wall_s"]]).max()),
         skipped=_count(train["skipped"]),
-        loss_scales=(float(scales.min()), float(scales.max())) if len(scales) else None,
     )
 
 

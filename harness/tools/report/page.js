@@ -62,17 +62,16 @@
       const marked = chart.part === "validation" && y.length <= 60;
       data.push({
         type: "scatter", mode: marked ? "lines+markers" : "lines", x, y, name: line.label,
-        line: { color: ink, dash: line.dash, width: report.lines.length > 8 ? 1.6 : 2.2, shape: chart.shape ?? "linear" },
+        line: { color: ink, dash: line.dash, width: report.lines.length > 8 ? 1.6 : 2.2 },
         marker: { symbol: line.symbol, size: y.length > 1 ? 5.5 : 11 },  // a single point needs a larger marker
         hovertemplate: `${line.shown}<br>${AXES[axis]}: %{x:,.4~g}<br><b>%{y:.5~g}</b><extra></extra>`,
       });
     });
-    const powers = chart.powers ? { type: "log", tickvals: chart.powers, ticktext: chart.powers.map((n) => n.toLocaleString("en")) } : {};
     return {
       data,
       layout: {
         xaxis: { title: { text: AXES[axis] }, rangemode: "tozero" },
-        yaxis: { title: { text: report.names[name] ?? name }, ...powers },
+        yaxis: { title: { text: report.names[name] ?? name }, type: name === "loss_scale" ? "log" : "linear" },
         showlegend: false, hovermode: "closest", uirevision: axis + name,
       },
     };

@@ -6,7 +6,6 @@ import base64
 import gzip
 import hashlib
 import json
-import math
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -14,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -63,6 +63,7 @@ def render(runs: RunSet) -> str:
         curves=curve_charts,
         lines=lines,
         dashes=_DASHES,
+        quantities=_quantities(lines),
         metrics=[(name, formatting.metric(name)) for name in sections.metrics(runs, lines)],
         undrawn=sections.undrawn(runs, lines),
         groups=groups,
@@ -74,6 +75,13 @@ def render(runs: RunSet) -> str:
         script=Markup(script),
     )
     return text
+
+
+def _quantities(lines: Sequence[CurveLine]) -> list[tuple[str, str]]:
+    """(key, title) of what the chart of the training shows; the loss scale only where there is one."""
+    scales = (line.first.history.train.values.get("loss_scale", np.array([])) for line in lines)
+    scaled = any(np.isfinite(values).any() for values in scales)
+    return [("loss", "Loss"), ("lr", "Learning rate"), *([("loss_scale", "Loss scale")] if scaled else [])]
 
 
 def _facts(runs: RunSet) -> dict[str, Any]:
@@ -153,7 +161,6 @@ def _data(runs: RunSet, lines: Sequence[CurveLine], shown: Sequence[Chart]) -> d
     parts: dict[str, dict[str, Any]] = {
         "validation": {"part": "validation", "choice": "metric", "value": runs.metric},
         "training": {"part": "train", "choice": "quantity", "value": "loss"},
-        "scale": {"part": "train", "value": "loss_scale", "powers": _powers(lines), "shape": "hv"},
     }
     metrics = sections.metrics(runs, lines)
     if runs.metric not in metrics and metrics:
@@ -164,15 +171,6 @@ def _data(runs: RunSet, lines: Sequence[CurveLine], shown: Sequence[Chart]) -> d
         "names": {name: sections.plain(formatting.metric(name)) for name in metrics}
         | {"lr": "learning rate", "loss_scale": "loss scale", "loss": "loss"},
     }
-
-
-def _powers(lines: Sequence[CurveLine]) -> list[int]:
-    """About ten powers of two around the loss scales: the ticks of the axis."""
-    scales = [scale for line in lines for scale in line.first.history.loss_scales or () if scale >= 1]
-    if not scales:
-        return []
-    low, high = math.floor(math.log2(min(scales))), math.ceil(math.log2(max(scales)))
-    return [2**power for power in range(low, high + 1, max(1, (high - low) // 8))]
 
 
 def _json(content: Any) -> Markup:

@@ -18,7 +18,7 @@ from harness.tools.report import formatting, mistakes, tables
 from harness.tools.report.curves import CurveLine
 from harness.tools.report.history import PHASES
 from harness.tools.report.mistakes import MAX_CLASSES, Confusion, Mistake
-from harness.tools.report.run_set import ReportedRun, RunSet
+from harness.tools.report.run_set import RunSet
 
 MAX_BARS = 24
 Trace = dict[str, Any]
@@ -80,20 +80,8 @@ def _curves(lines: Sequence[CurveLine]) -> tuple[list[Chart], list[str]]:
     elif lines:
         left_out.append("Validation curves: no run has an evaluation yet.")
     if any(len(line.first.history.train) for line in lines):
-        curves.append(Chart("training", "Training", f"Training loss or learning rate, {amount}."))
-    if any(_scale_changed(line.first) for line in lines):
-        summary = f"Loss scale during training, {amount}."
-        curves.append(Chart("scale", "Loss scale", summary, height=300))
-    elif lines:
-        scales = {line.first.history.loss_scales[0] for line in lines if line.first.history.loss_scales}
-        constant = f"it stayed at {', '.join(formatting.count(scale) for scale in sorted(scales))}"
-        left_out.append(f"Loss scale: {constant if scales else 'not used'}, and no step was skipped.")
+        curves.append(Chart("training", "Training", f"Training loss, learning rate or loss scale, {amount}."))
     return curves, left_out
-
-
-def _scale_changed(run: ReportedRun) -> bool:
-    scales = run.history.loss_scales
-    return bool(run.history.skipped) or (scales is not None and scales[0] != scales[1])
 
 
 def metrics(runs: RunSet, lines: Sequence[CurveLine]) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.config import loader, presets
+from harness.config import loader
 from harness.config.schema import Config
 from harness.data.batch import Batch, Dataset
 from harness.data.loader_workers import require_shared_memory
@@ -94,7 +94,6 @@ def examine(
         if warning := build.too_few_rows(size, len(task.train)):
             facts["warning"] = warning
         facts["preset"] = f"{facts['preset']}; choose another with extends: preset:NAME"
-        facts |= presets.described(config)
         if isinstance(task, SupportsSample) and model is not None and (sampled := attempt(task.sample, limit_s)):
             facts["files"] = sampled
         if model is not None and optimizer is not None and (sampled or not isinstance(task, SupportsSample)):

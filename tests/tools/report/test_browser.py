@@ -96,9 +96,7 @@ def test_every_chart_is_drawn_without_a_request(visit, report):
     charts = here.page.evaluate("""[...document.querySelectorAll('[data-chart]')].map((div) => ({
         key: div.dataset.chart, marks: div.querySelectorAll('.points path, .js-line, .hm image').length,
         width: div.querySelector('.main-svg').getBoundingClientRect().width, room: div.clientWidth }))""")
-    assert [chart["key"] for chart in charts] == [
-        "validation", "training", "scale", "time", "confusion",
-    ]  # fmt: skip
+    assert [chart["key"] for chart in charts] == ["validation", "training", "time", "confusion"]
     for chart in charts:
         assert chart["marks"] > 0, chart
         assert chart["width"] == pytest.approx(chart["room"], abs=1), chart
@@ -137,7 +135,7 @@ def test_toolbars_cover_neither_legends_nor_titles(visit):
 
 def test_switches_between_axes_metrics_and_lines(visit):
     here = visit()
-    for chart in ("validation", "training", "scale"):
+    for chart in ("validation", "training"):
         assert here.longest(chart) == pytest.approx(10)
     # 6400 rows per epoch: 4 s on two ranks at 1600 rows/s, and 1 s of evaluation.
     for axis, length in (("samples", 64_000), ("seconds", 50.0), ("epoch", 10)):
@@ -151,6 +149,8 @@ def test_switches_between_axes_metrics_and_lines(visit):
     here.redrawn("document.querySelector('#chart-validation .ytitle')?.textContent === 'loss'")
     here.choose("quantity", "lr")
     here.redrawn("document.querySelector('#chart-training .ytitle')?.textContent === 'learning rate'")
+    here.choose("quantity", "loss_scale")
+    here.redrawn("document.getElementById('chart-training').layout.yaxis.type === 'log'")
     lines = "document.getElementById('chart-validation').data.length"
     here.page.get_by_role("button", name="None", exact=True).click()
     here.redrawn(f"{lines} === 0")

@@ -70,7 +70,7 @@ def test_sweep_has_every_section(text):
     keys = [attributes["id"] for attributes in elements.all("section")]
     assert keys == ["best", "curves", "speed", "time", "runs", "provenance"]
     charts = [attributes["data-chart"] for attributes in elements.all("div") if "data-chart" in attributes]
-    assert charts == ["validation", "training", "scale", "time"]
+    assert charts == ["validation", "training", "time"]
     assert "git checkout 0123456789ab" in text
     assert "harness launch -c" in text
 
