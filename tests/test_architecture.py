@@ -175,7 +175,7 @@ def reachable(name: str) -> set[str]:
 
 
 def test_picture_of_the_page_is_current():
-    """It has each arrow of the table that does not follow from others."""
+    """It leaves out the arrows that follow from others."""
     needed = {
         (name, other)
         for name, allowed in MAY_IMPORT.items()
