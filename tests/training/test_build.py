@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,3 +56,22 @@ def test_batch_is_stated_as_global_or_per_rank(tmp_path):
         config, build.open_task(config, build.Runtime()), sizes["global"][1], 2, torch.device("cpu"), "harness"
     )
     assert facts["batch"] == "8 per rank, 16 in total"
+
+
+def _slow_data(folder: Path) -> tuple[str, bool]:
+    """Rank 1, on a machine with a cold cache, converts the tables for longer than a rank may be silent."""
+    with open_runtime(detect(os.environ), "cpu", 1.0, 60.0) as runtime, pytest.MonkeyPatch.context() as patch:
+        config, converted = make_config(folder / str(runtime.rank)), build._opened
+        late_s = 3.0 * runtime.rank
+        patch.setattr(build, "_opened", lambda *given: time.sleep(late_s) or converted(*given))
+        opened = build.open_task(config, runtime)
+        return opened.fingerprint, runtime.gather(len(opened.train)) == [6, 6]
+
+
+def test_rank_that_converts_its_tables_for_long_is_waited_for(tmp_path):
+    for rank in range(2):
+        write_rows(tmp_path / str(rank), "train", 6)
+        write_rows(tmp_path / str(rank), "eval", 4)
+    (first, both), (second, _) = run_ranks(2, _slow_data, tmp_path, group=False, timeout_s=60)
+    assert both
+    assert first == second
