@@ -236,3 +236,24 @@ def test_nccl_says_why_it_fails(monkeypatch, set_by_user, expected):
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: None)
     module._connect(Launch(world_size=2), torch.device("cuda", 0), dist.HashStore(), 5.0)
     assert seen == [expected]
+
+
+def test_nccl_aborts_only_after_the_missing_rank_has_been_named(monkeypatch):
+    """The watchdog needs some time after the limit. Then torch dumps what NCCL was doing, and aborts the process."""
+    limits: list[float] = []
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, timeout, **__: limits.append(timeout.total_seconds()))
+    for device in ("cpu", "cuda"):
+        runtime = module._connect(Launch(world_size=2), torch.device(device), dist.HashStore(), 5.0)
+    assert limits == [5.0, 50.0]
+    limits.clear()
+    runtime.work_timeout_s, runtime._control = 60.0, "gloo"
+    monkeypatch.setattr(runtime, "barrier", lambda: None)
+    monkeypatch.setattr(module, "main_groups", lambda: ["cpu:gloo,cuda:nccl", "gloo"])
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: group)
+    monkeypatch.setattr(module, "_set_timeout", lambda limit, group: limits.append(limit.total_seconds()))
+    with runtime.announced("compiling"):
+        pass
+    assert limits == [105.0, 60.0, 50.0, 5.0]

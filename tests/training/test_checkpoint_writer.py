@@ -18,7 +18,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError
 from harness.runs import checkpoint
 from harness.runs.checkpoint import Checkpoints, damage, read
-from harness.runs.formats import sharded
+from harness.runs.formats import sharded, whole
 from harness.training import checkpoint_writer
 from harness.training.checkpoint_writer import CheckpointWriter, copied
 from tests.ranks import run_ranks
@@ -180,6 +180,23 @@ def test_an_error_after_the_shards_are_written_is_that_of_all_ranks(tmp_path, be
     for found in run_ranks(2, _one_cannot_read_again, str(tmp_path), behind):
         assert "the checkpoint of step 1 could not be written: Input/output error" in found[0]
         assert found[1:] == (1, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _first_cannot_write_the_rest(folder):
+    writer, content = _rank(folder, False), _content()
+    if dist.get_rank() == 0:
+        whole.Format.write = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    began = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        writer.write(1, content)
+    return str(caught.value), time.monotonic() - began < 15
+
+
+def test_an_error_of_the_first_rank_beside_the_shards_is_that_of_all(tmp_path):
+    for message, soon in run_ranks(2, _first_cannot_write_the_rest, str(tmp_path)):
+        assert "the checkpoint of step 1 could not be written: No space left" in message
+        assert soon
     assert list(tmp_path.iterdir()) == []
 
 
