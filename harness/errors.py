@@ -246,3 +246,7 @@ class TrainingError(HarnessError):
     """Training failed: the loss is not finite, or another rank died."""
 
     exit_code = EXIT_FAILURE
+
+
+class WorkerKilled(TrainingError):
+    """A loader worker was killed, usually by a lack of memory."""

@@ -30,11 +30,15 @@ class LaunchSection(Section):
     """
     nproc: Positive = 1
     """Ranks per machine: typically one per GPU, or one per few CPU cores."""
+    min_ranks: Positive | None = None
+    """For local: continue on this many ranks when others are lost, and on more at a later checkpoint; null: nproc."""
     threads: Positive = 1
     """CPU threads per rank (OMP_NUM_THREADS), the same on any machine, since the last bits of a result depend on it.
     """
     max_restarts: Annotated[int, Field(ge=0)] = 0
-    """Maximum number of restarts of a failed run, each from its newest checkpoint."""
+    """Maximum number of restarts of a failed run, each from its newest checkpoint. The local engine restarts after a
+    loss of ranks, not after an error of the code.
+    """
     interface: str | None = None
     """Network interface for communication between ranks, such as eth0; null: the one that reaches rank 0's machine."""
     rendezvous: (

@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from harness.data.batch import Batch
 from harness.distributed.threads import thread
-from harness.errors import ConfigError, HarnessError, TrainingError, first_line, portable
+from harness.errors import ConfigError, HarnessError, TrainingError, WorkerKilled, first_line, portable
 
 SHARED_MEMORY = "/dev/shm"
 PREFETCH = 2  # batches that each worker keeps ready
@@ -232,7 +232,8 @@ def worker_death(error: Exception, workers: Sequence[Any] = ()) -> TrainingError
         how, (cause, hint) = f"exited{code}", ("the dataset, or a library that it uses, ended the process", _CRASH[1])
     else:
         how, (cause, hint) = f"was killed by {number.name}", _DEATHS.get(number, _CRASH)
-    return TrainingError(f"a loader worker{f' (process {lost[1]})' if lost else ''} {how}: {cause}", hint=hint)
+    kind = WorkerKilled if number is signal.SIGKILL else TrainingError
+    return kind(f"a loader worker{f' (process {lost[1]})' if lost else ''} {how}: {cause}", hint=hint)
 
 
 def run_queue_s(path: str = "/proc/self/schedstat") -> float:

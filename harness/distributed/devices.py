@@ -1,12 +1,16 @@
-"""The device of each rank, the check that no two ranks share one, and what a CPU does with freed memory."""
+"""The device of each rank, the check that no two ranks share one, the devices that work, and what a CPU does with freed
+memory."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -22,6 +26,10 @@ ALL_ALIKE = (
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 _LARGEST_KEPT = 32 * 2**20  # the largest _MMAP_THRESHOLD that glibc takes
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_PROBE = "import torch; torch.ones(1, device='cuda').add_(1).item()"
+_OPENS_S = 60.0
 
 CPU_RANKS = 2  # enough to show how ranks work together, on any machine
 
@@ -86,11 +94,39 @@ def fitting_ranks(most: int | None = None, on_cpu: bool = False) -> int:
     return min(count or CPU_RANKS, most or sys.maxsize)
 
 
+def names() -> list[str]:
+    """The CUDA devices of this machine as CUDA_VISIBLE_DEVICES names them: those that it names, else all."""
+    shown = os.environ.get(_VISIBLE)
+    if shown is not None:
+        return [name for name in map(str.strip, shown.split(",")) if name and not name.startswith("-")]
+    return [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+
+
+def opening(names: Sequence[str]) -> list[str]:
+    """Those of ``names`` on which a new process can compute, within a minute: a broken device may block it for ever."""
+    deadline = time.monotonic() + _OPENS_S
+    probes = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", _PROBE], env={**os.environ, _VISIBLE: name}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        for name in names
+    }  # fmt: skip
+    found = []
+    for name, probe in probes.items():
+        try:
+            if probe.wait(max(deadline - time.monotonic(), 0.0)) == 0:
+                found.append(name)
+        except subprocess.TimeoutExpired:
+            probe.kill()  # without a wait: it may be blocked in the driver
+    return found
+
+
 def card(device: torch.device) -> str:
     """A name that identifies a CUDA device on any host; empty for a CPU."""
     if device.type == "cpu":
         return ""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    visible = os.environ.get(_VISIBLE, "").split(",")
     if device.index < len(visible) and visible[device.index].startswith("MIG"):
         return visible[device.index]  # a MIG slice; all slices of a card may share its UUID
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -126,13 +126,13 @@ class WorkerGroup:
             time.sleep(_POLL_S)
         return self.exits
 
-    def follow(self) -> EngineReport:
+    def follow(self, meanwhile: Callable[[], None] = lambda: None) -> EngineReport:
         """``wait`` as an engine reports it, for processes that are ranks."""
         exits = [
             RankExit(rank, Cause.PEER_LOST, code, message=_LATE)
             if rank in self._late and code < 0
             else RankExit.from_code(rank, code)
-            for rank, code in self.wait().items()
+            for rank, code in self.wait(meanwhile).items()
         ]
         return EngineReport(exits, stopped=self.num_stops > 0, shares_terminal=self._shares_terminal)
 

@@ -20,10 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nnodes", metavar="N|MIN:MAX", help="number of machines; MIN:MAX lets machines join and leave (torchrun)"
     )
     parser.add_argument(
-        "--nproc", type=_ranks, metavar="N|auto[:MAX]",
-        help="ranks per machine; auto: one per GPU of this machine, or 2 without a GPU; auto:MAX: at most MAX",
+        "--nproc", type=_ranks, metavar="N|MIN:MAX|auto[:MAX]",
+        help="ranks per machine; MIN:MAX continues on MIN or more of MAX when ranks are lost (local); auto: one per "
+        "GPU of this machine, or 2 without a GPU; auto:MAX: at most MAX",
     )  # fmt: skip
-    parser.add_argument("--max-restarts", type=int, metavar="N", help="maximum number of restarts of a failed run")
+    parser.add_argument("--max-restarts", type=int, metavar="N", help="maximum number of restarts after a failure")
     parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="address of the first machine, where all machines meet (torchrun)"
     )
@@ -38,31 +39,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--detach", action="store_true", help="submit the run (slurm, ...) without following it")
 
 
-def _ranks(text: str) -> int | str:
-    """``text`` as a number of ranks; auto and auto:MAX stay as they are. Raises ArgumentTypeError."""
+def _ranks(text: str) -> str:
+    """``text`` if it is a number of ranks, a range of it, auto or auto:MAX. Raises ArgumentTypeError."""
     word, colon, most = text.partition(":")
     try:
-        if word == "auto" and (not colon or shared.positive(int)(most)):
-            return text
-        return int(shared.positive(int)(text))
+        for number in ([] if word == "auto" else [word]) + ([most] if colon else []):
+            shared.positive(int)(number)
+        return text
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, auto or auto:MAX") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, MIN:MAX, auto or auto:MAX") from None
 
 
 def run(arguments: argparse.Namespace) -> int:
     from harness.engines import launch
 
-    nproc = arguments.nproc
-    if isinstance(nproc, str):
+    word, _, most = (arguments.nproc or "").partition(":")
+    nproc: str | int | None = most or word or None
+    if word == "auto":
         from harness.config import loader
         from harness.distributed import devices
 
         on_cpu = loader.load(arguments.config, arguments.overrides).runtime.device == "cpu"
-        most = int(nproc.partition(":")[2] or 0) or None
-        nproc = devices.fitting_ranks(most, on_cpu)
+        nproc = devices.fitting_ranks(int(most) if most else None, on_cpu)
     options = {
         "engine": arguments.engine,
         "nproc": nproc,
+        "min_ranks": word if most and word != "auto" else None,
         "max_restarts": arguments.max_restarts,
         "rendezvous": arguments.rendezvous,
         "node_rank": arguments.node_rank,

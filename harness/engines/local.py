@@ -1,17 +1,38 @@
-"""Engine local: ``launch.nproc`` processes on this machine, without a launcher between them and ``harness launch``."""
+"""Engine local: ``launch.nproc`` processes on this machine, without a launcher between them and ``harness launch``.
+
+With ``launch.max_restarts``, a run that loses ranks continues from its newest checkpoint, on those that are left.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from harness.distributed.launch_env import local_environment
+from harness.distributed.monitor import EngineReport
 from harness.distributed.network import require_address
+from harness.distributed.rank_exit import Cause
 from harness.distributed.worker_group import LocalRun
 from harness.engines.base import Job, refuse, shell
+from harness.errors import EXIT_STOPPED, LaunchError, WorkerKilled, plural
+from harness.runs import layout
+from harness.runs.outcome import ExitCollector, RunOutcome
 
 _BY = "harness launch, engine local"
 _ONE_MACHINE = "this engine uses one machine; use launch.engine=torchrun, slurm, dask or flyte"
+_MOST_WAIT_S = 60.0  # before a restart; the first ones wait 1, 2, 4, ... seconds
+_CHECK_S = 1.0
+# A rank that was killed or hung, or whose device or connection is lost. Its own error would occur again.
+_LOST = frozenset([Cause.SIGNAL, Cause.NODE_LOST, Cause.HUNG, Cause.PEER_LOST])
+_LOST_BY = frozenset(["AcceleratorError", WorkerKilled.__name__])  # the first is torch's, for a device or its driver
 
 
 def render(job: Job) -> str:
@@ -26,19 +47,214 @@ def render(job: Job) -> str:
     )
 
 
-def start(job: Job) -> LocalRun:
+def start(job: Job) -> LocalRun | RestartedRun:
     _check(job)
     for error in job.config.task.problems():
         raise error
-    environ = {**os.environ, **job.environ()}
-    return LocalRun(job.command(), job.world_size, environ, job.settings.grace_s, _BY)
+    return RestartedRun(job) if job.settings.max_restarts else _start(job, job.world_size)
+
+
+def _start(job: Job, num_ranks: int, visible: Sequence[str] = ()) -> LocalRun:
+    """``visible``: the devices to use; empty: those that this process sees."""
+    environ = {**os.environ, **job.environ(), **({"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {})}
+    return LocalRun(job.command(), num_ranks, environ, job.settings.grace_s, _BY)
 
 
 def _check(job: Job) -> None:
     refuse(
         job, "local", nnodes=_ONE_MACHINE, min_nodes=_ONE_MACHINE, rendezvous=_ONE_MACHINE, join_s=_ONE_MACHINE,
         node_rank=_ONE_MACHINE,
-        max_restarts="the same command resumes from the newest checkpoint; launch.engine=torchrun restarts the ranks",
     )  # fmt: skip
-    if job.settings.interface is not None:
-        require_address(job.settings.interface)
+    settings, config = job.settings, job.config
+    if settings.interface is not None:
+        require_address(settings.interface)
+    if settings.min_ranks is None:
+        return
+    if not settings.min_ranks <= settings.nproc:
+        raise LaunchError(
+            f"launch.min_ranks={settings.min_ranks} is more than launch.nproc={settings.nproc}", where=job.path,
+            hint="use --nproc MIN:MAX, which sets both",
+        )  # fmt: skip
+    if settings.min_ranks < settings.nproc and not settings.max_restarts:
+        raise LaunchError(
+            "launch.min_ranks needs launch.max_restarts: each loss of ranks uses one restart", where=job.path,
+            hint="add --max-restarts 3, or use --nproc N",
+        )  # fmt: skip
+    if settings.min_ranks < settings.nproc and config.batch.global_ is None and not config.parallel.logical_ranks:
+        raise LaunchError(
+            "with launch.min_ranks, batch.per_rank would change the global batch when a rank is lost", where=job.path,
+            hint=f"set batch.global, or parallel.logical_ranks={settings.nproc}",
+        )  # fmt: skip
+
+
+class RestartedRun:
+    """The starts of one run: after a loss of ranks it starts again, on those that are left, and returns to all of them
+    at a later checkpoint, if this machine can. The bits are the same with ``parallel.logical_ranks``.
+
+    Each loss uses one of ``launch.max_restarts``. An error of the code, the configuration or the data ends the run, and
+    so does a second loss at the same step.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._lock, self._stopping = job, threading.Lock(), threading.Event()
+        self._num_stops = self._num_restarts = 0
+        self._lost_at: int | None = None
+        self._size = job.world_size
+        self._growth = _Growth(job)
+        self._collector = ExitCollector(job.folder, self._size, job.url)
+        self._run = _start(job, self._size)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._num_stops += 1
+            self._stopping.set()
+            if self._num_stops > 1 or not self._growth.stopped:  # else the ranks are stopping already
+                self._run.stop()
+
+    def follow(self) -> EngineReport:
+        while True:
+            report = self._run.follow(self._consider_growth)
+            outcome = self._collector.judge(report)
+            report = replace(report, stopped=self._num_stops > 0, world_size=self._size)
+            if self._num_stops or not self._again(report, outcome) or not self._start_again():
+                return report
+
+    def _again(self, report: EngineReport, outcome: RunOutcome) -> bool:
+        """Choose the number of ranks for another start, after a pause; False: the run has ended, or is to end."""
+        if self._growth.stopped and outcome.exit_code == EXIT_STOPPED:
+            self._size = self._growth.size
+            _say(f"starting again on {plural(self._size, 'rank')}, since there is room for them again")
+            return True
+        failure = outcome.failure
+        if failure is None or not (failure["cause"] in _LOST or failure["error"] in _LOST_BY):
+            return False
+        step, settings = int(failure["step"] or 0), self._job.settings
+        if step == self._lost_at:
+            _say(f"not started again: step {step} has failed twice")
+            return False
+        if self._num_restarts >= settings.max_restarts:
+            _say(f"not started again: launch.max_restarts={settings.max_restarts} is used up")
+            return False
+        num_killed = sum(exit.cause is Cause.SIGNAL for exit in report.exits)
+        left = self._growth.left(self._size - max(num_killed, 1))
+        size = next((size for size in range(left, 0, -1) if fits(self._job, size)), 0)
+        if size < (settings.min_ranks or settings.nproc):
+            _say(f"not started again: {plural(left, 'rank')} can be started, and launch.min_ranks is higher")
+            return False
+        self._lost_at, self._num_restarts = step, self._num_restarts + 1
+        wait_s = min(2.0 ** (self._num_restarts - 1), _MOST_WAIT_S)
+        self._report(failure, step, size, wait_s)
+        self._size = size
+        return not self._stopping.wait(wait_s)
+
+    def _report(self, failure: dict[str, Any], step: int, size: int, wait_s: float) -> None:
+        """Print the loss, and append it to a file of the run."""
+        saved = layout.step_number(_newest(self._job)) or 0
+        loss = {
+            "time": time.time(), "rank": failure["rank"], "host": failure["host"] or socket.gethostname(), "step": step,
+            "error": failure["error"], "message": failure["message"], "ranks_before": self._size, "ranks": size,
+            "restart": self._num_restarts, "resumed_from": saved,
+        }  # fmt: skip
+        repeated = f"{plural(max(step - saved, 0), 'step')} to repeat" if saved else "from the beginning"
+        most = self._job.settings.max_restarts
+        _say(
+            f"lost rank {loss['rank']} on {loss['host']} at step {step} ({loss['error']}: {loss['message']}); starting "
+            f"again on {plural(size, 'rank')} in {wait_s:g} s, restart {self._num_restarts} of {most}, {repeated}"
+        )
+        try:
+            with open(self._job.folder / layout.LOGS / layout.LOSSES, "a", encoding="utf-8") as file:
+                file.write(json.dumps(loss) + "\n")
+        except OSError as error:
+            _say(f"warning: the loss could not be written to the run folder: {error}")
+
+    def _start_again(self) -> bool:
+        with self._lock:
+            if self._num_stops:
+                return False
+            self._collector = ExitCollector(self._job.folder, self._size, self._job.url)
+            self._growth.start(self._size)
+            self._run = _start(self._job, self._size, self._growth.visible)
+            return True
+
+    def _consider_growth(self) -> None:
+        """Stop the ranks, with a checkpoint, once more of them can be started."""
+        if self._growth.due():
+            with self._lock:
+                if not self._num_stops:
+                    self._growth.stopped = True
+                    self._run.stop()
+
+
+class _Growth:
+    """What this machine can run: after a loss, and later, when a run on fewer ranks than it should have may grow."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.stopped = False
+        """The ranks were stopped, to start ``size`` of them."""
+        self.size = job.world_size
+        self.visible: list[str] = []
+        """The devices of the ranks, by local rank; empty: those that this process sees."""
+        self._now, self._checked, self._checkpoint = job.world_size, 0.0, ""
+        self._asked: Future[list[str]] | None = None
+
+    def left(self, survivors: int) -> int:
+        """The number of ranks that can be started now: one per device that opens. On a CPU as many as have survived,
+        since a killed rank is usually one too many for the memory, but not fewer than ``launch.min_ranks``."""
+        from harness.distributed import devices  # late: it imports torch
+
+        wanted = self._job.config.runtime.device
+        if wanted != "cpu" and (names := devices.names()):
+            self.visible = devices.opening(names)[: self._job.world_size]
+            if self.visible or wanted == "cuda":
+                return len(self.visible)
+        return max(survivors, self._job.settings.min_ranks or self._job.world_size)
+
+    def start(self, size: int) -> None:
+        """A start on ``size`` ranks begins."""
+        self.stopped, self._now, self._checkpoint, self._asked = False, size, _newest(self._job), None
+        self.visible = self.visible[:size]
+
+    def due(self) -> bool:
+        """True once there is a new checkpoint and room for more ranks. Never blocks: another thread asks the devices,
+        at each checkpoint."""
+        if self.stopped or self._now == self._job.world_size or time.monotonic() < self._checked + _CHECK_S:
+            return False
+        self._checked = time.monotonic()
+        if self._asked is None and (newest := _newest(self._job)) != self._checkpoint:
+            self._checkpoint, self._asked = newest, Future()
+            threading.Thread(target=self._ask, args=(self._asked,), daemon=True).start()
+        if self._asked is None or not self._asked.done():
+            return False
+        more, self._asked = self._asked.result(), None
+        most = min(self._now + len(more) if self.visible else self._job.world_size, self._job.world_size)
+        self.size = next(size for size in range(most, 0, -1) if fits(self._job, size))
+        if self.size <= self._now:
+            return False
+        self.visible = [*self.visible, *more][: self.size] if self.visible else []
+        return True
+
+    def _ask(self, asked: Future[list[str]]) -> None:
+        """Find the devices that open and that no rank of the run uses."""
+        from harness.distributed import devices
+
+        unused = [name for name in devices.names() if name not in self.visible] if self.visible else []
+        asked.set_result(devices.opening(unused))
+
+
+def fits(job: Job, num_ranks: int) -> bool:
+    """True if the batch, and the logical ranks, can be divided among ``num_ranks``."""
+    logical = job.config.parallel.logical_ranks
+    return num_ranks <= logical if logical else job.config.batch.misfit(num_ranks) is None
+
+
+def _newest(job: Job) -> str:
+    """The name of the newest checkpoint; empty if there is none."""
+    try:
+        return (job.folder / layout.CHECKPOINTS / layout.LATEST).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -242,6 +242,8 @@ def _check(job: Job, least: int) -> None:
     def refuse(message: str, hint: str) -> None:
         raise LaunchError(message, where=job.path, hint=hint)
 
+    if settings.min_ranks is not None:
+        refuse("launch.min_ranks does not apply to engine torchrun", "use launch.min_nodes, or launch.engine=local")
     if least > settings.nnodes:
         refuse(
             f"launch.min_nodes={least} is more than launch.nnodes={settings.nnodes}",
@@ -278,7 +280,7 @@ def _check(job: Job, least: int) -> None:
 def check_batch(job: Job, least: int) -> None:
     """Raise LaunchError unless the global batch can be divided among every number of machines in the range."""
     batch, settings = job.config.batch, job.settings
-    if batch.global_ is None:
+    if batch.global_ is None or job.config.parallel.logical_ranks:  # which divide it, whatever the number of ranks
         return
     unit = settings.nproc * batch.accumulate
     for nodes in range(least, settings.nnodes + 1):

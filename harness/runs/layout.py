@@ -3,7 +3,7 @@
 config.yaml  provenance.json  metrics.jsonl  summary.json  task.json  failure.json  confusion.csv  predictions.csv
 weights.safetensors  report.html  trackers.json  start.json (runs at a URL)
 checkpoints/step-N/{state.pt, manifest.json, and shards}  checkpoints/{latest, best}
-logs/rank-N.log  logs/rank-N.exit.json
+logs/rank-N.log  logs/rank-N.exit.json  logs/losses.jsonl
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ MANIFEST = "manifest.json"  # size and SHA-256 of state.pt
 
 LOGS = "logs"
 RANK_EXITS = "rank-*.exit.json"  # glob pattern inside LOGS
+LOSSES = "losses.jsonl"  # inside LOGS: ranks that were lost before a restart
 
 SWEEP = "sweep.json"  # of a sweep folder
 TRIALS = "trials"  # folder of the sweep's runs

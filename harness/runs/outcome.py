@@ -208,16 +208,24 @@ class ExitCollector:
         """The outcome of a run whose end the engine observed as ``report``. A failure is also written as
         failure.json."""
         fetched = self._fetch()
-        own = sorted(self._exit_files.read().values(), key=lambda exit: exit.time)
-        exits = [*self._first_reported(), *own, *report.exits]
-        world_size = report.world_size or self._world_size
-        summary = _read(self._folder / layout.SUMMARY)
-        outcome = judge(exits, report.stopped, world_size, self._shown, summary, report.signal, report.shares_terminal)
+        outcome = self._outcome(report)
         if outcome.failure:
             self._write(json.dumps(outcome.failure, indent=1) + "\n", to_url=fetched)
         elif fetched and outcome.exit_code == EXIT_DONE:
             shutil.rmtree(self._folder, ignore_errors=True)  # the URL has it
         return outcome
+
+    def judge(self, report: EngineReport) -> RunOutcome:
+        """``conclude`` without writing anything about it, for a run that may start again."""
+        self._fetch()
+        return self._outcome(report)
+
+    def _outcome(self, report: EngineReport) -> RunOutcome:
+        own = sorted(self._exit_files.read().values(), key=lambda exit: exit.time)
+        exits = [*self._first_reported(), *own, *report.exits]
+        world_size = report.world_size or self._world_size
+        summary = _read(self._folder / layout.SUMMARY)
+        return judge(exits, report.stopped, world_size, self._shown, summary, report.signal, report.shares_terminal)
 
     def _first_reported(self) -> list[RankExit]:
         """The failure that the ranks agreed on as the first, if they could."""

@@ -467,8 +467,8 @@ checkpoint checkpoint.every_steps checkpoint.keep checkpoint.resume checkpoint.b
 checkpoint.format checkpoint.async_save
 trackers
 runtime runtime.device runtime.timeout_s runtime.work_timeout_s
-launch launch.engine launch.nnodes launch.min_nodes launch.nproc launch.threads launch.max_restarts launch.interface
-launch.rendezvous launch.join_s launch.node_rank launch.grace_s launch.python launch.env
+launch launch.engine launch.nnodes launch.min_nodes launch.nproc launch.min_ranks launch.threads launch.max_restarts
+launch.interface launch.rendezvous launch.join_s launch.node_rank launch.grace_s launch.python launch.env
 launch.slurm launch.slurm.partition launch.slurm.account launch.slurm.qos launch.slurm.constraint launch.slurm.time
 launch.slurm.gpus_per_node launch.slurm.cpus_per_task launch.slurm.mem launch.slurm.requeue launch.slurm.signal_s
 launch.slurm.output launch.slurm.setup launch.slurm.extra

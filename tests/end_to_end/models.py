@@ -125,6 +125,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "extra collective": _reduce_alone,
     "exit": lambda: sys.exit(0),
     "vanish": lambda: os._exit(0),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "thread": _raise_beside_a_thread,
 }
 

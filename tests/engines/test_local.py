@@ -11,8 +11,10 @@ import sys
 
 import pytest
 
+from harness.distributed import devices
 from harness.engines import base, launch, local
 from harness.errors import ConfigError, LaunchError
+from harness.tools.compare.exactness import differences
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
@@ -44,7 +46,7 @@ def test_render(tmp_path, stripes):
     assert "RANK=0 LOCAL_RANK=0 WORLD_SIZE=4" in line
 
 
-@pytest.mark.parametrize("word", ["nnodes=2", "rendezvous=a:1", "node_rank=0", "max_restarts=1"])
+@pytest.mark.parametrize("word", ["nnodes=2", "rendezvous=a:1", "node_rank=0"])
 def test_settings_without_a_meaning_are_refused(tmp_path, stripes, word):
     job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}"])
     for call in (local.render, local.start):
@@ -105,6 +107,144 @@ def test_killed_rank_is_reported_and_the_restart_is_exact(tmp_path, stripes):
     assert_same_run(tmp_path / "whole" / "runs" / "run", folder)
     last = run_.text().splitlines()[-1]
     assert re.fullmatch(r"done: .*/runs/run, 24 steps; best top1 \d\.\d+ at step \d+", last)
+
+
+# Restarts after a loss of ranks
+
+
+def elastic(folder, data, **settings):
+    """A run of four logical ranks whose steps take a while until the file ``go`` exists; with that file."""
+    go = folder / "go"
+    model = {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1, "until": str(go)}}
+    parallel, every = {"logical_ranks": 4}, {"every_steps": 2}
+    return write_config(folder, data, model=model, parallel=parallel, checkpoint=every, **settings), go
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, stripes):
+    """The undisturbed run on one process."""
+    config, go = elastic(tmp_path_factory.mktemp("alone"), stripes)
+    go.touch()
+    assert run(config) == [0]
+    return config.parent / "runs" / "run"
+
+
+def losses(folder):
+    return [json.loads(line) for line in (folder / "logs" / "losses.jsonl").read_text().splitlines()]
+
+
+def test_a_run_goes_on_without_the_ranks_it_has_lost(tmp_path, stripes, alone):
+    """Rank 2 of four is killed; after a checkpoint there are four again, and two are killed. The bits are as of one."""
+    config, go = elastic(tmp_path, stripes)
+    folder = tmp_path / "runs" / "run"
+    words = ("--nproc", "1:4", "--max-restarts", "2")
+    with started(command(config, *words), tmp_path / "terminal.txt", fork=True) as run_:
+        wait_for_steps(folder, 3)
+        run_.signal(signal.SIGKILL, run_.ranks()[2])
+        wait_until(lambda: len(run_.ranks()) == 3, END_S, "three ranks")
+        wait_until(lambda: len(run_.ranks()) == 4, END_S, "four ranks again, after a checkpoint")
+        wait_until(lambda: "starting again on 4 ranks" in run_.text(), END_S, "the reason")
+        newest = (folder / "checkpoints" / "latest").read_text()
+        wait_until(lambda: (folder / "checkpoints" / "latest").read_text() != newest, END_S, "a step of the four")
+        for pid in run_.ranks()[1:3]:
+            run_.signal(signal.SIGKILL, pid)
+        wait_until(lambda: "restart 2 of 2" in run_.text(), END_S, "the second restart")
+        go.touch()
+        assert run_.wait(60) == 0
+        assert not run_.alive()
+    assert differences(alone, folder) == []
+    first, second = losses(folder)
+    assert (first["rank"], first["ranks_before"], first["ranks"], first["error"]) == (2, 4, 3, "Killed")
+    assert (second["ranks_before"], second["ranks"]) == (4, 2)
+    assert first["resumed_from"] <= first["step"] < second["step"]
+    assert not (folder / "failure.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "starts", "said"),
+    [
+        ({"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 3}}, 1, "ArithmeticError"),
+        ({"name": f"{MODELS}.Hangs", "args": {"rank": 1, "step": 3, "how": "killed"}}, 2, "has failed twice"),
+    ],
+)
+def test_what_would_fail_again_is_not_repeated(tmp_path, stripes, model, starts, said):
+    """An error of the code, and a loss that occurs again at the same step."""
+    config = write_config(tmp_path, stripes, model=model)
+    with started(command(config, "--max-restarts", "5"), tmp_path / "terminal.txt", fork=True) as run_:
+        assert run_.wait(60) == 70
+        assert not run_.alive()
+    assert said in run_.text()
+    assert len(json.loads((tmp_path / "runs" / "run" / "provenance.json").read_text())) == starts
+    assert json.loads((tmp_path / "runs" / "run" / "failure.json").read_text())["rank"] == 1
+
+
+def test_a_signal_ends_a_run_that_waits_for_its_restart(tmp_path, stripes, monkeypatch):
+    config, _ = elastic(tmp_path, stripes)
+    with started(command(config, "--max-restarts", "9"), tmp_path / "terminal.txt", fork=True) as run_:
+        for number in range(1, 4):  # the fourth start waits for four seconds
+            wait_until(lambda: len(run_.ranks()) == 2, END_S, "two ranks")
+            wait_for_steps(tmp_path / "runs" / "run", 2 * number)
+            run_.signal(signal.SIGKILL, run_.ranks()[0])
+            wait_until(lambda number=number: f"restart {number} of 9" in run_.text(), END_S, "a restart")
+        run_.signal(signal.SIGTERM)
+        assert run_.wait(10) == 70
+        assert not run_.alive()
+
+
+def devices_that_open(monkeypatch, *answers):
+    """The devices 0 to 3, of which those of the next answer open."""
+    remaining = list(answers)
+    monkeypatch.setattr(devices, "names", lambda: ["0", "1", "2", "3"])
+    monkeypatch.setattr(devices, "opening", lambda names: [name for name in names if name in remaining[0]])
+    return remaining
+
+
+def test_ranks_get_the_devices_that_open(tmp_path, stripes, monkeypatch):
+    """Device 1 of four is lost and comes back."""
+    remaining = devices_that_open(monkeypatch, "023", "0123")
+    words = ["launch.nproc=4", "launch.min_ranks=2", "launch.max_restarts=1", "runtime.device=cuda"]
+    job = launch.plan(str(elastic(tmp_path, stripes)[0]), words)
+    growth = local._Growth(job)
+    assert growth.left(3) == 3
+    growth.start(3)
+    assert growth.visible == ["0", "2", "3"]
+    assert not growth.due()  # no checkpoint since that start
+    remaining.pop(0)
+    (job.folder / "checkpoints").mkdir(parents=True)
+    (job.folder / "checkpoints" / "latest").write_text("step-4")
+    monkeypatch.setattr(local, "_CHECK_S", 0.0)
+    wait_until(growth.due, 10, "the device that has come back")
+    assert (growth.size, growth.visible) == (4, ["0", "2", "3", "1"])
+
+
+def test_no_device_is_left(tmp_path, stripes, monkeypatch):
+    devices_that_open(monkeypatch, "")
+    job = launch.plan(str(elastic(tmp_path, stripes)[0]), ["launch.nproc=4", "runtime.device=cuda"])
+    assert local._Growth(job).left(3) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "batch", "said"),
+    [
+        (["nproc=2", "min_ranks=3", "max_restarts=1"], {"global": 8}, "--nproc MIN:MAX"),
+        (["nproc=2", "min_ranks=1"], {"global": 8}, "--max-restarts"),
+        (["nproc=2", "min_ranks=1", "max_restarts=1"], {"global": None, "per_rank": 4}, "parallel.logical_ranks=2"),
+    ],
+)
+def test_ranges_of_ranks_that_cannot_work(tmp_path, stripes, words, batch, said):
+    job = launch.plan(str(write_config(tmp_path, stripes, batch=batch)), [f"launch.{word}" for word in words])
+    for call in (local.render, local.start):
+        with pytest.raises(LaunchError) as caught:
+            call(job)
+        assert said in str(caught.value)
+
+
+def test_numbers_of_ranks_that_fit(tmp_path, stripes):
+    """Without logical ranks, those that divide the batch of 8 rows."""
+    plain = launch.plan(str(write_config(tmp_path / "plain", stripes)), [])
+    assert [size for size in range(1, 9) if local.fits(plain, size)] == [1, 2, 4, 8]
+    logical = launch.plan(str(elastic(tmp_path / "logical", stripes)[0]), ["launch.nproc=3"])
+    assert [size for size in range(1, 9) if local.fits(logical, size)] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

@@ -95,8 +95,8 @@ def _job(config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[st
 
 def _check(job: Job) -> None:
     refuse(
-        job, "dask", min_nodes=_ANY_WORKER, rendezvous=_ANY_WORKER, node_rank=_ANY_WORKER,
-        max_restarts="the same command resumes from the newest checkpoint; launch.engine=torchrun restarts the ranks",
+        job, "dask", min_nodes=_ANY_WORKER, min_ranks=_ANY_WORKER, rendezvous=_ANY_WORKER, node_rank=_ANY_WORKER,
+        max_restarts="the same command resumes from the newest checkpoint; launch.engine=local or torchrun restarts it",
     )  # fmt: skip
 
 

@@ -156,6 +156,7 @@ class FlyteRun:
 def _check(job: Job) -> None:
     refuse(
         job, "flyte", min_nodes="Flyte retries whole tasks; use launch.engine=torchrun",
+        min_ranks="Flyte retries whole tasks; use launch.engine=local",
         rendezvous="the Kubeflow plugin chooses it", node_rank="the Kubeflow plugin chooses it",
     )  # fmt: skip
 

@@ -328,7 +328,7 @@ def _options(job: Job) -> list[str]:
 
 
 def _check(job: Job) -> None:
-    refuse(job, "slurm", min_nodes=_ELASTIC, rendezvous=_RENDEZVOUS, node_rank=_RENDEZVOUS)
+    refuse(job, "slurm", min_nodes=_ELASTIC, min_ranks=_ELASTIC, rendezvous=_RENDEZVOUS, node_rank=_RENDEZVOUS)
     slurm = settings_of(job)
     if not re.search(r"%\d*[jA]", slurm.output):
         raise LaunchError(
