@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from harness.apex.parallel.collectives import flatten, unflatten
+from harness.apex.tensor_groups import flatten, unflatten
 
 __all__ = ["flatten", "unflatten"]

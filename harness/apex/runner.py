@@ -1,21 +1,28 @@
 """``python -m harness.apex``: parses the command line and runs a script as python would, with ``apex`` from here.
 
-``spawn`` prepares the process with ``import_hook``, ``local_rank`` and ``on_cpu``.
+Processes that the script starts with ``multiprocessing`` are set up in the same way. A spawned process normally imports
+the parent's main program first. ``ScriptContext`` makes it import ``harness.apex.spawn_main`` instead, which restores
+the context and then imports the program. Forked processes inherit everything.
 """
 
 from __future__ import annotations
 
 import builtins
+import functools
 import importlib.util
+import json
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.machinery import SourceFileLoader
+from multiprocessing import spawn
+from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from harness.apex import call_counter, local_rank
-from harness.apex.spawn import ScriptContext
+from harness.apex.import_hook import install
+from harness.apex.patches import patches
 
 USAGE = """\
 usage: python -m harness.apex [OPTIONS] SCRIPT [ARGS...]
@@ -35,7 +42,57 @@ With a launcher:
 """
 
 
+_ROOT = str(Path(__file__).parents[2])  # where `harness` is imported from; the script's sys.path may not have it
 _FLAGS = {"--trust-checkpoints": "trust_checkpoints", "--modernize": "modernize"}
+
+
+@dataclass(frozen=True)
+class ScriptContext:
+    """The way a script is run. ``name`` is its absolute path, or the name of a module."""
+
+    name: str
+    is_module: bool
+    on_cpu: bool = False
+    local_rank: str | None = None
+    trust_checkpoints: bool = False
+    modernize: bool = False
+    counts_directory: str | None = None  # only in spawned processes
+
+    def set_up(self) -> None:
+        """Prepare this process for the script. Undone by ``harness.apex.uninstall``."""
+        install(self.trust_checkpoints)
+        local_rank.patch_argparse(self.local_rank)
+        if self.modernize:
+            from harness.apex.modernize import modernize
+
+            modernize()
+        if self.on_cpu:
+            from harness.apex.on_cpu import redirect_cuda
+
+            redirect_cuda()
+        patches.set(spawn, "get_preparation_data", self._sent_with(spawn.get_preparation_data))
+
+    def _sent_with(self, original: Any) -> Any:
+        """``multiprocessing.spawn.get_preparation_data``, extended to send this context to the child."""
+
+        @functools.wraps(original)
+        def get_preparation_data(name: str) -> dict[str, Any]:
+            data: dict[str, Any] = original(name)
+            data.pop("init_main_from_path", None)
+            data["init_main_from_name"] = "harness.apex.spawn_main"
+            # `received` removes both before the program sees them
+            data["sys_path"] = [_ROOT, *data["sys_path"]]
+            sent = json.dumps({**asdict(self), "counts_directory": call_counter.shared_directory()})
+            data["sys_argv"] = [*data["sys_argv"][:1], sent, *data["sys_argv"][1:]]
+            return data
+
+        return get_preparation_data
+
+
+def received() -> ScriptContext:
+    """The context that the parent sent to this process."""
+    sys.path.remove(_ROOT)
+    return ScriptContext(**json.loads(sys.argv.pop(1)))
 
 
 class UsageError(Exception):

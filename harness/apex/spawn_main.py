@@ -1,6 +1,6 @@
 """The main program of a process that a script spawned: runs the script again, as ``__mp_main__``.
 
-Only ``multiprocessing`` runs it, in the child; see ``spawn``.
+Only ``multiprocessing`` runs it, in the child; see ``runner``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import runpy
 
 from harness.apex.call_counter import save_at_exit
-from harness.apex.spawn import received
+from harness.apex.runner import received
 
 if __name__ == "__mp_main__":
     context = received()

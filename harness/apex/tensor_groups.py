@@ -15,10 +15,19 @@ _ROW = 4096  # elements that may be summed in a row in float32: the error is the
 
 def by_device_and_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """``tensors`` in lists of one device and dtype each, in the order in which the kinds first appear."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(groups.values())
+    listed = list(tensors)
+    return [[listed[i] for i in indices] for indices in indices_by_kind(listed)]
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Return one vector with all elements of ``tensors``, which have one dtype and device."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views into the vector ``flat`` with the shapes of ``like``, one after the other."""
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def checked_lists(tensor_lists: TensorLists, name: str, *numbers: int) -> list[list[Tensor]]:

@@ -14,7 +14,7 @@ from harness.apex.accumulated_gradients import any_unreduced
 from harness.apex.amp import cast_engine, device_flags, gradients
 from harness.apex.amp.master_weights import all_params
 from harness.apex.amp.scaler import LossScaler
-from harness.apex.amp.stash import AmpStash
+from harness.apex.amp.stash import AmpStash, stash_of
 from harness.apex.amp.state import _amp_state
 
 
@@ -68,7 +68,7 @@ def scaled(
     """``scale_loss`` with a given ``scaler``, without the shortcut for a static scale of 1."""
     scale = scaler.factor
     for optimizer in optimizers:
-        _stash(optimizer)
+        stash_of(optimizer)
         gradients.prepare(optimizer, scale, delay_unscale)
     try:
         with cast_engine.disable_casts():
@@ -96,9 +96,9 @@ def _update_or_defer(optimizers: list[Optimizer], scaler: LossScaler) -> None:
     if any_unreduced(parameter for optimizer in optimizers for parameter in _model_params(optimizer)):
         scaler.defer()
         for optimizer in optimizers:
-            _stash(optimizer).deferred_to = scaler
+            stash_of(optimizer).deferred_to = scaler
         return
-    stashes = [_stash(optimizer) for optimizer in optimizers]
+    stashes = [stash_of(optimizer) for optimizer in optimizers]
     if _can_stay_on_device(optimizers, scaler):
         _leave_on_device(stashes, scaler)
         return
@@ -115,7 +115,7 @@ def _can_stay_on_device(optimizers: list[Optimizer], scaler: LossScaler) -> bool
     device = scaler.device_of_flag
     if device is None or device.type != "cuda":
         return False
-    stashes = map(_stash, optimizers)
+    stashes = map(stash_of, optimizers)
     if any(stash.master_weights or stash.deferred_to is not None or stash.skips for stash in stashes):
         return False
     return all(device_flags.skips_on_device(optimizer, device) for optimizer in optimizers)
@@ -145,21 +145,11 @@ def _scaler(loss_id: int) -> LossScaler:
         ) from None
 
 
-def _stash(optimizer: Optimizer) -> AmpStash:
-    stash = getattr(optimizer, "_amp_stash", None)
-    if not isinstance(stash, AmpStash):
-        raise RuntimeError(
-            f"scale_loss was given an optimizer ({type(optimizer).__name__}) that amp.initialize has not seen. Pass "
-            "every optimizer to amp.initialize, and use the ones it returns."
-        )
-    return stash
-
-
 def _has_masters(optimizer: Optimizer) -> bool:
     stash = getattr(optimizer, "_amp_stash", None)
     return isinstance(stash, AmpStash) and stash.master_weights
 
 
 def _model_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    yield from _stash(optimizer).all_fp16_params
+    yield from stash_of(optimizer).all_fp16_params
     yield from all_params(optimizer)

@@ -96,8 +96,13 @@ class AmpStash(MasterWeights):
 
 
 def stash_of(optimizer: Optimizer) -> AmpStash:
-    """Return the stash of an optimizer that ``amp.initialize`` has prepared."""
-    stash: AmpStash = optimizer._amp_stash  # type: ignore[attr-defined]
+    """Return the stash of ``optimizer``; raise RuntimeError if ``amp.initialize`` has not prepared it."""
+    stash = getattr(optimizer, "_amp_stash", None)
+    if not isinstance(stash, AmpStash):
+        raise RuntimeError(
+            f"scale_loss was given an optimizer ({type(optimizer).__name__}) that amp.initialize has not seen. Pass "
+            "every optimizer to amp.initialize, and use the ones it returns."
+        )
     return stash
 
 
@@ -120,7 +125,8 @@ def saving_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(previous)
     def state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
         flags.settle()  # which corrects counts of steps
-        return _with_masters(self, previous(*args, **kwargs))
+        plain = previous(*args, **kwargs)
+        return _with_masters(self, plain) if stash_of(self).master_weights else plain
 
     return state_dict
 
@@ -133,7 +139,19 @@ def loading_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
         flags.settle()
         lazy_init(self)  # without masters the state would be rounded to the model's dtype (contract 3.5 B)
         previous(*args, **kwargs)
-        _after_load(self)
+        stash = stash_of(self)
+        if not stash.master_weights:
+            drop_saved_masters(self)
+            return
+        _take_saved(self)
+        if stash.all_fp16_params and not stash.saved and self.state:
+            messages.warn(
+                "The loaded optimizer state holds no master weights: neither Apex nor opt levels without masters save "
+                "them. The masters are recreated from the model's weights, which are rounded to "
+                f"{stash.all_fp16_params[0].dtype} in an Apex checkpoint; their extra precision is lost. Everything "
+                "else is restored.",
+                always=True,
+            )
 
     return load_state_dict
 
@@ -150,8 +168,6 @@ def _with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
     A plain torch optimizer carries them along there, so they survive being loaded before ``initialize``.
     """
     stash = stash_of(optimizer)
-    if not stash.master_weights:
-        return state_dict
     lazy_init(optimizer)
     stash.refresh()
     if len(state_dict.get("param_groups", ())) != len(optimizer.param_groups):
@@ -167,22 +183,6 @@ def _with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
         for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
     ]
     return {**state_dict, "param_groups": groups}
-
-
-def _after_load(optimizer: Optimizer) -> None:
-    stash = stash_of(optimizer)
-    if not stash.master_weights:
-        drop_saved_masters(optimizer)
-        return
-    _take_saved(optimizer)
-    if stash.all_fp16_params and not stash.saved and optimizer.state:
-        messages.warn(
-            "The loaded optimizer state holds no master weights: neither Apex nor opt levels without masters save "
-            "them. The masters are recreated from the model's weights, which are rounded to "
-            f"{stash.all_fp16_params[0].dtype} in an Apex checkpoint; their extra precision is lost. Everything else "
-            "is restored.",
-            always=True,
-        )
 
 
 def _take_saved(optimizer: Optimizer) -> None:

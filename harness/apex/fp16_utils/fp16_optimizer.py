@@ -21,7 +21,7 @@ from harness.apex.amp.messages import is_rank_zero, logger
 from harness.apex.amp.scaler import INITIAL_SCALE, MAXIMUM, WINDOW
 from harness.apex.dtypes import REDUCED
 from harness.apex.fp16_utils.fp16util import clip_grad_norm, model_grads_to_master_grads
-from harness.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, scaler_from, scaler_state
+from harness.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, scaler_from
 from harness.apex.optimizer_proxy import OptimizerProxy
 
 DYNAMIC: dict[str, Any] = {"init_scale": INITIAL_SCALE, "scale_window": WINDOW, "max_loss_scale": MAXIMUM}  # as in amp
@@ -226,7 +226,7 @@ class FP16_Optimizer(ScalingOptimizer):
         """Return plain data under Apex's keys: inner optimizer, scaler, masters by group (aliases, not copies)."""
         self._masters.refresh()
         return {
-            "loss_scaler": scaler_state(self.loss_scaler),
+            "loss_scaler": dict(vars(self.loss_scaler)),
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "first_closure_call_this_step": self.first_closure_call_this_step,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.apex.amp.model_casts import cast_model, cast_module, cast_tree
+from harness.apex.tensor_groups import flatten, unflatten
 
 clip_grad_norm = nn.utils.clip_grad_norm_
 convert_module = cast_module
@@ -76,7 +77,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
             f"flat_master=True takes trainable parameters of one dtype; found {sorted(map(str, dtypes)) or 'none'}. "
             "Use flat_master=False."
         )
-    return model_params, [nn.Parameter(_flat(model_params).float())]
+    return model_params, [nn.Parameter(flatten([parameter.detach() for parameter in model_params]).float())]
 
 
 @torch.no_grad()
@@ -89,7 +90,7 @@ def model_grads_to_master_grads(
     """
     if flat_master:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-        master_params[0].grad = _flat(gradients).to(master_params[0].dtype)
+        master_params[0].grad = flatten(gradients).to(master_params[0].dtype)
         return
     sources: list[Tensor] = []
     targets: list[Tensor] = []
@@ -112,15 +113,10 @@ def master_params_to_model_params(
 ) -> None:
     """Copy the values of ``master_params`` to ``model_params``, in their dtype; both lists match."""
     if flat_master:
-        pieces = master_params[0].split([parameter.numel() for parameter in model_params])
-        for parameter, piece in zip(model_params, pieces, strict=True):
-            parameter.copy_(piece.view_as(parameter))
+        for parameter, piece in zip(model_params, unflatten(master_params[0], model_params), strict=True):
+            parameter.copy_(piece)
     elif model_params:
         torch._foreach_copy_(list(model_params), list(master_params))
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def to_python_float(value: Any) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.apex.amp.scaler import LOWEST_FLOOR, WINDOW, lowered, raised
 from harness.apex.amp.scaler import LossScaler as AmpLossScaler
@@ -34,10 +34,6 @@ class LossScaler:
 
     def update_scale(self, overflow: bool) -> None:
         """End a step, which was skipped if ``overflow`` is True."""
-
-    def scale_gradient(self, module: nn.Module, grad_in: Any, grad_out: Any) -> tuple[Tensor | None, ...]:
-        """Backward hook of a module: multiplies its input gradients by the scale."""
-        return tuple(None if grad is None else grad * self.loss_scale for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Run the backward pass of ``loss`` times the scale."""
@@ -94,13 +90,8 @@ def _all_finite(tensors: Sequence[Tensor]) -> bool:
     return all(bool(norms.isfinite().all()) for norms in largest)
 
 
-def scaler_state(scaler: LossScaler) -> dict[str, float]:
-    """Return ``scaler`` as plain numbers."""
-    return dict(vars(scaler))
-
-
 def scaler_from(saved: Any) -> LossScaler:
-    """Return the scaler saved as plain numbers by ``scaler_state``, or as an object by any version of Apex."""
+    """Return the scaler saved as its plain numbers, or as an object by any version of Apex."""
     state: Mapping[str, Any] = saved if isinstance(saved, Mapping) else vars(saved)
     if "_loss_scale" in state:  # since 2019 Apex saved the scaler of its amp here
         if not state.get("dynamic", True):

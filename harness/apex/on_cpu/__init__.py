@@ -13,14 +13,7 @@ is not redirected.
 from __future__ import annotations
 
 from harness.apex import call_counter
-from harness.apex.on_cpu import (
-    autocast,
-    device_arguments,
-    distributed,
-    float16_kernels,
-    placement,
-    torch_cuda,
-)
+from harness.apex.on_cpu import device_arguments, distributed, float16_kernels, placement, torch_cuda
 from harness.apex.patches import patches
 
 __all__ = ["redirect_cuda"]
@@ -34,7 +27,7 @@ def redirect_cuda() -> None:
     call_counter.reset()
     placement.reset()
     # list all replacements before setting any: each wraps the original function
-    modules = (placement, device_arguments, torch_cuda, autocast, distributed)
+    modules = (placement, device_arguments, torch_cuda, distributed)
     for owner, name, replacement in [row for module in modules for row in module.replacements()]:
         patches.replace(owner, name, replacement)
     patches.on_undo(float16_kernels.register()._destroy)

@@ -1,4 +1,4 @@
-"""Replaces calls that take a CUDA device, or a CUDA type: tensor methods, factory functions, modules, files, loaders.
+"""Replaces calls that take a CUDA device or type: tensor methods, factories, modules, files, loaders, autocast.
 
 The namespace ``torch.cuda`` itself is in ``torch_cuda``.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import autocast_mode, grad_scaler
 from torch.utils import _device
 from torch.utils.data import DataLoader
 
@@ -78,6 +79,7 @@ def replacements() -> Iterator[Replacement]:
     yield nn.Module, "cuda", counted("Module.cuda", nn.Module.cuda)
     yield nn.Module, "to", _module_to(nn.Module.to)
     yield from _types()
+    yield from _autocast()
     yield torch, "load", _load(torch.load)
     yield torch.serialization, "load", _load(torch.load)
     yield _device.DeviceContext, "__init__", _device_context(_device.DeviceContext.__init__)
@@ -114,7 +116,32 @@ def _types() -> Iterator[Replacement]:
     yield torch, "set_default_tensor_type", _default_type(torch.set_default_tensor_type)
 
 
+def _autocast() -> Iterator[Replacement]:
+    """Autocast and GradScaler for the CPU, with CUDA's default dtype."""
+    autocast, scaler, autocast_dtype = autocast_mode.autocast, grad_scaler.GradScaler, torch.get_autocast_dtype
+    yield autocast, "__init__", _autocast_context(autocast.__init__, default=autocast_dtype("cuda"))
+    # custom_fwd(cast_inputs=) casts the arguments of one device type with it
+    yield autocast_mode, "_cast", takes_device(autocast_mode._cast, None, position=1, keyword="device_type")
+    name = "torch.amp.GradScaler(cuda)"
+    yield scaler, "__init__", takes_device(scaler.__init__, name, position=1, default="cuda", count=count)
+    for name in ("is_autocast_enabled", "get_autocast_dtype"):
+        query = getattr(torch, name)
+        yield torch, name, takes_device(query, None, position=0, keyword="device_type", default="cuda")
+    yield torch, "get_autocast_gpu_dtype", lambda: autocast_dtype("cpu")
+
+
 # Replacements of functions
+
+
+def _autocast_context(original: Any, default: torch.dtype) -> Any:
+    @functools.wraps(original)
+    def __init__(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if names_cuda(device_type):
+            count("torch.autocast(cuda)")
+            device_type, dtype = "cpu", dtype if dtype is not None else default
+        original(self, device_type, dtype, *args, **kwargs)
+
+    return __init__
 
 
 def _tensor_cuda(

@@ -26,6 +26,7 @@ from harness.apex.dtypes import follow
 from harness.apex.fp16_utils.fp16_optimizer import ScalingOptimizer, check_fit
 from harness.apex.fp16_utils.loss_scaler import DynamicLossScaler
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer
+from harness.apex.tensor_groups import flatten, unflatten
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
@@ -83,7 +84,7 @@ class FP16_Optimizer(ScalingOptimizer):
 
     def _adopt(self, group: dict[str, Any]) -> None:
         model = [param for param in group["params"] if param.requires_grad]
-        flat = torch.cat([param.detach().float().reshape(-1) for param in model]) if model else torch.zeros(0)
+        flat = flatten([param.detach().float() for param in model]) if model else torch.zeros(0)
         group["params"] = [flat.requires_grad_()]
         self.fp16_groups.append(model)
         self.fp32_groups_flat.append(flat)
@@ -134,12 +135,12 @@ class FP16_Optimizer(ScalingOptimizer):
     @staticmethod
     def _flat_gradient(group: list[Tensor]) -> Tensor:
         parts = [torch.zeros_like(param) if param.grad is None else param.grad for param in group]
-        return torch.cat([part.detach().float().reshape(-1) for part in parts]) if parts else torch.zeros(0)
+        return flatten([part.detach().float() for part in parts]) if parts else torch.zeros(0)
 
     def _refresh(self) -> None:
         """Let weights of the model that were written since the last step decide (see ``amp.master_weights``)."""
         for model, flat, seen in zip(self.fp16_groups, self.fp32_groups_flat, self._versions, strict=True):
-            for param, master, version in zip(model, _pieces(flat, model), seen, strict=True):
+            for param, master, version in zip(model, unflatten(flat.detach(), model), seen, strict=True):
                 if param._version != version:
                     follow(master, param)
 
@@ -147,7 +148,7 @@ class FP16_Optimizer(ScalingOptimizer):
     def _copy_to_model(self) -> None:
         for place, (model, flat) in enumerate(zip(self.fp16_groups, self.fp32_groups_flat, strict=True)):
             if model:
-                torch._foreach_copy_(model, _pieces(flat, model))
+                torch._foreach_copy_(model, unflatten(flat, model))
             self._versions[place] = [param._version for param in model]
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -175,9 +176,3 @@ class FP16_Optimizer(ScalingOptimizer):
         for flat, value in zip(self.fp32_groups_flat, saved, strict=True):
             flat.copy_(value)
         self._copy_to_model()
-
-
-def _pieces(flat: Tensor, model: list[Tensor]) -> list[Tensor]:
-    """Views of ``flat`` in the shapes of ``model``."""
-    parts = flat.detach().split([param.numel() for param in model])
-    return [part.view(param.shape) for part, param in zip(parts, model, strict=True)]

@@ -247,44 +247,27 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """Adam for ``[g, p, m, v]`` with gradients ``g * inv_scale``. Changes all lists; none if the flag is set."""
-    lists = checked_lists(tensor_lists, "multi_tensor_adam_capturable", 4)
-    group = _group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
-    _apply(lists, 1, "0123", lambda _, alike: _unscale_and_update(group, alike, mode, inv_scale, noop_flag))
+    """Adam for ``[g, p, m, v]`` or ``[g, p, m, v, master]`` with gradients ``g * inv_scale``.
 
-
-@torch.no_grad()
-def multi_tensor_adam_capturable_master(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
-) -> None:
-    """As ``multi_tensor_adam_capturable`` for ``[g, p, m, v, master]``: updates the masters and rounds them into p."""
-    lists = checked_lists(tensor_lists, "multi_tensor_adam_capturable_master", 5)
+    Masters are updated in place of p, and rounded into it. Changes all lists; none if the flag is set.
+    """
+    lists = checked_lists(tensor_lists, "multi_tensor_adam_capturable", 4, 5)
     group = _group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
 
     def update(indices: list[int], alike: Lists) -> None:
-        grads, weights, exp_avgs, exp_avg_sqs, masters = alike
-        _unscale_and_update(group, [grads, masters, exp_avgs, exp_avg_sqs], mode, inv_scale, noop_flag)
-        for old, new in zip(weights, masters, strict=True):
-            old.copy_(torch.where(_is_set(noop_flag, old), old, new))
+        grads, params, exp_avgs, exp_avg_sqs = alike[:4]
+        weights = alike[4] if len(alike) == 5 else params
+        skip = _is_set(noop_flag, weights[0])
+        torch._foreach_mul_(grads, torch.where(skip, 1.0, inv_scale.to(skip.device).reshape(())))
+        adam_update(group, weights, grads, exp_avgs, exp_avg_sqs, bool(mode), found_inf=skip)
+        if weights is not params:
+            for old, new in zip(params, weights, strict=True):
+                old.copy_(torch.where(skip, old, new))
 
-    _apply(lists, 4, "01234", update)
+    _apply(lists, 1 if len(lists) == 4 else 4, "01234"[: len(lists)], update)
 
 
-def _unscale_and_update(group: dict[str, Any], alike: Lists, mode: int, inv_scale: Tensor, noop_flag: Tensor) -> None:
-    skip = _is_set(noop_flag, alike[1][0])
-    torch._foreach_mul_(alike[0], torch.where(skip, 1.0, inv_scale.to(skip.device).reshape(())))
-    adam_update(group, alike[1], alike[0], alike[2], alike[3], bool(mode), found_inf=skip)
+multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
 
 
 @torch.no_grad()
@@ -380,30 +363,15 @@ def multi_tensor_lamb(
 
 
 @torch.no_grad()
-def multi_tensor_lamb_mp(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    global_grad_norm: Tensor,
-    max_grad_norm: Tensor,
-    use_nvlamb: bool | None,
-    found_inf: Tensor,
-    inv_scale: Tensor,
-) -> None:
-    """As ``multi_tensor_lamb``, but does nothing if ``noop_flag`` is set. ``found_inf`` is not read, as in Apex."""
+def multi_tensor_lamb_mp(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, *options: Any) -> None:
+    """As ``multi_tensor_lamb``, but does nothing if ``noop_flag`` is set.
+
+    Before ``inv_scale``, its last argument, it takes ``found_inf``, which is not read, as in Apex.
+    """
     lists = checked_lists(tensor_lists, "multi_tensor_lamb_mp", 4, 5)
     results = [[tensor.clone() for tensor in one] for one in lists]
-    options = lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, grad_averaging, mode
-    multi_tensor_lamb(chunk_size, noop_flag, results, *options, global_grad_norm, max_grad_norm, use_nvlamb, inv_scale)
+    without_found_inf: list[Any] = [*options[:-2], options[-1]]
+    multi_tensor_lamb(chunk_size, noop_flag, results, *without_found_inf)
     for old, new in zip(sum(lists, []), sum(results, []), strict=True):
         old.copy_(torch.where(_is_set(noop_flag, old), old, new))
 

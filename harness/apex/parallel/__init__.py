@@ -8,8 +8,7 @@ from __future__ import annotations
 from torch.distributed import ReduceOp
 
 from harness.apex.parallel import LARC
-from harness.apex.parallel.distributed import DistributedDataParallel
-from harness.apex.parallel.reducer import Reducer
+from harness.apex.parallel.distributed import DistributedDataParallel, Reducer
 from harness.apex.parallel.sync_batchnorm import (
     SyncBatchNorm,
     convert_syncbn_model,

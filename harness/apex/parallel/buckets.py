@@ -141,8 +141,9 @@ def layout(
 ) -> list[Bucket]:
     """Return buckets over ``parameters`` in ``order``, each of one device and dtype.
 
-    A bucket is closed once it holds ``min_elements``, or after each of ``triggers`` if these are given. ``strides``: of
-    each parameter's gradient in its buffer, equal on all ranks.
+    A bucket is closed once it holds ``min_elements``, or after each of ``triggers`` if these are given. ``fp32``: sum
+    float16 and bfloat16 gradients in float32. ``strides``: of each parameter's gradient in its buffer, equal on all
+    ranks.
     """
     closed: list[list[int]] = []
     filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -155,17 +156,10 @@ def layout(
         if elements[kind] >= min_elements if ends is None else id(parameters[i]) in ends:
             closed.append(filling.pop(kind))
             elements[kind] = 0
-    return [
-        Bucket(
-            indices,
-            [parameters[i] for i in indices],
-            comm_dtype(parameters[indices[0]].dtype, fp32),
-            None if strides is None else [strides[i] for i in indices],
-        )
-        for indices in (*closed, *filling.values())
-    ]
-
-
-def comm_dtype(dtype: torch.dtype, fp32: bool) -> torch.dtype:
-    """Return the dtype in which gradients of ``dtype`` are summed."""
-    return torch.float32 if fp32 and dtype in REDUCED else dtype
+    buckets = []
+    for indices in (*closed, *filling.values()):
+        dtype = parameters[indices[0]].dtype
+        dtype = torch.float32 if fp32 and dtype in REDUCED else dtype
+        own_strides = None if strides is None else [strides[i] for i in indices]
+        buckets.append(Bucket(indices, [parameters[i] for i in indices], dtype, own_strides))
+    return buckets

@@ -14,18 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.apex.tensor_groups import by_device_and_dtype
-
-
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one vector with all elements of ``tensors``, which have one dtype and device."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return views into the vector ``flat`` with the shapes of ``like``, one after the other."""
-    pieces = flat.split([tensor.numel() for tensor in like])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+from harness.apex.tensor_groups import by_device_and_dtype, flatten, unflatten
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
