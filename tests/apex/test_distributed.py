@@ -16,91 +16,79 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.apex import amp
 from harness.apex.parallel import DistributedDataParallel, Reducer, buckets
-from tests.apex.shared import LEVELS, Numbers, backward, copies, distinct, gradients, train_step
+from tests.apex.shared import LEVELS, Numbers, backward, copies, distinct, gradients
 from tests.ranks import run_ranks
 
 
-def _net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-
-
-def _train(level: str, rank: int | None, delay: bool, accumulate: str, loss_scale=None) -> tuple[list, dict]:
-    """Train three steps of two micro-batches; with ``rank`` None on the data of both ranks, without a wrapper."""
+def _train(level, rank, accumulate, *, batch_norm=False, wrap_first=False, overflows=False, loss_scale=None, **options):
+    """Train three steps of two micro-batches (one with ``accumulate="none"``); with ``rank`` None on the data of both
+    ranks, without a wrapper. Returns all weights and masters, and amp's state."""
     amp.reset()
-    model = _net()
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(16) if batch_norm else nn.Identity()
+    model = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Linear(16, 4))
+    if wrap_first:
+        model = DistributedDataParallel(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=loss_scale)
-    net = model if rank is None else DistributedDataParallel(model, delay_allreduce=delay)
+    with pytest.warns(UserWarning, match="already in") if wrap_first and rank == 0 else nullcontext():
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=loss_scale)
+    net = model if rank is None or wrap_first else DistributedDataParallel(model, **options)
     torch.manual_seed(5)
-    for _ in range(3):
-        for micro in range(2):
+    for step in range(3):
+        for first in (True, False) if accumulate != "none" else (False,):
             batch = torch.randn(2, 6, 8)
             x = batch.flatten(0, 1) if rank is None else batch[rank]
-            first = micro == 0
-            with net.no_sync() if first and accumulate != "every" and rank is not None else nullcontext():
-                loss = net(x).float().pow(2).mean()
-                backward(loss, optimizer, delay_unscale=first and accumulate == "delayed")
+            x = x * 1e30 if overflows and step == 1 and rank == 1 else x
+            local = first and accumulate in ("local", "delayed")
+            with net.no_sync() if local and rank is not None else nullcontext():
+                backward(net(x).float().pow(2).mean(), optimizer, delay_unscale=first and accumulate == "delayed")
         optimizer.step()
         optimizer.zero_grad()
-    return [p.detach().float().tolist() for p in amp.master_params(optimizer)], amp.state_dict()
+    masters = list(amp.master_params(optimizer))
+    if not overflows:
+        assert all(torch.equal(p, m.to(p.dtype)) for p, m in zip(model.parameters(), masters, strict=True))
+    return copies([*model.parameters(), *masters]), amp.state_dict()
+
+
+def _equal_on_all_ranks(tensors) -> bool:
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, [t.detach().float().nan_to_num(7.0).tolist() for t in tensors])
+    return all(each == ranks[0] for each in ranks)
 
 
 def _compare_with_one_process(delay: bool) -> None:
     cases = [*((level, None) for level in LEVELS), ("O0", "dynamic"), ("O3", "dynamic")]
     for (level, scale), accumulate in itertools.product(cases, ("every", "local", "delayed")):
-        expected, scalers = _train(level, None, delay, accumulate, scale)
-        found, found_scalers = _train(level, dist.get_rank(), delay, accumulate, scale)
+        options = {"loss_scale": scale, "delay_allreduce": delay}
+        expected, scalers = _train(level, None, accumulate, **options)
+        found, found_scalers = _train(level, dist.get_rank(), accumulate, **options)
         assert found_scalers == scalers, (level, accumulate)
         tolerance = 1e-6 if level == "O0" else 2e-2 if level in ("O4", "O5") else 3e-3
         for a, b in zip(expected, found, strict=True):
-            torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=tolerance, atol=tolerance)
-        gathered = [None, None]
-        dist.all_gather_object(gathered, found)
-        assert gathered[0] == gathered[1], (level, scale, accumulate)
+            torch.testing.assert_close(b.float(), a.float(), rtol=tolerance, atol=tolerance)
+        assert _equal_on_all_ranks(found), (level, scale, accumulate)
     amp.reset()
 
 
-@pytest.mark.contract("5.1.2", "5.1.3", "5.1.6", "5.1.7", "10.3", "8")
+@pytest.mark.contract("5.1.2", "5.1.3", "5.1.6", "5.1.7", "6.4.amp_master_params", "10.3", "8")
 @pytest.mark.parametrize("delay", [True, False])
 def test_two_ranks_train_like_one_process_with_all_data(delay):
     run_ranks(2, _compare_with_one_process, delay)
-
-
-def _train_in_either_order(level: str, wrap_first: bool, accumulate: str, overflows: bool, **options) -> tuple:
-    """Train four steps on data of its own on each rank. Returns all weights and masters, and amp's state."""
-    amp.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
-    if wrap_first:
-        model = DistributedDataParallel(model, **options)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with pytest.warns(UserWarning, match="already in") if wrap_first and dist.get_rank() == 0 else nullcontext():
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    if not wrap_first:
-        model = DistributedDataParallel(model, **options)
-    torch.manual_seed(5 + dist.get_rank())
-    for step in range(4):
-        for first in (True, False) if accumulate != "none" else (False,):
-            x = torch.randn(6, 8) * (1e30 if overflows and step == 1 and dist.get_rank() == 1 else 1.0)
-            with model.no_sync() if first and accumulate == "local" else nullcontext():
-                loss = model(x).float().pow(2).mean()
-                backward(loss, optimizer, delay_unscale=first and accumulate == "delayed")
-        optimizer.step()
-        optimizer.zero_grad()
-    return copies([*model.parameters(), *amp.master_params(optimizer)]), amp.state_dict()
 
 
 def _either_order() -> None:
     ways = ("none", False), ("none", True), ("local", False), ("delayed", False)
     for case in itertools.product(("O1", "O2"), BOTH[:2], ways):  # casts of functions, and of the model
         level, options, (accumulate, overflows) = case
-        found, state = _train_in_either_order(level, True, accumulate, overflows, **options)
-        expected, expected_state = _train_in_either_order(level, False, accumulate, overflows, **options)
+        results = [
+            _train(
+                level, dist.get_rank(), accumulate, batch_norm=True, wrap_first=first, overflows=overflows, **options
+            )
+            for first in (True, False)
+        ]
+        (found, state), (expected, expected_state) = results
         assert state == expected_state, case
-        ranks = [None, None]
-        dist.all_gather_object(ranks, [t.float().nan_to_num(7.0).tolist() for t in found])
-        assert ranks[0] == ranks[1], case
+        assert _equal_on_all_ranks(found), case
         for one, other in zip(found, expected, strict=True):
             assert one.dtype is other.dtype, case
             assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)), case
@@ -282,18 +270,12 @@ def _construction() -> None:
     model[1].running_mean.fill_(rank)
     net = _wrap(model)
     assert all(name.startswith("module.") for name in net.state_dict())
-    values = [v.float() for v in net.state_dict().values()]
-    flat = torch.cat([v.reshape(-1) for v in values])
-    other = flat.clone()
-    dist.broadcast(other, 0)
-    assert torch.equal(flat, other)
+    assert _equal_on_all_ranks(net.state_dict().values())
     assert net.module is model
     assert model.mask.tolist() == [True, False]
-    gathered = [None, None]
     for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), net):
         twin(torch.randn(4, 3)).pow(3).sum().backward()
-        dist.all_gather_object(gathered, twin.module[0].weight.grad.tolist())
-        assert gathered[0] == gathered[1], "a copy reduces too"
+        assert _equal_on_all_ranks([twin.module[0].weight.grad]), "a copy reduces too"
     bare = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     bare.register_buffer("mask", torch.tensor([False, False]))
     bare.load_state_dict({name.removeprefix("module."): value for name, value in net.state_dict().items()})
@@ -309,16 +291,13 @@ def _construction() -> None:
     _wrap(model, allreduce_communicators=([None, None], [None, None]), num_allreduce_streams=2)
     with mock.patch.object(dist, "get_backend", return_value="nccl"), pytest.raises(ValueError, match="0.weight.*gloo"):
         _wrap(model)
-    with pytest.raises(RuntimeError, match="same model on every rank"):
-        _wrap(nn.Linear(2, 2, bias=rank == 0))
     net.module[0].weight.requires_grad_(False)
     net.zero_grad()
     net(torch.randn(4, 3)).sum().backward()
     assert net.module[0].weight.grad is None
     net.module[0].weight.requires_grad_(True)
     net(torch.randn(4, 3)).pow(2).sum().backward()
-    dist.all_gather_object(gathered, net.module[0].weight.grad.tolist())
-    assert gathered[0] == gathered[1], "a parameter unfrozen later is reduced"
+    assert _equal_on_all_ranks([net.module[0].weight.grad]), "a parameter unfrozen later is reduced"
 
 
 def _sparse() -> None:
@@ -463,51 +442,13 @@ def test_pieces_without_overlap_are_larger_on_a_gpu():
 
 def _race_condition() -> None:
     """Two large parameters, one bucket each, ten passes without a pause: every sum belongs to its own pass."""
-    rank = dist.get_rank()
-    size = 1 << 18
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = (nn.Parameter(torch.full((size,), float(i))) for i in (1, 2))
-
-        def forward(self, x):
-            return (x * self.a * self.b).sum()
-
-    model = Net()
-    triggers = [model.a, model.b]
-    net = _wrap(model, message_size=1, allreduce_trigger_params=triggers, num_allreduce_streams=3)
+    model = Numbers(sizes=(1 << 18,) * 2, dtypes=(torch.float32,) * 2)
+    net = _wrap(model, message_size=1, allreduce_trigger_params=list(model.parameters()), num_allreduce_streams=3)
     for i in range(10):
-        model.zero_grad()
-        net(torch.full((size,), float(i + rank))).backward()
-        mean = i + 0.5
-        assert model.a.grad.unique().tolist() == [mean * 2]
-        assert model.b.grad.unique().tolist() == [mean]
+        net.zero_grad()
+        net([float(i + dist.get_rank()), 2.0 * i]).backward()
+        assert gradients(net) == [[i + 0.5], [2.0 * i]]
     assert len(net.allreduce_buffers) == 2
-
-
-def _amp_master_params() -> None:
-    """With different data on each rank, masters stay equal across ranks, and weights are masters rounded."""
-    rank = dist.get_rank()
-    for level, dtype in (("O2", torch.float16), ("O5", torch.bfloat16)):
-        for options in BOTH:
-            amp.reset()
-            torch.manual_seed(rank)  # the wrapper must make them start equal
-            model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-            model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-            net = _wrap(model, **options)
-            for _ in range(20):
-                train_step(net(torch.randn(6, 8)).pow(2).mean(), optimizer)
-            assert {p.dtype for p in model.parameters()} == {dtype, torch.float32}
-            masters = list(amp.master_params(optimizer))
-            assert {p.dtype for p in masters} == {torch.float32}
-            for parameter, master in zip(model.parameters(), masters, strict=True):
-                assert torch.equal(parameter, master.to(parameter.dtype))
-                first = master.detach().clone()
-                dist.broadcast(first, 0)
-                assert torch.equal(master, first)
-    amp.reset()
 
 
 def _all_on_two_ranks() -> None:
@@ -524,7 +465,6 @@ def _all_on_two_ranks() -> None:
         _layout,
         _channels_last,
         _race_condition,
-        _amp_master_params,
         _sparse,
         _reentrant_checkpoint,
     ):
@@ -534,22 +474,28 @@ def _all_on_two_ranks() -> None:
 
 
 @pytest.mark.contract("5.1.1", "5.1.2", "5.1.3", "5.1.4", "5.1.5", "5.1.6", "5.1.7", "6.4.ddp_race_condition")
-@pytest.mark.contract("6.4.amp_master_params", "10.3", "10.4", "10.5", "10.6", "10.9", "10.17")
+@pytest.mark.contract("10.3", "10.4", "10.5", "10.6", "10.9", "10.17")
 def test_two_ranks():
     run_ranks(2, _all_on_two_ranks, timeout_s=240)
 
 
-@pytest.mark.contract("5.1.2", "5.1.3", "10.4")
-def test_unused_parameters_on_three_ranks():
-    run_ranks(3, _three_ranks, timeout_s=60)
-
-
 def _three_ranks() -> None:
     rank = dist.get_rank()
+    numbers = [3.0 if rank == i else None for i in range(3)]
     for options in BOTH:
         net = _wrap(**options)
-        net([3.0 if rank == i else None for i in range(3)]).backward()
+        net(numbers).backward()
         assert gradients(net) == [[1.0]] * 3
+    model = Numbers()
+    reducer = Reducer(model)
+    model(numbers).backward()
+    reducer.reduce()
+    assert gradients(model) == [[1.0]] * 3
+
+
+@pytest.mark.contract("5.1.2", "5.1.3", "5.2", "10.4")
+def test_parameters_used_on_one_of_three_ranks():
+    run_ranks(3, _three_ranks, timeout_s=60)
 
 
 def _alone() -> None:
@@ -559,14 +505,18 @@ def _alone() -> None:
     assert net.allreduce_buffers == [], "one process copies nothing"
     with net.no_sync():
         net([1.0, None, 2.0]).backward()
+    before = gradients(net)
+    Reducer(net.module).reduce()
+    assert gradients(net) == before
 
 
-@pytest.mark.contract("5.1.1")
+@pytest.mark.contract("5.1.1", "5.2")
 def test_world_of_one():
     run_ranks(1, _alone)
 
 
-@pytest.mark.contract("5.1.1")
-def test_without_a_process_group():
+@pytest.mark.contract("5.1.1", "5.2")
+@pytest.mark.parametrize("kind", [DistributedDataParallel, Reducer])
+def test_without_a_process_group(kind):
     with pytest.raises(ValueError, match="init_process_group"):
-        DistributedDataParallel(nn.Linear(1, 1))
+        kind(nn.Linear(1, 1))

@@ -29,7 +29,6 @@ OLD_MODULES = {
     "amp.frontend": "O0 O1 O2 O3 Properties initialize load_state_dict opt_levels state_dict",
     "amp.handle": "AmpHandle NoOpHandle disable_casts scale_loss",
     "amp.opt": "OptimWrapper",
-    "amp.scaler": "LossScaler",
     "contrib.optimizers": "FP16_Optimizer FusedAdam FusedLAMB FusedSGD",
     "contrib.optimizers.fp16_optimizer": "FP16_Optimizer",
     "contrib.optimizers.fused_adam": "FusedAdam",
@@ -37,22 +36,9 @@ OLD_MODULES = {
     "fp16_utils.fp16util": "BN_convert_float FP16Model clip_grad_norm convert_module convert_network "
     "master_params_to_model_params model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",
     "fp16_utils.loss_scaler": "DynamicLossScaler LossScaler",
-    "fused_dense.fused_dense": "FusedDense FusedDenseGeluDense",
-    "mlp.mlp": "MLP",
-    "multi_tensor_apply.multi_tensor_apply": "MultiTensorApply",
-    "contrib.clip_grad": "clip_grad_norm_",
-    "contrib.xentropy": "SoftmaxCrossEntropyLoss",
-    "normalization.fused_layer_norm": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm "
-    "FusedLayerNormFunction FusedLayerNormAffineFunction FusedRMSNormFunction FusedRMSNormAffineFunction "
-    "FusedLayerNormAffineMixedDtypesFunction FusedRMSNormAffineMixedDtypesFunction",
-    "optimizers.fused_adagrad": "FusedAdagrad",
+    "normalization.fused_layer_norm": "FusedLayerNormFunction FusedRMSNormAffineMixedDtypesFunction",
     "optimizers.fused_adam": "FusedAdam",
-    "optimizers.fused_lamb": "FusedLAMB",
-    "optimizers.fused_mixed_precision_lamb": "FusedMixedPrecisionLamb",
-    "optimizers.fused_novograd": "FusedNovoGrad",
-    "optimizers.fused_sgd": "FusedSGD",
     "optimizers.fp16_optimizer": "FP16_Optimizer",
-    "parallel.LARC": "LARC",
     "parallel.distributed": "DistributedDataParallel Reducer ReduceOp apply_flat_dist_call extract_tensors "
     "flat_dist_call flatten split_by_type split_half_float_double unflatten",
     "parallel.optimized_sync_batchnorm": "SyncBatchNorm",
@@ -105,14 +91,23 @@ def test_imports_of_apex_scripts(installed):
         "from apex.mlp import MLP\n"
         "from apex.fused_dense import FusedDense\n"
         "from apex.fp16_utils import *\n"
-        "import amp_C\n",
+        "import amp_C, apex_C\n"
+        "from apex.optimizers import FP16_Optimizer as Flat\n"
+        "from apex.contrib.optimizers import FP16_Optimizer as FlatInContrib\n"
+        "from apex.parallel.distributed import DistributedDataParallel as DDP, unflatten\n",
         names,
     )
     assert names["apex"] is harness.apex
     assert names["amp"] is importlib.import_module("harness.apex.amp")
     assert names["DDP"] is importlib.import_module("harness.apex.parallel").DistributedDataParallel
     assert names["amp_C"] is importlib.import_module("harness.apex.amp_C")
-    assert {"to_python_float", "network_to_half", "FP16_Optimizer", "DynamicLossScaler"} <= set(names)
+    assert names["apex_C"].unflatten is names["unflatten"]
+    assert names["Flat"] is names["FlatInContrib"] is not names["FP16_Optimizer"]
+    with pytest.raises(ImportError, match="NoSuchOptimizer"):
+        from apex.optimizers import NoSuchOptimizer  # noqa: F401
+    assert {*OLD_MODULES["fp16_utils.fp16util"].split(), "FP16_Optimizer", "LossScaler", "DynamicLossScaler"} <= set(
+        names
+    )
     assert issubclass(harness.apex.DeprecatedFeatureWarning, FutureWarning)
 
 
@@ -163,21 +158,6 @@ def test_old_modules_have_their_names(installed, name):
     module = importlib.import_module(f"apex.{name}")
     assert not [each for each in OLD_MODULES[name].split() if not hasattr(module, each)]
     assert sys.modules[f"apex.{name}"] is module
-
-
-@pytest.mark.contract("1.1")
-def test_names_of_2019(installed):
-    import apex_C
-    from apex.contrib.optimizers import FP16_Optimizer as InContrib
-    from apex.optimizers import FP16_Optimizer
-    from apex.parallel.distributed import DistributedDataParallel, flat_dist_call, unflatten
-
-    assert FP16_Optimizer is InContrib is not harness.apex.fp16_utils.FP16_Optimizer
-    assert DistributedDataParallel is harness.apex.parallel.DistributedDataParallel
-    assert apex_C.unflatten is unflatten
-    assert callable(flat_dist_call)
-    with pytest.raises(ImportError, match="NoSuchOptimizer"):
-        from apex.optimizers import NoSuchOptimizer  # noqa: F401
 
 
 @pytest.mark.parametrize(

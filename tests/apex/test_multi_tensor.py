@@ -11,7 +11,7 @@ import torch
 
 from harness.apex import amp_C
 from harness.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
-from harness.apex.optimizers import FusedAdam
+from harness.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 pytestmark = pytest.mark.contract("6.1.multi_tensor")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -151,10 +151,10 @@ def test_wrong_arguments_are_explained():
         amp_C.multi_tensor_lars  # noqa: B018
 
 
-# The optimizers' updates, each against its formula in float64
+# The optimizers' updates, each against a step of the optimizer, which test_fused_updates compares with its formula
 
 KINDS = [[torch.float32], [torch.float16], [torch.bfloat16, torch.float32, torch.float64]]
-BETAS = 0.9, 0.99
+LR, DECAY, EPS, BETAS = 0.25, 0.125, 1e-3, (0.9, 0.99)  # the first two are the same numbers in every dtype
 
 
 def lists(number, dtypes):
@@ -164,141 +164,128 @@ def lists(number, dtypes):
     return [*made[:3], *([each.abs() for each in made[3]] for _ in range(number > 3)), *made[4:]]
 
 
-def doubles(*tensor_lists):
-    return [[each.double() for each in tensors] for tensors in tensor_lists]
+def halves(tensors):
+    return [each / 2 for each in tensors]
 
 
-def corrections(step, on):
-    return [1 - beta**step if on else 1.0 for beta in BETAS]
+def stepped(kind, given, names, running=None, **options):
+    """Weights and the state under ``names`` after the third step of ``kind`` on ``[gradients, weights, *state]``."""
+    grads, weights, *state = given
+    params = [each.clone().requires_grad_() for each in weights]
+    optimizer = kind(params, lr=LR, **options)
+    for i, param in enumerate(params):
+        param.grad = grads[i]
+        optimizer.state[param].update({name: values[i].clone() for name, values in zip(names, state, strict=False)})
+    (group,) = optimizer.param_groups
+    group["step"] = 2
+    if running is not None:  # NovoGrad keeps those of reduced precision apart
+        reduced = sum(p.dtype.itemsize == 2 for p in params)
+        group["exp_avg_sq"] = list(running.split([reduced, len(params) - reduced]))
+    optimizer.step()
+    if running is not None:
+        running.copy_(torch.cat(group["exp_avg_sq"]))
+    return [[p.detach() for p in params], *([optimizer.state[p].get(name) for p in params] for name in names)]
 
 
-def adam(g, p, m, v, step, mode, bias_correction, wd, grad_weight=1 - BETAS[0]):
-    g = g if mode else g + wd * p
-    m = BETAS[0] * m + grad_weight * g
-    v = BETAS[1] * v + (1 - BETAS[1]) * g * g
-    first, second = corrections(step, bias_correction)
-    return (m / first) / ((v / second).sqrt() + 1e-3) + (wd * p if mode else 0), m, v
-
-
-def check(op, given, args, expected, dtypes, noop=0.0, updated=True):
+def check(op, given, args, expected, noop=0):
     """Call ``op`` on copies of ``given``. ``expected`` has one entry for each list: its new values, or None."""
-    copies, buffer = [[each.clone() for each in tensors] for tensors in given], torch.tensor([int(noop)])
+    copies, buffer = [[each.clone() for each in tensors] for tensors in given], torch.tensor([noop])
     assert multi_tensor_applier(op, buffer, copies, *args) is None
     for before, after, wanted in zip(given, copies, expected, strict=True):
-        for i, (old, new) in enumerate(zip(before, after, strict=True)):
-            if wanted is None or not updated:
-                assert torch.equal(old, new)
-            else:
-                tolerance = {torch.float64: 1e-6, torch.float32: 1e-5}.get(new.dtype, 2e-2)
-                torch.testing.assert_close(new.double(), wanted[i].double(), rtol=tolerance, atol=tolerance)
-                assert (old.dtype, old.stride()) == (new.dtype, new.stride())
+        for old, new, value in zip(before, after, wanted or before, strict=True):
+            assert torch.equal(new, old if value is None else value.to(new.dtype))
+            assert (old.dtype, old.stride()) == (new.dtype, new.stride())
 
 
 @pytest.mark.parametrize("dtypes", KINDS)
 def test_sgd(dtypes):
     given = lists(4, dtypes)
-    for nesterov, first, after, mom in itertools.product((False, True), (False, True), (False, True), (0.0, 0.5)):
-        news = []
-        for g, p, m, _ in zip(*doubles(*given), strict=True):
-            d = g / 2 + (0 if after else 0.1 * p)
-            m = d if first else mom * m + 0.75 * d
-            step = (d + mom * m if nesterov else m) if mom else d
-            news.append((p - 0.2 * (step + (0.1 * p if after else 0)), m if mom else None))
-        weights, moments = zip(*news, strict=True)
-        args = 0.1, mom, 0.25 if mom else 0.0, 0.2, nesterov and mom > 0, first, after, 0.5
-        if nesterov and not mom:
+    for nesterov, first, after, momentum in itertools.product((False, True), (False, True), (False, True), (0.0, 0.5)):
+        if nesterov and not momentum:
             continue
-        check(amp_C.multi_tensor_sgd, given[:3], args, [None, weights, moments if mom else None], dtypes)
-        check(amp_C.multi_tensor_sgd, given, args, [None, weights, moments if mom else None, weights], dtypes)
-        check(amp_C.multi_tensor_sgd, given, args, [None] * 4, dtypes, noop=1)
+        dampening = 0.25 if momentum and not nesterov else 0.0
+        options = dict(momentum=momentum, dampening=dampening, nesterov=nesterov, wd_after_momentum=after)
+        before = [halves(given[0]), given[1], *([] if first else [given[2]])]
+        names = ["momentum_buffer"] if momentum else []
+        weights, *moments = stepped(FusedSGD, before, names, weight_decay=DECAY, **options)
+        expected = [None, weights, *(moments or [None])]
+        args = DECAY, momentum, dampening, LR, nesterov, first, after, 0.5
+        check(amp_C.multi_tensor_sgd, given[:3], args, expected)
+        check(amp_C.multi_tensor_sgd, given, args, [*expected, weights])
+        check(amp_C.multi_tensor_sgd, given, args, [None] * 4, noop=1)
 
 
 @pytest.mark.parametrize("dtypes", KINDS)
 def test_adam_plain_and_capturable_with_masters(dtypes):
     given = lists(5, dtypes)
+    names, smaller = ["exp_avg", "exp_avg_sq"], [halves(given[0]), *given[1:]]
     for mode, correct in itertools.product((0, 1), (0, 1)):
-        options = *BETAS, 1e-3, 3, mode, correct, 0.1
-        g, p, m, v, master = doubles(*given)
-        news = [adam(*each, 3, mode, correct, 0.1) for each in zip(g, p, m, v, strict=True)]
-        moments = [new[1] for new in news], [new[2] for new in news]
-        weights = [each - 0.2 * new[0] for each, new in zip(p, news, strict=True)]
+        options = dict(betas=BETAS, eps=EPS, adam_w_mode=bool(mode), bias_correction=bool(correct), weight_decay=DECAY)
+        expected = [None, *stepped(FusedAdam, given[:4], names, **options)]
         for noop in (0, 1):  # the plain kernel does not skip
-            check(amp_C.multi_tensor_adam, given[:4], (0.2, *options), [None, weights, *moments], dtypes, noop=noop)
+            args = LR, *BETAS, EPS, 3, mode, correct, DECAY
+            check(amp_C.multi_tensor_adam, given[:4], args, expected, noop=noop)
 
-        lr, step, inv_scale = torch.tensor(0.2), torch.tensor([3], dtype=torch.int32), torch.tensor([0.5])
-        options = lr, *BETAS, 1e-3, step, mode, correct, 0.1, inv_scale
-        halves = [each / 2 for each in g]
-        news = [adam(*each, 3, mode, correct, 0.1) for each in zip(halves, p, m, v, strict=True)]
-        moments = [new[1] for new in news], [new[2] for new in news]
-        weights = [each - 0.2 * new[0] for each, new in zip(p, news, strict=True)]
-        expected = [halves, weights, *moments]
-        check(amp_C.multi_tensor_adam_capturable, given[:4], options, expected, dtypes)
-        check(amp_C.multi_tensor_adam_capturable, given[:4], options, [None] * 4, dtypes, noop=1)
+        step, inv_scale = torch.tensor([3], dtype=torch.int32), torch.tensor([0.5])
+        args = torch.tensor(LR), *BETAS, EPS, step, mode, correct, DECAY, inv_scale
+        expected = [smaller[0], *stepped(FusedAdam, smaller[:4], names, **options)]
+        check(amp_C.multi_tensor_adam_capturable, given[:4], args, expected)
+        check(amp_C.multi_tensor_adam_capturable, given[:4], args, [None] * 4, noop=1)
 
-        news = [adam(*each, 3, mode, correct, 0.1) for each in zip(halves, master, m, v, strict=True)]
-        moments = [new[1] for new in news], [new[2] for new in news]
-        weights = [each - 0.2 * new[0] for each, new in zip(master, news, strict=True)]
-        expected = [halves, weights, *moments, weights]
-        check(amp_C.multi_tensor_adam_capturable_master, given, options, expected, dtypes)
-        check(amp_C.multi_tensor_adam_capturable_master, given, options, [None] * 5, dtypes, noop=1)
+        masters, *moments = stepped(FusedAdam, [smaller[0], given[4], *given[2:4]], names, **options)
+        check(amp_C.multi_tensor_adam_capturable_master, given, args, [smaller[0], masters, *moments, masters])
+        check(amp_C.multi_tensor_adam_capturable_master, given, args, [None] * 5, noop=1)
 
 
 @pytest.mark.parametrize("dtypes", KINDS)
 def test_adagrad_and_novograd(dtypes):
-    given = lists(3, dtypes)
-    given[2] = [each.abs() for each in given[2]]
+    given = lists(4, dtypes)
     for mode in (0, 1):
-        g, p, h = doubles(*given)
-        g = g if mode else [one + 0.1 * other for one, other in zip(g, p, strict=True)]
-        h = [one + other**2 for one, other in zip(h, g, strict=True)]
-        p = [w - 0.2 * (a / (b.sqrt() + 1e-3) + (0.1 * w if mode else 0)) for w, a, b in zip(p, g, h, strict=True)]
-        check(amp_C.multi_tensor_adagrad, given, (0.2, 1e-3, mode, 0.1), [None, p, h], dtypes)
+        lists_of = [*given[:2], given[3]]
+        expected = stepped(FusedAdagrad, lists_of, ["sum"], eps=EPS, weight_decay=DECAY, adagrad_w_mode=bool(mode))
+        check(amp_C.multi_tensor_adagrad, lists_of, (LR, EPS, mode, DECAY), [None, *expected])
 
     given = [[each for each in tensors if each.numel()] for tensors in lists(3, dtypes)]
+    given = [sorted(each, key=lambda t: t.dtype.itemsize) for each in given]  # reduced precision first, as NovoGrad
     for mode, norm_type, averaging in itertools.product((0, 1), (0, 2), (0, 1)):
         running = torch.rand(len(given[0]))
-        weights, moments, blends = [], [], []
-        first, second = corrections(2, True)
-        for g, p, m, v in zip(*doubles(*given), running.double(), strict=True):
-            v = v * 0.99 + 0.01 * g.abs().max() if norm_type == 0 else v * 0.99
-            v = ((v / 0.99) ** 2 * 0.99 + 0.01 * g.pow(2).sum()).sqrt() if norm_type == 2 else v
-            blends.append(v)
-            unit = v / math.sqrt(second) + 1e-3
-            m = 0.9 * m + (0.1 if averaging else 1.0) * (g / unit + 0.1 * p if mode == 0 else g)
-            weights.append(p - 0.2 * (m / first if mode == 0 else m / first / unit + 0.1 * p))
-            moments.append(m)
-        args = running, 0.2, *BETAS, 1e-3, 2, 1, 0.1, averaging, mode, norm_type
-        check(amp_C.multi_tensor_novograd, given, args, [None, weights, moments], dtypes)
-        torch.testing.assert_close(running, torch.stack(blends).float(), rtol=1e-4, atol=1e-5)
+        own = running.clone()
+        options = dict(betas=BETAS, eps=EPS, weight_decay=DECAY, norm_type=norm_type, grad_averaging=bool(averaging))
+        expected = stepped(FusedNovoGrad, given, ["exp_avg"], own, reg_inside_moment=mode == 0, **options)
+        args = running, LR, *BETAS, EPS, 3, 1, DECAY, averaging, mode, norm_type
+        check(amp_C.multi_tensor_novograd, given, args, [None, *expected])
+        assert torch.equal(running, own)
 
 
 @pytest.mark.parametrize("dtypes", KINDS)
 def test_lamb_in_one_or_two_stages(dtypes):
     given = lists(5, dtypes)
-    ratios_of = (0.0, False), (0.0, True), (0.1, False)
+    smaller = [halves(halves(given[0])), *given[1:4]]
+    norm, names = torch.tensor([8.0]), ["exp_avg", "exp_avg_sq"]
+    ratios_of = (0.0, False), (0.0, True), (DECAY, False)
     for mode, averaging, (decay, nvlamb) in itertools.product((0, 1), (0, 1), ratios_of):
-        weights, moments, seconds, updates, ratios = [], [], [], [], []
-        for g, p, m, v, _ in zip(*doubles(*given), strict=True):
-            update, m, v = adam(g / 4, p, m, v, 3, mode, 1, decay, 0.1 if averaging else 1.0)
-            ratio = p.norm() / update.norm() if p.norm() > 0 and update.norm() > 0 else 1.0
-            ratios.append((p.norm(), update.norm()))
-            weights.append(p - 0.2 * update * (ratio if decay or nvlamb else 1.0))
-            for store, value in ((moments, m), (seconds, v), (updates, update)):
-                store.append(value)
-        norm, expected = torch.tensor([8.0]), [updates, weights, moments, seconds]
-        options = *BETAS, 1e-3, 3, 1, decay, averaging, mode
+        options = dict(betas=BETAS, eps=EPS, weight_decay=decay, grad_averaging=bool(averaging), use_nvlamb=nvlamb)
+        weights, *moments = stepped(FusedLAMB, smaller, names, adam_w_mode=bool(mode), max_grad_norm=None, **options)
+        updates = [each.clone() for each in given[0]]
+        args = 3, 1, decay, averaging, mode, norm, 2.0, nvlamb
+        copies = [[each.clone() for each in tensors] for tensors in given[1:4]]
+        amp_C.multi_tensor_lamb(0, flag(), [updates, *copies], LR, *BETAS, EPS, *args)
+        expected = [updates, weights, *moments]
         for noop in (0, 1):
-            check(amp_C.multi_tensor_lamb, given[:4], (0.2, *options, norm, 2.0, nvlamb), expected, dtypes, noop=noop)
-        step, tensors = torch.tensor([3], dtype=torch.int32), [torch.tensor(0.2), *map(torch.tensor, (0.0, 1.0))]
-        options = tensors[0], *BETAS, 1e-3, step, 1, decay, averaging, mode, norm, torch.tensor([2.0]), nvlamb
-        check(amp_C.multi_tensor_lamb_mp, given, (*options, *tensors[1:]), [*expected, weights], dtypes)
-        check(amp_C.multi_tensor_lamb_mp, given, (*options, *tensors[1:]), [None] * 5, dtypes, noop=1)
+            check(amp_C.multi_tensor_lamb, given[:4], (LR, *BETAS, EPS, *args), expected, noop=noop)
+        step, ignored, one = torch.tensor([3], dtype=torch.int32), torch.tensor(0.0), torch.tensor(1.0)
+        args = torch.tensor(LR), *BETAS, EPS, step, *args[1:-2], torch.tensor([2.0]), nvlamb, ignored, one
+        check(amp_C.multi_tensor_lamb_mp, given, args, [*expected, weights])
+        check(amp_C.multi_tensor_lamb_mp, given, args, [None] * 5, noop=1)
         if mode and averaging:
-            args = torch.full((len(ratios),), decay), 2, *BETAS, 1e-3, norm, 2.0
-            check(amp_C.multi_tensor_lamb_stage1_cuda, given, args, [None, None, moments, seconds, updates], dtypes)
-            rounded = [each.to(p.dtype) for each, p in zip(updates, given[1], strict=True)]
-            args = *(torch.stack(each).float() for each in zip(*ratios, strict=True)), 0.2, decay, nvlamb
-            check(amp_C.multi_tensor_lamb_stage2_cuda, [given[1], rounded], args, [weights, None], dtypes)
+            args = torch.full((len(updates),), decay), 2, *BETAS, EPS, norm, 2.0
+            check(amp_C.multi_tensor_lamb_stage1_cuda, given, args, [None, None, *moments, updates])
+        norms = (torch.stack([each.double().norm() for each in one]).float() for one in (given[1], updates))
+        after = [[each.clone() for each in given[1]], updates]
+        amp_C.multi_tensor_lamb_stage2_cuda(0, flag(), after, *norms, LR, decay, nvlamb)
+        for new, value in zip(after[0], weights, strict=True):  # from updates that are rounded
+            tolerance = {torch.float64: 1e-6, torch.float32: 1e-5}.get(new.dtype, 2e-2)
+            torch.testing.assert_close(new, value, rtol=tolerance, atol=tolerance)
 
 
 def test_further_norms_and_the_scale_with_hysteresis():

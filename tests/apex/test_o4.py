@@ -28,14 +28,10 @@ REFUSED_BY_AUTOCAST = {  # though it could compute the float32 result of O4
 
 UNARY = {**REDUCED_OPS, **FLOAT32_OPS, **MATCH_OPS}
 UNARY |= {
-    "mean": torch.mean,
-    "std": torch.std,
-    "gelu": F.gelu,
     "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
     "nn.GELU": nn.GELU(),
     "erf": torch.erf,
     "mish": F.mish,
-    "silu": F.silu,
     "hardswish": F.hardswish,
     "trace": torch.trace,
     "avg_pool1d": lambda x: F.avg_pool1d(x[None], 2),
@@ -51,7 +47,6 @@ UNARY |= {
     "conv1d same": lambda x: F.conv1d(x, w(4, 4, 1), padding="same"),
     "frobenius": lambda x: torch.linalg.matrix_norm(x),
     "vector_norm": lambda x: torch.linalg.vector_norm(x),
-    "instance_norm": lambda x: F.instance_norm(x[None]),
     "native_layer_norm": lambda x: torch.native_layer_norm(x, (4,), None, None, 1e-5)[0],
     "upsample trilinear": lambda x: F.interpolate(x[None, None, None], scale_factor=2, mode="trilinear"),
     "upsample nearest 1d": lambda x: F.interpolate(x[None], scale_factor=2),
@@ -73,17 +68,13 @@ UNARY |= {
 }
 BINARY = {**PROMOTE_OPS, **{name: row[0] for name, row in UNKNOWN_OPS.items()}}
 BINARY |= {
-    "index_put": lambda a, b: a.index_put((torch.arange(1),), b[:1]),
-    "where": lambda a, b: torch.where(a > 0, a, b),
     "pow": torch.pow,
     "chain_matmul": lambda a, b: torch.chain_matmul(a, b),
     "matmul": torch.matmul,
     "bce with logits": F.binary_cross_entropy_with_logits,
-    "huber": F.huber_loss,
     "grid_sample": lambda a, b: F.grid_sample(
         a[None, None], b[None, :, :2, None].expand(1, 4, 2, 2), align_corners=False
     ),
-    "cross": lambda a, b: torch.cross(a[:, :3], b[:, :3], dim=1),
     "linear": F.linear,
     "mse": F.mse_loss,
     "sub": torch.sub,

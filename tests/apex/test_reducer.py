@@ -174,39 +174,6 @@ def test_two_ranks():
     run_ranks(2, _all_on_two_ranks, timeout_s=60)
 
 
-def _three_ranks() -> None:
-    rank = dist.get_rank()
-    model = Numbers()
-    reducer = Reducer(model)
-    model([3.0 if rank == i else None for i in range(3)]).backward()
-    reducer.reduce()
-    assert gradients(model) == [[1.0]] * 3
-
-
-@pytest.mark.contract("5.2", "10.4")
-def test_parameters_used_on_one_of_three_ranks():
-    run_ranks(3, _three_ranks, timeout_s=60)
-
-
-def _alone() -> None:
-    model = Numbers()
-    reducer = Reducer(model)
-    model([1.0, None, 2.0]).backward()
-    reducer.reduce()
-    assert gradients(model) == [[1.0], None, [2.0]]
-
-
-@pytest.mark.contract("5.2")
-def test_world_of_one():
-    run_ranks(1, _alone)
-
-
-@pytest.mark.contract("5.2")
-def test_without_a_process_group():
-    with pytest.raises(ValueError, match="init_process_group"):
-        Reducer(nn.Linear(1, 1))
-
-
 @pytest.mark.contract("1.1")
 def test_flatten_and_unflatten():
     tensors = [torch.arange(6.0).reshape(2, 3), torch.tensor(7.0), torch.empty(0, 4), torch.ones(2, 2).t()]

@@ -22,6 +22,8 @@ from harness.apex.parallel import (
 from tests.apex.shared import same, train_step
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.contract("5.3")
+
 C = 3
 SHAPES = {2: (), 3: (5,), 4: (4, 5), 5: (2, 3, 2)}
 PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -299,9 +301,7 @@ def _all_on_two_ranks() -> None:
         dist.barrier()
 
 
-@pytest.mark.contract(
-    "5.3", "10.16", "6.4.syncbn_two_ranks", "6.4.syncbn_batchnorm1d", "6.4.syncbn_different_batch_size"
-)
+@pytest.mark.contract("10.16", "6.4.syncbn_two_ranks", "6.4.syncbn_batchnorm1d", "6.4.syncbn_different_batch_size")
 def test_two_ranks_equal_batch_norm_on_the_whole_batch():
     run_ranks(2, _all_on_two_ranks, timeout_s=120)
 
@@ -352,7 +352,7 @@ def _with_amp_and_ddp() -> None:
     amp.reset()
 
 
-@pytest.mark.contract("5.3", "6.4.syncbn_two_ranks")
+@pytest.mark.contract("6.4.syncbn_two_ranks")
 def test_training_equals_batch_norm_on_the_whole_batch_at_every_level():
     run_ranks(2, _with_amp_and_ddp, timeout_s=120)
 
@@ -378,7 +378,7 @@ def _four_ranks() -> None:
     _check(_set(SyncBatchNorm(C)), x, weights, rows)
 
 
-@pytest.mark.contract("5.3", "6.4.syncbn_groups")
+@pytest.mark.contract("6.4.syncbn_groups")
 def test_groups_of_two_on_four_ranks():
     run_ranks(4, _four_ranks, timeout_s=60)
 
@@ -405,7 +405,6 @@ def _one_cuda_rank() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.contract("5.3")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_on_cuda():
     run_ranks(1, _one_cuda_rank, group=False)
@@ -414,7 +413,7 @@ def test_kernels_on_cuda():
 # One process, without a group
 
 
-@pytest.mark.contract("5.3", "6.4.syncbn_single", "6.4.syncbn_batchnorm1d")
+@pytest.mark.contract("6.4.syncbn_single", "6.4.syncbn_batchnorm1d")
 @pytest.mark.parametrize("dims", SHAPES)
 def test_without_a_group_it_is_batch_norm(dims):
     x = torch.randn(6, C, *SHAPES[dims])
@@ -433,7 +432,6 @@ def test_without_a_group_it_is_batch_norm(dims):
     torch.testing.assert_close(last(x.movedim(1, -1)).movedim(-1, 1), SyncBatchNorm(C)(x))
 
 
-@pytest.mark.contract("5.3")
 def test_pickles_and_state_dicts_are_interchangeable_with_batch_norm():
     sbn = pickle.loads(pickle.dumps(_set(SyncBatchNorm(C, fuse_relu=True))))
     assert sbn.fuse_relu
@@ -458,7 +456,7 @@ class _Model(nn.Module):
         self.missing = None
 
 
-@pytest.mark.contract("5.3", "10.16")
+@pytest.mark.contract("10.16")
 def test_convert_replaces_every_batch_norm_and_keeps_its_settings():
     model = _Model()
     model.blocks[1][1].weight.requires_grad_(False)
@@ -496,7 +494,6 @@ def test_convert_replaces_every_batch_norm_and_keeps_its_settings():
     assert old["torch_sync"].weight.tolist() == [1.0] * C, "a copy"
 
 
-@pytest.mark.contract("5.3")
 def test_convert_the_root_with_its_hooks():
     bn = nn.BatchNorm1d(C)
     seen = []
@@ -512,7 +509,6 @@ def test_convert_the_root_with_its_hooks():
     assert convert_syncbn_model(SyncBatchNorm(C, fuse_relu=True)).fuse_relu
 
 
-@pytest.mark.contract("5.3")
 def test_convert_keeps_tied_weights():
     tied = nn.Sequential(nn.BatchNorm1d(C), nn.BatchNorm1d(C))
     tied[1].weight = tied[0].weight
@@ -526,7 +522,6 @@ class _WithActivation(nn.BatchNorm2d):
         return super().forward(x).relu()
 
 
-@pytest.mark.contract("5.3")
 def test_convert_warns_about_what_it_cannot_keep():
     with pytest.warns(UserWarning, match="_WithActivation"):
         convert_syncbn_model(nn.Sequential(_WithActivation(C)))
@@ -534,6 +529,5 @@ def test_convert_warns_about_what_it_cannot_keep():
         convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm2d()))
 
 
-@pytest.mark.contract("5.3")
 def test_group_size_zero_needs_no_process_group():
     assert create_syncbn_process_group(0) is None
