@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 from torchvision.io import write_png
 
 from benchmarks import machine, steps
@@ -28,30 +27,12 @@ _SIZE = 32  # pixels per side of an image
 _ROWS = 64
 
 
-class Transformer(nn.Module):
-    """A vision transformer: ``num_layers`` layers on square patches of ``patch`` pixels."""
-
-    def __init__(self, num_classes: int, width: int, num_layers: int, patch: int = 4) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(1, width, patch, stride=patch)
-        layers = (nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True) for _ in range(num_layers))
-        self.layers, self.head = nn.ModuleList(layers), nn.Linear(width, num_classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(batch, 1, height, width) -> logits (batch, classes)."""
-        x = self.patches(images).flatten(2).transpose(1, 2)
-        for layer in self.layers:
-            x = layer(x)
-        logits: Tensor = self.head(x.mean(1))
-        return logits
-
-
 def config(folder: Path, *overrides: str) -> Config:
     lines = ["path,label"]
     for row in range(_ROWS):
         path = folder / f"{row}.png"
         if not path.exists():
-            write_png(torch.randint(0, 255, (1, _SIZE, _SIZE), dtype=torch.uint8), str(path))
+            write_png(torch.randint(0, 255, (3, _SIZE, _SIZE), dtype=torch.uint8), str(path))
         lines.append(f"{path.name},{row % 4}")
     for split in ("train", "eval"):
         (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
@@ -59,8 +40,8 @@ def config(folder: Path, *overrides: str) -> Config:
         f"""
 name: run
 output: {folder}/runs
-task: {{name: image_csv, train_csv: {folder}/train.csv, eval_csv: {folder}/eval.csv, root: {folder}, color: gray}}
-model: {{name: benchmarks.large_model.Transformer}}
+task: {{name: image_csv, train_csv: {folder}/train.csv, eval_csv: {folder}/eval.csv, root: {folder}}}
+model: {{name: vit_b_16, args: {{image_size: {_SIZE}}}}}
 data: {{num_workers: 0, cache_dir: {folder}/cache}}
 optimizer: {{name: adamw, lr: 0.0001}}
 precision: {{opt_level: O0}}
@@ -78,14 +59,11 @@ def take_step(run: Run) -> float:
 
 
 def checkpoint_stall(num_saves: int) -> str:
-    """Saves of 100 million parameters with AdamW: all in memory, and at once or behind the training."""
+    """Saves of a vision transformer with AdamW: all in memory, and at once or behind the training."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for behind in (False, True):
-            given = config(
-                Path(name), "model.args={width: 768, num_layers: 14, patch: 16}", "batch.global=2",
-                f"checkpoint.async_save={str(behind).lower()}",
-            )  # fmt: skip
+            given = config(Path(name), "batch.global=2", f"checkpoint.async_save={str(behind).lower()}")
             with steps.opened(given, Path(name) / f"run-{behind}", Runtime()) as run:
                 times = [take_step(run) for _ in range(3)][1:]
                 stalls, busy = [], []

@@ -24,15 +24,8 @@ def test_built_in_parts_are_found(kind):
     for name in plugins.names(kind):
         if name not in ("dask", "flyte", "mlflow", "tensorboard", "wandb"):  # which import optional packages
             part = plugins.find(kind, name, "here")
-            assert getattr(part, "__name__", "").rpartition(".")[2] in (
-                "Task",
-                "Model",
-                "Format",
-                "Strategy",
-                "Settings",
-                "engine",
-                name,
-            )
+            held = ("Task", "Model", "Format", "Strategy", "Settings", "engine", name)
+            assert getattr(part, "__name__", "").rpartition(".")[2] in held
 
 
 @pytest.mark.parametrize(("kind", "name"), [("engine", "torchrun"), ("model", "linear")])

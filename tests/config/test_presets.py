@@ -61,10 +61,7 @@ def test_preset_in_the_configuration_of_someone_else_reads_no_file_of_theirs(tmp
     [
         ("bf16", "bfloat16 is O4 (weights stay float32) or O5 (bfloat16 weights with float32 masters): use precision."),
         ("BFloat16", "use precision.opt_level=O4"),
-        (
-            "fp16",
-            "float16 is O1 (weights stay float32) or O2 (float16 weights with float32 masters): use precision.opt_",
-        ),
+        ("fp16", "or O2 (float16 weights with float32 masters): use precision.opt_level=O1"),
         ("fp32", "float32 is O0: use precision.opt_level=O0"),
         ("o2", "did you mean O2, with the letter O?"),
         ("1", "did you mean O1, with the letter O?"),

@@ -30,12 +30,6 @@ def test_null_arguments_are_empty():
     assert make(model={"args": None}).model.args == {}
 
 
-@pytest.mark.parametrize("name", ["a b", "../x", "", ".x", "a/b", "-x"])
-def test_name_that_cannot_be_a_folder(name):
-    with pytest.raises(ValidationError):
-        make(name=name)
-
-
 # Recipe
 
 
@@ -55,18 +49,16 @@ def test_recipe_difference_names_old_and_new():
 
 
 def test_changes_that_keep_the_recipe():
-    assert (
-        changed(
-            name="y",
-            output="elsewhere",
-            train={"epochs": 20, "max_steps": 5, "log_every": 1, "evaluate_every": 2, "patience": 1},
-            data={"num_workers": 0, "cache_dir": "/tmp"},
-            checkpoint={"every_steps": 5, "keep": 1, "resume": "never"},
-            runtime={"device": "cpu", "timeout_s": 5.0},
-            batch={"global": 8, "eval_per_rank": 3},
-        )
-        == {}
+    found = changed(
+        name="y",
+        output="elsewhere",
+        train={"epochs": 20, "max_steps": 5, "log_every": 1, "evaluate_every": 2, "patience": 1},
+        data={"num_workers": 0, "cache_dir": "/tmp"},
+        checkpoint={"every_steps": 5, "keep": 1, "resume": "never"},
+        runtime={"device": "cpu", "timeout_s": 5.0},
+        batch={"global": 8, "eval_per_rank": 3},
     )
+    assert found == {}
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def machine(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("facts", "remedy"),
     [
-        ({"driver": "535.104.05", "devices": 1}, "whl/cu126"),
+        ({"driver": "535.104.05", "devices": 1}, "update the NVIDIA driver to 580.65.06 or newer"),
         ({"driver": "550.54.15", "devices": 8, "visible": "3,5"}, "whl/cu126"),
         ({"driver": "470.82.01", "devices": 1}, "whl/cu118"),
         ({"driver": "390.157", "devices": 1}, "previous-versions"),

@@ -26,7 +26,7 @@ from harness.runs.files import read_sealed
 from harness.training.evaluation import predictions
 from harness.training.models import small_cnn
 from harness.training.models.small_cnn import Model as SmallCNN
-from tests.end_to_end.experiment import Kill, run, write_config, write_images
+from tests.end_to_end.experiment import run, write_config, write_images
 from tests.end_to_end.processes import environment_of, python, start_python, wait_until, without_greetings
 from tests.ranks import free_port, launch_environment, start, wait_for
 
@@ -109,28 +109,6 @@ def test_tensorboard_shows_metrics_and_images(trained):
             for line in record
             if line["split"] == split and line[name] is not None  # a window whose steps all overflowed has no loss
         ]  # fmt: skip
-
-
-@pytest.mark.parametrize("where", ["step", pytest.param("evaluation", marks=pytest.mark.slow)])
-def test_tensorboard_has_every_step_once_after_a_kill(tmp_path, where):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    data = write_images(tmp_path / "data")
-    config = write_config(
-        tmp_path, data, trackers=["tensorboard"], checkpoint={"every_steps": 3}, train={"log_every": 1, "epochs": 2}
-    )
-    assert run(config, 1, kill=Kill(0, 10 if where == "step" else 8, where)) == [-signal.SIGKILL]
-    assert run(config, 1) == [0]
-    folder = tmp_path / "runs" / "run"
-    reader = EventAccumulator(str(folder / "tensorboard"))
-    reader.Reload()
-    record = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    assert [event.step for event in reader.Scalars("train/loss")] == list(range(1, 17))
-    assert [event.step for event in reader.Scalars("eval/top1")] == [8, 16]
-    for split, name in (("train", "loss"), ("eval", "top1")):
-        expected = [pytest.approx(line[name]) for line in record if line["split"] == split]
-        assert [event.value for event in reader.Scalars(f"{split}/{name}")] == expected
 
 
 def test_predictions_are_those_of_training_at_any_world_size(trained, tmp_path):

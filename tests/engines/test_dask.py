@@ -29,7 +29,7 @@ from harness.errors import ConfigError, LaunchError
 from harness.runs import run_dir
 from harness.runs.checkpoint import Checkpoints
 from tests.conftest import ROOT
-from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
+from tests.end_to_end.experiment import assert_same_run, run, write_config
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
 from tests.engines.dask_cluster import START_S, Running, cluster, marked, ranks
 
@@ -38,11 +38,6 @@ MODELS = "tests.end_to_end.models"
 SLOW, FAST = ({"name": f"{MODELS}.Slow", "args": {"step_s": step_s}} for step_s in (0.1, 0.0))
 CONSTANT = {"schedule": {"name": "constant", "warmup_epochs": 0.0}}  # the same learning rates for any number of epochs
 TWO = {"launch": {"nproc": 2}}
-
-
-@pytest.fixture(scope="module")
-def stripes(tmp_path_factory):
-    return write_images(tmp_path_factory.mktemp("stripes"))
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +77,6 @@ def test_render(tmp_path, stripes):
     words = ["launch.nproc=2", "launch.dask.scheduler=tcp://10.0.0.1:8786", "launch.dask.resources={GPU: 1}"]
     text = engine.render(planned(write_config(tmp_path, stripes), *words))
     assert text == (ROOT / "tests" / "engines" / "golden" / "dask.txt").read_text()
-
-
-@pytest.mark.parametrize("word", ["min_nodes=1", "rendezvous=a:1", "node_rank=0", "max_restarts=1"])
-def test_settings_without_a_meaning_are_refused(tmp_path, stripes, word):
-    from harness.engines.dask import engine
-
-    job = planned(write_config(tmp_path, stripes), f"launch.{word}")
-    for call in (engine.render, engine.start):
-        with pytest.raises(LaunchError, match="does not apply to engine dask"):
-            call(job)
 
 
 def test_what_is_refused_before_anything_starts(tmp_path, stripes):

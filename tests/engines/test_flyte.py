@@ -27,7 +27,7 @@ from harness.engines import launch
 from harness.engines.flyte import engine
 from harness.errors import ConfigError, LaunchError
 from tests.conftest import ROOT
-from tests.end_to_end.experiment import Kill, assert_same_run, run, write_config, write_images
+from tests.end_to_end.experiment import Kill, assert_same_run, run, write_config
 from tests.end_to_end.processes import END_S, Started, python, started, wait_for_steps, wait_until
 from tests.ranks import RankFailure, free_port, run_ranks, start, wait_for
 
@@ -42,11 +42,6 @@ needs_flytekit = pytest.mark.skipif(
     importlib.util.find_spec("flytekit") is None or importlib.util.find_spec("flytekitplugins") is None,
     reason="flytekit is not installed: pip install 'apex-harness[flyte]'",
 )
-
-
-@pytest.fixture(scope="module")
-def stripes(tmp_path_factory):
-    return write_images(tmp_path_factory.mktemp("stripes"))
 
 
 SLOW = {"model": {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1}}, "train": {"log_every": 1, "epochs": 5},
@@ -134,20 +129,6 @@ def test_end_of_the_runner(tmp_path, stripes, does, exits):
     assert engine.start(job).follow() == EngineReport(exits)
     assert Path(f"{runner}.ended").exists() == ("setsid" in does)
     assert not Path((tmp_path / "folder.txt").read_text().strip()).exists()
-
-
-@needs_flytekit
-@pytest.mark.slow
-def test_exception_on_rank_1(tmp_path, stripes):
-    model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
-    with started(command(write_config(tmp_path, stripes, model=model)), tmp_path / "terminal.txt") as run_:
-        assert run_.wait(START_S + END_S) == 70, run_.text()
-        assert not run_.alive()
-    text = run_.text()
-    assert text.count("Traceback") == 1
-    assert text.count("failed: rank 1 on") == 1
-    assert "ArithmeticError: a layer went wrong, only here" in text
-    assert re.search(r"rank 0: lost contact on .* at step 10", text)
 
 
 @needs_flytekit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -16,16 +15,11 @@ from harness.engines import base, launch, local
 from harness.errors import ConfigError, LaunchError
 from harness.tools.compare.exactness import differences
 from tests.conftest import ROOT
-from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
+from tests.end_to_end.experiment import assert_same_run, run, write_config
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
 
 MODELS = "tests.end_to_end.models"
 SLOW = {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1}}
-
-
-@pytest.fixture(scope="module")
-def stripes(tmp_path_factory):
-    return write_images(tmp_path_factory.mktemp("stripes"))
 
 
 def command(config, *words):
@@ -46,14 +40,6 @@ def test_render(tmp_path, stripes):
     assert "RANK=0 LOCAL_RANK=0 WORLD_SIZE=4" in line
 
 
-@pytest.mark.parametrize("word", ["nnodes=2", "rendezvous=a:1", "node_rank=0"])
-def test_settings_without_a_meaning_are_refused(tmp_path, stripes, word):
-    job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}"])
-    for call in (local.render, local.start):
-        with pytest.raises(LaunchError, match="does not apply to engine local"):
-            call(job)
-
-
 def test_missing_interface_is_reported(tmp_path, stripes):
     job = launch.plan(str(write_config(tmp_path, stripes)), ["launch.interface=eth9"])
     with pytest.raises(LaunchError, match=r"no network interface eth9(.|\n)*lo \(127.0.0.1\)"):
@@ -70,21 +56,6 @@ def test_dry_run_does_nothing(tmp_path, stripes, capsys):
     assert launch.main(str(config), ["launch.nproc=2"], dry_run=True) == 0
     assert "driver.py" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.slow
-def test_exception_on_rank_1(tmp_path, stripes):
-    model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
-    with started(command(write_config(tmp_path, stripes, model=model)), tmp_path / "terminal.txt") as run_:
-        assert run_.wait(60) == 70
-        assert not run_.alive()
-    text = run_.text()
-    assert text.count("Traceback") == 1
-    assert "failed: rank 1 on" in text
-    assert "at step 10: ArithmeticError, printed above" in text
-    assert text.count("ArithmeticError: a layer went wrong, only here") == 1
-    assert re.search(r"  rank 0: [\w ]+ on .* at step \d+, in \w+ \(harness/", text), text
-    assert set(json.loads((tmp_path / "runs" / "run" / "failure.json").read_text())["ranks"]) == {"0", "1"}
 
 
 @pytest.mark.slow

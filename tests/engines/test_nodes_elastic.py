@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from tests.end_to_end.experiment import assert_same_run, losses, record, run, write_config, write_images
+from tests.end_to_end.experiment import assert_same_run, losses, record, run, write_config
 from tests.end_to_end.processes import END_S, Started, started, wait_for_steps, wait_until
 from tests.engines.nodes import ADDRESSES, cut, mend, two_nodes
 
@@ -23,11 +23,6 @@ pytestmark = pytest.mark.slow
 def nodes():
     with two_nodes() as names:
         yield names
-
-
-@pytest.fixture(scope="module")
-def stripes(tmp_path_factory):
-    return write_images(tmp_path_factory.mktemp("stripes"))
 
 
 class Experiment:

@@ -18,7 +18,7 @@ from harness.engines import launch
 from harness.engines.slurm import engine
 from harness.errors import LaunchError
 from tests.conftest import ROOT
-from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
+from tests.end_to_end.experiment import assert_same_run, run, write_config
 from tests.end_to_end.processes import END_S, Started, started, wait_for_steps, wait_until
 from tests.engines import slurm_cluster
 
@@ -35,11 +35,6 @@ def cluster(tmp_path_factory):
         pytest.skip(f"no Slurm cluster without {', '.join(absent)} (Debian: apt-get install slurmctld slurmd munge)")
     with slurm_cluster.started(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def stripes(tmp_path_factory):
-    return write_images(tmp_path_factory.mktemp("stripes"))
 
 
 @pytest.fixture(scope="module")

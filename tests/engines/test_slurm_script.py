@@ -103,9 +103,6 @@ def test_trials_of_the_array_in_launch_are_valid():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["launch.min_nodes=1"], "launch.min_nodes=1 does not apply to engine slurm"),
-        (["launch.rendezvous=a:1"], "does not apply to engine slurm"),
-        (["launch.node_rank=0"], "does not apply to engine slurm"),
         (["launch.slurm.time='2'"], "signal_s=120 must be less than the time limit, 2 \\(120 s\\)"),
         (["launch.slurm.requeue=false", "launch.max_restarts=1"], "contradict each other"),
     ],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import signal
 import sys
@@ -26,17 +25,12 @@ from harness.engines import launch, torchrun
 from harness.errors import LaunchError
 from harness.runs import exit_files
 from harness.runs.outcome import ExitCollector
-from tests.end_to_end.experiment import assert_same_run, record, run, write_config, write_images
+from tests.end_to_end.experiment import assert_same_run, record, run, write_config
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until
 
 MODELS = "tests.end_to_end.models"
 GOLDEN = Path(__file__).parent / "golden"
 START_S = 90  # three imports of torch, one after the other
-
-
-@pytest.fixture(scope="module")
-def stripes(tmp_path_factory):
-    return write_images(tmp_path_factory.mktemp("stripes"))
 
 
 def command(config, *words, engine="torchrun"):
@@ -197,21 +191,6 @@ def test_stop_before_the_ranks_can_leave_a_record(tmp_path, stripes, monkeypatch
 
 
 # Whole runs
-
-
-@pytest.mark.slow
-def test_exception_on_rank_1(tmp_path, stripes):
-    model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
-    with started(command(write_config(tmp_path, stripes, model=model)), tmp_path / "terminal.txt") as run_:
-        assert run_.wait(START_S) == 70
-        assert not run_.alive()
-    ours, _, summary = run_.text().partition("Root Cause (first observed failure)")
-    assert ours.count("ArithmeticError: a layer went wrong, only here") == 1
-    assert "ArithmeticError: a layer went wrong, only here" in summary  # torchrun's own summary
-    assert re.search(r"rank      : 1 \(local_rank: 1\)\n\s+exitcode  : 70", summary)
-    assert "error_file: <N/A>" not in run_.text()
-    assert "failed: rank 1 on" in summary
-    assert re.search(r"  rank 0: [\w ]+ on .* at step \d+, in \w+ \(harness/", summary), summary
 
 
 @pytest.mark.slow

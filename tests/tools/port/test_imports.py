@@ -85,7 +85,9 @@ def test_everything_else_stays(tmp_path, newline):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capfd):
-    """Runs a script alone, its CUDA calls on the CPU; returns its last line."""
+    """Runs a script alone, its CUDA calls on the CPU, on one thread; returns its last line."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums do not depend on the number of cores
 
     def run(text: str, with_apex: bool) -> str:
         folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
@@ -108,7 +110,8 @@ def run(tmp_path, monkeypatch, capfd):
         (line,) = re.findall(r"^rank 0 (.*)$", capfd.readouterr().out, re.M)
         return re.sub(r" [a-z_]*s?/s\S*.*", "", line)
 
-    return run
+    yield run
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.filterwarnings("ignore")
