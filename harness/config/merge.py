@@ -17,7 +17,6 @@ from omegaconf.errors import (
     InterpolationKeyError,
     MissingMandatoryValue,
     OmegaConfBaseException,
-    UnsupportedInterpolationType,
 )
 
 from harness.config import presets
@@ -88,24 +87,17 @@ def _unresolved(
 ) -> ConfigError:
     """The error for a reference, ``${...}``, among the settings with the keys ``known``, or for a value ``???``."""
     text, reason, key = str(error.child_node if error.value is None else error.value), first_line(error), error.full_key
-    what = f"{text!r} cannot be resolved"
+    what, hint = f"{text!r} cannot be resolved", _REFERENCE
     if isinstance(error, MissingMandatoryValue):
         what, hint = "a value is missing: ??? stands for one", "replace ??? by the value"
-    elif isinstance(error, GrammarParseError):
-        what, hint = f"{text!r} cannot be read as a reference to another setting", _REFERENCE
     elif isinstance(error, InterpolationKeyError):
         wanted = found.group(1) if (found := re.search("'([^']+)'", reason)) else text
         what, near = f"{what}: the configuration does not set {wanted}", similar(wanted, known)
         hint = f"did you mean ${{{near}}}?" if near else "set it as well: a reference does not see default values"
-    elif isinstance(error, UnsupportedInterpolationType):
-        what, hint = f"{what}: there is no such function before the colon", _REFERENCE
     elif "oc.env:" in text and " variable " in reason:
-        what, hint = f"{what}: the environment variable is not set", "set it, or give a default: ${oc.env:NAME,DEFAULT}"
+        hint = "set the environment variable, or give a default: ${oc.env:NAME,DEFAULT}"
     elif "recurs" in reason.lower():
         what, hint = f"{what}: it refers to itself", "write the value"
-    else:
-        reason = reason.partition(" raised while resolving interpolation: ")[2] or reason
-        what, hint = f"{what}: {reason}", _REFERENCE
     return ConfigError(f"{key}: {what}", where=origin_of(str(key), origins, default), hint=hint)
 
 

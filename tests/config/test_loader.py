@@ -163,7 +163,7 @@ def test_references_in_lists_and_through_others(tmp_path):
     through = GOOD + "seed: ${optimizer.lr}\noptimizer: {lr: '${no.such}'}\n"
     assert "the configuration does not set no.such" in refused(tmp_path, through)
     in_list = GOOD + "schedule: {name: step, args: {milestones: [1, '${x']}}\n"
-    assert refused(tmp_path, in_list).startswith("x.yaml:8: schedule.args.milestones[1]: '${x' cannot be read")
+    assert refused(tmp_path, in_list).startswith("x.yaml:8: schedule.args.milestones[1]: '${x' cannot be resolved")
 
 
 def test_circular_extends_names_the_chain(tmp_path):

@@ -34,8 +34,6 @@ class PetNamesSettings(TaskSection):
     """One row per character, with the window before it (windows), or one row per name (names)."""
     window: Positive = 8
     """Length of a window in characters. window_loss uses it with rows=names, too."""
-    repeats: bool = False
-    """Train on each name as often as it occurs in the file, rather than once. Validation names always count once."""
 
     metrics: ClassVar[dict[str, Literal["max", "min"]]] = {
         "char_loss": "min",

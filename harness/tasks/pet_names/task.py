@@ -31,7 +31,7 @@ def read_names(task: PetNamesSettings) -> PetNames:
             where=task.names,
             hint=hint,
         )
-    return PetNames(task, train if task.repeats else list(dict.fromkeys(train)), validation, num_skipped)
+    return PetNames(task, list(dict.fromkeys(train)), validation, num_skipped)
 
 
 def context(task: PetNamesSettings, prefixes: Tensor) -> Tensor:

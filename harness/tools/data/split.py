@@ -1,20 +1,19 @@
-"""Split an annotation table into training and evaluation rows, as a stream: only one number per row is in memory."""
+"""Split an annotation table, which is read into memory, into training and evaluation rows."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Generator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet
 
 from harness.data.table import convert
 from harness.data.table.convert import require_columns
 from harness.data.table.source import kind_of, locate
-from harness.errors import ConfigError, DataError, plural
+from harness.errors import ConfigError, DataError, plural, reason, remedy
 from harness.tools.data import table_file
 
 _NAMED = 5  # labels in a message
@@ -35,10 +34,14 @@ def split(
     table_file.require_new(outs, force)
     if (kind == "parquet") != (suffix == ".parquet"):
         raise ConfigError(f"the content is {kind}", where=name, hint=f"rename it to {stem}.{kind}")
-    columns = _columns(source, kind)
-    needed = {column: option for column, option in ((by, "--by"), (stratify, "--stratify")) if column}
-    require_columns(columns, needed, name)
-    rows, codes, values = _codes(source, kind, [column for column in (by, stratify) if column])
+    columns = convert.reader_of(kind).read_header(source, str(source))
+    require_columns(
+        columns, {column: option for column, option in ((by, "--by"), (stratify, "--stratify")) if column}, name
+    )
+    table = _read(source, kind, columns)
+    rows = len(table)
+    if not rows:
+        raise DataError("the file has a header but no rows", where=str(source))
     wanted = round(rows * fraction)
     if not 0 < wanted < rows:
         raise ConfigError(
@@ -47,19 +50,22 @@ def split(
             hint="choose a share that leaves at least one row in each file, such as 0.5",
         )
     generator = np.random.default_rng(seed)
-    strata = codes[-1] if stratify else np.zeros(rows, np.int32)
-    chosen = _of_groups(codes[0], strata, wanted, generator) if by else _of_rows(strata, wanted, generator)
+    strata, labels = _codes(table, stratify) if stratify else (np.zeros(rows, np.int32), [])
+    groups, values = _codes(table, by) if by else (strata, [])
+    chosen = _of_groups(groups, strata, wanted, generator) if by else _of_rows(strata, wanted, generator)
     if not chosen.any() or chosen.all():
-        what = (
-            f"column {by!r} has {plural(len(values[0]), 'value')}, so one part would be empty" if by else "too few rows"
-        )
+        what = f"column {by!r} has {plural(len(values), 'value')}, so one part would be empty" if by else "too few rows"
         raise ConfigError(what, where="--by" if by else "--stratify", hint="choose another column or another --eval")
-    _write(source, kind, outs, chosen)
+    with ExitStack() as stack:
+        for out, mask in zip(outs, (~chosen, chosen), strict=True):
+            write = stack.enter_context(table_file.writing(out, table.schema))
+            for batch in table.filter(pa.array(mask)).to_batches():
+                write(batch)
     lines = [f"wrote {plural(rows - chosen.sum(), 'row')} to {outs[0]} and {chosen.sum()} to {outs[1]}"]
     if by:
-        lines.append(f"values of {by} in {outs[1].name}: {len(np.unique(codes[0][chosen]))} of {len(values[0])}")
+        lines.append(f"values of {by} in {outs[1].name}: {len(np.unique(groups[chosen]))} of {len(values)}")
     if stratify and len(lacking := np.setdiff1d(strata, strata[chosen])):
-        named = ", ".join(values[-1][code] for code in lacking[:_NAMED])
+        named = ", ".join(labels[code] for code in lacking[:_NAMED])
         more = ", ..." if len(lacking) > _NAMED else ""
         lines.append(
             f"note: {plural(len(lacking), 'value')} of {stratify} found only in {outs[0].name}, not in {outs[1].name}: "
@@ -101,52 +107,18 @@ def _of_groups(groups: np.ndarray, strata: np.ndarray, wanted: int, generator: n
     return chosen
 
 
-# Reading and writing
+def _read(source: Path, kind: str, columns: list[str]) -> pa.Table:
+    """All rows as text; of a Parquet file with their types. Raises DataError."""
+    if kind != "parquet":
+        batches = convert.reader_of(kind).read_batches(source, str(source), columns)
+        return pa.Table.from_batches(batches, pa.schema([(column, pa.string()) for column in columns]))
+    try:
+        return pa.parquet.read_table(source)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"the file cannot be read: {reason(error)}", where=str(source), hint=remedy(error)) from None
 
 
-def _columns(source: Path, kind: str) -> list[str]:
-    columns: list[str] = convert.reader_of(kind).read_header(source, str(source))
-    return columns
-
-
-def _codes(source: Path, kind: str, columns: list[str]) -> tuple[int, list[np.ndarray], list[list[str]]]:
-    """(number of rows, the code of each row's value, for each column, and the values by code)."""
-    reader = convert.reader_of(kind)
-    found: list[dict[str, int]] = [{} for _ in columns]
-    parts: list[list[np.ndarray]] = [[] for _ in columns]
-    rows = 0
-    needed = columns or _columns(source, kind)[:1]
-    for batch in reader.read_batches(source, str(source), needed if kind == "parquet" else _columns(source, kind)):
-        rows += batch.num_rows
-        for index, column in enumerate(columns):
-            encoded = pc.dictionary_encode(batch.column(batch.schema.get_field_index(column)))
-            known = [found[index].setdefault(value, len(found[index])) for value in encoded.dictionary.to_pylist()]
-            parts[index].append(np.asarray(known, np.int32)[encoded.indices.to_numpy(zero_copy_only=False)])
-    if not rows:
-        raise DataError("the file has a header but no rows", where=str(source))
-    return rows, [np.concatenate(part) for part in parts], [list(values) for values in found]
-
-
-def _batches(source: Path, kind: str) -> Generator[pa.RecordBatch, None, None]:
-    """All rows; of a Parquet file with their types."""
-    if kind == "parquet":
-        with pa.parquet.ParquetFile(source) as file:
-            yield from file.iter_batches()
-    else:
-        yield from convert.reader_of(kind).read_batches(source, str(source), _columns(source, kind))
-
-
-def _write(source: Path, kind: str, outs: list[Path], chosen: np.ndarray) -> None:
-    schema = pa.schema([(column, pa.string()) for column in _columns(source, kind)])
-    if kind == "parquet":
-        schema = pa.parquet.read_schema(source)
-    start = 0
-    with table_file.writing(outs[0], schema) as train, table_file.writing(outs[1], schema) as evaluate:
-        for batch in _batches(source, kind):
-            mask = chosen[start : start + batch.num_rows]
-            start += batch.num_rows
-            for write, keep in ((train, ~mask), (evaluate, mask)):
-                if keep.any():
-                    write(batch.filter(pa.array(keep)))
-    if start != len(chosen):
-        raise DataError("the file changed while it was being read", where=str(source), hint="run the command again")
+def _codes(table: pa.Table, column: str) -> tuple[np.ndarray, list[str]]:
+    """(the code of each row's value, the values by code)."""
+    encoded = table[column].combine_chunks().dictionary_encode(null_encoding="encode")
+    return encoded.indices.to_numpy(zero_copy_only=False), list(map(str, encoded.dictionary.to_pylist()))

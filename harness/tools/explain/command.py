@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from harness.runs import fetched
     from harness.runs.files import finite
-    from harness.tools.explain import explanation, facts
+    from harness.tools.explain import causes, facts
 
-    found = explanation.explain(facts.read(fetched.local_copy(arguments.run_folder)))
+    found = causes.explain(facts.read(fetched.local_copy(arguments.run_folder)))
     print(json.dumps(finite(found.as_json()), indent=1) if arguments.json else found.text)
     return EXIT_DONE

@@ -28,7 +28,6 @@ from harness.tools.report.run_set import ReportedRun, RunSet
 from harness.tools.report.sections import Chart
 from harness.version import __version__
 
-MAX_PROBLEMS = 30  # runs whose problems are listed above the table
 _DASHES = {"solid": "", "dash": "9 5", "dot": "2 4", "dashdot": "9 4 2 4"}
 
 
@@ -102,9 +101,8 @@ def _facts(runs: RunSet) -> dict[str, Any]:
         "problems": [
             {"state": run.record.state, "shown": formatting.STATES[run.record.state], "label": run.label,
              "lines": [formatting.without_working_folder(line) for line in found] + [f"in {run.path}"]}
-            for run, found in troubled[:MAX_PROBLEMS]
+            for run, found in troubled
         ],
-        "more_problems": max(0, len(troubled) - MAX_PROBLEMS),
         "table": tables.all_runs(runs),
         "made": time.strftime("%Y-%m-%d"),
         "version": __version__,

@@ -1,4 +1,5 @@
-"""A running trial: its process, a ``harness launch`` with its own run folder and log, and its progress and result.
+"""A running trial: its process, a ``harness launch`` with its own run folder and log, and its evaluations and
+result.
 
 The process never outlives the sweep: if the sweep dies, the kernel sends the trial SIGTERM, and it exits with a
 checkpoint. Orphans of a killed trial are adopted and ended by the sweep (harness.distributed.processes).
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,16 +113,7 @@ class TrialProcess:
         return ""
 
 
-# Progress and result, read from the run folder while the trial writes it
-
-
-@dataclass
-class TrialProgress:
-    """The state of a running trial. ``epoch``: number of finished epochs."""
-
-    step: int = 0
-    epoch: int = 0
-    loss: float | None = None
+# Evaluations and result, read from the run folder while the trial writes it
 
 
 class TrialLogReader:
@@ -137,7 +128,7 @@ class TrialLogReader:
 
     def _forget(self) -> None:
         self._offset, self._last = 0, b""
-        self.progress = TrialProgress()
+        self.step = 0
         self.evaluations: dict[int, float] = {}  # epoch -> metric of its first evaluation
 
     def read(self) -> None:
@@ -159,16 +150,10 @@ class TrialLogReader:
                 self._take(json.loads(line))
 
     def _take(self, line: dict[str, Any]) -> None:
-        seen = self.progress
-        seen.step = line.get("step", seen.step)
-        if line.get("split") == "train":
-            seen.loss = line.get("loss")
-            seen.epoch = line.get("epoch", seen.epoch)
-        elif line.get("split") == "eval":
-            seen.epoch = line.get("epoch", seen.epoch)
-            value = line.get(self._metric)
-            if isinstance(value, int | float) and math.isfinite(value):
-                self.evaluations.setdefault(seen.epoch, float(value))
+        self.step = line.get("step", self.step)
+        value = line.get(self._metric)
+        if line.get("split") == "eval" and isinstance(value, int | float) and math.isfinite(value):
+            self.evaluations.setdefault(line.get("epoch", 0), float(value))
 
 
 def final_value(run: Path, metric: str, direction: str) -> float | None:

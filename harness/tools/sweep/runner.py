@@ -27,7 +27,6 @@ from harness.tools.sweep.study import Study, SweepTrial
 log = logging.getLogger("harness")
 
 _POLL_S = 0.1
-_LINE_S = 60.0  # interval of lines about running trials
 _STARTS = 3  # of a trial that is interrupted each time, per start of the sweep
 _ORPHANS_S = 30.0  # for the processes of a killed trial to end by themselves with a checkpoint
 _GRACE_S = 20.0  # in addition to launch.grace_s, for a launcher to report on ranks that it had to kill
@@ -74,7 +73,6 @@ class Runner:
         self._stopping = 0
         self._changed = True
         self.trials: list[SweepTrial] = []
-        self._next_line = time.monotonic() + _LINE_S
         self._bystanders = processes.adopt_orphans()
 
     def run(self) -> bool:
@@ -132,7 +130,7 @@ class Runner:
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus)} if grant.gpus else {}
         reader = TrialLogReader(folder, self._plan.metric)
         reader.read()
-        self._message(trial, f"{'resumes' if reader.progress.step else 'starts'}: {' '.join(typed(trial.settings))}")
+        self._message(trial, f"{'resumes' if reader.step else 'starts'}: {' '.join(typed(trial.settings))}")
         started = TrialProcess(command, folder, {**self._environ, **gpus}, self._lock)
         reported = set(self._study.reported(trial.number))
         self._running[trial.number] = RunningTrial(trial, config, started, reader, grant, reported)
@@ -204,19 +202,11 @@ class Runner:
         self._stopping = asked
 
     def _publish(self) -> None:
-        """Write ``sweep.json`` if anything changed; once a minute, print the progress of the running trials."""
+        """Write ``sweep.json`` if anything changed."""
         if self._changed:
             self._changed = False
             self.trials = [self._as_known_here(trial) for trial in self._study.trials()]
             results.write(self._folder / layout.SWEEP, self._plan, self.trials)
-        if (now := time.monotonic()) < self._next_line:
-            return
-        self._next_line = now + _LINE_S
-        for running in self._running.values():
-            if (seen := running.reader.progress).step:
-                loss = "" if seen.loss is None else f", loss {seen.loss:.4g}"
-                name = results.run_name(running.trial.number)
-                log.info("trial %s: epoch %d, step %d%s", name, seen.epoch, seen.step, loss)
 
     def _as_known_here(self, trial: SweepTrial) -> SweepTrial:
         """``trial`` with its state in this process; the study only stores that it was started."""

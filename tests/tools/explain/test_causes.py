@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from harness.config.schema import Config
-from harness.tools.explain.causes import CAUSES
-from harness.tools.explain.explanation import explain
+from harness.tools.explain.causes import CAUSES, explain
 from harness.tools.explain.facts import RunFacts, SlowRank
 
 LAUNCH_S, LOOPBACK = 20e-6, 4e9

@@ -22,15 +22,14 @@ def evaluation(epoch: int, value: float | None, **more) -> dict:
 def test_whole_lines_are_read_as_they_are_written(tmp_path):
     reader, record = TrialLogReader(tmp_path, "top1"), tmp_path / "metrics.jsonl"
     reader.read()
-    assert reader.progress.step == 0
+    assert reader.step == 0
     text = lines(train(5), evaluation(1, 0.5), train(15))
     for size in range(0, len(text) + 1, 7):
         record.write_text(text[:size])
         reader.read()
     record.write_text(text)
     reader.read()
-    assert (reader.progress.step, reader.progress.epoch, reader.progress.loss) == (15, 1, 1 / 15)
-    assert reader.evaluations == {1: 0.5}
+    assert (reader.step, reader.evaluations) == (15, {1: 0.5})
 
 
 def test_rewritten_log_is_read_again(tmp_path):
@@ -42,10 +41,10 @@ def test_rewritten_log_is_read_again(tmp_path):
     record.write_text(first + lines(train(15, wall_s=1.25), evaluation(2, 0.75), train(26), train(27), train(28)))
     reader.read()
     assert reader.evaluations == {1: 0.5, 2: 0.75}
-    assert reader.progress.step == 28
+    assert reader.step == 28
     record.write_text(first)
     reader.read()
-    assert (reader.progress.step, reader.evaluations) == (10, {1: 0.5})
+    assert (reader.step, reader.evaluations) == (10, {1: 0.5})
 
 
 def test_missing_metrics_and_broken_lines_are_skipped(tmp_path):
