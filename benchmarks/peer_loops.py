@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,25 +98,20 @@ def fabric(recipe: Recipe) -> Steps:
     from lightning.fabric import Fabric
 
     own = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed" if recipe.bf16 else "32-true")
-    built = recipe.model()
-    model, optimizer = own.setup(built, recipe.optimizer(built))
-
-    def step(inputs: Tensor, targets: Tensor) -> None:
-        with own.autocast():
-            loss = F.cross_entropy(model(inputs), targets)
-        own.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return timed(step, recipe.batches())
+    return prepared(recipe, own, own.setup)
 
 
 def accelerate(recipe: Recipe) -> Steps:
     from accelerate import Accelerator
 
     own = Accelerator(cpu=True, mixed_precision="bf16" if recipe.bf16 else "no")
+    return prepared(recipe, own, own.prepare)
+
+
+def prepared(recipe: Recipe, own: Any, prepare: Callable[..., Any]) -> Steps:
+    """Steps of a library whose object ``own`` wraps the model, the optimizer and the backward pass."""
     built = recipe.model()
-    model, optimizer = own.prepare(built, recipe.optimizer(built))
+    model, optimizer = prepare(built, recipe.optimizer(built))
 
     def step(inputs: Tensor, targets: Tensor) -> None:
         with own.autocast():
