@@ -176,19 +176,11 @@ def downsample(series: Sequence[np.ndarray], limit: int) -> np.ndarray:
     neighbors, so that a spike of a single point is never lost. NaN does not count as a value. Keeps all of ``limit``
     points or fewer.
     """
-    num_points = len(series[0]) if series else 0
-    if num_points <= limit:
-        return np.arange(num_points)
-    num_buckets = max(1, (limit - 2) // (2 * len(series)))
-    width = -(-num_points // num_buckets)
-    kept = {0, num_points - 1}
-    starts = np.arange(0, num_points, width)
-    for values in series:
-        padded = np.full(len(starts) * width, np.nan)
-        padded[:num_points] = values
-        buckets = padded.reshape(len(starts), width)
-        known = ~np.isnan(buckets).all(axis=1)
-        smallest = np.where(np.isnan(buckets), np.inf, buckets).argmin(axis=1)
-        largest = np.where(np.isnan(buckets), -np.inf, buckets).argmax(axis=1)
-        kept.update((starts + smallest)[known].tolist(), (starts + largest)[known].tolist())
-    return np.array(sorted(kept))
+    points = pd.DataFrame(dict(enumerate(series)))
+    if len(points) <= limit:
+        return np.arange(len(points))
+    width = -(-len(points) // max(1, (limit - 2) // (2 * len(series))))
+    buckets = points.index // width
+    smallest = points.fillna(np.inf).groupby(buckets).idxmin()
+    largest = points.fillna(-np.inf).groupby(buckets).idxmax()
+    return np.unique([0, len(points) - 1, *smallest.to_numpy().ravel(), *largest.to_numpy().ravel()])
