@@ -38,8 +38,8 @@ bench: $(VENV)/.test  ## benchmarks; results go to benchmarks/results
 bench-peers: $(VENV)/.peers  ## time per step against hand-written loops, Fabric, Lightning and accelerate, with the goals
 	$(BIN)/python -m benchmarks.peers
 
-campaign: $(VENV)/.test  ## kill runs at random moments, resume and compare them; CHAIN=SEED-NUMBER repeats one chain
-	$(BIN)/python -m benchmarks.campaign $(if $(CHAIN),--chain $(CHAIN),--kills $(KILLS) --seed $(SEED) --jobs $(JOBS))
+campaign: $(VENV)/.test  ## kill runs at random moments, resume and compare them; CHAIN=NAME repeats one; LOGICAL=1: on other numbers of ranks
+	$(BIN)/python -m benchmarks.campaign $(if $(CHAIN),--chain $(CHAIN),--kills $(KILLS) --seed $(SEED) --jobs $(JOBS) $(if $(LOGICAL),--logical-ranks))
 
 oracle: $(VENV)/.test  ## compare with NVIDIA's own Apex, bit for bit; APEX_CHECKOUT is a checkout of it, at a tag up to 25.05
 	$(BIN)/python -m benchmarks.oracle $(or $(APEX_CHECKOUT),$(error type: make oracle APEX_CHECKOUT=DIR))

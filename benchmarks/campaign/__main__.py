@@ -24,19 +24,24 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=100, help="chains are started until this many kills have hit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="chains at a time")
-    parser.add_argument("--chain", metavar="SEED-NUMBER", help="run one chain, print its result, and keep its folder")
+    parser.add_argument(
+        "--logical-ranks", action="store_true", help="chains with parallel.logical_ranks, on other numbers of ranks"
+    )
+    parser.add_argument(
+        "--chain", metavar="SEED-NUMBER[-logical]", help="run one chain, print its result, and keep its folder"
+    )
     parser.add_argument("--folder", type=Path, default=Path("build/campaign"), help="for the state of a campaign")
     parser.add_argument("--no-page", action="store_true", help="do not write benchmarks/results/campaign.md")
     arguments = parser.parse_args(words)
     preload()
     if arguments.chain:
-        seed, number = map(int, arguments.chain.split("-"))
-        return _one(arguments.folder.absolute() / "one", seed, number)
+        seed, number, *logical = arguments.chain.split("-")
+        return _one(arguments.folder.absolute() / "one", plan.chain(int(seed), int(number), bool(logical)))
     commit = _commit()
-    folder = arguments.folder.absolute() / f"seed-{arguments.seed}-{commit}"
+    folder = arguments.folder.absolute() / f"seed-{arguments.seed}{'-logical' * arguments.logical_ranks}-{commit}"
     started = time.monotonic()
     before = sum(result["wall_s"] for result in _results(folder))
-    interrupted = _all(folder, arguments.seed, arguments.kills, arguments.jobs)
+    interrupted = _all(folder, arguments)
     results = _results(folder)
     if not results or interrupted:
         print(f"stopped after {len(results)} chains; the same command goes on", file=sys.stderr)
@@ -46,7 +51,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.no_page:
         print(text)
     else:
-        machine.write("campaign", "Runs that are killed and resumed", text)
+        if arguments.logical_ranks:
+            machine.write("same_bits", "Runs that are killed and resumed on other numbers of ranks", text)
+        else:
+            machine.write("campaign", "Runs that are killed and resumed", text)
     return int(any(result["problems"] for result in results))
 
 
@@ -70,9 +78,9 @@ def preload() -> None:
     torch.set_num_threads(1)
 
 
-def _one(folder: Path, seed: int, number: int) -> int:
+def _one(folder: Path, planned: plan.Chain) -> int:
     data = _data(folder)
-    result = chain.run(plan.chain(seed, number), folder / f"{seed}-{number}", data)
+    result = chain.run(planned, folder / planned.name, data)
     print(json.dumps(result, indent=1))
     return int(bool(result["problems"]))
 
@@ -84,8 +92,9 @@ def _data(folder: Path) -> Path:
     return data
 
 
-def _all(folder: Path, seed: int, num_kills: int, num_jobs: int) -> bool:
-    """Run chains until ``num_kills`` have hit, ``num_jobs`` at a time; True if a signal ended it before."""
+def _all(folder: Path, arguments: argparse.Namespace) -> bool:
+    """Run chains until enough kills have hit, some at a time; True if a signal ended it before."""
+    num_kills, num_jobs = arguments.kills, arguments.jobs
     data = _data(folder)
     (folder / "results").mkdir(exist_ok=True)
     running: dict[int, int] = {}
@@ -99,7 +108,8 @@ def _all(folder: Path, seed: int, num_kills: int, num_jobs: int) -> bool:
         while running or _kills(folder, number) < num_kills:
             while len(running) < num_jobs and _kills(folder, number) < num_kills:
                 if not chain.result_path(folder, number).exists():
-                    work = _recorded(folder, data, seed, number)
+                    planned = plan.chain(arguments.seed, number, arguments.logical_ranks)
+                    work = _recorded(folder, data, planned, number)
                     running[_forked(work)] = number
                 number += 1
             if running:
@@ -114,8 +124,7 @@ def _all(folder: Path, seed: int, num_kills: int, num_jobs: int) -> bool:
     return False
 
 
-def _recorded(folder: Path, data: Path, seed: int, number: int) -> Callable[[], None]:
-    planned = plan.chain(seed, number)
+def _recorded(folder: Path, data: Path, planned: plan.Chain, number: int) -> Callable[[], None]:
     return lambda: chain.record(folder, number, lambda: chain.run(planned, folder / "chains" / planned.name, data))
 
 

@@ -51,19 +51,21 @@ class _Runner:
     def run(self) -> None:
         chain = self._chain
         unbroken, broken = self._config("unbroken"), self._config("broken")
-        whole = Job(unbroken, "bare", chain.world_size, None).run()
+        sizes = chain.sizes()
+        whole = Job(unbroken, "bare", next(sizes), None).run()
         if not whole.done:
             self.problem(
                 "failed", f"the uninterrupted run: {self._codes(None, whole)}; see {unbroken.parent}/terminal.txt"
             )
             return
         is_hit = True
-        for kill in plan.kills(chain, whole.counts):
+        starts = [next(sizes) for _ in range(chain.num_kills)]
+        for size, kill in plan.kills(chain, starts, whole.counts):
             if is_hit or kill.place in plan.OF_EVERY_START:
-                is_hit = self._start(broken, kill)
+                is_hit = self._start(broken, size, kill)
             if self.problems:
                 return
-        self._start(broken, None)
+        self._start(broken, next(sizes), None)
         self._compare(unbroken.parent, broken.parent)
 
     def _config(self, name: str) -> Path:
@@ -73,13 +75,14 @@ class _Runner:
         path.write_text(yaml.safe_dump(self._chain.config(folder, self._data), sort_keys=False))
         return path
 
-    def _start(self, config: Path, kill: Kill | None) -> bool:
-        """Start the run, record the kill, and check its end; False if it ended before it could be killed."""
-        end = Job(config, self._chain.engine, self._chain.world_size, kill).run()
+    def _start(self, config: Path, size: int, kill: Kill | None) -> bool:
+        """Start the run on ``size`` ranks, record the kill, and check its end; False if it ended before it could be
+        killed."""
+        end = Job(config, self._chain.engine, size, kill).run()
         if end.fired and kill:
             self.kills.append(
                 {"signal": kill.how, "target": kill.target, "place": kill.place, "operation": end.fired["fired"],
-                 "rank": kill.rank, "codes": end.codes, "end_s": round(end.end_s, 3)}
+                 "rank": kill.rank, "ranks": size, "codes": end.codes, "end_s": round(end.end_s, 3)}
             )  # fmt: skip
         if end.hung:
             what = f"after {self._words(kill, end)}" if end.fired else "a start that nothing killed"
@@ -106,7 +109,7 @@ class _Runner:
         places = differences(unbroken / place, broken / place)
         if different or places:
             self.problem("wrong bits", "; ".join([", ".join(different) or "equal digests", *map(str, places[:3])]))
-        if strays := verdict.stray_files(unbroken, broken, self._chain.sections["checkpoint"]["keep"]):
+        if strays := verdict.stray_files(unbroken, broken, self._chain):
             self.problem("stray file", ", ".join(strays))
 
 

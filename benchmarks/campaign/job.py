@@ -207,7 +207,8 @@ def _launch(engine: str, config: Path, world_size: int) -> int:
         python = config.parent / "python"
         python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m benchmarks.campaign.rank "$@"\n')
         python.chmod(0o755)
-        return main(["launch", "-c", str(config), "--engine", "local", f"launch.python={python}"])
+        return main(["launch", "-c", str(config), "--engine", "local", "--nproc", str(world_size),
+                     f"launch.python={python}"])  # fmt: skip
     from torch.distributed import launch, run
 
     words = ["--standalone", f"--nproc_per_node={world_size}", "-m", "benchmarks.campaign.rank", "-c", str(config)]

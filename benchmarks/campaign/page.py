@@ -10,7 +10,7 @@ from benchmarks import machine
 
 _KINDS = ("wrong bits", "hang", "stray file", "exit code", "failed")
 _HEADER = ["chains", "kills", "wrong bits", "hangs", "stray files", "wrong exit codes", "other", "slowest end, s"]
-_OF_KILLS = ("signal", "target", "place", "operation")
+_OF_KILLS = ("signal", "target", "place", "operation", "ranks")
 
 _EXPLANATION = """\
 A chain is one configuration that is killed up to six times and then finished. It is compared with an uninterrupted
@@ -61,7 +61,7 @@ def _dimensions(results: Sequence[dict[str, Any]]) -> Iterable[tuple[str, list[l
         kills: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = defaultdict(list)
         for result in results:
             for kill in result["kills"]:
-                kills[kill[name]].append((result, kill))
+                kills[str(kill[name])].append((result, kill))
         yield (
             name,
             [

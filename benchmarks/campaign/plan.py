@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ _WAYS = [("ddp", 1), ("ddp", 2), ("ddp", 2), ("ddp", 3), ("fsdp", 1), ("fsdp", 2
 @dataclass(frozen=True)
 class Chain:
     """One configuration, how its ranks are started, and how often it is killed. ``traits``: one value per dimension of
-    the result table."""
+    the result table. With ``logical_ranks``, each start has another number of ranks, at most ``world_size``."""
 
     name: str
     engine: str
@@ -39,6 +39,13 @@ class Chain:
     sections: dict[str, Any]
     at_url: bool
     traits: dict[str, str]
+    logical_ranks: bool = False
+
+    def sizes(self) -> Iterator[int]:
+        """The number of ranks of each start; the uninterrupted run is the first."""
+        rng = random.Random(f"sizes {self.name}")
+        while True:
+            yield rng.randint(1, self.world_size) if self.logical_ranks else self.world_size
 
     @property
     def compiled(self) -> bool:
@@ -59,10 +66,10 @@ class Chain:
         }  # fmt: skip
 
 
-def chain(seed: int, number: int) -> Chain:
-    """Chain ``number`` of ``seed``."""
+def chain(seed: int, number: int, logical_ranks: bool = False) -> Chain:
+    """Chain ``number`` of ``seed``; with ``logical_ranks``, of two to four of them."""
     rng = random.Random(f"campaign {seed} {number}")
-    strategy, world_size = rng.choice(_WAYS)
+    strategy, world_size = ("ddp", rng.choice([2, 3, 4])) if logical_ranks else rng.choice(_WAYS)
     level = rng.choice(["O0", "O1", "O4"] if strategy == "fsdp" else ["O0", "O1", "O2", "O3", "O4", "O5"])
     launched = rng.random() < LAUNCHED
     engine = (
@@ -70,7 +77,7 @@ def chain(seed: int, number: int) -> Chain:
     )
     if launched and world_size == 3:
         world_size = 2
-    overlapped = strategy == "ddp" and rng.random() < 0.5
+    overlapped = strategy == "ddp" and rng.random() < 0.5 and not logical_ranks
     shard = rng.choice(["contiguous", "strided", "global"])
     accumulate = rng.choice([1, 1, 2])
     train: dict[str, Any] = {"epochs": 3, "log_every": rng.choice([1, 3])}
@@ -94,11 +101,15 @@ def chain(seed: int, number: int) -> Chain:
         "task": task,
         "model": model,
         "data": {"num_workers": workers, "shard": shard},
-        "batch": {"global": 12, "accumulate": accumulate},
+        "batch": {"global": 12 if 12 % (world_size * accumulate) == 0 else 24, "accumulate": accumulate},
         "optimizer": adam if rng.random() < 0.5 and level != "O3" else sgd,  # Adam's epsilon is 0 in float16
         "schedule": schedule,
         "precision": {"opt_level": level},
-        "parallel": {"strategy": strategy, "delay_allreduce": not overlapped},
+        "parallel": {
+            "strategy": strategy,
+            "delay_allreduce": not overlapped,
+            "logical_ranks": world_size if logical_ranks else None,
+        },
         "train": train,
         "checkpoint": {
             "every_steps": every,
@@ -121,7 +132,8 @@ def chain(seed: int, number: int) -> Chain:
         "option": ",".join(option for option, on in options.items() if on) or "none",
     }  # fmt: skip
     num_kills = rng.randint(3, 4) if launched or compiled else rng.randint(4, 6)
-    return Chain(f"{seed}-{number}", engine, world_size, num_kills, sections, at_url, traits)
+    name = f"{seed}-{number}{'-logical' * logical_ranks}"
+    return Chain(name, engine, world_size, num_kills, sections, at_url, traits, logical_ranks)
 
 
 def _task(rng: random.Random, strategy: str, level: str) -> tuple[str, dict[str, Any], dict[str, Any], dict[str, bool]]:
@@ -142,21 +154,24 @@ def _task(rng: random.Random, strategy: str, level: str) -> tuple[str, dict[str,
     return "image_csv", images, model, {"augmentation": augment, "dropout": dropout > 0, "batch norm": norm}
 
 
-def kills(chain: Chain, counts: Mapping[int, Mapping[str, int]]) -> list[Kill]:
-    """The kills of ``chain``, one per start. ``counts``: {rank: {place: operations}} of the uninterrupted run."""
+def kills(chain: Chain, sizes: Sequence[int], counts: Mapping[int, Mapping[str, int]]) -> list[tuple[int, Kill]]:
+    """(ranks, kill) for each start that is killed. ``sizes``: the numbers of ranks; ``counts``: {rank: {place:
+    operations}} of the uninterrupted run."""
     rng = random.Random(f"kills {chain.name}")
-    drawn = [_kill(rng, chain, counts) for _ in range(chain.num_kills)]
-    return sorted(drawn, key=lambda kill: kill.place == "end")  # a run that has reached its end has no steps left
+    drawn = [(size, _kill(rng, chain, size, counts)) for size in sizes]
+    return sorted(drawn, key=lambda pair: pair[1].place == "end")  # a run that has reached its end has no steps left
 
 
-def _kill(rng: random.Random, chain: Chain, counts: Mapping[int, Mapping[str, int]]) -> Kill:
-    rank = rng.choices(range(chain.world_size), [2.0] + [1.0] * (chain.world_size - 1))[0]
+def _kill(rng: random.Random, chain: Chain, size: int, counts: Mapping[int, Mapping[str, int]]) -> Kill:
+    rank = rng.choices(range(size), [2.0] + [1.0] * (size - 1))[0]
     weights = {"start-up": 2, "step": 4, "checkpoint": 4, "evaluation": 2, "end": 2, "upload": 3}
-    places = [place for place in weights if counts[rank].get(place)]
+    # The uninterrupted run may have had fewer ranks. Rank 0 also writes files, which others do not.
+    known = counts.get(rank) or {place: counts[0].get(place, 0) for place in ("step", "evaluation")}
+    places = [place for place in weights if known.get(place)]
     place = rng.choices(places, [weights[place] for place in places])[0]
     # The run must not end before its last kill.
     share = 1.0 if place in OF_EVERY_START else 0.8 / chain.num_kills
-    number = rng.randint(1, max(1, round(share * counts[rank][place])))
+    number = rng.randint(1, max(1, round(share * known[place])))
     how, target = rng.choices(
         [("KILL", "one rank"), ("KILL", "all ranks"), ("TERM", "one rank"), ("TERM", "all ranks"), ("INT", "all ranks"),
          ("INT", "one rank"), ("STOP", "one rank")],
@@ -164,7 +179,7 @@ def _kill(rng: random.Random, chain: Chain, counts: Mapping[int, Mapping[str, in
     )[0]  # fmt: skip
     if chain.engine != "bare" and (target == "all ranks" or rng.random() < 0.3):
         target = "launcher"
-    elif chain.world_size == 1:
+    elif size == 1:
         target = "all ranks"
     if how == "STOP" and target == "launcher":
         how = "KILL"

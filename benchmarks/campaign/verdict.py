@@ -75,10 +75,15 @@ def wrong_bits(unbroken: dict[str, str], broken: dict[str, str]) -> list[str]:
     return sorted(part for part in unbroken.keys() | broken.keys() if unbroken.get(part) != broken.get(part))
 
 
-def stray_files(unbroken: Path, broken: Path, keep: int) -> list[str]:
+def stray_files(unbroken: Path, broken: Path, chain: Chain) -> list[str]:
     """Files in the folder ``broken`` that the uninterrupted run did not leave, and files that are missing. The
     kept checkpoints may be of other steps, but not more: the newest ``keep`` and the best."""
+    keep = chain.sections["checkpoint"]["keep"]
     expected, found = _names(unbroken), _names(broken)
+    if chain.logical_ranks:  # there is a log of each rank that ever was
+        expected, found = (
+            {name for name in names if not re.search(r"/logs/rank-\d", name)} for names in (expected, found)
+        )
     steps = {path.parent for path in broken.rglob("checkpoints/step-*/*")}
     more = [f"{len(steps)} checkpoints, but keep is {keep}"] if len(steps) > keep + 1 else []
     return [*sorted(found - expected), *(f"missing: {name}" for name in sorted(expected - found)), *more]

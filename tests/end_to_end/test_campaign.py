@@ -55,7 +55,7 @@ def first(signal, place, **traits):
                   and "asynchronous" not in option)  # a kill in the first evaluation could leave no checkpoint
     real = plan.kills
     kill = plan.Kill(0, place, 2, int(getattr(plan.signal, signal)), "one rank", 0.0, 0.0)
-    plan.kills = lambda *arguments: [kill] * (2 if traits["ranks"] == "2" else 1)
+    plan.kills = lambda _, sizes, __: [(sizes[0], kill)] * (2 if traits["ranks"] == "2" else 1)
     return plan.chain(1, number)
 
 folder = Path(sys.argv[1])
