@@ -3,11 +3,13 @@ they differ."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.config import loader
@@ -36,6 +38,8 @@ class VerifyRequest:
     full: bool = False
     seed: int = 0
     folder: Path | None = None
+    nproc: Sequence[int] = ()
+    """Ranks per machine; of several numbers, each start takes the next."""
 
 
 def verify(request: VerifyRequest) -> bool:
@@ -44,11 +48,18 @@ def verify(request: VerifyRequest) -> bool:
     Raises HarnessError if the configuration is wrong, or if a run fails without a kill.
     """
     config = loader.load(request.path, request.overrides)
-    world_size = config.launch.nnodes * config.launch.nproc
+    sizes = list(request.nproc) or [config.launch.nproc]
+    if len({*sizes}) > 1 and (config.parallel.logical_ranks or 0) < config.launch.nnodes * max(sizes):
+        raise ConfigError(
+            f"a run can resume exactly on another number of ranks only if parallel.logical_ranks is at least "
+            f"{config.launch.nnodes * max(sizes)}",
+            where="--nproc",
+            hint=f"add parallel.logical_ranks={config.launch.nnodes * max(sizes)}, or give one number",
+        )
     folder = _folder(request.folder)
     same = False
     try:
-        same = _verify(request, config, world_size, folder)
+        same = _verify(request, config, sizes, folder)
     finally:
         if same and request.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -66,11 +77,15 @@ def _folder(wanted: Path | None) -> Path:
     return wanted.resolve()
 
 
-def _verify(request: VerifyRequest, config: Config, world_size: int, folder: Path) -> bool:
-    ranks = f"{plural(world_size, 'rank')}"
+def _verify(request: VerifyRequest, config: Config, sizes: Sequence[int], folder: Path) -> bool:
+    """``sizes``: ranks per machine, of the uninterrupted run and then of the others in turn."""
+    nnodes = config.launch.nnodes
+    ranks = plural(nnodes * sizes[0], "rank")
+    if len(sizes) > 1:
+        ranks = f"{', '.join(str(nnodes * size) for size in sizes)} ranks in turn"
     _print(f"{request.path} on {ranks}, engine {config.launch.engine}: one uninterrupted run, then the same run killed "
          f"{plural(request.kills, 'time')} (seed {request.seed})")  # fmt: skip
-    length = starts.examine(request.path, request.overrides, world_size)
+    length = starts.examine(request.path, request.overrides, nnodes * sizes[0])
     changes = {} if request.full else starts.shortened(config, request.overrides, length, request.steps)
     for key, (was, now) in changes.items():
         _print(f"  changed for the test: {key} {was} -> {now}")
@@ -88,8 +103,8 @@ def _verify(request: VerifyRequest, config: Config, world_size: int, folder: Pat
     startup_s = max(0.0, first.wall_s - done.wall_s)  # including the exit
     _print(f"about {_minutes((request.kills + 1) * startup_s + 1.5 * done.wall_s)} remaining")
     chance = random.Random(request.seed)
-    kills = kill_plan.choose(done, request.kills, world_size, startup_s, is_url(config.output), chance)
-    num_kills = _killed(runs, kills, world_size)
+    kills = kill_plan.choose(done, request.kills, nnodes * max(sizes), startup_s, is_url(config.output), chance)
+    num_kills = _killed(runs, kills, [nnodes * size for size in sizes], nnodes)
     found = differences(runs.folder_of(UNINTERRUPTED), runs.folder_of(KILLED))
     if not found:
         if not num_kills:
@@ -100,18 +115,23 @@ def _verify(request: VerifyRequest, config: Config, world_size: int, folder: Pat
         )
         compared += ", predictions" if done.predicts else ""
         times = f"{plural(num_kills, 'time')}"
+        if len(sizes) > 1:
+            times += f" and continued on other numbers of ranks ({', '.join(map(str, sizes))})"
         _print(f"exact: killed {times}, the run equals the uninterrupted one bit for bit ({compared})")
         return True
     _report(runs, found, done)
     return False
 
 
-def _killed(runs: Starts, kills: list[Kill], world_size: int) -> int:
-    """Kill the run at each moment, then let it finish; return the number of kills that happened."""
-    happened = 0
+def _killed(runs: Starts, kills: list[Kill], world_sizes: Sequence[int], nnodes: int) -> int:
+    """Kill the run at each moment, then let it finish; return the number of kills that happened. ``world_sizes``: of
+    the uninterrupted run, and then of the starts in turn."""
+    happened, following = 0, itertools.cycle([*world_sizes[1:], world_sizes[0]])
     for number, kill in enumerate(kills, 1):
+        world_size = next(following)
+        kill = replace(kill, rank=kill.rank % world_size)
         mark = runs.folder / f"mark-{number}.json"
-        ended = runs.start(KILLED, ProbePlan(str(mark), kill))
+        ended = runs.start(KILLED, ProbePlan(str(mark), kill), f"launch.nproc={world_size // nnodes}")
         if not mark.exists():
             if ended.code:
                 raise starts.failed(KILLED, ended, runs.log)
@@ -120,8 +140,9 @@ def _killed(runs: Starts, kills: list[Kill], world_size: int) -> int:
         happened += 1
         content = json.loads(mark.read_text(encoding="utf-8"))
         newest = _newest(runs.folder_of(KILLED))
-        _print(f"kill {number} of {len(kills)}: {kill_plan.described(kill, content, world_size)}; {newest}")
-    last = runs.finish(KILLED)
+        on = f" (on {plural(world_size, 'rank')})" if len(world_sizes) > 1 else ""
+        _print(f"kill {number} of {len(kills)}: {kill_plan.described(kill, content, world_size)}{on}; {newest}")
+    last = runs.finish(KILLED, None, f"launch.nproc={next(following) // nnodes}")
     _print(f"finished after {plural(happened, 'kill')}, in {last.wall_s:.1f} s")
     return happened
 

@@ -22,7 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", metavar="NAME", help=f"{', '.join(plugins.names('engine'))} (default: launch.engine in the file)"
     )
-    parser.add_argument("--nproc", type=shared.positive(int), metavar="N", help="ranks per machine")
+    parser.add_argument(
+        "--nproc", type=_numbers, default=[], metavar="N[,N...]",
+        help="ranks per machine; several numbers, such as 1,2,4: another one for each start (parallel.logical_ranks)",
+    )  # fmt: skip
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--steps",
@@ -40,17 +43,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _numbers(text: str) -> list[int]:
+    """ "1,2,4" as numbers of ranks. Raises ArgumentTypeError."""
+    try:
+        return [int(shared.positive(int)(word)) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, or several such as 1,2,4") from None
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the result; return 0 if the killed run equals the uninterrupted one, else 1. Raises HarnessError if a run
     fails without a kill."""
     from harness.config import loader
 
-    launch = {"engine": arguments.engine, "nproc": arguments.nproc}
-    overrides = [*arguments.overrides, *(f"launch.{key}={value}" for key, value in launch.items() if value is not None)]
+    engine = [f"launch.engine={arguments.engine}"] if arguments.engine else []
+    overrides = [*arguments.overrides, *engine, *(f"launch.nproc={number}" for number in arguments.nproc[:1])]
     loader.load(arguments.config, overrides)  # errors come before the import of torch, which takes seconds
     from harness.tools.compare import verification
 
     request = verification.VerifyRequest(
-        arguments.config, overrides, arguments.kills, arguments.steps, arguments.full, arguments.seed, arguments.folder
-    )
+        arguments.config, overrides, arguments.kills, arguments.steps, arguments.full, arguments.seed, arguments.folder,
+        arguments.nproc,
+    )  # fmt: skip
     return EXIT_DONE if verification.verify(request) else EXIT_DIFFERENT
