@@ -149,7 +149,7 @@ def _parallel(config: Config) -> Iterator[Conflict]:
             "remove it (precision.opt_level then sets the dtypes), or use parallel.strategy=fsdp",
         )
     if config.parallel.logical_ranks is not None:
-        yield from _logical_ranks(config)
+        yield from logical_ranks(config)
     yield from _checkpoint(config, strategy.shards)
     if config.precision.backend == "apex" and config.needs_our_amp:
         yield Conflict(
@@ -166,8 +166,8 @@ def _parallel(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _logical_ranks(config: Config) -> Iterator[Conflict]:
-    """What would make results depend on the number of processes."""
+def logical_ranks(config: Config) -> Iterator[Conflict]:
+    """What would make results depend on the number of processes, whether or not ``parallel.logical_ranks`` is set."""
     key, remove = "parallel.logical_ranks", "or remove parallel.logical_ranks"
     parallel, mode = config.parallel, config.model.compile
     if parallel.strategy != "ddp":

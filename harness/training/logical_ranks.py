@@ -19,11 +19,32 @@ from torch import Tensor, nn
 
 from harness.apex.parallel.buckets import strides_in_buffer
 from harness.distributed.runtime import Runtime
-from harness.distributed.tree import TreeSum, block
-from harness.errors import TrainingError
+from harness.distributed.tree import Node, TreeSum, block, grow
+from harness.errors import TrainingError, plural
 from harness.training import rng
 
 _ALIGNMENT = 64  # bytes: kernels may take another path for other offsets
+
+
+def described(num: int, num_processes: int, gradient_bytes: int) -> str:
+    """What ``num`` logical ranks cost on ``num_processes``, in words."""
+    most = -(-num // num_processes)
+    sums = max(_most_sums(num, process, num_processes) for process in range(num_processes))
+    passes = f"{most} passes per step in each" if num % num_processes == 0 else f"up to {most} passes per step in each"
+    if num_processes == num:
+        passes = "one pass per step in each"
+    memory = f"{plural(sums, 'sum')} of the gradients, {gradient_bytes / 2**20:.1f} MiB each"
+    return f"on 1 to {num} processes; on {num_processes}: {passes}, {memory}"
+
+
+def _most_sums(num: int, process: int, num_processes: int) -> int:
+    """The largest number of sums that ``process`` keeps at a time."""
+    nodes: list[Node] = []
+    most = 0
+    for leaf in block(num, process, num_processes):
+        most = max(most, len(nodes) + 1)
+        grow(nodes, Node(0, leaf, None), num, lambda left, right: None)
+    return most
 
 
 class LogicalRanks:

@@ -41,6 +41,25 @@ def test_facts(folder):
     assert not (folder / "runs").exists()  # nothing was started
 
 
+@pytest.mark.parametrize(
+    ("overrides", "world", "expected"),
+    [
+        ((), 2, "on 2 processes only; parallel.logical_ranks=2: on any number up to that"),
+        (("parallel.strategy=fsdp",), 2, "on 2 processes only: the sums of fsdp have no fixed order"),
+        (
+            ("parallel.logical_ranks=4", "batch.global=4"),
+            1,
+            "on 1 to 4 processes; on 1: 4 passes per step in each, 3 sums of the gradients, 0.0 MiB each",
+        ),
+        (("parallel.logical_ranks=4", "batch.global=4"), 4, "one pass per step in each, 1 sum of the gradients"),
+    ],
+)
+def test_what_the_same_bits_cost(folder, overrides, world, expected):
+    facts, problems = examine(folder, *overrides, world=world)
+    assert problems == []
+    assert expected in facts["same bits"]
+
+
 def test_an_output_that_does_not_answer(folder, monkeypatch):
     url = f"output=file://{folder}/runs"
     assert examine(folder, url)[1] == []

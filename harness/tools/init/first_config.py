@@ -185,6 +185,8 @@ def _task(train: Annotations, evaluation: Annotations) -> Iterator[str]:
     yield "optimizer: {name: adamw, lr: 0.001, weight_decay: 0.01}  # lr is the first setting to tune"
     yield "schedule: {name: cosine, warmup_epochs: 1}"
     yield f"train: {{epochs: {10 if train.num_rows > 5000 else 20}}}"
+    yield "# For the same bits on 1 to 4 processes (docs/same_bits.md), also add deterministic: true to train:"
+    yield "# parallel: {logical_ranks: 4, delay_allreduce: true}"
 
 
 def _images(train: Annotations, files: str, path_column: str, why_path: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.config import loader
+from harness.config import constraints, loader
 from harness.config.schema import Config
 from harness.data.batch import Batch, Dataset
 from harness.data.loader_workers import require_shared_memory
@@ -21,7 +21,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import HarnessError, TrainingError, first_line, plural, readable
 from harness.runs import remote
 from harness.trackers import metrics_log
-from harness.training import build, determinism, memory
+from harness.training import build, determinism, logical_ranks, memory
 from harness.training.determinism import Audit, OutOfTime
 from harness.training.evaluation import evaluate
 from harness.training.evaluation.metrics import Sums
@@ -93,6 +93,8 @@ def examine(
         facts |= build.describe(config, task, size, config.parallel.num_ranks(world_size), device, chosen.backend)
         if warning := build.too_few_rows(size, len(task.train)):
             facts["warning"] = warning
+        if model is not None:
+            facts["same bits"] = _same_bits(config, model, world_size)
         facts["preset"] = f"{facts['preset']}; choose another with extends: preset:NAME"
         if isinstance(task, SupportsSample) and model is not None and (sampled := attempt(task.sample, limit_s)):
             facts["files"] = sampled
@@ -232,6 +234,17 @@ def _memory(run: Candidate, world_size: int) -> str:
     share = (0.5 if level == "O3" else 1.0) / (world_size if find(run.config.parallel).shards else 1)
     shown = ", ".join(f"{name} {memory.shown(share * size)}" for name, size in parts.items() if size)
     return f"{shown} per rank; activations and temporary tensors come on top"
+
+
+def _same_bits(config: Config, model: nn.Module, world_size: int) -> str:
+    """The numbers of processes on which the run has the same bits, and what that costs, or what stands against it."""
+    if num := config.parallel.logical_ranks:
+        size = sum(param.nbytes for param in model.parameters() if param.requires_grad)
+        return logical_ranks.described(num, min(world_size, num), size)
+    here = f"on {plural(world_size, 'process')} only"
+    if obstacle := next(constraints.logical_ranks(config), None):
+        return f"{here}: {obstacle.message}"
+    return f"{here}; parallel.logical_ranks={max(world_size, 2)}: on any number up to that"
 
 
 def _reach(config: Config) -> None:

@@ -36,6 +36,25 @@ def verify_resume(config: Path, *words: str) -> tuple[int, str]:
     return code, terminal.read_text()
 
 
+def test_other_numbers_of_ranks_need_logical_ranks(tmp_path):
+    config = write_config(tmp_path, write_images(tmp_path / "data"))
+    code, out = verify_resume(config, "--nproc", "1,3", "parallel.logical_ranks=2", "batch.global=12")
+    assert code == 2
+    assert "parallel.logical_ranks=3" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_resumes_on_other_numbers_of_ranks_are_exact(tmp_path):
+    config = write_config(tmp_path, write_images(tmp_path / "data"), parallel={"logical_ranks": 2})
+    code, out = verify_resume(config, "--nproc", "2,1", "--kills", "2")
+    assert code == 0, out
+    assert [line.partition("(on ")[2].partition(")")[0] for line in out.splitlines() if line.startswith("kill ")] == [
+        "1 rank",
+        "2 ranks",
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_sound_configuration_is_exact(tmp_path):
