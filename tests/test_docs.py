@@ -520,9 +520,16 @@ def check_strategies(folder: Path, output: dict[str, str], names: dict[str, Any]
     assert (folder / "strategies.html").stat().st_size > 1e6
 
 
+def shortened_same_bits(words: list[str]) -> Sequence[str]:
+    few = ["--kills", "1", "--steps", "4"] if "verify-resume" in words else []
+    return [*few, *training("train.epochs=1", "data.num_workers=0")(words)]
+
+
 def check_same_bits(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
-    (text,) = [text for line, text in output.items() if line.startswith("harness compare")]
-    assert "Bitwise equal: checkpoints, weights, log" in text
+    texts = {line.split()[1]: text for line, text in output.items() if line.startswith("harness ")}
+    assert "Bitwise equal: checkpoints, weights, log" in texts["compare"]
+    assert "on 1 to 4 processes; on 2: 2 passes per step in each" in texts["check"]
+    assert "exact: killed 1 time and continued on other numbers of ranks (1, 2, 4)" in texts["verify-resume"]
 
 
 def for_sweeps(folder: Path) -> None:
@@ -578,7 +585,9 @@ ATTEMPTS = {
     "predict": Attempt(for_predict, check=check_predict),
     "python_api": Attempt(for_python_api),
     "reports": Attempt(for_reports, check=check_reports, marks=FAST),
-    "same_bits": Attempt(more=training("train.epochs=1", "data.num_workers=0"), check=check_same_bits),
+    "same_bits": Attempt(
+        more=shortened_same_bits, check=check_same_bits, marks=[pytest.mark.slow, pytest.mark.timeout(280)],
+    ),
     "schedules": Attempt(check=check_schedules),
     "strategies": Attempt(
         more=training("train.max_steps=2", "runtime.device=cpu", "data.num_workers=0"), check=check_strategies
