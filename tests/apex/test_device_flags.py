@@ -206,6 +206,18 @@ def test_written_scale_takes_effect():
         assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 64.0, "unskipped": 0}
 
 
+def test_counter_above_the_window_grows_the_scale_on_the_device_too():
+    """A checkpoint may have set it higher. The next loss is multiplied by the scale there."""
+    with counted_syncs():
+        run = Run("FusedSGD", CUDA)
+        for step in (1, 2):
+            run.step(step)
+        (own,) = amp._amp_state.loss_scalers
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 32.0, "unskipped": scaler.WINDOW + 4}})
+        run.step(3)
+        assert float(own.factor) == own.loss_scale() == 64.0
+
+
 def test_hooks_of_a_step_see_applied_steps_only():
     with counted_syncs():
         run, calls = Run("FusedAdam", CUDA), []
