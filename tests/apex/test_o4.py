@@ -115,13 +115,11 @@ def autocast():
         torch.clear_autocast_cache()
 
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated"),
-    pytest.mark.skipif(
-        tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15),
-        reason="the lists are those of torch 2.15; an older torch casts other operations, or aborts without a GPU",
-    ),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
+torch_of_the_lists = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15),
+    reason="the lists are those of torch 2.15; an older torch casts other operations, or aborts without a GPU",
+)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +128,7 @@ def expected():
         return {case: dtypes_of(op, case[1]) for case, op in CASES.items()}
 
 
+@torch_of_the_lists
 @pytest.mark.contract("8")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_dtypes_are_those_of_autocast_for_cuda(expected, device):
@@ -145,6 +144,7 @@ def test_dtypes_are_those_of_autocast_for_cuda(expected, device):
     assert all(found[case] == [FLOAT] for case in differ)
 
 
+@torch_of_the_lists
 @pytest.mark.contract("8")
 def test_lists_hold_every_operation_that_autocast_casts_on_cuda():
     """Of the installed torch; those of cuDNN and of fused kernels exist on CUDA only."""

@@ -194,6 +194,14 @@ def _accumulated() -> None:
                     syncs
                 )
             found = [p.grad.cpu() for p in model.parameters()]
+            net = DistributedDataParallel(
+                Numbers().to(device), delay_allreduce=True
+            )  # without amp, nothing is set aside
+            with net.no_sync():
+                net([1.0] * 3).backward()
+            syncs.clear()
+            net([1.0] * 3).backward()
+            assert not [sync for sync in syncs if "parallel/distributed" in sync.line or "buckets" in sync.line], syncs
         expected = expected or found
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert all((a == 6.0).all() for a in found), "twice the average of 1 and 2, accumulated twice"

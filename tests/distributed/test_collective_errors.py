@@ -20,6 +20,9 @@ recent call first):
 frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x57 (0x7efd2a176d87 in /torch/lib/libc10.so)"""
 WATCHDOG = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=10, OpType=BROADCAST, Timeout(ms)=1800000) "
 UNIQUE_ID = "is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', "
+LAUNCH = (
+    "unhandled cuda error, NCCL version 2.27.5\nLast error:\nCuda failure 702 'the launch timed out and was terminated'"
+)
 
 # {thread in which it was reported: message, fault, part of the text, part of the hint}
 RECORDED = {
@@ -116,6 +119,7 @@ def test_recorded_error(thread):
         (RuntimeError("[/gloo/unbound_buffer.cc:78] Application timeout caused pair closure"), Fault.TIMEOUT),
         (dist.DistNetworkError("Connection reset by peer"), Fault.PEER_LOST),
         (dist.DistBackendError(f"{NCCL}NCCLUtils.hpp:77, internal error, NCCL version 2.27.5"), Fault.OWN),
+        (dist.DistBackendError(f"{NCCL}NCCLUtils.hpp:77, {LAUNCH}"), Fault.OWN),  # no other rank was waited for
         (dist.DistError("something else"), None),
         (RuntimeError("NCCL is mentioned, and it timed out, in an error of another kind"), None),
         (torch.OutOfMemoryError("CUDA out of memory"), None),
