@@ -119,6 +119,7 @@ def test_recorded_error(thread):
         (RuntimeError("[/gloo/unbound_buffer.cc:78] Application timeout caused pair closure"), Fault.TIMEOUT),
         (dist.DistNetworkError("Connection reset by peer"), Fault.PEER_LOST),
         (dist.DistBackendError(f"{NCCL}NCCLUtils.hpp:77, internal error, NCCL version 2.27.5"), Fault.OWN),
+        (dist.DistBackendError(f"{NCCL}NCCLUtils.hpp:77, invalid usage, NCCL version 2.27.5\n{USAGE}"), Fault.OWN),
         (dist.DistBackendError(f"{NCCL}NCCLUtils.hpp:77, {LAUNCH}"), Fault.OWN),  # no other rank was waited for
         (dist.DistError("something else"), None),
         (RuntimeError("NCCL is mentioned, and it timed out, in an error of another kind"), None),

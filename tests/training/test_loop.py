@@ -74,7 +74,7 @@ def start(tmp_path):
     def start(name: str, *overrides: str, optimizer: str = "sgd") -> Run:
         tree = settings(
             tmp_path, name=name, model={"name": "tests.training.test_loop.Overflows"},
-            train={"epochs": 3, "log_every": 2, "deterministic": False, "ema_decay": 0.9, "clip_norm": 1.0},
+            train={"epochs": 3, "log_every": 4, "deterministic": False, "ema_decay": 0.9, "clip_norm": 1.0},
             optimizer={"lr": 0.05, **OPTIMIZERS[optimizer]}, schedule={"name": "cosine", "warmup_epochs": 0.5},
             precision={"opt_level": "O1"}, checkpoint={"every_steps": 3},
         )  # fmt: skip
@@ -117,15 +117,17 @@ def _at_once(run: Run) -> None:
     run.log_train()
 
 
-def test_run_that_is_killed_with_an_open_decision_resumes_exactly(start):
+@pytest.mark.parametrize(("number", "saved"), [(5, 3), (7, 6)], ids=["within an epoch", "after an epoch"])
+def test_run_that_is_killed_with_an_open_decision_resumes_exactly(start, number, saved):
+    """The decision about the step before a checkpoint is open until then, too."""
     whole = finished(start("whole"))
     first, step = start("broken"), loop.step
-    killed = mock.patch.object(loop, "step", lambda run, *rest, **more: _killed_after(7, step, run, *rest, **more))
+    killed = mock.patch.object(loop, "step", lambda run, *rest, **more: _killed_after(number, step, run, *rest, **more))
     with killed, pytest.raises(InterruptedError):
         loop.train(first)
     assert first.last is not None
     resumed = start("broken")
-    assert resumed.state.step == 6
+    assert resumed.state.step == saved
     assert_same(finished(resumed), whole)
 
 
