@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from harness.apex import amp
+from harness.apex.parallel import DistributedDataParallel
 from harness.config.schema import LarcSection, ParallelSection, PrecisionSection
 from harness.errors import ConfigError
 from harness.training.optimizer.precision import choose
@@ -93,6 +94,7 @@ def _idle_rank():
     model = parallel.prepare(network())
     parallel.wrap(model)
     assert len(parallel.sync_norms) == 1
+    assert isinstance(parallel.model, DistributedDataParallel)  # torch's rebuilds its buckets after the first step
     inputs = torch.randn(4, 3) if rank == 0 else torch.full((2, 3), 7.0)
     weight = 2.0 if rank == 0 else 0.0  # the world size, as all rows are on one rank
     with parallel.sync_gradients(True, counts=rank == 0):
