@@ -86,16 +86,10 @@ def checkpoint_stall(num_saves: int) -> str:
           f"{statistics.median(row[3]):.2f}" if row[3] else "-"] for row, later in zip(rows, usual, strict=True)],
     )  # fmt: skip
     share = usual[1] / usual[0]
+    measured = "stall of later saves with async_save, relative to synchronous ones"
+    reached = "yes" if share <= 0.05 else "no"
     goal = machine.table(
-        ["measured", "found", "goal", "reached"],
-        [
-            [
-                "stall of later saves with async_save, relative to synchronous ones",
-                f"{share:.3f}",
-                "at most 0.05",
-                "yes" if share <= 0.05 else "no",
-            ]
-        ],
+        ["measured", "found", "goal", "reached"], [[measured, f"{share:.3f}", "at most 0.05", reached]]
     )
     return (
         f"## The stall of a checkpoint\n\n{count / 1e6:.0f} million parameters with AdamW, a checkpoint of "

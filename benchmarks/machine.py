@@ -16,21 +16,11 @@ def describe() -> str:
     """Processor, cores, memory, versions; no host name."""
     import torch  # late: it would count as memory of the processes that benchmarks.open_shard measures
 
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
+    known = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.split(":", 1)[1].strip() for line in known if line.startswith("model name"))  # x86 only
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    parts = [
-        cpu,
-        f"{os.cpu_count()} cores",
-        f"{memory:.0f} GiB",
-        f"Python {platform.python_version()}",
-        f"torch {torch.__version__}",
-    ]
+    parts = [next(names, platform.machine()), f"{os.cpu_count()} cores", f"{memory:.0f} GiB"]
+    parts += [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     if torch.cuda.is_available():
         parts.insert(0, torch.cuda.get_device_name())
     return ", ".join(parts)

@@ -40,13 +40,9 @@ def run(folder: Path, data: Path, kill: tuple[int, int] | None = None) -> int:
     files = (f"task.train_csv={data}/train.csv", f"task.eval_csv={data}/eval.csv")
     command = [sys.executable, "driver.py", "-c", "configs/digits.yaml", *own, *files, *SETTINGS]
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environ = {**os.environ, **common, "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **common, "RANK": number, "LOCAL_RANK": number, "OMP_NUM_THREADS": "1"},
-        )
-        for number in ("0", "1")
+        subprocess.Popen(command, cwd=ROOT, env={**environ, "RANK": number, "LOCAL_RANK": number}) for number in "01"
     ]
     try:
         if kill:
@@ -116,12 +112,8 @@ def draw_run(record: list[dict], killed: list[dict], kills: list[tuple[int, int]
     axes.plot(steps, losses, color=QUIET, linewidth=6, alpha=0.45, label="unbroken", solid_capstyle="round")
     for number, (first, last) in enumerate(zip(edges, edges[1:], strict=False)):
         part = [(step, loss) for step, loss in zip(steps, again, strict=True) if first - 3 <= step <= last]
-        axes.plot(
-            *zip(*part, strict=True),
-            color=BLUE,
-            linewidth=1.6,
-            label="killed and resumed" if not number else None,
-        )
+        label = None if number else "killed and resumed"
+        axes.plot(*zip(*part, strict=True), color=BLUE, linewidth=1.6, label=label)
     for rank, step in kills:
         axes.axvline(step, color=RED, linewidth=1, linestyle=(0, (4, 3)))
         axes.annotate(
@@ -139,15 +131,8 @@ def draw_run(record: list[dict], killed: list[dict], kills: list[tuple[int, int]
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("training loss, 2 processes, O1")
     accuracy = axes.twinx()
-    evaluations = [line for line in record if line["split"] == "eval"]
-    accuracy.plot(
-        [e["step"] for e in evaluations],
-        [e["top1"] for e in evaluations],
-        "o-",
-        color="#2d9d62",
-        markersize=4,
-        linewidth=1,
-    )
+    reached = [(line["step"], line["top1"]) for line in record if line["split"] == "eval"]
+    accuracy.plot(*zip(*reached, strict=True), "o-", color="#2d9d62", markersize=4, linewidth=1)
     accuracy.set_ylabel("validation accuracy", color="#2d9d62")
     accuracy.set_ylim(0, 1.02)
     for side in (axes, accuracy):

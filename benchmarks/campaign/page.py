@@ -24,7 +24,7 @@ environment."""
 
 def text(results: Sequence[dict[str, Any]], seed: int, commit: str, date: str, wall_s: float) -> str:
     """The page as Markdown, without its title and machine."""
-    total = _line(results, [kill for result in results for kill in result["kills"]])
+    total = _line([(result, result["kills"]) for result in results])
     parts = [
         f"Seed {seed}, commit {commit}, {date}; {wall_s / 60:.0f} minutes.",
         machine.table(_HEADER, [total]),
@@ -36,39 +36,27 @@ def text(results: Sequence[dict[str, Any]], seed: int, commit: str, date: str, w
     return "\n\n".join(parts)
 
 
-def _line(results: Iterable[dict[str, Any]], kills: Sequence[dict[str, Any]]) -> list[str]:
-    chains = list(results)
+def _line(found: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> list[str]:
+    """The cells of some (chain, kills of it)."""
+    chains = {chain["name"]: chain for chain, _ in found}.values()
+    ends = [kill["end_s"] for _, kills in found for kill in kills]
     counts = [sum(any(p["kind"] == kind for p in chain["problems"]) for chain in chains) for kind in _KINDS]
-    slowest = max((kill["end_s"] for kill in kills), default=0.0)
-    return [str(len(chains)), str(len(kills)), *map(str, counts), f"{slowest:.1f}"]
+    return [str(len(chains)), str(len(ends)), *map(str, counts), f"{max(ends, default=0.0):.1f}"]
 
 
 def _dimensions(results: Sequence[dict[str, Any]]) -> Iterable[tuple[str, list[list[str]]]]:
     """(dimension, its rows). A chain counts in each row that one of its kills, or one of its options, belongs to."""
-    for name in results[0]["traits"] if results else ():
-        groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for result in results:
-            for value in result["traits"][name].split(",") if name == "option" else [result["traits"][name]]:
-                groups[value].append(result)
-        yield (
-            name,
-            [
-                [value, *_line(chains, [kill for chain in chains for kill in chain["kills"]])]
-                for value, chains in sorted(groups.items())
-            ],
-        )
-    for name in _OF_KILLS:
-        kills: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = defaultdict(list)
-        for result in results:
-            for kill in result["kills"]:
-                kills[str(kill[name])].append((result, kill))
-        yield (
-            name,
-            [
-                [value, *_line({id(chain): chain for chain, _ in pairs}.values(), [kill for _, kill in pairs])]
-                for value, pairs in sorted(kills.items())
-            ],
-        )
+    found: dict[tuple[str, str], dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    for result in results:
+        for name, value in result["traits"].items():
+            for each in value.split(",") if name == "option" else [value]:
+                found["chain", name][each].append((result, result["kills"]))
+    for result in results:
+        for kill in result["kills"]:
+            for name in _OF_KILLS:
+                found["kill", name][str(kill[name])].append((result, [kill]))
+    for (_, name), groups in found.items():
+        yield name, [[value, *_line(groups[value])] for value in sorted(groups)]
 
 
 def _failures(results: Iterable[dict[str, Any]]) -> str:
