@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
@@ -295,31 +294,6 @@ def test_disk_without_a_free_byte_leaves_the_checkpoint_intact(tmp_path, data):
         ended = train(config, 2)
         assert ended.codes == [0, 0]
         assert "resumed from" in ended.terminal
-
-
-def _train_on_a_full_disk(arguments: list[str], terminal: str) -> None:
-    import torch
-
-    save = torch.save
-
-    def full(content, file):
-        if content["state"]["step"] > 8:
-            file.write(b"half a checkpoint")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(content, file)
-
-    torch.save = full
-    drive_in_terminal(arguments, terminal)
-
-
-def test_simulated_full_disk_keeps_the_previous_checkpoint(tmp_path, data):
-    """The same on machines where no file system can be mounted."""
-    config, terminal = write_config(tmp_path, data), tmp_path / "terminal.txt"
-    codes = wait_for([start(_train_on_a_full_disk, (["-c", str(config)], str(terminal)))], END_S)
-    ended = Ended(codes, terminal.read_text(), tmp_path / "runs" / "run", 0)
-    assert_reported_once(ended, EXIT_FAILURE, "the checkpoint of step 16 could not be written: No space left on device")
-    assert [path.name for path in (ended.folder / "checkpoints").glob("step-*")] == ["step-8"]
-    assert (ended.folder / "checkpoints" / "latest").read_text() == "step-8\n"
 
 
 # A damaged run folder
