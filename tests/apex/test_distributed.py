@@ -144,6 +144,8 @@ def _dtypes() -> None:
             net([1.0 + rank] * 3).backward()
             assert gradients(net) == [[1.5]] * 3
             assert [p.grad.dtype for p in net.parameters()] == list(kinds)
+            sent = {flat.dtype for flat in net.allreduce_buffers}
+            assert sent == ({torch.float32, torch.float64} if fp32 else set(kinds))
 
 
 def _unused() -> None:

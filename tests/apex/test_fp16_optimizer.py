@@ -295,11 +295,13 @@ def test_amp_refuses_it():
 def test_weights_loaded_late_are_kept():
     """In Apex the first step restored the weights from before."""
     model, optimizer = build(lambda params: torch.optim.SGD(params, lr=0.0))
-    loaded = {name: value + 1 for name, value in model.state_dict().items()}
-    model.load_state_dict(loaded)
-    assert torch.equal(optimizer.state_dict()["fp32_from_fp16"][0][0], loaded["0.weight"].float())
-    train(model, optimizer, [0])
-    assert torch.equal(model[0].weight, loaded["0.weight"])
+    for use in ("state_dict", "step"):
+        loaded = {name: value + 1 for name, value in model.state_dict().items()}
+        model.load_state_dict(loaded)
+        if use == "state_dict":
+            assert torch.equal(optimizer.state_dict()["fp32_from_fp16"][0][0], loaded["0.weight"].float())
+        train(model, optimizer, [0])
+        assert torch.equal(model[0].weight, loaded["0.weight"])
 
 
 def test_schedulers_and_step_hooks_work():

@@ -27,6 +27,10 @@ PROPERTIES = {
 }
 
 
+LINEAR = nn.Linear(1, 1)
+SGD = torch.optim.SGD(LINEAR.parameters(), lr=0.1)
+
+
 def pair():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -49,40 +53,53 @@ def test_each_level_has_its_properties(level):
     assert amp._amp_state.opt_properties.opt_level == "O1", "the default"
 
 
-@pytest.mark.contract("1.2.order")
-@pytest.mark.parametrize("level", [None, "o1", "O6", "O", 1, ""])
-def test_unknown_level_is_refused(level):
-    with pytest.raises(RuntimeError, match="Unexpected optimization level"):
-        start(level)
+# (error, a part of its message, arguments of initialize)
+REFUSED = [
+    *[(RuntimeError, "Unexpected optimization level", {"opt_level": level}) for level in (None, "o1", "O6", 1, "")],
+    (RuntimeError, "cast_model_type", {"opt_level": "O1", "cast_model_type": HALF}),
+    (RuntimeError, "cast_model_type", {"opt_level": "O4", "cast_model_type": BFLOAT}),
+    (RuntimeError, "keep_batchnorm", {"opt_level": "O1", "keep_batchnorm_fp32": True}),
+    (RuntimeError, "keep_batchnorm", {"opt_level": "O1", "keep_batchnorm_fp32": "None"}),
+    (RuntimeError, "master_weights", {"opt_level": "O1", "master_weights": True}),
+    (RuntimeError, "master_weights", {"opt_level": "O1", "master_weights": False}),
+    (RuntimeError, "patch_torch_functions", {"opt_level": "O0", "patch_torch_functions": True}),
+    (RuntimeError, "patch_torch_functions", {"opt_level": "O2", "patch_torch_functions": True}),
+    (RuntimeError, "functions_type", {"opt_level": "O1", "patch_torch_functions_type": BFLOAT}),
+    (AssertionError, "keep_batchnorm", {"opt_level": "O2", "keep_batchnorm_fp32": "yes"}),
+    (AssertionError, "keep_batchnorm", {"opt_level": "O3", "keep_batchnorm_fp32": 2}),
+    (ValueError, "loss_scale", {"opt_level": "O2", "loss_scale": "fast"}),
+    (ValueError, "loss_scale", {"opt_level": "O2", "loss_scale": 0}),
+    (ValueError, "loss_scale", {"opt_level": "O2", "loss_scale": float("inf")}),
+    (TypeError, "cast_model_type", {"opt_level": "O2", "cast_model_type": torch.int8}),
+    (ValueError, "loss_scale", {"opt_level": "O2", "min_loss_scale": 8.0, "max_loss_scale": 4.0}),
+    (ValueError, "num_losses", {"opt_level": "O2", "num_losses": 0}),
+    (TypeError, "Pass opt_level='O2'", {"enabled": "O2"}),
+    *[(TypeError, "models must be either", {"models": wrong}) for wrong in ((LINEAR,), "model", [1], None)],
+    *[(TypeError, "optimizers must be either", {"optimizers": wrong}) for wrong in ("sgd", (1,), [1], 3)],
+    (RuntimeError, "once", {"optimizers": [SGD, SGD], "opt_level": "O2"}),
+    (RuntimeError, "AFTER", {"models": nn.DataParallel(LINEAR), "opt_level": "O2"}),
+    (RuntimeError, "Found param weight", {"models": nn.Linear(1, 1).half(), "opt_level": "O2"}),
+]
 
 
-@pytest.mark.contract("1.2.overrides")
-@pytest.mark.parametrize(
-    ("level", "overrides", "error"),
-    [
-        ("O1", {"cast_model_type": HALF}, RuntimeError),
-        ("O4", {"cast_model_type": BFLOAT}, RuntimeError),
-        ("O1", {"keep_batchnorm_fp32": True}, RuntimeError),
-        ("O1", {"keep_batchnorm_fp32": "None"}, RuntimeError),
-        ("O1", {"master_weights": True}, RuntimeError),
-        ("O1", {"master_weights": False}, RuntimeError),
-        ("O0", {"patch_torch_functions": True}, RuntimeError),
-        ("O2", {"patch_torch_functions": True}, RuntimeError),
-        ("O1", {"patch_torch_functions_type": BFLOAT}, RuntimeError),
-        ("O2", {"keep_batchnorm_fp32": "yes"}, AssertionError),
-        ("O3", {"keep_batchnorm_fp32": 2}, AssertionError),
-        ("O2", {"loss_scale": "fast"}, ValueError),
-        ("O2", {"loss_scale": 0}, ValueError),
-        ("O2", {"loss_scale": float("inf")}, ValueError),
-        ("O2", {"cast_model_type": torch.int8}, TypeError),
-        ("O2", {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError),
-        ("O2", {"num_losses": 0}, ValueError),
-    ],
-)
-def test_overrides_a_level_does_not_allow_are_refused(level, overrides, error):
-    with pytest.raises(error) as caught:
-        start(level, **overrides)
-    assert str(caught.value), "an error without a message"
+@pytest.mark.contract("1.2.types", "1.2.order", "1.2.overrides", "1.2.fp32")
+@pytest.mark.parametrize(("error", "match", "arguments"), [*REFUSED, (ValueError, "convert", None)])
+def test_refused_call_leaves_an_active_o1_as_it_is(error, match, arguments, capsys):
+    model, optimizer = start("O1")
+    amp.register_half_function(torch, "sinh")
+    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
+    before = dict(vars(amp._amp_state))
+    with pytest.raises(error, match=match):
+        amp.initialize(**{"models": LINEAR, "optimizers": SGD, **arguments}) if arguments else amp.init(loss_scale="x")
+    assert LINEAR.weight.dtype is FLOAT
+    assert dict(vars(amp._amp_state)) == before
+    assert amp._amp_state.verbosity == 0
+    assert amp._amp_state.handle.is_active()
+    assert capsys.readouterr().out == ""
+    loss = model(torch.randn(8, 4))
+    assert loss.dtype is HALF
+    backward(loss.float().sum(), optimizer)
+    optimizer.step()
 
 
 @pytest.mark.contract("1.2.overrides")
@@ -149,77 +166,14 @@ def test_disabled_validates_nothing_and_does_nothing():
     amp.load_state_dict({})
 
 
-LINEAR = nn.Linear(1, 1)
-
-
-@pytest.mark.contract("1.2.types", "1.2.order")
-@pytest.mark.parametrize(
-    ("models", "optimizers", "match"),
-    [((LINEAR,), None, "models"), ("model", None, "models"), ([1], None, "models"), (None, None, "models")]
-    + [(LINEAR, wrong, "optimizers") for wrong in ("sgd", (1,), [1], 3)],
-    ids=str,
-)
-def test_wrong_types_are_refused(models, optimizers, match):
-    with pytest.raises(TypeError, match=f"{match} must be either"):
-        amp.initialize(models, optimizers, verbosity=0)
-
-
-@pytest.mark.contract("1.2.types")
-def test_level_in_the_position_of_enabled_is_refused():
-    with pytest.raises(TypeError, match="Pass opt_level='O2'"):
-        amp.initialize(*pair(), "O2")
-
-
-@pytest.mark.contract("1.2.fp32")
-def test_model_in_half_precision_is_refused():
+@pytest.mark.contract("1.2.again", "1.2.fp32")
+def test_optimizer_is_initialized_only_once_and_a_half_precision_model_on_demand():
     model, optimizer = pair()
-    with pytest.raises(RuntimeError, match="Found param 0.weight"):
-        amp.initialize(model.half(), optimizer, verbosity=0)
     amp._amp_state.allow_incoming_model_not_fp32 = True
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-
-
-@pytest.mark.contract("1.2.again")
-def test_optimizer_is_initialized_only_once():
-    model, optimizer = pair()
-    with pytest.raises(RuntimeError, match="once"):
-        amp.initialize(model, [optimizer, optimizer], opt_level="O2", verbosity=0)
-    assert model[0].weight.dtype is FLOAT, "a refused call changed the model"
-    amp.initialize(model, optimizer, verbosity=0)
+    amp.initialize(model.half(), optimizer, opt_level="O2", verbosity=0)
     for again in (optimizer, LARC(optimizer)):
         with pytest.raises(RuntimeError, match="once"):
             amp.initialize(model, again, verbosity=0)
-
-
-REFUSALS = {
-    "level": lambda model, optimizer: amp.initialize(model, optimizer, opt_level="o1"),
-    "override": lambda model, optimizer: amp.initialize(model, optimizer, opt_level="O2", loss_scale="fast"),
-    "wrapped model": lambda model, optimizer: amp.initialize(nn.DataParallel(model), optimizer, opt_level="O2"),
-    "models": lambda model, optimizer: amp.initialize((model,), optimizer, opt_level="O2"),
-    "optimizers": lambda model, optimizer: amp.initialize(model, [optimizer, optimizer], opt_level="O2"),
-    "losses": lambda model, optimizer: amp.initialize(model, optimizer, num_losses=0),
-    "minimum": lambda model, optimizer: amp.initialize(model, optimizer, min_loss_scale=8.0, max_loss_scale=4.0),
-    "init": lambda model, optimizer: amp.init(loss_scale="fast"),
-}
-
-
-@pytest.mark.contract("1.2.order")
-@pytest.mark.parametrize("refused", REFUSALS.values(), ids=REFUSALS)
-def test_refused_call_leaves_an_active_o1_as_it_is(refused, capsys):
-    model, optimizer = start("O1")
-    amp.register_half_function(torch, "sinh")
-    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
-    before = dict(vars(amp._amp_state))
-    with pytest.raises((RuntimeError, TypeError, ValueError)):
-        refused(*pair())
-    assert dict(vars(amp._amp_state)) == before
-    assert amp._amp_state.verbosity == 0
-    assert amp._amp_state.handle.is_active()
-    assert capsys.readouterr().out == ""
-    loss = model(torch.randn(8, 4))
-    assert loss.dtype is HALF
-    backward(loss.float().sum(), optimizer)
-    optimizer.step()
 
 
 @pytest.mark.contract("1.2.again")

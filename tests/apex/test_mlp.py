@@ -66,18 +66,12 @@ def test_names_and_shapes():
         "weight_0": (7, 5), "bias_0": (7,), "weight_1": (3, 7), "bias_1": (3,)
     }  # fmt: skip
     assert list(MLP([5, 7, 3], bias=False).state_dict()) == ["weight_0", "weight_1"]
-    assert repr(MLP([5, 3])) == "MLP(mlp_sizes=[5, 3], bias=True, activation=relu)"
-    assert repr(FusedDenseGeluDense(400, 900, 5)) == "FusedDenseGeluDense(400, 900, 5)"
 
 
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (
-            lambda: MLP([5, 3], activation="gelu"),
-            TypeError,
-            "'gelu' is unknown; choose one of 'none', 'relu', 'sigmoid'",
-        ),
+        (lambda: MLP([5, 3], activation="gelu"), TypeError, "choose one of 'none', 'relu', 'sigmoid'"),
         (lambda: MLP([5]), ValueError, "needs at least two sizes"),
         (lambda: FusedDenseGeluDense(2, 3, 4, bias=False), ValueError, r"nn\.GELU"),
         (lambda: mlp_function(True, 1, torch.ones(1, 2), torch.ones(2, 2)), ValueError, "given 1 parameter with"),

@@ -459,7 +459,7 @@ def test_outputs_are_left_alone_unless_asked():
 
 
 @pytest.mark.contract("1.8")
-def test_optimizer_steps_without_casts():
+def test_backward_pass_and_optimizer_step_run_without_casts():
     seen = []
 
     class Sgd(torch.optim.SGD):
@@ -470,9 +470,11 @@ def test_optimizer_steps_without_casts():
     model = nn.Linear(4, 4)
     optimizer = Sgd(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    backward(model(rand(2, 4)).float().mean(), optimizer)
+    with amp.scale_loss(model(rand(2, 4)).float().mean(), optimizer) as loss:
+        seen.append((rand(2, 2) @ rand(2, 2)).dtype)
+        loss.backward()
     optimizer.step()
-    assert seen == [torch.float32]
+    assert seen == [torch.float32] * 2
 
 
 @pytest.mark.contract("1.8")

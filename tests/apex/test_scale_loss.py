@@ -410,111 +410,65 @@ def test_added_param_group_trains_like_plain_sgd(level, accumulate, zero_before)
         torch.testing.assert_close(b.detach().float(), a.detach(), rtol=1e-3, atol=1e-3)
 
 
-def plain(model, optimizer, value=1.0):
-    model(torch.full((2,), float(value))).backward()
-
-
-def never_scaled(model, optimizer):
-    for _ in range(3):
-        optimizer.zero_grad()
-        plain(model, optimizer)
-        optimizer.step()
-
-
-def only_the_last_of_two_scaled(model, optimizer):
-    for _ in range(2):
-        optimizer.zero_grad()
-        plain(model, optimizer)
-        backward(model, optimizer, 1.0)
-        optimizer.step()
-
-
-def scaled_at_first(model, optimizer):
-    backward(model, optimizer, 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    plain(model, optimizer)
-    optimizer.step()
-
-
-@pytest.mark.contract("3.3")
-@pytest.mark.parametrize("trap", [never_scaled, only_the_last_of_two_scaled, scaled_at_first])
-def test_backward_outside_scale_loss_warns_once_at_the_script(trap):
-    model, optimizer = start("O2", scale=8.0)
-    torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    before = model.weight.tolist()
-    with pytest.warns(UserWarning, match="outside amp.scale_loss.*weights are not updated") as caught:
-        trap(model, optimizer)
-    (warning,) = [each for each in caught if "scale_loss" in str(each.message)]
-    assert "with amp.scale_loss(loss, optimizer) as scaled_loss:\n" in str(warning.message)
-    assert warning.filename == __file__
-    if trap is never_scaled:
-        assert model.weight.tolist() == before, "what the warning says"
-
-
-def accumulated(model, optimizer):
-    for _ in range(2):
-        optimizer.zero_grad()
-        for last in (False, True):
-            backward(model, optimizer, 1.0, delay_unscale=not last)
-        backward(model, optimizer, 1.0)
-        optimizer.step()
-
-
-def raising(model, optimizer):
-    optimizer.zero_grad()
+def failing_context(model, optimizer):
     with contextlib.suppress(KeyError), amp.scale_loss(model(torch.ones(2)), optimizer) as loss:
         loss.backward()
         raise KeyError
-    backward(model, optimizer, 1.0)
-    optimizer.step()
 
 
-def no_gradients(model, optimizer):
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.step()
-    backward(model, optimizer, 1.0)
-    optimizer.step()
-    optimizer.step()
-
-
-def zeroed_in_place(model, optimizer):
-    for clear in (optimizer.zero_grad, model.zero_grad) * 2:
-        clear(set_to_none=False)
-        backward(model, optimizer, 1.0)
-        optimizer.step()
-
-
-def own_gradients_of_masters(model, optimizer):
-    optimizer.zero_grad()
-    plain(model, optimizer)
+def write_gradients_of_masters(model, optimizer):
     for master in amp.master_params(optimizer):
         master.grad = torch.ones_like(master)
-    optimizer.step()
 
 
-def dry_run(model, optimizer):
-    plain(model, optimizer)
-    optimizer.zero_grad()
-    backward(model, optimizer, 1.0)
-    optimizer.step()
+ACTIONS = {
+    "plain": lambda model, optimizer: model(torch.ones(2)).backward(),
+    "scaled": lambda model, optimizer: backward(model, optimizer, 1.0),
+    "delayed": lambda model, optimizer: backward(model, optimizer, 1.0, delay_unscale=True),
+    "failing": failing_context,
+    "masters": write_gradients_of_masters,
+    "freeze": lambda model, optimizer: model.weight.requires_grad_(False),
+    "clear": lambda model, optimizer: optimizer.zero_grad(),
+    "zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "zero_model": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "step": lambda model, optimizer: optimizer.step(),
+}
+NEVER_SCALED = 3 * "clear plain step "
+LOST = [NEVER_SCALED, 2 * "clear plain scaled step ", "scaled step clear plain step"]
+CORRECT = [
+    2 * "clear delayed scaled scaled step ",
+    "clear failing scaled step",
+    "step clear step scaled step step",
+    2 * "zero scaled step zero_model scaled step ",
+    "clear plain masters step",
+    "plain clear scaled step",
+    "freeze clear plain step",
+]
 
 
-def frozen(model, optimizer):
-    model.weight.requires_grad_(False)
-    optimizer.zero_grad()
-    plain(model, optimizer)
-    optimizer.step()
-
-
-@pytest.mark.parametrize(
-    "script",
-    [accumulated, raising, no_gradients, zeroed_in_place, own_gradients_of_masters, dry_run, frozen],
-)
-def test_correct_scripts_get_no_warning(script, recwarn):
+def run_script(script):
     model, optimizer = start("O2", scale=8.0)
-    script(model, optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)  # which wraps step
+    for action in script.split():
+        ACTIONS[action](model, optimizer)
+    return model
+
+
+@pytest.mark.contract("3.3")
+@pytest.mark.parametrize("script", LOST)
+def test_backward_outside_scale_loss_warns_once_at_the_script(script):
+    with pytest.warns(UserWarning, match="outside amp.scale_loss.*weights are not updated") as caught:
+        model = run_script(script)
+    (warning,) = [each for each in caught if "scale_loss" in str(each.message)]
+    assert "with amp.scale_loss(loss, optimizer) as scaled_loss:\n" in str(warning.message)
+    assert warning.filename == __file__
+    if script is NEVER_SCALED:
+        assert model.weight.tolist() == [1.0, 2.0], "what the warning says"
+
+
+@pytest.mark.parametrize("script", CORRECT)
+def test_correct_scripts_get_no_warning(script, recwarn):
+    run_script(script)
     assert [str(each.message) for each in recwarn if "scale_loss" in str(each.message)] == []
 
 

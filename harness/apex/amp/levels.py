@@ -84,91 +84,60 @@ opt_levels = {level.__name__: level() for level in (O3, O2, O1, O0, O4, O5)}
 
 
 def apply_overrides(properties: Properties, overrides: dict[str, Any], refuse: Refuse) -> list[str]:
-    """Write every override that is not None into ``properties``, in the contract's order; return the names written.
+    """Write every override that is not None into ``properties``, in order; return the names written.
 
     ``refuse`` is called with a message for an override that the level does not allow. It raises, or warns under
     ``_amp_state.hard_override``.
     """
-    checks = {
-        "cast_model_type": _cast_model_type,
-        "patch_torch_functions": _patch_torch_functions,
-        "patch_torch_functions_type": _patch_torch_functions_type,
-        "keep_batchnorm_fp32": _keep_batchnorm_fp32,
-        "master_weights": _master_weights,
-        "loss_scale": _loss_scale,
-    }
-    written = []
-    for name, check in checks.items():
-        value = overrides.get(name)
-        if value is not None:
-            setattr(properties, name, check(properties, value, refuse))
-            written.append(name)
-    return written
+    given = {name: value for name, value in overrides.items() if value is not None}
+    for name, value in given.items():
+        reason = _why_not(properties, name, value)
+        if reason is not None:
+            refuse(f"{name}={value!r} was given with {properties.opt_level}, {reason}")
+        if not (name == "keep_batchnorm_fp32" and properties.casts_functions):
+            setattr(properties, name, _checked(name, value))
+    return list(given)
 
 
-def _cast_model_type(properties: Properties, value: Any, refuse: Refuse) -> Any:
-    if properties.casts_functions and value is not False and value is not torch.float32:
-        refuse(
-            f"cast_model_type={value} was given with {properties.opt_level}, which casts functions and leaves the "
-            "model in float32. Leave it out, or use opt_level O2, O3 or O5 to cast the model."
-        )
-    if value is not False and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise TypeError(
-            f"cast_model_type={value!r} is neither False nor a floating-point torch.dtype such as torch.float16."
-        )
-    return value
-
-
-def _patch_torch_functions(properties: Properties, value: Any, refuse: Refuse) -> Any:
-    if value and not properties.casts_functions:
-        refuse(
-            f"patch_torch_functions=True was given with {properties.opt_level}; only O1 and O4 cast functions. "
-            "Leave it out, or use opt_level O1 (float16) or O4 (bfloat16)."
-        )
-    return value
-
-
-def _patch_torch_functions_type(properties: Properties, value: Any, refuse: Refuse) -> Any:
+def _why_not(properties: Properties, name: str, value: Any) -> str | None:
+    """Why the level does not allow an override; None if it does."""
     expected = properties.patch_torch_functions_type
-    if value is not expected:
-        refuse(
-            f"patch_torch_functions_type={value} was given with {properties.opt_level}, which uses {expected}. "
-            "Leave it out, or use opt_level O1 for torch.float16 and O4 for torch.bfloat16."
-        )
+    if name == "patch_torch_functions_type" and value is not expected:
+        return f"which uses {expected}. Leave it out, or use opt_level O1 for torch.float16 and O4 for torch.bfloat16."
+    if not properties.casts_functions:
+        if name == "patch_torch_functions" and value:
+            return "and only O1 and O4 cast functions. Leave it out, or use opt_level O1 (float16) or O4 (bfloat16)."
+    elif name == "cast_model_type" and value is not False and value is not torch.float32:
+        return "which leaves the model in float32. Leave it out, or use opt_level O2, O3 or O5 to cast the model."
+    elif name == "keep_batchnorm_fp32":
+        return "where batch norm is always float32. Leave it out (None, not the string 'None')."
+    elif name == "master_weights":
+        return "whose weights are float32 and therefore their own masters. Leave it out."
+    return None
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value of an override in the form in which ``Properties`` has it; raises for one that no level allows."""
+    if name == "cast_model_type" and value is not False:
+        if not (isinstance(value, torch.dtype) and value.is_floating_point):
+            raise TypeError(
+                f"cast_model_type={value!r} is neither False nor a floating-point torch.dtype such as torch.float16."
+            )
+    elif name == "keep_batchnorm_fp32":
+        allowed: dict[Any, bool] = {True: True, False: False, "True": True, "False": False}
+        if not isinstance(value, bool | str) or value not in allowed:
+            raise AssertionError(
+                f"keep_batchnorm_fp32={value!r} is not allowed. Use True, False, 'True', 'False' or None."
+            )
+        return allowed[value]
+    elif name == "loss_scale" and value != "dynamic":
+        try:
+            scale = float(value)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"loss_scale={value!r} is neither 'dynamic' nor a number such as 128.0 or '128.0'."
+            ) from None
+        if not (scale > 0 and math.isfinite(scale)):
+            raise ValueError(f"loss_scale={value!r} must be a finite number above 0, or 'dynamic'.")
+        return scale
     return value
-
-
-def _keep_batchnorm_fp32(properties: Properties, value: Any, refuse: Refuse) -> bool | None:
-    if properties.casts_functions:
-        refuse(
-            f"keep_batchnorm_fp32={value!r} was given with {properties.opt_level}, where batch norm is always float32. "
-            "Leave it out (None, not the string 'None')."
-        )
-        return None
-    allowed: dict[Any, bool] = {True: True, False: False, "True": True, "False": False}
-    if not isinstance(value, bool | str) or value not in allowed:
-        raise AssertionError(
-            f"keep_batchnorm_fp32={value!r} is not allowed. Use True, False, the strings 'True' or 'False', or None."
-        )
-    return allowed[value]
-
-
-def _master_weights(properties: Properties, value: Any, refuse: Refuse) -> Any:
-    if properties.casts_functions:
-        refuse(
-            f"master_weights={value} was given with {properties.opt_level}, whose weights are float32 and "
-            "therefore their own masters. Leave it out."
-        )
-    return value
-
-
-def _loss_scale(properties: Properties, value: Any, refuse: Refuse) -> LossScale:
-    if value == "dynamic":
-        return "dynamic"
-    try:
-        scale = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"loss_scale={value!r} is neither 'dynamic' nor a number such as 128.0 or '128.0'.") from None
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"loss_scale={value!r} must be a finite number above 0, or 'dynamic'.")
-    return scale

@@ -95,7 +95,15 @@ def _apply(name: str) -> None:
         owner = _found(module, call.owner) if call.owner.partition(":")[0] == name else None
         if owner is not None and hasattr(owner, call.name):
             used = functools.partial(call_counter.count, call.label, call_counter.MODERNIZE)
-            patches.replace(owner, call.name, call.wrap(getattr(owner, call.name), used))
+            patches.replace(owner, call.name, _bridged(getattr(owner, call.name), call.bridge, used))
+
+
+def _bridged(original: Callable[..., Any], bridge: Callable[..., Any], used: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return bridge(original, used, *args, **kwargs)
+
+    return function
 
 
 def _add_names_to_module(module: ModuleType, rows: Sequence[Names]) -> None:
@@ -125,16 +133,14 @@ def _add_names_to_class(owner: type, row: Names) -> None:
             continue
         function = pkgutil.resolve_name(str(row.target(name)))
         label = f"{row.owner.replace(':', '.')}.{name}"
-        patches.set(owner, name, _counting(function, name, label))
+        used = functools.partial(call_counter.count, label, call_counter.MODERNIZE)
+        patches.set(owner, name, _bridged(function, _called, used))
 
 
-def _counting(function: Callable[..., Any], name: str, label: str) -> Callable[..., Any]:
-    def method(*args: Any, **kwargs: Any) -> Any:
-        call_counter.count(label, call_counter.MODERNIZE)
-        return function(*args, **kwargs)
-
-    method.__name__ = name
-    return method
+def _called(original: Callable[..., Any], used: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+    """The bridge to a method that the class has lost."""
+    used()
+    return original(*args, **kwargs)
 
 
 def _found(module: ModuleType, owner: str) -> Any:

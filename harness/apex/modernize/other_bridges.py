@@ -1,11 +1,10 @@
 """What Python, numpy, PyYAML, Pillow, scipy.misc, matplotlib, librosa and transformers had or accepted.
 
-A function with ``original`` and ``used`` makes the replacement of ``original``; see ``table.Call``.
+A function with ``original`` and ``used`` is called in place of ``original``; see ``table.Call``.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
@@ -32,46 +31,31 @@ def getargspec(function: Any) -> ArgSpec:
     return ArgSpec(*spec[:4])
 
 
-def json_loads(original: Any, used: Used) -> Any:
+def json_loads(original: Any, used: Used, s: Any, **kwargs: Any) -> Any:
     """``json.loads`` and ``json.load``, which calls it: ``encoding`` had no effect in Python 3."""
-
-    @functools.wraps(original)
-    def loads(s: Any, **kwargs: Any) -> Any:
-        if kwargs.pop("encoding", loads) is not loads:
-            used()
-        return original(s, **kwargs)
-
-    return loads
+    if kwargs.pop("encoding", json_loads) is not json_loads:
+        used()
+    return original(s, **kwargs)
 
 
-def yaml_load(original: Any, used: Used) -> Any:
+def yaml_load(original: Any, used: Used, stream: Any, *args: Any, **kwargs: Any) -> Any:
     """``yaml.load`` and ``load_all`` without a loader: PyYAML 5.1 to 5.4 took FullLoader, which runs no code."""
-
-    @functools.wraps(original)
-    def load(stream: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and "Loader" not in kwargs:
-            used()
-            kwargs["Loader"] = original.__globals__["FullLoader"]
-        return original(stream, *args, **kwargs)
-
-    return load
+    if not args and "Loader" not in kwargs:
+        used()
+        kwargs["Loader"] = original.__globals__["FullLoader"]
+    return original(stream, *args, **kwargs)
 
 
-def strict_version(original: Any, used: Used) -> Any:
+def strict_version(original: Any, used: Used, self: Any, vstring: str) -> None:
     """``StrictVersion``, of versions such as torch's 2.10.0+cu130, which it refuses: only the part that it knows."""
-
-    @functools.wraps(original)
-    def parse(self: Any, vstring: str) -> None:
-        known = re.match(r"\d+\.\d+(\.\d+)?([ab]\d+)?", vstring)
-        try:
-            original(self, vstring)
-        except ValueError:
-            if known is None:
-                raise
-            original(self, known[0])
-            used()
-
-    return parse
+    known = re.match(r"\d+\.\d+(\.\d+)?([ab]\d+)?", vstring)
+    try:
+        original(self, vstring)
+    except ValueError:
+        if known is None:
+            raise
+        original(self, known[0])
+        used()
 
 
 # numpy
@@ -91,66 +75,51 @@ def in1d(ar1: Any, ar2: Any, assume_unique: bool = False, invert: bool = False, 
     return np.isin(np.asarray(ar1).ravel(), ar2, assume_unique=assume_unique, invert=invert, **kwargs)
 
 
-def numpy_array(original: Any, used: Used) -> Any:
+def numpy_array(original: Any, used: Used, *args: Any, **kwargs: Any) -> Any:
     """``np.array`` and its kin: unequal rows make an array of objects, and ``copy=False`` copies if necessary.
 
     Only for the script's own files: installed libraries may rely on today's errors.
     """
-
-    @functools.wraps(original)
-    def array(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except ValueError as error:
-            reason = str(error)
-            if "inhomogeneous shape" in reason and len(args) < 2 and kwargs.get("dtype") is None:
-                instead: dict[str, Any] = {"dtype": object}
-            elif "Unable to avoid copy" in reason and kwargs.get("copy") is False:
-                instead = {"copy": None}
-            else:
-                raise
-            if not _is_called_by_script():
-                raise
-        used()
-        return original(*args, **{**kwargs, **instead})
-
-    return array
+    try:
+        return original(*args, **kwargs)
+    except ValueError as error:
+        reason = str(error)
+        if "inhomogeneous shape" in reason and len(args) < 2 and kwargs.get("dtype") is None:
+            instead: dict[str, Any] = {"dtype": object}
+        elif "Unable to avoid copy" in reason and kwargs.get("copy") is False:
+            instead = {"copy": None}
+        else:
+            raise
+        if not _is_called_by_script():
+            raise
+    used()
+    return original(*args, **{**kwargs, **instead})
 
 
-def numpy_fromstring(original: Any, used: Used) -> Any:
+def numpy_fromstring(original: Any, used: Used, string: Any, dtype: Any = float, count: int = -1, **kwargs: Any) -> Any:
     """``np.fromstring`` of bytes without ``sep``: a copy of the memory."""
+    try:
+        return original(string, dtype, count, **kwargs)
+    except ValueError as error:
+        if "binary mode of fromstring" not in str(error) or isinstance(string, str):
+            raise
+    import numpy as np
 
-    @functools.wraps(original)
-    def fromstring(string: Any, dtype: Any = float, count: int = -1, **kwargs: Any) -> Any:
-        try:
-            return original(string, dtype, count, **kwargs)
-        except ValueError as error:
-            if "binary mode of fromstring" not in str(error) or isinstance(string, str):
-                raise
-        import numpy as np
-
-        used()
-        return np.frombuffer(string, dtype, count).copy()
-
-    return fromstring
+    used()
+    return np.frombuffer(string, dtype, count).copy()
 
 
-def numpy_linspace(original: Any, used: Used) -> Any:
+def numpy_linspace(original: Any, used: Used, start: Any, stop: Any, num: Any = 50, *args: Any, **kwargs: Any) -> Any:
     """``np.linspace`` with a number of points that is a float: it is cut off."""
-
-    @functools.wraps(original)
-    def linspace(start: Any, stop: Any, num: Any = 50, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(num, float):  # also numpy.float64
-            used()
-            num = int(num)
-        return original(start, stop, num, *args, **kwargs)
-
-    return linspace
+    if isinstance(num, float):  # also numpy.float64
+        used()
+        num = int(num)
+    return original(start, stop, num, *args, **kwargs)
 
 
 def _is_called_by_script() -> bool:
-    """True if the function above was called by code that is not installed, directly or through numpy."""
-    frame: Any = sys._getframe(2)
+    """True if a bridge was called by code that is not installed, directly or through numpy."""
+    frame: Any = sys._getframe(3)  # above the bridge and the replacement that calls it
     numpy_folder = os.path.dirname(sys.modules["numpy"].__file__ or "") + os.sep
     while frame is not None and frame.f_code.co_filename.startswith(numpy_folder):
         frame = frame.f_back

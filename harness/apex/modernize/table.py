@@ -46,14 +46,14 @@ class Names:
 class Call:
     """A function or method that no longer accepts what it used to accept.
 
-    ``wrap(original, used)`` returns the replacement, which calls ``used`` whenever it bridges something. ``label`` is
-    listed at the end of the run.
+    ``bridge(original, used, *args, **kwargs)`` is called instead, and calls ``used`` whenever it bridges something.
+    ``label`` is listed at the end of the run.
     """
 
     owner: str
     name: str
     label: str
-    wrap: Callable[[Any, Callable[[], None]], Any]
+    bridge: Callable[..., Any]
 
 
 def _renamed(owner: str, name: str, **new_names: str) -> Call:

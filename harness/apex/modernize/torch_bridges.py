@@ -1,19 +1,18 @@
 """What torch and torchvision had or accepted.
 
-A function with ``original`` and ``used`` makes the replacement of ``original`` (see ``table.Call``). It tries the
-original first where it can, so a version that accepts the call is left alone.
+A function with ``original`` and ``used`` is called in place of ``original`` (see ``table.Call``). It tries the original
+first where it can, so a version that accepts the call is left alone.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
 Used = Callable[[], None]
-Bridge = Callable[[Any, Used], Any]
+Bridge = Callable[..., Any]
 
 string_classes, int_classes, PY3, PY37 = (str, bytes), int, True, True  # names of torch._six
 SCHEDULERS = (
@@ -73,23 +72,19 @@ def _retried(errors: Any, symptom: str, again: Callable[..., Any]) -> Bridge:
     ``again`` returns NotImplemented to raise the error after all.
     """
 
-    def wrap(original: Any, used: Used) -> Any:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            except errors as error:
-                if symptom not in str(error):
-                    raise
-                result = again(original, *args, **kwargs)
-                if result is NotImplemented:
-                    raise
-            used()
-            return result
+    def bridge(original: Any, used: Used, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except errors as error:
+            if symptom not in str(error):
+                raise
+            result = again(original, *args, **kwargs)
+            if result is NotImplemented:
+                raise
+        used()
+        return result
 
-        return wrapper
-
-    return wrap
+    return bridge
 
 
 def _viewed(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,48 +128,34 @@ mask_subtraction = _retried(RuntimeError, "with a bool tensor is not supported",
 integer_betas = _retried(ValueError, _BETAS, _float_betas)
 
 
-def verbose_scheduler(original: Any, used: Used) -> Any:
+def verbose_scheduler(original: Any, used: Used, self: Any, *args: Any, **kwargs: Any) -> None:
     """``__init__`` of a scheduler, which printed each change of the learning rate with ``verbose=True``."""
-    parameters = list(inspect.signature(original).parameters)
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if "verbose" not in parameters:
-            found = len(args) + len(kwargs)
-            kwargs.pop("verbose", None)
-            args = args[: len(parameters) - 1]
-            if type(self).__name__ == "ReduceLROnPlateau" and len(args) > 4 and isinstance(args[4], bool):
-                args = (*args[:4], *args[5:])  # until torch 1.6, verbose came before threshold
-            if len(args) + len(kwargs) < found:
-                used()
-        original(self, *args, **kwargs)
-
-    return __init__
-
-
-def sampler(original: Any, used: Used) -> Any:
-    """``Sampler.__init__``, which ignored its argument."""
-
-    def __init__(self: Any, data_source: Any = None) -> None:
-        if data_source is not None:
+    parameters = inspect.signature(original).parameters
+    if "verbose" not in parameters:
+        found = len(args) + len(kwargs)
+        kwargs.pop("verbose", None)
+        args = args[: len(parameters) - 1]
+        if type(self).__name__ == "ReduceLROnPlateau" and len(args) > 4 and isinstance(args[4], bool):
+            args = (*args[:4], *args[5:])  # until torch 1.6, verbose came before threshold
+        if len(args) + len(kwargs) < found:
             used()
+    original(self, *args, **kwargs)
 
-    return __init__
+
+def sampler(original: Any, used: Used, self: Any, data_source: Any = None) -> None:
+    """``Sampler.__init__``, which ignored its argument."""
+    if data_source is not None:
+        used()
 
 
 def renamed(**new_names: str) -> Bridge:
     """The bridge for renamed keyword arguments, ``old="new"``."""
 
-    def wrap(original: Any, used: Used) -> Any:
+    def bridge(original: Any, used: Used, *args: Any, **kwargs: Any) -> Any:
         accepted = inspect.signature(original).parameters
+        for old in [each for each in kwargs if each in new_names and each not in accepted]:
+            used()
+            kwargs[new_names[old]] = kwargs.pop(old)
+        return original(*args, **kwargs)
 
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            for old in [each for each in kwargs if each in new_names and each not in accepted]:
-                used()
-                kwargs[new_names[old]] = kwargs.pop(old)
-            return original(*args, **kwargs)
-
-        return wrapper
-
-    return wrap
+    return bridge
