@@ -34,10 +34,29 @@ _lock = threading.Lock()
 _directory: Path | None = None
 
 
+def around(original: Any, replacement: Callable[..., Any]) -> Any:
+    """A function in place of ``original`` that calls ``replacement(original, *args, **kwargs)``."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    return wrapper
+
+
+_AROUND = around(print, print).__code__
+
+
+def calling_module(depth: int = 1) -> str:
+    """The name of the module that called the function ``depth`` frames above the caller, or what is ``around`` it."""
+    frame: Any = sys._getframe(depth + 1)
+    frame = frame.f_back if frame.f_code is _AROUND else frame
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def is_called_by_torch(depth: int = 1) -> bool:
     """True if code of torch or of this package called the function ``depth`` frames above the caller."""
-    module = sys._getframe(depth + 1).f_globals.get("__name__", "")
-    return isinstance(module, str) and module.startswith(("torch.", "harness.apex."))
+    return calling_module(depth + 1).startswith(("torch.", "harness.apex."))
 
 
 def count(name: str, option: str = ON_CPU) -> None:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from harness.apex import call_counter
+from harness.apex.call_counter import around
 from harness.apex.modernize.table import CALLS, NAMES, Names
 from harness.apex.patches import is_imported, patches
 
@@ -95,15 +96,7 @@ def _apply(name: str) -> None:
         owner = _found(module, call.owner) if call.owner.partition(":")[0] == name else None
         if owner is not None and hasattr(owner, call.name):
             used = functools.partial(call_counter.count, call.label, call_counter.MODERNIZE)
-            patches.replace(owner, call.name, _bridged(getattr(owner, call.name), call.bridge, used))
-
-
-def _bridged(original: Callable[..., Any], bridge: Callable[..., Any], used: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return bridge(original, used, *args, **kwargs)
-
-    return function
+            patches.replace(owner, call.name, around(getattr(owner, call.name), functools.partial(call.bridge, used)))
 
 
 def _add_names_to_module(module: ModuleType, rows: Sequence[Names]) -> None:
@@ -134,10 +127,10 @@ def _add_names_to_class(owner: type, row: Names) -> None:
         function = pkgutil.resolve_name(str(row.target(name)))
         label = f"{row.owner.replace(':', '.')}.{name}"
         used = functools.partial(call_counter.count, label, call_counter.MODERNIZE)
-        patches.set(owner, name, _bridged(function, _called, used))
+        patches.set(owner, name, around(function, functools.partial(_called, used)))
 
 
-def _called(original: Callable[..., Any], used: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+def _called(used: Callable[[], None], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The bridge to a method that the class has lost."""
     used()
     return original(*args, **kwargs)

@@ -1,6 +1,6 @@
 """What Python, numpy, PyYAML, Pillow, scipy.misc, matplotlib, librosa and transformers had or accepted.
 
-A function with ``original`` and ``used`` is called in place of ``original``; see ``table.Call``.
+A function with ``used`` and ``original`` is called in place of ``original``; see ``table.Call``.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def getargspec(function: Any) -> ArgSpec:
     return ArgSpec(*spec[:4])
 
 
-def json_loads(original: Any, used: Used, s: Any, **kwargs: Any) -> Any:
+def json_loads(used: Used, original: Any, s: Any, **kwargs: Any) -> Any:
     """``json.loads`` and ``json.load``, which calls it: ``encoding`` had no effect in Python 3."""
     if kwargs.pop("encoding", json_loads) is not json_loads:
         used()
     return original(s, **kwargs)
 
 
-def yaml_load(original: Any, used: Used, stream: Any, *args: Any, **kwargs: Any) -> Any:
+def yaml_load(used: Used, original: Any, stream: Any, *args: Any, **kwargs: Any) -> Any:
     """``yaml.load`` and ``load_all`` without a loader: PyYAML 5.1 to 5.4 took FullLoader, which runs no code."""
     if not args and "Loader" not in kwargs:
         used()
@@ -46,7 +46,7 @@ def yaml_load(original: Any, used: Used, stream: Any, *args: Any, **kwargs: Any)
     return original(stream, *args, **kwargs)
 
 
-def strict_version(original: Any, used: Used, self: Any, vstring: str) -> None:
+def strict_version(used: Used, original: Any, self: Any, vstring: str) -> None:
     """``StrictVersion``, of versions such as torch's 2.10.0+cu130, which it refuses: only the part that it knows."""
     known = re.match(r"\d+\.\d+(\.\d+)?([ab]\d+)?", vstring)
     try:
@@ -75,7 +75,7 @@ def in1d(ar1: Any, ar2: Any, assume_unique: bool = False, invert: bool = False, 
     return np.isin(np.asarray(ar1).ravel(), ar2, assume_unique=assume_unique, invert=invert, **kwargs)
 
 
-def numpy_array(original: Any, used: Used, *args: Any, **kwargs: Any) -> Any:
+def numpy_array(used: Used, original: Any, *args: Any, **kwargs: Any) -> Any:
     """``np.array`` and its kin: unequal rows make an array of objects, and ``copy=False`` copies if necessary.
 
     Only for the script's own files: installed libraries may rely on today's errors.
@@ -96,7 +96,7 @@ def numpy_array(original: Any, used: Used, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **{**kwargs, **instead})
 
 
-def numpy_fromstring(original: Any, used: Used, string: Any, dtype: Any = float, count: int = -1, **kwargs: Any) -> Any:
+def numpy_fromstring(used: Used, original: Any, string: Any, dtype: Any = float, count: int = -1, **kwargs: Any) -> Any:
     """``np.fromstring`` of bytes without ``sep``: a copy of the memory."""
     try:
         return original(string, dtype, count, **kwargs)
@@ -109,7 +109,7 @@ def numpy_fromstring(original: Any, used: Used, string: Any, dtype: Any = float,
     return np.frombuffer(string, dtype, count).copy()
 
 
-def numpy_linspace(original: Any, used: Used, start: Any, stop: Any, num: Any = 50, *args: Any, **kwargs: Any) -> Any:
+def numpy_linspace(used: Used, original: Any, start: Any, stop: Any, num: Any = 50, *args: Any, **kwargs: Any) -> Any:
     """``np.linspace`` with a number of points that is a float: it is cut off."""
     if isinstance(num, float):  # also numpy.float64
         used()

@@ -46,7 +46,7 @@ class Names:
 class Call:
     """A function or method that no longer accepts what it used to accept.
 
-    ``bridge(original, used, *args, **kwargs)`` is called instead, and calls ``used`` whenever it bridges something.
+    ``bridge(used, original, *args, **kwargs)`` is called instead, and calls ``used`` whenever it bridges something.
     ``label`` is listed at the end of the run.
     """
 

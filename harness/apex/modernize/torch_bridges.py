@@ -1,6 +1,6 @@
 """What torch and torchvision had or accepted.
 
-A function with ``original`` and ``used`` is called in place of ``original`` (see ``table.Call``). It tries the original
+A function with ``used`` and ``original`` is called in place of ``original`` (see ``table.Call``). It tries the original
 first where it can, so a version that accepts the call is left alone.
 """
 
@@ -72,7 +72,7 @@ def _retried(errors: Any, symptom: str, again: Callable[..., Any]) -> Bridge:
     ``again`` returns NotImplemented to raise the error after all.
     """
 
-    def bridge(original: Any, used: Used, *args: Any, **kwargs: Any) -> Any:
+    def bridge(used: Used, original: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except errors as error:
@@ -128,7 +128,7 @@ mask_subtraction = _retried(RuntimeError, "with a bool tensor is not supported",
 integer_betas = _retried(ValueError, _BETAS, _float_betas)
 
 
-def verbose_scheduler(original: Any, used: Used, self: Any, *args: Any, **kwargs: Any) -> None:
+def verbose_scheduler(used: Used, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """``__init__`` of a scheduler, which printed each change of the learning rate with ``verbose=True``."""
     parameters = inspect.signature(original).parameters
     if "verbose" not in parameters:
@@ -142,7 +142,7 @@ def verbose_scheduler(original: Any, used: Used, self: Any, *args: Any, **kwargs
     original(self, *args, **kwargs)
 
 
-def sampler(original: Any, used: Used, self: Any, data_source: Any = None) -> None:
+def sampler(used: Used, original: Any, self: Any, data_source: Any = None) -> None:
     """``Sampler.__init__``, which ignored its argument."""
     if data_source is not None:
         used()
@@ -151,7 +151,7 @@ def sampler(original: Any, used: Used, self: Any, data_source: Any = None) -> No
 def renamed(**new_names: str) -> Bridge:
     """The bridge for renamed keyword arguments, ``old="new"``."""
 
-    def bridge(original: Any, used: Used, *args: Any, **kwargs: Any) -> Any:
+    def bridge(used: Used, original: Any, *args: Any, **kwargs: Any) -> Any:
         accepted = inspect.signature(original).parameters
         for old in [each for each in kwargs if each in new_names and each not in accepted]:
             used()

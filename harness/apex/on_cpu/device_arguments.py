@@ -6,7 +6,6 @@ The namespace ``torch.cuda`` itself is in ``torch_cuda``.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.amp import autocast_mode, grad_scaler
 from torch.utils import _device
 from torch.utils.data import DataLoader
 
-from harness.apex.call_counter import count, count_call, counted, is_called_by_torch
+from harness.apex.call_counter import around, calling_module, count, count_call, counted, is_called_by_torch
 from harness.apex.on_cpu import placement
 from harness.apex.on_cpu.generators import generator_of
 from harness.apex.on_cpu.placement import HOST, names_cuda, place_of
@@ -64,10 +63,10 @@ def takes_device(
 def replacements() -> Iterator[Replacement]:
     """(owner, attribute, replacement) of everything that this module redirects."""
     yield Tensor, "cuda", _tensor_cuda
-    yield Tensor, "cpu", _tensor_cpu(Tensor.cpu)
-    yield Tensor, "to", _tensor_to(Tensor.to)
-    yield Tensor, "type", _tensor_type(Tensor.type)
-    yield Tensor, "type_as", _tensor_type_as(Tensor.type_as)
+    yield Tensor, "cpu", around(Tensor.cpu, _tensor_cpu)
+    yield Tensor, "to", around(Tensor.to, _tensor_to)
+    yield Tensor, "type", around(Tensor.type, _tensor_type)
+    yield Tensor, "type_as", around(Tensor.type_as, _tensor_type_as)
     yield Tensor, "record_stream", counted("Tensor.record_stream", lambda *args: None)
     for name in _NEW:
         yield Tensor, name, _creates(getattr(Tensor, name), f"Tensor.{name}(device=cuda)", like_first=True)
@@ -77,13 +76,13 @@ def replacements() -> Iterator[Replacement]:
         yield owner, "cuda", counted(f"{owner.__name__}.cuda", _storage_cuda)
     yield from _factories()
     yield nn.Module, "cuda", counted("Module.cuda", nn.Module.cuda)
-    yield nn.Module, "to", _module_to(nn.Module.to)
+    yield nn.Module, "to", around(nn.Module.to, _module_to)
     yield from _types()
     yield from _autocast()
-    yield torch, "load", _load(torch.load)
-    yield torch.serialization, "load", _load(torch.load)
-    yield _device.DeviceContext, "__init__", _device_context(_device.DeviceContext.__init__)
-    yield DataLoader, "__init__", _without_pinning(DataLoader.__init__)
+    yield torch, "load", around(torch.load, _load)
+    yield torch.serialization, "load", around(torch.load, _load)
+    yield _device.DeviceContext, "__init__", around(_device.DeviceContext.__init__, _device_context)
+    yield DataLoader, "__init__", around(DataLoader.__init__, _without_pinning)
 
 
 def _factories() -> Iterator[Replacement]:
@@ -104,7 +103,7 @@ def _factories() -> Iterator[Replacement]:
                         may_share=name in _SHARING,
                     ),
                 )
-    yield torch, "from_numpy", _from_numpy(torch.from_numpy)
+    yield torch, "from_numpy", around(torch.from_numpy, _from_numpy)
 
 
 def _types() -> Iterator[Replacement]:
@@ -113,13 +112,14 @@ def _types() -> Iterator[Replacement]:
         if hasattr(torch, f"{name}Storage"):
             yield torch.cuda, f"{name}Storage", getattr(torch, f"{name}Storage")
     yield torch, "Generator", _generator(torch.Generator)
-    yield torch, "set_default_tensor_type", _default_type(torch.set_default_tensor_type)
+    yield torch, "set_default_tensor_type", around(torch.set_default_tensor_type, _default_type)
 
 
 def _autocast() -> Iterator[Replacement]:
     """Autocast and GradScaler for the CPU, with CUDA's default dtype."""
     autocast, scaler, autocast_dtype = autocast_mode.autocast, grad_scaler.GradScaler, torch.get_autocast_dtype
-    yield autocast, "__init__", _autocast_context(autocast.__init__, default=autocast_dtype("cuda"))
+    context = functools.partial(_autocast_context, default=autocast_dtype("cuda"))
+    yield autocast, "__init__", around(autocast.__init__, context)
     # custom_fwd(cast_inputs=) casts the arguments of one device type with it
     yield autocast_mode, "_cast", takes_device(autocast_mode._cast, None, position=1, keyword="device_type")
     name = "torch.amp.GradScaler(cuda)"
@@ -133,15 +133,13 @@ def _autocast() -> Iterator[Replacement]:
 # Replacements of functions
 
 
-def _autocast_context(original: Any, default: torch.dtype) -> Any:
-    @functools.wraps(original)
-    def __init__(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-        if names_cuda(device_type):
-            count("torch.autocast(cuda)")
-            device_type, dtype = "cpu", dtype if dtype is not None else default
-        original(self, device_type, dtype, *args, **kwargs)
-
-    return __init__
+def _autocast_context(
+    original: Any, self: Any, device_type: str, dtype: Any = None, *args: Any, default: torch.dtype, **kwargs: Any
+) -> None:
+    if names_cuda(device_type):
+        count("torch.autocast(cuda)")
+        device_type, dtype = "cpu", dtype if dtype is not None else default
+    original(self, device_type, dtype, *args, **kwargs)
 
 
 def _tensor_cuda(
@@ -157,57 +155,41 @@ def _storage_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> 
     return self if placement.recorded(self) == place else placement.put(self.clone(), place)
 
 
-def _tensor_cpu(original: Any) -> Any:
-    @functools.wraps(original)
-    def cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _tensor_cpu(original: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    result: Tensor = original(self, *args, **kwargs)
+    return result if _is_internal() else placement.move(result, HOST)
+
+
+def _tensor_to(original: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    target = args[0] if args else kwargs.get("device", kwargs.get("other"))
+    if target is None or isinstance(target, torch.dtype):
+        return original(self, *args, **kwargs)  # type: ignore[no-any-return]
+    if isinstance(target, Tensor):
         result: Tensor = original(self, *args, **kwargs)
-        return result if _is_internal() else placement.move(result, HOST)
-
-    return cpu
-
-
-def _tensor_to(original: Any) -> Any:
-    @functools.wraps(original)
-    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        target = args[0] if args else kwargs.get("device", kwargs.get("other"))
-        if target is None or isinstance(target, torch.dtype):
-            return original(self, *args, **kwargs)  # type: ignore[no-any-return]
-        if isinstance(target, Tensor):
-            result: Tensor = original(self, *args, **kwargs)
-            return result if _is_internal() else _at(self, result, placement.assumed(target))
-        if names_cuda(target):
-            count_call("Tensor.to(cuda)")
-            args, kwargs = (("cpu", *args[1:]), kwargs) if args else ((), {**kwargs, "device": "cpu"})
-            result = original(self, *args, **kwargs)
-        else:
-            result = original(self, *args, **kwargs)
-            if _is_internal():
-                return result
-        return _at(self, result, place_of(target))
-
-    return to
+        return result if _is_internal() else _at(self, result, placement.assumed(target))
+    if names_cuda(target):
+        count_call("Tensor.to(cuda)")
+        args, kwargs = (("cpu", *args[1:]), kwargs) if args else ((), {**kwargs, "device": "cpu"})
+        result = original(self, *args, **kwargs)
+    else:
+        result = original(self, *args, **kwargs)
+        if _is_internal():
+            return result
+    return _at(self, result, place_of(target))
 
 
-def _tensor_type(original: Any) -> Any:
-    @functools.wraps(original)
-    def type_(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None:
-            name: str = original(self)
-            if not is_called_by_torch() and placement.assumed(self) != HOST:
-                name = name.replace("torch.", "torch.cuda.", 1)
-            return name
-        result = original(self, _cpu_type(dtype), *args, **kwargs)
-        return result if isinstance(dtype, torch.dtype) or _is_internal() else _at(self, result, _place_of_type(dtype))
-
-    return type_
+def _tensor_type(original: Any, self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if dtype is None:
+        name: str = original(self)
+        if not is_called_by_torch() and placement.assumed(self) != HOST:
+            name = name.replace("torch.", "torch.cuda.", 1)
+        return name
+    result = original(self, _cpu_type(dtype), *args, **kwargs)
+    return result if isinstance(dtype, torch.dtype) or _is_internal() else _at(self, result, _place_of_type(dtype))
 
 
-def _tensor_type_as(original: Any) -> Any:
-    @functools.wraps(original)
-    def type_as(self: Tensor, other: Tensor) -> Tensor:
-        return _at(self, original(self, other), placement.assumed(other))
-
-    return type_as
+def _tensor_type_as(original: Any, self: Tensor, other: Tensor) -> Tensor:
+    return _at(self, original(self, other), placement.assumed(other))
 
 
 def _at(before: Tensor, after: Tensor, place: int | None) -> Tensor:
@@ -220,21 +202,17 @@ def _at(before: Tensor, after: Tensor, place: int | None) -> Tensor:
 def _is_internal() -> bool:
     """True if code of torch called the calling function, except where it acts for a script: Module.cpu() and
     Module.to(), and the Tensor.cpu() of O1."""
-    passed_on = sys._getframe(2).f_globals.get("__name__") in (nn.Module.__module__, "harness.apex.amp.cast_engine")
+    passed_on = calling_module(depth=2) in (nn.Module.__module__, "harness.apex.amp.cast_engine")
     return is_called_by_torch(depth=2) and not passed_on
 
 
-def _module_to(original: Any) -> Any:
-    @functools.wraps(original)
-    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        target = args[0] if args else kwargs.get("device", kwargs.get("tensor"))
-        if names_cuda(target):
-            count_call("Module.to(cuda)")
-        elif isinstance(target, Tensor):  # torch would read its true device
-            return original(self, placement.device_of(target), target.dtype)  # type: ignore[no-any-return]
-        return original(self, *args, **kwargs)  # type: ignore[no-any-return]
-
-    return to
+def _module_to(original: Any, self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    target = args[0] if args else kwargs.get("device", kwargs.get("tensor"))
+    if names_cuda(target):
+        count_call("Module.to(cuda)")
+    elif isinstance(target, Tensor):  # torch would read its true device
+        return original(self, placement.device_of(target), target.dtype)  # type: ignore[no-any-return]
+    return original(self, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 def _creates(
@@ -264,66 +242,45 @@ def _creates(
     return create
 
 
-def _from_numpy(original: Any) -> Any:
-    @functools.wraps(original)
-    def from_numpy(array: Any) -> Tensor:
-        return placement.put(original(array), HOST)  # type: ignore[no-any-return]
-
-    return from_numpy
+def _from_numpy(original: Any, array: Any) -> Tensor:
+    return placement.put(original(array), HOST)  # type: ignore[no-any-return]
 
 
-def _default_type(original: Any) -> Any:
-    @functools.wraps(original)
-    def set_default_tensor_type(t: Any, /) -> None:
-        original(_cpu_type(t))
-        placement.set_default(_place_of_type(t))
-
-    return set_default_tensor_type
+def _default_type(original: Any, t: Any, /) -> None:
+    original(_cpu_type(t))
+    placement.set_default(_place_of_type(t))
 
 
-def _device_context(original: Any) -> Any:
+def _device_context(original: Any, self: Any, device: Any) -> None:
     """``with torch.device(...)`` and ``set_default_device``: torch fills in the CPU, so factory functions do not see
     the device."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, device: Any) -> None:
-        if names_cuda(device):
-            count("torch.set_default_device(cuda)")
-            placement.set_default(None)
-            device = "cpu"
-        original(self, device)
-
-    return __init__
+    if names_cuda(device):
+        count("torch.set_default_device(cuda)")
+        placement.set_default(None)
+        device = "cpu"
+    original(self, device)
 
 
-def _without_pinning(original: Any) -> Any:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.pin_memory:
-            count("DataLoader(pin_memory=True)")
-            self.pin_memory, self.pin_memory_device = False, ""
-
-    return __init__
+def _without_pinning(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if self.pin_memory:
+        count("DataLoader(pin_memory=True)")
+        self.pin_memory, self.pin_memory_device = False, ""
 
 
-def _load(original: Any) -> Any:
+def _load(original: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
     """``torch.load``, with tensors that were saved on, or are mapped to, a CUDA device placed on the CPU."""
 
-    @functools.wraps(original)
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        def place(storage: Any, location: str) -> Any:
-            if callable(map_location):
-                placed = map_location(storage, location)
-                return placed if placed is not None else _place_storage(storage, location)
-            target = map_location.get(location, location) if isinstance(map_location, dict) else map_location
-            return _place_storage(storage, location if target is None else target)
+    def place(storage: Any, location: str) -> Any:
+        if callable(map_location):
+            placed = map_location(storage, location)
+            return placed if placed is not None else _place_storage(storage, location)
+        target = map_location.get(location, location) if isinstance(map_location, dict) else map_location
+        return _place_storage(storage, location if target is None else target)
 
-        if isinstance(map_location, torch.device) and map_location.type == "meta":
-            return original(f, map_location, *args, **kwargs)
-        return original(f, place, *args, **kwargs)
-
-    return load
+    if isinstance(map_location, torch.device) and map_location.type == "meta":
+        return original(f, map_location, *args, **kwargs)
+    return original(f, place, *args, **kwargs)
 
 
 def _place_storage(storage: Any, location: Any) -> Any:
