@@ -20,6 +20,8 @@ from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from typing import Any
 
+from harness.apex.patches import around
+
 ON_CPU, MODERNIZE = "--device cpu", "--modernize"
 _HEADINGS = {
     ON_CPU: "calls that ran on the CPU instead of CUDA",
@@ -34,17 +36,7 @@ _lock = threading.Lock()
 _directory: Path | None = None
 
 
-def around(original: Any, replacement: Callable[..., Any]) -> Any:
-    """A function in place of ``original`` that calls ``replacement(original, *args, **kwargs)``."""
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
-
-    return wrapper
-
-
-_AROUND = around(print, print).__code__
+_AROUND = around(print, print).__code__  # of every function that ``around`` returns
 
 
 def calling_module(depth: int = 1) -> str:

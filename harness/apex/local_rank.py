@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from harness.apex.patches import patches
+from harness.apex.patches import around, patches
 
 _SPELLINGS = ("--local_rank", "--local-rank")
 _OPTION = re.compile(r"(--local[-_]rank)(=.*)?")
@@ -44,18 +44,18 @@ def patch_argparse(given: str | None) -> None:
     Undone by ``harness.apex.uninstall``.
     """
     parser = argparse.ArgumentParser
-    original_parse_args, original_parse_known_args = parser.parse_args, parser.parse_known_args
+    patches.set(parser, "parse_known_args", around(parser.parse_known_args, _parse_known_args))
+    patches.set(parser, "parse_args", around(parser.parse_args, functools.partial(_parse_args, given)))
 
-    @functools.wraps(original_parse_known_args)
-    def parse_known_args(self: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        return original_parse_known_args(self, _with_declared_spelling(self, args), namespace)
 
-    @functools.wraps(original_parse_args)
-    def parse_args(self: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        return original_parse_args(self, _without_undeclared(self, args, given), namespace)
+def _parse_known_args(original: Any, self: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    return original(self, _with_declared_spelling(self, args), namespace)
 
-    patches.set(parser, "parse_known_args", parse_known_args)
-    patches.set(parser, "parse_args", parse_args)
+
+def _parse_args(
+    given: str | None, original: Any, self: Any, args: Sequence[str] | None = None, namespace: Any = None
+) -> Any:
+    return original(self, _without_undeclared(self, args, given), namespace)
 
 
 def _with_declared_spelling(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FunctionType
@@ -55,6 +56,16 @@ class Patches:
         """Restore everything, in reverse order."""
         while self._undo:
             self._undo.pop()()
+
+
+def around(original: Any, replacement: Callable[..., Any]) -> Any:
+    """A function in place of ``original`` that calls ``replacement(original, *args, **kwargs)``."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    return wrapper
 
 
 def is_imported(name: str) -> bool:

@@ -8,7 +8,6 @@ the context and then imports the program. Forked processes inherit everything.
 from __future__ import annotations
 
 import builtins
-import functools
 import importlib.util
 import json
 import os
@@ -22,7 +21,7 @@ from typing import Any
 
 from harness.apex import call_counter, local_rank
 from harness.apex.import_hook import install
-from harness.apex.patches import patches
+from harness.apex.patches import around, patches
 
 USAGE = """\
 usage: python -m harness.apex [OPTIONS] SCRIPT [ARGS...]
@@ -70,23 +69,18 @@ class ScriptContext:
             from harness.apex.on_cpu import redirect_cuda
 
             redirect_cuda()
-        patches.set(spawn, "get_preparation_data", self._sent_with(spawn.get_preparation_data))
+        patches.set(spawn, "get_preparation_data", around(spawn.get_preparation_data, self._sent_to_child))
 
-    def _sent_with(self, original: Any) -> Any:
+    def _sent_to_child(self, original: Any, name: str) -> dict[str, Any]:
         """``multiprocessing.spawn.get_preparation_data``, extended to send this context to the child."""
-
-        @functools.wraps(original)
-        def get_preparation_data(name: str) -> dict[str, Any]:
-            data: dict[str, Any] = original(name)
-            data.pop("init_main_from_path", None)
-            data["init_main_from_name"] = "harness.apex.spawn_main"
-            # `received` removes both before the program sees them
-            data["sys_path"] = [_ROOT, *data["sys_path"]]
-            sent = json.dumps({**asdict(self), "counts_directory": call_counter.shared_directory()})
-            data["sys_argv"] = [*data["sys_argv"][:1], sent, *data["sys_argv"][1:]]
-            return data
-
-        return get_preparation_data
+        data: dict[str, Any] = original(name)
+        data.pop("init_main_from_path", None)
+        data["init_main_from_name"] = "harness.apex.spawn_main"
+        # `received` removes both before the program sees them
+        data["sys_path"] = [_ROOT, *data["sys_path"]]
+        sent = json.dumps({**asdict(self), "counts_directory": call_counter.shared_directory()})
+        data["sys_argv"] = [*data["sys_argv"][:1], sent, *data["sys_argv"][1:]]
+        return data
 
 
 def received() -> ScriptContext:

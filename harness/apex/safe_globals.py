@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import codecs
 import datetime
-import functools
 import pathlib
 import pickle
 import re
@@ -18,7 +17,7 @@ import sys
 import types
 from typing import Any
 
-from harness.apex.patches import is_imported, patches
+from harness.apex.patches import around, is_imported, patches
 
 _added = False
 _REFUSED = re.compile("Unsupported (global|class|operand)|Can only |unrecognized function|Cannot use ``weights_only")
@@ -42,7 +41,7 @@ def add_when_imported() -> None:
     add_safe_globals(_plain_classes())
 
     for owner in (sys.modules["torch"], sys.modules["torch.serialization"]):
-        patches.set(owner, "load", _explaining(vars(owner)["load"]))
+        patches.set(owner, "load", around(vars(owner)["load"], _load))
     added = [each for each in unpickler._get_safe_globals() if each not in before]
 
     def remove() -> None:
@@ -75,29 +74,24 @@ def _plain_classes() -> list[Any]:
     ]
 
 
-def _explaining(original: Any) -> Any:
+def _load(original: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.load``, which names the option for trusted files if safe mode refuses one, or obeys it."""
-
-    @functools.wraps(original)
-    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-        start = f.tell() if hasattr(f, "seek") else 0
-        try:
-            return original(f, *args, **kwargs)
-        except (pickle.UnpicklingError, RuntimeError) as error:
-            if kwargs.get("weights_only") is not None or not _REFUSED.search(str(error)):
-                raise  # the script chose the mode, or the file is damaged
-            name, reason = getattr(f, "name", f), str(error)
-        if not trusts_files:
-            found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)|WeightsUnpickler error: *(.*)", reason)
-            raise pickle.UnpicklingError(
-                f"torch.load does not read {name} in its safe mode: the file holds more than plain data "
-                f"({(found[1] or found[2]) if found else reason}), and loading such objects can run code. "
-                "If you trust the origin of your checkpoints, run python -m harness.apex --trust-checkpoints SCRIPT, "
-                "or call harness.apex.install(trust_checkpoints=True). Plain data needs neither."
-            )
-        print(f"harness.apex --trust-checkpoints: {name} is not plain data; loading it may run code", file=sys.stderr)
-        if hasattr(f, "seek"):
-            f.seek(start)
-        return original(f, *args, weights_only=False, **{k: v for k, v in kwargs.items() if k != "weights_only"})
-
-    return load
+    start = f.tell() if hasattr(f, "seek") else 0
+    try:
+        return original(f, *args, **kwargs)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        if kwargs.get("weights_only") is not None or not _REFUSED.search(str(error)):
+            raise  # the script chose the mode, or the file is damaged
+        name, reason = getattr(f, "name", f), str(error)
+    if not trusts_files:
+        found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)|WeightsUnpickler error: *(.*)", reason)
+        raise pickle.UnpicklingError(
+            f"torch.load does not read {name} in its safe mode: the file holds more than plain data "
+            f"({(found[1] or found[2]) if found else reason}), and loading such objects can run code. "
+            "If you trust the origin of your checkpoints, run python -m harness.apex --trust-checkpoints SCRIPT, "
+            "or call harness.apex.install(trust_checkpoints=True). Plain data needs neither."
+        )
+    print(f"harness.apex --trust-checkpoints: {name} is not plain data; loading it may run code", file=sys.stderr)
+    if hasattr(f, "seek"):
+        f.seek(start)
+    return original(f, *args, weights_only=False, **{k: v for k, v in kwargs.items() if k != "weights_only"})

@@ -14,9 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from harness.apex import call_counter
-from harness.apex.call_counter import around
 from harness.apex.modernize.table import CALLS, NAMES, Names
-from harness.apex.patches import is_imported, patches
+from harness.apex.patches import around, is_imported, patches
 
 
 def modernize() -> None:

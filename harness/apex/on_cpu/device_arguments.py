@@ -15,11 +15,12 @@ from torch.amp import autocast_mode, grad_scaler
 from torch.utils import _device
 from torch.utils.data import DataLoader
 
-from harness.apex.call_counter import around, calling_module, count, count_call, counted, is_called_by_torch
+from harness.apex.call_counter import calling_module, count, count_call, counted, is_called_by_torch
 from harness.apex.on_cpu import placement
 from harness.apex.on_cpu.generators import generator_of
 from harness.apex.on_cpu.placement import HOST, names_cuda, place_of
 from harness.apex.on_cpu.streams import current_device
+from harness.apex.patches import around
 
 Replacement = tuple[Any, str, Any]  # owner, attribute, new value
 

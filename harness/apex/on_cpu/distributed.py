@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from harness.apex.call_counter import around, count
+from harness.apex.call_counter import count
 from harness.apex.on_cpu.device_arguments import Replacement
 from harness.apex.on_cpu.placement import move_all, names_cuda
 from harness.apex.parallel.sync_batchnorm import SyncBatchNorm, global_statistics, normalize
+from harness.apex.patches import around
 
 
 def replacements() -> Iterator[Replacement]:

@@ -37,12 +37,12 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     yield Tensor, "is_cuda", _answer(Tensor.is_cuda, lambda place: place != HOST)
     yield Tensor, "is_cpu", _answer(Tensor.is_cpu, lambda place: place == HOST)
     yield Tensor, "device", _answer(Tensor.device, _device)
-    yield Tensor, "get_device", _method(Tensor.get_device, lambda place: place)
+    yield Tensor, "get_device", _answer(Tensor.get_device, lambda place: place, is_method=True)
     yield Tensor, "is_pinned", lambda self, *args, **kwargs: getattr(_storage(self), _PINNED, False)
     for owner in (torch.UntypedStorage, torch.TypedStorage):
         yield owner, "is_cuda", _answer(owner.is_cuda, lambda place: place != HOST)
         yield owner, "device", _answer(owner.device, _device)
-        yield owner, "get_device", _method(owner.get_device, lambda place: place)
+        yield owner, "get_device", _answer(owner.get_device, lambda place: place, is_method=True)
         yield owner, "is_pinned", lambda self, *args, **kwargs: getattr(_storage(self), _PINNED, False)
 
 
@@ -155,28 +155,16 @@ def _device(place: int) -> torch.device:
     return torch.device("cpu") if place == HOST else torch.device("cuda", place)
 
 
-def _answer(original: Any, for_script: Any) -> Any:
-    """A property that returns the value for the assumed place to scripts, and that of ``original`` to all other
-    code."""
+def _answer(original: Any, for_script: Any, is_method: bool = False) -> Any:
+    """A property, or a method, that returns the value for the assumed place to scripts, and that of ``original`` to all
+    other code."""
 
     def answer(self: Any) -> Any:
         if is_called_by_torch() or _storage(self) is None:
-            return original.__get__(self)
+            return original(self) if is_method else original.__get__(self)
         return for_script(assumed(self))
 
-    return property(answer)
-
-
-def _method(original: Any, for_script: Any) -> Any:
-    """As ``_answer``, for a method."""
-
-    @functools.wraps(original)
-    def answer(self: Any) -> Any:
-        if is_called_by_torch() or _storage(self) is None:
-            return original(self)
-        return for_script(assumed(self))
-
-    return answer
+    return functools.wraps(original)(answer) if is_method else property(answer)
 
 
 os.register_at_fork(after_in_child=reset)  # CUDA cannot be used in a forked process
