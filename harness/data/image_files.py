@@ -25,7 +25,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from harness.data import tars
 from harness.data.vision import read_file
 from harness.errors import DataError, require_regular_file
 from harness.runs import fetch
@@ -115,6 +114,8 @@ class ImageFiles:
             return read_file(place)
         file = self._urls.file(archive) if is_url(archive) else archive
         assert self.cache_dir is not None
+        from harness.data import tars  # late: few datasets are in archives
+
         return tars.read(file, member, self.cache_dir / "tars", archive)
 
 

@@ -42,16 +42,14 @@ MAX_FAILURES = 10  # while ``wait`` waits
 _MOVING = "moving_to"  # in start.json: N, while the run is being moved to NAME.N
 
 
-def run_folder(config: Config) -> RunFolder:
-    """The run folder of ``config``, OUTPUT/NAME. Raises ConfigError for a URL at which no run can be kept."""
+def run_folder(config: Config) -> RemoteRunFolder:
+    """The run folder of ``config``, whose ``output`` is a URL. Raises ConfigError if no run can be kept there."""
     if config.output.startswith("memory://"):
         raise ConfigError(
             f"{config.output} exists only in memory: the run would be lost when the process ends", where="output",
             hint="give a folder, or the URL of a store, such as s3://BUCKET/runs",
         )  # fmt: skip
-    if is_url(config.output):
-        return RemoteRunFolder(config)
-    return RunFolder(Path(config.output) / config.name, config.checkpoint.keep, config.checkpoint.format)
+    return RemoteRunFolder(config)
 
 
 class RemoteRunFolder(RunFolder):

@@ -31,10 +31,11 @@ from harness.training.console import ProgressBar
 from harness.training.evaluation.evaluate import laid_out
 from harness.training.health import Health
 from harness.training.logical_ranks import LogicalRanks, kernels
-from harness.training.models import flops, recompute, weights
+from harness.training.meter import Meter
+from harness.training.models import flops, recompute
 from harness.training.optimizer import on_gradients, optim, precision
 from harness.training.optimizer.schedule import Schedule
-from harness.training.progress import Coverage, Meter, State
+from harness.training.progress import Coverage, State
 from harness.training.run import Run
 from harness.training.strategies import sharding
 from harness.training.strategies.base import check_world, find
@@ -83,7 +84,11 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     with runtime.limited("reading a row of the dataset"):
         first = runtime.rank == 0
         counting = flops.of_run(model, task, config.precision, runtime.device) if first else flops.Arithmetic
-    given = weights.start(model, config, runtime, folder.checkpoints.folder)
+    given: dict[str, Any] = {}
+    if config.model.weights is not None:
+        from harness.training.models import weights  # late: few runs need it
+
+        given = weights.start(model, config, runtime, folder.checkpoints.folder)
     if parallel.sharded:  # ``prepare`` moves it in parts
         runtime.all_equal(sharding.layout(model), "the model", "its layers must not depend on the rank or on chance")
     else:

@@ -15,7 +15,7 @@ from torch import nn
 
 from harness.data.seeds import TRAINING
 from harness.errors import CheckpointError, first_line
-from harness.runs import checkpoint, remote
+from harness.runs import checkpoint
 from harness.training.logical_ranks import kernels
 from harness.training.optimizer.optim import Ema
 from harness.training.progress import State
@@ -125,6 +125,8 @@ def find(run: Run) -> tuple[Path | None, bool]:
         return run.checkpoints.folder / newest.name, True
     if section.named is None:
         return None, False
+    from harness.runs import remote  # late: it imports fsspec, which few runs need
+
     return runtime.patiently("fetching the checkpoint to resume from", lambda: remote.borrow(run.config)), False
 
 

@@ -12,11 +12,11 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from harness.data.loader import MicroBatch
 from harness.training.checkpointing import keep_best, save
 from harness.training.evaluation.evaluate import evaluate, is_number, prepare
+from harness.training.meter import Reading, end_backward_before_exchange
 from harness.training.mixing import mixed, mixed_loss
 from harness.training.optimizer.optim import clear_gradients
-from harness.training.progress import Reading, Used
+from harness.training.progress import Used
 from harness.training.run import Run
-from harness.training.step_timer import end_backward_before_exchange
 from harness.training.strategies.sharding import full
 
 Losses = list[tuple[Tensor, MicroBatch]]  # of the micro-batches of a step

@@ -1,14 +1,8 @@
-"""The position of a run, the rows it has used, and the measurements since the last log line.
-
-All of it is saved in checkpoints. Nothing here holds weights.
-"""
+"""The position of a run, and the rows it has used. All of it is saved in checkpoints."""
 
 from __future__ import annotations
 
-import math
-import resource
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,11 +13,7 @@ from torch import Tensor
 from harness.data.seeds import COVERAGE, derive
 from harness.data.shards import Segment, bounds, hashed
 from harness.distributed.runtime import Runtime
-from harness.training.costs import Costs, summed
-from harness.training.logical_ranks import LogicalRanks
 from harness.training.optimizer.schedule import Plateau
-from harness.training.step_timer import PHASES, step_timer, wait_for
-from harness.training.strategies import sharding
 
 EXACT_ROWS = 10_000_000  # up to which Coverage marks each row
 _BLOCKS = 1 << 16
@@ -218,177 +208,3 @@ class Used(NamedTuple):
     rows: list[np.ndarray]  # of each micro-batch of all
     num_rows: list[int]
     bad: list[int]  # unreadable ones among them
-
-
-class Reading:
-    """Numbers, of which those on a GPU are copied to the host while it goes on."""
-
-    def __init__(self, numbers: Mapping[str, float | Tensor]) -> None:
-        self._numbers = {name: value for name, value in numbers.items() if not isinstance(value, Tensor)}
-        copied = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
-        self._names, self._event = list(copied), None
-        if copied:
-            stacked = torch.stack([value.detach().double().reshape(()) for value in copied.values()])
-            self._copy = stacked.to("cpu", non_blocking=True)  # into pinned memory
-            if stacked.is_cuda:
-                self._event = torch.cuda.Event()
-                self._event.record(torch.cuda.current_stream(stacked.device))
-
-    def values(self) -> dict[str, float]:
-        """The numbers. The host waits until the device has passed the copy, not for what was queued after it."""
-        if self._event is not None:
-            wait_for(self._event)
-        return {**self._numbers, **(dict(zip(self._names, self._copy.tolist(), strict=True)) if self._names else {})}
-
-
-class Window(NamedTuple):
-    """The measurements between two log lines, over all ranks."""
-
-    total: float  # sum of the loss over the rows of applied steps; NaN if the loss of any step was
-    loss: float  # mean over these rows; NaN if there are none
-    rows: int  # of all steps
-    rows_skipped: int  # of skipped steps
-    bad: int
-    waited: float  # fraction of the time that hosts waited for data
-    shares: dict[str, float]  # fraction of the time by phase, including data and host; they add up to 1
-    cost: dict[str, float]  # see harness.training.costs
-    norm: float | None  # of the gradients of the last step, if it was measured
-    scale: float  # of the loss, after the last step
-
-
-class Meter:
-    """Loss and times since the last log line. The loss is summed on the device; only ``tick`` and ``reduce`` wait, for
-    what the device had been given by ``end_window``."""
-
-    def __init__(self, device: torch.device, num_ranks: int = 1) -> None:
-        """``num_ranks``: those of the recipe that this process computes."""
-        self.device = device
-        # The sum over the rows of each rank.
-        self.losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(num_ranks)]
-        self.rows = [0] * num_ranks  # of each rank, in applied steps
-        self.rows_skipped = [0] * num_ranks  # in skipped steps
-        self.bad = [0] * num_ranks
-        self.steps = 0
-        self.wait_s = 0.0
-        self.time_s = 0.0
-        self.norm: Tensor | None = None  # of the gradients of the last step, if it was measured
-        self.timer = step_timer(device)
-        self.costs = Costs()
-        self._ended: Reading | None = None
-        self._mark = time.perf_counter()
-
-    def restart_clock(self) -> None:
-        """Exclude the time since the last ``tick``, which was not spent training."""
-        self._mark = time.perf_counter()
-
-    def tick(self) -> None:
-        """Update the times. The host waits for the device, as the timer's ``settle`` does."""
-        self.timer.settle()
-        now = time.perf_counter()
-        self.time_s, self._mark = self.time_s + now - self._mark, now
-
-    def add_loss(self, mean: Tensor, rows: int, skip: bool | Tensor = False, place: int = 0) -> None:
-        """Add the mean loss of ``rows`` rows to the sum of the rank at ``place`` in this process. That of a skipped
-        step is left out, unless it is not finite: then it makes the sum NaN, since no loss scale can fix it. ``skip``:
-        not 0 if the step is skipped."""
-        mean = mean.detach()
-        total = self.losses[place]
-        if isinstance(skip, Tensor):
-            self.losses[place] = torch.where(skip != 0, total.add(mean, alpha=0), total.add(mean, alpha=rows))
-        else:
-            total.add_(mean, alpha=0 if skip else rows)
-
-    def count(self, used: Used, skip: bool) -> None:
-        """Count a step and its rows."""
-        self.steps += 1
-        for place, (num_rows, bad) in enumerate(zip(used.num_rows, used.bad, strict=True)):
-            self.bad[place] += bad
-            self.rows_skipped[place] += num_rows * skip
-            self.rows[place] += num_rows * (not skip)
-
-    def end_window(self, scale: float | Tensor = 1.0) -> None:
-        """End the window of a log line: ``tick`` and ``reduce``, which may come after the next backward pass, read what
-        the device has measured until now. Collective if gradients are sharded."""
-        norm, self.norm = self.norm, None
-        measured = {} if norm is None else {"norm": sharding.full(norm)}
-        losses = {f"loss {place}": total for place, total in enumerate(self.losses)}
-        self._ended = Reading({**losses, "scale": scale, **measured})
-        self.timer.end_window()
-
-    @property
-    def ended(self) -> bool:
-        """True between ``end_window`` and ``reduce``."""
-        return self._ended is not None
-
-    def peak_mib(self) -> float:
-        """The most memory of the device so far, in MiB: that of tensors on CUDA, that of this process on a CPU."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / 2**20
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # in KiB on Linux
-
-    def spent_s(self) -> dict[str, float]:
-        """Seconds of this rank by phase. The time between steps is ``data`` while the host waited for data, and
-        ``host`` otherwise: the loop, log lines, checkpoints. On CUDA, steps are timed on the stream."""
-        steps = self.timer.spent_s
-        between = max(0.0, self.time_s - sum(steps.values()))
-        data = min(self.wait_s, between)
-        return {"data": data, **steps, "host": between - data}
-
-    def reduce(self, ranks: LogicalRanks) -> Window:
-        """Sum the window over all ranks and start a new one. Collective. The host waits for the device to have passed
-        the end of the window."""
-        if self._ended is None:
-            self.end_window()
-        assert self._ended is not None
-        seen, self._ended = self._ended.values(), None
-        spent = self.spent_s()
-        costs = self.costs.take(ranks.runtime, spent)
-        own = [self.wait_s, *spent.values(), *costs]  # of the process: its first rank has them
-        parts = [
-            [seen[f"loss {place}"], self.rows[place], self.rows_skipped[place], self.bad[place]]
-            + (own if place == 0 else [0.0] * len(own))
-            for place in range(len(self.losses))
-        ]
-        sums = ranks.sum([torch.tensor(part, dtype=torch.float64) for part in parts], on_host=True).tolist()
-        total, rows, skipped, bad, wait_s, *rest = sums
-        times, costs = rest[: len(spent)], rest[len(spent) :]
-        for of_rank in self.losses:
-            of_rank.zero_()
-        self.rows, self.rows_skipped, self.bad = ([0] * len(self.losses) for _ in range(3))
-        self.steps = 0
-        self.wait_s = self.time_s = 0.0
-        self.timer.spent_s = dict.fromkeys(PHASES, 0.0)
-        time_s = sum(times) or math.inf  # without time all shares are zero
-        shares = {phase: seconds / time_s for phase, seconds in zip(spent, times, strict=True)}
-        loss = total / rows if rows else math.nan
-        cost = summed(costs, ranks.runtime.world_size)
-        return Window(
-            total, loss, int(rows + skipped), int(skipped), int(bad), wait_s / time_s, shares, cost,
-            seen.get("norm"), seen["scale"],
-        )  # fmt: skip
-
-    def state(self) -> list[dict[str, Any]]:
-        """What each rank of this process has measured, as plain numbers, which can be summed over ranks. The first has
-        the times of the process."""
-        self.tick()
-        spent = {f"{phase}_s": seconds for phase, seconds in self.timer.spent_s.items()}
-        times = {"wait_s": self.wait_s, "time_s": self.time_s, **spent}
-        return [
-            {"loss": loss.item(), "rows": rows, "rows_skipped": skipped, "bad": bad, "steps": self.steps,
-             **(times if place == 0 else dict.fromkeys(times, 0.0))}
-            for place, (loss, rows, skipped, bad) in enumerate(
-                zip(self.losses, self.rows, self.rows_skipped, self.bad, strict=True)
-            )
-        ]  # fmt: skip
-
-    def load_state(self, ranks: Sequence[dict[str, Any]]) -> None:
-        """Continue from what the ranks of this process had measured."""
-        for loss, of_rank in zip(self.losses, ranks, strict=True):
-            loss.fill_(of_rank["loss"])
-        self.steps = ranks[0]["steps"]
-        self.rows, self.rows_skipped, self.bad = (
-            [of_rank[key] for of_rank in ranks] for key in ("rows", "rows_skipped", "bad")
-        )
-        times = {key: sum(of_rank[key] for of_rank in ranks) for key in ranks[0] if key.endswith("_s")}
-        self.wait_s, self.time_s = times["wait_s"], times["time_s"]
-        self.timer.spent_s = {phase: times[f"{phase}_s"] for phase in PHASES}

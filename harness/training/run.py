@@ -23,12 +23,13 @@ from harness.training.console import ProgressBar
 from harness.training.evaluation.metrics import Report
 from harness.training.health import Health
 from harness.training.logical_ranks import LogicalRanks
+from harness.training.meter import Meter, Reading
 from harness.training.models.flops import Arithmetic, Counting
 from harness.training.optimizer.on_gradients import OnGradients
 from harness.training.optimizer.optim import Ema
 from harness.training.optimizer.precision import Precision
 from harness.training.optimizer.schedule import Schedule
-from harness.training.progress import Coverage, Meter, Reading, State, Used
+from harness.training.progress import Coverage, State, Used
 from harness.training.strategies.base import ParallelStrategy
 from harness.training.task import OpenedTask
 

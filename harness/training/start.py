@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -24,7 +25,8 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop, on_signals
 from harness.distributed.watchdog import Watchdog
 from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError, plural
-from harness.runs import provenance, remote
+from harness.runs import provenance
+from harness.runs.files import is_url
 from harness.runs.run_dir import RunFolder, cannot_write
 from harness.training import build, console
 from harness.training.exit_report import ExitReporter
@@ -50,7 +52,7 @@ class RunStart:
         self.code = EXIT_FAILURE
         self.error: BaseException | None = None
         self._pid = os.getpid()
-        self._folder = remote.run_folder(config)
+        self._folder = run_folder(config)
         self._stop = Stop(runtime)
         self._reporter = ExitReporter(runtime, self._stop, self._folder, shown)
         self._parent = parent
@@ -132,6 +134,15 @@ class RunStart:
             self.run.close()
         self._folder.detach(self.runtime.rank, done=self.code == EXIT_DONE)
         self._folder.unlock()
+
+
+def run_folder(config: Config) -> RunFolder:
+    """The folder OUTPUT/NAME. Raises ConfigError for a URL at which no run can be kept."""
+    if is_url(config.output):
+        from harness.runs import remote  # late: it imports fsspec, which few runs need
+
+        return remote.run_folder(config)
+    return RunFolder(Path(config.output) / config.name, config.checkpoint.keep, config.checkpoint.format)
 
 
 def wait_for_launcher(launch: Launch, stop: Stop) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import math
 import os
-import time
 from collections import Counter
 from collections.abc import Iterable
 
@@ -19,8 +17,7 @@ from harness.data.shards import Segment
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.training import progress
-from harness.training.logical_ranks import LogicalRanks
-from harness.training.progress import Coverage, Covered, Meter, State, Used
+from harness.training.progress import Coverage, Covered, State
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -162,67 +159,3 @@ def test_record_stays_small():
         coverage = Coverage(num_rows)
         coverage.add(np.arange(min(num_rows, 1000)))
         assert coverage.reduced(Runtime()).nbytes <= most
-
-
-def filled(losses: list[tuple[float, int]]) -> Meter:
-    meter = Meter(CPU)
-    for mean, rows in losses:
-        add(meter, mean, rows)
-    return meter
-
-
-def add(meter: Meter, mean: float, rows: int, skip: bool = False, tolerated: bool = False) -> None:
-    if not tolerated:
-        meter.add_loss(torch.tensor(mean, requires_grad=True), rows, skip)
-    meter.count(Used([], [rows], [0]), skip)
-
-
-def test_loss_is_the_mean_over_rows():
-    meter = filled([(1.0, 4), (3.0, 1)])
-    meter.bad, meter.wait_s, meter.time_s = [2], 0.25, 1.0
-    add(meter, 9.0, 3, skip=True)
-    seen = meter.reduce(LogicalRanks(Runtime()))
-    assert (seen.loss, seen.rows, seen.rows_skipped) == (pytest.approx(7 / 5), 8, 3)
-    assert (seen.bad, seen.waited) == (2, 0.25)
-    assert (meter.rows, meter.bad, meter.steps, meter.wait_s, meter.time_s) == ([0], [0], 0, 0, 0)
-    assert meter.losses[0].item() == 0
-    seen = meter.reduce(LogicalRanks(Runtime()))
-    assert math.isnan(seen.loss)
-    assert seen.rows == 0
-    for tolerated, total in ((True, 0.0), (False, math.nan)):
-        add(meter, math.inf, 3, skip=True, tolerated=tolerated)
-        assert meter.reduce(LogicalRanks(Runtime())).total == pytest.approx(total, nan_ok=True)
-
-
-def test_loss_resumes_exactly():
-    whole, first = filled([(0.1, 3), (0.2, 3), (0.3, 2)]), filled([(0.1, 3)])
-    add(first, 1.0, 5, skip=True, tolerated=True)
-    second = Meter(CPU)
-    second.load_state(first.state())
-    for mean, rows in [(0.2, 3), (0.3, 2)]:
-        add(second, mean, rows)
-    assert torch.equal(second.losses[0], whole.losses[0])
-    assert (second.rows, second.rows_skipped, second.steps, second.bad) == (whole.rows, [5], 4, [0])
-
-
-def test_time_outside_training_is_excluded(monkeypatch):
-    now_s = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
-    meter = Meter(CPU)
-    now_s = 100.0
-    meter.restart_clock()
-    now_s = 107.0
-    meter.tick()
-    assert meter.time_s == 7.0
-
-
-def _reduce():
-    with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
-        meter = filled([(1.0, 4)] if runtime.rank == 0 else [])
-        meter.bad = [runtime.rank]
-        add(meter, 1.0, 2, skip=True, tolerated=True)
-        return meter.reduce(LogicalRanks(runtime))[1:5]
-
-
-def test_loss_over_ranks():
-    assert run_ranks(2, _reduce, group=False, timeout_s=30) == [(1.0, 8, 4, 1)] * 2

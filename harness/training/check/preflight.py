@@ -20,6 +20,7 @@ from harness.distributed import devices, stack
 from harness.distributed.runtime import Runtime
 from harness.errors import HarnessError, TrainingError, first_line, plural, readable
 from harness.runs import remote
+from harness.runs.files import is_url
 from harness.trackers import metrics_log
 from harness.training import build, determinism, logical_ranks, memory
 from harness.training.determinism import Audit, OutOfTime
@@ -249,6 +250,5 @@ def _same_bits(config: Config, model: nn.Module, world_size: int) -> str:
 
 def _reach(config: Config) -> None:
     """Raise HarnessError if ``output`` is a URL that does not answer. Write access is checked only at the start."""
-    folder = remote.run_folder(config)
-    if isinstance(folder, remote.RemoteRunFolder):
-        folder.store.files()
+    if is_url(config.output):
+        remote.run_folder(config).store.files()

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from harness.config import plugins
 from harness.distributed import machine
@@ -21,7 +19,6 @@ from harness.errors import ConfigError, first_line, plural, similar
 from harness.training import determinism
 
 TIMM = "timm:"  # before the name of a model of timm
-_LARGE_BYTES = 64 * 2**20  # of an example, from which on the memory of the model's operations is looked at first
 
 
 def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example: Tensor) -> nn.Module:
@@ -110,8 +107,6 @@ def try_batch(model: nn.Module, name: str, known: Mapping[str, Any], example: Te
     in training mode."""
     if any(param.is_meta for param in model.parameters()):  # built without values
         example = example.to("meta")
-    if example.nbytes >= _LARGE_BYTES:
-        require_memory(_largest_operation(model, example), f"the tensors of one operation of {name}", "task.image_size")
     try:
         with torch.no_grad():
             outputs = model.eval()(example)
@@ -140,26 +135,6 @@ def _remedy(images: Tensor) -> str:
     """The hint if a model cannot process ``images``, the most likely cause first."""
     gray = "set task.color=rgb, which torchvision models need; or " if images.shape[1] == 1 else ""
     return f"{gray}check model.args, task.image_size, task.transforms and task.color"
-
-
-def _largest_operation(model: nn.Module, example: Tensor) -> int:
-    """Bytes of the inputs and outputs of the largest operation of ``model`` on ``example``, found without computing it;
-    0 if the model cannot run on tensors without data."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # late: it takes 0.4 s to import
-
-    class _Sizes(TorchDispatchMode):
-        largest = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            tensors = [value for value in tree_leaves((args, result)) if isinstance(value, Tensor)]
-            self.largest = max(self.largest, sum({id(one): one.nbytes for one in tensors}.values()))
-            return result
-
-    sizes = _Sizes()
-    with contextlib.suppress(Exception), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake, sizes:
-        model.eval()(fake.from_tensor(example))
-    return sizes.largest
 
 
 def _find(name: str) -> tuple[Callable[..., nn.Module], str]:

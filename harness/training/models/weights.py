@@ -43,13 +43,10 @@ class WeightsFile(NamedTuple):
 
 def start(model: nn.Module, config: Config, runtime: Runtime, checkpoints: Path) -> dict[str, Any]:
     """Load ``model.weights`` into ``model`` (on the CPU) on rank 0; return what was loaded, for provenance, on every
-    rank. Empty without ``model.weights``, and if the run is about to resume. Collective; call
-    ``sharding.replicate`` next.
+    rank. Empty if the run is about to resume. Collective; call ``sharding.replicate`` next.
 
     Raises ConfigError if the weights cannot be had or do not fit.
     """
-    if config.model.weights is None:
-        return {}
 
     def loaded() -> dict[str, Any]:
         if runtime.rank or config.checkpoint.named or checkpoint.steps(checkpoints):

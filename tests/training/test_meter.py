@@ -1,20 +1,24 @@
-"""Times of the phases of a step: on the host by the clock, on CUDA by events that the host does not wait for."""
+"""The measurements between two log lines: the loss, times of phases (on CUDA by events), and costs beside them."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from harness.distributed.runtime import Runtime
+from harness.distributed.launch_env import Launch, detect
+from harness.distributed.runtime import Runtime, open_runtime
 from harness.trackers.metrics_log import TIMES
 from harness.training.logical_ranks import LogicalRanks
-from harness.training.progress import Meter
-from harness.training.step_timer import PHASES, CudaTimer, HostTimer, StepTimer, end_backward_before_exchange
+from harness.training.meter import PHASES, Costs, CudaTimer, Meter, StepTimer, end_backward_before_exchange, summed
+from harness.training.progress import Used
 from tests.end_to_end.experiment import record, run, write_config, write_images
 from tests.ranks import run_ranks
 
@@ -24,7 +28,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_host_timer_adds_up_each_phase(monkeypatch):
     now_s = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now_s)
-    timer = HostTimer()
+    timer = StepTimer()
     for _ in range(2):
         now_s += 8.0  # between steps
         timer.start()
@@ -181,7 +185,7 @@ def _one_slow_rank(overlap: bool) -> dict[str, float]:
     from harness.apex.parallel import DistributedDataParallel
 
     model = DistributedDataParallel(nn.Linear(4, 1), delay_allreduce=not overlap)
-    timer = HostTimer()
+    timer = StepTimer()
     hidden = model(torch.randn(3, 4))
     for _ in range(1 + 5 * dist.get_rank()):
         hidden = Slow.apply(hidden)
@@ -204,20 +208,142 @@ def test_waiting_for_a_slow_rank_is_communication(overlap):
     assert fast["backward"] + fast["reduce"] >= 0.5
 
 
+# The loss
+
+
+def of_losses(losses: list[tuple[float, int]]) -> Meter:
+    meter = Meter(CPU)
+    for mean, rows in losses:
+        add(meter, mean, rows)
+    return meter
+
+
+def add(meter: Meter, mean: float, rows: int, skip: bool = False, tolerated: bool = False) -> None:
+    if not tolerated:
+        meter.add_loss(torch.tensor(mean, requires_grad=True), rows, skip)
+    meter.count(Used([], [rows], [0]), skip)
+
+
+def test_loss_is_the_mean_over_rows():
+    meter = of_losses([(1.0, 4), (3.0, 1)])
+    meter.bad, meter.wait_s, meter.time_s = [2], 0.25, 1.0
+    add(meter, 9.0, 3, skip=True)
+    seen = meter.reduce(LogicalRanks(Runtime()))
+    assert (seen.loss, seen.rows, seen.rows_skipped) == (pytest.approx(7 / 5), 8, 3)
+    assert (seen.bad, seen.waited) == (2, 0.25)
+    assert (meter.rows, meter.bad, meter.steps, meter.wait_s, meter.time_s) == ([0], [0], 0, 0, 0)
+    assert meter.losses[0].item() == 0
+    seen = meter.reduce(LogicalRanks(Runtime()))
+    assert math.isnan(seen.loss)
+    assert seen.rows == 0
+    for tolerated, total in ((True, 0.0), (False, math.nan)):
+        add(meter, math.inf, 3, skip=True, tolerated=tolerated)
+        assert meter.reduce(LogicalRanks(Runtime())).total == pytest.approx(total, nan_ok=True)
+
+
+def test_loss_resumes_exactly():
+    whole, first = of_losses([(0.1, 3), (0.2, 3), (0.3, 2)]), of_losses([(0.1, 3)])
+    add(first, 1.0, 5, skip=True, tolerated=True)
+    second = Meter(CPU)
+    second.load_state(first.state())
+    for mean, rows in [(0.2, 3), (0.3, 2)]:
+        add(second, mean, rows)
+    assert torch.equal(second.losses[0], whole.losses[0])
+    assert (second.rows, second.rows_skipped, second.steps, second.bad) == (whole.rows, [5], 4, [0])
+
+
+def test_time_outside_training_is_excluded(monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    meter = Meter(CPU)
+    now_s = 100.0
+    meter.restart_clock()
+    now_s = 107.0
+    meter.tick()
+    assert meter.time_s == 7.0
+
+
+def _reduce():
+    with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
+        meter = of_losses([(1.0, 4)] if runtime.rank == 0 else [])
+        meter.bad = [runtime.rank]
+        add(meter, 1.0, 2, skip=True, tolerated=True)
+        return meter.reduce(LogicalRanks(runtime))[1:5]
+
+
+def test_loss_over_ranks():
+    assert run_ranks(2, _reduce, group=False, timeout_s=30) == [(1.0, 8, 4, 1)] * 2
+
+
+# Costs
+
+
+PHASES_S = {"data": 0.0, "forward": 1.0, "backward": 2.0, "reduce": 0.5, "optimizer": 0.1, "host": 0.4}
+
+
+def taken(rank: int, **spent: float) -> list[float]:
+    return Costs().take(Runtime(Launch(rank=rank, world_size=3)), PHASES_S | spent)
+
+
+def test_the_slowest_rank_and_how_long_the_others_waited():
+    """The exchange of gradients is no time of a rank's own: it is in there that the others wait."""
+    of_ranks = [taken(0, reduce=4.0), taken(1, forward=3.0, data=1.5), taken(2, reduce=4.0, host=0.9)]
+    cost = summed([sum(values) for values in zip(*of_ranks, strict=True)], 3)
+    assert cost["slowest"] == 1
+    assert cost["wait"] == pytest.approx(3.5 + 3.0)
+    assert cost["slowest_data"] == pytest.approx(1.5)
+
+
+def test_costs_start_anew_and_unknown_stages_are_left_out():
+    mine, runtime = Costs(), Runtime()
+    mine.add({"read": 2.0, "of a user's own": 1.0})
+    mine.add({"read": 1.0})
+    assert summed(mine.take(runtime, PHASES_S), 1) == {"read": 3.0}
+    assert summed(mine.take(runtime, PHASES_S), 1) == {}
+
+
+def test_the_machine_is_looked_at_rarely(monkeypatch):
+    mine, runtime = Costs(), Runtime()
+    for _ in range(20):
+        assert "own" not in summed(mine.take(runtime, PHASES_S), 1)
+    monkeypatch.setattr("harness.training.meter.SAMPLE_S", 0.05)
+    until = time.perf_counter() + 0.1
+    while time.perf_counter() < until:
+        pass
+    cost = summed(mine.take(runtime, PHASES_S), 1)
+    assert 0 < cost["own"] <= cost["sampled"] == cost["sampled_ranks"]
+    other = replace(runtime.launch, rank=1, local_rank=1, world_size=2)
+    mine = Costs()
+    time.sleep(0.06)
+    cost = summed(mine.take(replace(runtime, launch=other), PHASES_S), 2)
+    assert "sampled_ranks" in cost
+    assert not {"sampled", "busy"} & cost.keys()  # the first rank of the machine reports for it
+
+
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_metrics_have_the_shares(tmp_path, world_size):
+def test_a_run_records_shares_and_costs(tmp_path, world_size):
     data = write_images(tmp_path / "data")
-    config = write_config(tmp_path, data, train={"epochs": 1}, batch={"global": 8, "accumulate": 2})
+    settings = {"train": {"epochs": 1, "log_every": 1}, "checkpoint": {"every_steps": 1}}
+    config = write_config(tmp_path, data, batch={"global": 8, "accumulate": 2}, **settings)
     assert run(config, world_size) == [0] * world_size
     folder = tmp_path / "runs" / "run"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    train = [line for line in lines if line["split"] == "train"]
+    trained, evaluated = ([line for line in lines if line["split"] == split] for split in ("train", "eval"))
     names = [name for name in TIMES if name.startswith("time_")]
-    assert (len(train), len(names)) == (3, 6)
-    for line in train:
+    assert len(trained) > 1
+    assert len(names) == 6
+    for line in trained:
         assert all(0 <= line[name] <= 1 for name in names)
         assert sum(line[name] for name in names) == pytest.approx(1, abs=1e-5)
         assert min(line[name] for name in ("time_forward", "time_backward", "time_optimizer", "time_host")) > 0
         assert line["time_data"] == pytest.approx(line["data_wait"], abs=1e-5)
         assert (line["time_reduce"] > 0) == (world_size > 1)
+        cost = line["cost"]
+        assert 0 < cost["read"] + cost["decode"] + cost["transform"] <= cost["load"]
+        assert ("slowest" in cost) == (world_size > 1)
+    assert all(line["cost"]["checkpoint"] > 0 and line["cost"]["log"] > 0 for line in trained[1:])
+    assert 0 < evaluated[0]["cost"]["data"] < evaluated[0]["cost"]["evaluation"]
     assert all(name not in line for line in record(folder) for name in names)
+    model = json.loads((folder / "provenance.json").read_text())[-1]["model"]
+    assert model["gradient_bytes"] > 0
+    assert model["operations"] > 0
