@@ -21,11 +21,11 @@ from harness.config import loader
 from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.runs import remote
 from harness.training import build, checkpointing, loop
 from harness.training.evaluation.evaluate import evaluate
 from harness.training.optimizer import optim
 from harness.training.run import Run
+from harness.training.start import run_folder
 from tests.fixtures import make_config, settings, write_rows, write_yaml
 from tests.ranks import run_ranks
 from tests.syncs import ROOT, Gpu, Sync, fake_gpu
@@ -56,9 +56,9 @@ def counted(folder: Path, strategy: str, level: str) -> dict[str, list[Sync]]:
     config = loader.load(write_yaml(folder / f"rank-{rank}.yaml", tree), overrides)
     with fake_gpu() as gpu:
         of_rank = runtime(strategy)
-        run_folder = remote.run_folder(config)
-        run_folder.claim(config)
-        run = build.build(config, of_rank, run_folder, Stop(of_rank))
+        folder = run_folder(config)
+        folder.claim(config)
+        run = build.build(config, of_rank, folder, Stop(of_rank))
         try:
             return dict(_parts(run, gpu))
         finally:

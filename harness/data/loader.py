@@ -26,7 +26,6 @@ from harness.data.loader_workers import (
     LoadError,
     WatchedDataLoader,
     in_loader_worker,
-    require_sockets_in_temporary_folder,
     run_queue_s,
     sent,
     worker_death,
@@ -112,8 +111,6 @@ class Loader:
         self._reading = reading
         self._blocked = False  # the last wait ended without a batch
         self._requests = _Requests()
-        if num_workers:
-            require_sockets_in_temporary_folder()
         self._loader = WatchedDataLoader(
             _Fetch(dataset),
             sampler=self._requests,

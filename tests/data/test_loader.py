@@ -21,7 +21,7 @@ from torch.utils.data._utils import signal_handling
 
 from harness.data.loader import BatchRequest, EvalData, Loader, StoppedWaiting, TrainData
 from harness.data.shards import RULES, Segment
-from harness.errors import ConfigError, DataError, TrainingError
+from harness.errors import DataError, TrainingError
 from tests.end_to_end.processes import wait_until
 from tests.fixtures import CountingTable
 
@@ -364,14 +364,3 @@ def test_evaluation_is_not_augmented():
     first, second = (next(eval_data.turns())[1].inputs for _ in range(2))
     assert torch.equal(first, second)
     assert not torch.equal(first, CountingTable(4).batch(np.arange(4), 0).inputs)
-
-
-def test_a_temporary_folder_with_a_long_path(tmp_path, monkeypatch):
-    """Workers send batches through sockets in it, whose names are limited."""
-    from multiprocessing import util
-
-    monkeypatch.setattr(util, "get_temp_dir", lambda: str(tmp_path / ("t" * 140)))
-    with pytest.raises(ConfigError) as caught:
-        Loader(CountingTable(8), 1, CPU)
-    assert caught.value.where.startswith("TMPDIR=")
-    Loader(CountingTable(8), 0, CPU)

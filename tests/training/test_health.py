@@ -16,11 +16,11 @@ from harness.apex import amp
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import DataError, TrainingError
-from harness.runs import remote
 from harness.training import build, loop
 from harness.training.health import Health
 from harness.training.progress import State
 from harness.training.run import Run
+from harness.training.start import run_folder
 from tests.fixtures import make_config, write_rows
 
 HERE = "tests.training.test_health"
@@ -79,7 +79,7 @@ def start(tmp_path, monkeypatch):
             model=model,
             **sections,
         )
-        folder = remote.run_folder(config)
+        folder = run_folder(config)
         folder.claim(config)
         built.append(build.build(config, Runtime(), folder, Stop(Runtime())))
         return built[-1]
@@ -205,13 +205,6 @@ def test_rows_of_skipped_steps_are_told_apart(start, caplog):
     assert (summary["samples"], summary["samples_skipped"], summary["skipped"]) == (12, 5, 1)
     assert run.throughput() == pytest.approx(12 / run.state.train_s)
     assert "12 of 12 rows used; 7 of them updated the weights, and 5 belonged to 1 step skipped" in caplog.text
-
-
-def test_a_changed_number_of_threads_is_noticed_once(start, caplog):
-    run = start("", 1)
-    run.num_threads += 1  # as if the task had lowered it
-    assert loop.train(run)
-    assert caplog.text.count("the number of torch's threads has changed") == 1
 
 
 def test_short_run_has_its_rows_and_loss(start):

@@ -15,10 +15,10 @@ from harness.apex import amp
 from harness.config import loader
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.runs import remote
 from harness.training import build, loop
 from harness.training.optimizer.precision import Precision
 from harness.training.run import Run
+from harness.training.start import run_folder
 from tests import sync_table, syncs
 from tests.end_to_end.experiment import assert_same, last_checkpoint, record
 from tests.fixtures import settings, write_rows, write_yaml
@@ -79,7 +79,7 @@ def start(tmp_path):
             precision={"opt_level": "O1"}, checkpoint={"every_steps": 3},
         )  # fmt: skip
         config = loader.load(write_yaml(tmp_path / f"{name}.yaml", tree), ["runtime.device=cuda", *overrides])
-        folder, runtime = remote.run_folder(config), Runtime(device=torch.device("cuda:0"))
+        folder, runtime = run_folder(config), Runtime(device=torch.device("cuda:0"))
         folder.claim(config)
         amp.reset()
         started.append(build.build(config, runtime, folder, Stop(runtime)))

@@ -9,9 +9,9 @@ from harness.apex import amp
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import ConfigError, TrainingError
-from harness.runs import remote
 from harness.training import build, loop
 from harness.training.optimizer.on_gradients import OnGradients, find
+from harness.training.start import run_folder
 from tests.fixtures import make_config, write_rows
 
 HERE = "tests.training.test_on_gradients"
@@ -54,7 +54,7 @@ def start(tmp_path):
             tmp_path, overrides, name=f"run-{len(started)}", optimizer={"lr": 0.5},
             train={"epochs": 1, "deterministic": False}, model={"name": "small_cnn", "args": {"width": 2}},
         )  # fmt: skip
-        folder, runtime = remote.run_folder(config), Runtime()
+        folder, runtime = run_folder(config), Runtime()
         folder.claim(config)
         amp.reset()
         started.append(build.build(config, runtime, folder, Stop(runtime)))
