@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness import cli
-from harness.distributed import cuda_driver
+from harness.distributed import devices
 from harness.distributed.devices import card, check_own, choose, fitting_ranks
 from harness.errors import EXIT_USAGE, LaunchError
 from tests.conftest import ROOT
@@ -27,7 +27,7 @@ def with_devices(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
-    monkeypatch.setattr(cuda_driver, "_ROOT", tmp_path)
+    monkeypatch.setattr(devices, "_ROOT", tmp_path)
     return there_are
 
 
@@ -61,7 +61,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "is_available", is_available)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)  # by NVML, which works with any driver
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(cuda_driver, "_ROOT", root)
+        monkeypatch.setattr(devices, "_ROOT", root)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -126,8 +126,8 @@ def test_one_device_per_rank(with_devices):
 
 
 def test_ranks_that_fit(with_devices):
-    for devices, most, expected in ((0, None, 2), (0, 1, 1), (1, 2, 1), (2, 2, 2), (8, 2, 2), (8, None, 8)):
-        with_devices(devices)
+    for number, most, expected in ((0, None, 2), (0, 1, 1), (1, 2, 1), (2, 2, 2), (8, 2, 2), (8, None, 8)):
+        with_devices(number)
         assert fitting_ranks(most) == expected
     assert fitting_ranks(on_cpu=True) == 2
 

@@ -102,7 +102,7 @@ def test_peak_and_utilisation(monkeypatch, name, settings, expected):
 def test_records_of_a_run(tmp_path):
     """The gradient norm is that of the unscaled gradients of the line's last step, before clipping."""
     from harness import open_run, train
-    from harness.runs.metrics_table import read_metrics
+    from harness.runs.reader import read_metrics
     from harness.training.evaluation.evaluate import prepare
 
     write_rows(tmp_path, "train", 20)

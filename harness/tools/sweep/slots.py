@@ -21,13 +21,13 @@ class Machine:
     @classmethod
     def this(cls, visible: str | None) -> Machine:
         """The part of this machine that this process may use. ``visible``: CUDA_VISIBLE_DEVICES, None if not set."""
-        from harness.distributed import cuda_driver
+        from harness.distributed import devices
 
         allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         quota = cpu_quota(Path("/"))
         cores = allowed if quota is None else max(1, min(allowed, int(quota)))
         names = [name.strip() for name in (visible or "").split(",") if name.strip()]
-        count, _ = cuda_driver.count_devices()
+        count, _ = devices.count_devices()
         return cls(cores, tuple(names[:count]) if names else tuple(map(str, range(count))))
 
 
