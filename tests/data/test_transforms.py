@@ -104,13 +104,10 @@ def test_floats_are_passed_on_as_float32():
 
 WRONG = [
     ("RandomResizeCrop", "train.0: unknown transform 'RandomResizeCrop'", "did you mean RandomResizedCrop?"),
-    ("HorizontalFlip", "unknown transform 'HorizontalFlip'", "did you mean RandomHorizontalFlip?"),
     ("Qzx", "unknown transform 'Qzx'", "use a class of torchvision.transforms.v2, or package.module.Class"),
     ({"RandomResizedCrop": {"sise": 3}}, "RandomResizedCrop has no argument sise", "did you mean size? its arguments"),
-    ({"RandomHorizontalFlip": {"prob": 1}}, "RandomHorizontalFlip has no argument prob", "its arguments are: p"),
     ({"RandomHorizontalFlip": 2}, "cannot build RandomHorizontalFlip(p=2): `p` should be", "its arguments are: p"),
     ("RandomResizedCrop", "cannot build RandomResizedCrop(): ", "its arguments are: size, scale"),
-    ({"RandomResizedCrop": {"size": []}}, "cannot build RandomResizedCrop(size=[]): ", "its arguments are: size"),
     ({"PILToTensor": 3}, "PILToTensor has no argument value", "it has none"),
     ({"Resize": {"size": 3, "interpolation": "linear"}}, "interpolation='linear' is not allowed",
      "did you mean bilinear? use nearest, nearest-exact, bilinear"),
@@ -119,13 +116,8 @@ WRONG = [
     ({"RandomErasing": {"value": "random"}}, "RandomErasing(value='random') draws noise for normalized images",
      "put ToDtype: {dtype: float32, scale: true} and Normalize before it"),
     ("MixUp", "MixUp cannot be used here", "use train.mixup"),
-    ("CutMix", "CutMix cannot be used here", "use train.cutmix"),
-    ("ToTensor", "ToTensor cannot be used here", "leave it out"),
-    ("TenCrop", "TenCrop cannot be used here", "use CenterCrop"),
     ("nowhere.Blur", "the transform 'nowhere.Blur' cannot be imported", "write package.module"),
-    ("os.path", "os.path is not a transform", "name a function that takes an image"),
-    ("fractions.Fraction", "fractions.Fraction is not a transform", "or a class whose instances can be called "
-                                                                    "with one"),
+    ("fractions.Fraction", "fractions.Fraction is not a transform", "or a class whose instances can be called"),
     ({f"{__name__}.Stripes": {"widht": 3}}, "Stripes has no argument widht", "did you mean width?"),
     ({f"{__name__}.darker": {"b": 3}}, "darker has no argument b", "its arguments are: by"),
 ]  # fmt: skip

@@ -20,6 +20,8 @@ from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.errors import ConfigError
 from harness.training.evaluation.metrics import (
+    MAX_CONFUSION,
+    MAX_SCORES,
     Labels,
     MultiLabel,
     Regression,
@@ -178,11 +180,17 @@ def test_unusable_loss_is_refused_before_training(loss, message):
 def test_metrics_agree_with_scikit_learn():
     reference = pytest.importorskip("sklearn.metrics")
     outputs, targets = batch(SINGLE)
-    found = report_of(objective(SINGLE, metrics=["macro_f1", "top2"]), outputs, targets, (0, 1, 30, 40))
+    metrics = ["macro_f1", "top1", "top2", "mean_class_accuracy"]
+    found = report_of(objective(SINGLE, metrics=metrics), outputs, targets, (0, 1, 30, 40))
     predicted = outputs.argmax(1)
-    assert list(found)[:3] == ["macro_f1", "top2", "loss"]
+    assert list(found)[:5] == [*metrics, "loss"]
     assert found["macro_f1"] == pytest.approx(reference.f1_score(targets, predicted, average="macro"))
+    assert found["top1"] == pytest.approx(reference.accuracy_score(targets, predicted))
     assert found["top2"] == pytest.approx(reference.top_k_accuracy_score(targets, outputs, k=2))
+    assert found["mean_class_accuracy"] == pytest.approx(reference.balanced_accuracy_score(targets, predicted))
+    assert found["confusion"] == reference.confusion_matrix(targets, predicted).tolist()  # (label, prediction)
+    recall = reference.recall_score(targets, predicted, average=None)
+    assert list(found["class_accuracy"].values()) == pytest.approx(recall.tolist())
 
     outputs, targets = batch(MULTI)
     found = report_of(objective(MULTI), outputs, targets, (0, 1, 30, 40))
@@ -211,6 +219,59 @@ def test_labels_that_no_row_has():
     assert found["by_label"]["b"] == {"precision": None, "recall": None, "f1": None, "rows": 0}
     f1 = [each["f1"] for each in found["by_label"].values() if each["f1"] is not None]
     assert found["macro_f1"] == pytest.approx(np.mean(f1))
+
+
+def test_class_without_rows_has_no_accuracy():
+    outputs = torch.tensor([[5.0, 0, 0], [0, 5, 0], [0, 5, 0], [5, 0, 0]])
+    report = report_of(objective(SINGLE), outputs, torch.tensor([0, 1, 0, 0]))
+    assert report["class_accuracy"] == {"a": 2 / 3, "b": 1.0, "c": None}
+    assert report["mean_class_accuracy"] == pytest.approx(5 / 6)
+
+
+@pytest.mark.parametrize("classes", [1, 2, 4, 5])
+def test_five_guesses_among_five_classes_or_fewer_are_always_right(classes):
+    labels = SingleLabel(tuple(range(classes)))
+    assert report_of(objective(labels, metrics=["top5", "top1"]), *batch(labels))["top5"] == 1
+
+
+def test_half_precision_outputs_are_summed_in_higher_precision():
+    (outputs, targets), subject = batch(SINGLE), objective(SINGLE)
+    assert report_of(subject, outputs.bfloat16(), targets) == report_of(subject, outputs.bfloat16().float(), targets)
+    assert subject.evaluate(outputs.half(), targets)["loss"][0].dtype is torch.float32
+
+
+def test_confusion_matrix_is_omitted_for_too_many_classes():
+    outputs, targets = torch.zeros(2, MAX_CONFUSION + 1), torch.tensor([0, MAX_CONFUSION])
+    many, few = (objective(SingleLabel(tuple(range(MAX_CONFUSION + more)))) for more in (1, 0))
+    assert "confusion" not in report_of(many, outputs, targets)
+    assert "confusion" in few.evaluate(outputs[:1, :-1], targets[:1])
+
+
+def test_sums():
+    pairs = {"loss": (torch.ones(()), torch.ones(())), "nothing": (torch.zeros(()), torch.zeros(()))}
+    sums = Sums()
+    for _ in range(2):
+        sums.add(pairs)
+    assert (sums.ratio("loss"), sums.pairs["loss"][0].item()) == (1, 2)
+    assert pairs["loss"][0].item() == 1  # the sums are copies
+    assert math.isnan(sums.ratio("nothing"))
+
+
+def _report_over_ranks():
+    """Split 40 rows as [0, 0, 1, 39], taking the last ``world_size`` parts: at least one rank has no rows."""
+    with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
+        start, stop = [0, 0, 1, 40][-runtime.world_size - 1 :][runtime.rank : runtime.rank + 2]
+        nothing = reduced([Sums()], LogicalRanks(runtime)).pairs
+        return report_of(objective(SINGLE), *batch(SINGLE), (start, stop) if stop > start else (), runtime), nothing
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_add_up_to_the_whole_with_and_without_rows(world):
+    whole = report_of(objective(SINGLE), *batch(SINGLE))
+    for report, nothing in run_ranks(world, _report_over_ranks, group=False, timeout_s=30):
+        assert nothing == {}
+        assert report.pop("loss") == pytest.approx(whole["loss"])
+        assert report == {key: value for key, value in whole.items() if key != "loss"}
 
 
 def spread(outputs, targets):
@@ -333,6 +394,12 @@ def test_predictions_and_errors():
     table = objective(many).labels.predictions(torch.eye(200)[[7]] * 9 - 1)
     assert (table["prediction"], table["label_1"]) == (["7"], [7])
     assert list(table)[1:] == [f"{name}_{place}" for place in range(1, 6) for name in ("label", "score")]
+    table = objective(SingleLabel(tuple(range(MAX_SCORES + 1)))).labels.predictions(
+        torch.eye(MAX_SCORES + 1)[[3, 100]] * 9
+    )
+    assert list(table) == ["prediction", "score", *(f"{k}_{n}" for n in (2, 3, 4, 5) for k in ("prediction", "score"))]
+    assert table["prediction"] == [3, 100]
+    assert (table["score"] > table["score_2"]).all()
 
     subject = objective(NUMBERS)
     table = subject.labels.predictions(torch.tensor([[1.0, -2.0]]).half())

@@ -166,15 +166,9 @@ def test_fused_by_short_name(name):
     ("section", "message"),
     [
         ({"name": "fused_adm"}, "did you mean fused_adam?"),
-        ({"name": "SGD"}, "unknown optimizer 'SGD'\n  -> did you mean sgd?"),
-        ({"name": "adamm"}, "did you mean adam"),
-        ({"name": "zzz"}, "use one of adadelta"),
         ({"name": "lbfgs"}, "unknown optimizer"),  # needs a closure
         ({"name": "optimizer"}, "unknown optimizer"),
         ({"name": "torch.optim.Nope"}, "cannot be imported"),
-        ({"name": "no.such.module"}, "cannot be imported"),
-        ({"name": "os.path"}, "os.path is not a torch.optim.Optimizer"),
-        ({"name": "..x"}, "cannot be imported"),
         ({"name": "pathlib.Path"}, "is not a torch.optim.Optimizer"),
         ({"name": "adam", "momentum": 0.9}, "adam has no argument momentum\n  -> its arguments are: lr, betas"),
         ({"args": {"nestrov": True}}, "sgd has no argument nestrov"),
@@ -183,12 +177,9 @@ def test_fused_by_short_name(name):
         ({"name": "adam", "args": {"betas": [2, 3]}}, "cannot build adam: Invalid beta"),
         ({"momentum": 0.9, "args": {"nesterov": "yes"}}, "nesterov: sgd takes a value of type bool, not 'yes'"),
         ({"args": {"maximize": "no"}}, "for example maximize: false"),
-        ({"args": {"foreach": 1}}, "for example foreach: true"),
-        ({"args": {"dampening": "x"}}, "for example dampening: 0"),
         ({"name": "rmsprop", "args": {"alpha": True}}, "rmsprop takes a value of type float, not True"),
         ({"name": "adam", "args": {"betas": [0.9]}}, "for example betas: [0.9, 0.999]"),
         ({"name": "fused_adam", "args": {"adam_w_mode": "no"}}, "fused_adam takes a value of type bool, not 'no'"),
-        ({"name": "fused_lamb", "args": {"max_grad_norm": "x"}}, "fused_lamb takes a value of type float | None"),
     ],
 )
 def test_optimizer_that_cannot_be_built(section, message):

@@ -156,39 +156,15 @@ def test_plateau_equals_torch(number):
 # At their boundaries
 
 
-def test_constant():
-    assert {schedule().lr(step) for step in range(60)} == {1.0}
-
-
-@pytest.mark.parametrize("name", ["constant", "cosine", "polynomial"])
-def test_warm_up_is_linear(name):
-    rates = [schedule(name=name, warmup_epochs=0.4).lr(step) for step in range(6)]
-    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])  # never zero, and the peak is its last step
-    assert rates[4] == 1.0  # from which the shape starts
-    assert rates[5] == 1.0 if name == "constant" else rates[5] < 1.0
-
-
 def test_warm_up_of_all_epochs():
     rates = [schedule(name="cosine", warmup_epochs=5).lr(step) for step in range(51)]
     assert rates[:50] == pytest.approx([(step + 1) / 50 for step in range(50)])
     assert rates[50] == 1.0  # not reached; and no division by zero
 
 
-def test_cosine_falls_from_peak_to_floor():
-    cosine = schedule(name="cosine", peak=2.0, min_lr=0.5)
-    assert cosine.lr(0) == 2.0
-    assert cosine.lr(25) == pytest.approx(1.25)
-    assert cosine.lr(50) == pytest.approx(0.5)
-    assert cosine.lr(80) == pytest.approx(0.5)  # stays there if train.epochs is raised later
-    assert cosine.lr(10) == pytest.approx(0.5 + 1.5 * (1 + math.cos(math.pi / 5)) / 2)
-    rates = [cosine.lr(step) for step in range(51)]
-    assert rates == sorted(rates, reverse=True)
-
-
-def test_polynomial():
-    line = schedule(name="polynomial", min_lr=0.1)
-    assert [line.lr(step) for step in (0, 25, 50, 60)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
-    assert schedule(name="polynomial", power=2.0).lr(25) == pytest.approx(0.25)
+@pytest.mark.parametrize("name", ["cosine", "polynomial", "wsd"])
+def test_a_run_that_is_extended_stays_at_the_floor(name):
+    assert [schedule(name=name, min_lr=0.1).lr(step) for step in (50, 80)] == pytest.approx([0.1, 0.1])
 
 
 def test_step_at_its_milestones():
@@ -244,15 +220,11 @@ TASK = "task: {name: mnist}\nname: x\nbatch: {global: 8}\n"
     [
         ("{name: step}", "schedule.args.milestones: required, but not set"),
         ("{name: step, args: {milestones: [2, 1]}}", "schedule.args.milestones: it should be epochs that increase"),
-        ("{name: step, args: {milestones: [1, 1]}}", "schedule.args.milestones: it should be epochs that increase"),
-        ("{name: cosine_restarts}", "schedule.args.cycle_epochs: required, but not set"),
         ("{name: plateau, args: {gamma: 0.5}}", "schedule.args.gamma: unknown key; "),
-        ("{args: {min_lr: 0.01}}", "schedule.args.min_lr: unknown key"),
         ("{name: cosine, args: {minlr: 0.01}}", "schedule.args.minlr: unknown key; did you mean schedule.args.min_lr?"),
         ("{name: cosine, args: {min_lr: low}}", "schedule.args.min_lr: it should be a valid number"),
         ("{name: wsd, args: {decay_type: linea}}", "did you mean linear?"),
         ("{name: OneCycleLR}", "schedule.name: unknown schedule 'OneCycleLR'; did you mean one_cycle?"),
-        ("{name: sigmoid}", "use one of constant, cosine, "),
         ("{name: 3}", "schedule.name: it should be text"),
         ("{name: math.tau}", "schedule.name: the schedule 'math.tau' is not a function"),
         ("{name: math.no}", "schedule.name: the schedule 'math.no' cannot be imported"),
@@ -316,9 +288,6 @@ def test_schedule_of_a_stranger(tmp_path, monkeypatch):
         ({}, "constant"),
         ({"name": "cosine", "warmup_steps": 10, "min_lr": 0.01},
          "cosine, 0.1 at the start, 1 at the peak (update 10), 0.0115 at the end (update 50)"),
-        ({"name": "polynomial"}, "polynomial, 1 at the start, 0.02 at the end (update 50)"),
-        ({"name": "one_cycle"},
-         "one_cycle, 0.04 at the start, 1 at the peak (update 15), 4e-06 at the end (update 50)"),
         ({"name": "plateau"}, "plateau, 1 at the start, multiplied by 0.1 after 11 evaluations without improvement"),
     ],
 )  # fmt: skip
