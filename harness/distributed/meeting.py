@@ -39,7 +39,7 @@ _GRACE_S = 3.0  # for more ranks to arrive once something is wrong, and for all 
 _FAILED_S = 5.0  # for a rank that cannot start to inform the others
 _ANSWER_S = 10.0  # for the store to answer a request
 
-_ARRIVED, _VERDICT, _HEARD, _STUCK = (f"meeting/{name}" for name in ("arrived", "verdict", "heard", "stuck"))
+_ARRIVED, _VERDICT, _HEARD = (f"meeting/{name}" for name in ("arrived", "verdict", "heard"))
 
 _REMEDIES = {
     "number of ranks (WORLD_SIZE)": "use the same number of machines and processes in the launch command on every "
@@ -100,25 +100,6 @@ def telling_peers(launch: Launch) -> Iterator[None]:
                 if isinstance(error, HarnessError) and isinstance(problem, HarnessError):
                     error.unmet = problem.unmet
         raise
-
-
-def not_connected(launch: Launch, opened: PrefixStore, error: Exception, hint: str) -> HarnessError:
-    """What to raise for ``error``, raised when torch.distributed could not connect the ranks in the store ``opened``:
-    PeersMissing if some of them no longer report here, else LaunchError with ``hint``."""
-    known, until = LimitedStore(opened), time.monotonic() + _GRACE_S
-    met, missing = f"the ranks met at {store.address(launch)}, but", set(range(launch.world_size))
-    try:
-        known.append(_STUCK, f"{launch.rank} ")
-        for _ in pauses():
-            missing -= set(map(int, known.get(_STUCK).split()))
-            if not missing or time.monotonic() > until:
-                break
-        _wait_until_heard(launch, known, launch.world_size - len(missing), until + _GRACE_S)
-    except Exception:  # from the store
-        return PeersMissing(f"{met} rank 0 was lost while they connected", hint=HINT)
-    if missing:
-        return PeersMissing(f"{met} {agreement.named(missing)} did not connect to the others", hint=HINT)
-    return LaunchError(f"{met} rank {launch.rank} could not connect to the others: {first_line(error)}", hint=hint)
 
 
 @dataclass

@@ -26,12 +26,12 @@ from torch.distributed.distributed_c10d import _world
 from harness.distributed import devices, stack
 from harness.distributed.agreement import Facts, disagreement
 from harness.distributed.launch_env import Launch
-from harness.distributed.meeting import meet, not_connected, telling_peers
+from harness.distributed.meeting import meet, telling_peers
 from harness.distributed.network import interface_towards
 from harness.distributed.processes import Identity
-from harness.distributed.store import LimitedStore
+from harness.distributed.store import LimitedStore, PeersMissing, address
 from harness.distributed.threads import Background
-from harness.errors import HarnessError, LaunchError, TrainingError, portable, readable
+from harness.errors import HarnessError, LaunchError, TrainingError, first_line, portable, readable
 
 Value = TypeVar("Value")
 
@@ -355,7 +355,8 @@ def _connect(launch: Launch, target: torch.device, store: Any, timeout_s: float)
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or "of the default route"
         names = "GLOO_SOCKET_IFNAME" if target.type == "cpu" else "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         hint = f"check that the interface {interface} reaches the other machines ({names}; launch.interface)"
-        raise not_connected(launch, store, error, hint) from None
+        what = f"the ranks met at {address(launch)}, but could not all connect to each other: {first_line(error)}"
+        raise PeersMissing(what, hint=hint) from None
     return Runtime(launch, target, LimitedStore(store), timeout_s, _control=control)
 
 

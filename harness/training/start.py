@@ -30,7 +30,6 @@ from harness.runs.files import is_url
 from harness.runs.run_dir import RunFolder, cannot_write
 from harness.training import build, console
 from harness.training.exit_report import ExitReporter
-from harness.training.models import compiled
 from harness.training.optimizer import optim, precision
 from harness.training.run import Run
 from harness.training.task import SupportsLearned
@@ -71,7 +70,10 @@ class RunStart:
             )
             self._watchdog = stack.enter_context(watching)
             stack.enter_context(precision.float16_on_cpu(self.config.precision, self.runtime.device))
-            stack.enter_context(compiled.fresh_compiler(self.config.model.compile))
+            if self.config.model.compile:
+                from harness.training.models import compiled  # late: few runs need it
+
+                stack.enter_context(compiled.fresh_compiler())
             stack.callback(self._close)
             try:
                 prepare_folder(self.config, self.runtime, self._folder)

@@ -1,10 +1,13 @@
-"""A run folder at a URL, without training: what is uploaded in which order, what a start downloads, who may write."""
+"""A run folder at a URL, without training: what is uploaded, what a start downloads, who may write, and any kill."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import fsspec
 import pytest
@@ -16,7 +19,7 @@ from harness.errors import CheckpointError, ConfigError
 from harness.runs import remote, run_dir
 from harness.runs.checkpoint import damage, read
 from harness.runs.fetched import local_copy, require_out
-from harness.runs.remote import RemoteRunFolder
+from harness.runs.remote import RemoteRunFolder, UploadTakenOver
 
 URL = "memory://bucket/runs"
 
@@ -98,21 +101,6 @@ def test_a_run_is_resumed_from_the_url_alone(config, bucket, tmp_path):
     other.attach(1, again.start)
     assert read(other.checkpoints.folder / "step-4") == read(again.checkpoints.folder / "step-4")
     assert not other.metrics.exists()
-
-
-def test_files_are_uploaded_in_the_order_that_keeps_the_url_resumable(config, monkeypatch):
-    folder, order = started(config()), []
-    real = MemoryFileSystem.pipe_file, MemoryFileSystem.put_file
-    monkeypatch.setattr(MemoryFileSystem, "pipe_file", lambda *a, **k: (order.append(a[1]), real[0](*a, **k)))
-    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *a, **k: (order.append(a[2]), real[1](*a, **k)))
-    for file in (folder.weights, folder.path / "summary.json", folder.checkpoints.folder / "best"):
-        file.write_text("step-7\n")
-    save(folder, 7)
-    names = [path.partition("/digits/")[2] for path in dict.fromkeys(order)]
-    step = "checkpoints/step-7"
-    pointers = ["checkpoints/best", "checkpoints/latest"]
-    assert names[-4:] == [f"{step}/state.pt", f"{step}/manifest.json", *pointers]
-    assert {"summary.json", "metrics.jsonl", "weights.safetensors"} == set(names[:-4])
 
 
 def test_a_checkpoint_on_its_way_is_not_removed(config, bucket, monkeypatch):
@@ -379,3 +367,256 @@ def test_results_are_read_from_the_url(config, bucket, monkeypatch, tmp_path):
         local_copy(f"{URL}/letters")
     with pytest.raises(ConfigError, match="results cannot be written to a run at a URL"):
         require_out(f"{URL}/digits", None, "report.html")
+
+
+# A kill, or another start, at each single operation of the store
+
+OPERATIONS = ("find", "cat_file", "pipe_file", "put_file", "get_file", "cp_file", "rm_file")
+
+
+class Killed(BaseException):
+    """Ends a call as a kill would: no handler for errors sees it."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+def at_each_operation(monkeypatch, event: Callable[[], None], prepare: Callable[[], Callable[[], object]]) -> Iterator:
+    """Call what ``prepare`` returns again and again, with ``event`` before its first operation of the store, before its
+    second, and so on. Yields after each call."""
+    for number in itertools.count():
+        call = prepare()
+        left, reached = number, False
+
+        def counted(real):
+            def operation(*args, **options):
+                nonlocal left, reached
+                left -= 1
+                if left == -1:
+                    reached = True
+                    event()
+                return real(*args, **options)
+
+            return operation
+
+        with monkeypatch.context() as patch:
+            for name in OPERATIONS:
+                patch.setattr(MemoryFileSystem, name, counted(getattr(MemoryFileSystem, name)))
+            with suppress(Killed, UploadTakenOver):
+                call()
+        yield number
+        if not reached:
+            assert number > 3
+            return
+
+
+def write(folder: RemoteRunFolder, step: int, best: bool = False) -> None:
+    """What training writes at a step, in its order."""
+    with open(folder.metrics, "a") as file:
+        file.write(f'{{"step": {step}}}\n')
+    if best:
+        folder.checkpoints.mark_best(step, {}, folder.weights)
+    folder.checkpoints.write(step, {"lines": folder.metrics.read_text().count("\n")})
+
+
+def trained(config: Config, bucket: MemoryFileSystem, *steps: int) -> RemoteRunFolder:
+    """A fresh run, with its checkpoints uploaded; the first is the best."""
+    if bucket.exists("/bucket"):
+        bucket.rm("/bucket", recursive=True)
+    folder = started(config)
+    for step in steps:
+        write(folder, step, best=step == steps[0])
+        folder._upload()
+    return folder
+
+
+def check_pointers(bucket: MemoryFileSystem, tmp_path, run: str = "digits") -> None:
+    """`latest` and `best` name complete checkpoints, and the log is as long as `latest` expects."""
+    found = uploaded(bucket, run)
+    shutil.rmtree(tmp_path / "seen", ignore_errors=True)
+    for name, content in found.items():
+        path = tmp_path / "seen" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    for pointer in ("latest", "best"):
+        if name := found.get(f"checkpoints/{pointer}", b"").decode().strip():
+            assert damage(tmp_path / "seen/checkpoints" / name) == "", (pointer, name, sorted(found))
+            if pointer == "latest":
+                assert found["metrics.jsonl"].count(b"\n") >= read(tmp_path / "seen/checkpoints" / name)["lines"]
+
+
+def resumed_step(folder: RemoteRunFolder) -> int:
+    """The step that ``folder`` resumes from, with a log that is long enough."""
+    newest = folder.checkpoints.newest()
+    assert newest is not None
+    assert folder.metrics.read_text().count("\n") >= read(newest)["lines"]
+    return int(newest.name.removeprefix("step-"))
+
+
+@pytest.mark.parametrize("best", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_kill_during_an_upload(config, bucket, monkeypatch, tmp_path, best):
+    def prepare():
+        folder = trained(config(), bucket, 1, 2, 3)
+        write(folder, 4, best)
+        return folder._upload
+
+    for _ in at_each_operation(monkeypatch, kill, prepare):
+        check_pointers(bucket, tmp_path)
+        again = started(config("elsewhere"))
+        assert resumed_step(again) in (3, 4)
+        check_pointers(bucket, tmp_path)
+        write(again, 5)
+        again._upload()
+        check_pointers(bucket, tmp_path)
+        states = {name.split("/")[1] for name in uploaded(bucket) if name.endswith(("state.pt", "manifest.json"))}
+        assert len(states) <= 3  # two newest and the best: nothing incomplete is left
+
+
+def test_kill_before_the_best_checkpoint_is_uploaded(config, bucket, monkeypatch, tmp_path):
+    """An evaluation writes the best weights and the summary before the checkpoint of its step."""
+
+    def prepare():
+        folder = trained(config(), bucket, 1, 2, 3)
+        folder.checkpoints.mark_best(4, {}, folder.weights)
+        return folder._upload
+
+    for _ in at_each_operation(monkeypatch, kill, prepare):
+        check_pointers(bucket, tmp_path)
+
+
+@pytest.mark.slow
+def test_kill_while_a_start_takes_over(config, bucket, monkeypatch, tmp_path):
+    def prepare():
+        trained(config(), bucket, 1, 2, 3)
+        return lambda: started(config("elsewhere"))
+
+    for _ in at_each_operation(monkeypatch, kill, prepare):
+        assert resumed_step(started(config("third"))) == 3
+        check_pointers(bucket, tmp_path)
+
+
+# The learning rate of the start after the kill; 0.1 is that of the earlier run.
+@pytest.mark.slow
+@pytest.mark.parametrize("lr", [0.5, 0.1])
+def test_kill_while_a_run_is_moved_aside(config, bucket, monkeypatch, tmp_path, lr):
+    before: dict[str, bytes] = {}
+
+    def prepare():
+        trained(config(), bucket, 1)
+        before.clear()
+        before.update(uploaded(bucket))
+        return lambda: started(config("elsewhere", **{"optimizer.lr": 0.5}))
+
+    for _ in at_each_operation(monkeypatch, kill, prepare):
+        started(config("third", **{"optimizer.lr": lr}))
+        kept = [uploaded(bucket, run) for run in ("digits", "digits.1")]
+        if lr == 0.5:
+            assert kept[1] == before
+            assert set(kept[0]) == {"config.yaml", "start.json"}
+        for name in before.keys() - {"start.json", "config.yaml", "checkpoints/latest"}:
+            assert before[name] in (kept[0].get(name), kept[1].get(name)), name
+        for run in ("digits", "digits.1"):
+            check_pointers(bucket, tmp_path, run)
+
+
+def test_kill_during_a_download(config, bucket, monkeypatch, tmp_path):
+    monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "mine"))
+
+    def prepare():
+        trained(config(), bucket, 1, 2, 3)
+        shutil.rmtree(tmp_path / "mine", ignore_errors=True)
+        return lambda: local_copy(f"{URL}/digits", checkpoint=True)
+
+    for _ in at_each_operation(monkeypatch, kill, prepare):
+        run = local_copy(f"{URL}/digits", checkpoint=True)
+        assert damage(run / "checkpoints/step-3") == ""
+        assert (run / "metrics.jsonl").read_bytes() == uploaded(bucket)["metrics.jsonl"]
+
+
+def test_training_continues_during_a_download(config, bucket, monkeypatch, tmp_path):
+    monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "mine"))
+    folders, runs = [], []
+
+    def prepare():
+        folders.append(trained(config(), bucket, 1, 2, 3))
+        shutil.rmtree(tmp_path / "mine", ignore_errors=True)
+        return lambda: runs.append(local_copy(f"{URL}/digits", checkpoint=True))
+
+    def train():
+        for step in (4, 5, 6):
+            write(folders[-1], step)
+            folders[-1]._upload()
+
+    for _ in at_each_operation(monkeypatch, train, prepare):
+        latest = (runs[-1] / "checkpoints/latest").read_text().strip()
+        assert damage(runs[-1] / "checkpoints" / latest) == ""
+
+
+@pytest.mark.slow
+def test_another_run_takes_the_place_during_a_download(config, bucket, monkeypatch, tmp_path):
+    monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "mine"))
+    runs = []
+
+    def prepare():
+        trained(config(), bucket, 1, 2, 3)
+        shutil.rmtree(tmp_path / "mine", ignore_errors=True)
+        return lambda: runs.append(local_copy(f"{URL}/digits"))
+
+    def replace():
+        write(other := started(config("elsewhere", **{"optimizer.lr": 0.5})), 1)
+        other._upload()
+
+    for _ in at_each_operation(monkeypatch, replace, prepare):
+        is_new = loader.load(runs[-1] / "config.yaml").optimizer.lr == 0.5
+        assert (runs[-1] / "metrics.jsonl").read_text().count("\n") == (1 if is_new else 3)
+
+
+@pytest.mark.slow
+def test_a_later_start_takes_over_during_an_upload(config, bucket, monkeypatch, tmp_path):
+    later = []
+
+    def prepare():
+        later.clear()
+        folder = trained(config(), bucket, 1, 2, 3)
+        write(folder, 4, best=True)
+        return folder._upload
+
+    def take_over():
+        later.append(started(config("elsewhere")))
+        newest = resumed_step(later[-1])
+        assert newest in (3, 4)
+        for step in range(newest + 1, 7):  # the earlier start was suspended for long
+            write(later[-1], step, best=step == 4)
+            later[-1]._upload()
+
+    for _ in at_each_operation(monkeypatch, take_over, prepare):
+        # One file may be the earlier start's, which wrote it after its check. The next upload makes up for that.
+        if later:
+            write(later[-1], 7)
+            later[-1]._upload()
+        assert resumed_step(started(config("third"))) == (7 if later else 4)
+
+
+@pytest.mark.slow
+def test_an_earlier_start_uploads_while_a_later_one_takes_over(config, bucket, monkeypatch, tmp_path):
+    folders, later = [], []
+
+    def prepare():
+        folders.append(trained(config(), bucket, 1, 2, 3))
+        return lambda: later.append(started(config("elsewhere")))
+
+    def train():
+        for step in (4, 5, 6, 7):
+            write(folders[-1], step)
+            try:
+                folders[-1]._upload()
+            except UploadTakenOver:
+                return
+
+    for _ in at_each_operation(monkeypatch, train, prepare):
+        assert resumed_step(later[-1]) in (3, 7)
+        check_pointers(bucket, tmp_path)
+        write(later[-1], 8)
+        later[-1]._upload()
+        check_pointers(bucket, tmp_path)

@@ -68,16 +68,6 @@ def test_copy_run_copies_what_has_changed(store, tmp_path):
     assert LocalStore(tmp_path / "back").read("checkpoints/best") == ""
 
 
-def test_siblings(tmp_path):
-    store = UrlStore(f"file://{tmp_path}/runs/digits")
-    store.write("x", "1")
-    aside = store.sibling("digits.1")
-    store.copy("x", aside)
-    assert aside.where.endswith("/runs/digits.1")
-    store.write("x", "2")
-    assert (aside.read("x"), store.read("x")) == ("1", "2")
-
-
 def test_an_interrupted_upload_keeps_the_earlier_file(tmp_path, monkeypatch):
     store = UrlStore(f"file://{tmp_path}/runs/digits")
     store.write("x", "before")

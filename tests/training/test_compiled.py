@@ -98,7 +98,7 @@ def shapes():
 
         return call
 
-    with compiled.fresh_compiler(True):
+    with compiled.fresh_compiler():
         yield backend, seen
 
 
@@ -184,7 +184,7 @@ def test_a_run_starts_without_what_the_process_has_compiled(shapes):
     backend, seen = shapes
     limits = [torch._dynamo.config.recompile_limit]
     for _ in range(2):
-        with compiled.fresh_compiler(True):
+        with compiled.fresh_compiler():
             model = nn.Linear(4, 3)
             compiled.compile_whole(model, backend=backend)
             model(texts(2))

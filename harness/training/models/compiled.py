@@ -22,12 +22,9 @@ MAX_SHAPES = 64  # of the inputs of a part; training, evaluation and their last 
 
 
 @contextmanager
-def fresh_compiler(wanted: bool | str) -> Iterator[None]:
-    """Context of a run with ``model.compile: wanted``: without what earlier runs of this process have compiled, and
-    with torch's settings restored at the end."""
-    if not wanted:
-        yield
-        return
+def fresh_compiler() -> Iterator[None]:
+    """Context of a run with a compiled model: without what earlier runs of this process have compiled, and with torch's
+    settings restored at the end."""
     import torch._dynamo as dynamo  # takes seconds
 
     dynamo.reset()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import gc
 import multiprocessing
 import os
@@ -256,19 +254,6 @@ def test_killed_converter_is_replaced_and_its_files_are_deleted(csv, folder):
     open_table(make(csv, 600), label="label", cache_dir=folder)
     assert files(folder) == COMPLETE
     victim.join(10), heir.join(10)
-
-
-def test_without_flock_one_process_converts(csv, folder, conversions, monkeypatch):
-    """A marker file takes its place."""
-
-    def missing(*_):
-        raise OSError(errno.ENOSYS, "no locks here")
-
-    monkeypatch.setattr(fcntl, "flock", missing)
-    found = in_processes(4, open_and_report, csv, folder)
-    assert conversions() == 1
-    assert set(found) == {(500, found[0][1])}
-    assert files(folder) == COMPLETE
 
 
 def test_machines_that_see_no_locks_of_each_other_all_convert(csv, folder, conversions, monkeypatch):
