@@ -55,17 +55,6 @@ def test_state_is_restored_exactly_through_a_file():
     assert draw() + draw() == expected
 
 
-def test_cuda_state_is_of_the_device_of_the_rank():
-    device = torch.device("cuda", 3)
-    with (
-        mock.patch("torch.cuda.get_rng_state", return_value=torch.ones(4, dtype=torch.uint8)) as get,
-        mock.patch("torch.cuda.set_rng_state") as put,
-    ):
-        rng.set_state(rng.get_state(device), device)
-    get.assert_called_once_with(device)
-    assert put.call_args.args[1] == device
-
-
 def test_state_of_a_rank_with_several_devices_is_that_of_each():
     devices = [torch.device("cuda", index) for index in range(3)]
     streams = {device: torch.full((4,), device.index, dtype=torch.uint8) for device in devices}
