@@ -43,13 +43,13 @@ print(time.monotonic() - start)
 PHASES = [
     ("harness.training.main", "open_runtime", "before", "configuration"),
     ("harness.training.main", "run_rank", "before", "meeting of the ranks"),
-    ("harness.training.start", "prepare_folder", "after", "run folder"),
+    ("harness.training.main", "prepare_folder", "after", "run folder"),
     ("harness.training.build", "open_task", "after", "opening the data"),
     ("harness.training.build", "build_model", "after", "building the model"),
     ("harness.training.models.flops", "of_run", "after", "counting FLOPs"),
     ("harness.training.models.weights", "start", "after", "initial weights"),
     ("harness.training.build", "build", "after", "optimizer, amp, loaders"),
-    ("harness.training.start", "announce", "after", "provenance"),
+    ("harness.training.main", "announce", "after", "provenance"),
     ("harness.training.loop", "step", "before", "first batch"),
     ("harness.training.loop", "step", "after", "first step"),
 ]

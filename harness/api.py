@@ -160,7 +160,7 @@ def _started(config: Config) -> Iterator[Any]:
     from harness.distributed.runtime import open_runtime
     from harness.training import console, determinism, main
     from harness.training.exit_report import explained
-    from harness.training.start import RunStart
+    from harness.training.main import RunStart
 
     with _as_before(), ExitStack() as stack:
         launch = replace(detect(os.environ), call=next(_calls))

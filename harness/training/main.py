@@ -1,26 +1,48 @@
-"""A training process from start to exit code: environment, configuration, rendezvous, training."""
+"""A training process from start to exit code: environment, configuration, meeting of the ranks, run folder, training.
+
+with RunStart(config, runtime) as run:
+    ...  # training
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from harness.config import loader
 from harness.config.schema import Config
+from harness.distributed import signals
 from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.meeting import telling_peers
 from harness.distributed.runtime import Runtime, open_runtime
-from harness.distributed.watchdog import exits_without_launcher
+from harness.distributed.stop import Stop, on_signals
+from harness.distributed.watchdog import Watchdog, exits_without_launcher
+from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError, plural
 from harness.runs import provenance
-from harness.training import console, determinism, loop
+from harness.runs.files import is_url
+from harness.runs.run_dir import RunFolder, cannot_write
+from harness.training import build, console, determinism, loop
 from harness.training.evaluation import predictions
-from harness.training.exit_report import failed_early
-from harness.training.optimizer import precision
-from harness.training.start import RunStart
+from harness.training.exit_report import ExitReporter, failed_early
+from harness.training.optimizer import optim, precision
+from harness.training.run import Run
+from harness.training.task import SupportsLearned
+
+log = logging.getLogger("harness")
+
+_LAUNCHER_S = 3.0  # for torch's launcher to notice that a machine wants to join; it polls once per second
 
 
 def main(
@@ -85,3 +107,237 @@ def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int
         if error is not started.error:
             raise
     return started.code
+
+
+class RunStart:
+    """One start of a run on one rank: it claims the run folder, builds the run, and in the end reports how it ended.
+
+    A context with the run as its value. Every rank enters it. An error, of the body too, is reported to the other
+    ranks, in failure.json and, with ``shown``, on the terminal; then it leaves the context."""
+
+    def __init__(self, config: Config, runtime: Runtime, parent: int | None = None, shown: bool = True) -> None:
+        """``parent``: id of the process that started this one. If that is a launcher and ends, this rank ends, too."""
+        self.config, self.runtime = config, runtime
+        self.done = False
+        """Set it in the body: False, the default, means stopped early, with a checkpoint to resume from."""
+        self.code = EXIT_FAILURE
+        self.error: BaseException | None = None
+        self._pid = os.getpid()
+        self._folder = run_folder(config)
+        self._stop = Stop(runtime)
+        self._reporter = ExitReporter(runtime, self._stop, self._folder, shown)
+        self._parent = parent
+
+    @property
+    def run(self) -> Run | None:
+        """The run, once it is built."""
+        return self._reporter.run
+
+    def __enter__(self) -> Run:
+        reporter = self._reporter
+        with ExitStack() as stack:
+            stack.enter_context(on_signals(self._stop))
+            watching = Watchdog(
+                self.runtime, self._stop, parent=self._parent, on_blocked=reporter.blocked, step=reporter.step
+            )
+            self._watchdog = stack.enter_context(watching)
+            stack.enter_context(precision.float16_on_cpu(self.config.precision, self.runtime.device))
+            if self.config.model.compile:
+                from harness.training.models import compiled  # late: few runs need it
+
+                stack.enter_context(compiled.fresh_compiler())
+            stack.callback(self._close)
+            try:
+                prepare_folder(self.config, self.runtime, self._folder)
+                run = reporter.run = build.build(self.config, self.runtime, self._folder, self._stop)
+                announce(run)
+            except BaseException as error:
+                self._failed(error)
+                raise
+            self._contexts = stack.pop_all()
+        return run
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end_if_forked(error)
+        with self._contexts:
+            if error is not None:
+                self._failed(error)
+                return
+            try:
+                self._end()
+            except BaseException as late:
+                self._failed(late)
+                raise
+
+    def _end(self) -> None:
+        run = self.run
+        assert run is not None  # built by __enter__
+        deliver(self._folder, self.runtime, self.done)
+        finish(run, self.done)
+        self.runtime.barrier()
+        self.code = self._reporter.ended(self.done, self._stop.reason)
+        if not self.done:
+            wait_for_launcher(self.runtime.launch, self._stop)
+
+    def _failed(self, error: BaseException) -> None:
+        """Report ``error``, unless it is how Python ends a process or a generator."""
+        self._end_if_forked(error)
+        if isinstance(error, KeyboardInterrupt | GeneratorExit):
+            return
+        self.error = error
+        self.code = self._reporter.failed(error, self._watchdog)
+
+    def _end_if_forked(self, error: BaseException | None) -> None:
+        """End a process that the user's code has forked, as Python would. The run belongs to its parent, which goes on:
+        its files, connections and locks are not for this process to close."""
+        if os.getpid() == self._pid:
+            return
+        code = error.code if isinstance(error, SystemExit) else int(error is not None)
+        if error is not None and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        elif isinstance(code, str):
+            print(code, file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+    def _close(self) -> None:
+        signals.finish(self.code)
+        if self.run is not None:
+            self.run.close()
+        self._folder.detach(self.runtime.rank, done=self.code == EXIT_DONE)
+        self._folder.unlock()
+
+
+def run_folder(config: Config) -> RunFolder:
+    """The folder OUTPUT/NAME. Raises ConfigError for a URL at which no run can be kept."""
+    if is_url(config.output):
+        from harness.runs import remote  # late: it imports fsspec, which few runs need
+
+        return remote.run_folder(config)
+    return RunFolder(Path(config.output) / config.name, config.checkpoint.keep, config.checkpoint.format)
+
+
+def wait_for_launcher(launch: Launch, stop: Stop) -> None:
+    """Wait a moment for this machine's launcher to send the signal that stopped a rank of another machine.
+
+    When a machine joins, the launchers restart their ranks one after the other. A launcher whose ranks are gone before
+    it signals them counts them as failed. Where no machine can join, waiting would only delay the exit, and the
+    restarted pod of another machine could connect to a rank that is about to end.
+    """
+    if launch.may_grow and launch.world_size > launch.local_world_size:
+        until = time.monotonic() + _LAUNCHER_S
+        while not stop.reason and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:
+    """Claim the run folder for this start, and open its logs on every rank. Collective."""
+    note = runtime.patiently(
+        "preparing the run folder", lambda: claim(config, runtime, folder) if runtime.rank == 0 else ""
+    )
+    folder.claimed = True
+    start = runtime.from_first(folder.start)
+    runtime.patiently("fetching the run", lambda: folder.attach(runtime.rank, start))
+    with runtime.together("opening the logs"):
+        try:
+            if runtime.launch.local_rank == 0 < runtime.rank:
+                folder.forget_end()  # without a shared disk each machine has its own folder
+            console.to_file(folder.logs, runtime.rank)
+        except OSError as error:
+            raise cannot_write(folder.logs, error) from None
+    if note:
+        log.info(note)
+
+
+def claim(config: Config, runtime: Runtime, folder: RunFolder) -> str:
+    """Claim the folder, on rank 0; return a note for the user about an earlier run in it. That run is moved aside only
+    if the new one passes a rehearsal."""
+    folder.lock()
+    return folder.claim(config, lambda: build.rehearse(config, runtime.world_size))
+
+
+def deliver(folder: RunFolder, runtime: Runtime, done: bool) -> None:
+    """Wait until all results are stored. A failed upload ends a finished run with an error; a stopped run only logs it,
+    since the same command resumes from what was uploaded. Collective."""
+
+    def work() -> None:
+        if runtime.rank == 0:
+            folder.wait_published()
+
+    try:
+        runtime.patiently("uploading the results", work)
+    except HarnessError as error:
+        if done:
+            raise
+        if error.origin_rank in (None, runtime.rank):
+            log.error("error: %s", error)
+
+
+def announce(run: Run) -> None:
+    """Log what this start will train and on what, and record its provenance."""
+    runtime, config = run.runtime, run.config
+    card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
+    ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
+    size = build.sizes(config, run.train_data.num_rows, run.ranks.num)
+    facts = build.describe(config, run.task, size, run.ranks.num, runtime.device, run.precision.backend)
+    facts |= optim.described(run.optimizer, run.module)
+    facts |= {"parallel": run.parallel.described(), "launcher": runtime.launch.by, "run folder": run.folder.where}
+    for name, value in facts.items():
+        log.info("%14s: %s", name, value)
+    first = runtime.rank == 0
+    code = runtime.patiently("asking git for commits", lambda: provenance.code(config) if first else {})
+    with runtime.together("recording provenance"):
+        if runtime.rank == 0:
+            if not run.finished():
+                run.folder.write_config()
+            start = provenance.of_start(runtime, run.precision.backend, ranks, code)
+            if not run.finished():
+                length = {"train.epochs": config.train.epochs, "train.max_steps": config.train.max_steps}
+                start["length"] = {"step": run.state.step, **length}
+            if run.tracker.damage:
+                start["log_damage"] = run.tracker.damage
+            start["model"] = {
+                "gradient_bytes": sum(param.nbytes for param in run.module.parameters() if param.requires_grad),
+            }
+            if run.weights:
+                start["weights"] = run.weights
+            for warning in [*run.folder.repair(run.finished()), *run.folder.add_start(start)]:
+                log.warning("%s", warning)
+            run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
+    if run.finished():
+        log.info("nothing left to train: step %d was the last; raise train.epochs to train longer", run.state.step)
+
+
+def finish(run: Run, done: bool) -> None:
+    """Log the results, or how to resume."""
+    state, config = run.state, run.config
+    if not done:
+        launch, reason = run.runtime.launch, run.stop.reason
+        if launch.supervised and not launch.elastic and reason in signal.Signals.__members__:
+            log.info("stopped at step %d, with a checkpoint", state.step)  # harness launch prints why, and what next
+            return
+        log.info(
+            "stopped early (%s) at step %d, with a checkpoint; the same command resumes from it",
+            reason or "by another rank",
+            state.step,
+        )
+        return
+    if state.history:
+        last = state.history[-1]
+        shown = "  ".join(f"{key} {value:.4f}" for key, value in last.items() if key in config.task.metrics)
+        log.info("last validation, at step %d: %s", last["step"], shown)
+    if state.best is not None:
+        where = "weights.safetensors has the weights of this step"
+        log.info("best %s %.4f at step %d; %s", config.best_metric, state.best, state.best_step, where)
+    steps = f"{plural(state.skipped, 'skipped step')}"
+    skipped = f" ({state.rows_skipped} of them in {steps})" if state.skipped else ""
+    if state.rows:  # a loop of the user's own may not count them
+        log.info(
+            "throughput: %.0f rows/s in training, %d rows%s in %.1f s overall",
+            run.throughput(), state.rows, skipped, run.wall_s(),
+        )  # fmt: skip
+    if run.arithmetic.per_row is not None:
+        log.info("model FLOPs: %.4g per row, forward and backward", run.arithmetic.per_row)
+    log.info("run folder: %s", run.folder.where)

@@ -18,9 +18,9 @@ from harness.distributed.stop import Stop
 from harness.errors import DataError, TrainingError
 from harness.training import build, loop
 from harness.training.health import Health
+from harness.training.main import run_folder
 from harness.training.progress import State
 from harness.training.run import Run
-from harness.training.start import run_folder
 from tests.fixtures import make_config, write_rows
 
 HERE = "tests.training.test_health"

@@ -16,9 +16,9 @@ from harness.config import loader
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.training import build, loop
+from harness.training.main import run_folder
 from harness.training.optimizer.precision import Precision
 from harness.training.run import Run
-from harness.training.start import run_folder
 from tests import sync_table, syncs
 from tests.end_to_end.experiment import assert_same, last_checkpoint, record
 from tests.fixtures import settings, write_rows, write_yaml

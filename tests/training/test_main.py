@@ -20,7 +20,7 @@ from harness.distributed.watchdog import Watchdog
 from harness.errors import DataError, LaunchError
 from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
-from harness.training import main, start
+from harness.training import main
 from harness.training.exit_report import ExitReporter, explained, failed_early
 from harness.training.progress import State
 from tests.conftest import ROOT
@@ -30,12 +30,12 @@ TWO_MACHINES = {"world_size": 2, "local_world_size": 1, "elastic": True, "may_gr
 
 def seconds_to_wait(stop: Stop, **launch) -> float:
     begin = time.monotonic()
-    start.wait_for_launcher(Launch(**launch), stop)
+    main.wait_for_launcher(Launch(**launch), stop)
     return time.monotonic() - begin
 
 
 def test_rank_without_a_signal_waits_for_its_own_launcher(monkeypatch):
-    monkeypatch.setattr(start, "_LAUNCHER_S", 100.0)
+    monkeypatch.setattr(main, "_LAUNCHER_S", 100.0)
     stop = Stop(Runtime())
     threading.Timer(0.3, stop.request, ["SIGTERM"]).start()
     assert 0.2 < seconds_to_wait(stop, **TWO_MACHINES) < 100
@@ -43,13 +43,13 @@ def test_rank_without_a_signal_waits_for_its_own_launcher(monkeypatch):
 
 
 def test_wait_for_the_launcher_is_bounded(monkeypatch):
-    monkeypatch.setattr(start, "_LAUNCHER_S", 0.3)
+    monkeypatch.setattr(main, "_LAUNCHER_S", 0.3)
     assert seconds_to_wait(Stop(Runtime()), **TWO_MACHINES) > 0.2
 
 
 @pytest.mark.parametrize("difference", [{"may_grow": False}, {"local_world_size": 2}])
 def test_no_rank_waits_where_no_machine_can_join(monkeypatch, difference):
-    monkeypatch.setattr(start, "_LAUNCHER_S", 100.0)
+    monkeypatch.setattr(main, "_LAUNCHER_S", 100.0)
     assert seconds_to_wait(Stop(Runtime()), **{**TWO_MACHINES, **difference}) < 100
 
 
@@ -180,7 +180,7 @@ def test_the_signal_of_harness_launch_is_printed_once(caplog, supervised):
     runtime = Runtime(Launch(supervised=supervised))
     run = SimpleNamespace(runtime=runtime, stop=Stop(runtime), state=State(step=7), config=None)
     run.stop.request("SIGTERM")
-    start.finish(run, done=False)
+    main.finish(run, done=False)
     alone = "stopped early (SIGTERM) at step 7, with a checkpoint; the same command resumes from it"
     assert caplog.messages == ["stopped at step 7, with a checkpoint" if supervised else alone]
 

@@ -10,8 +10,8 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import ConfigError, TrainingError
 from harness.training import build, loop
+from harness.training.main import run_folder
 from harness.training.optimizer.on_gradients import OnGradients, find
-from harness.training.start import run_folder
 from tests.fixtures import make_config, write_rows
 
 HERE = "tests.training.test_on_gradients"
