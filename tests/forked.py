@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from harness.distributed.launch_env import VARIABLES
+from harness.distributed.launch_env import Launch, environment
 
 _OURS = ("HARNESS_", "APEX_HARNESS_")  # variables that no library reads when it is imported
 _OF_LAUNCHERS = ("TORCH", "ROLE_", "GROUP_")  # set by torch's launchers; no import on a CPU reads them
@@ -140,8 +140,8 @@ def _stream(number: int, errors: str) -> Any:
 
 def _read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables in ``environ`` that the import of a library may have read."""
-    others = (*_OURS, *_OF_LAUNCHERS)
-    return {name: value for name, value in environ.items() if not name.startswith(others) and name not in VARIABLES}
+    others, of_rank = (*_OURS, *_OF_LAUNCHERS), environment(Launch(supervised=True))
+    return {name: value for name, value in environ.items() if not name.startswith(others) and name not in of_rank}
 
 
 def _shown_environ() -> dict[str, str]:

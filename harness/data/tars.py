@@ -57,11 +57,6 @@ def read(file: str, member: str, cache: Path, name: str) -> torch.Tensor:
     return torch.frombuffer(content, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
 
 
-def read_index(file: str, cache: Path) -> None:
-    """Make the index of the archive, unless there is one. Raises DataError."""
-    _index(file, _version(os.stat(file)), cache, file)
-
-
 def members(file: str, name: str) -> Iterator[tuple[str, int, int]]:
     """(name, offset, size) of each regular file in the archive, in order. Raises DataError."""
     with open(file, "rb") as stream:

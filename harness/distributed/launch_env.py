@@ -84,9 +84,6 @@ def environment(launch: Launch) -> dict[str, str]:
     }
 
 
-VARIABLES = frozenset(environment(Launch(supervised=True)))
-
-
 def local_environment(rank: int, world_size: int, port: int, by: str) -> dict[str, str]:
     """The variables of a rank on this machine whose parent holds the store at ``port``."""
     launch = Launch(rank, rank, world_size, world_size, "127.0.0.1", port, by, supervised=True, store_is_held=True)

@@ -29,8 +29,8 @@ from harness.runs import layout
 log = logging.getLogger("harness")
 
 # The operations that raise an error on CUDA under torch.use_deterministic_algorithms(True), as its documentation of
-# torch 2.15 lists them. tests/training/test_determinism.py compares them with the documentation of the installed torch.
-SOURCE = "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html"
+# this version of torch lists them. tests/training/test_determinism.py compares them with the installed torch's.
+# https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
 TORCH = "2.15"
 
 Level = bool | Literal["warn"]

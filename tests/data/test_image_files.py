@@ -166,7 +166,7 @@ def test_an_index_that_is_never_intact_is_an_error(folder, shards, monkeypatch):
     real = tars.write_atomically
     monkeypatch.setattr(tars, "write_atomically", lambda path, content, mark: real(path, content[:-1] + b"!", mark))
     with pytest.raises(DataError, match="damaged as soon as it is written"):
-        tars.read_index(str(folder / "my shards" / "0.tar"), folder / "cache")
+        ImageFiles(str(folder / "my shards"), folder / "cache").read(shards[0])
 
 
 def test_machines_that_see_no_locks_of_each_other_index_at_the_same_time(folder, shards, monkeypatch):
@@ -179,7 +179,7 @@ def test_machines_that_see_no_locks_of_each_other_index_at_the_same_time(folder,
 
     def index():
         try:
-            tars.read_index(str(folder / "my shards" / "0.tar"), folder / "cache")
+            ImageFiles(str(folder / "my shards"), folder / "cache").read(shards[0])
             results.put("done")
         except Exception as error:
             results.put(error)

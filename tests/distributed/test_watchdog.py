@@ -83,12 +83,6 @@ def test_peer_failure_requests_a_stop_and_ends_a_blocked_rank(quick):
     assert mine.dog.report(failure(5)) == failure(3)  # the first failure of the launch
 
 
-def test_first_failure_counts():
-    store = dist.HashStore()
-    dogs = [Watched(store, rank=rank).dog for rank in range(3)]
-    assert [dog.report(failure(rank)) for rank, dog in enumerate(dogs[1:], 1)] == [failure(1)] * 2
-
-
 @pytest.mark.parametrize(("peer_knows", "news_s"), [(True, 60.0), (False, 0.3)])
 def test_linger_waits_until_all_peers_know(monkeypatch, peer_knows, news_s):
     monkeypatch.setattr(module, "NEWS_S", news_s)

@@ -207,14 +207,6 @@ def test_rows_of_skipped_steps_are_told_apart(start, caplog):
     assert "12 of 12 rows used; 7 of them updated the weights, and 5 belonged to 1 step skipped" in caplog.text
 
 
-def test_short_run_has_its_rows_and_loss(start):
-    run = start("", 1, "train.max_steps=1", "train.log_every=50")
-    assert loop.train(run)
-    assert run.state.rows == 4
-    assert run.throughput() > 0
-    assert '"split": "train", "step": 1' in run.folder.metrics.read_text()
-
-
 def test_progress_says_that_all_steps_were_skipped(start):
     run, shown = start("large gradients", 1, "precision.opt_level=O1", "train.log_every=3"), []
     run.progress.show = shown.append
