@@ -21,7 +21,7 @@ import yaml
 
 from harness.config import merge, seals
 from harness.distributed.rank_exit import Cause
-from harness.errors import ConfigError, did_you_mean, first_line, require_regular_file, similar
+from harness.errors import ConfigError, did_you_mean, reason, require_regular_file, similar
 from harness.runs import exit_files, layout
 from harness.runs.files import parse_json, read_bytes, read_text
 
@@ -258,8 +258,8 @@ def require_folders(paths: Iterable[Path]) -> None:
 
 
 def _no_run(path: Path) -> ConfigError:
-    reason = "it contains neither a run nor a sweep" if path.is_dir() else "there is no such folder"
-    return ConfigError(reason, where=str(path), hint=run_hint(path, "a run folder or a sweep folder"))
+    what = "it contains neither a run nor a sweep" if path.is_dir() else "there is no such folder"
+    return ConfigError(what, where=str(path), hint=run_hint(path, "a run folder or a sweep folder"))
 
 
 def run_hint(path: Path, wanted: str = "a run folder") -> str:
@@ -292,8 +292,7 @@ def _content(path: Path, kind: type, problems: list[str], parse: Callable[[str],
     except FileNotFoundError:
         return kind()
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or first_line(error)
-        problems.append(f"{path.name} cannot be read: {reason}")
+        problems.append(f"{path.name} cannot be read: {reason(error)}")
         return kind()
     if isinstance(content, kind):
         return content

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from harness.config import loader
 from harness.config.schema import Config, flatten
 from harness.config.trust import require_harmless
-from harness.errors import CheckpointError, ConfigError
+from harness.errors import CheckpointError, ConfigError, reason
 from harness.runs import layout, ownership
 from harness.runs.files import read_sealed
 from harness.runs.reader import run_hint
@@ -69,9 +69,8 @@ def learned(run: Path) -> dict[str, Any]:
         if not isinstance(facts, dict):
             raise ValueError(f"it holds a value of type {type(facts).__name__}, not an object")
     except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
         raise ConfigError(
-            f"the task's record of its training data cannot be read: {reason}",
+            f"the task's record of its training data cannot be read: {reason(error)}",
             where=str(run / layout.TASK),
             hint=f"start the run again to write the file: harness train -c {shlex.quote(str(run / layout.CONFIG))}",
         ) from None

@@ -103,6 +103,21 @@ def test_a_run_is_resumed_from_the_url_alone(config, bucket, tmp_path):
     assert not other.metrics.exists()
 
 
+def test_files_are_uploaded_in_the_order_that_keeps_the_url_resumable(config, monkeypatch):
+    folder, order = started(config()), []
+    real = MemoryFileSystem.pipe_file, MemoryFileSystem.put_file
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", lambda *a, **k: (order.append(a[1]), real[0](*a, **k)))
+    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *a, **k: (order.append(a[2]), real[1](*a, **k)))
+    for file in (folder.weights, folder.path / "summary.json", folder.checkpoints.folder / "best"):
+        file.write_text("step-7\n")
+    save(folder, 7)
+    names = [path.partition("/digits/")[2] for path in dict.fromkeys(order)]
+    step = "checkpoints/step-7"
+    pointers = ["checkpoints/best", "checkpoints/latest"]
+    assert names[-4:] == [f"{step}/state.pt", f"{step}/manifest.json", *pointers]
+    assert {"summary.json", "metrics.jsonl", "weights.safetensors"} == set(names[:-4])
+
+
 def test_a_checkpoint_on_its_way_is_not_removed(config, bucket, monkeypatch):
     """Training writes more checkpoints than it keeps while a slow upload takes place."""
     folder = started(config())
