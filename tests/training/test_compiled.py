@@ -12,11 +12,7 @@ from torch import nn
 
 from harness.apex import amp
 from harness.apex.parallel import DistributedDataParallel
-from harness.distributed.runtime import Runtime
-from harness.distributed.stop import Stop
 from harness.errors import TrainingError
-from harness.runs.run_dir import RunFolder
-from harness.training import build
 from harness.training.models import compiled
 from tests.fixtures import make_config, write_rows
 from tests.ranks import run_ranks
@@ -36,14 +32,13 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize(("setting", "mode"), [("true", None), ("reduce-overhead",) * 2, ("max-autotune",) * 2])
-def test_model_compile_is_the_mode_of_torch_compile(tmp_path, monkeypatch, setting, mode):
+def test_model_compile_is_the_mode_of_torch_compile(tmp_path, monkeypatch, built, setting, mode):
     write_rows(tmp_path, "train", 16)
     write_rows(tmp_path, "eval", 6)
     config = make_config(tmp_path, [f"model.compile={setting}", "train.deterministic=false", "precision.opt_level=O0"])
-    (tmp_path / "runs" / "checkpoints").mkdir(parents=True)
     given = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: given.append(options) or function)
-    build.build(config, Runtime(), RunFolder(tmp_path / "runs"), Stop(Runtime())).close()
+    built(config)
     assert given == [{"dynamic": False, "mode": mode}]
 
 

@@ -12,13 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from harness.apex import amp
-from harness.distributed.runtime import Runtime
-from harness.distributed.stop import Stop
 from harness.errors import DataError, TrainingError
-from harness.training import build, loop
+from harness.training import loop
 from harness.training.health import Health
-from harness.training.main import run_folder
 from harness.training.progress import State
 from harness.training.run import Run
 from tests.fixtures import make_config, write_rows
@@ -56,20 +52,13 @@ class Spoiled(nn.Module):
         return logits
 
 
-@pytest.fixture(autouse=True)
-def fresh_amp():
-    yield
-    amp.reset()  # O1 would cast in later tests of this process
-
-
 @pytest.fixture
-def start(tmp_path, monkeypatch):
+def start(tmp_path, monkeypatch, built):
     """Builds a run on one rank, in this process; ``how`` and ``step`` are those of Spoiled."""
     write_rows(tmp_path, "train", NUM_TRAIN)
     write_rows(tmp_path, "eval", 6)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: None)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that it is restored
-    built: list[Run] = []
 
     def begin(how: str = "", step: int = 1, *overrides: str, **sections) -> Run:
         model = {"name": f"{HERE}.Spoiled", "args": {"how": how, "step": step}}
@@ -79,14 +68,9 @@ def start(tmp_path, monkeypatch):
             model=model,
             **sections,
         )
-        folder = run_folder(config)
-        folder.claim(config)
-        built.append(build.build(config, Runtime(), folder, Stop(Runtime())))
-        return built[-1]
+        return built(config)
 
-    yield begin
-    for run in built:
-        run.close()
+    return begin
 
 
 def failure(run: Run) -> str:

@@ -11,12 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.apex import amp
 from harness.config import loader
 from harness.distributed.runtime import Runtime
-from harness.distributed.stop import Stop
-from harness.training import build, loop
-from harness.training.main import run_folder
+from harness.training import loop
 from harness.training.optimizer.precision import Precision
 from harness.training.run import Run
 from tests import sync_table, syncs
@@ -65,11 +62,10 @@ def test_table_of_waits_is_current(tmp_path, strategy):
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, built):
     """A function that builds a run of 18 steps in 3 epochs on the GPU, of which one overflows in each."""
     write_rows(tmp_path, "train", 24)
     write_rows(tmp_path, "eval", 4)
-    started: list[Run] = []
 
     def start(name: str, *overrides: str, optimizer: str = "sgd") -> Run:
         tree = settings(
@@ -79,17 +75,10 @@ def start(tmp_path):
             precision={"opt_level": "O1"}, checkpoint={"every_steps": 3},
         )  # fmt: skip
         config = loader.load(write_yaml(tmp_path / f"{name}.yaml", tree), ["runtime.device=cuda", *overrides])
-        folder, runtime = run_folder(config), Runtime(device=torch.device("cuda:0"))
-        folder.claim(config)
-        amp.reset()
-        started.append(build.build(config, runtime, folder, Stop(runtime)))
-        return started[-1]
+        return built(config, Runtime(device=torch.device("cuda:0")))
 
     with syncs.fake_gpu():
         yield start
-    for run in started:
-        run.close()
-    amp.reset()
 
 
 def finished(run: Run) -> tuple[list[dict], dict]:

@@ -10,11 +10,8 @@ import sys
 import pytest
 import torch
 
-from harness.apex import amp
 from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
-from harness.distributed.stop import Stop
-from harness.runs.run_dir import RunFolder
 from harness.training import build, loop
 from harness.training.exit_report import explained
 from tests.fixtures import make_config, write_rows
@@ -26,30 +23,26 @@ OOM = torch.OutOfMemoryError(
 )
 
 
-def run_out_of_memory(folder, overrides, world=1, at="training", measured=None):
+def run_out_of_memory(built, folder, overrides, world=1, at="training", measured=None):
     """The message of a run of a linear model (3 x 192 + 3 float32 weights, Adam) whose device runs out of memory."""
     write_rows(folder, "train", 16)
     write_rows(folder, "eval", 6)
     config = make_config(folder, ["batch.global=8", *overrides], optimizer={"name": "adam"}, model={"name": "linear"})
-    folder = RunFolder(folder / "runs")
-    folder.checkpoints.folder.mkdir(parents=True)
-    run = build.build(config, Runtime(), folder, Stop(Runtime()))
-    try:
-        (group, *_) = run.train_data.groups(0, [])
-        run.module.train()
-        loop.step(run, group)
-        run.module.train(at == "training")
-        run.runtime = Runtime(Launch(world_size=world), device=torch.device("cuda", 0) if measured else CPU)
-        return explained(OOM, run)
-    finally:
-        run.close()
-        amp.reset()
+    run = built(config)
+    (group, *_) = run.train_data.groups(0, [])
+    run.module.train()
+    loop.step(run, group)
+    run.module.train(at == "training")
+    run.runtime = Runtime(Launch(world_size=world), device=torch.device("cuda", 0) if measured else CPU)
+    return explained(OOM, run)
 
 
-def test_out_of_memory_names_the_largest_parts_and_settings(tmp_path, monkeypatch):
+def test_out_of_memory_names_the_largest_parts_and_settings(tmp_path, monkeypatch, built):
     monkeypatch.setattr(build.determinism, "require", lambda level: None)  # it changes settings of the whole process
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 78 * 2**30)
-    error = run_out_of_memory(tmp_path / "a", ["precision.opt_level=O0", "train.ema_decay=0.9"], world=4, measured=True)
+    error = run_out_of_memory(
+        built, tmp_path / "a", ["precision.opt_level=O0", "train.ema_decay=0.9"], world=4, measured=True
+    )
     assert error.exit_code == 70
     assert error.message.startswith(
         "out of memory on cuda:0 during training: tried to allocate 2.00 GiB; 1.06 GiB of 79.10 GiB is free. "
@@ -61,12 +54,12 @@ def test_out_of_memory_names_the_largest_parts_and_settings(tmp_path, monkeypatc
         "use one of: batch.accumulate=2 (1 row at a time; the same batch size); precision.opt_level=O4 (activations "
         "in bfloat16, half the size); parallel.strategy=fsdp (weights, gradients and optimizer state shared by 4 ranks)"
     )
-    error = run_out_of_memory(tmp_path / "b", ["batch.accumulate=2", "batch.eval_per_rank=6"], at="evaluation")
+    error = run_out_of_memory(built, tmp_path / "b", ["batch.accumulate=2", "batch.eval_per_rank=6"], at="evaluation")
     assert "on cpu during evaluation" in error.message
     assert "for 6 rows at a time (not measured on a CPU)" in error.message
     assert "batch.eval_per_rank=3" in error.hint
     assert error.hint.count(";") == 2
-    error = run_out_of_memory(tmp_path / "c", ["batch.accumulate=2"])
+    error = run_out_of_memory(built, tmp_path / "c", ["batch.accumulate=2"])
     assert "batch.accumulate=4 (2 rows at a time; the same batch size); batch.global=4 (a smaller batch" in error.hint
 
 
@@ -97,7 +90,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="page faults of glibc's malloc")
-def test_a_step_reuses_the_memory_of_the_one_before(tmp_path, monkeypatch):
+def test_a_step_reuses_the_memory_of_the_one_before(tmp_path, monkeypatch, built):
     """Six blocks of 30 MiB are more than glibc keeps by itself, in any state of the heap."""
     environ = os.environ | {"MALLOC_TRIM_THRESHOLD_": "1000000"}  # takes precedence
     found = subprocess.run([sys.executable, "-c", FAULTS], env=environ, capture_output=True, check=True).stdout
@@ -110,5 +103,5 @@ def test_a_step_reuses_the_memory_of_the_one_before(tmp_path, monkeypatch):
         return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
     monkeypatch.setattr(build.determinism, "require", lambda level: None)  # it changes settings of the whole process
-    run_out_of_memory(tmp_path, ["precision.opt_level=O0"])  # builds a run
+    run_out_of_memory(built, tmp_path, ["precision.opt_level=O0"])  # builds a run
     assert min(step() for _ in range(30)) < 1000  # the heap takes up to six steps to settle

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from harness.apex import amp
-from harness.distributed.runtime import Runtime
-from harness.distributed.stop import Stop
 from harness.errors import ConfigError, TrainingError
-from harness.training import build, loop
-from harness.training.main import run_folder
+from harness.training import loop
 from harness.training.optimizer.on_gradients import OnGradients, find
 from tests.fixtures import make_config, write_rows
 
@@ -41,29 +39,15 @@ def of_one_argument(gradients): ...
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, built):
     """A function that builds a run; its first step's batch has 4 rows."""
-    amp.reset()
     seen.clear()
     write_rows(tmp_path, "train", 12)
     write_rows(tmp_path, "eval", 4)
-    started = []
-
-    def start(*overrides):
-        config = make_config(
-            tmp_path, overrides, name=f"run-{len(started)}", optimizer={"lr": 0.5},
-            train={"epochs": 1, "deterministic": False}, model={"name": "small_cnn", "args": {"width": 2}},
-        )  # fmt: skip
-        folder, runtime = run_folder(config), Runtime()
-        folder.claim(config)
-        amp.reset()
-        started.append(build.build(config, runtime, folder, Stop(runtime)))
-        return started[-1]
-
-    yield start
-    for run in started:
-        run.close()
-    amp.reset()
+    names = (f"run-{number}" for number in itertools.count())
+    sections = {"optimizer": {"lr": 0.5}, "train": {"epochs": 1, "deterministic": False}}
+    model = {"name": "small_cnn", "args": {"width": 2}}
+    return lambda *overrides: built(make_config(tmp_path, overrides, name=next(names), model=model, **sections))
 
 
 def first_gradients(run):
