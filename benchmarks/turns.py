@@ -28,7 +28,7 @@ Batches = list[tuple[Tensor, Tensor]]
 LIMIT_S = 300.0  # for a round of any contender
 AGAIN = "again"  # the reference in a second process: the noise
 STARTS = 3
-WARM_UP = 60  # steps: with the harness's first log line, at which it counts the model's arithmetic
+WARM_UP = 60  # steps: with the first log line of the harness
 
 
 @dataclass(frozen=True)

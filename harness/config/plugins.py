@@ -45,9 +45,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "task": Kind("tasks", "Task", "config"),
-    "model": Kind(
-        "training/models", "Model", "", frozenset({"compiled", "flops", "model_builder", "recompute", "weights"})
-    ),
+    "model": Kind("training/models", "Model", "", frozenset({"compiled", "model_builder", "recompute", "weights"})),
     "strategy": Kind(
         "training/strategies",
         "Strategy",

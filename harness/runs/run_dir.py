@@ -234,12 +234,6 @@ class RunFolder:
         write_atomically(self.path / layout.PROVENANCE, json.dumps([*starts, start], indent=1) + "\n")
         return provenance.warnings(starts[-1], start) if starts else []
 
-    def add_to_start(self, section: str, facts: dict[str, Any]) -> None:
-        """Add what was found later to a section of the newest start in ``provenance.json``."""
-        if starts := self._starts():
-            starts[-1][section] = {**starts[-1].get(section, {}), **facts}
-            write_atomically(self.path / layout.PROVENANCE, json.dumps(starts, indent=1) + "\n")
-
     def _starts(self) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError):  # a damaged file must not fail the start
             content = read_json(self.path / layout.PROVENANCE)

@@ -28,7 +28,7 @@ log = logging.getLogger("harness")
 
 # Fields that differ between two runs that are otherwise equal.
 TIMES = (
-    "wall_s", "samples_per_s", "tflops", "mfu", "memory_mib", "data_wait",
+    "wall_s", "samples_per_s", "memory_mib", "data_wait",
     "time_data", "time_forward", "time_backward", "time_reduce", "time_optimizer", "time_host",
     "cost",
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.config import loader, presets
 from harness.config.schema import Config
@@ -32,7 +34,7 @@ from harness.training.evaluation.evaluate import laid_out
 from harness.training.health import Health
 from harness.training.logical_ranks import LogicalRanks, kernels
 from harness.training.meter import Meter
-from harness.training.models import flops, recompute
+from harness.training.models import recompute
 from harness.training.optimizer import on_gradients, optim, precision
 from harness.training.optimizer.schedule import Schedule
 from harness.training.progress import Coverage, State
@@ -79,10 +81,9 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         determinism.require_restorable(model, runtime.device, config.train.deterministic)
         recompute.apply(model, config.model.activation_checkpointing)
         require_mixable(config, task)
-    # Only rank 0 logs it. Before the strategy and amp change the model.
+    # Only rank 0 records it. Before the strategy and amp change the model.
     with runtime.limited("reading a row of the dataset"):
-        first = runtime.rank == 0
-        counting = flops.of_run(model, task, config.precision, runtime.device) if first else flops.Arithmetic
+        operations = num_operations(model, task) if runtime.rank == 0 else None
     given: dict[str, Any] = {}
     if config.model.weights is not None:
         from harness.training.models import weights  # late: few runs need it
@@ -148,7 +149,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         meter=Meter(runtime.device, len(ranks.own)),
         coverage=Coverage(len(task.train), config.seed),
         started=time.perf_counter(),
-        counting=counting,
+        operations=operations,
         weights=given,
     )  # fmt: skip
     checkpointing.resume(run)
@@ -277,6 +278,37 @@ def _without_values(config: Config, task: OpenedTask) -> nn.Module:
     except Exception as error:  # of the model's own code, which may need values; or it fails on rank 0 as well
         log.info("%14s: built with its values on this rank too: %s", "model", first_line(error))
         return build_model(config, task)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the operations that torch carries out; views cost as much time of the host as others."""
+
+    found = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += 1
+        return function(*args, **(kwargs or {}))
+
+
+def num_operations(model: nn.Module, task: OpenedTask) -> int | None:
+    """The operations of torch in a forward pass of ``model``, each of which the host starts; None if they cannot be
+    counted.
+
+    A copy of the model runs on the meta device, which needs no memory and changes neither ``model``, with its Python
+    attributes, nor a random stream.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    states = rng.get_state(torch.device("cpu"))
+    try:
+        row = task.prepare(task.train.batch(np.zeros(1, np.int64), 0).inputs)
+        copied = deepcopy(model, {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors})
+        with _Operations() as operations, torch.no_grad():
+            copied(torch.cat([row, row]).to("meta"))  # two rows: batch norm refuses one
+    except Exception:  # of the user's own model or task, of which training reports real faults, or of a meta kernel
+        return None
+    finally:
+        rng.set_state(states, torch.device("cpu"))
+    return operations.found
 
 
 def require_mixable(config: Config, task: OpenedTask) -> None:

@@ -300,6 +300,7 @@ def announce(run: Run) -> None:
                 start["log_damage"] = run.tracker.damage
             start["model"] = {
                 "gradient_bytes": sum(param.nbytes for param in run.module.parameters() if param.requires_grad),
+                "operations": run.operations,
             }
             if run.weights:
                 start["weights"] = run.weights
@@ -338,6 +339,4 @@ def finish(run: Run, done: bool) -> None:
             "throughput: %.0f rows/s in training, %d rows%s in %.1f s overall",
             run.throughput(), state.rows, skipped, run.wall_s(),
         )  # fmt: skip
-    if run.arithmetic.per_row is not None:
-        log.info("model FLOPs: %.4g per row, forward and backward", run.arithmetic.per_row)
     log.info("run folder: %s", run.folder.where)

@@ -24,7 +24,6 @@ from harness.training.evaluation.metrics import Report
 from harness.training.health import Health
 from harness.training.logical_ranks import LogicalRanks
 from harness.training.meter import Meter, Reading
-from harness.training.models.flops import Arithmetic, Counting
 from harness.training.optimizer.on_gradients import OnGradients
 from harness.training.optimizer.optim import Ema
 from harness.training.optimizer.precision import Precision
@@ -65,8 +64,7 @@ class Run:
     log_digest: str = ""  # the SHA-256 of the bytes below
     log_offset: int = 0  # bytes of metrics.jsonl that were written before the restored checkpoint
     started: float = 0.0  # time.perf_counter() at which state.wall_s was zero
-    counting: Counting | None = None  # counts the model's arithmetic, on rank 0, with the first log line
-    arithmetic: Arithmetic = Arithmetic()  # then known on rank 0, which logs it
+    operations: int | None = None  # of torch in a forward pass, if they could be counted; on rank 0
     weights: dict[str, object] = field(default_factory=dict)  # those that this start was given: source, hash
     last: tuple[Used, bool | Reading] | None = None  # the last step, until it is counted: whether it was skipped
     lr: float = 0.0  # of the last step, for the parameters without a group of their own
@@ -133,7 +131,6 @@ class Run:
         Collective."""
         state, meter, lr = self.state, self.meter, self.lr
         meter.tick()
-        self._count_arithmetic()
         start, steps = time.perf_counter(), meter.steps
         time_s = meter.time_s
         seen = meter.reduce(self.ranks)
@@ -146,8 +143,7 @@ class Run:
             {"step": state.step, "epoch": state.epoch, "loss": seen.loss, "lr": lr, **self._group_rates(),
              "grad_norm": seen.norm, "loss_scale": seen.scale, "skipped": state.skipped, "samples": state.rows,
              "samples_skipped": state.rows_skipped, "samples_per_s": rows_per_s,
-             **self.arithmetic.rates(rows_per_s or 0.0, self.runtime.world_size), "memory_mib": meter.peak_mib(),
-             "data_wait": seen.waited,
+             "memory_mib": meter.peak_mib(), "data_wait": seen.waited,
              **{f"time_{phase}": round(share, 6) for phase, share in seen.shares.items()}, "cost": seen.cost,
              "wall_s": self.wall_s()},
         )  # fmt: skip
@@ -156,19 +152,6 @@ class Run:
         shown = f"loss {seen.loss:.4f}" if seen.rows > seen.rows_skipped else all_skipped
         self.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
         meter.costs.add({"log": time.perf_counter() - start})
-
-    def _count_arithmetic(self) -> None:
-        """Count what the model computes, once. Takes longer than the first steps, and is not part of their time.
-        Collective."""
-        if self.counting is None:
-            return
-        doing = "counting the operations of the model"
-        with self.runtime.announced(doing), self.runtime.together(doing):
-            if self.runtime.rank == 0:
-                self.arithmetic = self.counting()
-                self.folder.add_to_start("model", {"operations": self.arithmetic.operations})
-        self.counting = None
-        self.meter.restart_clock()
 
     def _group_rates(self) -> dict[str, float]:
         """The learning rates of the groups that have their own, numbered as in the log at the start."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from harness.data.arrays import Arrays
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import open_runtime
 from harness.errors import ConfigError
@@ -75,3 +78,50 @@ def test_rank_that_converts_its_tables_for_long_is_waited_for(tmp_path):
     (first, both), (second, _) = run_ranks(2, _slow_data, tmp_path, group=False, timeout_s=60)
     assert both
     assert first == second
+
+
+def rows_of(*shape: int) -> Any:
+    """A task whose rows are of ``shape``."""
+    rows = Arrays(np.zeros((4, *shape), np.float32), np.zeros(4, np.int64))
+    return SimpleNamespace(train=rows, prepare=lambda inputs: inputs)
+
+
+class ByValue(nn.Module):
+    """Cannot be traced without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs) if inputs.sum().item() > 0 else self.layer(-inputs)
+
+
+class Remembers(nn.Module):
+    """Counts its calls, and draws from two streams on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 2), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(inputs) * (torch.rand(1).item() + random.random())
+
+
+def test_a_model_does_not_notice_that_it_was_counted():
+    model, streams, python = Remembers(), torch.get_rng_state(), random.getstate()
+    assert build.num_operations(model, rows_of(4)) > 3
+    assert model.calls == 0
+    assert torch.equal(torch.get_rng_state(), streams)
+    assert random.getstate() == python
+    assert model.layer.weight.device.type == "cpu"
+
+
+def test_operations_of_a_forward_pass():
+    convolution = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    before = {name: value.clone() for name, value in convolution.state_dict().items()}
+    few, more = (build.num_operations(nn.Sequential(convolution, *[nn.ReLU()] * k), rows_of(3, 9, 9)) for k in (0, 5))
+    assert more == few + 5
+    assert all(torch.equal(value, before[name]) for name, value in convolution.state_dict().items())
+    assert build.num_operations(ByValue(), rows_of(4)) is None

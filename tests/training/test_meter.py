@@ -20,6 +20,7 @@ from harness.training.logical_ranks import LogicalRanks
 from harness.training.meter import PHASES, Costs, CudaTimer, Meter, StepTimer, end_backward_before_exchange, summed
 from harness.training.progress import Used
 from tests.end_to_end.experiment import record, run, write_config, write_images
+from tests.fixtures import make_config, write_rows
 from tests.ranks import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -347,3 +348,38 @@ def test_a_run_records_shares_and_costs(tmp_path, world_size):
     model = json.loads((folder / "provenance.json").read_text())[-1]["model"]
     assert model["gradient_bytes"] > 0
     assert model["operations"] > 0
+
+
+def test_records_of_a_run(tmp_path):
+    """The gradient norm is that of the unscaled gradients of the line's last step, before clipping."""
+    from harness import open_run, train
+    from harness.runs.reader import read_metrics
+    from harness.training.evaluation.evaluate import prepare
+
+    write_rows(tmp_path, "train", 20)
+    write_rows(tmp_path, "eval", 4)
+    groups = [{"match": "*bias", "lr_scale": 0.5}]
+    sections = {
+        "batch": {"global": 8},
+        "optimizer": {"lr": 0.2, "groups": groups},
+        "train": {"epochs": 1, "log_every": 2},
+    }
+    norms: list[float] = []
+    with open_run(make_config(tmp_path, ["name=byhand"], **sections)) as run:
+        for (micro,) in run.train_data.groups(0, []):
+            loss = run.task.loss(run.module(prepare(run, micro.batch.inputs)), micro.batch.targets)
+            loss.backward()
+            norms.append(torch.stack([parameter.grad.norm() for parameter in run.module.parameters()]).norm().item())
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    for clip in (None, 0.1):
+        extra = {**sections, "train": {**sections["train"], "clip_norm": clip, "max_steps": 3}}
+        config = make_config(tmp_path, [f"name=clip{clip}", "precision.loss_scale=128"], **extra)
+        lines = read_metrics(tmp_path / "runs" / train(config).folder.split("/")[-1] / "metrics.jsonl")[0].to_pylist()
+        lines = [line for line in lines if line["split"] == "train"]
+        assert [line["step"] for line in lines] == [2, 3]
+        if clip is None:
+            assert [line["grad_norm"] for line in lines] == [pytest.approx(norm, rel=1e-2) for norm in norms[1:]]
+        assert all(line["grad_norm"] > 0.1 for line in lines)
+        assert all((line["lr"], line["lr_group_1"]) == (0.2, 0.1) for line in lines)
+        assert all(line["memory_mib"] > 50 for line in lines)

@@ -2,6 +2,6 @@
 
 Every model is a plain nn.Module in float32, without amp or DDP.
 Not here: precision (training/optimizer) or the wrapper of a parallel strategy (training/strategies).
-Start at model_builder.py, which builds a model by its name. weights.py, compiled.py, recompute.py and flops.py are the
+Start at model_builder.py, which builds a model by its name. weights.py, compiled.py and recompute.py are the
 other things that a run does with any model.
 """
