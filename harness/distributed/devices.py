@@ -1,5 +1,4 @@
-"""The device of each rank, or why a machine has none; two ranks on one device; the devices that work; what a CPU does with
-freed memory."""
+"""The device of each rank, or why a machine has none; shared and broken devices; what a CPU does with freed memory."""
 
 from __future__ import annotations
 
