@@ -151,7 +151,7 @@ def test_make_train_starts_the_ranks_that_fit():
 def test_wrong_number_of_ranks(typed, capsys):
     with pytest.raises(SystemExit):
         cli.main(["launch", "-c", "x.yaml", "--nproc", typed])
-    assert f"argument --nproc: {typed!r} is not a number of ranks, auto or auto:MAX" in capsys.readouterr().err
+    assert f"argument --nproc: {typed!r} is not a number of ranks, MIN:MAX, auto or auto:MAX" in capsys.readouterr().err
 
 
 def visible() -> str | None:
