@@ -297,6 +297,11 @@ trackers: [wandbb]
     assert message.count("\n") == len(expected) + 1
 
 
+def test_nested_list_of_transforms(tmp_path):
+    text = GOOD.replace("task:", "task:\n  transforms: {train: [[RandomHorizontalFlip]]}")
+    assert "task.transforms.train.0: it should be a name such as RandomHorizontalFlip" in refused(tmp_path, text)
+
+
 def test_numbers_must_be_finite_everywhere(tmp_path):
     """Also in the sections of tasks, in lists and in the arguments of models and optimizers, which have no schema."""
     text = (
