@@ -144,55 +144,6 @@ def test_overflow_skips_exactly_the_next_step(level, scale):
     assert model.weight.tolist() == [0.5, 1.5]
 
 
-@pytest.mark.contract("2.3")
-def test_two_overflows_before_one_step_skip_once_and_halve_twice():
-    model, optimizer = start("O2")
-    backward(model, optimizer, float("inf"))
-    backward(model, optimizer, float("inf"))
-    assert scale_of() == 65536.0 / 4
-    optimizer.step()
-    assert not optimizer._amp_stash.already_patched
-
-
-@pytest.mark.contract("2.3")
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_clean_backward_after_an_overflow_counts_but_the_step_is_skipped(level):
-    model, optimizer = start(level, "dynamic", max_loss_scale=1024.0)
-    backward(model, optimizer, float("inf"))
-    backward(model, optimizer, 1)
-    assert optimizer._amp_stash.already_patched
-    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 512.0, "unskipped": 1}
-
-
-@pytest.mark.contract("2.2", "10.10")
-def test_inf_left_by_a_skipped_step_is_found_again():
-    model, optimizer = start("O0", "dynamic")
-    backward(model, optimizer, float("inf"))
-    optimizer.step()
-    backward(model, optimizer, 1)  # no zero_grad: inf is still in the sum
-    assert optimizer._amp_stash.already_patched
-
-
-@pytest.mark.contract("1.3.7")
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_inf_in_a_delayed_context_is_found_at_the_end(level):
-    model, optimizer = start(level, "dynamic")
-    backward(model, optimizer, float("inf"), delay_unscale=True)
-    assert not optimizer._amp_stash.already_patched
-    backward(model, optimizer, 1)
-    assert optimizer._amp_stash.already_patched
-
-
-@pytest.mark.contract("1.3.8")
-def test_delay_overflow_check_leaves_the_check_to_the_next_context():
-    model, optimizer = start("O0", "dynamic")
-    backward(model, optimizer, float("inf"), delay_overflow_check=True)
-    assert not optimizer._amp_stash.already_patched
-    assert scale_of() == 65536.0
-    backward(model, optimizer, 1)
-    assert optimizer._amp_stash.already_patched
-
-
 @pytest.mark.contract("1.3.7")
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_stepping_on_scaled_gradients_is_refused(level):
@@ -425,6 +376,9 @@ ACTIONS = {
     "plain": lambda model, optimizer: model(torch.ones(2)).backward(),
     "scaled": lambda model, optimizer: backward(model, optimizer, 1.0),
     "delayed": lambda model, optimizer: backward(model, optimizer, 1.0, delay_unscale=True),
+    "inf": lambda model, optimizer: backward(model, optimizer, float("inf")),
+    "delayed_inf": lambda model, optimizer: backward(model, optimizer, float("inf"), delay_unscale=True),
+    "unchecked_inf": lambda model, optimizer: backward(model, optimizer, float("inf"), delay_overflow_check=True),
     "failing": failing_context,
     "masters": write_gradients_of_masters,
     "freeze": lambda model, optimizer: model.weight.requires_grad_(False),
@@ -446,19 +400,40 @@ CORRECT = [
 ]
 
 
-def run_script(script):
-    model, optimizer = start("O2", scale=8.0)
+def run_script(script, level="O2", scale=8.0):
+    model, optimizer = start(level, scale, max_loss_scale=1024.0)
     torch.optim.lr_scheduler.StepLR(optimizer, 10)  # which wraps step
     for action in script.split():
         ACTIONS[action](model, optimizer)
-    return model
+    return model, optimizer
+
+
+@pytest.mark.contract("1.3.7", "1.3.8", "2.2", "2.3", "10.10")
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize(
+    ("script", "skips", "scale", "unskipped"),
+    [
+        ("inf inf", True, 256, 0),
+        ("inf inf step", False, 256, 0),
+        ("inf scaled", True, 512, 1),
+        ("inf step scaled", True, 256, 0),  # no zero_grad: inf is still in the sum
+        ("delayed_inf", False, 1024, 0),
+        ("delayed_inf scaled", True, 512, 0),
+        ("unchecked_inf", False, 1024, 0),
+        ("unchecked_inf scaled", True, 512, 0),
+    ],
+)
+def test_overflows_around_a_step(level, script, skips, scale, unskipped):
+    _, optimizer = run_script(script, level, "dynamic")
+    assert optimizer._amp_stash.already_patched == skips
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": scale, "unskipped": unskipped}
 
 
 @pytest.mark.contract("3.3")
 @pytest.mark.parametrize("script", LOST)
 def test_backward_outside_scale_loss_warns_once_at_the_script(script):
     with pytest.warns(UserWarning, match="outside amp.scale_loss.*weights are not updated") as caught:
-        model = run_script(script)
+        model, _ = run_script(script)
     (warning,) = [each for each in caught if "scale_loss" in str(each.message)]
     assert "with amp.scale_loss(loss, optimizer) as scaled_loss:\n" in str(warning.message)
     assert warning.filename == __file__
