@@ -225,7 +225,10 @@ def harness(recipe: Recipe, *overrides: str) -> Steps:
     run = build.build(config, runtime, run_folder, Stop(runtime))
     made = list(run.train_data.groups(0, []))[:16]
     groups = [
-        [dataclasses.replace(group[0], batch=dataclasses.replace(group[0].batch, inputs=inputs, targets=targets))]
+        [
+            dataclasses.replace(micro, batch=dataclasses.replace(micro.batch, inputs=rows, targets=labels))
+            for micro, rows, labels in zip(group, inputs.chunk(len(group)), targets.chunk(len(group)), strict=True)
+        ]
         for group, (inputs, targets) in zip(made, recipe.batches(), strict=True)
     ]
     run.task = dataclasses.replace(run.task)

@@ -50,6 +50,15 @@ def loops() -> Iterator[Case]:
         recipe = Recipe(network, compiled=True)
         two = {"by hand": partial(by_hand, recipe), "harness": partial(harness, recipe)}
         yield Case(f"{network}, float32, compiled", two, {"harness": at_most(1.0, "harness")}, 50)
+    for network in ("cnn", "transformer"):
+        recipe = Recipe(network)
+        two = {"ddp": partial(harness, recipe), "2 logical ranks": partial(harness, recipe, "parallel.logical_ranks=2")}
+        goals = {"2 logical ranks": at_most(1.05, "2 logical ranks")}
+        yield Case(f"{network}, logical ranks on two processes", two, goals, 20, world=2)
+        two = {"4 micro-batches": partial(harness, recipe, "batch.accumulate=4"),
+               "4 logical ranks": partial(harness, recipe, "parallel.logical_ranks=4")}  # fmt: skip
+        goals = {"4 logical ranks": at_most(1.05, "4 logical ranks")}
+        yield Case(f"{network}, logical ranks on one process", two, goals, 20)
 
 
 # harness.apex

@@ -101,18 +101,12 @@ def test_ranks_on_machines_of_two_kinds_are_refused(tmp_path, data):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2800)  # each process compiles, on a busy machine
-@pytest.mark.parametrize("level", ["O0", "O4"])
-def test_compiled_models(tmp_path, data, level):
+@pytest.mark.timeout(1800)  # each process compiles, on a busy machine
+def test_compiled_models(tmp_path, data):
     model = {"name": "small_cnn", "args": {"width": 4, "dropout": 0.2, "batch_norm": True}, "compile": True}
-    settings = {
-        **FOUR,
-        "model": model,
-        "precision": {"opt_level": level},
-        "runtime": {"device": "cpu", "timeout_s": 600},
-    }
-    one, *others = (train(tmp_path / str(world), data, world, limit_s=900, **settings) for world in (1, 2, 3))
-    assert [differences(one, other) for other in others] == [[], []]
+    settings = {**FOUR, "model": model, "runtime": {"device": "cpu", "timeout_s": 600}}
+    one, two = (train(tmp_path / str(world), data, world, limit_s=850, **settings) for world in (1, 2))
+    assert differences(one, two) == []
 
 
 # The table: every pair of a level, an optimizer and features.

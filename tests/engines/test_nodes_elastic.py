@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
+from harness.tools.compare.exactness import differences
 from tests.end_to_end.experiment import assert_same_run, losses, record, run, write_config
 from tests.end_to_end.processes import END_S, Started, started, wait_for_steps, wait_until
 from tests.engines.nodes import ADDRESSES, cut, mend, two_nodes
@@ -51,10 +52,10 @@ class Experiment:
             return [start["world_size"] for start in json.loads((self.folder / "provenance.json").read_text())]
         return []
 
-    def unbroken(self):
+    def unbroken(self, num_processes=2):
         self.hurry()
         config = write_config(self.base / "unbroken", self.data, **self.settings)
-        assert run(config, 2) == [0, 0]
+        assert run(config, num_processes) == [0] * num_processes
         return config.parent / "runs" / "run"
 
 
@@ -119,6 +120,20 @@ def test_machine_is_lost_and_another_joins(tmp_path, stripes, machines):
     assert [line["step"] for line in record(experiment.folder)] == [line["step"] for line in record(unbroken)]
     epochs = [line for line in record(experiment.folder) if "rows_used" in line and line["split"] == "epoch"]
     assert [line["rows_used"] for line in epochs] == [61] * 12
+
+
+def test_the_loss_of_a_machine_leaves_the_bits(tmp_path, stripes, machines):
+    """Four logical ranks on two machines, then on the one that is left: the bits of one process."""
+    experiment = Experiment(tmp_path, stripes, parallel={"logical_ranks": 4})
+    here, there = machines(experiment)
+    for machine in (here, there):
+        machine.launch("--nnodes", "1:2", "--nproc", "2", "--max-restarts", "1")
+    wait_for_steps(experiment.folder, 5, START_S)
+    there.lose()
+    wait_until(lambda: experiment.starts() == [4, 2], END_S + START_S, "the restart")
+    experiment.hurry()
+    assert here.wait(START_S) == 0, here.run.text()
+    assert differences(experiment.unbroken(1), experiment.folder) == []
 
 
 def test_failures_that_end_and_that_do_not(tmp_path, stripes, machines):
