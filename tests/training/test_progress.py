@@ -38,6 +38,13 @@ def test_saved_state_is_a_copy():
     assert State.from_dict(saved) == State(segments=[Segment(1, 4, 1)])
 
 
+def test_an_update_ends_the_skips_in_a_row():
+    state = State()
+    for skipped in (True, True, False, True):
+        state.add_step(skipped)
+    assert (state.step, state.applied, state.skipped, state.skipped_in_a_row) == (4, 1, 3, 1)
+
+
 def test_next_epoch():
     state = State(epoch=1, segments=[Segment(1, 4, 1)])
     assert state.in_epoch
