@@ -1,4 +1,4 @@
-"""The choice of the checkpoint to resume from. tests/end_to_end/test_resume.py resumes real runs from it."""
+"""The checkpoint to resume from, and a log that was damaged since. tests/end_to_end/test_resume.py has the rest."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from harness import cli
 from harness.distributed.runtime import Runtime
 from harness.runs.checkpoint import Checkpoints
 from harness.training.checkpointing import find
-from tests.fixtures import make_config
+from tests.fixtures import make_config, settings, write_rows, write_yaml
+from tests.ranks import run_ranks
 
 
 @pytest.mark.parametrize("resume", ["auto", "s3://bucket/gone/checkpoints/step-7"])
@@ -21,3 +23,15 @@ def test_own_checkpoint_comes_first(tmp_path, resume):
     assert find(run) == (tmp_path / "checkpoints" / "step-8", True)
     run.config = make_config(tmp_path, ["checkpoint.resume=never"])
     assert find(run) == (None, False)
+
+
+def test_a_resume_notices_that_the_log_was_damaged(tmp_path):
+    """The checkpoint has its digest."""
+    for name, rows in (("train", 8), ("eval", 4)):
+        write_rows(tmp_path, name, rows)
+    config = write_yaml(tmp_path / "config.yaml", settings(tmp_path, train={"epochs": 1, "deterministic": False}))
+    assert run_ranks(1, cli.main, ["train", "-c", str(config)], group=False) == [0]
+    log = tmp_path / "runs" / "small" / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"lr": 0.1', '"lr": 0.2', 1))
+    assert run_ranks(1, cli.main, ["train", "-c", str(config), "train.epochs=2"], group=False) == [0]
+    assert '"lr": 0.2' in log.with_name("metrics.jsonl.damaged").read_text()
