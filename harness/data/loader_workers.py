@@ -91,10 +91,17 @@ def sent(found: Batch | LoadError) -> PickledResult:
     try:
         return PickledResult(bytes(ForkingPickler.dumps(found)))
     except Exception as error:
-        full = "shared memory" in str(error)
-        unsendable = RuntimeError(f"a batch of the dataset cannot be sent to the rank: {error}")
-        failure = LoadError.of(_without_space(found, error) if full else unsendable.with_traceback(error.__traceback__))
-        return PickledResult(bytes(ForkingPickler.dumps(failure)))
+        return PickledResult(bytes(ForkingPickler.dumps(LoadError.of(_unsendable(found, error)))))
+
+
+def _unsendable(found: Any, error: Exception) -> Exception:
+    """The error of a rank whose worker could not send ``found`` because of ``error``."""
+    if "shared memory" in str(error):
+        return _without_space(found, error)
+    message = f"a batch of the dataset cannot be sent to the rank: {error}"
+    if "AF_UNIX" in str(error):  # of a socket in the folder for temporary files
+        return TrainingError(message, hint="export TMPDIR=/tmp, or set data.num_workers=0")
+    return RuntimeError(message).with_traceback(error.__traceback__)
 
 
 def _without_space(found: Any, error: Exception) -> TrainingError:

@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import util
 
 import numpy as np
 import pytest
@@ -364,3 +365,15 @@ def test_evaluation_is_not_augmented():
     first, second = (next(eval_data.turns())[1].inputs for _ in range(2))
     assert torch.equal(first, second)
     assert not torch.equal(first, CountingTable(4).batch(np.arange(4), 0).inputs)
+
+
+def test_a_temporary_folder_with_a_long_path(tmp_path, monkeypatch):
+    """Workers send batches through sockets in it, whose names are limited."""
+    folder = tmp_path / ("t" * 140)
+    folder.mkdir()
+    monkeypatch.setattr(util, "get_temp_dir", lambda: str(folder))
+    loader = Loader(CountingTable(8), 1, CPU)
+    with pytest.raises(TrainingError, match="cannot be sent to the rank: AF_UNIX") as caught:
+        list(loader.fetch([BatchRequest(np.arange(4), 0)]))
+    loader.close()
+    assert "export TMPDIR=/tmp" in caught.value.hint
