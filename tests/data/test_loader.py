@@ -22,7 +22,7 @@ from torch.utils.data._utils import signal_handling
 
 from harness.data.loader import BatchRequest, EvalData, Loader, StoppedWaiting, TrainData
 from harness.data.shards import RULES, Segment
-from harness.errors import DataError, TrainingError
+from harness.errors import DataError, TrainingError, WorkerKilled
 from tests.end_to_end.processes import wait_until
 from tests.fixtures import CountingTable
 
@@ -259,7 +259,7 @@ class Odd(CountingTable):
         ("other_arguments_of_an_own_error", DataError, "odd.csv: x.png is odd\n  -> turn it"),
         ("local_class", RuntimeError, "Local: odd"),
         ("not_picklable", RuntimeError, "a batch of the dataset cannot be sent to the rank: Can't "),
-        ("killed", TrainingError, "was killed by SIGKILL: sent by the OOM killer, a user or a scheduler"),
+        ("killed", WorkerKilled, "was killed by SIGKILL: sent by the OOM killer, a user or a scheduler"),
         ("exits_quietly", TrainingError, "exited with exit code 0: the dataset, or a library that it uses, ended the"),
         ("sys_exits", TrainingError, "the dataset raised SystemExit (enough) in a loader worker"),
         ("exits", TrainingError, "exited with exit code 3: the dataset, or a library that it uses, ended the process"),
