@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-INITIAL_WEIGHTS, TRAINING, AUGMENTATION, MIXING, GRADIENTS = 0, 1, 2, 3, 5  # purposes, each with its own streams
+INITIAL_WEIGHTS, TRAINING, AUGMENTATION, MIXING, COVERAGE, GRADIENTS = range(6)  # purposes, each with its own streams
 EVALUATION_SEED = 0  # random transforms in evaluation draw the same numbers for every image
 
 

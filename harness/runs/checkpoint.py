@@ -48,7 +48,7 @@ from harness.runs.formats import base as formats
 
 log = logging.getLogger("harness")
 
-VERSION = 7  # of the manifest and of what a checkpoint contains
+VERSION = 6  # of the manifest and of what a checkpoint contains
 FROM_SCRATCH = "start from scratch with checkpoint.resume=never, which keeps this folder as NAME.1"
 _MAX_LISTED = 8  # damaged checkpoints in a message
 _GLOBAL = re.compile(r"(?:GLOBAL:?|refers to) ([\w.]+)")  # in refusals to load a file

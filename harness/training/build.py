@@ -147,7 +147,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         stop=stop,
         state=State(),
         meter=Meter(runtime.device, len(ranks.own)),
-        coverage=Coverage(len(task.train)),
+        coverage=Coverage(len(task.train), config.seed),
         started=time.perf_counter(),
         operations=operations,
         weights=given,

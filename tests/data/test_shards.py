@@ -131,6 +131,7 @@ PLAN = """
 import resource, sys, time
 import numpy as np
 from harness.data.shards import Segment, bounds, shard
+from harness.training.progress import Coverage
 
 rows, world = 10**9, 1024
 warm = shard("global", 10**5, 0, 1, 0, 0)[:]  # numpy's own memory
@@ -138,9 +139,10 @@ for rule in ("global", "contiguous", "strided"):
     for rank in (0, 511, 1023):
         in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + (50 << 20), resource.RLIM_INFINITY))
-        plan, count = shard(rule, rows, rank, world, 3, 1), 0
+        plan, coverage, count = shard(rule, rows, rank, world, 3, 1), Coverage(rows), 0
         for start in range(0, len(plan), 4096):
             part = plan[start : start + 4096]
+            coverage.add(part)
             count += len(part)
         assert count == len(plan) in (976562, 976563), count
         start, stop = bounds(rows, rank, world)
