@@ -149,17 +149,6 @@ def test_killed_run_is_equal_so_far(runs, tmp_path, capsys):
     assert plain["evaluations"][1]["best_step"] is None
 
 
-def test_damaged_checkpoint_is_reported(runs, tmp_path, capsys):
-    other = copy(tmp_path, runs, "again")
-    state = other / "checkpoints" / f"step-{LAST}" / "state.pt"
-    content = bytearray(state.read_bytes())
-    content[len(content) // 2] ^= 1
-    state.write_bytes(content)
-    code, text, plain = compare(runs / "one", other, capsys=capsys)
-    assert (code, plain["equality"]["step"]) == (1, LAST)
-    assert "state.pt is damaged" in text
-
-
 def test_run_folder_with_only_a_configuration(runs, tmp_path, capsys):
     bare = tmp_path / "bare"
     bare.mkdir()

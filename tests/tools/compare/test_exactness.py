@@ -45,6 +45,14 @@ def edit_weights(folder):
     save_file(weights, folder / "weights.safetensors", {"harness": json.dumps({"step": str(LAST)})})
 
 
+def flip(folder):
+    """Change a bit in the middle of the newest checkpoint."""
+    state = folder / f"checkpoints/step-{LAST}/state.pt"
+    content = bytearray(state.read_bytes())
+    content[len(content) // 2] ^= 1
+    state.write_bytes(content)
+
+
 def last_bit(tensor):
     """Change the last bit of the first element."""
     tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
@@ -83,10 +91,7 @@ CHANGES = {
         lambda folder: (folder / "predictions.csv").write_text("id\n"), "predictions.csv: first difference: "
     ),
     "summary": (lambda folder: (folder / "summary.json").unlink(), "summary.json: summary: "),
-    "truncated": (
-        lambda folder: (folder / f"checkpoints/step-{LAST}/state.pt").write_bytes(b""),
-        f"checkpoints/step-{LAST}: state: intact and state.pt is truncated",
-    ),
+    "damaged": (flip, f"checkpoints/step-{LAST}: state: intact and state.pt is damaged"),
     "newest": (
         lambda folder: (folder / "checkpoints/latest").write_text("step-8\n"),
         f"checkpoints: latest: step-{LAST} and step-8",
