@@ -17,13 +17,14 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.distributed.store import LimitedStore
 from harness.distributed.watchdog import Watchdog
-from harness.errors import DataError, LaunchError
+from harness.errors import EXIT_FAILURE, DataError, LaunchError
 from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
 from harness.training import main
 from harness.training.exit_report import ExitReporter, explained, failed_early
 from harness.training.progress import State
 from tests.conftest import ROOT
+from tests.fixtures import make_config
 
 TWO_MACHINES = {"world_size": 2, "local_world_size": 1, "elastic": True, "may_grow": True}
 
@@ -188,3 +189,19 @@ def test_the_signal_of_harness_launch_is_printed_once(caplog, supervised):
 def test_full_disk_is_explained():
     shown = str(explained(OSError(28, "No space left on device", "x.pt")))
     assert shown.startswith("x.pt: a file could not be read or written: No space left on device\n  -> free some space")
+
+
+class Odd(BaseException):
+    """An error that is no Exception."""
+
+
+def test_error_that_is_no_exception_is_recorded_while_a_run_is_built(tmp_path, monkeypatch):
+    def build(*_):
+        raise Odd("of the user's own code")
+
+    monkeypatch.setattr(main.build, "build", build)
+    start = main.RunStart(make_config(tmp_path), Runtime())
+    with pytest.raises(Odd), start:
+        pytest.fail("the run was built")
+    failure = json.loads((tmp_path / "runs" / "small" / "failure.json").read_text())
+    assert (failure["error"], failure["message"], start.code) == ("Odd", "of the user's own code", EXIT_FAILURE)
