@@ -78,6 +78,14 @@ def test_order_depends_on_epoch_and_seed(rule):
     assert (first != shard(rule, 50, 1, 2, 0, 1)[:]).any()
 
 
+def test_ranks_shuffle_their_shards_differently():
+    """Neighbours in the file would otherwise always meet in one step."""
+    first, second = (np.asarray(shard("contiguous", 200, rank, 2, 0, 0)) for rank in range(2))
+    assert not np.array_equal(first, second - 100)
+    first, second = (np.asarray(shard("strided", 200, rank, 2, 0, 0)) for rank in range(2))
+    assert not np.array_equal(first, second - 1)
+
+
 def test_contiguous_shard_is_a_block():
     assert set(shard("contiguous", 10, 1, 3, 0, 0)[:].tolist()) == {3, 4, 5}
 
