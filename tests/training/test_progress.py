@@ -17,15 +17,15 @@ from harness.data.shards import Segment
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.training import progress
+from harness.training.optimizer.schedule import Plateau
 from harness.training.progress import Coverage, Covered, State
 from tests.ranks import run_ranks
-
-CPU = torch.device("cpu")
 
 
 def test_state_survives_a_file():
     state = State(epoch=3, segments=[Segment(2, 4, 7), Segment(1, 8, 1)], step=40, applied=38, skipped=2, best=0.5,
-                  best_step=30, history=[{"step": 30, "top1": 0.5}], wall_s=1.5)  # fmt: skip
+                  best_step=30, history=[{"step": 30, "top1": 0.5}], wall_s=1.5,
+                  plateau=Plateau(0.5, 1, 0, 2))  # fmt: skip
     file = io.BytesIO()
     torch.save(state.to_dict(), file)
     file.seek(0)
