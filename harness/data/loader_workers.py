@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from harness.data.batch import Batch
 from harness.distributed.threads import thread
-from harness.errors import HarnessError, TrainingError, WorkerKilled, first_line, portable
+from harness.errors import ConfigError, HarnessError, TrainingError, WorkerKilled, first_line, portable
 
 SHARED_MEMORY = "/dev/shm"
 PREFETCH = 2  # batches that each worker keeps ready
@@ -116,6 +116,22 @@ def _without_space(found: Any, error: Exception) -> TrainingError:
         where=f"{SHARED_MEMORY} ({space})",
         hint=MORE_SHARED_MEMORY,
     )
+
+
+def require_shared_memory(batch_bytes: float, num_workers: int, num_ranks: int) -> None:
+    """Raise ConfigError if ``num_ranks`` ranks on this machine cannot keep all batches of their workers, of
+    ``batch_bytes`` bytes each, in shared memory."""
+    needed = batch_bytes * num_ranks * (num_workers * PREFETCH + 1)  # and the batch that the rank works on
+    if not num_workers or not os.path.isdir(SHARED_MEMORY):
+        return
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    if usage.free < needed:
+        raise ConfigError(
+            f"the loader workers of this machine need up to {needed / MIB:.1f} MiB in {SHARED_MEMORY}, which has "
+            f"{usage.free / MIB:.1f} of {usage.total / MIB:.1f} MiB free",
+            where=f"data.num_workers={num_workers}",
+            hint=MORE_SHARED_MEMORY,
+        )
 
 
 class WatchedDataLoader(DataLoader):

@@ -56,6 +56,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     precision.set_tf32(config.precision)
     if config.parallel.logical_ranks is not None:  # a launcher's default depends on the number of processes
         torch.set_num_threads(config.launch.threads)
+    num_threads = torch.get_num_threads()
     task = open_task(config, runtime)
     with runtime.together("opening the trackers"):
         tracker = metrics_log.open_log(folder.metrics, runtime.rank, config, loader.to_text(config))
@@ -149,6 +150,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         meter=Meter(runtime.device, len(ranks.own)),
         coverage=Coverage(len(task.train), config.seed),
         started=time.perf_counter(),
+        num_threads=num_threads,
         operations=operations,
         weights=given,
     )  # fmt: skip

@@ -68,6 +68,7 @@ class Run:
     weights: dict[str, object] = field(default_factory=dict)  # those that this start was given: source, hash
     last: tuple[Used, bool | Reading] | None = None  # the last step, until it is counted: whether it was skipped
     lr: float = 0.0  # of the last step, for the parameters without a group of their own
+    num_threads: int = field(default_factory=torch.get_num_threads)  # of torch, before the task's code ran
 
     _compiled: set[str] = field(default_factory=set)  # the stages that this start has passed
 
@@ -130,6 +131,7 @@ class Run:
         """Write a training entry; its loss is the mean over the rows of all ranks in the steps applied since the last.
         Collective."""
         state, meter, lr = self.state, self.meter, self.lr
+        self._notice_threads()
         meter.tick()
         start, steps = time.perf_counter(), meter.steps
         time_s = meter.time_s
@@ -152,6 +154,16 @@ class Run:
         shown = f"loss {seen.loss:.4f}" if seen.rows > seen.rows_skipped else all_skipped
         self.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
         meter.costs.add({"log": time.perf_counter() - start})
+
+    def _notice_threads(self) -> None:
+        """Warn if code of the user has changed torch's number of threads, by which sums on a CPU are divided."""
+        before, self.num_threads = self.num_threads, torch.get_num_threads()
+        if before != self.num_threads and self.runtime.device.type == "cpu":
+            log.warning(
+                "the number of torch's threads has changed from %d to %d: on a CPU, results depend on it; remove the "
+                "call of torch.set_num_threads, and set launch.threads or OMP_NUM_THREADS",
+                before, self.num_threads,
+            )  # fmt: skip
 
     def _group_rates(self) -> dict[str, float]:
         """The learning rates of the groups that have their own, numbered as in the log at the start."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -454,3 +455,14 @@ def test_damaged_facts_of_the_training_data(folder, facts):
     task = make_config(folder).task
     with pytest.raises(ConfigError, match="the run's task.json lacks "):
         task.open_new(facts, str(folder / "eval.csv"), folder / "cache")
+
+
+def test_images_larger_than_the_memory(folder, monkeypatch):
+    """Refused before the pixels are in memory."""
+    size, message = 65536, "two images of 65536x65536 take 32.0 GiB, but only 16.0 of this machine's 16.0 GiB"
+    opened = make_config(folder, task={"image_size": [size, size]}).task.open(0, folder / "cache")
+    monkeypatch.setattr("harness.distributed.machine.memory_of", lambda: (1 << 34, 1 << 34, False))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError, match=f"task.image_size: {message}"):
+        opened.model(ModelSection(name="small_cnn"))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 << 20  # KiB

@@ -136,6 +136,13 @@ def test_weights_are_checked_without_a_loss(start, level):
     assert "first non-finite layer: layer.bias" in failure(run)
 
 
+def test_a_changed_number_of_threads_is_noticed_once(start, caplog):
+    run = start("", 1)
+    run.num_threads += 1  # as if the task had lowered it
+    assert loop.train(run)
+    assert caplog.text.count("the number of torch's threads has changed") == 1
+
+
 def test_state_of_the_optimizer_is_checked(start):
     """An infinite second moment stops a weight for good, without a sign in loss or weights."""
     run = start("", 1, "optimizer.name=adam")

@@ -169,3 +169,9 @@ def test_arguments_that_no_machine_can_build(name, args, message):
     assert message in caught.value.message
     assert caught.value.where in ("model.args", "model.name")
     assert "alloc_cpu" not in str(caught.value)
+
+
+def test_weights_larger_than_the_memory_are_refused_before_they_are_filled(monkeypatch):
+    monkeypatch.setattr("harness.distributed.machine.memory_of", lambda: (8192, 8192, False))
+    with pytest.raises(ConfigError, match="the weights of small_cnn take .* GiB, but only .* is free"):
+        build("small_cnn", {}, KNOWN, GRAY)

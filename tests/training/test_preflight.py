@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 from torchvision.io import write_png
 
+from harness.data import loader_workers
+from harness.distributed import machine
 from harness.errors import EXIT_FAILURE, ConfigError, DataError, TrainingError
 from harness.tasks.image_csv.task import ImageCsv
 from harness.training.check import preflight
@@ -195,6 +199,15 @@ def test_few_unreadable_images_may_be_skipped(folder):
     assert facts["files"].endswith("5 of 6 images decoded (8x8); skipped 1 image that cannot be decoded")
 
 
+def test_more_memory_than_there_is(folder, monkeypatch):
+    """An image that is too large is refused before it is in memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    monkeypatch.setattr(machine, "memory_of", lambda: (2**33, 2**33, False))
+    (problem,) = examine(folder, "task.image_size=[65536,65536]")[1]
+    assert "task.image_size: two images of 65536x65536 take 32.0 GiB" in str(problem)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
+
+
 class Wide(nn.Sequential):
     """262,144 weights, and few others."""
 
@@ -216,6 +229,18 @@ def test_memory_of_a_rank(folder, overrides, world, expected):
     facts, problems = examine(folder, "optimizer.name=adam", *overrides, world=world, model=model)
     assert problems == []
     assert expected in facts["memory"]
+
+
+def test_too_little_shared_memory_for_the_batches(folder, monkeypatch):
+    """Two rows of 8 x 8 pixels and a label of 8 bytes are 144 bytes; 2 ranks with 3 workers keep 14 such batches."""
+    usage = type("Usage", (), {"total": 2**20, "used": 0, "free": 14 * 144})
+    monkeypatch.setattr(loader_workers, "SHARED_MEMORY", str(folder))
+    monkeypatch.setattr(loader_workers.shutil, "disk_usage", lambda _: usage)
+    assert examine(folder, "data.num_workers=3", world=2)[1] == []
+    usage.free -= 1
+    (problem,) = examine(folder, "data.num_workers=3", world=2)[1]
+    assert problem.where == "data.num_workers=3"
+    assert examine(folder, "data.num_workers=0", world=2)[1] == []
 
 
 def test_scaled_learning_rate(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -114,6 +115,9 @@ class ImageCsv(Supervised):
         return f"{self.train.table.digest} {self.eval.table.digest}"
 
     def require_files(self, rank: int, world_size: int, limit_s: float) -> None:
+        if self.options.image_size:
+            self._require_memory(self.options.image_size)
+
         until = time.monotonic() + limit_s
 
         def rows(images: ImageTable) -> np.ndarray:
@@ -194,8 +198,13 @@ class ImageCsv(Supervised):
         return model
 
     def _example(self, size: Sequence[int]) -> Tensor:
-        """A prepared batch of two images."""
+        """A prepared batch of two images. Raises ConfigError if they do not fit into memory."""
+        self._require_memory(size)
         return torch.zeros(2, self.options.channels, *size)
+
+    def _require_memory(self, size: Sequence[int]) -> None:
+        num_bytes = 2 * self.options.channels * math.prod(size) * 4
+        model_builder.require_memory(num_bytes, f"two images of {size[0]}x{size[1]}", "task.image_size")
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """uint8 (batch, channels, height, width) -> normalized float32, on the same device; float32 as it is."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from harness.config import constraints, loader
 from harness.config.schema import Config
 from harness.data.batch import Batch, Dataset
+from harness.data.loader_workers import require_shared_memory
 from harness.distributed import devices, stack
 from harness.distributed.runtime import Runtime
 from harness.errors import HarnessError, TrainingError, first_line, plural, readable
@@ -143,6 +144,10 @@ def _train(run: Candidate, audit: Audit, world_size: int) -> str:
     batch = _batch(run.task.train, num_rows, 0, "training")
     if batch is None:
         return "no training row could be read"
+    rows = max(run.size.micro_batch, min(run.size.eval_batch, len(run.task.eval)))
+    batch_bytes = rows * (batch.inputs.nbytes + batch.targets.nbytes) / len(batch)
+    num_ranks = -(-world_size // run.config.launch.nnodes)
+    require_shared_memory(batch_bytes, run.config.data.num_workers, num_ranks)
     with audit:
         outputs = _outputs(run, batch, "training", training=True)
         with _stage("loss() of the task", "training"):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from harness.config import plugins
+from harness.distributed import machine
 from harness.errors import ConfigError, first_line, plural, similar
 from harness.training import determinism
 
@@ -37,7 +40,8 @@ def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example:
     built_in = bool(library) or "." not in name
     try:
         inspect.signature(make).bind(**given)
-        model = make(**given)
+        with _parameters_in_memory(name):
+            model = make(**given)
     except (TypeError, ValueError, AssertionError, RuntimeError, MemoryError, KeyError) as error:
         if isinstance(error, RuntimeError | KeyError) and not built_in and not _is_allocation(error):
             raise  # with its traceback: a fault in the user's own code
@@ -50,6 +54,38 @@ def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example:
         raise ConfigError(what, where="model.name", hint="return a torch.nn.Module from it")
     try_batch(model, name, known, example)
     return model
+
+
+def require_memory(num_bytes: int, what: str, where: str) -> None:
+    """Raise ConfigError, with the key ``where``, if ``num_bytes`` exceed this machine's free memory: the system would
+    kill the process while it fills them."""
+    total, free, _ = machine.memory_of()
+    if num_bytes > free:
+        raise ConfigError(
+            f"{what} take {num_bytes / 2**30:,.1f} GiB, but only {max(free, 0) / 2**30:,.1f} of this "
+            f"machine's {total / 2**30:,.1f} GiB of memory is free",
+            where=where,
+            hint="use a smaller value",
+        )
+
+
+@contextlib.contextmanager
+def _parameters_in_memory(name: str) -> Iterator[None]:
+    """Context in which a model is built. Its weights are allocated first and filled later, so one that is too large for
+    this machine is refused in between."""
+    total = 0
+
+    def count(module: nn.Module, key: str, parameter: nn.Parameter | None) -> None:
+        nonlocal total
+        if parameter is not None and not isinstance(parameter, nn.UninitializedParameter) and not parameter.is_meta:
+            total += parameter.numel() * parameter.element_size()
+            require_memory(total, f"the weights of {name}", "model.args")
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _is_allocation(error: Exception) -> bool:
