@@ -1,14 +1,14 @@
 """Tar archives of which any member can be read at once: an index of names, offsets and sizes, made once per archive.
 
-The index is a .npy file in CACHE/tars/NAME-HASH: entries sorted by a hash of the member's name, mapped by every
-process. An archive that has changed gets a new index, and so does one whose index cannot be read.
+The index is in CACHE/tars/NAME-HASH: its digest, then entries sorted by a hash of the member's name, mapped by every
+process. An archive that has changed gets a new index, and so does one whose index is damaged.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import io
+import logging
 import os
 import secrets
 import shlex
@@ -24,7 +24,10 @@ from harness.errors import DataError, require_regular_file
 from harness.runs.fetch import made_once
 from harness.runs.files import write_atomically
 
+log = logging.getLogger("harness")
+
 _ENTRY = np.dtype([("hash", "<u8"), ("offset", "<i8"), ("size", "<i8")])
+_DIGEST_BYTES = 32
 _BLOCK = 512  # bytes, of the tar format
 _PACKED = {
     b"\x1f\x8b": ("gzip", "gunzip"), b"BZh": ("bzip2", "bunzip2"), b"\xfd7zXZ": ("xz", "unxz"),
@@ -100,21 +103,32 @@ def _index(file: str, version: tuple[int, ...], cache: Path, name: str) -> np.nd
     """The index of the archive in this version, made first if no process has."""
     place = os.path.realpath(file)
     folder = cache / f"{Path(place).stem[:40]}-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
-    path = folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:24]}.npy"
+    path = folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:24]}.index"
     if (found := _load(path)) is None:
         with made_once(folder / "index", passes=(FileNotFoundError,)):
             if (found := _load(path)) is None:
+                if path.exists():
+                    log.warning("%s: the index of the archive in the cache is damaged; making it again", name)
                 _write_index(file, path, name)
-                found = np.load(path, mmap_mode="r")
+                found = _load(path)
+    if found is None:
+        hint = "set data.cache_dir to a folder on another disk, and run the same command again"
+        raise DataError(f"the index of the archive is damaged as soon as it is written: {path}", where=name, hint=hint)
     return found
 
 
 def _load(path: Path) -> np.ndarray | None:
+    """The entries of an index; None if there is no such file, or it is not as it was written."""
     try:
-        found: np.ndarray = np.load(path, mmap_mode="r")
-    except (OSError, EOFError, ValueError):  # the latter two for a file that was cut off
+        content = np.asarray(np.memmap(path, "u1", "r"))
+    except (OSError, ValueError):  # the latter for an empty file
         return None
-    return found
+    digest, entries = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return entries.view(_ENTRY) if digest.tobytes() == _digest(entries) else None
+
+
+def _digest(entries: np.ndarray) -> bytes:
+    return hashlib.blake2b(entries.data, digest_size=_DIGEST_BYTES).digest()
 
 
 def _write_index(file: str, path: Path, name: str) -> None:
@@ -124,13 +138,11 @@ def _write_index(file: str, path: Path, name: str) -> None:
         named = _named(file, name, int(entries["hash"][twice[0]]))
         hint = "give each sample a unique name"
         raise DataError(f"the archive has two members named {named}", where=name, hint=hint)
-    for old in path.parent.glob("*.npy"):
+    for old in path.parent.glob("*.index"):
         if old != path:
             old.unlink(missing_ok=True)
     # Machines that share the cache may not see the lock.
-    content = io.BytesIO()
-    np.save(content, entries)
-    write_atomically(path, content.getvalue(), secrets.token_hex(8))
+    write_atomically(path, _digest(entries) + entries.tobytes(), secrets.token_hex(8))
 
 
 def _named(file: str, name: str, key: int) -> str:

@@ -136,17 +136,37 @@ def test_each_archive_is_indexed_once(folder, shards, monkeypatch):
     content = (folder / "train_images" / "7.png").read_bytes()
     write_tar(folder / "my shards" / "0.tar", {shards[0].partition("/")[2]: content})
     assert table(folder, root, shards).batch(np.arange(1), 0).inputs[0, 0, 0, 0] == 7
-    assert len(list((folder / "cache" / "tars").glob("*/*.npy"))) == 2  # the old index is gone
+    assert len(list((folder / "cache" / "tars").glob("*/*.index"))) == 2  # the old index is gone
 
 
-@pytest.mark.parametrize("kept", [-24, 0], ids=["truncated", "empty"])
-def test_an_index_that_was_cut_off_is_made_again(folder, shards, expected, kept):
+@pytest.mark.parametrize("damage", ["first", "digest", "offset", "last", "truncated", "empty"])
+def test_a_damaged_index_is_made_again(folder, shards, expected, caplog, damage):
     root = str(folder / "my shards")
     loaded(table(folder, root, shards), 0)
-    for index in (folder / "cache" / "tars").glob("*/*.npy"):
-        index.write_bytes(index.read_bytes()[:kept])
+    for index in (folder / "cache" / "tars").glob("*/*.index"):
+        content = bytearray(index.read_bytes())
+        if damage in ("truncated", "empty"):
+            content = content[: len(content) - 24 if damage == "truncated" else 0]
+        else:
+            content[{"first": 0, "digest": 31, "offset": 40, "last": -1}[damage]] ^= 1
+        index.write_bytes(content)
     tars._index.cache_clear()  # as in another process
     assert all(map(torch.equal, loaded(table(folder, root, shards), 0), expected))
+    said = [record.getMessage() for record in caplog.records if "index of the archive" in record.getMessage()]
+    assert len(said) == 2  # one line per archive
+    assert all("is damaged; making it again" in line for line in said)
+    tars._index.cache_clear()
+    loaded(table(folder, root, shards), 0)
+    assert sum("index of the archive" in record.getMessage() for record in caplog.records) == 2  # now intact
+
+
+def test_an_index_that_is_never_intact_is_an_error(folder, shards, monkeypatch):
+    """The disk damages whatever is written; nothing loops or reads a wrong member."""
+    tars._index.cache_clear()
+    real = tars.write_atomically
+    monkeypatch.setattr(tars, "write_atomically", lambda path, content, mark: real(path, content[:-1] + b"!", mark))
+    with pytest.raises(DataError, match="damaged as soon as it is written"):
+        ImageFiles(str(folder / "my shards"), folder / "cache").read(shards[0])
 
 
 def test_machines_that_see_no_locks_of_each_other_index_at_the_same_time(folder, shards, monkeypatch):
