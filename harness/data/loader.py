@@ -7,7 +7,9 @@ resuming at a position needs no state of the workers.
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
+import logging
 import math
 import os
 import time
@@ -32,6 +34,8 @@ from harness.data.loader_workers import (
 )
 from harness.data.shards import RowOrder, Segment, bounds, num_steps, rows_of, shard, step_rows
 from harness.errors import TrainingError, remedy
+
+log = logging.getLogger("harness")
 
 
 class StoppedWaiting(Exception):
@@ -110,6 +114,8 @@ class Loader:
         self._timeout_s, self._leave, self._since = timeout_s, leave, 0.0
         self._reading = reading
         self._blocked = False  # the last wait ended without a batch
+        self._kind: tuple[Any, ...] = ()  # of the last batch
+        self._mixed = False  # batches were of several kinds
         self._requests = _Requests()
         self._loader = WatchedDataLoader(
             _Fetch(dataset),
@@ -165,7 +171,24 @@ class Loader:
             if isinstance(batch, LoadError):
                 batch.reraise()
             self.spent_s |= {name: self.spent_s.get(name, 0.0) + value for name, value in batch.spent_s.items()}
+            self._notice_kind(batch)
             yield batch
+
+    def _notice_kind(self, batch: Batch) -> None:
+        """Warn, once, of a batch with another dtype, or images of another size, than the batches before: many models
+        accept it, and learn something else. Texts of other lengths are usual."""
+        if self._mixed or not len(batch):
+            return
+        inputs = batch.inputs
+        rows = tuple(inputs.shape[1:]) if inputs.dim() == 4 else f"{inputs.dim() - 1} dimensions"
+        kind = (rows, inputs.dtype, batch.targets.dtype)
+        if not self._kind and torch.float64 in kind:
+            _warn_of_float64("inputs" if inputs.dtype == torch.float64 else "targets")
+        if self._kind and kind != self._kind:
+            self._mixed = True
+            text = "the dataset returned a batch with rows of %s, %s, and targets of %s; before, it had %s, %s and %s"
+            log.warning(text, *kind, *self._kind)
+        self._kind = kind
 
     def _while_waiting(self) -> None:
         self._blocked = True
@@ -194,6 +217,15 @@ class Loader:
                 iterator.kill_workers()
             iterator._shutdown_workers()
             self._loader._iterator = None
+
+
+@functools.cache  # once for both splits
+def _warn_of_float64(what: str) -> None:
+    log.warning(
+        "the dataset returns %s of torch.float64: they take twice the memory, and what is computed from them in "
+        "float64 is slow on a GPU and rounded differently; return float32",
+        what,
+    )
 
 
 @dataclass

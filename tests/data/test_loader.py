@@ -20,6 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data._utils import signal_handling
 
+from harness.data import loader as module
+from harness.data.batch import Batch
 from harness.data.loader import BatchRequest, EvalData, Loader, StoppedWaiting, TrainData
 from harness.data.shards import RULES, Segment
 from harness.errors import DataError, TrainingError, WorkerKilled
@@ -145,6 +147,47 @@ def test_changes_of_world_size_within_an_epoch_cover_each_row_once(num_rows, rul
         assert sorted(used) == list(range(num_rows))
 
 
+class Changing:
+    """Four rows of images; from row 2 on, ``change`` is applied to the inputs."""
+
+    def __init__(self, change) -> None:
+        self.change = change
+
+    def __len__(self) -> int:
+        return 4
+
+    def batch(self, rows, epoch):
+        inputs = torch.zeros(len(rows), 1, 8, 8)
+        return Batch(self.change(inputs) if rows[0] >= 2 else inputs, torch.zeros(len(rows), dtype=torch.int64), rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "number", "words"),
+    [(torch.Tensor.double, 1, ["torch.float64", "torch.float32"]), (lambda x: x, 0, []),
+     (lambda x: x[..., 1:], 1, ["(1, 8, 7)", "(1, 8, 8)"]), (lambda x: x.flatten(2), 1, ["2 dimensions"])],
+    ids=["float64", "equal", "narrower", "flat"],
+)  # fmt: skip
+def test_a_batch_of_another_kind_is_noticed_once(caplog, change, number, words):
+    loader = Loader(Changing(change), 0, CPU)
+    list(loader.fetch(BatchRequest(np.array([row]), 0) for row in range(4)))
+    assert len(caplog.records) == number
+    assert all(word in caplog.text for word in words)
+
+
+@pytest.mark.parametrize("what", ["inputs", "targets"])
+def test_float64_from_the_first_batch_on_is_noticed_once(caplog, what):
+    class Doubles(CountingTable):
+        def batch(self, rows, epoch):
+            batch = super().batch(rows, epoch)
+            return replace(batch, **{what: getattr(batch, what).double()})
+
+    module._warn_of_float64.cache_clear()
+    for _ in range(2):  # the training and the evaluation rows
+        list(Loader(Doubles(4), 0, CPU).fetch(BatchRequest(np.array([row]), None) for row in range(4)))
+    assert [record.message for record in caplog.records] == [caplog.records[0].message]
+    assert caplog.records[0].message.startswith(f"the dataset returns {what} of torch.float64")
+
+
 def test_each_batch_is_read_within_its_limit():
     within = []
 
@@ -157,6 +200,13 @@ def test_each_batch_is_read_within_its_limit():
     loader = Loader(CountingTable(4), 0, CPU, reading=reading)
     assert len(list(loader.fetch(BatchRequest(np.array([row]), 0) for row in range(2)))) == 2
     assert within == ["reading a batch of the dataset", "end"] * 3  # the third finds no more
+
+
+def test_texts_of_other_lengths_are_usual(caplog):
+    loader = Loader(Changing(lambda x: x), 0, CPU)
+    for length in (3, 5):
+        loader._notice_kind(Batch(torch.zeros(1, length, dtype=torch.int64), torch.zeros(1), np.zeros(1, np.int64)))
+    assert not caplog.records
 
 
 def test_abandoned_epoch_does_not_affect_the_next():
