@@ -214,8 +214,9 @@ def test_counter_above_the_window_grows_the_scale_on_the_device_too():
             run.step(step)
         (own,) = amp._amp_state.loss_scalers
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 32.0, "unskipped": scaler.WINDOW + 4}})
-        run.step(3)
-        assert float(own.factor) == own.loss_scale() == 64.0
+        for step in (3, 6):  # the second is counted from zero
+            run.step(step)
+            assert float(own.factor) == own.loss_scale() == 64.0
 
 
 def test_hooks_of_a_step_see_applied_steps_only():
