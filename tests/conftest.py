@@ -46,8 +46,11 @@ def pytest_configure(config):
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process that compiles starts others
     if config.getoption("--device") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from tests import ranks
+
+    ranks.ENVIRON.update(os.environ)  # a conftest of a folder may have imported it before
     if hasattr(config, "workerinput"):
-        from tests import forked, ranks
+        from tests import forked
 
         forked.start_commands()
         ranks.share_server()

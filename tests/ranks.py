@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-_ENVIRON = dict(os.environ)  # before any test has changed it
+ENVIRON = dict(os.environ)  # before any test has changed it
 _sockets: list[socket.socket] = []  # that keep ports
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "tests.preload"])
@@ -76,7 +76,7 @@ def start_server() -> None:
     folder, environ = os.getcwd(), dict(os.environ)
     os.chdir(Path(__file__).resolve().parent.parent)
     os.environ.clear()
-    os.environ.update(_ENVIRON)
+    os.environ.update(ENVIRON)
     try:
         forkserver.ensure_running()
     finally:
