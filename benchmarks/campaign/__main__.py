@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"stopped after {len(results)} chains; the same command goes on", file=sys.stderr)
         return 130
     wall_s = time.monotonic() - started + before / arguments.jobs
-    text = page.text(results, arguments.seed, commit, time.strftime("%Y-%m-%d"), wall_s)
+    text = page.text(results, arguments.seed, commit, time.strftime("%Y-%m-%d"), wall_s, arguments.logical_ranks)
     if arguments.no_page:
         print(text)
     else:

@@ -82,7 +82,7 @@ class _Runner:
         if end.fired and kill:
             self.kills.append(
                 {"signal": kill.how, "target": kill.target, "place": kill.place, "operation": end.fired["fired"],
-                 "rank": kill.rank, "ranks": size, "codes": end.codes, "end_s": round(end.end_s, 3)}
+                 "rank": kill.rank, "ranks at the kill": size, "codes": end.codes, "end_s": round(end.end_s, 3)}
             )  # fmt: skip
         if end.hung:
             what = f"after {self._words(kill, end)}" if end.fired else "a start that nothing killed"

@@ -10,7 +10,7 @@ from benchmarks import machine
 
 _KINDS = ("wrong bits", "hang", "stray file", "exit code", "failed")
 _HEADER = ["chains", "kills", "wrong bits", "hangs", "stray files", "wrong exit codes", "other", "slowest end, s"]
-_OF_KILLS = ("signal", "target", "place", "operation", "ranks")
+_OF_KILLS = ("signal", "target", "place", "operation", "ranks at the kill")
 
 _EXPLANATION = """\
 A chain is one configuration that is killed up to six times and then finished. It is compared with an uninterrupted
@@ -20,15 +20,21 @@ uninterrupted run does not leave. An end is the time from the signal until the l
 workers; 30 s are allowed. The operation is the one that the kill interrupts; an interrupted write stays incomplete.
 Ranks of the engine `bare` are forked from a process that has imported torch, and read RANK and WORLD_SIZE from the
 environment."""
+_LOGICAL = """\
+Here, each start of a chain has another number of ranks, from one to `parallel.logical_ranks`, and so has the
+uninterrupted run."""
 
 
-def text(results: Sequence[dict[str, Any]], seed: int, commit: str, date: str, wall_s: float) -> str:
+def text(
+    results: Sequence[dict[str, Any]], seed: int, commit: str, date: str, wall_s: float, logical_ranks: bool = False
+) -> str:
     """The page as Markdown, without its title and machine."""
     total = _line([(result, result["kills"]) for result in results])
     parts = [
         f"Seed {seed}, commit {commit}, {date}; {wall_s / 60:.0f} minutes.",
         machine.table(_HEADER, [total]),
         _EXPLANATION,
+        *([_LOGICAL] if logical_ranks else []),
     ]
     for name, rows in _dimensions(results):
         parts += [f"## By {name}", machine.table([name, *_HEADER], rows)]
