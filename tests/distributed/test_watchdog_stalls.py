@@ -64,6 +64,7 @@ def found_by_rank_0(monkeypatch, counts, timed_out=True):
 BEHIND = {
     "one of two": ([{"0": 7}, {"0": 6}], 1),
     "one of three": ([{"0": 7, "1": 3}, {"0": 7, "1": 3}, {"0": 7, "1": 2}], 2),
+    "the one that is behind most": ([{"0": 7}, {"0": 6}, {"0": 5}], 2),
     "the one that waits": ([{"0": 6}, {"0": 7}], 0),
     "a rank without any collective": ([{"0": 1}, {}], 1),
     "different collectives": ([{"0": 7, "1": 4}, {"0": 8, "1": 3}], 1),
