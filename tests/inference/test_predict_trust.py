@@ -134,5 +134,6 @@ def test_with_trust_or_as_an_own_run_code_is_imported(folder, capfd):
 
 
 def test_names_on_the_command_line_are_the_users_own(folder):
+    assert predict(folder, "batch.global=2", model={"name": "strange.Net"}) == 2, "another setting is no reason"
     assert predict(folder, "model.name=strange.Net", model={"name": "evil.Net"}) == 0
     assert predict(folder, f"task.root={folder}", task={"root": "http://127.0.0.1:9/images"}) == 0
