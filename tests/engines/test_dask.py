@@ -103,10 +103,14 @@ class Disks:
     def __init__(self) -> None:
         self.alive, self.break_at = {"one", "two"}, -1
 
+    def before(self) -> None:
+        """Called before each request."""
+
     def nthreads(self, workers):
         return {name: 1 for name in workers if name in self.alive}
 
     def run(self, function, *arguments, workers):
+        self.before()
         self.break_at -= 1
         if self.break_at == 0:
             raise ConnectionError("the connection broke")
@@ -193,6 +197,27 @@ def test_the_client_has_a_complete_checkpoint_wherever_the_connection_breaks(apa
     (first / "checkpoints" / "step-50" / "state.pt").write_bytes(b"half")
     apart.files.fetch(["one"])
     assert (client / "checkpoints" / "latest").read_text() == "step-40\n"
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_copied_leaves_nothing(apart):
+    """At each request to the worker, that of the best step is replaced."""
+    client, first, _ = apart.folders
+    for request in range(1, 12):
+        for folder in (client, first):
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        for step in (10, 20):
+            save(first, step)
+        write(first, "checkpoints/best", "step-10\n")
+
+        left = itertools.count(request, -1)
+        apart.disks.before = lambda left=left: next(left) == 1 and shutil.rmtree(first / "checkpoints" / "step-10")
+        files = cluster_run.Files(
+            apart.disks, Checkpoints(client / "checkpoints", 2), {"one": str(first)}, {"one": [0]}
+        )
+        files.fetch(["one"])
+        found = {path.parent.name for path in client.glob("checkpoints/step-*/manifest.json")}
+        assert {path.name for path in client.glob("checkpoints/step-*")} == found
+        assert "step-20" in found
 
 
 def test_what_a_resume_needs_is_sent(apart, tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import sys
 import tempfile
 import threading
@@ -373,6 +374,9 @@ class Files:
             chosen = self._chosen(worker, files, pointers, _OF_CLIENT)
             copy_run(store, self._local, chosen, pointers, self._copied[worker], problem=self._damage)
             if pointers:
+                for step in {*pointers.values()}:  # one that was removed there while it was copied
+                    if not (self._checkpoints.folder / step / layout.MANIFEST).exists():
+                        shutil.rmtree(self._checkpoints.folder / step, ignore_errors=True)
                 self._checkpoints.sweep()
 
     def _chosen(
