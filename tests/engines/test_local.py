@@ -105,6 +105,7 @@ def losses(folder):
     return [json.loads(line) for line in (folder / "logs" / "losses.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_the_ranks_it_has_lost(tmp_path, stripes, alone):
     """Rank 2 of four is killed; after a checkpoint there are four again, and two are killed. The bits are as of one."""
     config, go = elastic(tmp_path, stripes)
@@ -150,6 +151,7 @@ def test_what_would_fail_again_is_not_repeated(tmp_path, stripes, model, starts,
     assert json.loads((tmp_path / "runs" / "run" / "failure.json").read_text())["rank"] == 1
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_run_that_waits_for_its_restart(tmp_path, stripes, monkeypatch):
     config, _ = elastic(tmp_path, stripes)
     with started(command(config, "--max-restarts", "9"), tmp_path / "terminal.txt", fork=True) as run_:
