@@ -160,12 +160,11 @@ def _started(config: Config) -> Iterator[Any]:
     from harness.distributed.runtime import open_runtime
     from harness.training import console, determinism, main
     from harness.training.exit_report import explained
-    from harness.training.main import RunStart
 
     with _as_before(), ExitStack() as stack:
         launch = replace(detect(os.environ), call=next(_calls))
         console.to_terminal(launch.rank)
-        start: RunStart | None = None
+        start: main.RunStart | None = None
         try:
             with telling_peers(launch):
                 determinism.require(config.train.deterministic)  # before CUDA starts
@@ -179,7 +178,7 @@ def _started(config: Config) -> Iterator[Any]:
                 )  # fmt: skip
             )
             _stores[:] = [runtime.store]
-            start = RunStart(config, runtime, shown=False)
+            start = main.RunStart(config, runtime, shown=False)
             yield start
         except (Exception, SystemExit) as error:
             shown = explained(error, start.run if start else None)

@@ -138,8 +138,11 @@ class RestartedRun:
         num_killed = sum(exit.cause is Cause.SIGNAL for exit in report.exits)
         left = self._growth.left(self._size - max(num_killed, 1))
         size = next((size for size in range(left, 0, -1) if fits(self._job, size)), 0)
-        if size < (settings.min_ranks or settings.nproc):
-            _say(f"not started again: {plural(left, 'rank')} can be started, and launch.min_ranks is higher")
+        if size < (least := settings.min_ranks or settings.nproc):
+            _say(
+                f"not started again: the machine and the batch allow {plural(size, 'rank')}, and launch.min_ranks is "
+                f"{least}; run the same command with --nproc {max(size, 1)}:{settings.nproc} to go on with fewer"
+            )
             return False
         self._lost_at, self._num_restarts = step, self._num_restarts + 1
         wait_s = min(2.0 ** (self._num_restarts - 1), _MOST_WAIT_S)

@@ -12,6 +12,8 @@ import sys
 import pytest
 
 from harness.distributed import devices
+from harness.distributed.monitor import EngineReport
+from harness.distributed.rank_exit import Cause, RankExit
 from harness.engines import base, launch, local
 from harness.errors import ConfigError, LaunchError
 from harness.tools.compare.exactness import differences
@@ -189,6 +191,26 @@ def test_ranks_get_the_devices_that_open(tmp_path, stripes, monkeypatch):
     monkeypatch.setattr(local, "_CHECK_S", 0.0)
     wait_until(growth.due, 10, "the device that has come back")
     assert (growth.size, growth.visible) == (4, ["0", "2", "3", "1"])
+
+
+class Killed:
+    """Stands for a start on two ranks, of which the second is killed."""
+
+    def follow(self, meanwhile):
+        return EngineReport([RankExit.from_code(1, -9), RankExit.now(0, Cause.PEER_LOST, step=5)])
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"), [("", "launch.min_ranks is 1"), ("01", "launch.max_restarts=1 is used up")]
+)
+def test_a_run_that_cannot_start_again_says_why(tmp_path, stripes, monkeypatch, capsys, devices, said):
+    devices_that_open(monkeypatch, devices)
+    monkeypatch.setattr(local, "_start", lambda *_: Killed())
+    words = ["launch.nproc=2", "launch.min_ranks=1", "launch.max_restarts=1", "runtime.device=cuda"]
+    run_ = local.RestartedRun(launch.plan(str(elastic(tmp_path, stripes)[0]), words))
+    run_._num_restarts = int(bool(devices))
+    assert run_.follow().exits[0].rank == 1
+    assert said in capsys.readouterr().err
 
 
 def test_no_device_is_left(tmp_path, stripes, monkeypatch):

@@ -1,4 +1,4 @@
-"""The measurements between two log lines: the loss, times of phases (on CUDA by events), and costs beside them."""
+"""The meter measures the loss, the time of each phase (with events on CUDA) and other costs between two log lines."""
 
 from __future__ import annotations
 
