@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Node(NamedTuple):
@@ -59,49 +59,58 @@ class TreeSum:
     """The sum over ``num_leaves`` logical ranks, of which this process, one of ``group``, has a block.
 
     ``add`` the leaves of the block in order, then call ``total`` on every process. Leaves are flat tensors of the same
-    dtype and number of elements.
+    dtype and number of elements or, with another ``merge`` than that of tensors, whatever it takes; see ``grow``.
     """
 
-    def __init__(self, num_leaves: int, process: int = 0, num_processes: int = 1, group: Any = None) -> None:
-        self._num_leaves, self._num_processes, self._group = num_leaves, num_processes, group
+    def __init__(
+        self,
+        num_leaves: int,
+        process: int = 0,
+        num_processes: int = 1,
+        group: Any = None,
+        merge: Callable[[Any, Any], Any] = Tensor.add_,
+    ) -> None:
+        self._num_leaves, self._num_processes, self._group, self._merge = num_leaves, num_processes, group, merge
         self._first, self._nodes, self._next = block(num_leaves, process, num_processes).start, list[Node](), 0
 
-    def add(self, leaf: Tensor) -> None:
+    def add(self, leaf: Any) -> None:
         """Add the next leaf, whose memory the sum then owns."""
-        grow(self._nodes, Node(0, self._first + self._next, leaf), self._num_leaves, Tensor.add_)
+        grow(self._nodes, Node(0, self._first + self._next, leaf), self._num_leaves, self._merge)
         self._next += 1
 
-    def total(self) -> Tensor:
-        """The sum over all logical ranks, equal on every process; the next call of ``add`` starts another. Collective.
-        The memory may be that of a leaf."""
-        nodes, self._nodes, self._next = self._nodes, [], 0
+    def total(self, flat: Callable[[Any], Tensor] = lambda value: value) -> Tensor:
+        """The sum over all logical ranks, equal on every process, of what ``flat`` makes of values. The next call of
+        ``add`` starts another. Collective. The memory may be that of a leaf."""
+        roots, self._nodes, self._next = [flat(node.value) for node in self._nodes], [], 0
         if self._num_processes == 1:
-            root: Tensor = nodes[0].value
-            return root
-        return exchanged(nodes, self._num_leaves, self._num_processes, self._group)
+            return roots[0]
+        return exchanged(roots, self._num_leaves, self._num_processes, self._group)
 
 
-def exchanged(nodes: Sequence[Node], num_leaves: int, num_processes: int, group: Any = None) -> Tensor:
-    """The root of the tree of which this process has ``nodes``: every process completes one piece of it. Collective."""
-    (length,) = nodes[0].value.shape
-    piece = -(-length // num_processes)
-    own = nodes[0].value.new_zeros(num_processes, len(nodes), piece)
-    for place, node in enumerate(nodes):
-        whole, rest = divmod(length, piece)
-        own[:whole, place] = node.value[: whole * piece].view(whole, piece)
-        if rest:
-            own[whole, place, :rest] = node.value[whole * piece :]
+def exchanged(roots: Sequence[Tensor], num_leaves: int, num_processes: int, group: Any = None) -> Tensor:
+    """The sum over all logical ranks, where ``roots``, flat tensors, are what this process can add up alone. Every
+    process completes the tree for one piece. Collective."""
+    length, dtype_bytes = len(roots[0]), roots[0].element_size()
+    longest = -(-length // num_processes)
+    firsts = range(0, longest * num_processes, longest)
+    pieces = [root[first : first + longest] for first in firsts for root in roots]
+    own = roots[0] if len(roots) == 1 else torch.cat(pieces)
     plans = [plan(num_leaves, process, num_processes) for process in range(num_processes)]
-    received = own.new_empty(sum(map(len, plans)), piece)
-    row = piece * own.element_size()
-    sizes = [len(of_process) * row for of_process in plans], [len(nodes) * row] * num_processes
-    dist.all_to_all_single(_bytes(received), _bytes(own), *sizes, group=group)
+    received = own.new_empty(sum(map(len, plans)), len(pieces[dist.get_rank(group) * len(roots)]))
+    dist.all_to_all_single(
+        _bytes(received),
+        _bytes(own),
+        [len(of_process) * received.shape[1] * dtype_bytes for of_process in plans],
+        [len(piece) * len(roots) * dtype_bytes for piece in pieces[:: len(roots)]],
+        group=group,
+    )
     tree: list[Node] = []
     everyone: Iterable[Node] = (node for of_process in plans for node in of_process)
     for node, value in zip(everyone, received, strict=True):
         grow(tree, node._replace(value=value), num_leaves, Tensor.add_)
-    gathered = own.new_empty(num_processes * piece)
-    dist.all_gather(list(_bytes(gathered).view(num_processes, row)), _bytes(tree[0].value), group=group)
+    total = nn.functional.pad(tree[0].value, (0, longest - received.shape[1]))
+    gathered = own.new_empty(num_processes * longest)
+    dist.all_gather(list(_bytes(gathered).view(num_processes, -1)), _bytes(total), group=group)
     return gathered[:length]
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class LogicalRanks:
         self.active = self.own.start
         self._devices: Sequence[torch.device] = ()
         self._buffers: dict[str, Tensor] = {}
-        self._others: dict[int, dict[str, Any]] = {}  # what the ranks own that are not active
+        self._others: dict[int, _Owned] = {}  # of the ranks that are not active
 
     @property
     def most(self) -> int:
@@ -86,13 +86,15 @@ class LogicalRanks:
             self.active = rank
 
     def state(self) -> list[dict[str, Any]]:
-        """What each of this process's ranks owns: its random streams and, if there are several ranks, buffers."""
-        return [self._of_active() if rank == self.active else self._others[rank] for rank in self.own]
+        """What each of this process's ranks owns: its random streams and, if there are several ranks, buffers. Loads
+        with ``weights_only=True``."""
+        owned = [self._of_active() if rank == self.active else self._others[rank] for rank in self.own]
+        return [{"rng": of_rank.rng.plain(), "buffers": of_rank.buffers} for of_rank in owned]
 
     def load_state(self, ranks: Sequence[dict[str, Any]]) -> None:
         """Restore the ``state`` of all ranks, in order."""
         for rank in reversed(self.own):
-            self._restore(ranks[rank])
+            self._restore(_Owned(rng.Streams.from_plain(ranks[rank]["rng"]), ranks[rank]["buffers"]))
             self._others[rank] = self._of_active()
         self.active = self.own.start
         del self._others[self.active]
@@ -105,7 +107,7 @@ class LogicalRanks:
 
     def buffers(self) -> list[dict[str, Tensor]]:
         """The buffers of each of this process's ranks."""
-        return [self._buffers if rank == self.active else self._others[rank]["buffers"] for rank in self.own]
+        return [self._buffers if rank == self.active else self._others[rank].buffers for rank in self.own]
 
     def sum(self, parts: Sequence[Tensor], on_host: bool = False) -> Tensor:
         """The sum over all ranks of ``parts``, one flat tensor of each of this process's ranks, which it may overwrite.
@@ -117,30 +119,34 @@ class LogicalRanks:
             tree.add(part)
         return tree.total()
 
-    def tree(self, on_host: bool = False) -> TreeSum:
+    def tree(self, on_host: bool = False, merge: Callable[[Any, Any], Any] = Tensor.add_) -> TreeSum:
         group = self.runtime.group if on_host else None
-        return TreeSum(self.num, self.runtime.rank, self.runtime.world_size, group)
+        return TreeSum(self.num, self.runtime.rank, self.runtime.world_size, group, merge)
 
-    def _of_active(self) -> dict[str, Any]:
-        several = self.num > 1
-        return {
-            "rng": rng.get_state(*self._devices),
-            "buffers": {name: buffer.clone() for name, buffer in self._buffers.items()} if several else {},
-        }
+    def _of_active(self) -> _Owned:
+        buffers = {name: buffer.clone() for name, buffer in self._buffers.items()} if self.num > 1 else {}
+        return _Owned(rng.get_state(*self._devices), buffers)
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        rng.set_state(state["rng"], *self._devices)
-        for name, value in state["buffers"].items():
-            self._buffers[name].copy_(value)
+    def _restore(self, owned: _Owned) -> None:
+        rng.set_state(owned.rng, *self._devices)
+        if owned.buffers:
+            torch._foreach_copy_([self._buffers[name] for name in owned.buffers], list(owned.buffers.values()))
+
+
+class _Owned(NamedTuple):
+    """What a rank owns: its random streams and its buffers of the model."""
+
+    rng: rng.Streams
+    buffers: dict[str, Tensor]
 
 
 class GradientTree:
     """Gives ``parameters`` the mean of the gradients of all logical ranks, after ``collect`` was called for each rank
     of this process.
 
-    The gradients of one dtype are summed in one flat tensor, each at a multiple of 64 bytes, with a number per
-    parameter at the end: how many ranks have a gradient for it. A rank without one adds zeros; without any, the
-    parameter gets none. Gradients are then views of the sum, at the same offsets on any number of processes.
+    What a process adds up alone stays in the memory in which the backward pass left it. Then the gradients of one dtype
+    are copied into a flat tensor, each at a multiple of 64 bytes, and are views of it, at the same offsets on any
+    number of processes. A parameter for which no rank has a gradient gets none.
     """
 
     def __init__(self, parameters: Sequence[Tensor], ranks: LogicalRanks) -> None:
@@ -148,21 +154,39 @@ class GradientTree:
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-        self._parts = [(_Layout(group), ranks.tree()) for group in kinds.values()]
+        self._parts = [(_Layout(group), ranks.tree(merge=_merged)) for group in kinds.values()]
 
     def collect(self) -> None:
         """Take the gradients of the rank that was computed last. After the last of this process, exchange them.
         Collective. Raises TrainingError for sparse gradients."""
         for layout, tree in self._parts:
-            tree.add(layout.filled())
+            tree.add(layout.taken())
         self._collected = (self._collected + 1) % len(self._ranks.own)
         if self._collected == 0:
             for layout, tree in self._parts:
-                layout.assign(tree.total(), 1.0 / self._ranks.num)
+                layout.assign(tree.total(layout.flat), 1.0 / self._ranks.num)
+
+
+Gradients = list[Tensor | None]
+
+
+def _merged(left: Gradients, right: Gradients) -> Gradients:
+    """``left`` plus ``right``, in the memory of either. An absent gradient counts as zeros: adding them makes 0.0 of
+    -0.0."""
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    if len(both) == len(left):
+        return left
+    alone = [a if b is None else b for a, b in zip(left, right, strict=True) if (a is None) != (b is None)]
+    if alone:
+        torch._foreach_add_(alone, 0.0)
+    return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
 class _Layout:
-    """The places of the gradients of ``parameters``, of one device and dtype, in a flat tensor."""
+    """The places of the gradients of ``parameters``, of one device and dtype, in a flat tensor. A number per parameter
+    at the end says how many ranks have a gradient for it."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = parameters
@@ -174,18 +198,24 @@ class _Layout:
             length += -(-parameter.numel() // step) * step
         self._length, self._all_present = length, True
 
-    def filled(self) -> Tensor:
-        """A flat tensor with the gradients, which the parameters lose."""
-        flat = self.parameters[0].new_empty(self._length + len(self.parameters))
+    def taken(self) -> Gradients:
+        """The gradients, which the parameters lose."""
         gradients = [parameter.grad for parameter in self.parameters]
-        pairs = list(zip(self._views(flat), gradients, strict=True))
-        present = [(view, gradient) for view, gradient in pairs if gradient is not None]
-        if any(gradient.is_sparse for _, gradient in present):
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise TrainingError(
                 "a parameter has a sparse gradient, which parallel.logical_ranks cannot sum",
                 where="parallel.logical_ranks",
                 hint="use sparse=False in the model's embeddings, or remove parallel.logical_ranks",
             )
+        for parameter in self.parameters:
+            parameter.grad = None
+        return gradients
+
+    def flat(self, gradients: Gradients) -> Tensor:
+        """``gradients`` in a flat tensor; what is absent is zeros."""
+        flat = self.parameters[0].new_empty(self._length + len(self.parameters))
+        pairs = list(zip(self._views(flat), gradients, strict=True))
+        present = [(view, gradient) for view, gradient in pairs if gradient is not None]
         if present:
             torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
         if len(present) == len(pairs):
@@ -194,8 +224,6 @@ class _Layout:
             self._all_present = False
             torch._foreach_zero_([view for view, gradient in pairs if gradient is None])
             flat[self._length :] = torch.tensor([gradient is not None for gradient in gradients], dtype=flat.dtype)
-        for parameter in self.parameters:
-            parameter.grad = None
         return flat
 
     def assign(self, total: Tensor, factor: float) -> None:

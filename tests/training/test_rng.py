@@ -47,11 +47,11 @@ def test_state_is_restored_exactly_through_a_file():
     assert random.getstate()[2] is not None
     assert np.random.get_state()[3] == 1
     file = io.BytesIO()
-    torch.save(rng.get_state(CPU), file)
+    torch.save(rng.get_state(CPU).plain(), file)
     expected = draw() + draw()
     rng.seed_all(6)
     file.seek(0)
-    rng.set_state(torch.load(file, weights_only=True), CPU)
+    rng.set_state(rng.Streams.from_plain(torch.load(file, weights_only=True)), CPU)
     assert draw() + draw() == expected
 
 
