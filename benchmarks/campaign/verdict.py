@@ -77,7 +77,8 @@ def wrong_bits(unbroken: dict[str, str], broken: dict[str, str]) -> list[str]:
 
 def stray_files(unbroken: Path, broken: Path, chain: Chain) -> list[str]:
     """Files in the folder ``broken`` that the uninterrupted run did not leave, and files that are missing. The
-    kept checkpoints may be of other steps, but not more: the newest ``keep`` and the best."""
+    kept checkpoints may be of other steps, but not more: the newest ``keep`` and the best. A later conversion of a
+    table removes what a killed one left, once it is a day old."""
     keep = chain.sections["checkpoint"]["keep"]
     expected, found = _names(unbroken), _names(broken)
     if chain.logical_ranks:  # there is a log of each rank that ever was
@@ -93,7 +94,7 @@ def _names(folder: Path) -> set[str]:
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     for pattern, same in ((r"/step-\d+(?=/|$)", "/step-N"), (r"(?<=cache/runs/run-)\w+", "URL")):
         names = {re.sub(pattern, same, name) for name in names}
-    return names - _OF_CAMPAIGN
+    return {name for name in names - _OF_CAMPAIGN if not re.search(r"/tables/.*\.tmp$", name)}
 
 
 def wrong_codes(chain: Chain, kill: Kill | None, end: End) -> str:
