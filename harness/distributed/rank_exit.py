@@ -75,6 +75,11 @@ class RankExit:
         damaged file or another version may have."""
         return _RECORD.validate_python(content)
 
+    @classmethod
+    def from_json(cls, text: str) -> RankExit:
+        """The inverse of ``to_json``. Raises ValueError."""
+        return cls.from_dict(json.loads(text))
+
     @property
     def by_rank(self) -> bool:
         """True if the rank itself wrote this record."""

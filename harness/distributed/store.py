@@ -25,6 +25,7 @@ from harness.errors import HarnessError, LaunchError, TrainingError, first_line
 
 LIMIT_S = 5.0
 _ANSWER_S = 10.0  # for the store to accept a connection, which takes milliseconds
+_ABSENT = "absent"  # no key has this value
 _PAUSES_S = 0.02, 0.25  # first and longest pause between two requests; 1,024 ranks then make 4,000 per second
 
 HINT = (
@@ -57,8 +58,13 @@ class LimitedStore:
         return self._ask(lambda: bool(self._store.check(list(keys))))
 
     def get(self, key: str) -> str:
-        """The value of ``key``, which must exist."""
+        """The value of ``key``, which must exist: torch waits for a key that does not, longer than ``limit_s``."""
         return self._ask(lambda: str(self._store.get(key).decode()))
+
+    def find(self, key: str) -> str:
+        """The value of ``key``; empty if it does not exist."""
+        found = self.compare_set(key, _ABSENT, _ABSENT)  # which returns what it expects of a key that does not exist
+        return "" if found == _ABSENT else found
 
     def set(self, key: str, value: str) -> None:
         self._ask(lambda: self._store.set(key, value))

@@ -26,9 +26,10 @@ from harness.distributed import signals
 from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.meeting import telling_peers
+from harness.distributed.orphan import exits_without_launcher
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop, on_signals
-from harness.distributed.watchdog import Watchdog, exits_without_launcher
+from harness.distributed.watchdog import Watchdog
 from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError, plural
 from harness.runs import provenance
 from harness.runs.files import is_url

@@ -13,14 +13,17 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from harness.distributed import heartbeat, orphan, stalls
 from harness.distributed import watchdog as module
+from harness.distributed.heartbeat import Heartbeat
 from harness.distributed.launch_env import Launch, detect
+from harness.distributed.orphan import exits_without_launcher
 from harness.distributed.processes import Identity
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
 from harness.distributed.store import LimitedStore, StoreTimeout
-from harness.distributed.watchdog import Heartbeat, Watchdog, exits_without_launcher
+from harness.distributed.watchdog import Watchdog
 from harness.errors import EXIT_FAILURE
 from tests.end_to_end.processes import wait_until
 from tests.ranks import run_ranks, start
@@ -29,8 +32,9 @@ from tests.ranks import run_ranks, start
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(module, "PERIOD_S", 0.02)
+    monkeypatch.setattr(orphan, "PERIOD_S", 0.02)
     monkeypatch.setattr(module, "GRACE_S", 0.1)
-    monkeypatch.setattr(module, "ANSWER_S", 0.3)
+    monkeypatch.setattr(stalls, "ANSWER_S", 0.3)
     monkeypatch.setattr(module.logging, "shutdown", lambda: None)
 
 
@@ -212,7 +216,7 @@ def _orphan_before_rendezvous(path: str, supervised: bool):
     """The same before rendezvous."""
     (ready, started), parent = os.pipe(), os.getpid()
     if os.fork() == 0:
-        module.PERIOD_S = 0.02
+        orphan.PERIOD_S = 0.02
 
         def exit_process(code: int) -> None:
             Path(path).write_text(str(code))
@@ -246,7 +250,7 @@ def test_launcher_that_dies_after_rendezvous_is_left_to_the_watchdog(quick, monk
     exits = []
     with exits_without_launcher(Launch(supervised=True), exit_process=exits.append):
         assert watching()
-    monkeypatch.setattr(module.os, "getppid", lambda: 1)
+    monkeypatch.setattr(orphan.os, "getppid", lambda: 1)
     wait_until(lambda: not watching(), 30, "the thread ends")
     assert not exits
 
@@ -307,11 +311,32 @@ def test_rank_that_ends_in_order_is_not_missed(quick):
     assert not mine.stop.reason
 
 
+def test_heartbeat_after_the_end_is_not_published(monkeypatch):
+    """Of a watchdog thread that was waiting for the store when its rank ended: the neighbor would miss the next one."""
+    ranks = pair(dist.HashStore(), timeout_s=20.0)
+    clock = {"now": 0.0}
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock["now"])
+    mine, other = (Heartbeat(rank.runtime) for rank in ranks)
+    mine.end()
+    mine.beat()
+    for clock["now"] in range(5, 60, 5):
+        assert other.beat() is None
+
+
+def test_record_that_cannot_be_read_is_no_loss_of_the_store(quick):
+    store = dist.HashStore()
+    store.set("failed", "{}")
+    mine = Watched(store)
+    with mine.dog:
+        mine.wait_for_exit()
+    assert mine.stop.reason == "another rank failed, and its record cannot be read"
+
+
 def test_silence_counts_only_while_this_process_runs(monkeypatch):
     """A laptop that sleeps, and all ranks on it."""
     ranks = pair(dist.HashStore(), timeout_s=20.0)
     clock = {"now": 0.0}
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock["now"])
     mine, other = (Heartbeat(rank.runtime) for rank in ranks)
 
     def beats(beat: Heartbeat, *seconds: float) -> list[int | None]:
@@ -333,7 +358,7 @@ class _Dead:
     def check(self, *_):
         raise StoreTimeout
 
-    get = set = compare_set = delete = check
+    get = find = set = compare_set = delete = check
 
 
 @pytest.mark.parametrize("store_is_held", [False, True])

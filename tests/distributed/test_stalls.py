@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from harness.distributed import watchdog as module
+from harness.distributed import stalls as module
 from harness.distributed.launch_env import Launch
 from harness.distributed.processes import Identity
 from harness.distributed.rank_exit import Cause
 from harness.distributed.runtime import Runtime
+from harness.distributed.stalls import Stalls
 from harness.distributed.store import LimitedStore, StoreTimeout
-from harness.distributed.watchdog import Stalls
 from tests.end_to_end.processes import wait_until
 
 
@@ -39,8 +39,10 @@ def ranks_of(store, num: int, peers=None, **launch) -> list[Stalls]:
     return [Stalls(runtime, lambda: 4) for runtime in runtimes]
 
 
-def found_by_rank_0(monkeypatch, counts, timed_out=True):
-    """What rank 0 finds if the ranks have started ``counts`` collectives, {group: number} for each rank."""
+def found_by_rank_0(monkeypatch, counts, *later, timed_out=True):
+    """What rank 0 finds if the ranks have started ``counts`` collectives, {group: number} for each rank, and when it
+    asks again for each of ``later``."""
+    counts = list(counts)
     monkeypatch.setattr(module, "num_started", lambda: counts[int(threading.current_thread().name)])
     ranks = ranks_of(LimitedStore(dist.HashStore()), len(counts))
     monkeypatch.setattr(threading.current_thread(), "name", "0")
@@ -54,7 +56,12 @@ def found_by_rank_0(monkeypatch, counts, timed_out=True):
     for thread in others:
         thread.start()
     try:
-        return ranks[0].missing("all_reduce", timed_out)
+        found = ranks[0].missing("all_reduce", timed_out)
+        for following in later:
+            assert found is None
+            counts[:] = following
+            found = ranks[0].missing("all_reduce", timed_out)
+        return found
     finally:
         finished.set()
         for thread in others:
@@ -80,12 +87,19 @@ def test_rank_with_fewer_collectives_is_found(monkeypatch, case):
     assert (found and found.rank) == expected
     if found:
         assert (found.cause, found.step, found.host) == (Cause.HUNG, 4, HERE.host)
-        assert "test_watchdog_stalls.py" in "".join(found.traceback)
+        assert "test_stalls.py" in "".join(found.traceback)
         reason = found.message.removeprefix("it did not join the other ranks within 20 s: ")
         other = 0 if expected else 1
         differs = rf"its collective, in .+, does not match that of rank {other}, in .+"
         late = rf"it was in .+; rank {other} waited for it in .+"
         assert re.fullmatch(differs if case.startswith("different") else late, reason)
+
+
+def test_answers_to_an_earlier_question_do_not_count(monkeypatch):
+    """Else all other ranks would seem to be where they were then, behind the one that asks."""
+    both = [{"0": 7}, {"0": 7}], [{"0": 9}, {"0": 9}]
+    assert found_by_rank_0(monkeypatch, *both) is None
+    assert found_by_rank_0(monkeypatch, *both, [{"0": 9}, {"0": 8}]).rank == 1
 
 
 def test_rank_that_is_late_for_less_than_the_timeout_is_not_accused(monkeypatch):
