@@ -1,6 +1,12 @@
 """Collectives of the harness: reductions, gathers, and errors that all ranks raise together.
 
-Every rank must reach every one of them. All also work for a single rank without a process group.
+Every rank must reach every one of them. All also work for a single rank without a process group. The stages:
+
+    stage       may be longer than timeout_s  may hold collectives  an error is raised on  the only rank has a limit
+    together    no                            no                    all ranks              no
+    patiently   yes, up to work_timeout_s     no                    all ranks              yes
+    announced   yes, up to work_timeout_s     yes                   this rank              yes
+    limited     no                            yes                   this rank              yes
 """
 
 from __future__ import annotations
@@ -150,17 +156,25 @@ class Runtime:
         """A stage that all ranks enter: if any rank raises in it, all ranks raise, so that none waits for another.
 
         The body must not contain a collective. All ranks raise the error of the lowest failing rank, with that rank in
-        ``origin_rank``.
+        ``origin_rank``; of another class than HarnessError, the others raise its text, with what they were ``doing``.
+
+        ``sys.exit`` in the user's code is such an error. KeyboardInterrupt is not: this process is to end at once, and
+        must not wait for the others, which lose its connection. Nor is anything that ends a forked process, whose
+        collectives are those of its parent.
         """
-        mine: Exception | None = None
+        mine: Exception | SystemExit | None = None
+        process = os.getpid()
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if os.getpid() != process:
+                raise
             mine = error
         if self.world_size > 1:
             # One that several ranks raise already may come from another group of theirs, and keeps its origin.
             origin = getattr(mine, "origin_rank", None)
-            errors = self.gather(None if mine is None else (_portable(mine), self.rank if origin is None else origin))
+            own = None if mine is None else (_portable(mine, doing), self.rank if origin is None else origin)
+            errors = self.gather(own)
             theirs = next((error for error in errors if error is not None), None)
             if theirs is not None and (mine is None or theirs is not errors[self.rank]):
                 theirs[0].origin_rank = theirs[1]
@@ -279,10 +293,11 @@ def _overdue(rank: int, where: str, doing: str, limit_s: float) -> TrainingError
     return error
 
 
-def _portable(error: Exception) -> HarnessError:
+def _portable(error: BaseException, doing: str) -> HarnessError:
     """``error`` as a HarnessError that can be pickled."""
     known = portable(error) if isinstance(error, HarnessError) else None
-    return known if isinstance(known, HarnessError) else HarnessError(f"{type(error).__name__}: {readable(error)}")
+    text = f"{doing}: {type(error).__name__}: {readable(error)}"
+    return known if isinstance(known, HarnessError) else HarnessError(text)
 
 
 @contextmanager

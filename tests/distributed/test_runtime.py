@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
@@ -16,6 +16,7 @@ from harness.distributed import runtime as module
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.errors import DataError, LaunchError, TrainingError
+from tests.end_to_end.processes import wait_until
 from tests.ranks import run_ranks
 
 
@@ -108,7 +109,44 @@ def test_together_raises_the_lowest_ranks_error_everywhere():
             (f"row of rank {first}", "a.csv:3", "mend it", None if rank == first else first) for first in firsts
         ]
         own = ("ValueError", "odd shape", None)
-        assert told[3] == (own if rank == 1 else ("HarnessError", "ValueError: odd shape", 1))
+        assert told[3] == (own if rank == 1 else ("HarnessError", "building: ValueError: odd shape", 1))
+
+
+def _leave_together(how: type[BaseException]):
+    """Rank 1 leaves a stage in a way that is no Exception."""
+    began = time.monotonic()
+    try:
+        with opened(timeout_s=30.0) as runtime, runtime.together("building"):
+            if runtime.rank == 1:
+                raise how
+    except BaseException as error:
+        return type(error).__name__, getattr(error, "origin_rank", None), time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("how", "of_rank_0"),
+    [(SystemExit, ("HarnessError", 1, True)), (KeyboardInterrupt, ("RuntimeError", None, True))],  # connection lost
+)
+def test_rank_that_leaves_together_keeps_nobody_waiting(how, of_rank_0):
+    found = run_ranks(2, _leave_together, how, group=False, timeout_s=60)
+    assert found == [of_rank_0, (how.__name__, None, True)]
+
+
+def _fork_in_together():
+    child = 0
+    with opened() as runtime:
+        with suppress(SystemExit), runtime.together("building"):
+            child = os.fork()
+            if child == 0:
+                raise SystemExit
+        if child == 0:
+            os._exit(3)
+        wait_until(lambda: os.waitpid(child, os.WNOHANG) == (child, 3 << 8), 10, "the end of the forked process")
+        return runtime.gather(runtime.rank)
+
+
+def test_forked_process_that_ends_takes_no_part_in_together():
+    assert run_ranks(2, _fork_in_together, group=False, timeout_s=60) == [[0, 1]] * 2
 
 
 def test_together_on_one_rank_raises_the_error_itself():
