@@ -1,16 +1,16 @@
 """Stopping early: a signal sets a flag on one rank, and all ranks agree on the step at which they stop.
 
-The flags are reduced asynchronously every few steps and the result is read one step later, so no step waits for it. A
-rank that got no signal stops at the same step as the one that did.
+The flags are reduced asynchronously every few steps and the result is read one step later. A step that is longer than
+the reduction does not wait for it. A rank that got no signal stops at the same step as the one that did.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from signal import SIGTERM
 
 from harness.distributed import signals
 from harness.distributed.runtime import Runtime
@@ -27,40 +27,43 @@ class StoppedAlone(Exception):
 
 
 class Stop:
-    """The request to stop, made by any rank with ``request``; ``agreed`` returns the common decision between steps."""
+    """The request to stop, made by any rank with ``request``; ``poll`` returns the common decision between steps."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._pending: Callable[[], list[int]] | None = None
         self._pause = 0  # calls until the next reduction; the same on every rank
         self._calls, self._since = 0, time.monotonic()
-        self.reason = ""
-        self.verdict = False
-        self.heard = ""
+        self.text = ""
+        """The reason why this rank requests a stop; empty: it requests none."""
+        self.signal: int | None = None
         """The signal that any rank has received, perhaps before its main thread could request a stop."""
         self._heard_at = 0.0
+        self.verdict = False
+        """The common decision."""
 
-    def request(self, reason: str) -> None:
-        self.reason = self.reason or reason
+    def request(self, text: str) -> None:
+        self.text = self.text or text
 
-    def hear(self, name: str) -> None:
-        """Some rank received the signal ``name``. Callable from any thread."""
-        if not self.heard:
-            self._heard_at, self.heard = time.monotonic(), name
+    def hear(self, number: int) -> None:
+        """Some rank received the signal ``number``. Callable from any thread."""
+        if self.signal is None:
+            self._heard_at, self.signal = time.monotonic(), number
 
     @property
     def exit_code(self) -> int:
         """The exit code of a process that a request stopped without a checkpoint."""
-        return signals.ended_by(signal.Signals.__members__.get(self.reason or self.heard, signal.SIGTERM))
+        return signals.ended_by(self.signal or SIGTERM)
 
-    def agreed(self) -> bool:
-        """True from the first call at which a request has reached all ranks. All ranks must call it equally often.
+    def poll(self) -> bool:
+        """Take part in the decision, and return it: True from the first call at which a request has reached all ranks.
+        All ranks must call it equally often.
 
         Ranks reduce their flags about twice per second. Each result also holds the number of calls until the next
         reduction, by rank 0's clock. It is read one call later, when it has long arrived.
         """
         if self.runtime.world_size == 1:
-            self.verdict = self.verdict or bool(self.reason)
+            self.verdict = self.verdict or bool(self.text)
         elif not self.verdict:
             self._calls += 1
             if self._pending is not None:
@@ -69,26 +72,29 @@ class Stop:
             elif self._pause > 0:
                 self._pause -= 1
             else:
-                self._pending = self.runtime.max_async([bool(self.reason), self._next_pause()])
+                self._pending = self.runtime.max_async([bool(self.text), self._next_pause()])
         return self.verdict
 
     def ends_wait(self, waited_s: float) -> bool:
         """True if a stop ends a wait for data that has lasted ``waited_s``, on the only rank. Several ranks decide
         together, but the others wait for this one: after LEAVE_S, or before they time out, it raises StoppedAlone."""
         if self.runtime.world_size == 1:
-            return bool(self.reason)
+            return bool(self.text)
         late_s = max(self.runtime.timeout_s - LEAVE_S, self.runtime.timeout_s / 2)
-        if self.heard and (waited_s > late_s or min(waited_s, time.monotonic() - self._heard_at) > LEAVE_S):
-            raise StoppedAlone(f"rank {self.runtime.rank} had waited {waited_s:.0f} s for data")
+        if self.signal is None:
+            return False
+        if waited_s > late_s or min(waited_s, time.monotonic() - self._heard_at) > LEAVE_S:
+            name = signals.name(self.signal)
+            raise StoppedAlone(f"stopped ({name}): rank {self.runtime.rank} had waited {waited_s:.0f} s for data")
         return False
 
-    def settle(self) -> bool:
+    def decide_now(self) -> bool:
         """The decision, including every request made so far. Waits for all ranks, so it is for rare points only.
         Collective."""
         if not self.verdict:
             earlier = self._pending()[0] if self._pending is not None else 0
             self._pending = None
-            requested, self._pause = self.runtime.max_async([bool(self.reason), 0])()
+            requested, self._pause = self.runtime.max_async([bool(self.text), 0])()
             self.verdict = bool(requested or earlier)
             self._calls, self._since = 0, time.monotonic()  # the next calls may come at another pace
         return self.verdict
@@ -108,11 +114,11 @@ def on_signals(stop: Stop, then: str = "a checkpoint is written first") -> Itera
     launch = stop.runtime.launch
 
     def request(number: int) -> None:
-        stop.hear(signals.name(number))
+        stop.hear(number)
         stop.request(signals.name(number))
 
     def notice(number: int) -> None:
-        stop.hear(signals.name(number))
+        stop.hear(number)
         if launch.elastic or not launch.supervised:  # otherwise harness launch has printed it
             again = "" if number == signals.WARNING else "; press Ctrl-C again to exit immediately"
             log.info("stopping (%s): %s%s", signals.name(number), then, again)

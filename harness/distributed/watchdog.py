@@ -179,11 +179,11 @@ class Watchdog:
         store = self._runtime.store
         if store is None or self._stop_is_shared:
             return
-        if self._stop.heard:
-            store.set(_STOP, self._stop.heard)
-        elif name := store.find(_STOP):
-            self._stop.hear(name)
-        self._stop_is_shared = bool(self._stop.heard)
+        if self._stop.signal is not None:
+            store.set(_STOP, str(self._stop.signal))
+        elif number := store.find(_STOP):
+            self._stop.hear(int(number))
+        self._stop_is_shared = self._stop.signal is not None
 
     def _peer_failure(self) -> str:
         store = self._runtime.store

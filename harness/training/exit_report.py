@@ -132,7 +132,7 @@ class ExitReporter:
         again = "there is no checkpoint yet, so the same command starts from the beginning"
         if saved >= 0:
             again = f"the same command resumes from the checkpoint of step {saved}, or from a later one"
-        message = f"stopped ({self._stop.heard}): {error}; {again if self.run else 'nothing was written'}"
+        message = f"{error}; {again if self.run else 'nothing was written'}"
         return self._exit(Cause.STOPPED, code, message=message)
 
     def _reason(self, error: BaseException, watchdog: Watchdog) -> tuple[RankExit | None, BaseException]:

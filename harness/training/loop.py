@@ -30,7 +30,7 @@ def train(run: Run) -> bool:
     Collective, like everything it calls: all decisions come from reduced values. A checkpoint is written before its
     evaluation, so that a crash in the evaluation loses nothing: it is due again after the resume.
     """
-    while not run.stop.settle():
+    while not run.stop.decide_now():
         if run.evaluation_due():
             evaluation(run)
         elif run.finished():
@@ -65,7 +65,7 @@ def epoch(run: Run) -> None:
         if left and config.checkpoint.every_steps and number % config.checkpoint.every_steps == 0:
             settle(run)
             save(run)
-        if run.stop.agreed() or number == config.train.max_steps:
+        if run.stop.poll() or number == config.train.max_steps:
             break
     settle(run)
     run.progress.stop()

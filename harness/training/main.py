@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import time
 import traceback
@@ -176,7 +175,7 @@ class RunStart:
         deliver(self._folder, self.runtime, self.done)
         finish(run, self.done)
         self.runtime.barrier()
-        self.code = self._reporter.ended(self.done, self._stop.reason)
+        self.code = self._reporter.ended(self.done, self._stop.text)
         if not self.done:
             wait_for_launcher(self.runtime.launch, self._stop)
 
@@ -229,7 +228,7 @@ def wait_for_launcher(launch: Launch, stop: Stop) -> None:
     """
     if launch.may_grow and launch.world_size > launch.local_world_size:
         until = time.monotonic() + _LAUNCHER_S
-        while not stop.reason and time.monotonic() < until:
+        while not stop.text and time.monotonic() < until:
             time.sleep(0.05)
 
 
@@ -316,13 +315,13 @@ def finish(run: Run, done: bool) -> None:
     """Log the results, or how to resume."""
     state, config = run.state, run.config
     if not done:
-        launch, reason = run.runtime.launch, run.stop.reason
-        if launch.supervised and not launch.elastic and reason in signal.Signals.__members__:
+        launch = run.runtime.launch
+        if launch.supervised and not launch.elastic and run.stop.signal is not None:
             log.info("stopped at step %d, with a checkpoint", state.step)  # harness launch prints why, and what next
             return
         log.info(
             "stopped early (%s) at step %d, with a checkpoint; the same command resumes from it",
-            reason or "by another rank",
+            run.stop.text or "by another rank",
             state.step,
         )
         return

@@ -23,32 +23,32 @@ from tests.ranks import run_ranks, start, wait_for
 
 
 def test_single_rank_stops_immediately():
-    for ask in (Stop.agreed, Stop.settle):
+    for ask in (Stop.poll, Stop.decide_now):
         stop = Stop(Runtime())
         assert not ask(stop)
         stop.request("SIGTERM")
         stop.request("a second reason")
         assert ask(stop)
         assert ask(stop)
-        assert stop.reason == "SIGTERM"
+        assert stop.text == "SIGTERM"
 
 
-def _calls_until_agreed(asking: int, pace_s: float):
+def _calls_until_verdict(asking: int, pace_s: float):
     with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
         stop = Stop(runtime)
         calls, deadline = 0, time.monotonic() + 60
-        while not stop.agreed():
+        while not stop.poll():
             calls += 1
             assert time.monotonic() < deadline, "no verdict"
             if runtime.rank == asking and calls == 7:
                 stop.request(f"asked by {asking}")
             time.sleep(pace_s * (1 + runtime.rank))
-        return calls, stop.agreed(), stop.settle(), stop.reason
+        return calls, stop.poll(), stop.decide_now(), stop.text
 
 
 @pytest.mark.parametrize(("world", "asking", "pace_s"), [(2, 0, 0.0), (3, 2, 0.001)])
 def test_all_ranks_agree_on_the_same_call(world, asking, pace_s):
-    results = run_ranks(world, _calls_until_agreed, asking, pace_s, group=False, timeout_s=90)
+    results = run_ranks(world, _calls_until_verdict, asking, pace_s, group=False, timeout_s=90)
     calls = {result[0] for result in results}
     assert len(calls) == 1
     assert calls.pop() >= 7
@@ -56,20 +56,20 @@ def test_all_ranks_agree_on_the_same_call(world, asking, pace_s):
     assert [rank for rank, result in enumerate(results) if result[3] == f"asked by {asking}"] == [asking]
 
 
-def _settle(asking: int):
+def _decide_now(asking: int):
     with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
         stop = Stop(runtime)
-        before = [stop.agreed() for _ in range(4)], stop.settle(), stop.agreed()  # a question is under way
+        before = [stop.poll() for _ in range(4)], stop.decide_now(), stop.poll()  # a question is under way
         if runtime.rank == asking:
             stop.request("now")
-        return before, stop.settle(), stop.agreed()
+        return before, stop.decide_now(), stop.poll()
 
 
 @pytest.mark.parametrize("asking", [0, 1])
-def test_settle_includes_every_request(asking):
-    for before, settled, after in run_ranks(2, _settle, asking, group=False, timeout_s=30):
+def test_decision_now_includes_every_request(asking):
+    for before, decided, after in run_ranks(2, _decide_now, asking, group=False, timeout_s=30):
         assert before == ([False] * 4, False, False)
-        assert settled
+        assert decided
         assert after
 
 
@@ -87,10 +87,10 @@ def test_signals_request_a_stop_and_handlers_are_restored(number, request):
         request.addfinalizer(lambda: signal.signal(number, signal.SIG_IGN))
     before = [signal.getsignal(one) for one in NUMBERS]
     with suppress(ZeroDivisionError), on_signals(stop):
-        assert not stop.agreed()
+        assert not stop.poll()
         signal.raise_signal(number)
-        assert stop.agreed()
-        assert stop.reason == signal.Signals(number).name
+        assert stop.poll()
+        assert (stop.text, stop.signal) == (signal.Signals(number).name, number)
         raise ZeroDivisionError
     assert [signal.getsignal(one) for one in NUMBERS] == before
 
@@ -106,7 +106,7 @@ def _early_word() -> None:
     signal.raise_signal(signal.SIGUSR1)
     stop = Stop(Runtime())
     with on_signals(stop):
-        heard = stop.agreed()
+        heard = stop.poll()
     for number in NUMBERS:
         signals.finish(0)
         signal.raise_signal(number)

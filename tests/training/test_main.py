@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from dataclasses import asdict
@@ -180,6 +181,7 @@ def test_the_signal_of_harness_launch_is_printed_once(caplog, supervised):
     caplog.set_level("INFO", "harness")
     runtime = Runtime(Launch(supervised=supervised))
     run = SimpleNamespace(runtime=runtime, stop=Stop(runtime), state=State(step=7), config=None)
+    run.stop.hear(signal.SIGTERM)
     run.stop.request("SIGTERM")
     main.finish(run, done=False)
     alone = "stopped early (SIGTERM) at step 7, with a checkpoint; the same command resumes from it"

@@ -38,7 +38,7 @@ def evaluate(run: Run) -> Report | None:
     try:
         with run.compiling("the evaluation"), torch.no_grad(), run.averaged():
             for _ in range(data.num_turns()):
-                if run.stop.agreed():
+                if run.stop.poll():
                     return None
                 rank, batch = next(turns)
                 bad += len(batch.bad) if batch is not None else 0

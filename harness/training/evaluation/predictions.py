@@ -76,7 +76,7 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
     table, failure = PredictionFile(out) if runtime.rank == 0 else None, None
     try:
         for turn in range(-(-num_blocks // runtime.world_size)):
-            if stop.agreed():
+            if stop.poll():
                 break
             found = None
             with runtime.announced("compiling the model") if compiles and turn == 0 else nullcontext():
