@@ -291,7 +291,10 @@ def _construction() -> None:
         with pytest.raises(error, match="Leave"):
             _wrap(model, **options)
     _wrap(model, allreduce_communicators=([None, None], [None, None]), num_allreduce_streams=2)
-    with mock.patch.object(dist, "get_backend", return_value="nccl"), pytest.raises(ValueError, match="0.weight.*gloo"):
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
+        pytest.raises(ValueError, match="0.weight.*gloo"),
+    ):
         _wrap(model)
     net.module[0].weight.requires_grad_(False)
     net.zero_grad()
@@ -300,6 +303,109 @@ def _construction() -> None:
     net.module[0].weight.requires_grad_(True)
     net(torch.randn(4, 3)).pow(2).sum().backward()
     assert _equal_on_all_ranks([net.module[0].weight.grad]), "a parameter unfrozen later is reduced"
+
+
+def _changed_later() -> None:
+    """Parameters that take the place of others are reduced, whatever put them there and whatever their shape."""
+    rank = dist.get_rank()
+
+    def replace(model):
+        model[0] = nn.Linear(2, 2)
+
+    def widen(model):
+        model[0], model[1] = nn.Linear(2, 5), nn.Linear(5, 1)
+
+    def assign(model):
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+    for options, change in itertools.product(BOTH, (replace, widen, assign, nn.Module.double)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).to(memory_format=torch.channels_last)
+        net = _wrap(model, **options)
+        net(torch.full((1, 2), 1.0 + rank)).sum().backward()
+        change(model)
+        net.zero_grad()
+        x = torch.ones(1, 2, dtype=model[0].weight.dtype)
+        net(x * (1.0 + rank)).sum().backward()
+        expected = torch.autograd.grad(model(1.5 * x).sum(), model[0].weight)[0]
+        assert torch.equal(model[0].weight.grad, expected), (options, change)
+    net.to("meta")(torch.ones(1, 2, device="meta", dtype=torch.float64))
+    assert {p.device.type for bucket in net._reducer.buckets for p in bucket.parameters} == {"meta"}
+
+
+def _frozen_while_accumulating() -> None:
+    """Local gradients stay local, and are reduced later, although the parameters change in between."""
+    rank = dist.get_rank()
+    numbers = [1.0 + rank, None if rank else 2.0, 4.0]
+    scalings = {}, {"gradient_average": False}, {"gradient_average": False, "gradient_predivide_factor": 2.0}
+    for options, extra in itertools.product(BOTH, scalings):
+        net = _wrap(**options, **extra)
+        factor = 0.5 / extra.get("gradient_predivide_factor", 1.0) * (1 if extra == {} else 2)
+        net([2.0, 2.0, 2.0]).backward()
+        reduced = 2.0 * 2 * factor
+        with net.no_sync():
+            net(numbers).backward()
+            net.module.list[0].requires_grad_(False)
+            net.module.list[1].requires_grad_(False)
+            net([None, None, 1.0]).backward()
+        net([None, None, 1.0]).backward()
+        sums = [3.0, 2.0, 12.0]
+        assert gradients(net) == [[reduced + factor * each] for each in sums], (options, extra)
+        assert net.num_passes == 2
+        net([None, None, 1.0]).backward()
+        sums[2] += 2.0
+        assert gradients(net) == [[reduced + factor * each] for each in sums], ("no longer held", options, extra)
+        assert [flat.numel() for flat in net.allreduce_buffers] == [4], "only of the one that is not frozen"
+    for level, options in itertools.product(("O0", "O1", "O2"), BOTH):
+        amp.reset()
+        model = Numbers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=64.0, verbosity=0)
+        net = _wrap(model, **options)
+        with net.no_sync():
+            backward(net([torch.tensor(1.0 + rank)] * 3), optimizer)
+        model.list[1].requires_grad_(False)
+        backward(net([torch.tensor(1.0 + rank), None, None]), optimizer)
+        assert distinct(p.grad for p in amp.master_params(optimizer)) == [[3.0], [1.5], [1.5]], (level, options)
+        assert amp.state_dict()["loss_scaler0"]["unskipped"] == 2, "both contexts count"
+    amp.reset()
+
+
+class Table(nn.Module):
+    """A sparse embedding, and a linear layer on its result, of the same weight if ``tied``."""
+
+    def __init__(self, tied, sparse=True):
+        super().__init__()
+        self.table, self.linear = nn.Embedding(5, 2, sparse=sparse), nn.Linear(2, 5, bias=False)
+        if tied:
+            self.linear.weight = self.table.weight
+        nn.init.ones_(self.table.weight)
+        nn.init.ones_(self.linear.weight)
+
+    def forward(self, rows, through_linear):
+        x = torch.ones(1, 2) if rows is None else self.table(torch.tensor(rows))
+        return (self.linear(x) if through_linear else x * self.linear.weight.detach()[0]).sum()
+
+
+def _sparse_where_ranks_differ() -> None:
+    """A rank's gradient of a table is sparse, dense (of a weight with a second use) or None; the sum is right."""
+    rank = dist.get_rank()
+    passes = [([1, 3], True), ([1], False), (None, True)]
+    for options, tied, mine in itertools.product(BOTH, (False, True), itertools.product(passes, repeat=2)):
+        if not tied and mine == (([1], False),) * 2:
+            continue  # no rank reaches a dense parameter
+        found = []
+        for sparse in (True, False):
+            net = _wrap(Table(tied, sparse), **options)
+            for accumulated in (True, False):
+                with net.no_sync() if accumulated else nullcontext():
+                    net(*mine[rank]).backward()
+            found.append([None if p.grad is None else p.grad.to_dense() for p in net.parameters()])
+        for one, other in zip(*found, strict=True):
+            if one is None or other is None:
+                assert one is other or not (other if one is None else one).any(), (tied, mine)
+            else:
+                assert torch.equal(one, other), (options, tied, mine)
 
 
 def _sparse() -> None:
@@ -463,6 +569,9 @@ def _all_on_two_ranks() -> None:
         _never_reduced,
         _outside_the_wrapper,
         _construction,
+        _changed_later,
+        _frozen_while_accumulating,
+        _sparse_where_ranks_differ,
         _either_order,
         _layout,
         _channels_last,

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.apex import amp, apex_C
 from harness.apex.parallel import Reducer
@@ -111,6 +112,9 @@ def _sparse() -> None:
     model.zero_grad()
     reducer.reduce()
     assert model[0].weight.grad is None
+    (model[1](torch.ones(2)) if rank else model(torch.tensor([1, 2]))).sum().backward()
+    reducer.reduce()
+    assert model[0].weight.grad.to_dense()[:, 0].tolist() == [0.0, 0.5, 0.5, 0.0, 0.0], "from one rank alone"
 
 
 def _inside_scale_loss() -> None:
@@ -137,7 +141,7 @@ def _inside_scale_loss() -> None:
 
 def _ranks_that_differ() -> None:
     rank = dist.get_rank()
-    for sizes, other in (((2, 3), (2, 4)), ((2, 3), (3, 2)), ((2, 3), (5,))):
+    for sizes, other in (((2, 3), (2, 4)), ((2, 3), (3, 2)), ((2, 3), (5,)), ((2, 3), ()), ((), (5,))):
         mine = other if rank else sizes
         with pytest.raises(RuntimeError, match="same model on every rank"):
             Reducer(Numbers(sizes=mine, dtypes=(torch.float32,) * len(mine)))
@@ -172,6 +176,20 @@ def _all_on_two_ranks() -> None:
 @pytest.mark.contract("1.1", "5.2", "10.4", "10.5")
 def test_two_ranks():
     run_ranks(2, _all_on_two_ranks, timeout_s=60)
+
+
+@pytest.mark.contract("5.1.1", "5.2")
+def test_values_on_the_cpu_go_through_the_gpu_where_the_backend_takes_no_others():
+    """As buffers of a model may under nccl, which Apex did not send."""
+    with (
+        FakeTensorMode(),
+        mock.patch.object(dist, "get_world_size", return_value=2),
+        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
+        mock.patch.object(flat, "_check_alike", return_value=True),
+        mock.patch.object(dist, "broadcast") as broadcast,
+    ):
+        flat.broadcast_from_rank_zero([torch.ones(2, device="cuda:1"), torch.ones(3), torch.ones(1).bool()])
+    assert [str(call.args[0].device) for call in broadcast.call_args_list] == ["cuda:1"] * 3
 
 
 @pytest.mark.contract("1.1")

@@ -8,7 +8,7 @@ whose unused parameters differ need no extra collective: a parameter is reduced 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,24 @@ def piece_size(tensors: Sequence[Tensor]) -> int:
 def strides_in_buffer(tensors: Sequence[Tensor]) -> list[Strides]:
     """The strides that gradients of ``tensors`` have in a flat buffer: their own, for a copy without transposition."""
     return [torch.empty_like(tensor, device="meta").stride() for tensor in tensors]  # contiguous if they have gaps
+
+
+class CommonStrides:
+    """The strides that gradients of ``parameters``, all of a model, have in buffers: equal on all ranks.
+
+    They are the parameters' own if these are ``alike`` on all ranks, else contiguous.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], alike: bool) -> None:
+        self._shapes = [parameter.shape for parameter in parameters]
+        self._strides = strides_in_buffer(parameters) if alike else []
+
+    def of(self, parameters: Sequence[Tensor]) -> dict[Tensor, Strides]:
+        """The strides by parameter, for the ``parameters`` that the model has now; empty, for contiguous ones, if a
+        shape has changed: of the new strides one rank alone cannot know whether they are equal on all."""
+        if not self._strides or [parameter.shape for parameter in parameters] != self._shapes:
+            return {}
+        return dict(zip(parameters, self._strides, strict=True))
 
 
 class Scaling:
@@ -137,13 +155,13 @@ def layout(
     min_elements: int,
     fp32: bool,
     triggers: Sequence[Tensor] | None = None,
-    strides: Sequence[Strides] | None = None,
+    strides: Mapping[Tensor, Strides] | None = None,
 ) -> list[Bucket]:
     """Return buckets over ``parameters`` in ``order``, each of one device and dtype.
 
     A bucket is closed once it holds ``min_elements``, or after each of ``triggers`` if these are given. ``fp32``: sum
     float16 and bfloat16 gradients in float32. ``strides``: of each parameter's gradient in its buffer, equal on all
-    ranks.
+    ranks; contiguous if empty.
     """
     closed: list[list[int]] = []
     filling: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -160,6 +178,6 @@ def layout(
     for indices in (*closed, *filling.values()):
         dtype = parameters[indices[0]].dtype
         dtype = torch.float32 if fp32 and dtype in REDUCED else dtype
-        own_strides = None if strides is None else [strides[i] for i in indices]
+        own_strides = [strides[parameters[i]] for i in indices] if strides else None
         buckets.append(Bucket(indices, [parameters[i] for i in indices], dtype, own_strides))
     return buckets

@@ -78,31 +78,53 @@ def broadcast_from_rank_zero(tensors: Sequence[Tensor]) -> bool:
     """Copy rank 0's values of ``tensors`` to all ranks, in flat pieces by device and dtype. All ranks call it.
 
     Returns True if the strides of ``tensors`` are equal on all ranks, too. Raises RuntimeError, on every rank, if their
-    number, shapes or dtypes differ between ranks.
+    number, shapes, dtypes or types of device differ between ranks.
     """
-    if dist.get_world_size() == 1 or not tensors:
+    if dist.get_world_size() == 1:
         return True
     same_strides = _check_alike(tensors)
+    device = _device_for(tensors)
     for group in by_device_and_dtype(tensors):
-        apply_flat_dist_call(group, dist.broadcast, (0,))
+        if device_type() in ("cpu", group[0].device.type):
+            apply_flat_dist_call(group, dist.broadcast, (0,))
+        else:  # buffers on the CPU, and nccl
+            apply_flat_dist_call(group, _broadcast_through, (device,))
     return same_strides
+
+
+def device_type() -> str:
+    """Return the type of the devices whose tensors the default process group takes: "cpu" if that is one of several,
+    "cuda" under nccl."""
+    config = dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl"
+    return "cpu" if "cpu:" in config else config.partition(":")[0]
+
+
+def _device_for(tensors: Sequence[Tensor]) -> torch.device:
+    """Return the device for a collective that concerns ``tensors``: that of one of them, if the group takes it."""
+    return next((each.device for each in tensors if each.device.type == device_type()), torch.device(device_type()))
+
+
+def _broadcast_through(flat: Tensor, device: torch.device) -> None:
+    moved = flat.to(device)
+    dist.broadcast(moved, 0)
+    flat.copy_(moved)
 
 
 def _check_alike(tensors: Sequence[Tensor]) -> bool:
     """Raise RuntimeError, on every rank, if the ranks' tensors differ, which would otherwise show as a hang. Returns
     True if their strides are equal on all ranks."""
-    shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+    shapes = [(tuple(tensor.shape), str(tensor.dtype), tensor.device.type) for tensor in tensors]
     strides = [tensor.stride() for tensor in tensors]
     elements = sum(tensor.numel() for tensor in tensors)
     numbers = len(tensors), elements, *(zlib.crc32(repr(each).encode()) for each in (shapes, strides))
-    mine = torch.tensor(numbers, device=tensors[0].device)
+    mine = torch.tensor(numbers, device=_device_for(tensors))
     extremes = torch.stack([mine, -mine])  # maxima and negated minima in one reduction
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     most, least = extremes[0].tolist(), (-extremes[1]).tolist()
     if most[:3] != least[:3]:
         others = f"over all ranks, {least[0]} to {most[0]} tensors with {least[1]} to {most[1]} elements"
         if most[:2] == least[:2]:
-            others = "the same on all ranks, but shapes or dtypes differ"
+            others = "the same on all ranks, but shapes, dtypes or devices differ"
         raise RuntimeError(
             f"The ranks hold different tensors. Rank {dist.get_rank()} has {len(tensors)} with {elements} elements; "
             f"{others}. Build the same model on every rank."
@@ -122,24 +144,34 @@ def sparse_parameters(module: nn.Module) -> list[Tensor]:
 def sum_over_ranks(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
     """Return the coalesced sum of every rank's sparse ``gradient``; None contributes nothing. All ranks call it.
 
-    Returns None when no rank has any row.
+    It is dense if a rank's gradient is, as that of an embedding whose weight is also a linear layer's. Returns None
+    when no rank has any row.
     """
-    if gradient is None:
-        gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
-    gradient = gradient.coalesce()
-    rows, values = gradient.indices(), gradient.values()
-    counts = _gather(torch.tensor([rows.shape[1]], device=rows.device))
-    most = max(int(count) for count in counts)
+    is_dense = gradient is not None and gradient.layout is torch.strided
+    sparse = _no_rows(parameter) if gradient is None or is_dense else gradient.coalesce()
+    rows, values = sparse.indices(), sparse.values()
+    counts, dense = torch.stack(_gather(torch.tensor([rows.shape[1], int(is_dense)], device=rows.device))).t().tolist()
+    if any(dense):
+        total = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        dist.all_reduce(total if gradient is None else total.add_(gradient))
+        return total
+    most = max(counts)
     if most == 0:
         return None
     all_rows = _gather(_pad(rows.t(), most))
     all_values = _gather(_pad(values, most))
-    kept = [slice(int(count)) for count in counts]
+    kept = [slice(count) for count in counts]
     return torch.sparse_coo_tensor(
         torch.cat([r[k] for r, k in zip(all_rows, kept, strict=True)]).t(),
         torch.cat([v[k] for v, k in zip(all_values, kept, strict=True)]),
-        gradient.shape,
+        parameter.shape,
     ).coalesce()
+
+
+def _no_rows(table: Tensor) -> Tensor:
+    """Return a sparse gradient of ``table`` in the form that its others have, of whole rows, without any."""
+    indices, values = torch.empty((1, 0), dtype=torch.int64), table.new_empty((0, *table.shape[1:]))
+    return torch.sparse_coo_tensor(indices.to(table.device), values, table.shape, is_coalesced=True)
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:

@@ -10,7 +10,7 @@ Buckets are laid out once, in reverse order of registration, not in the order of
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from harness.apex.accumulated_gradients import get_aside, register_reducer, set_aside
-from harness.apex.parallel.buckets import Bucket, Scaling, Strides, layout, piece_size, strides_in_buffer
+from harness.apex.parallel.buckets import Bucket, CommonStrides, Scaling, Strides, layout, piece_size
 from harness.apex.parallel.collectives import (
     broadcast_from_rank_zero,
+    device_type,
     require_process_group,
     sparse_parameters,
     sum_over_ranks,
@@ -33,7 +34,8 @@ class DistributedDataParallel(nn.Module):
     """``module`` whose gradients are averaged over all ranks when ``backward`` returns.
 
     All ranks must construct it, around models of the same shape; it copies rank 0's parameters and buffers to the
-    others. Needs a process group. Wrap after ``amp.initialize``.
+    others. Needs a process group. Wrap after ``amp.initialize``. Parameters that are replaced, frozen or moved later
+    are noticed at the next call; the value of a new one is not copied from rank 0.
 
     Ranks may differ in which parameters a pass uses. If the model also holds a ``SyncBatchNorm``, use
     ``delay_allreduce=True`` then: its collectives run during the backward pass too, and all collectives must run in the
@@ -93,8 +95,8 @@ class DistributedDataParallel(nn.Module):
         self.world_size = dist.get_world_size()
         self._enabled = True
         self._reducer: BackwardReducer | None = None
-        same_strides = broadcast_from_rank_zero([*module.parameters(), *module.buffers()])
-        self._strides = strides_in_buffer(list(module.parameters())) if same_strides else None
+        alike = broadcast_from_rank_zero([*module.parameters(), *module.buffers()])
+        self._strides = CommonStrides(list(module.parameters()), alike)
         self._arm()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -137,36 +139,38 @@ class DistributedDataParallel(nn.Module):
             self._reducer.enabled = enabled
 
     def _parameters_changed(self) -> bool:
-        """Return True if a parameter was frozen, unfrozen or cast since the reducer was made, or in a fresh copy."""
-        return self._reducer is None or self._armed_for != _kinds(self._known)
+        """Return True if a parameter was replaced, frozen, unfrozen, cast or moved since the reducer was made, or in a
+        fresh copy."""
+        return self._reducer is None or self._armed_for != _kinds(_all_parameters(self.module))
 
     def _arm(self) -> None:
-        num_passes = self.num_passes
-        if self._reducer is not None:
-            self._reducer.detach()
-        self._reducer = None
-        self._known = list(self.module.parameters())
+        if self.world_size == 1:
+            return
+        before = self._reducer
+        self._known = _all_parameters(self.module)  # alive, so that no other parameter gets the id of one of them
         self._armed_for = _kinds(self._known)
-        if self.world_size > 1:
-            scaling = Scaling(self.world_size, self.gradient_average, self.gradient_predivide_factor)
-            trained = [i for i, parameter in enumerate(self._known) if parameter.requires_grad]
-            parameters = [self._known[i] for i in trained]
-            size = min(self.message_size, piece_size(parameters)) if self.delay_allreduce else self.message_size
-            self._reducer = BackwardReducer(
-                parameters,
-                scaling,
-                message_size=size,
-                overlap=not self.delay_allreduce,
-                fp32=self.allreduce_always_fp32,
-                retain=self.retain_allreduce_buffers,
-                sparse=sparse_parameters(self.module),
-                triggers=self.allreduce_trigger_params,
-                strides=None if self._strides is None else [self._strides[i] for i in trained],
-            )
-            self._reducer.enabled, self._reducer.num_passes = self._enabled, num_passes
+        every = list(self.module.parameters())
+        held = {id(parameter) for parameter in before.parameters} if before and before.holds_local else set()
+        parameters = [parameter for parameter in every if parameter.requires_grad or id(parameter) in held]
+        if not all(parameter.requires_grad for parameter in parameters):
+            self._armed_for = []  # to leave the frozen ones out once their local gradients are reduced
+        self._reducer = BackwardReducer(
+            parameters,
+            Scaling(self.world_size, self.gradient_average, self.gradient_predivide_factor),
+            message_size=min(self.message_size, piece_size(parameters)) if self.delay_allreduce else self.message_size,
+            overlap=not self.delay_allreduce,
+            fp32=self.allreduce_always_fp32,
+            retain=self.retain_allreduce_buffers,
+            sparse=sparse_parameters(self.module),
+            triggers=self.allreduce_trigger_params,
+            strides=self._strides.of(every),
+        )
+        self._reducer.enabled = self._enabled
+        if before is not None:
+            self._reducer.succeed(before)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reducer": None, "_known": []}
+        return {**self.__dict__, "_reducer": None, "_known": [], "_armed_for": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy; it makes a reducer of its own when its forward is called."""
@@ -174,8 +178,19 @@ class DistributedDataParallel(nn.Module):
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _kinds(parameters: list[nn.Parameter]) -> list[tuple[bool, torch.dtype]]:
-    return [(parameter.requires_grad, parameter.dtype) for parameter in parameters]
+def _all_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return what ``module.parameters()`` yields, in another order and with repetitions, in a tenth of the time."""
+    modules, seen, parameters = [module], {module}, []
+    for each in modules:  # grows
+        parameters += [parameter for parameter in each._parameters.values() if parameter is not None]
+        new = [child for child in each._modules.values() if child is not None and child not in seen]
+        modules += new
+        seen.update(new)
+    return parameters
+
+
+def _kinds(parameters: list[nn.Parameter]) -> list[tuple[int, bool, torch.dtype, torch.device]]:
+    return [(id(each), each.requires_grad, each.dtype, each.device) for each in parameters]
 
 
 def _check_streams(delay: bool, streams: int, communicators: Any) -> None:
@@ -190,11 +205,12 @@ def _check_streams(delay: bool, streams: int, communicators: Any) -> None:
 
 
 def _check_devices(module: nn.Module) -> None:
-    if dist.get_backend() == "nccl":
+    if device_type() != "cpu":
         names = [name for name, parameter in module.named_parameters() if parameter.device.type == "cpu"]
         if names:
             raise ValueError(
-                f"The nccl backend takes CUDA tensors only. Parameters on the CPU: {len(names)}, such as {names[0]}. "
+                f"The {dist.get_backend()} backend takes {device_type()} tensors only. Parameters on the CPU: "
+                f"{len(names)}, such as {names[0]}. "
                 'Call model.cuda() before DistributedDataParallel, or use init_process_group("gloo").'
             )
 
@@ -211,9 +227,8 @@ class BackwardReducer:
 
     ``message_size``: minimum number of elements in a bucket, unless ``triggers`` mark where buckets end. ``overlap``:
     send a bucket as soon as it is full, else all at the end of the pass. ``strides``: of each gradient in its
-    buffer, equal on all ranks. While ``enabled`` is False gradients
-    accumulate locally (``holds_local``); the next enabled backward pass reduces them, even where amp has set them
-    aside.
+    buffer, equal on all ranks. While ``enabled`` is False gradients accumulate locally (``holds_local``); the next
+    enabled backward pass reduces them, even where amp has set them aside, and of parameters frozen since.
     """
 
     def __init__(
@@ -226,7 +241,7 @@ class BackwardReducer:
         retain: bool = False,
         sparse: Sequence[Tensor] = (),
         triggers: Sequence[Tensor] | None = None,
-        strides: Sequence[Strides] | None = None,
+        strides: Mapping[Tensor, Strides] | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.enabled = True
@@ -252,11 +267,15 @@ class BackwardReducer:
         """Return True if ``parameter`` is reduced here."""
         return id(parameter) in self._ids
 
-    def detach(self) -> None:
-        """Remove the hooks from the parameters."""
-        for handle in self._handles:
+    def succeed(self, former: BackwardReducer) -> None:
+        """Take the place of ``former``, with the gradients that it has still to reduce."""
+        waiting = {id(p) for p, pending in zip(former.parameters, former._pending, strict=True) if pending}
+        self._pending = [id(parameter) in waiting for parameter in self.parameters]
+        self.num_passes, self.holds_local, self.asides = former.num_passes, former.holds_local, former.asides
+        former.holds_local = False
+        for handle in former._handles:
             handle.remove()
-        self._handles = []
+        former._handles = []
 
     def _register_hooks(self, carries: bool) -> list[Any]:
         this = weakref.ref(self)  # hooks must not keep alive, or run, a reducer that is no longer used
@@ -271,6 +290,8 @@ class BackwardReducer:
 
         handles: list[Any] = []
         for i, parameter in enumerate(self.parameters):
+            if not parameter.requires_grad:
+                continue
             handles.append(parameter.register_post_accumulate_grad_hook(hook(BackwardReducer._arrived, i)))
             if carries:
                 handles.append(parameter.register_hook(hook(BackwardReducer._about_to_accumulate, i)))
@@ -414,11 +435,12 @@ class Reducer:
         self._scaling = Scaling(dist.get_world_size(), average=True, predivide=1.0)
         self._buckets: list[Bucket] = []
         self._laid_out: list[Tensor] = []
-        self._strides: dict[int, Strides] = {}
+        self._kinds: list[tuple[Any, ...]] = []
         if self.module is not None:
             parameters = list(self.module.parameters())
-            if broadcast_from_rank_zero([*parameters, *self.module.buffers()]):  # their strides are equal on all ranks
-                self._strides = dict(zip(map(id, parameters), strides_in_buffer(parameters), strict=True))
+            self._strides = CommonStrides(
+                parameters, alike=broadcast_from_rank_zero([*parameters, *self.module.buffers()])
+            )
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -443,11 +465,11 @@ class Reducer:
 
     def _averages(self, tensors: list[Tensor], values: list[Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (tensor, average of its values) wherever some rank has a value."""
-        if [id(tensor) for tensor in tensors] != [id(tensor) for tensor in self._laid_out]:
-            known = all(id(tensor) in self._strides for tensor in tensors)
-            strides = [self._strides[id(tensor)] for tensor in tensors] if known else None
+        kinds = [(id(tensor), tensor.dtype, tensor.device) for tensor in tensors]
+        if kinds != self._kinds:
+            strides = None if self.module is None else self._strides.of(list(self.module.parameters()))
             self._buckets = layout(tensors, range(len(tensors)), piece_size(tensors), fp32=False, strides=strides)
-            self._laid_out = tensors
+            self._laid_out, self._kinds = tensors, kinds
         flags = [[values[i] is not None for i in bucket.indices] for bucket in self._buckets]
         for bucket, flagged in zip(self._buckets, flags, strict=True):
             bucket.launch([values[i] for i in bucket.indices], flagged, self._scaling)
