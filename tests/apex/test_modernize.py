@@ -129,6 +129,13 @@ BRIDGES = {
         assert lr_scheduler.ReduceLROnPlateau(optimizer, patience=7, verbose=True).patience == 7
         scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, "min", 0.5, 3, True, 0.25)
         assert (scheduler.patience, scheduler.threshold) == (3, 0.25)
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, "min", 0.5, 3, False, 0.25, "abs", 2, 0.1, 0.125)
+        assert (scheduler.threshold_mode, scheduler.cooldown, scheduler.eps) == ("abs", 2, 0.125)
+
+        class Plateau(lr_scheduler.ReduceLROnPlateau):
+            pass
+
+        assert Plateau(optimizer, "min", 0.5, 3, True, 0.25).threshold == 0.25
 
         class Own(lr_scheduler.LRScheduler):
             def __init__(self, optimizer, last_epoch=-1, verbose=False):
@@ -148,6 +155,15 @@ BRIDGES = {
 
         Own([1])
         Sampler(None)
+
+        class Base:
+            def __init__(self, size=None):
+                self.size = size
+
+        class Both(Sampler, Base):
+            pass
+
+        assert (Both().size, Both(size=3).size, Both(4).size) == (None, 3, 4)
     """,
     "torch.utils.data.dataloader._BaseDataLoaderIter.next": """
         import torch

@@ -96,7 +96,7 @@ NAMES = [
     Names("torchvision.models.utils", "load_state_dict_from_url", "torch.hub"),
     *[
         Names(f"torchvision.models.{each}", f"model_urls=urls_of_{each}", _TORCH)
-        for each in torch_bridges.MODELS_WITH_URLS
+        for each in torch_bridges.MODELS_WITH_URLS.split()
     ],
     Names("torchvision.ops", "_new_empty_tensor", _TORCH),
     Names("torchvision.ops.misc", "_new_empty_tensor _output_size", _TORCH),
@@ -136,7 +136,7 @@ CALLS = [
     Call("torch.optim.adam:Adam", "__init__", "integer betas of Adam", torch_bridges.integer_betas),
     *[
         Call(f"torch.optim.lr_scheduler:{name}", "__init__", f"{name}{_NO_OUTPUT}", torch_bridges.verbose_scheduler)
-        for name in torch_bridges.SCHEDULERS
+        for name in torch_bridges.SCHEDULERS.split()
     ],
     Call("torch.utils.data.sampler:Sampler", "__init__", "Sampler(data_source)", torch_bridges.sampler),
     _renamed(f"{_TRANSFORMS}:RandomRotation", "__init__", resample="interpolation"),

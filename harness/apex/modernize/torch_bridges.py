@@ -6,6 +6,7 @@ first where it can, so a version that accepts the call is left alone.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -16,14 +17,10 @@ Bridge = Callable[..., Any]
 
 string_classes, int_classes, PY3, PY37 = (str, bytes), int, True, True  # names of torch._six
 SCHEDULERS = (
-    *("LRScheduler", "LambdaLR", "MultiplicativeLR", "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "OneCycleLR"),
-    *("SequentialLR", "PolynomialLR", "CosineAnnealingLR", "ChainedScheduler", "ReduceLROnPlateau", "CyclicLR"),
-    *("CosineAnnealingWarmRestarts", "ExponentialLR"),
+    "LRScheduler LambdaLR MultiplicativeLR StepLR MultiStepLR ConstantLR LinearLR OneCycleLR SequentialLR PolynomialLR "
+    "CosineAnnealingLR ChainedScheduler ReduceLROnPlateau CyclicLR CosineAnnealingWarmRestarts ExponentialLR"
 )
-MODELS_WITH_URLS = (
-    *("alexnet", "densenet", "googlenet", "inception", "mnasnet", "mobilenet", "mobilenetv2", "resnet", "squeezenet"),
-    "vgg",
-)
+MODELS_WITH_URLS = "alexnet densenet googlenet inception mnasnet mobilenet mobilenetv2 resnet squeezenet vgg"
 _BETAS = "betas must be either both floats or both Tensors"
 
 
@@ -134,18 +131,24 @@ def verbose_scheduler(used: Used, original: Any, self: Any, *args: Any, **kwargs
     if "verbose" not in parameters:
         found = len(args) + len(kwargs)
         kwargs.pop("verbose", None)
+        if "threshold" in parameters and len(args) > 4 and isinstance(args[4], bool):
+            args = (*args[:4], *args[5:])  # ReduceLROnPlateau had verbose before threshold, the others had it last
         args = args[: len(parameters) - 1]
-        if type(self).__name__ == "ReduceLROnPlateau" and len(args) > 4 and isinstance(args[4], bool):
-            args = (*args[:4], *args[5:])  # until torch 1.6, verbose came before threshold
         if len(args) + len(kwargs) < found:
             used()
     original(self, *args, **kwargs)
 
 
-def sampler(used: Used, original: Any, self: Any, data_source: Any = None) -> None:
-    """``Sampler.__init__``, which ignored its argument."""
-    if data_source is not None:
+def sampler(used: Used, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """``Sampler.__init__``, which ignored its argument. A class after it in the method resolution order still gets its
+    own arguments, where torch's ``Sampler`` has no ``__init__``."""
+    from torch.utils.data import Sampler
+
+    following: Any = super(Sampler, self).__init__ if original is object.__init__ else functools.partial(original, self)
+    if (args or kwargs) and getattr(following, "__objclass__", None) is object:
         used()
+        args, kwargs = (), {}
+    following(*args, **kwargs)
 
 
 def renamed(**new_names: str) -> Bridge:
