@@ -142,24 +142,21 @@ def restore(run: Run, path: Path) -> None:
     content = run.checkpoints.read(path, mapped, own)
     _check_fit(run, content, path)
     try:
+        state = State.from_dict(content["state"])
         run.module.load_state_dict(sharding.model_parts(run.module, content["model"]))
         run.optimizer.load_state_dict(sharding.optimizer_parts(run.optimizer, content["optimizer"]))
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:  # the last of another version's state
         raise CheckpointError(
             f"it does not fit this model: {first_line(error)}",
             where=str(path),
-            hint="use the model and optimizer it was written with",
+            hint="use the model, the optimizer and the version of the harness it was written with",
         ) from None
     run.precision.load_state_dict(content["amp"])
     if run.ema and content["ema"]:
         run.ema.load_state_dict(content["ema"])
-    run.state = State.from_dict(content["state"])
+    run.state = state
     _restore_ranks(run, content)
-    run.saved_step, run.log_offset, run.log_digest = (
-        run.state.step,
-        content["log_offset"],
-        content.get("log_sha256", ""),
-    )
+    run.saved_step, run.log_offset, run.log_digest = state.step, content["log_offset"], content["log_sha256"]
     run.started = time.perf_counter() - run.state.wall_s
     log.info("resumed from %s: epoch %d, step %d", path, run.state.epoch + 1, run.state.step)
 

@@ -78,8 +78,7 @@ class State:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> State:
         segments = [Segment(**segment) for segment in values["segments"]]
-        plateau = Plateau(**values.get("plateau", {}))  # absent in checkpoints of older versions
-        return cls(**{**values, "segments": segments, "plateau": plateau})
+        return cls(**{**values, "segments": segments, "plateau": Plateau(**values["plateau"])})
 
 
 class Covered(NamedTuple):

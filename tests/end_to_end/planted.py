@@ -53,6 +53,12 @@ class Rows:
             found += np.random.rand()
         if "torch" in self.planted:
             found += torch.rand(()).item()
+        if "gamma" in self.planted:
+            found += np.random.gamma(1.0)
+        if "geometric" in self.planted:
+            found += torch.empty(()).geometric_(0.5).item()
+        if "separate" in self.planted:
+            found += torch.rand((), generator=torch.Generator().manual_seed(row)).item()
         if "counter" in self.planted:
             self.calls += 1
         if "entropy" in self.planted:

@@ -36,13 +36,14 @@ def entries(folder: Path, kind: str) -> list[dict]:
 
 
 def test_draws_in_a_loader_process(tmp_path):
-    folder = observed(tmp_path, "random-numpy-torch-shuffle-counter-managed")
+    folder = observed(tmp_path, "random-numpy-torch-shuffle-gamma-geometric-separate-counter-managed")
     found = {entry["line"]: entry for entry in entries(folder, "draws") if entry["kind"] == "worker"}
-    assert found.keys() == {line_of(plant) for plant in ("random", "numpy", "torch", "shuffle")}
+    assert found.keys() == {line_of(plant) for plant in ("random", "numpy", "torch", "shuffle", "gamma", "geometric")}
     assert {entry["file"] for entry in found.values()} == {planted.__file__}
     assert found[line_of("random")]["function"] == "random.random"
     assert found[line_of("shuffle")]["function"] == "random.shuffle"
     assert found[line_of("numpy")]["function"] == "numpy.random.rand"
+    assert found[line_of("geometric")]["function"] == "torch geometric_"
     assert not [entry for entry in entries(folder, "draws") if entry["kind"] == "entropy"]
     changes = entries(folder, "changes")
     assert {entry["name"] for entry in changes} == {"dataset.calls (tests.end_to_end.planted.Rows)"}

@@ -312,8 +312,18 @@ def test_error_of_an_own_task_is_one_of_the_errors(folder, monkeypatch):
     def fails(*_):
         raise KeyError("planned")
 
+    def fails_too(*_):
+        raise ZeroDivisionError("of problems()")
+
     monkeypatch.setattr("harness.tasks.image_csv.config.Task.open", fails)
+    monkeypatch.setattr("harness.tasks.image_csv.config.Task.problems", fails_too)
     _, errors = examine(folder, "trackers=[wandb]")
     text = "\n".join(map(str, errors))
     assert "fails (test_preflight.py:" in text
     assert "KeyError: 'planned'" in text
+    assert "ZeroDivisionError: of problems()" in text
+
+
+def test_a_task_without_words_for_its_sample_takes_a_step_as_well(folder, monkeypatch):
+    monkeypatch.setattr(ImageCsv, "sample", lambda self, limit_s: "")
+    assert "4 training rows through prepare" in examine(folder)[0]["one batch"]

@@ -63,7 +63,8 @@ def examine(
     chosen = attempt(precision.choose, config.precision, device, config.needs_our_amp) if device else None
     task = attempt(build.open_task, config, Runtime(), limit_s)
     if task is None:
-        errors += [error for error in config.task.problems() if str(error) not in map(str, errors)]
+        found = attempt(lambda: [*config.task.problems()]) or []
+        errors += [error for error in found if str(error) not in map(str, errors)]
     size = attempt(build.sizes, config, len(task.train), config.parallel.num_ranks(world_size)) if task else None
     model = attempt(build.build_model, config, task) if task else None
     sampled: str | None = None
@@ -99,7 +100,11 @@ def examine(
         facts["preset"] = f"{facts['preset']}; choose another with extends: preset:NAME"
         if isinstance(task, SupportsSample) and model is not None and (sampled := attempt(task.sample, limit_s)):
             facts["files"] = sampled
-        if model is not None and optimizer is not None and (sampled or not isinstance(task, SupportsSample)):
+        if (
+            model is not None
+            and optimizer is not None
+            and (sampled is not None or not isinstance(task, SupportsSample))
+        ):
             attempt(_try, Candidate(config, task, model, optimizer, size, device), world_size, limit_s, facts)
     attempt(check_world, config.parallel, world_size)
     return facts, errors

@@ -32,14 +32,8 @@ from harness.training.probe import attributes
 _HARNESS = str(Path(__file__).resolve().parents[2]) + os.sep
 _STDLIB = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
 _CLOCKS = frozenset({"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns"})
-_TORCH_DRAWS = frozenset(
-    ["rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
-     "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_", "dropout", "dropout_", "poisson"]
-)  # fmt: skip
-_NUMPY_DRAWS = (
-    "seed", "rand", "randn", "randint", "random", "random_sample", "uniform", "normal", "choice", "permutation",
-    "shuffle", "standard_normal", "beta", "binomial", "poisson", "exponential",
-)  # fmt: skip
+_NUMPY_SEEDS = ("seed", "set_state")
+_NUMPY_DRAWS = {*dir(np.random.RandomState), "ranf", "sample"} & {name for name in dir(np.random) if name[0] != "_"}
 _WORKER_BATCHES = 6  # of a loader process, whose dataset is searched for changes before and after each
 
 
@@ -50,7 +44,9 @@ class _Observer:
         self.folder, self.rank, self.steps = Path(folder), rank, frozenset(steps)
         self._seen: set[tuple[str, str, int]] = set()
         self._seeded: set[str] = set()  # the global streams that the dataset has seeded for this batch
+        self._torch_draws = _torch_draws()
         self._torch_seed = 0
+        self._torch_state: torch.Tensor | None = None  # before an operation that may draw
         self._loading = False
         self._batches = 0
 
@@ -67,17 +63,21 @@ class _Observer:
         self.write("draws", {"kind": kind, "function": function, "file": place[0], "line": place[1]})
 
     def profile(self, frame: FrameType, event: str, called: Any) -> None:
+        owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
+        if event == "c_return" and self._torch_state is not None and name in self._torch_draws:
+            before, self._torch_state = self._torch_state, None
+            if not torch.equal(before, torch.get_rng_state()):  # not of a generator of its own
+                self.draw("worker", f"torch {name}", frame)
         if event != "c_call":
             return
-        owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
         if isinstance(owner, random.Random):
             self._random(owner, name, frame)
         elif name == "urandom" or (name == "seed" and isinstance(owner, torch.Generator)):
             self.draw("entropy", name, frame)
         elif name in _CLOCKS and getattr(owner, "__name__", "") == "time":
             self.draw("clock", f"time.{name}", frame)
-        elif name in _TORCH_DRAWS and self._in_worker() and torch.initial_seed() == self._torch_seed:
-            self.draw("worker", f"torch {name}", frame)
+        elif name in self._torch_draws and self._in_worker() and torch.initial_seed() == self._torch_seed:
+            self._torch_state = torch.get_rng_state()
 
     def _random(self, stream: random.Random, name: str, frame: FrameType) -> None:
         is_global = stream is random._inst  # type: ignore[attr-defined]
@@ -94,9 +94,9 @@ class _Observer:
 
     def numpy(self, name: str, arguments: tuple[Any, ...]) -> None:
         """A call of a function of numpy.random, which ``profile`` does not report as a C function."""
-        if name == "seed":
+        if name in _NUMPY_SEEDS:
             self._seeded.add("numpy")
-            if not arguments or arguments[0] is None:
+            if name == "seed" and (not arguments or arguments[0] is None):
                 self.draw("entropy", "numpy.random.seed()", sys._getframe(2))
         elif self._in_worker() and "numpy" not in self._seeded:
             self.draw("worker", f"numpy.random.{name}", sys._getframe(2))
@@ -171,9 +171,21 @@ def arm(folder: str, rank: int, steps: tuple[int, ...]) -> None:
     loop.count, loop.train = counted, train_observed  # type: ignore[assignment]
     loader._Fetch.__getitem__ = lambda self, request: observer.load(fetch, self, request)  # type: ignore[method-assign]
     warnings.showwarning = shown
-    for name in _NUMPY_DRAWS:
+    for name in _NUMPY_DRAWS - {"get_state"}:
         setattr(np.random, name, _watched(observer, name, getattr(np.random, name)))
     sys.setprofile(observer.profile)
+
+
+def _torch_draws() -> frozenset[str]:
+    """The names of torch's operations that may draw from a random stream, by their tags."""
+    found = set()
+    for operation in torch._C._dispatch_get_all_op_names():
+        library, _, full = operation.partition("::")
+        name, _, overload = full.partition(".")
+        packet = getattr(torch.ops.aten, name, None) if library == "aten" else None
+        if packet is not None and torch.Tag.nondeterministic_seeded in getattr(packet, overload or "default").tags:
+            found.add(name)
+    return frozenset(found)
 
 
 def _watched(observer: _Observer, name: str, function: Any) -> Any:
