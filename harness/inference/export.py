@@ -8,39 +8,37 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from harness.config.schema import Config
 from harness.distributed.runtime import Runtime
-from harness.errors import ConfigError, HarnessError, first_line
+from harness.errors import ConfigError, DataError, HarnessError
+from harness.inference.formats import FORMATS, Subject
 from harness.runs import trained_run
-from harness.runs.checkpoint import load_weights, save_weights
-from harness.runs.files import output_error, replacing, require_output, temporary_for, write_atomically
+from harness.runs.files import output_error, replacing, require_output
 from harness.training import build
 from harness.training.task import OpenedTask, SupportsLearned, SupportsSignature
+
+if TYPE_CHECKING:
+    from harness.inference.formats import Function
 
 log = logging.getLogger("harness")
 
 CHECK_ROWS = (8, 3, 1)  # sizes of the batches of evaluation rows to compare
-TOLERANCE = {"safetensors": 0.0, "torch_export": 1e-5, "onnx": 1e-4}  # relative to the largest output, or to 1
-SUFFIX = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}
 
 
-class Exported(NamedTuple):
-    """The model to export, the names of its input and output, and batches of real inputs."""
+class Sample(NamedTuple):
+    """A batch of real inputs, and what the model makes of them."""
 
-    model: nn.Module
-    input: str
-    output: str
-    batches: list[Tensor]
+    inputs: Tensor
+    outputs: Tensor
 
 
 def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = (), trust: bool = False) -> Path:
@@ -50,14 +48,15 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
 
     Raises HarnessError, and writes neither file, if the loaded file does not compute the same outputs.
     """
-    if kind == "onnx" and (missing := [name for name in ("onnx", "onnxscript", "onnxruntime") if not find_spec(name)]):
+    form = FORMATS[kind]
+    if missing := [name for name in form.packages if not find_spec(name)]:
         raise ConfigError(
             f"missing packages: {', '.join(missing)}",
-            where="--format onnx",
-            hint="run pip install 'apex-harness[onnx]', or use --format torch_export",
+            where=f"--format {kind}",
+            hint=f"run pip install 'apex-harness[{kind}]', or use --format torch_export",
         )
     config = trained_run.configuration(run, overrides, trust)
-    out = out or run / f"model{SUFFIX[kind]}"
+    out = out or run / f"model{form.suffix}"
     require_output(out, trained_run.inputs(config), also=".json")
     task = build.open_task(config, Runtime())
     if isinstance(task, SupportsLearned) and task.learned != trained_run.learned(run):
@@ -66,146 +65,94 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
             where=str(run),
             hint="restore the files that changed after the training",
         )
-    subject = _subject(run, config, task)
-    try:
-        with replacing(out) as temporary:
-            load = {"safetensors": _safetensors, "torch_export": _torch_export, "onnx": _onnx}[kind](
-                subject, temporary, config, task
-            )
-            difference = _compare(subject, load, kind)
-        facts = _facts(config, task, subject, kind, difference)
-        write_atomically(out.with_name(out.name + ".json"), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    model = build.build_model(config, task)
+    trained_run.load(model, trained_run.best(run), run)
+    samples = _samples(model.float().eval(), task)  # an error of the model's own code is not one of writing
+    signature: dict[str, Any] = dict(task.signature) if isinstance(task, SupportsSignature) else {}
+    subject = Subject(
+        model,
+        lambda: build.build_model(config, task),
+        {"name": config.model.name, "args": config.model.args},
+        signature.pop("input", "inputs"),
+        signature.pop("output", "outputs"),
+        samples[0].inputs,
+        signature.pop("variable_length", False),
+    )
+    try:  # the description gets its name after the file that it describes
+        with replacing(out.with_name(out.name + ".json")) as description, replacing(out) as temporary:
+            difference = _compare(samples, form.write(subject, temporary), form.tolerance)
+            facts = {"name": config.name, "format": kind, **_facts(subject, samples), **signature}
+            facts["checked"] = {
+                "rows": sum(len(sample.inputs) for sample in samples),
+                "largest_difference": difference,
+                "allowed": form.tolerance,
+                "of": "the largest output, or 1",
+            }
+            description.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise output_error(out, error) from None
     log.info(
         "%s: outputs differ by at most %.2g (allowed: %g); %s.json describes inputs and outputs",
-        out, difference, TOLERANCE[kind], out.name,
+        out, difference, form.tolerance, out.name,
     )  # fmt: skip
     if kind == "safetensors":
         log.info("the exported file has the same tensors as %s, in float32", trained_run.weights(run))
     return out
 
 
-def _subject(run: Path, config: Config, task: OpenedTask) -> Exported:
-    model = build.build_model(config, task)
-    trained_run.load(model, trained_run.best(run), run)
-    signature = _signature(task)
-    batches, start = [], 0
+def _samples(model: nn.Module, task: OpenedTask) -> list[Sample]:
+    """Evaluation rows that can be read, the largest batch first."""
+    samples, start = [], 0
     for size in CHECK_ROWS:
-        rows = np.arange(start, start + size) % len(task.eval)
-        batches.append(task.prepare(task.eval.batch(rows, None).inputs))
+        batch = task.eval.batch(np.arange(start, start + size) % len(task.eval), None)
         start += size
-    return Exported(model.float().eval(), signature.get("input", "inputs"), signature.get("output", "outputs"), batches)
+        if len(batch):
+            inputs = task.prepare(batch.inputs)
+            with torch.no_grad():
+                samples.append(Sample(inputs, model(inputs)))
+    if not samples:
+        raise DataError(
+            f"none of the first {start} validation rows can be read, on which the exported model is checked",
+            where="task",
+            hint="restore their files; task.on_bad_image=error names the first",
+        )
+    return sorted(samples, key=lambda sample: -len(sample.inputs))
 
 
-def _signature(task: OpenedTask) -> dict[str, Any]:
-    return dict(task.signature) if isinstance(task, SupportsSignature) else {}
-
-
-def _safetensors(subject: Exported, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:
-    """The weights alone; loading them needs the model's code."""
-    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in subject.model.state_dict().items()}
-    metadata = {"model": config.model.name, "args": json.dumps(config.model.args)}
-    save_weights(tensors, path, metadata, work=temporary_for(path))
-    loaded = build.build_model(config, task).eval()
-    loaded.load_state_dict(load_weights(path))
-    return loaded
-
-
-def _torch_export(subject: Exported, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:
-    program = _traced(subject, task)
-    # Through a file object, since torch.export rejects names that do not end in .pt2.
-    with open(path, "wb") as file:
-        torch.export.save(program, file)
-    with open(path, "rb") as file:
-        loaded: Callable[[Tensor], Tensor] = torch.export.load(file).module()
-    return loaded
-
-
-def _onnx(subject: Exported, path: Path, config: Config, task: OpenedTask) -> Callable[[Tensor], Tensor]:
-    import onnxruntime
-
-    program = torch.onnx.export(
-        _traced(subject, task), input_names=[subject.input], output_names=[subject.output], dynamo=True, verbose=False
-    )
-    assert program is not None  # with dynamo
-    program.save(str(path), external_data=False)
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-
-    def loaded(inputs: Tensor) -> Tensor:
-        return torch.from_numpy(session.run([subject.output], {subject.input: inputs.numpy()})[0])
-
-    return loaded
-
-
-def _traced(subject: Exported, task: OpenedTask) -> torch.export.ExportedProgram:
-    try:
-        return torch.export.export(subject.model, (subject.batches[0],), dynamic_shapes=(_sizes(task),), strict=False)
-    except Exception as error:  # of many types
-        reason = first_line(error)
-        raise HarnessError(
-            f"torch.export cannot trace this model: {reason}",
-            hint="remove branches on tensor values from forward, or use --format safetensors, which needs no tracing",
-        ) from error
-
-
-def _sizes(task: OpenedTask) -> dict[int, Any]:
-    """The dimensions of the input that may have another size."""
-    length = {1: torch.export.Dim("length")} if _signature(task).get("variable_length") else {}
-    return {0: torch.export.Dim("batch"), **length}
-
-
-def _compare(subject: Exported, load: Callable[[Tensor], Tensor], kind: str) -> float:
-    """The largest difference on real rows, relative to the largest output, or to 1 if that is larger."""
+def _compare(samples: Sequence[Sample], loaded: Function, tolerance: float) -> float:
+    """The largest difference on real rows, relative to the largest output, or to 1 if that is larger. Raises
+    HarnessError if it is not within ``tolerance``."""
     worst = 0.0
-    for inputs in subject.batches:
+    for inputs, expected in samples:
         with torch.no_grad():
-            expected, found = subject.model(inputs), load(inputs)
+            found = loaded(inputs)
         if found.shape != expected.shape:
             raise HarnessError(
                 f"the exported model's output has shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
             )
-        scale = max(1.0, expected.abs().max().item())
-        worst = max(worst, (found - expected).abs().max().item() / scale)
-    if not worst <= TOLERANCE[kind]:  # true for NaN, too
-        raise HarnessError(
-            f"the exported model's outputs differ from the original's by {worst:.2g} on real rows (allowed: "
-            f"{TOLERANCE[kind]:g})",
-            hint="nothing was written; --format safetensors stores the exact weights",
-        )
+        finite = expected[expected.isfinite()].abs()
+        scale = max(1.0, finite.max().item() if len(finite) else 0.0)
+        gaps = (found - expected).abs().masked_fill(found == expected, 0.0)  # infinity, too, is equal to itself
+        difference = gaps.max().item() / scale
+        if not difference <= tolerance:  # true for NaN, too
+            raise HarnessError(
+                f"the exported model's outputs differ from the original's by {difference:.2g} on real rows (allowed: "
+                f"{tolerance:g})",
+                hint="nothing was written; --format safetensors stores the exact weights",
+            )
+        worst = max(worst, difference)
     return worst
 
 
-def _facts(config: Config, task: OpenedTask, subject: Exported, kind: str, difference: float) -> dict[str, Any]:
-    example = subject.batches[0]
-    with torch.no_grad():
-        outputs = subject.model(example)
-
-    def described(name: str, tensor: Tensor) -> dict[str, Any]:
-        return {
-            "name": name,
-            "type": str(tensor.dtype).removeprefix("torch."),
-            "shape": ["batch", *tensor.shape[1:]],
-        }
-
-    inputs = described(subject.input, example)
-    if _signature(task).get("variable_length"):
-        inputs["shape"][1] = "length"
-
-    left_out = ("input", "output", "variable_length")
-    described_by_task = {key: value for key, value in _signature(task).items() if key not in left_out}
-    return {
-        "name": config.name,
-        "format": kind,
-        "model": {"name": config.model.name, "args": config.model.args},
-        "inputs": [inputs],
-        "outputs": [described(subject.output, outputs)],
-        **described_by_task,
-        "checked": {
-            "rows": sum(CHECK_ROWS),
-            "largest_difference": difference,
-            "allowed": TOLERANCE[kind],
-            "of": "the largest output, or 1",
-        },
-        "torch": torch.__version__,
+def _facts(subject: Subject, samples: Sequence[Sample]) -> dict[str, Any]:
+    inputs, outputs = samples[0]
+    length = ["length"] if subject.variable_length else []
+    tensors = {
+        "inputs": (subject.input, inputs, ["batch", *length, *inputs.shape[1 + len(length) :]]),
+        "outputs": (subject.output, outputs, ["batch", *outputs.shape[1:]]),
     }
+    described = {
+        key: [{"name": name, "type": str(tensor.dtype).removeprefix("torch."), "shape": shape}]
+        for key, (name, tensor, shape) in tensors.items()
+    }
+    return {"model": subject.facts, **described, "torch": torch.__version__}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from harness.config import arguments as shared
 from harness.errors import EXIT_DONE
+from harness.inference.formats import FORMATS
 
 VERB = "export"
 HELP = "export a trained model to a file that other programs can load"
@@ -14,7 +15,7 @@ HELP = "export a trained model to a file that other programs can load"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_run(parser)
-    parser.add_argument("--format", required=True, choices=["safetensors", "torch_export", "onnx"], help="kind of file")
+    parser.add_argument("--format", required=True, choices=[*FORMATS], help="kind of file")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: model.* in the run folder)")
 
 
