@@ -254,7 +254,7 @@ class TrainSection(Section):
     on_gradients: Annotated[str, Field(pattern=r"\.")] | None = None
     """Your own function, such as my_module.noise, that changes the gradients of each step in place before they are
     clipped: noise(gradients, generator, step), with a list of (name, tensor), averaged over ranks and without loss
-    scale; null: none.
+    scale; null: none. On a GPU it also sees the infinite gradients of a step that is skipped because of an overflow.
     """
     log_every: Positive = 10
     """Optimizer steps per line of metrics.jsonl. The loss of a line is the mean over all rows since the last line.
@@ -275,8 +275,8 @@ class TrainSection(Section):
     """Stop after this many evaluations without a better checkpoint.best_metric; null: never."""
     on_nan: Literal["stop", "skip"] = "stop"
     """If the loss of a step is infinite or NaN: stop at the next log line or checkpoint (costs nothing), or skip the
-    step on all ranks (the host waits for the device once per step). Either way a run fails if its weights or its
-    validation loss become infinite or NaN, or if no step of an epoch updates the weights.
+    step on all ranks, as one whose gradients are (the host waits for the device once per step). Either way a run fails
+    if its weights or its validation loss become infinite or NaN, or if no step of an epoch updates the weights.
     """
     evaluate_every: Positive = 1
     """Epochs between evaluations; the last epoch is always evaluated."""

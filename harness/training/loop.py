@@ -6,6 +6,7 @@ import logging
 import math
 import time
 
+import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
@@ -63,16 +64,16 @@ def epoch(run: Run) -> None:
         if logs:
             run.end_window()
         if left and config.checkpoint.every_steps and number % config.checkpoint.every_steps == 0:
-            settle(run)
+            count_last_step(run)
             save(run)
         if run.stop.poll() or number == config.train.max_steps:
             break
-    settle(run)
+    count_last_step(run)
     run.progress.stop()
     if left == 0 or run.finished():
         if run.meter.steps:
             run.end_window()
-            settle(run)
+            count_last_step(run)
         run.health.updates(state, run.writer.complete)
     if left == 0:
         run.log_coverage()
@@ -83,57 +84,61 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     """One optimizer step over the micro-batches of ``group``, applied or skipped on all ranks alike.
 
     ``measured``: a log line with the gradient norm follows. Gradients are averaged over ranks once, in the last
-    backward pass. Whether they overflowed is read after that, from gradients that are equal on all ranks, so that it
-    needs no communication. Where the device can skip the step by itself, the host reads it after the next backward pass
-    has been queued (``settle``), before anything depends on it: the learning rate, the moving average, the counts.
+    backward pass. Whether they overflowed follows from gradients that are equal on all ranks, without communication;
+    under fsdp, whose ranks hold parts of them, torch reduces it as amp unscales them. Where the device can skip the
+    step by itself, the host learns of it after the next backward pass has been queued (``count_last_step``), before
+    anything depends on it: the learning rate, the moving average, the counts.
     """
     train, precision, timer = run.config.train, run.precision, run.meter.timer
     losses = []
     timer.start()
     for index, micro in enumerate(group):
-        last = index == len(group) - 1
+        ends_step = index == len(group) - 1
         run.ranks.activate(micro.rank)
-        with run.parallel.sync_gradients(last, counts=micro.num_rows > 0):
+        with run.parallel.sync_gradients(ends_step, counts=micro.num_rows > 0):
             inputs, own = mixed(train, run.config.seed, run.step, prepare(run, micro.batch.inputs))
             outputs = run.parallel.model(inputs)
             loss = mixed_loss(run.task.loss, outputs, micro.batch.targets, own)
             weighted = loss if micro.weight == 1.0 else loss * micro.weight
             timer.end("forward")
-            with precision.scale_loss(weighted, run.optimizer, delay_unscale=not last) as scaled:
-                if exchange := last and run.parallel.exchanges:
+            with precision.scale_loss(weighted, run.optimizer, delay_unscale=not ends_step) as scaled:
+                if exchange := ends_step and run.parallel.exchanges:
                     end_backward_before_exchange(timer, scaled)
                 run.parallel.backward(scaled, micro.ends)
                 timer.end("reduce" if exchange else "backward")
         losses.append((loss, micro))
     run.ranks.activate(run.ranks.own.start)
-    settle(run)
+    count_last_step(run)
     run.set_lr()
-    skip = precision.overflow(run.optimizer) if train.on_nan == "stop" else precision.skips(run.optimizer)
-    if run.on_gradients and skip is not True:
+    host_decides = train.on_nan == "skip"
+    skip = precision.skips(run.optimizer) if host_decides else precision.overflow(run.optimizer)
+    if run.on_gradients and skip is not True:  # where only the device knows of an overflow, they may be infinite
         run.on_gradients(precision.master_params(run.optimizer), run.state.step)
-    if train.clip_norm is not None or train.on_nan == "skip":
-        norm = clip_grad_norm_(precision.master_params(run.optimizer), train.clip_norm or math.inf)
-        run.meter.norm = norm
-        if train.on_nan == "skip" and not skip and not finite_everywhere(run, norm):
+    if train.clip_norm is not None or host_decides:
+        norm = run.meter.norm = clip_grad_norm_(precision.master_params(run.optimizer), train.clip_norm or math.inf)
+        if host_decides and not skip and not finite_everywhere(run, norm, losses):
             skip = True
             clear_gradients(run.optimizer)
     elif measured:
         params = precision.master_params(run.optimizer)
         run.meter.norm = get_total_norm([param.grad for param in params if param.grad is not None])
-    run.optimizer.step()  # does nothing after an overflow, or without gradients
+    run.optimizer.step()  # amp has replaced it: after an overflow it does nothing, as any does without gradients
     clear_gradients(run.optimizer)
     end_step(run, losses, skip)
     timer.end("optimizer")
 
 
-def finite_everywhere(run: Run, norm: Tensor) -> bool:
-    """True if the gradient norm is finite on every rank: where it nearly overflows, the ranks of a mixed cluster may
-    differ. Collective; the host waits for the device."""
-    return not run.runtime.sum((~full(norm).isfinite()).int()).item()
+def finite_everywhere(run: Run, norm: Tensor, losses: Losses) -> bool:
+    """True if the gradient norm and the losses of a step are finite on every rank: where the norm nearly overflows, the
+    ranks of a mixed cluster may differ. Collective; the host waits for the device."""
+    values = [full(norm), *(loss.detach() for loss, micro in losses if micro.num_rows)]
+    finite = torch.stack([value.double().reshape(()) for value in values]).isfinite().all()
+    return not run.runtime.sum((~finite).int()).item()
 
 
 def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
-    """Add the losses, on the device, and count the step, at once if the host knows whether it was skipped."""
+    """Add the losses, on the device, and count the step, at once if the host knows whether it was skipped. ``skip`` is
+    a tensor, not 0 for a skipped step, where only the device knows."""
     used = Used([], [0] * len(run.ranks.own), [0] * len(run.ranks.own))
     for loss, micro in losses:
         if micro.num_rows:  # otherwise it only kept this rank in step
@@ -143,16 +148,16 @@ def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
             used.bad[place] += min(len(micro.batch.bad), micro.num_rows)  # padding rows are not counted
             if run.config.train.on_nan == "stop" or skip is not True:
                 run.meter.add_loss(loss, micro.num_rows, skip, place)
-    run.last = used, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip
+    run.uncounted = used, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip
     if not isinstance(skip, Tensor):
-        settle(run)
+        count_last_step(run)
 
 
-def settle(run: Run) -> None:
+def count_last_step(run: Run) -> None:
     """Count the last step, and write its log line, if that is not done. Collective. The host waits until the device has
     ended that step, not for the work that it was given since."""
-    if run.last is not None:
-        (used, skip), run.last = run.last, None
+    if run.uncounted is not None:
+        (used, skip), run.uncounted = run.uncounted, None
         skipped = skip if isinstance(skip, bool) else skip.values()["skip"] != 0
         if run.ema and not skipped:
             run.ema.update(run.precision.master_params(run.optimizer))  # which only the next step changes

@@ -66,7 +66,7 @@ class Run:
     started: float = 0.0  # time.perf_counter() at which state.wall_s was zero
     operations: int | None = None  # of torch in a forward pass, if they could be counted; on rank 0
     weights: dict[str, object] = field(default_factory=dict)  # those that this start was given: source, hash
-    last: tuple[Used, bool | Reading] | None = None  # the last step, until it is counted: whether it was skipped
+    uncounted: tuple[Used, bool | Reading] | None = None  # the last step, until it is counted, and if it was skipped
     lr: float = 0.0  # of the last step, for the parameters without a group of their own
     num_threads: int = field(default_factory=torch.get_num_threads)  # of torch, before the task's code ran
 
@@ -87,7 +87,7 @@ class Run:
     @property
     def step(self) -> int:
         """The number of steps so far, including one that is not counted yet."""
-        return self.state.step + (self.last is not None)
+        return self.state.step + (self.uncounted is not None)
 
     def throughput(self) -> float:
         """Training rows per second over all ranks, including skipped steps, log lines and checkpoints, but not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -93,6 +94,16 @@ def test_nan_loss_stops_at_the_next_log_line_or_is_skipped(start, level):
     assert loop.train(run)
     assert (run.state.skipped, run.state.applied) == (1, 4 * STEPS - 1)
     assert all(math.isfinite(entry["loss"]) for entry in run.state.history)
+
+
+def test_infinite_loss_with_finite_gradients_is_skipped(start, monkeypatch):
+    run, calls = start("", 1, "train.on_nan=skip", "precision.opt_level=O0"), itertools.count()
+    loss = type(run.task).loss
+    monkeypatch.setattr(
+        type(run.task), "loss", lambda *given: loss(*given) + (torch.inf if next(calls) == STEPS else 0)
+    )
+    assert loop.train(run)
+    assert (run.state.skipped, run.state.applied) == (1, 4 * STEPS - 1)
 
 
 @pytest.mark.parametrize("how", ["nan statistics", "nan evaluation", "nan average"])

@@ -114,7 +114,7 @@ def test_run_that_is_killed_with_an_open_decision_resumes_exactly(start, number,
     killed = mock.patch.object(loop, "step", lambda run, *rest, **more: _killed_after(number, step, run, *rest, **more))
     with killed, pytest.raises(InterruptedError):
         loop.train(first)
-    assert first.last is not None
+    assert first.uncounted is not None
     resumed = start("broken")
     assert resumed.state.step == saved
     assert_same(finished(resumed), whole)
@@ -131,7 +131,7 @@ def test_host_waits_for_a_step_only_when_the_device_has_the_next_one(start):
     groups = iter(run.train_data.groups(0, []))
     for _ in range(3):
         loop.step(run, next(groups), measured=True)
-    assert run.last is not None
+    assert run.uncounted is not None
     run.end_window()
     gpu = syncs._gpu
     gpu.order.clear()
