@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, DataError, HarnessError
-from harness.inference.formats import FORMATS, Subject
+from harness.inference.formats import FORMATS, Exported
 from harness.runs import trained_run
 from harness.runs.files import output_error, replacing, require_output
 from harness.training import build
@@ -34,7 +34,7 @@ log = logging.getLogger("harness")
 CHECK_ROWS = (8, 3, 1)  # sizes of the batches of evaluation rows to compare
 
 
-class Sample(NamedTuple):
+class CheckedRows(NamedTuple):
     """A batch of real inputs, and what the model makes of them."""
 
     inputs: Tensor
@@ -69,7 +69,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
     trained_run.load(model, trained_run.best(run), run)
     samples = _samples(model.float().eval(), task)  # an error of the model's own code is not one of writing
     signature: dict[str, Any] = dict(task.signature) if isinstance(task, SupportsSignature) else {}
-    subject = Subject(
+    subject = Exported(
         model,
         lambda: build.build_model(config, task),
         {"name": config.model.name, "args": config.model.args},
@@ -100,7 +100,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
     return out
 
 
-def _samples(model: nn.Module, task: OpenedTask) -> list[Sample]:
+def _samples(model: nn.Module, task: OpenedTask) -> list[CheckedRows]:
     """Evaluation rows that can be read, the largest batch first."""
     samples, start = [], 0
     for size in CHECK_ROWS:
@@ -109,7 +109,7 @@ def _samples(model: nn.Module, task: OpenedTask) -> list[Sample]:
         if len(batch):
             inputs = task.prepare(batch.inputs)
             with torch.no_grad():
-                samples.append(Sample(inputs, model(inputs)))
+                samples.append(CheckedRows(inputs, model(inputs)))
     if not samples:
         raise DataError(
             f"none of the first {start} validation rows can be read, on which the exported model is checked",
@@ -119,7 +119,7 @@ def _samples(model: nn.Module, task: OpenedTask) -> list[Sample]:
     return sorted(samples, key=lambda sample: -len(sample.inputs))
 
 
-def _compare(samples: Sequence[Sample], loaded: Function, tolerance: float) -> float:
+def _compare(samples: Sequence[CheckedRows], loaded: Function, tolerance: float) -> float:
     """The largest difference on real rows, relative to the largest output, or to 1 if that is larger. Raises
     HarnessError if it is not within ``tolerance``."""
     worst = 0.0
@@ -144,7 +144,7 @@ def _compare(samples: Sequence[Sample], loaded: Function, tolerance: float) -> f
     return worst
 
 
-def _facts(subject: Subject, samples: Sequence[Sample]) -> dict[str, Any]:
+def _facts(subject: Exported, samples: Sequence[CheckedRows]) -> dict[str, Any]:
     inputs, outputs = samples[0]
     length = ["length"] if subject.variable_length else []
     tensors = {

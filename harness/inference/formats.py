@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Exported:
     """A model to export. ``new`` builds one like it with other weights, ``facts`` are its name and arguments, ``input``
     and ``output`` the names of its tensors, and ``example`` is an input."""
 
@@ -35,24 +35,24 @@ class Subject:
     variable_length: bool
 
 
-class Format:
+class ExportFormat:
     suffix: ClassVar[str]
     tolerance: ClassVar[float]
     """The largest difference of an output that is allowed, relative to the largest output, or to 1."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Packages of the extra of the same name, which may be missing."""
 
-    def write(self, subject: Subject, path: Path) -> Function:
+    def write(self, subject: Exported, path: Path) -> Function:
         """Write ``subject`` to ``path``; return the model that other programs load from there."""
         raise NotImplementedError
 
 
-class Safetensors(Format):
+class Safetensors(ExportFormat):
     """The weights alone; loading them needs the model's code."""
 
     suffix, tolerance = ".safetensors", 0.0
 
-    def write(self, subject: Subject, path: Path) -> Function:
+    def write(self, subject: Exported, path: Path) -> Function:
         from harness.runs.checkpoint import load_weights, save_weights
 
         tensors = {name: tensor.detach().clone().contiguous() for name, tensor in subject.model.state_dict().items()}
@@ -63,12 +63,12 @@ class Safetensors(Format):
         return loaded
 
 
-class TorchExport(Format):
+class TorchExport(ExportFormat):
     """The traced model, which torch alone can load."""
 
     suffix, tolerance = ".pt2", 1e-5
 
-    def write(self, subject: Subject, path: Path) -> Function:
+    def write(self, subject: Exported, path: Path) -> Function:
         import torch
 
         program = _traced(subject)
@@ -80,12 +80,12 @@ class TorchExport(Format):
         return loaded
 
 
-class Onnx(Format):
+class Onnx(ExportFormat):
     """The traced model for ONNX Runtime and others."""
 
     suffix, tolerance, packages = ".onnx", 1e-4, ("onnx", "onnxscript", "onnxruntime")
 
-    def write(self, subject: Subject, path: Path) -> Function:
+    def write(self, subject: Exported, path: Path) -> Function:
         import onnxruntime
         import torch
 
@@ -99,10 +99,10 @@ class Onnx(Format):
         return lambda inputs: torch.from_numpy(session.run([subject.output], {subject.input: inputs.numpy()})[0])
 
 
-FORMATS: Mapping[str, Format] = {"safetensors": Safetensors(), "torch_export": TorchExport(), "onnx": Onnx()}
+FORMATS: Mapping[str, ExportFormat] = {"safetensors": Safetensors(), "torch_export": TorchExport(), "onnx": Onnx()}
 
 
-def _traced(subject: Subject) -> torch.export.ExportedProgram:
+def _traced(subject: Exported) -> torch.export.ExportedProgram:
     import torch
 
     sizes = {0: torch.export.Dim("batch")} | ({1: torch.export.Dim("length")} if subject.variable_length else {})
