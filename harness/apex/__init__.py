@@ -1,8 +1,9 @@
 """The Apex API on plain PyTorch, on CPU and GPU: ``from harness.apex import amp, parallel``.
 
 Mixed precision by opt level (``amp``), gradient averaging across ranks (``parallel``), and the other names that Apex
-scripts import. Written from the Apex contract, a point-by-point description of Apex's behavior; docstrings name the
-deliberate differences. Imports nothing else from the harness. Start reading in ``amp/initialize.py``.
+scripts import. Written from the Apex contract, a point-by-point description of Apex's behavior; tests/apex/contract.py
+lists the points that docstrings name ("contract 5.1.5"). Docstrings also name the deliberate differences. Imports
+nothing else from the harness. Start reading in ``amp/initialize.py``.
 
 Scripts that ``import apex`` run unmodified:
 
