@@ -40,7 +40,7 @@ class HarnessError(Exception):
         text = f"{self.where}: {self.message}" if self.where else self.message
         return f"{text}\n  -> {self.hint}" if self.hint else text
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[object, ...]:
         # Exceptions are pickled between processes (loader workers, ranks), which loses keyword arguments by default.
         return _rebuild, (type(self), self.message, self.where, self.hint)
 

@@ -140,7 +140,7 @@ class UrlCache:
         self._pid = os.getpid()
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
-        self._started: dict[str, Future] = {}
+        self._started: dict[str, Future[bytes]] = {}
         self._room = 0  # bytes until the size is measured again
         self._full_until = 0.0  # time.monotonic
 
@@ -191,7 +191,7 @@ class UrlCache:
         name = hashlib.sha256(url.encode()).hexdigest()[:40]
         return self.folder / name[:2] / name
 
-    def _result(self, url: str, future: Future) -> bytes:
+    def _result(self, url: str, future: Future[bytes]) -> bytes:
         try:
             content: bytes = future.result(timeout=2 * fetch.ATTEMPTS * fetch.TIMEOUT_S)
             return content

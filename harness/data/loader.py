@@ -50,7 +50,7 @@ class BatchRequest:
     epoch: int | None
 
 
-class _Requests(Sampler):
+class _Requests(Sampler[Any]):
     """The pending requests. One loader serves all epochs, so its workers are started once."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class _Requests(Sampler):
         return iter(self.pending)
 
 
-class _Fetch(torch.utils.data.Dataset):
+class _Fetch(torch.utils.data.Dataset[Any]):
     """A batch per request. In a worker an exception is returned in its place."""
 
     def __init__(self, dataset: Dataset) -> None:

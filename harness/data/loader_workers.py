@@ -134,7 +134,7 @@ def require_shared_memory(batch_bytes: float, num_workers: int, num_ranks: int) 
         )
 
 
-class WatchedDataLoader(DataLoader):
+class WatchedDataLoader(DataLoader[Any]):
     """A DataLoader that calls ``while_waiting`` twice per second while its workers deliver nothing. It may raise."""
 
     while_waiting: Callable[[], None]

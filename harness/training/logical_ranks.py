@@ -178,9 +178,10 @@ def _merged(left: Gradients, right: Gradients) -> Gradients:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     if len(both) == len(left):
         return left
-    alone = [a if b is None else b for a, b in zip(left, right, strict=True) if (a is None) != (b is None)]
-    if alone:
-        torch._foreach_add_(alone, 0.0)
+    for a, b in zip(left, right, strict=True):
+        alone = a if b is None else b if a is None else None
+        if alone is not None:
+            alone.add_(0.0)
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
