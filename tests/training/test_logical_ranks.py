@@ -1,0 +1,71 @@
+"""Gradients of logical ranks: one sum on any number of processes, whatever each rank uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.distributed.launch_env import Launch
+from harness.distributed.runtime import Runtime
+from harness.errors import TrainingError
+from harness.training.logical_ranks import GradientTree, LogicalRanks
+from tests.ranks import run_ranks
+
+NUM = 6
+SHAPES = [(5, 3), (1,), (), (4, 2, 1, 3)]
+
+
+def gradient(rank: int, place: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """That of a parameter. No rank has one for the last, ranks 1, 2 and 5 none for the first; some are -0.0."""
+    if place == len(SHAPES) - 1 or (place == 0 and rank in (1, 2, 5)):
+        return None
+    values = torch.randn(SHAPES[place], generator=torch.Generator().manual_seed(100 * rank + place))
+    return torch.where(values < -0.5, -0.0, values).to(dtype)
+
+
+def mean(dtype: torch.dtype) -> list[Any]:
+    """The gradients of this process as bytes, after two steps: what one leaves behind must not change the next."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    ranks = LogicalRanks(Runtime(Launch(rank=rank, world_size=world_size)), NUM)
+    ranks.start(nn.Module(), ())
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    parameters[3].data = parameters[3].data.to(memory_format=torch.channels_last)
+    tree = GradientTree(parameters, ranks)
+    for _ in range(2):
+        for logical in ranks.own:
+            for place, parameter in enumerate(parameters):
+                parameter.grad = gradient(logical, place, dtype)
+            tree.collect()
+    found = [parameter.grad for parameter in parameters]
+    assert all(each is None or each.data_ptr() % 64 == 0 for each in found)
+    return [None if each is None else each.reshape(-1).view(torch.uint8).tolist() for each in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_processes", [2, 3, 4, 6])
+def test_the_bits_do_not_depend_on_which_process_has_a_gradient(dtype, num_processes):
+    assert run_ranks(num_processes, mean, dtype) == [mean(dtype)] * num_processes
+
+
+def test_a_rank_without_a_gradient_adds_zeros():
+    found = mean(torch.float64)
+    for place, shape in enumerate(SHAPES[:3]):
+        each = [gradient(rank, place, torch.float64) for rank in range(NUM)]
+        expected = sum(torch.zeros(shape, dtype=torch.float64) if g is None else g for g in each) / NUM
+        values = torch.tensor(found[place], dtype=torch.uint8).view(torch.float64).view(shape)
+        torch.testing.assert_close(values, expected)
+    assert found[3] is None
+
+
+def test_a_sparse_gradient_is_refused():
+    ranks = LogicalRanks(Runtime(), 2)
+    embedding = nn.Embedding(4, 2, sparse=True)
+    tree = GradientTree(list(embedding.parameters()), ranks)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(TrainingError) as caught:
+        tree.collect()
+    assert caught.value.where == "parallel.logical_ranks"
