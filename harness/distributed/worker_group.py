@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -74,9 +74,7 @@ class WorkerGroup:
                         preexec_fn=processes.terminated_with_parent() if ends_with_parent else None,
                     )  # fmt: skip
         except BaseException:
-            self.kill()
-            for process in self.processes.values():
-                process.wait()
+            self.abandon()
             raise
 
     def stop(self) -> None:
@@ -95,6 +93,14 @@ class WorkerGroup:
     def kill(self) -> None:
         self.deadline = 0.0
         self.send(signal.SIGKILL)
+
+    def abandon(self) -> None:
+        """Kill all after an error, and wait for their end: their parent may live on, and nobody would follow them."""
+        self.kill()
+        for process in self.processes.values():
+            with suppress(subprocess.TimeoutExpired):  # of a process that is blocked in the kernel
+                process.wait(KILL_S)
+            processes.kill_session(process.pid)
 
     def send(self, number: int) -> None:
         for process in self.processes.values():
@@ -120,10 +126,14 @@ class WorkerGroup:
 
     def wait(self, meanwhile: Callable[[], None] = lambda: None) -> dict[int, int]:
         """Wait until all have ended, and return ``exits``. Once one has failed, the others get PEERS_S to end by
-        themselves. ``meanwhile`` is called several times per second."""
-        while not self.poll():
-            meanwhile()
-            time.sleep(_POLL_S)
+        themselves. ``meanwhile`` is called several times per second; if it raises, all are killed."""
+        try:
+            while not self.poll():
+                meanwhile()
+                time.sleep(_POLL_S)
+        except BaseException:
+            self.abandon()
+            raise
         return self.exits
 
     def follow(self, meanwhile: Callable[[], None] = lambda: None) -> EngineReport:
@@ -151,12 +161,15 @@ class LocalRun(WorkerGroup):
     ) -> None:
         if world_size > 1:
             require_loopback()
-        listening = socket.create_server(("127.0.0.1", 0))  # at a port that the system picks
-        port = listening.getsockname()[1] if world_size > 1 else 0
-        places = {rank: local_environment(rank, world_size, port, by) for rank in range(world_size)}
-        super().__init__({rank: Worker(command, {**environ, **place}) for rank, place in places.items()}, grace_s)
-        with listening:  # ranks that are early wait; meanwhile, this process imports torch
-            self._store = _store(listening) if world_size > 1 else None
+        with socket.create_server(("127.0.0.1", 0)) as listening:  # at a port that the system picks
+            port = listening.getsockname()[1] if world_size > 1 else 0
+            places = {rank: local_environment(rank, world_size, port, by) for rank in range(world_size)}
+            super().__init__({rank: Worker(command, {**environ, **place}) for rank, place in places.items()}, grace_s)
+            try:  # ranks that are early wait; meanwhile, this process imports torch
+                self._store = _store(listening) if world_size > 1 else None
+            except BaseException:
+                self.abandon()
+                raise
 
 
 def _store(listening: socket.socket) -> Any:

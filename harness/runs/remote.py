@@ -187,12 +187,12 @@ class RemoteRunFolder(RunFolder):
             top, _, rest = name.partition("/")
             if top == layout.CHECKPOINTS and (step := layout.step_number(rest.partition("/")[0])) is not None:
                 files.setdefault(step, []).append(name)
-        complete = {step for step, names in files.items() if any(name.endswith(layout.MANIFEST) for name in names)}
+        complete = {step for step, names in files.items() if any(_is_manifest(name) for name in names)}
         incomplete = files.keys() - complete - {latest, best}
         self._check_owner()  # the next start's checkpoints may be newer than the latest one here
         for step in [*outdated(complete, latest, best, self.checkpoints.keep), *incomplete]:
             # The manifest first: without it, what is left is no checkpoint.
-            names = sorted(files[step], key=lambda name: not name.endswith(layout.MANIFEST))
+            names = sorted(files[step], key=lambda name: not _is_manifest(name))
             self.store.remove(names)
             for name in names:
                 self._uploaded.pop(name, None)
@@ -295,6 +295,10 @@ class RemoteRunFolder(RunFolder):
 
 def _pointer(name: str) -> str:
     return f"{layout.CHECKPOINTS}/{name}"
+
+
+def _is_manifest(name: str) -> bool:
+    return name.count("/") == 2 and name.endswith(f"/{layout.MANIFEST}")  # not a file of a checkpoint's own folders
 
 
 class UploadTakenOver(Exception):

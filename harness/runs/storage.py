@@ -55,8 +55,7 @@ def copy_run(
     manifest last, which makes it valid. Last come the ``pointers`` ({"latest": "step-8"}), unless ``problem``
     finds something wrong with the copy of the checkpoint they name.
 
-    ``copied`` remembers the marks of what arrived: unchanged files
-    are not copied again. One store must be local.
+    ``copied`` remembers the marks of what arrived: unchanged files are not copied again. One store must be local.
     """
     copied = {} if copied is None else copied
     for name in sorted(files, key=_order):
@@ -77,8 +76,9 @@ def copy_run(
 
 
 def _order(name: str) -> tuple[bool, str, bool, str]:
-    folder, _, file = name.rpartition("/")
-    return name.startswith(f"{layout.CHECKPOINTS}/"), folder, file == layout.MANIFEST, name
+    top, _, rest = name.partition("/")
+    step, _, file = rest.partition("/")
+    return (True, step, file == layout.MANIFEST, name) if top == layout.CHECKPOINTS else (False, "", False, name)
 
 
 class LocalStore:

@@ -20,7 +20,8 @@ from harness.config.schema import Config, flatten, in_recipe
 from harness.errors import CheckpointError, ConfigError, reason, remedy
 from harness.runs import layout
 from harness.runs.checkpoint import folder_gone
-from harness.runs.files import finite, identity, parse_json, read_json, sha256, write_atomically
+from harness.runs.files import finite, identity, read_json, write_atomically
+from harness.runs.followed import read_entry
 from harness.trackers.base import RunInfo, Sample, Tracker
 from harness.trackers.forwarder import Forwarder
 
@@ -89,21 +90,13 @@ def _open(path: Path) -> TextIO:
     return open(path, "a+", encoding="utf-8")  # can be read even if it is removed
 
 
-def _entry(line: bytes) -> dict[str, Any] | None:
-    """The entry of ``line``; None if the line is damaged."""
-    try:
-        found = parse_json(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and isinstance(found.get("step", 0), int) else None
-
-
 class MetricsLog:
     """One JSON object per line, whole lines only, numbers at full precision. ``path`` None: write nothing."""
 
     def __init__(self, path: Path | None, forwarders: Sequence[Forwarder] = ()) -> None:
         self._path, self._forwarders, self._cpu_s = path, forwarders, 0.0
         self._file = _open(path) if path else None
+        self._hash = hashlib.sha256()  # of the log so far; ``rewind`` sets it for a log that exists
         self.damage = ""  # what this start found wrong with the log, and what is lost
 
     def log(self, split: str, values: dict[str, Any]) -> None:
@@ -111,11 +104,13 @@ class MetricsLog:
         if self._file is None:
             return
         entry = finite({"split": split, **values})
+        line = json.dumps(entry) + "\n"
         try:
-            self._file.write(json.dumps(entry) + "\n")
+            self._file.write(line)
             self._file.flush()
         except OSError as error:
             raise self._write_error(error) from None
+        self._hash.update(line.encode())
         for forwarder in self._forwarders:
             forwarder.log(entry)
 
@@ -157,8 +152,8 @@ class MetricsLog:
         self._file = _open(self._path)
 
     def digest(self) -> str:
-        """The SHA-256 of the log so far, which ``rewind`` checks."""
-        return sha256(self._path) if self._path else ""
+        """The SHA-256 of the log so far, which ``rewind`` checks; empty on ranks other than 0."""
+        return self._hash.hexdigest() if self._path else ""
 
     def rewind(self, offset: int, digest: str = "", evaluations: Sequence[dict[str, Any]] = ()) -> None:
         """Delete the entries after ``offset``, which a resumed run writes again, and start the trackers.
@@ -170,7 +165,8 @@ class MetricsLog:
             return
         size = self._file.seek(0, os.SEEK_END)
         before = os.pread(self._file.fileno(), min(offset, size), 0)
-        if digest and hashlib.sha256(before).hexdigest() != digest:
+        self._hash = hashlib.sha256(before)
+        if digest and self._hash.hexdigest() != digest:
             offset = self._mend(before, offset, evaluations)
         else:
             self._file.truncate(len(before))  # truncating a log that was deleted would fill it with zeros
@@ -182,7 +178,7 @@ class MetricsLog:
         """Replace the log by what is left of it; return its size. The damaged file is kept under another name."""
         assert self._path is not None
         assert self._file is not None
-        entries = [entry for line in before.split(b"\n") if (entry := _entry(line)) is not None]
+        entries = [entry for line in before.split(b"\n") if (entry := read_entry(line)) is not None]
         num_lines, found = len(entries), {entry.get("step") for entry in entries if entry.get("split") == "eval"}
         missing = [{"split": "eval", **entry} for entry in evaluations if entry["step"] not in found]
         for entry in missing:
@@ -193,7 +189,7 @@ class MetricsLog:
         os.replace(self._path, self._path.with_name(kept))
         text = "".join(json.dumps(finite(entry)) + "\n" for entry in entries).encode()
         write_atomically(self._path, text)
-        self._file = _open(self._path)
+        self._file, self._hash = _open(self._path), hashlib.sha256(text)
         self.damage = (
             f"{self._path.name} was damaged before the run was resumed: {len(before)} of the {offset} bytes that the "
             f"checkpoint relies on were left, with {num_lines} readable lines, whose values may be wrong; "

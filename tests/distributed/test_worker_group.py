@@ -65,6 +65,25 @@ def test_failed_start_leaves_nothing_running(monkeypatch):
     assert [process.poll() for process in children] == [-signal.SIGKILL]
 
 
+def test_error_while_waiting_leaves_nothing_running(tmp_path):
+    group = WorkerGroup({0: shell("sleep 60 & echo $!; wait", tmp_path / "out")}, 60)
+    wait_until(lambda: (tmp_path / "out").read_text(), 30, "the child's number")
+    child = Path("/proc") / (tmp_path / "out").read_text().strip()
+    with pytest.raises(ZeroDivisionError):
+        group.wait(lambda: 1 / 0)
+    assert group.processes[0].poll() == -signal.SIGKILL
+    wait_until(lambda: not (child / "cmdline").exists() or not (child / "cmdline").read_text(), 30, "the child's end")
+
+
+def test_error_of_the_store_leaves_no_rank_running(monkeypatch):
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(worker_group.subprocess, "Popen", lambda *a, **o: started.append(popen(*a, **o)) or started[-1])
+    monkeypatch.setattr(worker_group, "_store", lambda listening: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        LocalRun(["sleep", "60"], 2, dict(os.environ), 1.0, "a test")
+    assert [process.poll() for process in started] == [-signal.SIGKILL] * 2
+
+
 PARENT = """
 import subprocess, sys, time
 from harness.distributed.worker_group import LocalRun, Worker, WorkerGroup

@@ -235,20 +235,6 @@ def test_what_a_resume_needs_is_sent(apart, tmp_path):
     assert Checkpoints(first / "checkpoints", 2).newest().name == "step-30"
 
 
-def test_each_new_line_is_read_once(tmp_path):
-    path = tmp_path / "log"
-    path.write_text("before\n")
-    tail = on_worker.Tail(path)
-    for text, mode, expected in (
-        ("", "a", []), ("one\ntwo\nhal", "a", ["one", "two"]), ("f\n", "a", ["half"]), ("new\n", "w", []),
-        ("more\n", "a", ["more"]),
-    ):  # fmt: skip
-        with open(path, mode) as file:
-            file.write(text)
-        assert tail.read() == expected
-    assert on_worker.Tail(tmp_path / "absent").read() == []
-
-
 # On a cluster
 
 

@@ -68,6 +68,21 @@ def test_copy_run_copies_what_has_changed(store, tmp_path):
     assert LocalStore(tmp_path / "back").read("checkpoints/best") == ""
 
 
+def test_manifest_of_a_checkpoint_with_folders_comes_last(tmp_path):
+    local, arrived = LocalStore(tmp_path / "local"), []
+    step = "checkpoints/step-8"
+    for name in ("manifest.json", "shards/manifest.json", "shards/a", "state.pt", "z/deep/b"):
+        local.write(f"{step}/{name}", "")
+    local.write("metrics.jsonl", "")
+
+    class Store:
+        def put(self, source, name):
+            arrived.append(name)
+
+    copy_run(local, Store(), local.files())
+    assert (arrived[0], arrived[-1]) == ("metrics.jsonl", f"{step}/manifest.json")
+
+
 def test_an_interrupted_upload_keeps_the_earlier_file(tmp_path, monkeypatch):
     store = UrlStore(f"file://{tmp_path}/runs/digits")
     store.write("x", "before")

@@ -24,10 +24,11 @@ from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.engines.base import train_command
 from harness.errors import LaunchError
 from harness.runs.files import commit, temporary_for
+from harness.runs.followed import FollowedFile
 from harness.runs.storage import LocalStore, working_folder
 
 _EVENT_S = 0.2  # between two events with new lines
-_MAX_EVENT_BYTES = 1 << 20  # per file and event
+_TERMINAL = "terminal"  # what a rank prints, as the file of an event
 _POLL_S = 0.05
 _KEEP_S = 600.0  # how long an abandoned job's files stay, for a client that still wants them
 CHUNK_BYTES = 8 << 20
@@ -129,16 +130,18 @@ def _run(
     scratch.mkdir(parents=True, exist_ok=True)
     config.write_text(start.config, encoding="utf-8")
     run_folder = working_folder(start.url, start.cache_dir) if start.url else Path(start.run_folder)
-    tails = {"terminal": Tail(terminal)} | {name: Tail(run_folder / name) for name in start.files}
+    paths = {_TERMINAL: terminal} | {name: run_folder / name for name in start.files}
+    followed = {name: FollowedFile(path, only_new=True) for name, path in paths.items()}
     command = [start.python or sys.executable, *train_command(folder), "-c", str(config), *start.overrides]
     worker = Worker(command, {**os.environ, **start.environ}, folder, terminal)
     group = WorkerGroup({start.rank: worker}, start.grace_s)
     sent_at = 0.0
 
-    def send_lines() -> bool:
-        news = {name: lines for name, tail in tails.items() if (lines := tail.read())}
+    def send_lines(final: bool = False) -> bool:
+        # Of the other files an unfinished line is not sent: the rank was killed while it wrote an entry.
+        news = {name: lines for name, file in followed.items() if (lines := file.read(final and name == _TERMINAL))}
         for name, lines in news.items():
-            send(file=name, lines=lines)
+            send(file=name, lines=[line.decode(errors="replace") for line in lines])
         return bool(news)
 
     def poll() -> None:
@@ -150,7 +153,7 @@ def _run(
             send_lines()
 
     code = group.wait(poll)[start.rank]
-    while send_lines():
+    while send_lines(final=True):
         pass
     return code
 
@@ -192,29 +195,3 @@ def write_chunk(store: LocalStore, name: str, offset: int, content: bytes, last:
         file.write(content)
     if last:
         commit(temporary_for(target), target)
-
-
-class Tail:
-    """Reads the lines that a file grows by, from its present end on."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = self._size()
-
-    def read(self) -> list[str]:
-        """The complete lines added since the last call. After a truncation, reading continues at the new end."""
-        self._offset = min(self._offset, self._size())
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(self._offset)
-                whole, newline, _ = file.read(_MAX_EVENT_BYTES).rpartition(b"\n")
-        except OSError:
-            return []
-        self._offset += len(whole) + len(newline)
-        return whole.decode(errors="replace").splitlines() if newline else []
-
-    def _size(self) -> int:
-        try:
-            return self._path.stat().st_size
-        except OSError:
-            return 0

@@ -8,7 +8,6 @@ checkpoint. Orphans of a killed trial are adopted and ended by the sweep (harnes
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 import subprocess
@@ -24,6 +23,7 @@ from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.errors import EXIT_DONE, EXIT_STOPPED, EXITS_BY_SIGNAL
 from harness.runs import layout, reader
 from harness.runs.files import identity, read_json
+from harness.runs.followed import FollowedFile, read_entry
 from harness.tools.sweep.spec import typed
 
 How = Literal["done", "interrupted", "failed"]
@@ -117,37 +117,21 @@ class TrialProcess:
 
 
 class TrialLogReader:
-    """Follows the log of a run, reading only new lines.
-
-    A resumed run rewrites the end of its log. If the last line that was read is gone, everything is read again.
-    """
+    """Follows the log of a run. A resumed run rewrites the end of its log: then everything is read again."""
 
     def __init__(self, run: Path, metric: str) -> None:
-        self._path, self._metric = run / layout.METRICS, metric
+        self._log, self._metric = FollowedFile(run / layout.METRICS, rewritten=self._forget), metric
         self._forget()
 
     def _forget(self) -> None:
-        self._offset, self._last = 0, b""
         self.step = 0
         self.evaluations: dict[int, float] = {}  # epoch -> metric of its first evaluation
 
     def read(self) -> None:
         """Read the lines written since the last call."""
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(max(0, self._offset - len(self._last)))
-                if file.read(len(self._last)) != self._last:
-                    self._forget()
-                    file.seek(0)
-                fresh = file.read()
-        except OSError:
-            return  # not written yet
-        whole = fresh[: fresh.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines(keepends=True):
-            self._last = line
-            with contextlib.suppress(ValueError):
-                self._take(json.loads(line))
+        while lines := self._log.read():
+            for line in filter(None, map(read_entry, lines)):
+                self._take(line)
 
     def _take(self, line: dict[str, Any]) -> None:
         self.step = line.get("step", self.step)

@@ -49,7 +49,7 @@ def test_rewritten_log_is_read_again(tmp_path):
 
 def test_missing_metrics_and_broken_lines_are_skipped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
-        "{half\n" + lines(evaluation(1, None), evaluation(2, 0.5), evaluation(2, 0.7))
+        "{half\n3\nnull\n[]\n" + lines(evaluation(1, None), evaluation(2, 0.5), evaluation(2, 0.7))
     )
     reader = TrialLogReader(tmp_path, "top1")
     reader.read()

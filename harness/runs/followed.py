@@ -1,0 +1,71 @@
+"""Following a file to which another process appends lines, such as the log of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from harness.runs.files import parse_json
+
+_KEPT_BYTES = 4096  # of what was read, by which a file that was rewritten is told
+
+
+class FollowedFile:
+    """Reads the lines that the file at ``path`` grows by, each once; it need not exist yet.
+
+    A file that no longer holds the end of what was read was truncated or rewritten: ``rewritten`` is called, and the
+    next line is its first. With ``only_new`` it is the first one after the present end, as at the start.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        only_new: bool = False,
+        rewritten: Callable[[], object] = lambda: None,
+        limit: int = 1 << 20,
+    ) -> None:
+        """``limit``: bytes of one ``read``."""
+        self._path, self._only_new, self._rewritten, self._limit = path, only_new, rewritten, limit
+        self._offset, self._kept = 0, b""
+        try:
+            with open(path, "rb") as file:
+                self._start(file)
+        except OSError:
+            pass  # not written yet
+
+    def _start(self, file: BinaryIO) -> None:
+        self._offset = os.fstat(file.fileno()).st_size if self._only_new else 0
+        first = max(self._offset - _KEPT_BYTES, 0)
+        self._kept = os.pread(file.fileno(), self._offset - first, first)
+
+    def read(self, final: bool = False) -> list[bytes]:
+        """The complete lines since the last call, without their ends; call it until it returns none. A line of
+        ``limit`` bytes or more comes in parts. ``final``: nothing more is written, so a last line without an end, too.
+        """
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset - len(self._kept))
+                if file.read(len(self._kept)) != self._kept:
+                    self._rewritten()
+                    self._start(file)
+                    file.seek(self._offset)
+                fresh = file.read(self._limit)
+        except OSError:
+            return []
+        end, is_full = fresh.rfind(b"\n") + 1, len(fresh) == self._limit
+        fresh = fresh if (is_full and not end) or (final and not is_full) else fresh[:end]
+        self._offset += len(fresh)
+        self._kept = (self._kept + fresh)[-_KEPT_BYTES:]
+        return fresh.splitlines()
+
+
+def read_entry(line: bytes) -> dict[str, Any] | None:
+    """The entry of the metrics log in ``line``; None if the line is damaged."""
+    try:
+        found = parse_json(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("step", 0), int) else None
