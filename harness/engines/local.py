@@ -114,7 +114,7 @@ class RestartedRun:
     def follow(self) -> EngineReport:
         while True:
             report = self._run.follow(self._consider_growth)
-            outcome = self._collector.judge(report)
+            outcome = self._collector.preview(report)
             report = replace(report, stopped=self._num_stops > 0, world_size=self._size)
             if self._num_stops or not self._again(report, outcome) or not self._start_again():
                 return report

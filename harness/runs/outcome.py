@@ -64,7 +64,11 @@ def judge(
     number: int = 0,
     shares_terminal: bool = False,
 ) -> RunOutcome:
-    """The outcome of the run in ``folder``, from ``exits``, the exits of its ranks in the order in which they ended.
+    """The outcome of the run in ``folder``, from ``exits``, the exits of its ranks. Of two errors, the earlier one in
+    ``exits`` is the first. ``ExitCollector`` puts the failure first on which the ranks have agreed through their store.
+    Then come the ranks' own records, by the clocks of their machines, which may differ by more than it takes an error
+    to reach the other ranks: without an agreement, a consequence may be taken for the cause. The last are those that
+    the engine saw, in the order in which they ended.
 
     ``exits`` may hold the rank's own record and what the engine saw of the same rank; then the own one counts, since a
     library that aborts after training does no harm. ``stopped``: a user requested the stop, with the signal ``number``
@@ -77,8 +81,8 @@ def judge(
     3. a lost machine, pod, worker or process;
     4. a rank that lost its peers or its launcher.
 
-    An exit has a step if it was recorded after this start had claimed the run folder. Without any of these the run is
-    done, stopped, or ended before that.
+    An exit has a step if its rank recorded it after this start had claimed the run folder. Without any of these the run
+    is done, stopped, or ended before that.
     """
     own = {exit.rank for exit in exits if exit.by_rank}
     known = [exit for exit in exits if exit.by_rank or exit.cause is Cause.NODE_LOST or exit.rank not in own]
@@ -105,19 +109,23 @@ def judge(
 def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
     """The cause of the failure, by the order that ``judge`` documents."""
 
-    def first(*causes: Cause, has_step: bool = True) -> RankExit | None:
-        return next((exit for exit in exits if exit.cause in causes and (exit.step is not None) is has_step), None)
+    in_the_run = [exit for exit in exits if exit.step is not None]
+    seen = [exit for exit in exits if exit.step is None]  # by the engine, or of ranks that ended before the run began
 
-    if error := first(Cause.ERROR, Cause.HUNG):
+    def first(among: Sequence[RankExit], *causes: Cause) -> RankExit | None:
+        return next((exit for exit in among if exit.cause in causes), None)
+
+    if error := first(in_the_run, Cause.ERROR, Cause.HUNG):
         return error
-    consequence = first(Cause.PEER_LOST, Cause.LAUNCHER_LOST)
-    # After a rank that ended without a record, the engine itself kills the others.
-    killed = first(Cause.SIGNAL, Cause.ERROR, has_step=False)
-    if killed is not None and killed.cause is Cause.SIGNAL and not (stopped and consequence is None):
+    consequence = first(in_the_run, Cause.PEER_LOST, Cause.LAUNCHER_LOST)
+    # The engine itself kills the others after a rank that ended without a record, which then comes before them.
+    killed = first(seen, Cause.SIGNAL, Cause.ERROR)
+    is_requested = stopped and consequence is None  # a rank that does not stop in time is killed
+    if killed is not None and killed.cause is Cause.SIGNAL and not is_requested:
         reason = _SIGNALS.get(-killed.exit_code, "see its log")
         message = f"the process received {signals.name(-killed.exit_code)} ({reason})"
         return replace(killed, error="Killed", message=message, exit_code=EXIT_FAILURE)
-    if lost := first(Cause.NODE_LOST, has_step=False) or first(Cause.NODE_LOST):
+    if lost := first(seen, Cause.NODE_LOST) or first(in_the_run, Cause.NODE_LOST):
         return replace(lost, error="Lost")
     return consequence
 
@@ -141,17 +149,24 @@ def _without_failure(codes: set[int], stopped: int, folder: str, summary: Mappin
 
 
 def _code_without_failure(codes: set[int], stopped: int) -> int:
-    for code in (EXIT_USAGE, EXIT_DATA):  # of ranks that never began
+    """The exit code of the run whose ranks ended with ``codes``, by the first line that fits:
+
+    some rank found an error of the configuration, or of the data     its code
+    all were done, or stopped; some of them with a checkpoint         EXIT_STOPPED
+    all were done                                                     EXIT_DONE
+    some were done, the others stopped before they began              EXIT_FAILURE
+    a user requested the stop, or some rank ended by a signal         the code of the signal
+    otherwise                                                         EXIT_FAILURE
+    """
+    for code in (EXIT_USAGE, EXIT_DATA):
         if code in codes:
             return code
-    by_signal = stopped or next((code for code in EXITS_BY_SIGNAL if code in codes), 0)
-    if by_signal and not (codes & {EXIT_DONE, EXIT_STOPPED} and codes <= {EXIT_DONE, *_STOPPED}):
-        return by_signal
-    if EXIT_STOPPED in codes and codes <= {EXIT_DONE, *_STOPPED}:
-        return EXIT_STOPPED
-    if not codes or not codes <= {EXIT_DONE, EXIT_STOPPED}:
-        return EXIT_FAILURE
-    return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_DONE
+    if codes <= {EXIT_DONE, *_STOPPED}:
+        if EXIT_STOPPED in codes:
+            return EXIT_STOPPED
+        if EXIT_DONE in codes:
+            return EXIT_DONE if len(codes) == 1 else EXIT_FAILURE
+    return stopped or next((code for code in EXITS_BY_SIGNAL if code in codes), EXIT_FAILURE)
 
 
 def _failure_text(failure: Mapping[str, Any], folder: str, is_shown: bool) -> str:
@@ -215,7 +230,7 @@ class ExitCollector:
             shutil.rmtree(self._folder, ignore_errors=True)  # the URL has it
         return outcome
 
-    def judge(self, report: EngineReport) -> RunOutcome:
+    def preview(self, report: EngineReport) -> RunOutcome:
         """``conclude`` without writing anything about it, for a run that may start again."""
         self._fetch()
         return self._outcome(report)
