@@ -46,9 +46,8 @@ PHASES = [
     ("harness.training.main", "prepare_folder", "after", "run folder"),
     ("harness.training.build", "open_task", "after", "opening the data"),
     ("harness.training.build", "build_model", "after", "building the model"),
-    ("harness.training.build", "num_operations", "after", "counting operations"),
     ("harness.training.build", "build", "after", "optimizer, amp, loaders"),
-    ("harness.training.main", "announce", "after", "provenance"),
+    ("harness.training.description", "announce", "after", "provenance"),
     ("harness.training.loop", "step", "before", "first batch"),
     ("harness.training.loop", "step", "after", "first step"),
 ]

@@ -112,8 +112,8 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     run.set_lr()
     host_decides = train.on_nan == "skip"
     skip = precision.skips(run.optimizer) if host_decides else precision.overflow(run.optimizer)
-    if run.on_gradients and skip is not True:  # where only the device knows of an overflow, they may be infinite
-        run.on_gradients(precision.master_params(run.optimizer), run.state.step)
+    if run.gradient_hook and skip is not True:  # where only the device knows of an overflow, they may be infinite
+        run.gradient_hook(precision.master_params(run.optimizer), run.state.step)
     if train.clip_norm is not None or host_decides:
         norm = run.meter.norm = clip_grad_norm_(precision.master_params(run.optimizer), train.clip_norm or math.inf)
         if host_decides and not skip and not finite_everywhere(run, norm, losses):

@@ -33,12 +33,11 @@ from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError, plural
 from harness.runs import provenance
 from harness.runs.files import is_url
 from harness.runs.run_dir import RunFolder, cannot_write
-from harness.training import build, console, determinism, loop
+from harness.training import build, console, description, determinism, loop
 from harness.training.evaluation import predictions
 from harness.training.exit_report import ExitReporter, failed_early
-from harness.training.optimizer import optim, precision
+from harness.training.optimizer import precision
 from harness.training.run import Run
-from harness.training.task import SupportsLearned
 
 log = logging.getLogger("harness")
 
@@ -150,7 +149,7 @@ class RunStart:
             try:
                 prepare_folder(self.config, self.runtime, self._folder)
                 run = reporter.run = build.build(self.config, self.runtime, self._folder, self._stop)
-                announce(run)
+                description.announce(run)
             except BaseException as error:
                 self._failed(error)
                 raise
@@ -273,42 +272,6 @@ def deliver(folder: RunFolder, runtime: Runtime, done: bool) -> None:
             raise
         if error.origin_rank in (None, runtime.rank):
             log.error("error: %s", error)
-
-
-def announce(run: Run) -> None:
-    """Log what this start will train and on what, and record its provenance."""
-    runtime, config = run.runtime, run.config
-    card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
-    ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
-    size = build.sizes(config, run.train_data.num_rows, run.ranks.num)
-    facts = build.describe(config, run.task, size, run.ranks.num, runtime.device, run.precision.backend)
-    facts |= optim.described(run.optimizer, run.module)
-    facts |= {"parallel": run.parallel.described(), "launcher": runtime.launch.by, "run folder": run.folder.where}
-    for name, value in facts.items():
-        log.info("%14s: %s", name, value)
-    first = runtime.rank == 0
-    code = runtime.patiently("asking git for commits", lambda: provenance.code(config) if first else {})
-    with runtime.together("recording provenance"):
-        if runtime.rank == 0:
-            if not run.finished():
-                run.folder.write_config()
-            start = provenance.of_start(runtime, run.precision.backend, ranks, code)
-            if not run.finished():
-                length = {"train.epochs": config.train.epochs, "train.max_steps": config.train.max_steps}
-                start["length"] = {"step": run.state.step, **length}
-            if run.tracker.damage:
-                start["log_damage"] = run.tracker.damage
-            start["model"] = {
-                "gradient_bytes": sum(param.nbytes for param in run.module.parameters() if param.requires_grad),
-                "operations": run.operations,
-            }
-            if run.weights:
-                start["weights"] = run.weights
-            for warning in [*run.folder.repair(run.finished()), *run.folder.add_start(start)]:
-                log.warning("%s", warning)
-            run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
-    if run.finished():
-        log.info("nothing left to train: step %d was the last; raise train.epochs to train longer", run.state.step)
 
 
 def finish(run: Run, done: bool) -> None:

@@ -20,6 +20,7 @@ from harness.runs.run_dir import RunFolder
 from harness.trackers.metrics_log import MetricsLog
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
+from harness.training.division import Sizes
 from harness.training.evaluation.metrics import Report
 from harness.training.health import Health
 from harness.training.logical_ranks import LogicalRanks
@@ -46,12 +47,10 @@ class Run:
     train_data: TrainData
     eval_data: EvalData
     parallel: ParallelStrategy
-    ranks: LogicalRanks
-    precision: Precision
     optimizer: torch.optim.Optimizer
-    schedule: Schedule
+    size: Sizes
     ema: Ema | None
-    on_gradients: OnGradients | None
+    gradient_hook: OnGradients | None
     health: Health
     writer: CheckpointWriter
     tracker: MetricsLog
@@ -64,13 +63,24 @@ class Run:
     log_digest: str = ""  # the SHA-256 of the bytes below
     log_offset: int = 0  # bytes of metrics.jsonl that were written before the restored checkpoint
     started: float = 0.0  # time.perf_counter() at which state.wall_s was zero
-    operations: int | None = None  # of torch in a forward pass, if they could be counted; on rank 0
-    weights: dict[str, object] = field(default_factory=dict)  # those that this start was given: source, hash
+    start_weights: dict[str, object] = field(default_factory=dict)  # what this start loaded: source, hash
     uncounted: tuple[Used, bool | Reading] | None = None  # the last step, until it is counted, and if it was skipped
     lr: float = 0.0  # of the last step, for the parameters without a group of their own
     num_threads: int = field(default_factory=torch.get_num_threads)  # of torch, before the task's code ran
 
     _compiled: set[str] = field(default_factory=set)  # the stages that this start has passed
+
+    @property
+    def ranks(self) -> LogicalRanks:
+        return self.parallel.ranks
+
+    @property
+    def precision(self) -> Precision:
+        return self.parallel.precision
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.size.schedule
 
     @property
     def checkpoints(self) -> Checkpoints:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from harness.data.arrays import Arrays
+from harness.apex import amp
+from harness.data.loader import Loader
 from harness.distributed.launch_env import detect
-from harness.distributed.runtime import open_runtime
+from harness.distributed.runtime import Runtime, open_runtime
+from harness.distributed.stop import Stop
 from harness.errors import ConfigError
-from harness.training import build
+from harness.trackers.metrics_log import MetricsLog
+from harness.training import build, description, division
+from harness.training.checkpoint_writer import CheckpointWriter
+from harness.training.main import run_folder
 from tests.fixtures import make_config, write_rows
 from tests.ranks import run_ranks
 
@@ -27,11 +30,11 @@ def _warned(without_labels: tuple[int, ...]) -> list[str]:
     """The warnings about shards with one label each, and none on the ranks ``without_labels``."""
     warnings: list[str] = []
     with open_runtime(detect(os.environ), "cpu", 10.0) as runtime, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build.log, "warning", lambda text, *args: warnings.append(text % args))
+        patch.setattr(division.log, "warning", lambda text, *args: warnings.append(text % args))
         counts = None if runtime.rank in without_labels else np.eye(2, dtype=int)[runtime.rank] * 4
         task: Any = SimpleNamespace(train=range(8), label_counts=lambda start, stop: counts)
         config: Any = SimpleNamespace(data=SimpleNamespace(shard="contiguous"))
-        build.warn_of_skew(config, task, runtime)
+        division.warn_of_skew(config, task, runtime)
         runtime.barrier()  # fails if the ranks are not at the same place
     return warnings
 
@@ -46,7 +49,7 @@ def test_batch_is_stated_as_global_or_per_rank(tmp_path):
     write_rows(tmp_path, "train", 64)
     write_rows(tmp_path, "eval", 4)
     sizes = {
-        key: [build.sizes(make_config(tmp_path, batch=batch), 64, world) for world in (1, 2, 4)]
+        key: [division.sizes(make_config(tmp_path, batch=batch), 64, world) for world in (1, 2, 4)]
         for key, batch in {"global": {"global": 16}, "per_rank": {"global": None, "per_rank": 16}}.items()
     }
     assert [(size.global_batch, size.per_rank) for size in sizes["global"]] == [(16, 16), (16, 8), (16, 4)]
@@ -55,7 +58,7 @@ def test_batch_is_stated_as_global_or_per_rank(tmp_path):
     with pytest.raises(ConfigError, match="exactly one of"):
         make_config(tmp_path, batch={"global": None})
     config = make_config(tmp_path, batch={"global": 16})
-    facts = build.describe(
+    facts = description.describe(
         config, build.open_task(config, build.Runtime()), sizes["global"][1], 2, torch.device("cpu"), "harness"
     )
     assert facts["batch"] == "8 per rank, 16 in total"
@@ -80,48 +83,22 @@ def test_rank_that_converts_its_tables_for_long_is_waited_for(tmp_path):
     assert first == second
 
 
-def rows_of(*shape: int) -> Any:
-    """A task whose rows are of ``shape``."""
-    rows = Arrays(np.zeros((4, *shape), np.float32), np.zeros(4, np.int64))
-    return SimpleNamespace(train=rows, prepare=lambda inputs: inputs)
+def test_a_build_that_fails_closes_what_it_opened(tmp_path, monkeypatch):
+    """The trackers above all, which would show a run that goes on for ever."""
+    for name in ("train", "eval"):
+        write_rows(tmp_path, name, 4)
+    closed: list[str] = []
+    for kind in (MetricsLog, Loader, CheckpointWriter):
+        monkeypatch.setattr(kind, "close", lambda self: closed.append(type(self).__name__))
 
+    def fails(_):
+        raise ConfigError("planned")
 
-class ByValue(nn.Module):
-    """Cannot be traced without values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layer(inputs) if inputs.sum().item() > 0 else self.layer(-inputs)
-
-
-class Remembers(nn.Module):
-    """Counts its calls, and draws from two streams on the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.calls = nn.Linear(4, 2), 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.layer(inputs) * (torch.rand(1).item() + random.random())
-
-
-def test_a_model_does_not_notice_that_it_was_counted():
-    model, streams, python = Remembers(), torch.get_rng_state(), random.getstate()
-    assert build.num_operations(model, rows_of(4)) > 3
-    assert model.calls == 0
-    assert torch.equal(torch.get_rng_state(), streams)
-    assert random.getstate() == python
-    assert model.layer.weight.device.type == "cpu"
-
-
-def test_operations_of_a_forward_pass():
-    convolution = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-    before = {name: value.clone() for name, value in convolution.state_dict().items()}
-    few, more = (build.num_operations(nn.Sequential(convolution, *[nn.ReLU()] * k), rows_of(3, 9, 9)) for k in (0, 5))
-    assert more == few + 5
-    assert all(torch.equal(value, before[name]) for name, value in convolution.state_dict().items())
-    assert build.num_operations(ByValue(), rows_of(4)) is None
+    monkeypatch.setattr(build.checkpointing, "resume", fails)
+    config, runtime = make_config(tmp_path, train={"deterministic": False}), Runtime()
+    folder = run_folder(config)
+    folder.claim(config)
+    with pytest.raises(ConfigError, match="planned"):
+        build.build(config, runtime, folder, Stop(runtime))
+    amp.reset()
+    assert closed == ["CheckpointWriter", "Loader", "Loader", "MetricsLog"]

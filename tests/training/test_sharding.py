@@ -99,13 +99,16 @@ def test_shards_to_whole_tensors_and_back():
 
 def _overflow_in_one_shard(level):
     from harness.config.schema import OptimizerSection
+    from harness.distributed.launch_env import Launch
+    from harness.distributed.runtime import Runtime
+    from harness.training.logical_ranks import LogicalRanks
     from harness.training.optimizer import optim, precision
     from harness.training.strategies.base import find
 
     torch.manual_seed(0)
-    section, device = ParallelSection(strategy="fsdp"), torch.device("cpu")
-    amp = precision.choose(PrecisionSection(opt_level=level, loss_scale="dynamic"), device)
-    parallel = find(section)(section, amp, device, 2)
+    section, runtime = ParallelSection(strategy="fsdp"), Runtime(Launch(world_size=2))
+    amp = precision.choose(PrecisionSection(opt_level=level, loss_scale="dynamic"), runtime.device)
+    parallel = find(section)(section, amp, LogicalRanks(runtime))
     model = parallel.prepare(nn.Linear(3, 2, bias=False))
     optimizer = optim.build(OptimizerSection(), model.parameters(), 0.1)
     model, optimizer = amp.initialize(model, optimizer)

@@ -11,23 +11,28 @@ from torch import nn
 from harness.apex import amp
 from harness.apex.parallel import DistributedDataParallel
 from harness.config.schema import LarcSection, ParallelSection, PrecisionSection
+from harness.distributed.launch_env import Launch
+from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError
+from harness.training.logical_ranks import LogicalRanks
 from harness.training.optimizer.precision import choose
-from harness.training.strategies.base import ParallelStrategy, check_world, find
+from harness.training.strategies.base import ParallelStrategy, find
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
 
 def made(section: ParallelSection, world_size: int, device: torch.device = CPU) -> ParallelStrategy:
-    return find(section)(section, choose(PrecisionSection(opt_level="O0"), CPU), device, world_size)
+    ranks = LogicalRanks(Runtime(Launch(world_size=world_size), device))
+    return find(section)(section, choose(PrecisionSection(opt_level="O0"), CPU), ranks)
 
 
 @pytest.mark.parametrize("name", ["none", "dp"])
 def test_strategy_for_one_process(name):
-    check_world(ParallelSection(strategy=name), 1)
+    section = ParallelSection(strategy=name)
+    find(section).check_world(section, 1)
     with pytest.raises(ConfigError, match="runs in one process, but 2 were started\n  -> use parallel.strategy=ddp"):
-        check_world(ParallelSection(strategy=name), 2)
+        find(section).check_world(section, 2)
 
 
 @pytest.mark.parametrize("name", ["none", "ddp", "fsdp", "dp"])

@@ -140,17 +140,17 @@ def slow_link(facts: RunFacts) -> bool:
 
 
 def launching(facts: RunFacts) -> float:
-    """Share of the time in which the host starts operations that take less time than that."""
+    """Share of the time in which the host starts the work of layers that take less time than that."""
     compute = facts.share("forward", "backward", "optimizer")
-    if not facts.operations or compute < 0.4:  # the measurement below takes seconds
+    if not facts.layers or compute < 0.4:  # the measurement below takes seconds
         return 0.0
-    per_step = facts.operations * int(facts.setting("batch.accumulate", 1)) * facts.measure("launch_s")
+    per_step = facts.layers * int(facts.setting("batch.accumulate", 1)) * facts.measure("launch_s")
     on_a_core = compute * facts.total_s * (1 - facts.starved)
     return compute * min(1.0, per_step * facts.steps / (on_a_core or math.inf))
 
 
 def small(facts: RunFacts) -> str:
-    """Why operations are small: "micro-batches", "batch" or "model"."""
+    """Why layers take little time: "micro-batches", "batch" or "model"."""
     if int(facts.setting("batch.accumulate", 1)) > 1 and facts.rows_per_pass <= 16:
         return "micro-batches"
     return "batch" if facts.rows_per_pass <= 16 else "model"
@@ -361,7 +361,7 @@ CAUSES = (
     ),
     SlowCause(
         "tiny batches", 0.4, host("batch"),
-        lambda f: f"starts {f.operations} operations per pass of {rows(f)}, so the host is the bottleneck",
+        lambda f: f"starts {plural(f.layers, 'layer')} per pass of {rows(f)}, so the host is the bottleneck",
         batch_change,
     ),
     SlowCause(
@@ -370,8 +370,8 @@ CAUSES = (
         accumulate_change,
     ),
     SlowCause(
-        "small operations", 0.4, host("model"),
-        lambda f: f"runs {f.operations} small operations per pass, so the host is the bottleneck",
+        "small layers", 0.4, host("model"),
+        lambda f: f"runs {plural(f.layers, 'small layer')} per pass, so the host is the bottleneck",
         lambda f: Change("Set model.compile=true, which fuses operations", {"model.compile": True}, 0.5),
     ),
     SlowCause(

@@ -35,8 +35,8 @@ def measure(name: str) -> float:
 
 
 def _launch_s() -> float:
-    """Seconds of the host per operation of a forward pass, with its backward pass and update: those of a model whose
-    operations are too small to take time themselves. Median of _REPEATS."""
+    """Seconds of the host per layer of a model in its forward and backward pass and update, of layers that are too
+    small to take time themselves. Median of _REPEATS."""
     import torch
     from torch import nn
 
@@ -49,7 +49,7 @@ def _launch_s() -> float:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         times.append(time.perf_counter() - start)
-    return statistics.median(times) / (3 * _LAYERS)  # a linear layer is two operations: transpose and product
+    return statistics.median(times) / (2 * _LAYERS)
 
 
 def _loopback() -> float:
@@ -118,7 +118,7 @@ class RunFacts:
     local_ranks: int
     cores: int
     threads: int
-    operations: int
+    layers: int
     gradient_bytes: int
     settings: dict[str, Any]
     measure: Callable[[str], float] = field(repr=False, default=measure)
@@ -218,7 +218,7 @@ def _facts(path: Path, train: list[Line], evals: list[Line], record: reader.Reco
         starved=cost["starved"] / (cost["sampled_ranks"] or math.inf),
         threads_starved=cost["threads_starved"] / (cost["sampled_ranks"] or math.inf),
         tracker_s=cost["tracker"], local_ranks=max(hosts.values()), cores=start.get("cores") or 1,
-        threads=start.get("threads") or 1, operations=model.get("operations") or 0,
+        threads=start.get("threads") or 1, layers=model.get("layers") or 0,
         gradient_bytes=model.get("gradient_bytes") or 0,
     )  # fmt: skip
 

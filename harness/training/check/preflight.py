@@ -22,13 +22,13 @@ from harness.errors import HarnessError, TrainingError, first_line, plural, read
 from harness.runs import remote
 from harness.runs.files import is_url
 from harness.trackers import metrics_log
-from harness.training import build, determinism, logical_ranks, memory
+from harness.training import build, description, determinism, division, logical_ranks, memory
 from harness.training.determinism import Audit, OutOfTime
 from harness.training.evaluation import evaluate
 from harness.training.evaluation.metrics import Sums
 from harness.training.models import recompute, weights
 from harness.training.optimizer import on_gradients, optim, precision
-from harness.training.strategies.base import check_world, find
+from harness.training.strategies.base import find
 from harness.training.task import OpenedTask, SupportsPredictions, SupportsSample
 
 _ROWS = 4  # of each split that take a step, or are evaluated
@@ -65,7 +65,7 @@ def examine(
     if task is None:
         found = attempt(lambda: [*config.task.problems()]) or []
         errors += [error for error in found if str(error) not in map(str, errors)]
-    size = attempt(build.sizes, config, len(task.train), config.parallel.num_ranks(world_size)) if task else None
+    size = attempt(division.sizes, config, len(task.train), config.parallel.num_ranks(world_size)) if task else None
     model = attempt(build.build_model, config, task) if task else None
     sampled: str | None = None
     attempt(metrics_log.require, config.trackers)
@@ -92,8 +92,8 @@ def examine(
             rows = "the global batch" if config.parallel.sync_batchnorm else "the rows of each rank"
             facts["batch norm"] = f"over {rows}"
     if size is not None and chosen is not None:
-        facts |= build.describe(config, task, size, config.parallel.num_ranks(world_size), device, chosen.backend)
-        if warning := build.too_few_rows(size, len(task.train)):
+        facts |= description.describe(config, task, size, config.parallel.num_ranks(world_size), device, chosen.backend)
+        if warning := division.too_few_rows(size, len(task.train)):
             facts["warning"] = warning
         if model is not None:
             facts["same bits"] = _same_bits(config, model, world_size)
@@ -106,7 +106,7 @@ def examine(
             and (sampled is not None or not isinstance(task, SupportsSample))
         ):
             attempt(_try, Candidate(config, task, model, optimizer, size, device), world_size, limit_s, facts)
-    attempt(check_world, config.parallel, world_size)
+    attempt(find(config.parallel).check_world, config.parallel, world_size)
     return facts, errors
 
 
@@ -118,7 +118,7 @@ class Candidate:
     task: OpenedTask
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    size: build.Sizes
+    size: division.Sizes
     device: torch.device  # that the run will train on
 
 

@@ -50,11 +50,11 @@ class ParallelStrategy:
     """Gradients cross ranks."""
     sync_norms: tuple[Any, ...] = ()
     """Batch norms over the rows of all ranks."""
-    ranks: LogicalRanks
-    """The ranks of the recipe that this process computes; set before ``prepare``."""
 
-    def __init__(self, section: ParallelSection, precision: Precision, device: torch.device, world_size: int) -> None:
-        self.section, self.precision, self.device, self.world_size = section, precision, device, world_size
+    def __init__(self, section: ParallelSection, precision: Precision, ranks: LogicalRanks) -> None:
+        """``ranks``: those of the recipe that this process computes."""
+        self.section, self.precision, self.ranks = section, precision, ranks
+        self.device, self.world_size = ranks.runtime.device, ranks.runtime.world_size
 
     @classmethod
     def conflicts(cls, config: Config) -> Iterator[Conflict]:
@@ -114,7 +114,7 @@ class ParallelStrategy:
         """The number of backward passes that averaged gradients; None if they are not counted."""
         return None
 
-    def sync_gradients(self, last: bool, counts: bool = True) -> AbstractContextManager[Any]:
+    def sync_gradients(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         """Context for forward and backward of a micro-batch: gradients are averaged only in the ``last`` one.
 
         ``counts`` is False if the rows only keep this rank in step with the others; batch norms over all ranks then
@@ -160,8 +160,3 @@ def find(section: ParallelSection) -> type[ParallelStrategy]:
     """The class that ``parallel.strategy`` names. Raises ConfigError."""
     found: type[ParallelStrategy] = plugins.find("strategy", section.strategy, "parallel.strategy")
     return found
-
-
-def check_world(section: ParallelSection, world_size: int) -> None:
-    """Raise ConfigError if the strategy of ``section`` does not support ``world_size`` processes."""
-    find(section).check_world(section, world_size)

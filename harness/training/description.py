@@ -1,0 +1,78 @@
+"""What a run will do, for its log, its provenance and ``harness check``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from harness.config import presets
+from harness.config.schema import Config
+from harness.runs import provenance
+from harness.training import determinism
+from harness.training.division import Sizes
+from harness.training.optimizer import optim, precision
+from harness.training.run import Run
+from harness.training.task import OpenedTask, SupportsLearned
+
+log = logging.getLogger("harness")
+
+
+def announce(run: Run) -> None:
+    """Log what this start will train and on what, and record its provenance."""
+    runtime, config = run.runtime, run.config
+    card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
+    ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
+    facts = describe(config, run.task, run.size, run.ranks.num, runtime.device, run.precision.backend)
+    facts |= optim.described(run.optimizer, run.module)
+    facts |= {"parallel": run.parallel.described(), "launcher": runtime.launch.by, "run folder": run.folder.where}
+    for name, value in facts.items():
+        log.info("%14s: %s", name, value)
+    first = runtime.rank == 0
+    code = runtime.patiently("asking git for commits", lambda: provenance.code(config) if first else {})
+    with runtime.together("recording provenance"):
+        if runtime.rank == 0:
+            if not run.finished():
+                run.folder.write_config()
+            start = provenance.of_start(runtime, run.precision.backend, ranks, code)
+            if not run.finished():
+                length = {"train.epochs": config.train.epochs, "train.max_steps": config.train.max_steps}
+                start["length"] = {"step": run.state.step, **length}
+            if run.tracker.damage:
+                start["log_damage"] = run.tracker.damage
+            start["model"] = {
+                "gradient_bytes": sum(param.nbytes for param in run.module.parameters() if param.requires_grad),
+                "layers": sum(not any(module.children()) for module in run.module.modules()),
+            }
+            if run.start_weights:
+                start["weights"] = run.start_weights
+            for warning in [*run.folder.repair(run.finished()), *run.folder.add_start(start)]:
+                log.warning("%s", warning)
+            run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
+    if run.finished():
+        log.info("nothing left to train: step %d was the last; raise train.epochs to train longer", run.state.step)
+
+
+def describe(
+    config: Config, task: OpenedTask, size: Sizes, world_size: int, device: torch.device, backend: str
+) -> dict[str, Any]:
+    """Facts about a run, for its log and for ``harness check``."""
+    micro_batches = f", in {config.batch.accumulate} micro-batches" if config.batch.accumulate > 1 else ""
+    scaling = config.optimizer.lr_scaling
+    scaled = "" if scaling == "none" else f" ({scaling} scaling of {config.optimizer.lr:g})"
+    return {
+        "task": config.task.name,
+        **task.summary,
+        "ranks": world_size,
+        "device": str(device),
+        "batch": f"{size.per_rank} per rank, {size.global_batch} in total{micro_batches}",
+        "steps per epoch": size.steps_per_epoch,
+        "steps": size.total_steps,
+        "learning rate": f"{size.lr:g}{scaled}",
+        "schedule": size.schedule.described(),
+        "amp": precision.described(config.precision, device, backend),
+        "preset": presets.nearest(config),
+        "deterministic": determinism.described(config.train.deterministic),
+        "shards": config.data.shard,
+    }

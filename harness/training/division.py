@@ -1,0 +1,104 @@
+"""How the training rows are divided among ranks and steps: the sizes that follow, and what is wrong with them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.config.schema import Config
+from harness.data.shards import bounds, num_steps
+from harness.distributed.runtime import Runtime
+from harness.errors import ConfigError, DataError, plural
+from harness.training.optimizer import optim
+from harness.training.optimizer.schedule import Schedule
+from harness.training.task import OpenedTask
+
+log = logging.getLogger("harness")
+
+SKEWED = 0.5  # total variation distance between the labels of a shard and of all rows: of two disjoint halves
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers that follow from the configuration, the number of rows and the world size."""
+
+    per_rank: int
+    micro_batch: int
+    """Rows of the largest forward pass of a rank, fewer than configured if the data has fewer."""
+    global_batch: int
+    eval_batch: int
+    steps_per_epoch: int
+    total_steps: int
+    lr: float
+    schedule: Schedule
+
+
+def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
+    """Raises ConfigError if ``world_size`` ranks cannot share the global batch or if the warm-up does not fit into the
+    run, DataError if there are too few rows."""
+    batch = config.batch
+    if misfit := batch.misfit(world_size):
+        raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
+    per_rank = batch.per_rank if batch.global_ is None else batch.global_ // world_size
+    assert per_rank is not None  # harness.config.constraints requires one of the two
+    if num_rows < world_size:
+        hint = f"start at most {plural(num_rows, 'process')}"
+        raise DataError(
+            f"only {plural(num_rows, 'training row')} for {plural(world_size, 'rank')}", where="task", hint=hint
+        )
+    steps = num_steps(num_rows, world_size, per_rank, config.data.tail)
+    if steps == 0:
+        raise DataError(
+            f"{plural(num_rows, 'training row')} cannot fill one global batch of {per_rank * world_size},"
+            " and data.tail=drop discards incomplete batches",
+            where="batch",
+            hint="make the batch smaller, or set data.tail=use",
+        )
+    total = steps * config.train.epochs
+    num_steps_of_run = min(total, config.train.max_steps or total)
+    lr = optim.scaled_lr(config.optimizer, per_rank * world_size)
+    schedule = Schedule(config.schedule, config.optimizer.lr, lr / config.optimizer.lr, steps, num_steps_of_run)
+    schedule.require_fit(total)
+    schedule.require_call()
+    return Sizes(
+        per_rank=per_rank,
+        micro_batch=-(-min(per_rank, -(-num_rows // world_size)) // batch.accumulate),
+        global_batch=per_rank * world_size,
+        eval_batch=batch.eval_per_rank or per_rank // batch.accumulate,
+        steps_per_epoch=steps,
+        total_steps=num_steps_of_run,
+        lr=lr,
+        schedule=schedule,
+    )
+
+
+def too_few_rows(size: Sizes, num_rows: int) -> str:
+    """A warning if the training rows do not fill one global batch, else empty."""
+    if num_rows >= size.global_batch:
+        return ""
+    return (
+        f"the global batch of {size.global_batch} is larger than the training data: each epoch is one step of "
+        f"{plural(num_rows, 'row')}; make the batch smaller"
+    )
+
+
+def warn_of_skew(config: Config, task: OpenedTask, runtime: Runtime) -> None:
+    """Warn if the labels of a rank's shard differ from all labels, which biases its gradients. Collective."""
+    if config.data.shard != "contiguous" or runtime.world_size == 1:
+        return
+    part = bounds(len(task.train), runtime.rank, runtime.world_size)
+    mine = runtime.patiently("counting labels", lambda: task.label_counts(*part))
+    shards = [shard for shard in runtime.gather(mine) if shard is not None]
+    if len(shards) < runtime.world_size:
+        return  # the task has no labels
+    counts = np.stack(shards).astype(float)
+    whole = counts.sum(0) / max(1.0, counts.sum())
+    distance = np.abs(counts / np.maximum(1.0, counts.sum(1, keepdims=True)) - whole).sum(1) / 2
+    if distance.max() >= SKEWED:
+        log.warning(
+            "the labels of rank %d differ strongly from the rest (distance %.2f out of 1): the CSV seems to be "
+            "sorted by "
+            "label. Use data.shard=global, or shuffle the CSV once.", int(distance.argmax()), distance.max(),
+        )  # fmt: skip
