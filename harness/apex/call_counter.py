@@ -36,13 +36,12 @@ _lock = threading.Lock()
 _directory: Path | None = None
 
 
-_AROUND = around(print, print).__code__  # of every function that ``around`` returns
-
-
 def calling_module(depth: int = 1) -> str:
-    """The name of the module that called the function ``depth`` frames above the caller, or what is ``around`` it."""
+    """The name of the module that called the function ``depth`` frames above the caller, or what is ``around`` it or
+    counts its calls."""
     frame: Any = sys._getframe(depth + 1)
-    frame = frame.f_back if frame.f_code is _AROUND else frame
+    while frame.f_code in _WRAPPERS:
+        frame = frame.f_back
     return str(frame.f_globals.get("__name__", ""))
 
 
@@ -73,6 +72,9 @@ def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     wrapper.__name__ = name.rpartition(".")[2]
     return wrapper
+
+
+_WRAPPERS = {each.__code__ for each in (around(print, print), counted("", print))}  # the same for all that they wrap
 
 
 def counts(option: str = ON_CPU) -> dict[str, int]:

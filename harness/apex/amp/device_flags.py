@@ -39,21 +39,21 @@ class Flags:
     def push(self, flag: Tensor, heard: Callable[[bool], None]) -> None:
         """Call ``heard`` with whether ``flag``, a scalar on a GPU, is not 0, once the host knows it."""
         if self._waiting and self._waiting[0][0].device != flag.device:
-            self.settle()
+            self.read_flags()
         self._waiting.append((flag, heard))
         if self._copy is not None and self._copy[2].query():
             number, values, _ = self._copy
             self._copy = None
             self._tell(values[:number].tolist())
         elif len(self._waiting) >= _MOST:
-            self.settle()
+            self.read_flags()
         if self._copy is None and len(self._waiting) >= READ_EVERY:
             values = self._stacked().to("cpu", non_blocking=True)  # into pinned memory
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(flag.device))
             self._copy = len(self._waiting), values, event
 
-    def settle(self) -> None:
+    def read_flags(self) -> None:
         """Read all flags now. The host waits for the device, if there are any."""
         if self._waiting:
             values, self._copy = self._stacked().tolist(), None

@@ -115,7 +115,7 @@ def reset() -> None:
 
 def _begin(verbosity: int) -> None:
     """End what an earlier ``initialize`` or ``init`` started."""
-    flags.settle()
+    flags.read_flags()
     cast_engine.engine.stop()
     function_casts.restore_functions()
     _amp_state.handle = None

@@ -63,7 +63,7 @@ class LossScaler:
         self._min = min(self._min, self._max)
         self._scale = max(self._min, min(self._max, INITIAL_SCALE)) if self.dynamic else float(loss_scale)
         self._clean = 0
-        self._on_device: tuple[Tensor, Tensor] | None = None  # the two, where the host does not follow at once
+        self._on_device: tuple[Tensor, Tensor] | None = None  # scale and count, if the host's follow later
         self._has_overflow = False
         self._found: dict[torch.device, Tensor] = {}
         self._flag: Tensor | None = None
@@ -78,23 +78,23 @@ class LossScaler:
     @property
     def _loss_scale(self) -> float:
         """The scale, which scripts read and write."""
-        flags.settle()
+        flags.read_flags()
         return self._scale
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
-        flags.settle()
+        flags.read_flags()
         self._scale, self._on_device = value, None
 
     @property
     def _unskipped(self) -> int:
         """Clean updates since the last change of the scale, which scripts read and write."""
-        flags.settle()
+        flags.read_flags()
         return self._clean
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        flags.settle()
+        flags.read_flags()
         self._clean, self._on_device = value, None
 
     @property
@@ -105,8 +105,8 @@ class LossScaler:
     @property
     def device_of_flag(self) -> torch.device | None:
         """The device that knows alone whether this context overflowed; None if the host must find out."""
-        host_knows = not self.dynamic or self._has_overflow or self._flag is not None or self._deferred
-        return None if host_knows or len(self._found) != 1 else next(iter(self._found))
+        known_elsewhere = self._has_overflow or self._flag is not None or self._deferred
+        return next(iter(self._found)) if self.dynamic and not known_elsewhere and len(self._found) == 1 else None
 
     @property
     def _overflow_buf(self) -> Tensor:
@@ -137,7 +137,8 @@ class LossScaler:
     def unscale_(self, gradients: Sequence[Tensor], scale: float | Tensor) -> None:
         """Divide dense ``gradients`` by ``scale`` in place; a dynamic scaler also notes any inf or NaN among them.
 
-        One pass over the gradients of each device and dtype.
+        One pass over the gradients of each device and dtype. Collective for a dynamic scaler and DTensors, as under
+        fsdp: torch then takes the largest flag over the ranks that hold their shards.
         """
         inverse = 1.0 / scale
         if not self.dynamic and inverse == 1.0:
@@ -171,7 +172,7 @@ class LossScaler:
 
         A dynamic scaler reads the overflow flag from the device: the one sync point of amp.
         """
-        flags.settle()
+        flags.read_flags()
         self._on_device = None
         if self.dynamic and not self._has_overflow:
             self._has_overflow = any(found.item() for found in (*self._found.values(), *self._flags()))
@@ -179,7 +180,7 @@ class LossScaler:
 
     def update_on_device(self) -> Tensor:
         """Update the scale after a context, on the device of its flag, and return the flag: not 0 if it overflowed."""
-        device, found = self._found.popitem()
+        device, found = self._found.popitem()  # the next context gets a flag of its own: this one is read later
         if self._on_device is None:
             dtypes = torch.float64, torch.int64  # float64 as on the host
             before = zip((self._scale, self._clean), dtypes, strict=True)
@@ -229,7 +230,7 @@ class LossScaler:
 
     def _buffers(self, device: torch.device, inverse: float | Tensor) -> tuple[Tensor, Tensor]:
         if device not in self._found:
-            self._found[device] = torch.zeros((), device=device)  # 0-dim: a DTensor treats it as equal on all ranks
+            self._found[device] = torch.zeros((), device=device)  # 0-dim: DTensors take it as equal on all ranks
         if isinstance(inverse, Tensor):
             return self._found[device], inverse.to(device, torch.float32)
         cached = self._inverse.get(device)

@@ -46,7 +46,7 @@ class AmpStash(MasterWeights):
     def already_patched(self) -> bool:
         """Whether the next ``step()`` will be skipped. Waits for the device, if only that knows."""
         if self.flag is not None:
-            flags.settle()
+            flags.read_flags()
         return self.skips
 
     @already_patched.setter
@@ -124,7 +124,7 @@ def saving_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(previous)
     def state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        flags.settle()  # which corrects counts of steps
+        flags.read_flags()  # which corrects counts of steps
         plain = previous(*args, **kwargs)
         return _with_masters(self, plain) if stash_of(self).master_weights else plain
 
@@ -136,7 +136,7 @@ def loading_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(previous)
     def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        flags.settle()
+        flags.read_flags()
         lazy_init(self)  # without masters the state would be rounded to the model's dtype (contract 3.5 B)
         previous(*args, **kwargs)
         stash = stash_of(self)

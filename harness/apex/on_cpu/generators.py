@@ -23,12 +23,19 @@ _cpu_is_seeded = False  # whether the script has called torch.manual_seed
 
 def functions() -> dict[str, Callable[..., Any]]:
     """{name in torch.cuda: its replacement}"""
+
+    def manual_seed(seed: int) -> None:
+        _seed(seed, [place_of("cuda") or 0], by_torch=is_called_by_torch())
+
+    def manual_seed_all(seed: int) -> None:
+        _seed(seed, range(num_local_ranks()), by_torch=is_called_by_torch())
+
     return {
         "get_rng_state": lambda device="cuda": _of(device).get_state(),
         "get_rng_state_all": lambda: [generator_of(index).get_state() for index in range(num_local_ranks())],
         "initial_seed": lambda: _of("cuda").initial_seed(),
-        "manual_seed": lambda seed: _seed(seed, [place_of("cuda") or 0], by_torch=is_called_by_torch(depth=2)),
-        "manual_seed_all": lambda seed: _seed(seed, range(num_local_ranks()), by_torch=is_called_by_torch(depth=2)),
+        "manual_seed": manual_seed,
+        "manual_seed_all": manual_seed_all,
         "set_rng_state": lambda new_state, device="cuda": _set_state(_of(device), new_state),
         "set_rng_state_all": _set_states,
     }

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from harness.apex.dtypes import follow, wide
 from harness.apex.optimizers.batch import ParameterBatch, copied_where_new, like, writable
+from harness.apex.optimizers.step_count import StepCount
 from harness.apex.tensor_groups import by_device_and_dtype
 
 MASTER = "master_param"  # key in the state of a parameter
@@ -37,7 +38,8 @@ class FusedOptimizer(Optimizer):
     capturable = False
     keeps_wide_state = True  # amp then leaves the state's dtypes alone
     skips_on_device: str | None = None
-    """The state without which a step with ``found_inf`` would differ from none; None if it may differ with it, too."""
+    """What each parameter must have in its state before the device may skip a step by itself (``found_inf``): the first
+    step creates it even if it is skipped. None if a skipped step of this optimizer may change something in any case."""
     mastered: Collection[torch.dtype] = ()  # parameters of these dtypes have float32 masters in their state
 
     def __init__(
@@ -51,7 +53,7 @@ class FusedOptimizer(Optimizer):
         _check_options(name, defaults)
         self.set_grad_none = set_grad_none
         self._versions: dict[Tensor, int] = {}  # of each parameter when its master was last rounded into it
-        self._uncounted: dict[int, Tensor] = {}  # by group: skipped steps in its count, as far as the device knows
+        self._steps = StepCount()
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,7 +61,7 @@ class FusedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._versions, self._uncounted = {}, {}
+        self._versions, self._steps = {}, StepCount()
 
     @functools.cached_property
     def _dummy_overflow_buf(self) -> Tensor:
@@ -164,31 +166,13 @@ class FusedOptimizer(Optimizer):
         """Count this step in every group that has parameters, and yield the group."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
-            if not group["params"]:
-                continue
-            if not self.capturable:
-                group["step"] = group.get("step", 0) + 1
-                if found_inf is not None:
-                    yield {**group, "step": self._count_on_device(group, found_inf)}
-                    continue
-            else:
-                if "step" not in group:
-                    group["step"] = torch.zeros(1, dtype=torch.int32, device=group["params"][0].device)
-                group["step"] += 1 if found_inf is None else (found_inf == 0).to(group["step"].device)
-            yield group
-
-    def _count_on_device(self, group: dict[str, Any], found_inf: Tensor) -> Tensor:
-        """The number of this step, where only the device knows which steps were skipped."""
-        before = self._uncounted.get(id(group), found_inf.new_zeros(()))
-        self._uncounted[id(group)] = before + (found_inf != 0)
-        return torch.full((), float(group["step"]), device=found_inf.device) - before
+            if group["params"]:
+                yield self._steps.advance(group, found_inf, self.capturable)
 
     def uncount_step(self, groups: list[dict[str, Any]]) -> None:
         """Take back the count of a step of ``groups`` that was skipped on the device."""
         for group in groups:
-            if id(group) in self._uncounted:
-                group["step"] -= 1
-                self._uncounted[id(group)] = self._uncounted[id(group)] - 1
+            self._steps.take_back(group)
 
     # Batches
 
