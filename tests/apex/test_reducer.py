@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.apex import amp, apex_C
-from harness.apex.parallel import Reducer
+from harness.apex.parallel import DistributedDataParallel, Reducer
 from harness.apex.parallel import collectives as flat
 from tests.apex.shared import LEVELS, Numbers, distinct, gradients
 from tests.ranks import run_ranks
@@ -147,6 +147,25 @@ def _ranks_that_differ() -> None:
             Reducer(Numbers(sizes=mine, dtypes=(torch.float32,) * len(mine)))
 
 
+def _unusual_buffers() -> None:
+    """Of dtypes that gloo does not know, expanded or empty ones; sparse ones are left alone."""
+    rank = dist.get_rank()
+    dtypes = (torch.int16, torch.uint32, torch.float8_e4m3fn, torch.complex64, torch.bool)
+    for wrap in (DistributedDataParallel, Reducer):
+        model = nn.Linear(1, 1)
+        for dtype in dtypes:
+            model.register_buffer(str(dtype)[6:], torch.full((3,), 1 - rank).to(dtype))
+        model.register_buffer("expanded", torch.full((2, 1, 1), 1.0 - rank).expand(2, 3, 4))
+        model.register_buffer("empty", torch.ones(0, 3))
+        for layout in (torch.sparse_coo, torch.sparse_csr):
+            model.register_buffer(str(layout)[6:], (torch.eye(2) * rank).to_sparse(layout=layout))
+        wrap(model)
+        for dtype in dtypes:
+            assert model.get_buffer(str(dtype)[6:]).to(torch.complex64).tolist() == [1.0] * 3, dtype
+        assert model.expanded.unique().tolist() == [1.0]
+        assert [each.to_dense().max().item() for each in (model.sparse_coo, model.sparse_csr)] == [rank] * 2
+
+
 def _flat_calls() -> None:
     rank = dist.get_rank()
     tensors = [torch.full((2, 2), rank + 1.0), torch.full((3,), float(rank)).half(), torch.full((1,), 4.0 * rank)]
@@ -166,6 +185,7 @@ def _all_on_two_ranks() -> None:
         _sparse,
         _inside_scale_loss,
         _ranks_that_differ,
+        _unusual_buffers,
         _flat_calls,
     ):
         torch.manual_seed(0)

@@ -77,18 +77,18 @@ def require_process_group(name: str) -> None:
 def broadcast_from_rank_zero(tensors: Sequence[Tensor]) -> bool:
     """Copy rank 0's values of ``tensors`` to all ranks, in flat pieces by device and dtype. All ranks call it.
 
+    They may be on the CPU under nccl, expanded, and of dtypes that the backend does not know, as buffers are, which
+    Apex left alone. Sparse ones are left alone here, too.
+
     Returns True if the strides of ``tensors`` are equal on all ranks, too. Raises RuntimeError, on every rank, if their
     number, shapes, dtypes or types of device differ between ranks.
     """
     if dist.get_world_size() == 1:
         return True
-    same_strides = _check_alike(tensors)
-    device = _device_for(tensors)
-    for group in by_device_and_dtype(tensors):
-        if device_type() in ("cpu", group[0].device.type):
-            apply_flat_dist_call(group, dist.broadcast, (0,))
-        else:  # buffers on the CPU, and nccl
-            apply_flat_dist_call(group, _broadcast_through, (device,))
+    dense = [_without_repeats(tensor) for tensor in tensors if tensor.layout is torch.strided]
+    same_strides, device = _check_alike(dense), _device_for(dense)
+    for group in by_device_and_dtype(dense):
+        apply_flat_dist_call(group, _broadcast_bytes, (device,))
     return same_strides
 
 
@@ -104,10 +104,20 @@ def _device_for(tensors: Sequence[Tensor]) -> torch.device:
     return next((each.device for each in tensors if each.device.type == device_type()), torch.device(device_type()))
 
 
-def _broadcast_through(flat: Tensor, device: torch.device) -> None:
-    moved = flat.to(device)
-    dist.broadcast(moved, 0)
-    flat.copy_(moved)
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """Return the part of an expanded ``tensor`` that has memory of its own; of any other, all of it."""
+    for dim in [dim for dim, stride in enumerate(tensor.stride()) if stride == 0]:
+        tensor = tensor[(slice(None),) * dim + (slice(1),)]
+    return tensor
+
+
+def _broadcast_bytes(flat: Tensor, device: torch.device) -> None:
+    """Copy rank 0's values of ``flat`` to all ranks, by way of ``device`` if the backend does not take its own."""
+    taken = device_type() in ("cpu", flat.device.type)
+    sent = flat.view(torch.uint8) if taken else flat.view(torch.uint8).to(device)
+    dist.broadcast(sent, 0)
+    if not taken:
+        flat.view(torch.uint8).copy_(sent)
 
 
 def _check_alike(tensors: Sequence[Tensor]) -> bool:
