@@ -5,6 +5,8 @@ On the GPU of ``tests.syncs``, compared with the CPU, where every flag is read a
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -161,6 +163,17 @@ def test_host_reads_a_window_late_without_waiting(caplog):
         steps = [group["step"] for group in run.optimizer.param_groups]
         assert steps == [6, 6], "of steps 1 to 7, step 4 is known to be skipped, and step 5 not yet"
         assert not syncs
+
+
+def test_copy_of_an_optimizer_has_the_right_count():
+    """The host hears of the skipped step only after the copy, which nobody tells."""
+    with counted_syncs():
+        run = Run("FusedAdam", CUDA)
+        for step in range(1, 5):
+            run.step(step)
+        assert run.optimizer.param_groups[0]["step"] == 4, "not known yet"
+        twin = copy.deepcopy(run.optimizer)
+        assert [group["step"] for group in (*twin.param_groups, *run.optimizer.param_groups)] == [3] * 4
 
 
 def test_skip_is_known_when_asked():

@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.apex import fused_adam_cuda
 from harness.apex.fp16_utils import FP16_Optimizer
@@ -254,3 +255,14 @@ def test_flat_state_has_the_keys_of_apex_and_resumes_exactly():
         FlatFP16_Optimizer(FusedAdam(nn.Linear(2, 2).parameters())).load_state_dict(saved[1])
     with pytest.raises(RuntimeError, match="closure"):
         optimizer.step(lambda: None)
+
+
+def test_flat_masters_are_on_the_device_of_their_group():
+    """Also that of a group whose parameters are all frozen: the norms of all groups are read at once."""
+    with FakeTensorMode():
+        layers = [nn.Linear(2, 2, device="cuda:0", dtype=HALF) for _ in range(2)]
+        layers[1].requires_grad_(False)
+        optimizer = FlatFP16_Optimizer(FusedAdam([{"params": layer.parameters()} for layer in layers], lr=0.1))
+        optimizer.add_param_group({"params": []})
+        gradients = map(optimizer._flat_gradient, optimizer.fp16_groups, optimizer.fp32_groups_flat)
+        assert [str(gradient.device) for gradient in gradients] == ["cuda:0", "cuda:0", "cpu"]

@@ -84,7 +84,8 @@ class FP16_Optimizer(ScalingOptimizer):
 
     def _adopt(self, group: dict[str, Any]) -> None:
         model = [param for param in group["params"] if param.requires_grad]
-        flat = flatten([param.detach().float() for param in model]) if model else torch.zeros(0)
+        device = next((param.device for param in group["params"]), None)
+        flat = flatten([param.detach().float() for param in model]) if model else torch.zeros(0, device=device)
         group["params"] = [flat.requires_grad_()]
         self.fp16_groups.append(model)
         self.fp32_groups_flat.append(flat)
@@ -104,8 +105,8 @@ class FP16_Optimizer(ScalingOptimizer):
                 "This FP16_Optimizer does not take a closure. Use fp16_utils.FP16_Optimizer, or call step() without it."
             )
         self._refresh()
-        grads = [self._flat_gradient(group) for group in self.fp16_groups]
-        norms = torch.stack([grad.norm() for grad in grads]).tolist()
+        grads = list(map(self._flat_gradient, self.fp16_groups, self.fp32_groups_flat))
+        norms = torch.stack([grad.norm().to(grads[0].device) for grad in grads]).tolist()
         self.overflow = not all(map(math.isfinite, norms))
         if self.overflow:
             self._reduce_scale("the step is skipped")
@@ -133,9 +134,9 @@ class FP16_Optimizer(ScalingOptimizer):
             master.grad = None
 
     @staticmethod
-    def _flat_gradient(group: list[Tensor]) -> Tensor:
+    def _flat_gradient(group: list[Tensor], master: Tensor) -> Tensor:
         parts = [torch.zeros_like(param) if param.grad is None else param.grad for param in group]
-        return flatten([part.detach().float() for part in parts]) if parts else torch.zeros(0)
+        return flatten([part.detach().float() for part in parts]) if parts else torch.zeros_like(master)
 
     def _refresh(self) -> None:
         """Let weights of the model that were written since the last step decide (see ``amp.master_weights``)."""

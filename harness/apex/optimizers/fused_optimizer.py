@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from harness.apex.amp.device_flags import flags
 from harness.apex.dtypes import follow, wide
 from harness.apex.optimizers.batch import ParameterBatch, copied_where_new, like, writable
 from harness.apex.optimizers.step_count import StepCount
@@ -57,6 +58,7 @@ class FusedOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
+        flags.read_flags()  # which corrects counts of steps
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.settings}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
