@@ -35,7 +35,7 @@ def opened(config: Config, folder: Path, runtime: Runtime) -> Iterator[Run]:
     """The run of ``config``, with its files in ``folder``."""
     where = RunFolder(folder, keep=1)
     where.checkpoints.folder.mkdir(parents=True)
-    with precision.float16_on_cpu(config.precision, runtime.device):
+    with precision.half_on_cpu(config.precision, runtime.device):
         run = build.build(config, runtime, where, Stop(runtime))
         try:
             yield run

@@ -207,7 +207,7 @@ def _as_trained(config: Config, device: torch.device) -> Any:
     if device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        with precision.float16_on_cpu(config.precision, device):
+        with precision.half_on_cpu(config.precision, device):
             yield
     finally:
         torch.set_num_threads(before)

@@ -140,7 +140,7 @@ class RunStart:
                 self.runtime, self._stop, parent=self._parent, on_blocked=reporter.blocked, step=reporter.step
             )
             self._watchdog = stack.enter_context(watching)
-            stack.enter_context(precision.float16_on_cpu(self.config.precision, self.runtime.device))
+            stack.enter_context(precision.half_on_cpu(self.config.precision, self.runtime.device))
             if self.config.model.compile:
                 from harness.training.models import compiled  # late: few runs need it
 

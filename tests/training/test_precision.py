@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from harness.apex.on_cpu import half_kernels
 from harness.config.schema import PrecisionSection
 from harness.errors import ConfigError
-from harness.training.optimizer.precision import Precision, choose, described, float16_on_cpu, installed_apex
+from harness.training.optimizer.precision import Precision, choose, described, half_on_cpu, installed_apex
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NAMES = ("initialize", "scale_loss", "master_params", "state_dict")
@@ -152,7 +153,7 @@ def test_products_of_a_float16_step_run_in_float32_on_a_cpu(monkeypatch):
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3 * 4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = precision.initialize(model, optimizer)
-    with float16_on_cpu(section, CPU):
+    with half_on_cpu(section, CPU):
         outputs = model(torch.rand(2, 2, 4, 4, requires_grad=True))
         with precision.scale_loss(outputs.float().square().mean(), optimizer, delay_unscale=False) as scaled:
             scaled.backward()
@@ -161,16 +162,24 @@ def test_products_of_a_float16_step_run_in_float32_on_a_cpu(monkeypatch):
     assert used == dict.fromkeys(("convolution", "convolution_backward", "addmm", "mm"), {torch.float32})
 
 
-def test_products_of_float16_on_a_cpu():
+@pytest.mark.parametrize(("level", "half"), [("O1", torch.float16), ("O4", torch.bfloat16), ("O5", torch.bfloat16)])
+def test_products_of_half_precision_on_a_cpu_without_it(monkeypatch, level, half):
+    monkeypatch.setattr(half_kernels, "has_bfloat16", lambda: False)
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(64, 512, generator=generator).half() for _ in range(2))
-    rounded = (left.float() @ right.float().T).half()
-    with float16_on_cpu(PrecisionSection(), CPU):
+    left, right = (torch.randn(64, 512, generator=generator).to(half) for _ in range(2))
+    rounded = (left.float() @ right.float().T).to(half)
+    with half_on_cpu(PrecisionSection(opt_level=level), CPU):
         assert torch.equal(left @ right.T, rounded)
-    with float16_on_cpu(PrecisionSection(opt_level="O4"), CPU), torch.profiler.profile() as profile:
-        left @ right.T
-    assert not any("to_copy" in event.name for event in profile.events())  # O4 leaves torch's kernels alone
-    texts = [described(PrecisionSection(opt_level=level), CPU, "harness.apex") for level in ("O0", "O1", "O4")]
-    assert texts[::2] == ["O0 by harness.apex", "O4 by harness.apex"]
-    assert texts[1] == "O1 by harness.apex; on this CPU, matrix products are computed in float32 and rounded to float16"
+    name = str(half).removeprefix("torch.")
+    assert f"computed in float32 and rounded to {name}" in described(PrecisionSection(opt_level=level), CPU, "ours")
+
+
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_kernels_of_torch_that_are_not_replaced(monkeypatch, level):
+    monkeypatch.setattr(half_kernels, "has_bfloat16", lambda: True)
+    values = torch.ones(4, 4, dtype=torch.bfloat16)
+    with half_on_cpu(PrecisionSection(opt_level=level), CPU), torch.profiler.profile() as profile:
+        values @ values
+    assert not any("to_copy" in event.name for event in profile.events())
+    assert described(PrecisionSection(opt_level=level), CPU, "harness.apex") == f"{level} by harness.apex"
     assert described(PrecisionSection(), torch.device("cuda"), "harness.apex") == "O1 by harness.apex"

@@ -13,7 +13,7 @@ is not redirected.
 from __future__ import annotations
 
 from harness.apex import call_counter
-from harness.apex.on_cpu import device_arguments, distributed, float16_kernels, placement, torch_cuda
+from harness.apex.on_cpu import device_arguments, distributed, half_kernels, placement, torch_cuda
 from harness.apex.patches import patches
 
 __all__ = ["redirect_cuda"]
@@ -30,4 +30,4 @@ def redirect_cuda() -> None:
     modules = (placement, device_arguments, torch_cuda, distributed)
     for owner, name, replacement in [row for module in modules for row in module.replacements()]:
         patches.replace(owner, name, replacement)
-    patches.on_undo(float16_kernels.register()._destroy)
+    patches.on_undo(half_kernels.register(half_kernels.slow_dtypes())._destroy)
