@@ -104,9 +104,10 @@ class RunFolder:
         gives the run another length.
 
         The same recipe resumes. Another recipe, or ``resume: never``, moves the earlier run aside to NAME.1 (or the
-        next free number), so that nothing is lost; before that ``rehearse`` raises any error that would keep the new
-        run from starting. So does a run without checkpoints that has been evaluated: it cannot resume. Raises
-        ConfigError if the folder cannot be written, or holds something else than a run.
+        next free number), so that nothing is lost, unless it failed before its first step; before that ``rehearse``
+        raises any error that would keep the new run from starting. So does a run without checkpoints that has been
+        evaluated: it cannot resume. Raises ConfigError if the folder cannot be written, or holds something else than a
+        run.
         """
         self._require_files()
         named = config.checkpoint.named
@@ -179,6 +180,9 @@ class RunFolder:
         if scratch:
             why = "checkpoint.resume=never"
         elif difference := recipe_difference(saved, loader.as_tree(config)):
+            if held <= {layout.CONFIG, layout.METRICS} and not self._has_log():
+                (self.path / layout.CONFIG).unlink()  # of a start that failed before its first step
+                return ""
             changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in list(difference.items())[:4])
             changes += f" and {len(difference) - 4} more" if len(difference) > 4 else ""
             why = f"its recipe differs ({changes})"
@@ -195,6 +199,9 @@ class RunFolder:
         """The files in the folder that a start would replace or continue."""
         held = {name for name in (*layout.RESULTS, layout.CONFIG) if os.path.lexists(self.path / name)}
         return held | {_NEWEST} if self.checkpoints.exist() else held
+
+    def _has_log(self) -> bool:
+        return self.metrics.exists() and self.metrics.stat().st_size > 0
 
     def _is_run(self) -> bool:
         """True if a start has claimed the folder before: that makes folders first, and the files later."""

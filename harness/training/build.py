@@ -219,9 +219,16 @@ def copy_files(config: Config, task: OpenedTask, runtime: Runtime, train: bool =
 
 
 def rehearse(config: Config, world_size: int) -> None:
-    """Raise the error of the data or the batch with which ``config`` could not start on ``world_size`` ranks."""
+    """Raise the error of the data, the batch, the model, the optimizer or the schedule with which ``config`` could not
+    start on ``world_size`` ranks."""
     find(config.parallel).check_world(config.parallel, world_size)
-    sizes(config, len(_opened(config).train), config.parallel.num_ranks(world_size))
+    task = _opened(config)
+    size = sizes(config, len(task.train), config.parallel.num_ranks(world_size))
+    model = build_model(config, task)
+    optimizer = optim.build(config.optimizer, optim.groups(config.optimizer, model, size.lr), size.lr)
+    size.schedule.require_momentum(optimizer)
+    on_gradients.of_run(config, model, optimizer, torch.device("cpu"))
+    require_mixable(config, task)
 
 
 def _opened(config: Config, rank: int = 0, world_size: int = 1, files_s: float = FILES_S) -> OpenedTask:

@@ -155,6 +155,17 @@ def test_resume_on_another_world_size_uses_every_row_once(tmp_path, data, rule):
         assert [line["loss"] for line in trained] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    "mistake", ["optimizer.name=adamv", "model.name=resnett", "optimizer.args={rho: 1}", "schedule.name=cosin"]
+)
+def test_a_mistake_in_the_command_leaves_a_finished_run_where_it_is(tmp_path, data, mistake):
+    config = write_config(tmp_path / "run", data, train={"epochs": 1})
+    folder = run_folder(config)
+    assert [run(config), run(config, 1, mistake)] == [[0], [2]]
+    assert [path.name for path in folder.parent.iterdir()] == ["run"]
+    assert (folder / "summary.json").exists()
+
+
 def test_a_run_is_never_erased(tmp_path, data):
     """Neither by another recipe nor because its checkpoints are refused, such as those of another version."""
     config = write_config(tmp_path / "run", data, train={"epochs": 1})

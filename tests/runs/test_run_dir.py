@@ -80,11 +80,22 @@ def test_another_recipe_moves_the_folder_aside(tmp_path):
     assert note == f"the earlier run was moved to {tmp_path}/runs/small.1: {why}"
     assert not (tmp_path / "runs" / "small" / "metrics.jsonl").exists()
     precision = {"opt_level": "O2", "loss_scale": 8.0, "max_loss_scale": 16.0, "keep_batchnorm_fp32": True}
+    (tmp_path / "runs" / "small" / "metrics.jsonl").write_text("second")
     assert claim(tmp_path, seed=4, precision=precision, optimizer={"lr": 0.2}).endswith(" and 1 more)")
     again = {"seed": 4, "precision": precision, "optimizer": {"lr": 0.2}, "checkpoint": {"resume": "never"}}
     assert claim(tmp_path, **again).endswith("small.3: checkpoint.resume=never")
     assert runs(tmp_path) == ["small", "small.1", "small.2", "small.3"]
     assert (tmp_path / "runs" / "small.1" / "metrics.jsonl").read_text() == "first"
+
+
+def test_a_start_that_failed_before_its_first_step_leaves_no_folder(tmp_path):
+    claim(tmp_path, seed=3)
+    (tmp_path / "runs" / "small" / "metrics.jsonl").touch()  # opened, and nothing logged
+    (tmp_path / "runs" / "small" / "failure.json").write_text("{}")
+    assert claim(tmp_path) == ""
+    assert runs(tmp_path) == ["small"]
+    assert yaml.safe_load((tmp_path / "runs" / "small" / "config.yaml").read_text())["seed"] == 0
+    assert not (tmp_path / "runs" / "small" / "failure.json").exists()
 
 
 @pytest.mark.parametrize("resume", ["auto", "never", "memory://bucket/run/checkpoints/step-3"])
@@ -101,6 +112,7 @@ def test_a_configuration_of_an_earlier_version_resumes_with_defaults(tmp_path):
     claim(tmp_path)
     saved = tmp_path / "runs" / "small" / "config.yaml"
     tree = yaml.safe_load(saved.read_text())
+    (saved.parent / "metrics.jsonl").write_text("trained")
     del tree["train"]["ema_decay"], tree["parallel"]
     saved.write_text(yaml.safe_dump(tree))
     assert claim(tmp_path) == ""
@@ -178,6 +190,7 @@ def test_folders_that_cannot_be_written_or_moved(tmp_path, monkeypatch):
         claim(tmp_path)
     (tmp_path / "runs").unlink()
     claim(tmp_path)
+    (tmp_path / "runs" / "small" / "metrics.jsonl").write_text("trained")
 
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
