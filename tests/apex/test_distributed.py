@@ -371,6 +371,27 @@ def _frozen_while_accumulating() -> None:
     amp.reset()
 
 
+def _body_that_raises_after_the_reduction() -> None:
+    """What was accumulated locally before is kept, as reduced; which parameters that reached may differ by rank."""
+    rank = dist.get_rank()
+    for level, options in itertools.product(("O0", "O1", "O2", "O3"), BOTH):
+        amp.reset()
+        model = Numbers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=64.0, verbosity=0)
+        net = _wrap(model, **options)
+        one, two = torch.tensor(1.0), torch.tensor(2.0)
+        with net.no_sync():
+            backward(net([one, None, two] if rank else [one, two, None]), optimizer)
+        with suppress(ZeroDivisionError), amp.scale_loss(net([one] * 3), optimizer) as loss:
+            loss.backward()
+            raise ZeroDivisionError
+        masters = list(amp.master_params(optimizer))
+        assert distinct(master.grad for master in masters) == [[1.0]] * 3, (level, options)
+        assert all(master.grad.dtype is master.dtype for master in masters)
+    amp.reset()
+
+
 class Table(nn.Module):
     """A sparse embedding, and a linear layer on its result, of the same weight if ``tied``."""
 
@@ -571,6 +592,7 @@ def _all_on_two_ranks() -> None:
         _construction,
         _changed_later,
         _frozen_while_accumulating,
+        _body_that_raises_after_the_reduction,
         _sparse_where_ranks_differ,
         _either_order,
         _layout,

@@ -130,12 +130,12 @@ def check_unreduced(optimizer: Optimizer, scaler: LossScaler) -> bool:
 def restore(optimizer: Optimizer) -> None:
     """Put back what ``prepare`` set aside, after the body of a context raised; its new gradients are dropped."""
     stash = stash_of(optimizer)
-    for parameter in own_params(optimizer, stash):
+    targets = [(parameter, parameter) for parameter in own_params(optimizer, stash)]
+    targets += zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True)
+    for parameter, target in targets:
         earlier = take_aside(parameter)
-        if earlier is not None:
-            parameter.grad = earlier
-    for parameter in stash.all_fp16_params:
-        take_aside(parameter)  # the master still has it
+        if earlier is not None:  # perhaps reduced over ranks by now, in float32
+            target.grad = earlier.to(target.dtype)
     announce_aside(stash, (), aside=False)
     stash.backward_ended()
 

@@ -76,7 +76,7 @@ class Bucket:
         indices: Sequence[int],
         parameters: Sequence[Tensor],
         dtype: torch.dtype,
-        strides: Sequence[Strides] | None = None,
+        strides: Mapping[Tensor, Strides] | None = None,
     ) -> None:
         self.indices = list(indices)
         self.parameters = list(parameters)
@@ -143,9 +143,9 @@ class Bucket:
             self._flat = torch.zeros(sum(sizes) + len(sizes), dtype=self.dtype, device=device)
             *pieces, self._flags = self._flat.split([*sizes, len(sizes)])
             self._views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
-            if self._strides is not None:
-                pairs = zip(self._views, self._strides, strict=True)
-                self._views = [view.as_strided(view.shape, strides) for view, strides in pairs]
+            if self._strides:
+                pairs = zip(self._views, self.parameters, strict=True)
+                self._views = [view.as_strided(p.shape, self._strides[p]) for view, p in pairs]
         return self._flat
 
 
@@ -178,6 +178,5 @@ def layout(
     for indices in (*closed, *filling.values()):
         dtype = parameters[indices[0]].dtype
         dtype = torch.float32 if fp32 and dtype in REDUCED else dtype
-        own_strides = [strides[parameters[i]] for i in indices] if strides else None
-        buckets.append(Bucket(indices, [parameters[i] for i in indices], dtype, own_strides))
+        buckets.append(Bucket(indices, [parameters[i] for i in indices], dtype, strides))
     return buckets

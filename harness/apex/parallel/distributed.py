@@ -408,11 +408,7 @@ class BackwardReducer:
             flagged = [gradient is not None for gradient in gradients]
             bucket.launch(gradients, flagged, self._scaling)
             for place, total in bucket.finish(flagged):
-                gradient = gradients[place]
-                if gradient is None or gradient is not aside[bucket.indices[place]]:
-                    set_aside(bucket.parameters[place], total * self._scaling.after)
-                else:
-                    gradient.copy_(total * self._scaling.after)
+                set_aside(bucket.parameters[place], total * self._scaling.after)
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
@@ -445,7 +441,6 @@ class Reducer:
         self.grads = [] if isinstance(module_or_grads_list, nn.Module) else list(_flatten(module_or_grads_list))
         self._scaling = Scaling(dist.get_world_size(), average=True, predivide=1.0)
         self._buckets: list[Bucket] = []
-        self._laid_out: list[Tensor] = []
         self._kinds: list[tuple[Any, ...]] = []
         if self.module is not None:
             parameters = list(self.module.parameters())
@@ -480,7 +475,7 @@ class Reducer:
         if kinds != self._kinds:
             strides = None if self.module is None else self._strides.of(list(self.module.parameters()))
             self._buckets = layout(tensors, range(len(tensors)), piece_size(tensors), fp32=False, strides=strides)
-            self._laid_out, self._kinds = tensors, kinds
+            self._kinds = kinds
         flags = [[values[i] is not None for i in bucket.indices] for bucket in self._buckets]
         for bucket, flagged in zip(self._buckets, flags, strict=True):
             bucket.launch([values[i] for i in bucket.indices], flagged, self._scaling)
