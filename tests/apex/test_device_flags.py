@@ -174,6 +174,9 @@ def test_copy_of_an_optimizer_has_the_right_count():
         assert run.optimizer.param_groups[0]["step"] == 4, "not known yet"
         twin = copy.deepcopy(run.optimizer)
         assert [group["step"] for group in (*twin.param_groups, *run.optimizer.param_groups)] == [3] * 4
+        run.step(5)
+        amp.reset()
+        assert run.optimizer.param_groups[0]["step"] == 3, "the optimizer goes on without amp"
 
 
 def test_skip_is_known_when_asked():

@@ -103,7 +103,7 @@ def reset() -> None:
 
     For a second run in one process, and for tests. Casts of weights and masters already created are not undone.
     """
-    flags.clear()
+    flags.read_flags()  # which corrects counts of steps
     cast_engine.engine.stop()
     function_casts.undo_registrations()
     for each in list(_amp_state.optimizers):
