@@ -149,7 +149,9 @@ def _parallel(config: Config) -> Iterator[Conflict]:
             "remove it (precision.opt_level then sets the dtypes), or use parallel.strategy=fsdp",
         )
     if config.parallel.logical_ranks is not None:
-        yield from logical_ranks(config)
+        for setting, what in needs_of_logical_ranks(config):
+            keys = "parallel.logical_ranks", setting.partition("=")[0]
+            yield Conflict(keys, what, f"use {setting}, or remove parallel.logical_ranks")
     yield from _checkpoint(config, strategy.shards)
     if config.precision.backend == "apex" and config.needs_our_amp:
         yield Conflict(
@@ -166,25 +168,22 @@ def _parallel(config: Config) -> Iterator[Conflict]:
         )
 
 
-def logical_ranks(config: Config) -> Iterator[Conflict]:
-    """What would make results depend on the number of processes, whether or not ``parallel.logical_ranks`` is set."""
-    key, remove = "parallel.logical_ranks", "or remove parallel.logical_ranks"
-    parallel, mode = config.parallel, config.model.compile
+def needs_of_logical_ranks(config: Config) -> Iterator[tuple[str, str]]:
+    """(KEY=VALUE, the reason) for each setting that would make results depend on the number of processes, whether or
+    not ``parallel.logical_ranks`` is set."""
+    parallel = config.parallel
     if parallel.strategy != "ddp":
-        what = f"the sums of {parallel.strategy} have no fixed order"
-        yield Conflict((key, "parallel.strategy"), what, f"use parallel.strategy=ddp, {remove}")
+        yield "parallel.strategy=ddp", f"the sums of {parallel.strategy} have no fixed order"
     if parallel.sync_batchnorm:
         what = "each logical rank normalizes its own rows, since one process computes several of them in turn"
-        yield Conflict((key, "parallel.sync_batchnorm"), what, f"use parallel.sync_batchnorm=false, {remove}")
+        yield "parallel.sync_batchnorm=false", what
     if not parallel.delay_allreduce:
-        what = "the gradients of logical ranks are summed after their backward passes"
-        yield Conflict((key, "parallel.delay_allreduce"), what, f"use parallel.delay_allreduce=true, {remove}")
+        yield "parallel.delay_allreduce=true", "the gradients of logical ranks are summed after their backward passes"
     if config.train.deterministic is not True:
-        what = "operations that are not deterministic have other bits at each start"
-        yield Conflict((key, "train.deterministic"), what, f"use train.deterministic=true, {remove}")
-    if isinstance(mode, str):
-        what = f"{mode} replays CUDA graphs, whose gradients the next logical rank would overwrite"
-        yield Conflict((key, "model.compile"), what, f"use model.compile=true, {remove}")
+        yield "train.deterministic=true", "operations that are not deterministic have other bits at each start"
+    if isinstance(config.model.compile, str):
+        what = f"{config.model.compile} replays CUDA graphs, whose gradients the next logical rank would overwrite"
+        yield "model.compile=true", what
 
 
 def _compile(config: Config) -> Iterator[Conflict]:

@@ -44,8 +44,8 @@ def test_facts(folder):
 @pytest.mark.parametrize(
     ("overrides", "world", "expected"),
     [
-        ((), 2, "on 2 processes only; parallel.logical_ranks=2: on any number up to that"),
-        (("parallel.strategy=fsdp",), 2, "on 2 processes only: the sums of fsdp have no fixed order"),
+        ((), 2, "on 2 processes only; on 1 to 2 with parallel.logical_ranks=2"),
+        (("parallel.strategy=fsdp",), 2, "on 1 to 2 with parallel.logical_ranks=2 parallel.strategy=ddp"),
         (
             ("parallel.logical_ranks=4", "batch.global=4"),
             1,

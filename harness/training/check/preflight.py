@@ -243,14 +243,13 @@ def _memory(run: Candidate, world_size: int) -> str:
 
 
 def _same_bits(config: Config, model: nn.Module, world_size: int) -> str:
-    """The numbers of processes on which the run has the same bits, and what that costs, or what stands against it."""
+    """The numbers of processes on which the run has the same bits, and what that costs, or what to set for more."""
     if num := config.parallel.logical_ranks:
         size = sum(param.nbytes for param in model.parameters() if param.requires_grad)
         return logical_ranks.described(num, min(world_size, num), size)
-    here = f"on {plural(world_size, 'process')} only"
-    if obstacle := next(constraints.logical_ranks(config), None):
-        return f"{here}: {obstacle.message}"
-    return f"{here}; parallel.logical_ranks={max(world_size, 2)}: on any number up to that"
+    num = max(world_size, 2)
+    settings = [f"parallel.logical_ranks={num}", *(need for need, _ in constraints.needs_of_logical_ranks(config))]
+    return f"on {plural(world_size, 'process')} only; on 1 to {num} with {' '.join(settings)}"
 
 
 def _reach(config: Config) -> None:
