@@ -61,7 +61,7 @@ def observe(file: str, words: list[str]) -> None:
     from harness.training import train_command
 
     ends = {"Python": time.monotonic()}
-    look = train_command._look
+    look = train_command._checked_config
 
     def marked(function: Callable[..., Any], when: str, phase: str) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -89,7 +89,7 @@ def observe(file: str, words: list[str]) -> None:
             setattr(owner, name, marked(getattr(owner, name), when, phase))
         return config
 
-    train_command._look = looked
+    train_command._checked_config = looked
     cli.command(["train", *words])
 
 

@@ -2,8 +2,8 @@
 
 Rows are computed when they are asked for, by position, so that the cost depends on them and not on the table.
 
-An epoch is a sequence of optimizer steps. Every row is in exactly one step of one rank, and every rank takes the same
-number of steps. If a run is resumed within an epoch at another world size, only the remaining rows are assigned.
+An epoch is a sequence of optimizer steps. Every row is in exactly one step of one rank, but for an incomplete last step
+that data.tail=drop leaves out, and every rank takes the same number of steps. If a run is resumed within an epoch at another world size, only the remaining rows are assigned.
 
     contiguous  rank r owns rows [int(r*N/W), int((r+1)*N/W)) of the file, shuffled within each epoch
     strided     rank r owns rows r, r+W, r+2W, ..., shuffled within each epoch
@@ -24,14 +24,14 @@ RULES = ("contiguous", "strided", "global")
 _ORDER, _SHUFFLE = 11, 12  # distinguish the two uses of (seed, epoch)
 _CHUNK = 1 << 17  # rows that are computed at once: 1 MiB, 20 ms
 _SMALL = 1 << 12  # rows up to which a permutation is a table: 32 KiB
-_ROUNDS = 8
+_ROUNDS = 8  # of the Feistel network; 4 suffice for random functions (Luby and Rackoff 1988), a hash gets twice as many
 _WORD = np.uint64(64)
 
 
 def bounds(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
     """First row and end of a contiguous shard.
 
-    The recipe writes int(rank*rows/world). Integer division gives the same up to 2^40 rows, and is exact above.
+    Scripts for Apex write int(rank*rows/world). Integer division gives the same up to 2^40 rows, and is exact above.
     """
     return rank * num_rows // world_size, (rank + 1) * num_rows // world_size
 
@@ -57,7 +57,8 @@ class RowOrder:
         return self._length
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        start, stop, _ = part.indices(self._length)
+        start, stop, stride = part.indices(self._length)
+        assert stride == 1
         first, last = start // _CHUNK, (stop - 1) // _CHUNK
         if first == last:
             return self._chunk(first)[start - first * _CHUNK : stop - first * _CHUNK]
@@ -167,7 +168,8 @@ def hashed(value: np.ndarray, key: np.uint64) -> np.ndarray:
 
 def rows_of(num_rows: int, segment: Segment) -> int:
     """The number of rows of ``num_rows`` that ``segment`` uses, over all ranks."""
-    (short, num_long), most = divmod(num_rows, segment.world_size), segment.steps * segment.per_rank
+    short, num_long = divmod(num_rows, segment.world_size)  # ``num_long`` ranks have one row more than ``short``
+    most = segment.steps * segment.per_rank  # of a rank
     return num_long * min(most, short + 1) + (segment.world_size - num_long) * min(most, short)
 
 

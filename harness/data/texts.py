@@ -124,7 +124,7 @@ def learn_words(table: Table, column: str, max_words: int, cache_dir: Path | Non
             words = read_sealed(path)["words"]
         except (OSError, ValueError):
             if path.exists():
-                log.warning("%s: the list of words in the cache is damaged; counting again", _name(table))
+                log.warning("%s: the list of words in the cache is damaged; counting again", table.name)
             words = _most_frequent(table, column, max_words)
             write_sealed(path, {"words": words}, secrets.token_hex(8))
     return Words(tuple(words))
@@ -139,14 +139,10 @@ def _most_frequent(table: Table, column: str, max_words: int) -> list[str]:
     if not counts:
         raise DataError(
             f"no row has a word in column {column!r}",
-            where=_name(table),
+            where=table.name,
             hint="set task.text_column to the column of texts, or use task.tokenizer.name=bytes",
         )
     return sorted(counts, key=lambda word: (-counts[word], word))[:max_words]
-
-
-def _name(table: Table) -> str:
-    return table.where(0).rpartition(":")[0]
 
 
 @dataclass(frozen=True)

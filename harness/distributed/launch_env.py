@@ -38,6 +38,11 @@ class Launch:
     store_is_held: bool = False  # the launcher holds the store at the master's port, so rank 0 must not open one
     error_file: str = ""  # where torch's launcher looks for the error of this rank
 
+    @property
+    def alone(self) -> bool:
+        """True if no launcher has started this process."""
+        return self == Launch()
+
 
 def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
     """The launch that ``environ`` describes: a complete set of torch's variables, else Slurm's, else one process.

@@ -35,31 +35,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from harness.data.table.source import locate
-    from harness.distributed.launch_env import Launch, detect
-    from harness.runs import fetched, trained_run
+    from harness.distributed.launch_env import detect
+    from harness.runs import trained_run
     from harness.runs.files import is_url
 
-    launch, folder = detect(os.environ), None
-    if launch == Launch():  # errors come before the import of torch, unless other ranks must be told
-        folder = fetched.local_copy(arguments.folder)
-        _require_new(arguments.out)
+    launch = detect(os.environ)
+    if launch.alone:  # errors come before the import of torch, unless other ranks must be told
+        folder = _run_folder(arguments)
         trained_run.configuration(folder, arguments.overrides, arguments.trust)
         if not is_url(arguments.csv):
             locate(arguments.csv)
-    from harness.distributed.meeting import telling_peers
+    else:
+        from harness.distributed.meeting import telling_peers
+
+        with telling_peers(launch):
+            folder = _run_folder(arguments)
     from harness.inference import predict
 
-    if folder is None:
-        with telling_peers(launch):
-            folder = fetched.local_copy(arguments.folder)
-            _require_new(arguments.out)
     out = arguments.out or _OUT
     request = predict.PredictRequest(folder, arguments.csv, out, arguments.overrides, arguments.trust)
     return predict.main(request, arguments.world, os.environ, arguments.words)
 
 
-def _require_new(out: Path | None) -> None:
-    """Raise ConfigError if the output has the default name and exists: only a file that the user names is replaced."""
-    if out is None and _OUT.exists():
+def _run_folder(arguments: argparse.Namespace) -> Path:
+    """The run on this machine. Raises ConfigError, also if the output has the default name and exists: only a file that
+    the user names is replaced."""
+    from harness.runs import fetched
+
+    folder = fetched.local_copy(arguments.folder)
+    if arguments.out is None and _OUT.exists():
         hint = f"--out {_OUT} replaces it; --out FILE writes another file"
         raise ConfigError("this file already exists", where=str(_OUT), hint=hint)
+    return folder

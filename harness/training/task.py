@@ -5,7 +5,9 @@ A task is a module with a class ``Task``: a ``TaskSection`` whose fields are the
     metrics                    {name of an evaluation metric: "max" or "min"}, the one that picks the best model first
     open(seed, cache_dir)      the OpenedTask: data, model, loss and metrics
 
-The protocols whose names begin with Supports are optional. A task does not depend on ranks, amp or checkpoints.
+The protocols whose names begin with Supports are optional. A task depends neither on amp nor on checkpoints, nor on
+ranks, but for what ``SupportsFileCheck`` and ``SupportsFileCopies`` divide among them. ``Pairs``, ``Sums``, ``Report``
+and ``Columns`` are types of ``harness.training.evaluation.metrics``.
 """
 
 from __future__ import annotations

@@ -33,14 +33,14 @@ def run(arguments: argparse.Namespace) -> int:
         return _run(arguments, parent, began)
 
 
-def _look(arguments: argparse.Namespace) -> Config | None:
+def _checked_config(arguments: argparse.Namespace) -> Config | None:
     """The configuration. Raises the HarnessErrors of it and of the data that are found without torch, whose import
     takes seconds. None under a launcher, since ranks report errors to each other."""
     from harness.config import loader
-    from harness.distributed.launch_env import Launch, detect
+    from harness.distributed.launch_env import detect
 
     try:
-        if detect(os.environ, arguments.local_rank) != Launch():
+        if not detect(os.environ, arguments.local_rank).alone:
             return None
     except LaunchError:  # main reports it
         return None
@@ -55,7 +55,7 @@ def _run(arguments: argparse.Namespace, parent: int, began: float) -> int:
     # of the import time, and later a quarter of a second each time in the middle of training.
     gc.disable()
     try:
-        config = _look(arguments)
+        config = _checked_config(arguments)
         from harness.training import main
 
         gc.freeze()

@@ -164,6 +164,11 @@ class Table:
         return pa.chunked_array(pieces, pa.string())
 
     @property
+    def name(self) -> str:
+        """The path or the URL of the file."""
+        return self._source.name
+
+    @property
     def folder(self) -> str:
         """The folder of the file; empty if it is at a URL."""
         return "" if self._source.is_remote else os.path.dirname(self._source.name) or "."

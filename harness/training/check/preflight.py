@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from harness.training.optimizer import on_gradients, optim, precision
 from harness.training.strategies.base import find
 from harness.training.task import OpenedTask, SupportsPredictions, SupportsSample
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _ROWS = 4  # of each split that take a step, or are evaluated
 
 
@@ -43,71 +46,9 @@ def examine(
         config = loader.load(path, overrides)
     except HarnessError as error:
         return {}, [error]
-    errors: list[HarnessError] = []
-    facts: dict[str, Any] = {"run folder": f"{config.output.rstrip('/')}/{config.name}"}
-
-    def attempt(stage: Any, *arguments: Any) -> Any:
-        try:
-            return stage(*arguments)
-        except HarnessError as error:
-            errors.append(error)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # of the user's own task, model or optimizer, which may call sys.exit
-            hint = "harness train prints the traceback"
-            what = f"{type(error).__name__}: {first_line(readable(error))}"
-            errors.append(TrainingError(what, where=stack.raised_at(error), hint=hint))
-        return None
-
-    device = attempt(devices.choose, config.runtime.device, 0, 1)
-    chosen = attempt(precision.choose, config.precision, device, config.needs_our_amp) if device else None
-    task = attempt(build.open_task, config, Runtime(), limit_s)
-    if task is None:
-        found = attempt(lambda: [*config.task.problems()]) or []
-        errors += [error for error in found if str(error) not in map(str, errors)]
-    size = attempt(division.sizes, config, len(task.train), config.parallel.num_ranks(world_size)) if task else None
-    model = attempt(build.build_model, config, task) if task else None
-    sampled: str | None = None
-    attempt(metrics_log.require, config.trackers)
-    attempt(_reach, config)
-    if config.train.on_gradients:
-        attempt(on_gradients.find, config.train.on_gradients)
-    if model is None or size is None:
-        attempt(optim.build, config.optimizer, [nn.Parameter(torch.zeros(1))], config.optimizer.lr)
-    optimizer = None
-    if model is not None:
-        attempt(build.require_mixable, config, task)
-        if device is not None:
-            attempt(determinism.require_restorable, model, device, config.train.deterministic)
-        facts["model"] = f"{config.model.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
-        if config.model.weights is not None and (given := attempt(weights.load, model, config)):
-            facts["weights"] = "; ".join(filter(None, [given["summary"], given["warning"]]))
-        if again := attempt(recompute.apply, model, config.model.activation_checkpointing):
-            shown = ", ".join(again if len(again) <= 4 else [*again[:3], "...", again[-1]])
-            facts["recomputed"] = f"{plural(len(again), 'module')} in the backward pass: {shown}"
-        if size is not None and (groups := attempt(optim.groups, config.optimizer, model, size.lr)):
-            optimizer = attempt(optim.build, config.optimizer, groups, size.lr)
-            facts |= optim.described(optimizer, model) if optimizer else {}
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-            rows = "the global batch" if config.parallel.sync_batchnorm else "the rows of each rank"
-            facts["batch norm"] = f"over {rows}"
-    if size is not None and chosen is not None:
-        facts |= description.describe(config, task, size, config.parallel.num_ranks(world_size), device, chosen.backend)
-        if warning := division.too_few_rows(size, len(task.train)):
-            facts["warning"] = warning
-        if model is not None:
-            facts["same bits"] = _same_bits(config, model, world_size)
-        facts["preset"] = f"{facts['preset']}; choose another with extends: preset:NAME"
-        if isinstance(task, SupportsSample) and model is not None and (sampled := attempt(task.sample, limit_s)):
-            facts["files"] = sampled
-        if (
-            model is not None
-            and optimizer is not None
-            and (sampled is not None or not isinstance(task, SupportsSample))
-        ):
-            attempt(_try, Candidate(config, task, model, optimizer, size, device), world_size, limit_s, facts)
-    attempt(find(config.parallel).check_world, config.parallel, world_size)
-    return facts, errors
+    examination = _Examination(config, world_size, limit_s)
+    examination.run()
+    return examination.facts, examination.errors
 
 
 @dataclass(frozen=True)
@@ -120,6 +61,106 @@ class Candidate:
     optimizer: torch.optim.Optimizer
     size: division.Sizes
     device: torch.device  # that the run will train on
+
+
+class _Examination:
+    """The stages of ``examine``, and the facts and errors that they have found so far."""
+
+    def __init__(self, config: Config, world_size: int, limit_s: float) -> None:
+        self.config, self.world_size, self.limit_s = config, world_size, limit_s
+        self.facts: dict[str, Any] = {"run folder": f"{config.output.rstrip('/')}/{config.name}"}
+        self.errors: list[HarnessError] = []
+
+    def attempt(self, stage: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """The result of ``stage``; None, with its error among ``errors``, if it raises one."""
+        try:
+            return stage(*args, **kwargs)
+        except HarnessError as error:
+            self.errors.append(error)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of the user's own task, model or optimizer, which may call sys.exit
+            hint = "harness train prints the traceback"
+            what = f"{type(error).__name__}: {first_line(readable(error))}"
+            self.errors.append(TrainingError(what, where=stack.raised_at(error), hint=hint))
+        return None
+
+    def run(self) -> None:
+        config, attempt = self.config, self.attempt
+        device = attempt(devices.choose, config.runtime.device, 0, 1)
+        amp = attempt(precision.choose, config.precision, device, config.needs_our_amp) if device else None
+        task = self._open_task()
+        size = (
+            attempt(division.sizes, config, len(task.train), config.parallel.num_ranks(self.world_size))
+            if task
+            else None
+        )
+        model = attempt(build.build_model, config, task) if task else None
+        attempt(metrics_log.require, config.trackers)
+        attempt(_require_output, config)
+        if config.train.on_gradients:
+            attempt(on_gradients.find, config.train.on_gradients)
+        if model is not None and task is not None:
+            self._examine_model(model, task, device)
+        optimizer = self._build_optimizer(model, size)
+        if size is not None and amp is not None and task is not None and device is not None:
+            self._plan(task, size, device, amp.backend)
+            if model is not None:
+                self.facts["same bits"] = _same_bits(config, model, self.world_size)
+                readable_rows = self._sample(task)
+                if optimizer is not None and readable_rows:
+                    candidate = Candidate(config, task, model, optimizer, size, device)
+                    attempt(_try, candidate, self.world_size, self.limit_s, self.facts)
+        attempt(lambda: find(config.parallel).check_world(config.parallel, self.world_size))
+
+    def _open_task(self) -> OpenedTask | None:
+        task = self.attempt(build.open_task, self.config, Runtime(), self.limit_s)
+        if task is None:  # it stops at the first error of the data
+            known = set(map(str, self.errors))
+            found = self.attempt(lambda: [*self.config.task.problems()]) or []
+            self.errors += [error for error in found if str(error) not in known]
+        return task
+
+    def _examine_model(self, model: nn.Module, task: OpenedTask, device: torch.device | None) -> None:
+        config, facts, attempt = self.config, self.facts, self.attempt
+        attempt(build.require_mixable, config, task)
+        if device is not None:
+            attempt(determinism.require_restorable, model, device, config.train.deterministic)
+        facts["model"] = f"{config.model.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
+        if config.model.weights is not None and (loaded := attempt(weights.load, model, config)):
+            facts["weights"] = "; ".join(filter(None, [loaded["summary"], loaded["warning"]]))
+        if again := attempt(recompute.apply, model, config.model.activation_checkpointing):
+            shown = ", ".join(again if len(again) <= 4 else [*again[:3], "...", again[-1]])
+            facts["recomputed"] = f"{plural(len(again), 'module')} in the backward pass: {shown}"
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+            rows = "the global batch" if config.parallel.sync_batchnorm else "the rows of each rank"
+            facts["batch norm"] = f"over {rows}"
+
+    def _build_optimizer(self, model: nn.Module | None, size: division.Sizes | None) -> torch.optim.Optimizer | None:
+        """The optimizer of ``model``; without one, look only at its settings."""
+        section = self.config.optimizer
+        if model is None or size is None:
+            self.attempt(optim.build, section, [nn.Parameter(torch.zeros(1))], section.lr)
+            return None
+        groups = self.attempt(optim.groups, section, model, size.lr)
+        optimizer = self.attempt(optim.build, section, groups, size.lr) if groups else None
+        self.facts |= optim.described(optimizer, model) if optimizer else {}
+        return optimizer
+
+    def _plan(self, task: OpenedTask, size: division.Sizes, device: torch.device, backend: str) -> None:
+        num_ranks = self.config.parallel.num_ranks(self.world_size)
+        self.facts |= description.describe(self.config, task, size, num_ranks, device, backend)
+        self.facts["preset"] = f"{self.facts['preset']}; choose another with extends: preset:NAME"
+        if warning := division.too_few_rows(size, len(task.train)):
+            self.facts["warning"] = warning
+
+    def _sample(self, task: OpenedTask) -> bool:
+        """False if files of a sample of the rows are damaged."""
+        if not isinstance(task, SupportsSample):
+            return True
+        sampled = self.attempt(task.sample, self.limit_s)
+        self.facts |= {"files": sampled} if sampled else {}
+        return sampled is not None
 
 
 def _try(run: Candidate, world_size: int, limit_s: float, facts: dict[str, Any]) -> None:
@@ -202,14 +243,16 @@ def _outputs(run: Candidate, batch: Batch, split: str, training: bool) -> Any:
         return run.model.train(training)(inputs)
 
 
-def _require_loss(loss: Any) -> None:
-    if isinstance(loss, Tensor) and loss.numel() == 1 and torch.isfinite(loss):
-        return
-    found = f"{loss.item()} with the initial weights" if isinstance(loss, Tensor) and loss.numel() == 1 else (
-        f"a value of {f'shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else f'type {type(loss).__name__}'} "
-        "instead of one number"
-    )  # fmt: skip
+def _require_loss(loss: object) -> None:
     hint = "check the inputs and labels of the first rows, task.mean and task.std, and loss()"
+    if not isinstance(loss, Tensor):
+        found = f"a value of type {type(loss).__name__} instead of one number"
+    elif loss.numel() != 1:
+        found = f"a value of shape {tuple(loss.shape)} instead of one number"
+    elif not torch.isfinite(loss):
+        found = f"{loss.item()} with the initial weights"
+    else:
+        return
     raise TrainingError(f"loss() of the task returned {found}", where="task", hint=hint)
 
 
@@ -252,7 +295,7 @@ def _same_bits(config: Config, model: nn.Module, world_size: int) -> str:
     return f"on {plural(world_size, 'process')} only; on 1 to {num} with {' '.join(settings)}"
 
 
-def _reach(config: Config) -> None:
+def _require_output(config: Config) -> None:
     """Raise HarnessError if ``output`` is a URL that does not answer. Write access is checked only at the start."""
     if is_url(config.output):
         remote.run_folder(config).store.files()
