@@ -3,7 +3,8 @@
 Rows are computed when they are asked for, by position, so that the cost depends on them and not on the table.
 
 An epoch is a sequence of optimizer steps. Every row is in exactly one step of one rank, but for an incomplete last step
-that data.tail=drop leaves out, and every rank takes the same number of steps. If a run is resumed within an epoch at another world size, only the remaining rows are assigned.
+that data.tail=drop leaves out, and every rank takes the same number of steps. If a run is resumed within an epoch at
+another world size, only the remaining rows are assigned.
 
     contiguous  rank r owns rows [int(r*N/W), int((r+1)*N/W)) of the file, shuffled within each epoch
     strided     rank r owns rows r, r+W, r+2W, ..., shuffled within each epoch

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     one, other = map(comparison.side, paths)
     found = comparison.compare(one, other, arguments.trust)
     if arguments.json:
-        print(json.dumps(finite(comparison.as_json(found)), indent=1, default=str))
+        print(json.dumps(finite(found.as_json()), indent=1, default=str))
     else:
         from harness.tools.compare import text
 

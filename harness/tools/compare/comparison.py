@@ -25,8 +25,8 @@ from harness.tools.report.run_set import LENGTH
 Pair = tuple[Any, Any]
 Differences = dict[str, Pair]
 Verdict = Literal["equal", "equal so far", "different"]
-"""equal: every file is bitwise equal, times excluded · equal so far: one of the runs is incomplete, and nothing differs
-that both have · different."""
+"""equal: every file is bitwise equal, times excluded · equal so far: one of the runs is incomplete, and no log line or
+checkpoint that both have differs; its best weights may be of an earlier evaluation · different."""
 
 _TOPOLOGY = ("world_size", "ranks", "launched_by", "threads", "amp")
 
@@ -120,8 +120,16 @@ class Side:
     problems: list[str]
 
     @property
-    def seeds(self) -> list[Any]:
+    def seeds(self) -> list[object]:
         return [seed(run) for run in self.runs]
+
+    def as_json(self) -> dict[str, object]:
+        runs = [
+            {"path": str(run.path), "name": run.name, "state": run.state, "seed": seed(run),
+             "world_size": run.world_size}
+            for run in self.runs
+        ]  # fmt: skip
+        return {"path": str(self.path), "runs": runs, "problems": self.problems}
 
 
 @dataclass(frozen=True)
@@ -134,28 +142,63 @@ class Equality:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """``equality``, ``metrics``, ``throughput`` and ``predictions`` are of two single runs; ``spreads`` ({"best" or
-    "final": metrics}) of two groups."""
+class RunComparison:
+    """Two runs. ``why_no_predictions`` says why ``predictions`` is None."""
 
     one: Side
     other: Side
     settings: SettingsComparison
-    equality: Equality | None
+    equality: Equality
     evaluations: tuple[Evaluations, Evaluations]
     throughput: tuple[Throughput, Throughput]
     metrics: list[Metric]
     predictions: PairedPredictions | None
     why_no_predictions: str
-    spreads: dict[str, list[Spread]]
 
     @property
     def same(self) -> bool:
-        """True if both sides are single runs, complete and bitwise equal."""
-        return self.equality is not None and self.equality.verdict == "equal"
+        """True if both runs are complete and bitwise equal."""
+        return self.equality.verdict == "equal"
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "same": self.same,
+            "one": self.one.as_json(),
+            "other": self.other.as_json(),
+            "settings": asdict(self.settings),
+            "equality": asdict(self.equality),
+            "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
+            "throughput": [asdict(throughput) for throughput in self.throughput],
+            "metrics": [asdict(metric) for metric in self.metrics],
+            "predictions": asdict(self.predictions) if self.predictions else None,
+            "why_no_predictions": self.why_no_predictions,
+        }
 
 
-def seed(record: Record) -> Any:
+@dataclass(frozen=True)
+class GroupComparison:
+    """Two groups of runs that differ by seed. ``spreads``: {"best" or "final": metrics}."""
+
+    one: Side
+    other: Side
+    settings: SettingsComparison
+    spreads: dict[str, list[Spread]]
+    same = False
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "same": self.same,
+            "one": self.one.as_json(),
+            "other": self.other.as_json(),
+            "settings": asdict(self.settings),
+            "spreads": {
+                of: [{**asdict(spread), "difference": spread.difference} for spread in spreads]
+                for of, spreads in self.spreads.items()
+            },
+        }
+
+
+def seed(record: Record) -> object:
     return record.config.get("seed")
 
 
@@ -212,22 +255,29 @@ def _earlier_predictions(*runs: Record) -> str:
     return f"{' and '.join(early)} resumed after writing predictions.csv" if early else ""
 
 
-def compare(one: Side, other: Side, trust: bool = False) -> Comparison:
+def compare(one: Side, other: Side, trust: bool = False) -> RunComparison | GroupComparison:
     """Compare two runs; or the metrics of two groups over their seeds. ``trust``: import checkpoint formats that a run
     of someone else names."""
-    mine, theirs = ([evaluations(run) for run in side.runs] for side in (one, other))
     first, second = one.runs[0], other.runs[0]
-    differences = compare_settings(first, second)
-    newest, speeds = (mine[0], theirs[0]), (throughput(first), throughput(second))
-    if len(one.runs) == len(other.runs) == 1:
-        early = _earlier_predictions(first, second)
-        predictions, why = (None, early) if early else paired_predictions(first.path, second.path)
-        equal = compare_files(first, second, trust)
-        return Comparison(
-            one, other, differences, equal, newest, speeds, metrics(*newest), predictions, why, {}
-        )  # fmt: skip
-    found = {of: spreads(mine, theirs, best=of == "best") for of in ("best", "final")}
-    return Comparison(one, other, differences, None, newest, speeds, [], None, "", found)
+    settings = compare_settings(first, second)
+    if len(one.runs) > 1 or len(other.runs) > 1:
+        mine, theirs = ([evaluations(run) for run in side.runs] for side in (one, other))
+        found = {of: spreads(mine, theirs, best=of == "best") for of in ("best", "final")}
+        return GroupComparison(one, other, settings, found)
+    results = evaluations(first), evaluations(second)
+    early = _earlier_predictions(first, second)
+    predictions, why = (None, early) if early else paired_predictions(first.path, second.path)
+    return RunComparison(
+        one,
+        other,
+        settings,
+        equality=compare_files(first, second, trust),
+        evaluations=results,
+        throughput=(throughput(first), throughput(second)),
+        metrics=metrics(*results),
+        predictions=predictions,
+        why_no_predictions=why,
+    )
 
 
 def compare_files(one: Record, other: Record, trust: bool = False) -> Equality:
@@ -253,36 +303,6 @@ def _half_line(path: Path) -> str:
     """The place of the last line of a log if it is incomplete; empty otherwise."""
     content = path.read_bytes() if path.is_file() else b""
     return f"{layout.METRICS}:{len(content.splitlines())}" if content and not content.endswith(b"\n") else ""
-
-
-def as_json(found: Comparison) -> dict[str, Any]:
-    """``found`` as plain data for ``--json``."""
-
-    def plain(side: Side) -> dict[str, Any]:
-        runs = [
-            {"path": str(run.path), "name": run.name, "state": run.state, "seed": seed(run),
-             "world_size": run.world_size}
-            for run in side.runs
-        ]  # fmt: skip
-        return {"path": str(side.path), "runs": runs, "problems": side.problems}
-
-    pair = found.equality
-    return {
-        "same": found.same,
-        "one": plain(found.one),
-        "other": plain(found.other),
-        "settings": asdict(found.settings),
-        "equality": asdict(pair) if pair else None,
-        "evaluations": [asdict(evaluation) for evaluation in found.evaluations] if pair else None,
-        "throughput": [asdict(throughput) for throughput in found.throughput] if pair else None,
-        "metrics": [asdict(metric) for metric in found.metrics],
-        "predictions": asdict(found.predictions) if found.predictions else None,
-        "why_no_predictions": found.why_no_predictions,
-        "spreads": {
-            of: [{**asdict(spread), "difference": spread.difference} for spread in spreads]
-            for of, spreads in found.spreads.items()
-        },
-    }
 
 
 # Settings
@@ -389,16 +409,15 @@ def metrics(one: Evaluations, other: Evaluations) -> list[Metric]:
 
 def paired_predictions(one: Path, other: Path) -> tuple[PairedPredictions | None, str]:
     """Pair predictions.csv of two run folders row by row; or the reason why this is impossible."""
-    tables, read = [], []
+    tables = []
     for label, folder in (("A", one), ("B", other)):
         table = read_predictions(folder / layout.PREDICTIONS)
         if table is None or "id" not in table.column_names:
             return None, f"{label} has no predictions.csv with ids, predictions and labels"
-        read.append(table)
-        tables.append(table.select(["id", "prediction", "label"]))
-    mine, theirs = tables
-    if any("error" in table.column_names for table in read):
+        tables.append(table)
+    if any("error" in table.column_names for table in tables):
         return None, "they are numbers, not classes; see the error metrics above"
+    mine, theirs = tables = [table.select(["id", "prediction", "label"]) for table in tables]
     if mine.select(["id", "label"]) != theirs.select(["id", "label"]):
         if any(len(pc.unique(table["id"])) < len(table) for table in tables):
             return None, "their predictions.csv files contain different rows"

@@ -8,11 +8,11 @@ from harness.errors import plural
 from harness.runs.reader import Record
 from harness.tools.compare.comparison import (
     Code,
-    Comparison,
     Differences,
-    Equality,
+    GroupComparison,
     Metric,
     PairedPredictions,
+    RunComparison,
     SettingsComparison,
     Spread,
     Throughput,
@@ -22,20 +22,20 @@ from harness.tools.report import formatting
 
 VERDICTS = {
     "equal": "Bitwise equal: checkpoints, weights, log and predictions.",
-    "equal so far": "Nothing differs as far as both runs go.",
+    "equal so far": "No log line or checkpoint that both runs have differs.",
     "different": "Not equal.",
 }
 _SHOWN_ELSEWHERE = ("name", "output", "launch")  # as paths, and as the ranks of the topology
 
 
-def render(found: Comparison) -> str:
+def render(found: RunComparison | GroupComparison) -> str:
     """Sides, recipe, equality, results and circumstances, separated by empty lines."""
-    results = _pair_results(found) if found.equality else _group_results(found)
-    parts = [_sides(found), _recipe(found.settings), _equality(found), results, _circumstances(found.settings)]
+    results = [_equality(found), _pair_results(found)] if isinstance(found, RunComparison) else [_group_results(found)]
+    parts = [_sides(found), _recipe(found.settings), *results, _circumstances(found.settings)]
     return "\n\n".join("\n".join(part) for part in map(list, parts) if part) + "\n"
 
 
-def _sides(found: Comparison) -> Iterator[str]:
+def _sides(found: RunComparison | GroupComparison) -> Iterator[str]:
     for label, side in (("A", found.one), ("B", found.other)):
         if len(side.runs) == 1:
             yield f"{label}  {side.runs[0].path}  ({_state(side.runs[0])})"
@@ -51,17 +51,17 @@ def _state(record: Record) -> str:
 # Equality
 
 
-def _equality(found: Comparison) -> Iterator[str]:
-    if pair := found.equality:
-        yield VERDICTS[pair.verdict] + (f" They differ from step {pair.step} on." if pair.step is not None else "")
-        yield from (f"  {line}" for line in pair.lines)
-        yield from _world_sizes(found, pair)
+def _equality(found: RunComparison) -> Iterator[str]:
+    pair = found.equality
+    yield VERDICTS[pair.verdict] + (f" They differ from step {pair.step} on." if pair.step is not None else "")
+    yield from (f"  {line}" for line in pair.lines)
+    yield from _world_sizes(found)
 
 
-def _world_sizes(found: Comparison, pair: Equality) -> Iterator[str]:
+def _world_sizes(found: RunComparison) -> Iterator[str]:
     """The reasons why runs with different numbers of ranks differ."""
     one, other = found.one.runs[0].ranks, found.other.runs[0].ranks
-    if pair.verdict != "different" or not one or not other or one == other:
+    if found.equality.verdict != "different" or not one or not other or one == other:
         return
     yield (
         f"  On {one} and on {formatting.ranks(other)}, sums are computed in different orders, so the last digits "
@@ -124,7 +124,7 @@ def _code(code: Code) -> str:
 # Results
 
 
-def _pair_results(found: Comparison) -> Iterator[str]:
+def _pair_results(found: RunComparison) -> Iterator[str]:
     yield "Results"
     one, other = found.evaluations
     missing = [label for label, run in (("A", one), ("B", other)) if not run.final]
@@ -174,7 +174,7 @@ def _throughput(one: Throughput, other: Throughput) -> Iterator[str]:
     yield from formatting.table([("", "A", "B"), *cells], "    ")
 
 
-def _group_results(found: Comparison) -> Iterator[str]:
+def _group_results(found: GroupComparison) -> Iterator[str]:
     yield f"Results over seeds (A: {len(found.one.runs)}, B: {len(found.other.runs)}): mean ± standard error"
     if not found.spreads["final"]:
         yield "  nothing to compare: no metric is in all of the runs"

@@ -140,7 +140,7 @@ def test_killed_run_is_equal_so_far(runs, tmp_path, capsys):
     code, text, plain = compare(runs / "one", half, capsys=capsys)
     assert code == 1
     assert (plain["equality"]["verdict"], plain["equality"]["step"]) == ("equal so far", None)
-    assert "Nothing differs as far as both runs go." in text
+    assert "No log line or checkpoint that both runs have differs." in text
     assert "(unfinished, 1 rank)" in text
     assert "metrics.jsonl ends mid-line" in text
     assert "equal up to and including the checkpoint of step 10" in text
@@ -166,7 +166,8 @@ def test_groups_of_seeds(runs, tmp_path, capsys):
         for name in names:
             copy(tmp_path / group, runs, name)
     code, text, plain = compare(tmp_path / "a", tmp_path / "b", capsys=capsys)
-    assert (code, plain["equality"]) == (1, None)
+    assert (code, plain["same"]) == (1, False)
+    assert "equality" not in plain
     assert "(2 runs, seeds 0, 1)" in text
     top1 = plain["spreads"]["best"][0]
     assert top1["name"] == "top1"

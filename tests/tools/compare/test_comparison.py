@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from harness.errors import ConfigError
 from harness.runs.reader import read
@@ -97,6 +99,19 @@ def test_predictions_from_before_a_resume_are_not_paired(tmp_path):
     found = comparison.compare(comparison.side(one), comparison.side(other))
     assert found.predictions is None
     assert found.why_no_predictions == "B resumed after writing predictions.csv"
+
+
+def test_best_weights_of_a_run_that_goes_on_may_differ(tmp_path):
+    """They are named, and the verdict does not say that nothing differs."""
+    one, other = (write_run(tmp_path / name, []) for name in "ab")
+    for value, folder in enumerate((one, other)):
+        save_file({"w": torch.full((2,), float(value))}, folder / "weights.safetensors")
+    summary = json.loads((other / "summary.json").read_text())
+    (other / "summary.json").write_text(json.dumps(summary | {"finished": False}))
+    shown = text.render(comparison.compare(comparison.side(one), comparison.side(other)))
+    assert "No log line or checkpoint that both runs have differs." in shown
+    assert "weights.safetensors: w differs by up to 1" in shown
+    assert "Nothing differs" not in shown
 
 
 def test_groups_of_seeds(tmp_path):
