@@ -53,7 +53,7 @@ class Safetensors(ExportFormat):
     suffix, tolerance = ".safetensors", 0.0
 
     def write(self, subject: Exported, path: Path) -> Function:
-        from harness.runs.checkpoint import load_weights, save_weights
+        from harness.runs.weights_file import load_weights, save_weights
 
         tensors = {name: tensor.detach().clone().contiguous() for name, tensor in subject.model.state_dict().items()}
         metadata = {"model": str(subject.facts["name"]), "args": json.dumps(subject.facts["args"])}

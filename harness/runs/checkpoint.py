@@ -3,7 +3,7 @@
     checkpoints/step-N/...            the files of its format (``harness.runs.formats``), such as state.pt
     checkpoints/step-N/manifest.json  the format, and size and SHA-256 of each file; sealed with a SHA-256 of its own
     checkpoints/latest, best          text files that name a step
-    weights.safetensors               the best model's weights (the averaged ones, if there is an average)
+    weights.safetensors               the best model's weights (``harness.runs.weights_file``)
 
 A checkpoint never changes once it has its name: it is written under a temporary one, synced and renamed, and only then
 does `latest` name it.
@@ -11,8 +11,6 @@ does `latest` name it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import pickle
@@ -21,13 +19,11 @@ import shlex
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from harness.config import seals
@@ -45,6 +41,7 @@ from harness.runs.files import (
     write_sealed,
 )
 from harness.runs.formats import base as formats
+from harness.runs.weights_file import save_weights
 
 log = logging.getLogger("harness")
 
@@ -52,8 +49,6 @@ VERSION = 6  # of the manifest and of what a checkpoint contains
 FROM_SCRATCH = "start from scratch with checkpoint.resume=never, which keeps this folder as NAME.1"
 _MAX_LISTED = 8  # damaged checkpoints in a message
 _GLOBAL = re.compile(r"(?:GLOBAL:?|refers to) ([\w.]+)")  # in refusals to load a file
-# The key of all metadata of a safetensors file, as JSON: the library writes several keys in a random order.
-_METADATA, _DIGEST = "harness", "sha256"
 _ANOTHER = "choose another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
 
 
@@ -131,8 +126,8 @@ class Checkpoints:
             ) from None
 
     def read(self, path: Path, mapped: bool, own: formats.Own) -> dict[str, Any]:
-        """``read``; the user has named the format of this run, which may therefore be imported."""
-        return read(path, mapped, own, self.form)
+        """``read``, for a user who has named the format of this run."""
+        return read(path, mapped, own, named=self.form)
 
     def mark_best(self, step: int, weights: dict[str, Tensor], path: Path) -> None:
         """Make ``step`` the best checkpoint, and write its ``weights``, as from ``on_host``, to ``path``."""
@@ -225,68 +220,6 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def on_host(weights: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copies of the tensors in ``weights`` on the CPU that share no memory, as safetensors requires (tied layers)."""
-    tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-
-
-def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str], work: Path) -> None:
-    """Write a safetensors file in the folder ``work``, and move it to ``path``. Its metadata have ``metadata`` and a
-    digest of the content, so that the two cannot disagree. The folder is removed at the end, and before, if a killed
-    process left it."""
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        # It first writes a file of a random name next to this one.
-        text = json.dumps({**metadata, _DIGEST: _digest(tensors, metadata)}, sort_keys=True)
-        save_file(tensors, work / layout.WEIGHTS, {_METADATA: text})
-        os.replace(work / layout.WEIGHTS, path)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def load_weights(path: Path, of_run: bool = True) -> dict[str, Tensor]:
-    """The tensors of a safetensors file on the CPU, verified by its digest. ``of_run``: it must have one, as every file
-    of ``save_weights``. Raises CheckpointError."""
-    what = "the best weights" if of_run else "it"
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = weights_metadata(file)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
-    except (OSError, SafetensorError) as error:
-        raise _weights_error(path, f"{what} cannot be read: {reason(error)}") from None
-    recorded = metadata.pop(_DIGEST, None)
-    if recorded is None and of_run:
-        raise _weights_error(path, "the best weights have no digest: the file is damaged, or of another program")
-    if recorded is not None and recorded != _digest(tensors, metadata):
-        raise _weights_error(path, "the weights are damaged: their SHA-256 differs from the recorded one")
-    return tensors
-
-
-def weights_metadata(file: Any) -> dict[str, str]:
-    """What ``save_weights`` recorded in the open safetensors ``file``; empty if another program wrote it, or if it is
-    damaged."""
-    with suppress(ValueError):
-        found = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """The SHA-256 of ``metadata`` and of the names, types, shapes and bytes of ``tensors``."""
-    kinds = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in sorted(tensors.items())]
-    found = hashlib.sha256(json.dumps([sorted(metadata.items()), kinds]).encode())
-    for name, _, _ in kinds:
-        found.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    return found.hexdigest()
-
-
-def _weights_error(path: Path, message: str) -> CheckpointError:
-    hint = "copy the file again; or continue the training: an evaluation with a new best result writes it again"
-    return CheckpointError(message, where=str(path), hint=hint)
-
-
 def folder_gone(path: Path) -> CheckpointError:
     return CheckpointError(
         "the run folder was removed or renamed during the run",
@@ -368,16 +301,17 @@ def _damage_of(file: Path, recorded: Mapping[str, Any]) -> str:
 
 
 def read(
-    path: Path, mapped: bool = False, own: formats.Own = lambda key, size: None, trusted: str | None = ""
+    path: Path, mapped: bool = False, own: formats.Own = lambda key, size: None, named: str = "", trust: bool = False
 ) -> dict[str, Any]:
     """Load the checkpoint folder ``path`` onto the CPU. Raises CheckpointError, which names the folder.
 
     ``mapped``: memory-map the files, so that the ranks of a node share their pages. Copy the tensors that are to stay.
-    ``own``: tensors like those to read from a sharded checkpoint, instead of whole ones. ``trusted``: a format with a
-    dotted name that may be imported even if this user did not start the run; None: any.
+    ``own``: tensors like those to read from a sharded checkpoint, instead of whole ones.
+
+    A format with a dotted name is imported only if this user started the run, has ``named`` it, or says ``trust``.
     """
     name = str(_manifest(path).get("format"))
-    if "." in name and trusted not in (name, None) and not ownership.is_own(path.absolute().parents[1]):
+    if "." in name and not (trust or named == name) and not ownership.is_own(path.absolute().parents[1]):
         raise CheckpointError(
             f"its format is {name}, whose code would be imported, and you did not start this run on this machine",
             where=str(path),

@@ -57,7 +57,7 @@ def weights(run: Path) -> Path:
 
 def best(run: Path) -> dict[str, Tensor]:
     """The best weights of ``run``, on the CPU, verified. Raises CheckpointError."""
-    from harness.runs.checkpoint import load_weights
+    from harness.runs.weights_file import load_weights
 
     return load_weights(weights(run))
 

@@ -16,6 +16,7 @@ from torch import nn
 from harness.data.seeds import TRAINING
 from harness.errors import CheckpointError, first_line
 from harness.runs import checkpoint
+from harness.runs.weights_file import on_host
 from harness.training.logical_ranks import kernels
 from harness.training.optimizer.optim import Ema
 from harness.training.progress import State
@@ -78,7 +79,7 @@ def keep_best(run: Run) -> None:
     with run.averaged():
         weights = _whole(run, run.module)
         with run.runtime.together("copying the best weights"):
-            tensors = checkpoint.on_host(weights) if run.runtime.rank == 0 else {}
+            tensors = on_host(weights) if run.runtime.rank == 0 else {}
 
     def write() -> None:
         if run.runtime.rank == 0:

@@ -22,8 +22,8 @@ from harness.errors import HarnessError
 from harness.inference import export
 from harness.inference import predict as predict_module
 from harness.inference.formats import FORMATS
-from harness.runs.checkpoint import save_weights
 from harness.runs.files import read_sealed
+from harness.runs.weights_file import save_weights
 from harness.training.evaluation import predictions
 from harness.training.models import small_cnn
 from harness.training.models.small_cnn import Model as SmallCNN
@@ -363,7 +363,7 @@ def test_export_that_is_killed_leaves_nothing_that_the_next_one_does_not_remove(
 
     folder, out = trained[0], tmp_path / "model.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr("harness.runs.checkpoint.save_file", killed)
+        patch.setattr("harness.runs.weights_file.save_file", killed)
         with pytest.raises(Killed):
             export.export(folder, "safetensors", out)
     assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from harness.data.batch import Batch
 from harness.distributed.runtime import Runtime
 from harness.errors import DataError, HarnessError
 from harness.inference import export
-from harness.runs.checkpoint import save_weights
+from harness.runs.weights_file import save_weights
 from harness.training import build
 from harness.training.models import linear
 from tests.fixtures import CountingTable, make_config, settings, write_rows, write_yaml

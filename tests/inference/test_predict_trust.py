@@ -12,7 +12,7 @@ import yaml
 
 from harness import cli
 from harness.runs import ownership
-from harness.runs.checkpoint import save_weights
+from harness.runs.weights_file import save_weights
 from harness.training.models.linear import Model as Linear
 from tests.fixtures import settings, write_rows
 

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from harness.errors import CheckpointError
 from harness.runs import files
-from harness.runs.checkpoint import VERSION, Checkpoints, damage, load_weights, on_host, read, save_weights
+from harness.runs.checkpoint import VERSION, Checkpoints, damage, read
 from harness.runs.storage import LocalStore
+from harness.runs.weights_file import load_weights, on_host, save_weights
 
 
 @pytest.fixture
@@ -362,7 +363,7 @@ def test_no_file_of_safetensors_is_uploaded_or_left(tmp_path, monkeypatch):
     checkpoints = made(tmp_path, 1)
     weights = {"w": torch.ones(1)}
     with monkeypatch.context() as patch:
-        patch.setattr("harness.runs.checkpoint.save_file", killed)
+        patch.setattr("harness.runs.weights_file.save_file", killed)
         with pytest.raises(Killed):
             checkpoints.mark_best(1, weights, tmp_path / "weights.safetensors")
     assert set(seen) == {f"checkpoints/{name}" for name in ("latest", "step-1/state.pt", "step-1/manifest.json")}

@@ -14,7 +14,7 @@ from harness.config import loader
 from harness.data.names import ALPHABET, STOP_CODE, encode
 from harness.errors import CheckpointError, ConfigError, DataError, HarnessError
 from harness.runs import ownership
-from harness.runs.checkpoint import save_weights
+from harness.runs.weights_file import save_weights
 from harness.tasks.pet_names import generate
 from harness.tasks.pet_names.generate import MAX_LENGTH, NameRequest
 from tests.datasets import NAMES, write_names

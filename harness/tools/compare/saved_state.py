@@ -43,7 +43,7 @@ def weights(one: Path, other: Path) -> StateDifference | None:
 
 def between(one: Path, other: Path, trust: bool = False) -> Iterator[StateDifference]:
     """Every difference between two checkpoint folders, weights first; times do not count. Raises CheckpointError."""
-    mine, theirs = (checkpoint.read(path, mapped=True, trusted=None if trust else "") for path in (one, other))
+    mine, theirs = (checkpoint.read(path, mapped=True, trust=trust) for path in (one, other))
     same_world = mine.get("world_size") == theirs.get("world_size")
     names = [name for name in dict.fromkeys((*_FIRST, *sorted({*mine, *theirs}))) if name not in _IGNORED]
     for name in names:

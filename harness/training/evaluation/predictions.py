@@ -26,9 +26,10 @@ from harness.data.loader import BatchRequest, Loader, StoppedWaiting
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop, StoppedAlone
 from harness.errors import DataError, HarnessError, first_line, plural
-from harness.runs import checkpoint, layout
+from harness.runs import layout
 from harness.runs.files import commit, temporary_for
 from harness.runs.locks import Lock
+from harness.runs.weights_file import load_weights
 from harness.trackers.base import LabelPairs, Sample
 from harness.training.evaluation.evaluate import prepare
 from harness.training.run import Run
@@ -286,7 +287,7 @@ def _csv(table: pa.Table, header: bool) -> bytes:
 def best_weights(runtime: Runtime, path: Path) -> dict[str, Tensor]:
     """Read the weights at ``path``, a safetensors file, on rank 0; return them on every rank. Collective."""
     first = runtime.rank == 0
-    weights = runtime.patiently("reading the best weights", lambda: checkpoint.load_weights(path) if first else {})
+    weights = runtime.patiently("reading the best weights", lambda: load_weights(path) if first else {})
     with runtime.announced("sending the best weights"):
         return runtime.from_first(weights)
 

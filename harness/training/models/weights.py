@@ -20,6 +20,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError, ConfigError, DataError, did_you_mean, first_line, plural, reason, similar
 from harness.runs import checkpoint, fetch, layout, reader
 from harness.runs.files import cache_folder, expanded, is_url, sha256
+from harness.runs.weights_file import load_weights
 from harness.training.models.model_builder import TIMM
 
 log = logging.getLogger("harness")
@@ -199,7 +200,7 @@ def read(source: WeightsFile) -> Mapping[str, Any]:
     """The content of a file of weights. Raises ConfigError, also for a file that could run code."""
     try:
         if source.path.suffix == ".safetensors":
-            return checkpoint.load_weights(source.path, of_run=False)
+            return load_weights(source.path, of_run=False)
         content = torch.load(source.path, map_location="cpu", weights_only=True)
     except CheckpointError as error:
         raise ConfigError(error.message, where=f"{_KEY}: {source.name}", hint="copy or download it again") from None

@@ -19,7 +19,7 @@ import torch
 from harness.distributed.launch_env import detect
 from harness.distributed.threads import thread
 from harness.errors import HarnessError
-from harness.runs import checkpoint, probe_plan
+from harness.runs import checkpoint, probe_plan, weights_file
 from harness.runs.probe_plan import Kill
 from harness.runs.url_store import UrlStore
 from harness.training import loop
@@ -176,7 +176,7 @@ def _cut_files(death: _Death, step: int) -> dict[tuple[Any, str], Any]:
         death.die(step, f"with {int(size * death.kill.fraction)} of {size} bytes of {os.path.basename(path)}")
 
     if death.kill.number == 0:
-        return {(torch, "save"): cut_save, (checkpoint, "save_file"): cut_save_file}
+        return {(torch, "save"): cut_save, (weights_file, "save_file"): cut_save_file}
     return {(os, "fsync"): counted_sync, (os, "replace"): counted_replace}
 
 
