@@ -72,6 +72,10 @@ def test_moving_average_is_exported_and_a_dropped_tail_reported(tmp_path, data):
         assert not torch.equal(exported[name], content["model"][name])
     (epoch,) = of_split(folder, "epoch")
     assert (epoch["rows_used"], epoch["rows"]) == (56, 61)
+    model = {"name": "small_cnn", "args": {"width": 4}, "weights": str(folder / "weights.safetensors")}
+    kept = train(tmp_path / "kept", data, model=model, optimizer={"lr": 1e-9}, train={"epochs": 1})
+    evaluated, expected = (of_split(each, "eval")[-1]["loss"] for each in (folder, kept))
+    assert evaluated == pytest.approx(expected, abs=1e-5), "the average is evaluated"
 
 
 def test_patience_stops_early(tmp_path, data):
