@@ -392,6 +392,30 @@ def _body_that_raises_after_the_reduction() -> None:
     amp.reset()
 
 
+class Rows(nn.Module):
+    """A table in a plain parameter, of which nobody can tell in advance that its gradients are sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(5, 2))
+
+    def forward(self, rows):
+        return nn.functional.embedding(rows, self.table, sparse=True).sum()
+
+
+def _sparse_without_notice() -> None:
+    rank = dist.get_rank()
+    for options in [*BOTH, {"retain_allreduce_buffers": True}, None]:
+        model = Rows()
+        net = Reducer(model) if options is None else _wrap(model, **options)
+        for times in (1, 2):
+            (model if options is None else net)(torch.tensor([1, 3 if rank else 1])).backward()
+            if options is None:
+                net.reduce()
+            expected = [0.0, 1.5 * times, 0.0, 0.5 * times, 0.0]
+            assert model.table.grad.to_dense()[:, 0].tolist() == expected, (options, times)
+
+
 class Table(nn.Module):
     """A sparse embedding, and a linear layer on its result, of the same weight if ``tied``."""
 
@@ -593,6 +617,7 @@ def _all_on_two_ranks() -> None:
         _changed_later,
         _frozen_while_accumulating,
         _body_that_raises_after_the_reduction,
+        _sparse_without_notice,
         _sparse_where_ranks_differ,
         _either_order,
         _layout,

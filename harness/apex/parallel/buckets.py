@@ -95,7 +95,7 @@ class Bucket:
         return self._flat[: -len(self.parameters)]
 
     def launch(self, gradients: Sequence[Tensor | None], flagged: Sequence[bool], scaling: Scaling) -> None:
-        """Copy ``gradients`` in and start the sum over ranks.
+        """Copy ``gradients``, dense or sparse, in and start the sum over ranks.
 
         An existing gradient contributes even if it is not ``flagged``: it was reduced before, is equal on all ranks,
         and comes out unchanged.
@@ -107,7 +107,7 @@ class Bucket:
                 if gradient is None:
                     view.zero_()
         if present:
-            torch._foreach_copy_([view for view, _ in present], [g.detach() for _, g in present])
+            torch._foreach_copy_([view for view, _ in present], [_strided(g) for _, g in present])
         assert self._flags is not None
         if all(flagged):
             self._flags.fill_(1.0)
@@ -147,6 +147,11 @@ class Bucket:
                 pairs = zip(self._views, self.parameters, strict=True)
                 self._views = [view.as_strided(p.shape, self._strides[p]) for view, p in pairs]
         return self._flat
+
+
+def _strided(gradient: Tensor) -> Tensor:
+    """Return ``gradient`` as a dense tensor."""
+    return gradient.detach() if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def layout(

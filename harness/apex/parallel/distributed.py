@@ -380,7 +380,7 @@ class BackwardReducer:
             if self._retain and total.dtype is parameter.dtype:
                 parameter.grad = total
                 continue
-            if parameter.grad is None:
+            if parameter.grad is None or parameter.grad.layout is not torch.strided:
                 parameter.grad = torch.empty_like(parameter)
             targets.append(parameter.grad)
             results.append(total)
@@ -404,15 +404,11 @@ class BackwardReducer:
         aside = [get_aside(parameter) for parameter in self.parameters]
         every = range(len(self.parameters))
         for bucket in layout(self.parameters, every, self._message_size, fp32=True, strides=self._strides):
-            gradients = [_dense(aside[i]) for i in bucket.indices]
+            gradients = [aside[i] for i in bucket.indices]
             flagged = [gradient is not None for gradient in gradients]
             bucket.launch(gradients, flagged, self._scaling)
             for place, total in bucket.finish(flagged):
                 set_aside(bucket.parameters[place], total * self._scaling.after)
-
-
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 # The reduction of gradients when the script calls for it
@@ -461,7 +457,7 @@ class Reducer:
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         dense: list[Tensor] = [parameter for parameter in trainable if id(parameter) not in sparse]
         for parameter, average in self._averages(dense, [parameter.grad for parameter in dense]):
-            if parameter.grad is None:
+            if parameter.grad is None or parameter.grad.layout is not torch.strided:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(average)
         for parameter in trainable:
