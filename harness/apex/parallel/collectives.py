@@ -113,11 +113,10 @@ def _without_repeats(tensor: Tensor) -> Tensor:
 
 def _broadcast_bytes(flat: Tensor, device: torch.device) -> None:
     """Copy rank 0's values of ``flat`` to all ranks, by way of ``device`` if the backend does not take its own."""
-    taken = device_type() in ("cpu", flat.device.type)
-    sent = flat.view(torch.uint8) if taken else flat.view(torch.uint8).to(device)
+    own = flat.view(torch.uint8)
+    sent = own if device_type() in ("cpu", flat.device.type) else own.to(device)
     dist.broadcast(sent, 0)
-    if not taken:
-        flat.view(torch.uint8).copy_(sent)
+    own.copy_(sent)  # at once if they are the same
 
 
 def _check_alike(tensors: Sequence[Tensor]) -> bool:
