@@ -206,7 +206,7 @@ def test_launch_environment_is_read_in_one_place():
     # project and passes a script its local rank. The error file belongs to torch's launcher, not to a rank.
     allowed = {("training.main", "RANK"), ("training.main", "LOCAL_RANK")}
     allowed |= {("apex.local_rank", "LOCAL_RANK"), ("apex.local_rank", "LOCAL_WORLD_SIZE")}
-    allowed |= {("engines.torchrun", "TORCHELASTIC_ERROR_FILE")}
+    allowed |= {("engines.torchrun.engine", "TORCHELASTIC_ERROR_FILE")}
     allowed |= {("__main__", "LOCAL_RANK")}  # of a process that is interrupted before it can import anything
     assert {(name, variable) for name, variable in reads if name != "distributed.launch_env"} <= allowed
     found = {variable for name, variable in reads if name == "distributed.launch_env"}
@@ -226,7 +226,8 @@ def test_few_modules_touch_the_environment():
         "__main__", "api", "cli",
         "inference.predict_command", "tools.doctor.command", "tools.sweep.main",
         "training.train_command",
-        "engines.local", "engines.torchrun", "engines.dask.worker", "engines.flyte.engine", "engines.flyte.task",
+        "engines.local.engine", "engines.torchrun.engine", "engines.dask.worker", "engines.flyte.engine",
+        "engines.flyte.task",
         "engines.slurm.engine",
         # variables of other software
         "distributed.runtime", "distributed.devices", "training.determinism", "apex.local_rank", "trackers.wandb",

@@ -30,8 +30,7 @@ VERBS = {
     "export": "--format --out --trust RUN key=value",
     "generate": "-n --keep-existing --seed --start --temperature --trust RUN",
     "init": "--out CSV",
-    "launch": "-c --config --detach --dry-run --engine --max-restarts --nnodes --node-rank --nproc --rendezvous "
-    "--scheduler key=value",
+    "launch": "-c --config --detach --dry-run --engine --max-restarts --nnodes --nproc key=value",
     "port": "--patch SCRIPT",
     "predict": "--csv --out --trust --world RUN key=value",
     "report": "-o --out --trust RUN_OR_SWEEP",

@@ -67,7 +67,7 @@ def preload() -> None:
     import torch.distributed.run
     import torchvision  # noqa: F401
 
-    import harness.engines.local
+    import harness.engines.local.engine
     import harness.inference.predict
     import harness.tasks.image_csv.task
     import harness.tasks.pet_names.task

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field, create_model
 
 from harness.config import plugins
-from harness.config.base import Arguments, Matching, NameOf, NullIsEmpty, Positive, Seconds, Section
+from harness.config.base import Arguments, NameOf, NullIsEmpty, Positive, Seconds, Section
 from harness.errors import ConfigError
 
 
@@ -25,13 +25,8 @@ class LaunchSection(Section):
     """
     nnodes: Positive = 1
     """Number of machines."""
-    min_nodes: Positive | None = None
-    """For torchrun: continue with this many machines when others are lost, and with more when they join; null: nnodes.
-    """
     nproc: Positive = 1
     """Ranks per machine: typically one per GPU, or one per few CPU cores."""
-    min_ranks: Positive | None = None
-    """For local: continue on this many ranks when others are lost, and on more at a later checkpoint; null: nproc."""
     threads: Positive = 1
     """CPU threads per rank (OMP_NUM_THREADS), the same on any machine, since the last bits of a result depend on it.
     """
@@ -41,15 +36,6 @@ class LaunchSection(Section):
     """
     interface: str | None = None
     """Network interface for communication between ranks, such as eth0; null: the one that reaches rank 0's machine."""
-    rendezvous: (
-        Annotated[str, Matching(r"(\[[0-9a-fA-F:]+\]|[^\s:\[\]]+):\d{1,5}", "write HOST:PORT, such as node1:29400")]
-        | None
-    ) = None
-    """For torchrun: HOST:PORT of the first machine, where all machines meet; null: one machine."""
-    join_s: Seconds = 600.0
-    """For torchrun: seconds to wait for the other machines, at the start and after one is lost."""
-    node_rank: Annotated[int, Field(ge=0)] | None = None
-    """For torchrun: number of this machine, from 0; null: in the order of the machines' addresses."""
     grace_s: Seconds = 60.0
     """Seconds that ranks may take to write a checkpoint when they are asked to stop."""
     python: str | None = None
@@ -60,11 +46,17 @@ class LaunchSection(Section):
     @property
     def engine_settings(self) -> Any:
         """The settings of ``engine`` itself; None if it has none."""
-        return getattr(self, _key(self.engine), None)
+        key = _key(self.engine)
+        return getattr(self, key) if key in type(self).model_fields and not _is_common(key) else None
 
 
 def _key(engine: str) -> str:
     return engine.rpartition(".")[2]
+
+
+def _is_common(key: str) -> bool:
+    """True for the name of a setting that every engine has."""
+    return key in LaunchSection.model_fields
 
 
 def section_class(raw: Any, launching: bool) -> type[LaunchSection]:
@@ -75,18 +67,22 @@ def section_class(raw: Any, launching: bool) -> type[LaunchSection]:
     """
     written = raw if isinstance(raw, dict) else {}
     engine = written.get("engine", "local")
-    engine = engine if isinstance(engine, str) else "local"  # the section reports the type
-    kinds: dict[str, Any] = {
-        name: plugins.find("engine settings", name, f"launch.{name}")
-        for name in plugins.names("engine settings")
-        if name in written or name == engine
-    }
-    if "." in engine:
-        kinds[_key(engine)] = _of_user(engine) if launching else Arguments if _key(engine) in written else None
-    kinds = {key: kind for key, kind in kinds.items() if kind is not None and key not in LaunchSection.model_fields}
-    if written.keys() - LaunchSection.model_fields - kinds.keys():  # one may be a misspelled engine
-        kinds = built_in() | kinds
-    return with_engines(**kinds)
+    return with_engines(**_kinds(written, engine if isinstance(engine, str) else "local", launching))
+
+
+def _kinds(written: dict[str, Any], engine: str, launching: bool) -> dict[str, Any]:
+    """The classes of the sections of engines, by key, for the section ``written``."""
+    key = _key(engine)
+    own: Any = None
+    if "." in engine and launching:
+        own = _of_user(engine)
+    elif "." in engine and key in written and not _is_common(key):
+        own = Arguments
+    kinds = {} if own is None else {key: own}
+    built_in = plugins.names("engine settings")
+    is_known = all(_is_common(name) or name in kinds or name in built_in for name in written)
+    needed = [name for name in built_in if name in written or name == engine or not is_known]  # maybe misspelled
+    return {name: plugins.find("engine settings", name, f"launch.{name}") for name in needed} | kinds
 
 
 @functools.cache  # so that two configurations with the same engines have the same class and can be compared
@@ -113,7 +109,7 @@ def _of_user(engine: str) -> type[Section] | None:
             f"Settings of {engine} is not a subclass of harness.config.base.Section",
             hint="docs/engines.md has an example",
         )
-    if kind is not None and _key(engine) in LaunchSection.model_fields:
+    if kind is not None and _is_common(_key(engine)):
         raise ConfigError(
             f"the settings of {engine} would be launch.{_key(engine)}, which every engine has", hint="rename the module"
         )

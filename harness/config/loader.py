@@ -136,10 +136,10 @@ def json_schema() -> str:
     return json.dumps(schema, indent=1, sort_keys=True) + "\n"
 
 
-def config_class(task: Any, schedule: Any = None, launch: type[LaunchSection] = LaunchSection) -> type[Config]:
+def config_class(task: Any, schedule: Any = None, launch: type[LaunchSection] | None = None) -> type[Config]:
     """Config with ``task``, a TaskSection, as its section ``task``, ``schedule``: by default the constant one, and
-    ``launch``."""
-    return _config_class_of(task, schedule or schedule_class(None), launch)
+    ``launch``: by default that of the engine local."""
+    return _config_class_of(task, schedule or schedule_class(None), launch or section_class(None, launching=False))
 
 
 @functools.cache  # so that two configurations of the same parts have the same class and can be compared
@@ -167,7 +167,7 @@ def _config_class(raw: dict[str, Any], launching: bool) -> tuple[type[Config], l
     task = found("task.name", _task_class, raw.get("task"))
     schedule = found("schedule.name", schedule_class, raw.get("schedule"))
     launch = found("launch.engine", section_class, raw.get("launch"), launching)
-    return (config_class(task, schedule or ScheduleSection, launch or LaunchSection) if task else Config), problems
+    return (config_class(task, schedule or ScheduleSection, launch) if task else Config), problems
 
 
 def schedule_class(raw: Any) -> type[ScheduleSection]:

@@ -67,9 +67,8 @@ class Job:
 def plan(path: str, overrides: Sequence[str]) -> Job:
     """The job of ``path``. Raises ConfigError with all errors of the configuration before any rank is started."""
     job = Job(loader.load(path, overrides, launching=True), path, tuple(overrides))
-    is_range = (job.settings.min_nodes or job.settings.nnodes) < job.settings.nnodes  # its engine checks every size
     num_ranks = job.config.parallel.logical_ranks or job.world_size
-    if not is_range and (misfit := job.config.batch.misfit(num_ranks)):
+    if misfit := job.config.batch.misfit(num_ranks):
         raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
     return job
 

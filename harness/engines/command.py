@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any, NamedTuple
 
 from harness.config import arguments as shared
 from harness.config import plugins
+from harness.errors import LaunchError
 
 VERB = "launch"
 HELP = "train on an engine, such as local, torchrun, slurm or dask"
+
+_RANGES = {"nnodes": ("torchrun", "min_nodes"), "nproc": ("local", "min_ranks")}  # the engine, and its setting
+_ON_THIS_MACHINE = ("local", "torchrun")  # engines that start ranks here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,61 +22,82 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine", metavar="NAME", help=f"{', '.join(plugins.names('engine'))} (default: launch.engine in the file)"
     )
     parser.add_argument(
-        "--nnodes", metavar="N|MIN:MAX", help="number of machines; MIN:MAX lets machines join and leave (torchrun)"
-    )
+        "--nnodes", type=_machines, metavar="N|MIN:MAX",
+        help="number of machines; MIN:MAX lets machines join and leave (torchrun)",
+    )  # fmt: skip
     parser.add_argument(
         "--nproc", type=_ranks, metavar="N|MIN:MAX|auto[:MAX]",
         help="ranks per machine; MIN:MAX continues on MIN or more of MAX when ranks are lost (local); auto: one per "
-        "GPU of this machine, or 2 without a GPU; auto:MAX: at most MAX",
+        "GPU of this machine, or 2 without a GPU; auto:MAX: at most MAX (local, torchrun)",
     )  # fmt: skip
     parser.add_argument("--max-restarts", type=int, metavar="N", help="maximum number of restarts after a failure")
-    parser.add_argument(
-        "--rendezvous", metavar="HOST:PORT", help="address of the first machine, where all machines meet (torchrun)"
-    )
-    parser.add_argument(
-        "--node-rank",
-        type=int,
-        metavar="R",
-        help="number of this machine, from 0 (default: machines are numbered in the order of their addresses)",
-    )
-    parser.add_argument("--scheduler", metavar="ADDRESS", help="Dask scheduler, such as tcp://10.0.0.1:8786")
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, without starting it")
     parser.add_argument("--detach", action="store_true", help="submit the run (slurm, ...) without following it")
 
 
-def _ranks(text: str) -> str:
-    """``text`` if it is a number of ranks, a range of it, auto or auto:MAX. Raises ArgumentTypeError."""
+class Count(NamedTuple):
+    """A number of machines or of ranks per machine, as typed."""
+
+    most: int | None
+    least: int | None = None
+    auto: bool = False
+    """As many as there are GPUs, and at most ``most``."""
+
+
+def _machines(text: str) -> Count:
+    return _count(text, "machines, or MIN:MAX")
+
+
+def _ranks(text: str) -> Count:
     word, colon, most = text.partition(":")
+    known = "ranks, MIN:MAX, auto or auto:MAX"
+    return Count(_count(most, known).most if colon else None, auto=True) if word == "auto" else _count(text, known)
+
+
+def _count(text: str, known: str) -> Count:
+    """``text``, N or MIN:MAX, as a Count. Raises ArgumentTypeError."""
+    word, colon, most = text.partition(":")
+    positive: Any = shared.positive(int)
     try:
-        for number in ([] if word == "auto" else [word]) + ([most] if colon else []):
-            shared.positive(int)(number)
-        return text
+        return Count(positive(most), positive(word)) if colon else Count(positive(word))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, MIN:MAX, auto or auto:MAX") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {known}") from None
 
 
 def run(arguments: argparse.Namespace) -> int:
     from harness.engines import launch
 
-    word, _, most = (arguments.nproc or "").partition(":")
-    nproc: str | int | None = most or word or None
-    if word == "auto":
+    counts: dict[str, Count] = {name: count for name in _RANGES if (count := getattr(arguments, name))}
+    given = {"engine": arguments.engine, "max_restarts": arguments.max_restarts}
+    options = {name: value for name, value in given.items() if value is not None}
+    words = [*arguments.overrides, *(f"launch.{key}={value}" for key, value in options.items())]
+    config: Any = None
+    if any(count.auto or count.least for count in counts.values()):
         from harness.config import loader
-        from harness.distributed import devices
 
-        on_cpu = loader.load(arguments.config, arguments.overrides).runtime.device == "cpu"
-        nproc = devices.fitting_ranks(int(most) if most else None, on_cpu)
-    options = {
-        "engine": arguments.engine,
-        "nproc": nproc,
-        "min_ranks": word if most and word != "auto" else None,
-        "max_restarts": arguments.max_restarts,
-        "rendezvous": arguments.rendezvous,
-        "node_rank": arguments.node_rank,
-        "dask.scheduler": arguments.scheduler,
-    }
-    if arguments.nnodes is not None:
-        least, _, most = arguments.nnodes.rpartition(":")
-        options |= {"nnodes": most, "min_nodes": least or None}
-    overrides = [f"launch.{key}={value}" for key, value in options.items() if value is not None]
-    return launch.main(arguments.config, [*arguments.overrides, *overrides], arguments.dry_run, arguments.detach)
+        config = loader.load(arguments.config, words)
+    for name, count in counts.items():
+        most = count.most
+        if count.auto:
+            most = _fitting(config, most)
+        words.append(f"launch.{name}={most}")
+        if count.least:
+            engine, least = _RANGES[name]
+            _require((engine,), config, f"--{name} MIN:MAX is")
+            words.append(f"launch.{engine}.{least}={count.least}")
+    return launch.main(arguments.config, words, arguments.dry_run, arguments.detach)
+
+
+def _fitting(config: Any, most: int | None) -> int:
+    """The number of ranks that fit this machine."""
+    _require(_ON_THIS_MACHINE, config, "--nproc auto counts the GPUs of this machine, which is")
+    from harness.distributed import devices
+
+    return devices.fitting_ranks(most, on_cpu=config.runtime.device == "cpu")
+
+
+def _require(engines: tuple[str, ...], config: Any, what: str) -> None:
+    """Raise LaunchError unless ``config`` is for one of ``engines``."""
+    name = config.launch.engine
+    if name not in engines:
+        raise LaunchError(f"{what} for engine {' or '.join(engines)}, not {name}", hint="give one number")

@@ -14,7 +14,7 @@ BUILT_IN = {
     "tracker": ["mlflow", "tensorboard", "wandb"],
     "format": ["sharded", "whole"],
     "engine": ["dask", "flyte", "local", "slurm", "torchrun"],
-    "engine settings": ["dask", "flyte", "slurm"],
+    "engine settings": ["dask", "flyte", "local", "slurm", "torchrun"],
 }
 
 

@@ -174,7 +174,7 @@ def test_ranks_with_different_recipes_are_refused(tmp_path, data):
         f"output={tmp_path}/of_rank_1",
         f"data.cache_dir={tmp_path}/other",
         "runtime.timeout_s=40",
-        "launch.node_rank=1",
+        "launch.torchrun.node_rank=1",
     ]
     short = ["train.epochs=1", "-c", str(config)]
     assert train_each(config, short, [*short, *allowed]).codes == [0, 0]

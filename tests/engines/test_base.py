@@ -16,9 +16,8 @@ from tests.end_to_end.processes import END_S, started
 
 NEEDS = {"dask": "distributed", "flyte": "flytekit"}
 WITHOUT_A_MEANING = {
-    "local": "nnodes=2 rendezvous=a:1 node_rank=0",
-    "slurm": "min_nodes=1 rendezvous=a:1 node_rank=0",
-    "dask": "min_nodes=1 rendezvous=a:1 node_rank=0 max_restarts=1",
+    "local": "nnodes=2",
+    "dask": "max_restarts=1",
 }
 
 

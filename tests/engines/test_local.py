@@ -14,7 +14,8 @@ import pytest
 from harness.distributed import devices
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import Cause, RankExit
-from harness.engines import base, launch, local
+from harness.engines import base, launch
+from harness.engines.local import engine as local
 from harness.errors import ConfigError, LaunchError
 from harness.tools.compare.exactness import differences
 from tests.conftest import ROOT
@@ -178,7 +179,7 @@ def devices_that_open(monkeypatch, *answers):
 def test_ranks_get_the_devices_that_open(tmp_path, stripes, monkeypatch):
     """Device 1 of four is lost and comes back."""
     remaining = devices_that_open(monkeypatch, "023", "0123")
-    words = ["launch.nproc=4", "launch.min_ranks=2", "launch.max_restarts=1", "runtime.device=cuda"]
+    words = ["launch.nproc=4", "launch.local.min_ranks=2", "launch.max_restarts=1", "runtime.device=cuda"]
     job = launch.plan(str(elastic(tmp_path, stripes)[0]), words)
     growth = local._Growth(job)
     assert growth.left(3) == 3
@@ -201,12 +202,12 @@ class Killed:
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"), [("", "launch.min_ranks is 1"), ("01", "launch.max_restarts=1 is used up")]
+    ("devices", "said"), [("", "launch.local.min_ranks is 1"), ("01", "launch.max_restarts=1 is used up")]
 )
 def test_a_run_that_cannot_start_again_says_why(tmp_path, stripes, monkeypatch, capsys, devices, said):
     devices_that_open(monkeypatch, devices)
     monkeypatch.setattr(local, "_start", lambda *_: Killed())
-    words = ["launch.nproc=2", "launch.min_ranks=1", "launch.max_restarts=1", "runtime.device=cuda"]
+    words = ["launch.nproc=2", "launch.local.min_ranks=1", "launch.max_restarts=1", "runtime.device=cuda"]
     run_ = local.RestartedRun(launch.plan(str(elastic(tmp_path, stripes)[0]), words))
     run_._num_restarts = int(bool(devices))
     assert run_.follow().exits[0].rank == 1
@@ -222,9 +223,13 @@ def test_no_device_is_left(tmp_path, stripes, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "batch", "said"),
     [
-        (["nproc=2", "min_ranks=3", "max_restarts=1"], {"global": 8}, "--nproc MIN:MAX"),
-        (["nproc=2", "min_ranks=1"], {"global": 8}, "--max-restarts"),
-        (["nproc=2", "min_ranks=1", "max_restarts=1"], {"global": None, "per_rank": 4}, "parallel.logical_ranks=2"),
+        (["nproc=2", "local.min_ranks=3", "max_restarts=1"], {"global": 8}, "--nproc MIN:MAX"),
+        (["nproc=2", "local.min_ranks=1"], {"global": 8}, "--max-restarts"),
+        (
+            ["nproc=2", "local.min_ranks=1", "max_restarts=1"],
+            {"global": None, "per_rank": 4},
+            "parallel.logical_ranks=2",
+        ),
     ],
 )
 def test_ranges_of_ranks_that_cannot_work(tmp_path, stripes, words, batch, said):

@@ -69,7 +69,7 @@ class Machine:
     def launch(self, *words: str) -> None:
         self._starts += 1
         command = [sys.executable, "-m", "harness", "launch", "-c", self._experiment.config, "--engine", "torchrun",
-                   "--rendezvous", f"{ADDRESSES[0]}:29400", *words]  # fmt: skip
+                   *words, f"launch.torchrun.rendezvous={ADDRESSES[0]}:29400"]  # fmt: skip
         terminal = self._experiment.base / f"{self.name}-{self._starts}.txt"
         self.run = self._stack.enter_context(started(command, terminal, fork=True, network=self.name))
 
@@ -142,7 +142,7 @@ def test_failures_that_end_and_that_do_not(tmp_path, stripes, machines):
     experiment = Experiment(tmp_path, stripes, timeout_s=12)
     here, there = machines(experiment)
     for rank, machine in enumerate((here, there)):
-        machine.launch("--nnodes", "2", "--node-rank", str(rank))
+        machine.launch("--nnodes", "2", f"launch.torchrun.node_rank={rank}")
     wait_for_steps(experiment.folder, 3, START_S)
     cut(there.name)
     time.sleep(18)

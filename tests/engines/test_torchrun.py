@@ -21,7 +21,8 @@ import torch
 from harness.distributed.launch_env import Launch
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import RankExit, to_torch_error_file
-from harness.engines import launch, torchrun
+from harness.engines import launch
+from harness.engines.torchrun import engine as torchrun
 from harness.errors import LaunchError
 from harness.runs import exit_files
 from harness.runs.outcome import ExitCollector
@@ -64,10 +65,10 @@ def num_starts(folder):
 
 SHAPES = {
     "one": ["launch.nproc=2", "launch.max_restarts=3", "launch.env={NCCL_DEBUG: INFO}"],
-    "several": ["launch.nnodes=2", "launch.nproc=4", "launch.rendezvous=n0:29400", "launch.grace_s=20"],
-    "numbered": ["launch.nnodes=2", "launch.node_rank=1", "launch.rendezvous=n0:29500", "launch.interface=eth0"],
-    "elastic": ["launch.nnodes=4", "launch.min_nodes=1", "launch.max_restarts=3", "launch.rendezvous=n0:29400",
-                "launch.join_s=99.5", "batch.global=12"],
+    "several": ["launch.nnodes=2", "launch.nproc=4", "launch.torchrun.rendezvous=n0:29400", "launch.grace_s=20"],
+    "numbered": ["launch.nnodes=2", "launch.torchrun={node_rank: 1, rendezvous: n0:29500}", "launch.interface=eth0"],
+    "elastic": ["launch.nnodes=4", "launch.max_restarts=3", "batch.global=12",
+                "launch.torchrun={min_nodes: 1, rendezvous: n0:29400, join_s: 99.5}"],
 }  # fmt: skip
 
 
@@ -83,27 +84,44 @@ def test_render(tmp_path, stripes, monkeypatch, shape):
 
 
 REFUSED = {
-    "no place to meet": (["nnodes=2"], "--rendezvous HOST:PORT"),
-    "a place for one": (["rendezvous=a:1"], "launch.rendezvous needs several machines"),
-    "a number for one": (["node_rank=0"], "launch.node_rank needs several machines"),
-    "a number too high": (["nnodes=2", "rendezvous=a:1", "node_rank=2"], "use a number from 0 to 1"),
-    "numbers and restarts": (["nnodes=2", "rendezvous=a:1", "node_rank=0", "max_restarts=1"], "cannot be combined"),
+    "no place to meet": (["nnodes=2"], "rendezvous=HOST:PORT"),
+    "a place for one": (["torchrun.rendezvous=a:1"], "launch.torchrun.rendezvous needs several machines"),
+    "a number for one": (["torchrun.node_rank=0"], "launch.torchrun.node_rank needs several machines"),
+    "a number too high": (["nnodes=2", "torchrun.rendezvous=a:1", "torchrun.node_rank=2"], "use a number from 0 to 1"),
+    "numbers and restarts": (
+        ["nnodes=2", "torchrun.rendezvous=a:1", "torchrun.node_rank=0", "max_restarts=1"],
+        "cannot be combined",
+    ),
     "a range without restarts": (
-        ["nnodes=2", "min_nodes=1", "rendezvous=a:1"],
+        ["nnodes=2", "torchrun.min_nodes=1", "torchrun.rendezvous=a:1"],
         "add --max-restarts 3, or use --nnodes N",
     ),
-    "a range upside down": (["nnodes=2", "min_nodes=3", "rendezvous=a:1"], "is more than launch.nnodes=2"),
-    "a batch for some": (["nnodes=3", "min_nodes=1", "max_restarts=1", "rendezvous=a:1"], "use a multiple of 6, or"),
-    "an unknown host": (["nnodes=2", "rendezvous=no.such.host.invalid:1"], "has no route to no.such.host.invalid"),
-    "no such interface": (["nnodes=2", "rendezvous=10.1.2.3:1", "interface=eth77"], "no network interface eth77"),
-    "loopback": (["nnodes=2", "rendezvous=10.1.2.3:1", "interface=lo"], "cannot reach other machines"),
+    "a range upside down": (
+        ["nnodes=2", "torchrun.min_nodes=3", "torchrun.rendezvous=a:1"],
+        "is more than launch.nnodes=2",
+    ),
+    "a batch for some": (
+        ["nnodes=4", "max_restarts=1", "torchrun={min_nodes: 3, rendezvous: a:1}"],
+        "use a multiple of 12, or",
+    ),
+    "an unknown host": (
+        ["nnodes=2", "torchrun.rendezvous=no.such.host.invalid:1"],
+        "has no route to no.such.host.invalid",
+    ),
+    "no such interface": (
+        ["nnodes=2", "torchrun.rendezvous=10.1.2.3:1", "interface=eth77"],
+        "no network interface eth77",
+    ),
+    "loopback": (["nnodes=2", "torchrun.rendezvous=10.1.2.3:1", "interface=lo"], "cannot reach other machines"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_settings_that_cannot_work_are_refused(tmp_path, stripes, case):
     words, message = REFUSED[case]
-    job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}" for word in words])
+    job = launch.plan(
+        str(write_config(tmp_path, stripes)), ["launch.engine=torchrun", *(f"launch.{word}" for word in words)]
+    )
     for call in (torchrun.render, torchrun.start):
         with pytest.raises(LaunchError) as caught:
             call(job)
@@ -136,7 +154,7 @@ folder.mkdir(parents=True)
 time.sleep(1000)
 """
 GONE = "it left no record: it was killed, or its machine was lost"
-RANGE = ["nnodes=2", "min_nodes=1", "max_restarts=1", "rendezvous=127.0.0.1:1"]
+RANGE = ["nnodes=2", "torchrun.min_nodes=1", "max_restarts=1", "torchrun.rendezvous=127.0.0.1:1"]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +172,8 @@ def test_launcher_without_ranks_is_ended_unless_it_may_restart_them(
     monkeypatch.setattr(torchrun, "WAIT_S", dict.fromkeys(torchrun.WAIT_S, 0.2))
     monkeypatch.setattr(torchrun, "KILL_S", 0.2)
     monkeypatch.setattr(torchrun, "_CHECK_S", 0.05)
-    job = launch.plan(str(write_config(tmp_path, stripes)), [f"launch.{word}" for word in words])
+    words = ["launch.engine=torchrun", *(f"launch.{word}" for word in words)]
+    job = launch.plan(str(write_config(tmp_path, stripes)), words)
     (job.folder / "logs").mkdir(parents=True)
     exit_files.write(job.folder / "logs", exit_of(1, 70))
     started_ = torchrun.start(job)
@@ -180,7 +199,7 @@ def test_stop_before_the_ranks_can_leave_a_record(tmp_path, stripes, monkeypatch
     """A first signal before the ranks train loses nothing, so the same command may resume, as with engine local."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(torchrun, "_command", lambda _, __, folder: [sys.executable, "-c", ENDS_EARLY, folder])
-    job = launch.plan(str(write_config(tmp_path, stripes)), [])
+    job = launch.plan(str(write_config(tmp_path, stripes)), ["launch.engine=torchrun"])
     collector = ExitCollector(job.folder)
     started_ = torchrun.start(job)
     wait_until(lambda: list(tmp_path.glob("harness-torchrun-*/*/*/0")), START_S, "the launcher")

@@ -77,8 +77,9 @@ def test_command_is_one_of_harness_launch():
     words = pod_command(pod_variables(1))
     assert words[:4] == ["python", "-m", "harness", command.VERB]
     arguments = parser.parse_args(words[4:])
-    assert (arguments.engine, arguments.nnodes, arguments.nproc, arguments.node_rank) == ("torchrun", "2", "4", 1)
-    assert arguments.rendezvous == "127.0.0.1:29500"
+    assert (arguments.engine, arguments.nnodes.most, arguments.nproc.most) == ("torchrun", 2, 4)
+    own = [f"launch.torchrun.{word}" for word in ("rendezvous=127.0.0.1:29500", "node_rank=1")]
+    assert arguments.overrides == own
     assert "$" not in shlex.join(words)
 
 

@@ -1,6 +1,6 @@
 """Engine dask: ranks on the workers of a Dask cluster, each a process that its worker supervises.
 
-harness launch -c configs/digits.yaml --engine dask --scheduler tcp://10.0.0.1:8786 --nproc 4
+harness launch -c configs/digits.yaml --engine dask --nproc 4 launch.dask.scheduler=tcp://10.0.0.1:8786
 engine.run(client, "configs/digits.yaml")     # in a notebook, with your distributed.Client
 """
 
@@ -31,7 +31,6 @@ from harness.runs import layout
 from harness.runs.outcome import ExitCollector, RunOutcome
 
 _CLOSE_S = 5.0
-_ANY_WORKER = "ranks go to any free workers; their number is launch.nnodes times launch.nproc"
 
 
 def render(job: Job) -> str:
@@ -94,10 +93,8 @@ def _job(config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[st
 
 
 def _check(job: Job) -> None:
-    refuse(
-        job, "dask", min_nodes=_ANY_WORKER, min_ranks=_ANY_WORKER, rendezvous=_ANY_WORKER, node_rank=_ANY_WORKER,
-        max_restarts="the same command resumes from the newest checkpoint; launch.engine=local or torchrun restarts it",
-    )  # fmt: skip
+    hint = "the same command resumes from the newest checkpoint; launch.engine=local or torchrun restarts it"
+    refuse(job, "dask", max_restarts=hint)
 
 
 def _connect(job: Job, opened: ExitStack) -> Any:

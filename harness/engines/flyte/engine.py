@@ -19,7 +19,7 @@ from pathlib import Path
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import RankExit
 from harness.distributed.worker_group import Worker, WorkerGroup
-from harness.engines.base import Job, refuse
+from harness.engines.base import Job
 from harness.errors import LaunchError
 
 FILE = "flyte_workflow.py"
@@ -64,7 +64,6 @@ def experiment(config: FlyteFile, overrides: list[str] = []) -> Results:  # noqa
 
 
 def render(job: Job) -> str:
-    _check(job)
     settings, machine = job.settings, job.settings.engine_settings
     several = settings.nnodes > 1
     asked = {"cpu": machine.cpu, "mem": machine.memory, "gpu": str(machine.gpu or "") or None}
@@ -87,7 +86,6 @@ def render(job: Job) -> str:
 
 
 def start(job: Job) -> FlyteRun:
-    _check(job)
     if job.settings.nnodes > 1:
         raise _for_a_cluster(job, f"launch.nnodes={job.settings.nnodes}: flytekit's local runner uses one machine")
     if job.settings.max_restarts:
@@ -151,14 +149,6 @@ class FlyteRun:
         poll = select.poll()
         poll.register(self._lifeline, 0)  # POLLERR is always reported: the other end has no holder any more
         poll.poll(_ORPHANS_S * 1000)
-
-
-def _check(job: Job) -> None:
-    refuse(
-        job, "flyte", min_nodes="Flyte retries whole tasks; use launch.engine=torchrun",
-        min_ranks="Flyte retries whole tasks; use launch.engine=local",
-        rendezvous="the Kubeflow plugin chooses it", node_rank="the Kubeflow plugin chooses it",
-    )  # fmt: skip
 
 
 def _inputs(job: Job) -> Iterator[tuple[str, ...]]:

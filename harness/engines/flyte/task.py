@@ -25,9 +25,9 @@ from flytekit.types.file import FlyteFile
 from harness.distributed.launch_env import detect
 from harness.distributed.monitor import follow_until_done
 from harness.distributed.worker_group import Worker, WorkerGroup
-from harness.engines import local
 from harness.engines.base import Job, plan
 from harness.engines.flyte.engine import EXITS
+from harness.engines.local import engine as local
 from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE, HarnessError
 from harness.runs import layout
 from harness.runs.outcome import ExitCollector

@@ -21,7 +21,7 @@ from pathlib import Path
 from harness.distributed import signals
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import RankExit
-from harness.engines.base import Job, refuse
+from harness.engines.base import Job
 from harness.engines.slurm.settings import Settings
 from harness.errors import EXIT_STOPPED, LaunchError
 from harness.runs import layout
@@ -94,9 +94,6 @@ exit "$code"
 """
 BODY = _BODY.replace("@LATEST@", f"{layout.CHECKPOINTS}/{layout.LATEST}")
 BODY = BODY.replace("@RANK_EXITS@", f"{layout.LOGS}/{layout.RANK_EXITS}").replace("@RECORD@", RECORD)
-
-_ELASTIC = "a Slurm job has a fixed number of nodes; remove the setting, or use launch.engine=torchrun"
-_RENDEZVOUS = "the ranks of a Slurm job meet on its first node; remove the setting"
 
 
 def render(job: Job) -> str:
@@ -328,7 +325,6 @@ def _options(job: Job) -> list[str]:
 
 
 def _check(job: Job) -> None:
-    refuse(job, "slurm", min_nodes=_ELASTIC, min_ranks=_ELASTIC, rendezvous=_RENDEZVOUS, node_rank=_RENDEZVOUS)
     slurm = settings_of(job)
     if not re.search(r"%\d*[jA]", slurm.output):
         raise LaunchError(

@@ -22,6 +22,7 @@ from harness.distributed.network import require_address
 from harness.distributed.rank_exit import Cause
 from harness.distributed.worker_group import LocalRun
 from harness.engines.base import Job, refuse, shell
+from harness.engines.local.settings import Settings
 from harness.errors import EXIT_STOPPED, LaunchError, WorkerKilled, plural
 from harness.runs import layout
 from harness.runs.outcome import ExitCollector, RunOutcome
@@ -61,30 +62,31 @@ def _start(job: Job, num_ranks: int, visible: Sequence[str] = ()) -> LocalRun:
 
 
 def _check(job: Job) -> None:
-    refuse(
-        job, "local", nnodes=_ONE_MACHINE, min_nodes=_ONE_MACHINE, rendezvous=_ONE_MACHINE, join_s=_ONE_MACHINE,
-        node_rank=_ONE_MACHINE,
-    )  # fmt: skip
-    settings, config = job.settings, job.config
+    refuse(job, "local", nnodes=_ONE_MACHINE)
+    settings, config, least = job.settings, job.config, _min_ranks(job)
     if settings.interface is not None:
         require_address(settings.interface)
-    if settings.min_ranks is None:
-        return
-    if not settings.min_ranks <= settings.nproc:
+    if least > settings.nproc:
         raise LaunchError(
-            f"launch.min_ranks={settings.min_ranks} is more than launch.nproc={settings.nproc}", where=job.path,
+            f"launch.local.min_ranks={least} is more than launch.nproc={settings.nproc}", where=job.path,
             hint="use --nproc MIN:MAX, which sets both",
         )  # fmt: skip
-    if settings.min_ranks < settings.nproc and not settings.max_restarts:
+    if least < settings.nproc and not settings.max_restarts:
         raise LaunchError(
-            "launch.min_ranks needs launch.max_restarts: each loss of ranks uses one restart", where=job.path,
+            "launch.local.min_ranks needs launch.max_restarts: each loss of ranks uses one restart", where=job.path,
             hint="add --max-restarts 3, or use --nproc N",
         )  # fmt: skip
-    if settings.min_ranks < settings.nproc and config.batch.global_ is None and not config.parallel.logical_ranks:
+    if least < settings.nproc and config.batch.global_ is None and not config.parallel.logical_ranks:
         raise LaunchError(
-            "with launch.min_ranks, batch.per_rank would change the global batch when a rank is lost", where=job.path,
+            "with launch.local.min_ranks, batch.per_rank would change the global batch when a rank is lost",
+            where=job.path,
             hint=f"set batch.global, or parallel.logical_ranks={settings.nproc}",
         )  # fmt: skip
+
+
+def _min_ranks(job: Job) -> int:
+    own: Settings = job.settings.engine_settings
+    return own.min_ranks or job.settings.nproc
 
 
 class RestartedRun:
@@ -138,9 +140,9 @@ class RestartedRun:
         num_killed = sum(exit.cause is Cause.SIGNAL for exit in report.exits)
         left = self._growth.left(self._size - max(num_killed, 1))
         size = next((size for size in range(left, 0, -1) if fits(self._job, size)), 0)
-        if size < (least := settings.min_ranks or settings.nproc):
+        if size < (least := _min_ranks(self._job)):
             _say(
-                f"not started again: the machine and the batch allow {plural(size, 'rank')}, and launch.min_ranks is "
+                f"not started again: machine and batch allow {plural(size, 'rank')}, and launch.local.min_ranks is "
                 f"{least}; run the same command with --nproc {max(size, 1)}:{settings.nproc} to go on with fewer"
             )
             return False
@@ -203,7 +205,7 @@ class _Growth:
 
     def left(self, survivors: int) -> int:
         """The number of ranks that can be started now: one per device that opens. On a CPU as many as have survived,
-        since a killed rank is usually one too many for the memory, but not fewer than ``launch.min_ranks``."""
+        since a killed rank is usually one too many for the memory, but not fewer than ``launch.local.min_ranks``."""
         from harness.distributed import devices  # late: it imports torch
 
         wanted = self._job.config.runtime.device
@@ -211,7 +213,7 @@ class _Growth:
             self.visible = devices.opening(names)[: self._job.world_size]
             if self.visible or wanted == "cuda":
                 return len(self.visible)
-        return max(survivors, self._job.settings.min_ranks or self._job.world_size)
+        return max(survivors, _min_ranks(self._job))
 
     def start(self, size: int) -> None:
         """A start on ``size`` ranks begins."""

@@ -25,6 +25,7 @@ from harness.distributed.network import interface_towards, is_here, is_loopback,
 from harness.distributed.rank_exit import Cause, RankExit, from_torch_error_file
 from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.engines.base import Job, shell
+from harness.engines.torchrun.settings import Settings
 from harness.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, EXITS_BY_SIGNAL, LaunchError, plural
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
@@ -218,57 +219,62 @@ class Rendezvous:
 
 def rendezvous_of(job: Job) -> Rendezvous:
     """The rendezvous that the settings of ``job`` describe, as seen from this machine. Raises LaunchError."""
-    settings = job.settings
-    least = settings.min_nodes or settings.nnodes
+    settings, own = job.settings, _own(job)
+    least = own.min_nodes or settings.nnodes
     _check(job, least)
     if settings.nnodes == 1:
         return Rendezvous()
-    assert settings.rendezvous is not None
-    host, _, port = settings.rendezvous.rpartition(":")
+    assert own.rendezvous is not None
+    host, _, port = own.rendezvous.rpartition(":")
     literal = host.strip("[]")
     return Rendezvous(
-        settings.nnodes, least, host, int(port), settings.node_rank,
+        settings.nnodes, least, host, int(port), own.node_rank,
         address=_own_address(job, literal),
         # torchrun compares host names, which fails if this machine's own name resolves to a loopback address.
         hosts_store=None if is_loopback(literal) else is_here(literal),
-        wait_s=math.ceil(settings.join_s),
+        wait_s=math.ceil(own.join_s),
         name=re.sub(r"[^\w.-]", "-", job.config.name),
     )  # fmt: skip
 
 
+def _own(job: Job) -> Settings:
+    own: Settings = job.settings.engine_settings
+    return own
+
+
 def _check(job: Job, least: int) -> None:
-    settings = job.settings
+    settings, own = job.settings, _own(job)
 
     def refuse(message: str, hint: str) -> None:
         raise LaunchError(message, where=job.path, hint=hint)
 
-    if settings.min_ranks is not None:
-        refuse("launch.min_ranks does not apply to engine torchrun", "use launch.min_nodes, or launch.engine=local")
     if least > settings.nnodes:
         refuse(
-            f"launch.min_nodes={least} is more than launch.nnodes={settings.nnodes}",
+            f"launch.torchrun.min_nodes={least} is more than launch.nnodes={settings.nnodes}",
             "use --nnodes MIN:MAX, which sets both",
         )
     if settings.nnodes == 1:
-        for key in ("rendezvous", "node_rank"):
-            if getattr(settings, key) is not None:
-                refuse(f"launch.{key} needs several machines, but launch.nnodes is 1", "add --nnodes N, or remove it")
+        for key, value in (("rendezvous", own.rendezvous), ("node_rank", own.node_rank)):
+            if value is not None:
+                what = f"launch.torchrun.{key} needs several machines, but launch.nnodes is 1"
+                refuse(what, "add --nnodes N, or remove it")
         return
-    if settings.rendezvous is None:
+    if own.rendezvous is None:
         refuse(
             f"{settings.nnodes} machines need a rendezvous address",
-            "add --rendezvous HOST:PORT, with the address of the first machine",
+            "add launch.torchrun.rendezvous=HOST:PORT, with the address of the first machine",
         )
-    if settings.node_rank is not None:
-        if settings.node_rank >= settings.nnodes:
+    if own.node_rank is not None:
+        if own.node_rank >= settings.nnodes:
             refuse(
-                f"launch.node_rank={settings.node_rank} is out of range",
+                f"launch.torchrun.node_rank={own.node_rank} is out of range",
                 f"use a number from 0 to {settings.nnodes - 1}",
             )
         if settings.max_restarts:
             refuse(
-                "launch.node_rank and launch.max_restarts cannot be combined: a restart may change the first machine",
-                "remove launch.node_rank: machines are then numbered in the order of their addresses",
+                "launch.torchrun.node_rank and launch.max_restarts cannot be combined: a restart may change the first "
+                "machine",
+                "remove node_rank: machines are then numbered in the order of their addresses",
             )
     if least < settings.nnodes:
         if not settings.max_restarts:
@@ -298,7 +304,7 @@ def _own_address(job: Job, host: str) -> str:
     """This machine's address on the interface of the settings, else on the one that leads to ``host``."""
     name = job.settings.interface or interface_towards(host, outward=not is_loopback(host))
     if name is None:
-        raise no_route(f"this machine has no route to {host}, where all machines meet", "launch.rendezvous")
+        raise no_route(f"this machine has no route to {host}, where all machines meet", "launch.torchrun.rendezvous")
     address = require_address(name)
     if is_loopback(address) and not is_loopback(host):
         raise no_route(f"interface {name} ({address}) cannot reach other machines")

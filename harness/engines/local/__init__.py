@@ -1,0 +1,1 @@
+"""The engine that runs ranks on this machine. Start at engine.py."""

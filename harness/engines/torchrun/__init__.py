@@ -1,0 +1,1 @@
+"""The engine that starts torch's elastic launcher. Start at engine.py."""
