@@ -164,7 +164,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     )
     try:
         written = predictions.write(Predictor(config, runtime, task, model.eval()), loader, stop, request.out)
-    except OSError as error:
+    except predictions.TableError as error:
         raise output_error(request.out, error) from None
     finally:
         loader.close()

@@ -170,6 +170,36 @@ def test_error_keeps_the_previous_file(folder, world):
     assert not list(folder.glob(".*.tmp"))
 
 
+def test_only_an_error_of_the_file_is_one_of_writing(folder, monkeypatch):
+    """The task's own code may read files, too."""
+
+    def fails(*_, **__):
+        raise FileNotFoundError(2, "No such file", "lookup.bin")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreeClasses, "known", fails)
+        with pytest.raises(FileNotFoundError) as caught:
+            write(folder, "out.csv", Rows(10))
+    assert not isinstance(caught.value, predictions.TableError)
+    monkeypatch.setattr(predictions, "_csv", fails)
+    with pytest.raises(predictions.TableError, match="No such file"):
+        write(folder, "out.csv", Rows(10))
+    assert not [path for path in folder.iterdir() if path.name.startswith("out.csv")]
+
+
+def test_a_file_that_cannot_be_opened_leaves_no_lock(folder):
+    block = (pa.table({"id": [1] * GROUP_ROWS, "prediction": [2] * GROUP_ROWS}), 0)
+    table = PredictionFile(folder / "x.csv")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.open", lambda *_: (_ for _ in ()).throw(PermissionError))
+        with pytest.raises(PermissionError):
+            table.add(*block)
+    table.discard()
+    again = PredictionFile(folder / "x.csv")
+    again.add(*block)
+    assert again.finish().rows == GROUP_ROWS
+
+
 def test_stop_writes_nothing(folder):
     stop = Stop(Runtime())
     stop.request("SIGTERM")

@@ -162,10 +162,7 @@ class RunComparison:
 
     def as_json(self) -> dict[str, object]:
         return {
-            "same": self.same,
-            "one": self.one.as_json(),
-            "other": self.other.as_json(),
-            "settings": asdict(self.settings),
+            **_sides_and_settings(self),
             "equality": asdict(self.equality),
             "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
             "throughput": [asdict(throughput) for throughput in self.throughput],
@@ -187,15 +184,17 @@ class GroupComparison:
 
     def as_json(self) -> dict[str, object]:
         return {
-            "same": self.same,
-            "one": self.one.as_json(),
-            "other": self.other.as_json(),
-            "settings": asdict(self.settings),
+            **_sides_and_settings(self),
             "spreads": {
                 of: [{**asdict(spread), "difference": spread.difference} for spread in spreads]
                 for of, spreads in self.spreads.items()
             },
         }
+
+
+def _sides_and_settings(found: RunComparison | GroupComparison) -> dict[str, object]:
+    sides = {"one": found.one.as_json(), "other": found.other.as_json()}
+    return {"same": found.same, **sides, "settings": asdict(found.settings)}
 
 
 def seed(record: Record) -> object:

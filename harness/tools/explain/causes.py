@@ -140,7 +140,8 @@ def slow_link(facts: RunFacts) -> bool:
 
 
 def launching(facts: RunFacts) -> float:
-    """Share of the time in which the host starts the work of layers that take less time than that."""
+    """Share of the time in which the host starts the work of layers that take less time than that. It is at least so
+    large: functions that are no modules are not counted."""
     compute = facts.share("forward", "backward", "optimizer")
     if not facts.layers or compute < 0.4:  # the measurement below takes seconds
         return 0.0
@@ -360,17 +361,17 @@ CAUSES = (
         volume_change,
     ),
     SlowCause(
-        "tiny batches", 0.4, host("batch"),
+        "tiny batches", 0.25, host("batch"),
         lambda f: f"starts {plural(f.layers, 'layer')} per pass of {rows(f)}, so the host is the bottleneck",
         batch_change,
     ),
     SlowCause(
-        "micro-batches", 0.4, host("micro-batches"),
+        "micro-batches", 0.25, host("micro-batches"),
         lambda f: f"splits its steps into micro-batches of {rows(f)}, so the host is the bottleneck",
         accumulate_change,
     ),
     SlowCause(
-        "small layers", 0.4, host("model"),
+        "small layers", 0.25, host("model"),
         lambda f: f"runs {plural(f.layers, 'small layer')} per pass, so the host is the bottleneck",
         lambda f: Change("Set model.compile=true, which fuses operations", {"model.compile": True}, 0.5),
     ),

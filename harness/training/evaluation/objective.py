@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -182,8 +183,8 @@ def _class_weights(given: Any, labels: Sequence[str | int], sigmoid: bool, count
         raise ConfigError(
             f"{plural(len(weights), 'weight')} for {plural(len(labels), 'label')}", where=where, hint=hint
         )
-    if min(weights) < 0 or not any(weights):
-        raise ConfigError("weights must be positive or zero, and not all zero", where=where)
+    if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+        raise ConfigError("weights must be positive or zero, finite, and not all zero", where=where)
     return torch.tensor(weights)
 
 

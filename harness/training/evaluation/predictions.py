@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,10 @@ class Predictor:
     sharded: bool = False
 
 
+class TableError(OSError):
+    """The table of predictions cannot be written; an OSError of the model's or the task's code is another one."""
+
+
 def block_rows(config: Config) -> int:
     """Number of rows per forward pass: the same at any world size."""
     batch = config.batch
@@ -96,9 +100,10 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
             blocks = runtime.gather_to_first(found)
             try:
                 if table is not None and failure is None:
-                    for block in blocks:
-                        if block is not None:
-                            table.add(*block)
+                    with _table_errors():
+                        for block in blocks:
+                            if block is not None:
+                                table.add(*block)
             except Exception as error:
                 failure = error
                 stop.request("the table could not be written")
@@ -107,10 +112,24 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
                 raise failure
         if stop.verdict:
             return None
-        return runtime.patiently("writing the predictions", lambda: table.finish() if table is not None else Written())
+
+        def finish() -> Written:
+            with _table_errors():
+                return table.finish() if table is not None else Written()
+
+        return runtime.patiently("writing the predictions", finish)
     finally:
         if table is not None:
             table.discard()
+
+
+@contextmanager
+def _table_errors() -> Iterator[None]:
+    """Context in which an error of the system becomes a TableError."""
+    try:
+        yield
+    except OSError as error:
+        raise TableError(*error.args) from error
 
 
 def _block(predictor: Predictor, batch: Batch, rows: np.ndarray, size: int) -> tuple[pa.Table, int]:
@@ -274,7 +293,7 @@ class PredictionFile:
         if self._file is not None:
             self._file.close()
             self._temporary.unlink(missing_ok=True)
-            self._lock.release()
+        self._lock.release()
 
 
 def _csv(table: pa.Table, header: bool) -> bytes:
