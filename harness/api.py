@@ -157,7 +157,6 @@ def _started(config: Config) -> Iterator[Any]:
     """A ``RunStart`` that is not entered yet, in a process that is restored afterwards."""
     from harness.distributed.launch_env import detect
     from harness.distributed.meeting import telling_peers
-    from harness.distributed.runtime import open_runtime
     from harness.training import console, determinism, main
     from harness.training.exit_report import explained
 
@@ -168,15 +167,7 @@ def _started(config: Config) -> Iterator[Any]:
         try:
             with telling_peers(launch):
                 determinism.require(config.train.deterministic)  # before CUDA starts
-            runtime = stack.enter_context(
-                open_runtime(
-                    launch,
-                    config.runtime.device,
-                    config.runtime.timeout_s,
-                    config.runtime.work_timeout_s,
-                    facts=lambda device: main.facts(config, device),
-                )  # fmt: skip
-            )
+            runtime = stack.enter_context(main.connected(launch, config))
             _stores[:] = [runtime.store]
             start = main.RunStart(config, runtime, shown=False)
             yield start

@@ -144,7 +144,7 @@ def _compare(samples: Sequence[CheckedRows], loaded: Function, tolerance: float)
     return worst
 
 
-def _facts(subject: Exported, samples: Sequence[CheckedRows]) -> dict[str, Any]:
+def _facts(subject: Exported, samples: Sequence[CheckedRows]) -> dict[str, object]:
     inputs, outputs = samples[0]
     length = ["length"] if subject.variable_length else []
     tensors = {

@@ -7,11 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,7 @@ from harness.training.evaluation import predictions
 from harness.training.evaluation.evaluate import laid_out
 from harness.training.evaluation.predictions import Predictor
 from harness.training.exit_report import ExitReporter, failed_early
-from harness.training.main import facts
+from harness.training.main import connected
 from harness.training.optimizer import optim, precision
 from harness.training.task import OpenedTask, PredictingTask, SupportsNewData
 
@@ -114,15 +113,7 @@ def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> in
             with exits_without_launcher(launch, parent), signals.ending_the_process("before the ranks had connected"):
                 with telling_peers(launch):
                     config = _configuration(request, world_size, launch)
-                runtime = stack.enter_context(
-                    open_runtime(
-                        launch,
-                        config.runtime.device,
-                        config.runtime.timeout_s,
-                        config.runtime.work_timeout_s,
-                        facts=lambda device: facts(config, device),
-                    )  # fmt: skip
-                )
+                runtime = stack.enter_context(connected(launch, config))
         except Exception as error:
             return failed_early(launch, error)
         stop = Stop(runtime)
@@ -200,7 +191,7 @@ def _model(
 
 
 @contextmanager
-def _as_trained(config: Config, device: torch.device) -> Any:
+def _as_trained(config: Config, device: torch.device) -> Iterator[None]:
     """Context in which a rank computes as in training, but on a CPU on one thread. The number of threads may change the
     last digits of a result, and more ranks use the cores at least as well."""
     before = torch.get_num_threads()

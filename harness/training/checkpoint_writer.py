@@ -69,11 +69,6 @@ class CheckpointWriter:
             self.runtime.await_work("writing the checkpoint", self._work)
             self.complete = step
 
-    @property
-    def is_writing(self) -> bool:
-        """True while this rank's thread works on a checkpoint."""
-        return self._work is not None and not self._work.done()
-
     def close(self) -> None:
         """Give the checkpoint that is on its way a moment, when a run fails. Not collective."""
         if self._step is not None and self._work is not None:

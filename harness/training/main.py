@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -67,20 +67,19 @@ def main(
                 with telling_peers(launch):
                     config = config or loader.load(path, overrides)
                 determinism.require(config.train.deterministic)  # before CUDA starts
-                runtime = stack.enter_context(
-                    open_runtime(
-                        launch,
-                        config.runtime.device,
-                        config.runtime.timeout_s,
-                        config.runtime.work_timeout_s,
-                        facts=lambda device: facts(config, device),
-                    )  # fmt: skip
-                )
+                runtime = stack.enter_context(connected(launch, config))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit of the user's code, too
             return failed_early(launch, error)
         return run_rank(config, runtime, parent)
+
+
+def connected(launch: Launch, config: Config) -> AbstractContextManager[Runtime]:
+    """Context with the other ranks of ``launch``, which have the same ``facts``. Collective."""
+    section = config.runtime
+    limits = section.timeout_s, section.work_timeout_s
+    return open_runtime(launch, section.device, *limits, facts=lambda device: facts(config, device))
 
 
 def facts(config: Config, device: torch.device) -> list[Facts]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -22,8 +22,9 @@ from harness.tools.report.mistakes import read_predictions
 from harness.tools.report.reproduce import machine
 from harness.tools.report.run_set import LENGTH
 
-Pair = tuple[Any, Any]
+Pair = tuple[object, object]
 Differences = dict[str, Pair]
+Start = dict[str, Any]  # of a run, as provenance.json has it
 Verdict = Literal["equal", "equal so far", "different"]
 """equal: every file is bitwise equal, times excluded · equal so far: one of the runs is incomplete, and no log line or
 checkpoint that both have differs; its best weights may be of an earlier evaluation · different."""
@@ -341,12 +342,12 @@ def _lengths(run: Record) -> dict[str, str]:
     return found
 
 
-def _topology(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _topology(starts: Sequence[Start]) -> dict[str, object]:
     shown = [{**start, "ranks": machine(start)} for start in starts]
     return {key: over_starts(start.get(key) for start in shown) for key in _TOPOLOGY}
 
 
-def _packages(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _packages(starts: Sequence[Start]) -> dict[str, object]:
     flat = [
         {**(start.get("packages") or {}), **{key: start.get(key) for key in ("python", "cuda")}} for start in starts
     ]
@@ -354,7 +355,7 @@ def _packages(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: over_starts(start.get(name) for start in flat) for name in names}
 
 
-def _code(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> Code:
+def _code(one: Sequence[Start], other: Sequence[Start]) -> Code:
     git = [[start.get("git") or {} for start in starts] for starts in (one, other)]
     commits = [changes(start.get("commit") for start in starts) for starts in git]
     changed = [any(bool(start.get("changed")) for start in starts) for starts in git]
@@ -363,7 +364,7 @@ def _code(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> Cod
     return Code((commits[0], commits[1]), (changed[0], changed[1]), None if undecided else equal)
 
 
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> Differences:
+def _differences(one: Mapping[str, object], other: Mapping[str, object]) -> Differences:
     return {key: (one.get(key), other.get(key)) for key in sorted({*one, *other}) if one.get(key) != other.get(key)}
 
 
@@ -388,7 +389,7 @@ def evaluations(record: Record) -> Evaluations:
     return Evaluations(last, by_step.get(last, {}), step, by_step.get(step, {}), metric)
 
 
-def _metrics(row: dict[str, Any]) -> dict[str, float]:
+def _metrics(row: Mapping[str, object]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in row.items()

@@ -236,11 +236,12 @@ def _batch(dataset: Dataset, num_rows: int, epoch: int | None, split: str) -> Ba
     return batch if len(batch) else None
 
 
-def _outputs(run: Candidate, batch: Batch, split: str, training: bool) -> Any:
+def _outputs(run: Candidate, batch: Batch, split: str, training: bool) -> Tensor:
     with _stage("prepare() of the task", split):
         inputs = evaluate.prepare(run, batch.inputs)
     with _stage(f"the model {run.config.model.name}", split):
-        return run.model.train(training)(inputs)
+        outputs: Tensor = run.model.train(training)(inputs)
+    return outputs
 
 
 def _require_loss(loss: object) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any, Protocol, TypeGuard
+from dataclasses import is_dataclass, replace
+from typing import Protocol, TypeGuard
 
 import numpy as np
 import torch
 
 from harness.config.schema import Config
+from harness.data.batch import Dataset
 from harness.data.loader import StoppedWaiting
 from harness.errors import DataError, TrainingError
 from harness.training.evaluation.metrics import Report, Sums, reduced
@@ -106,9 +107,9 @@ class HasTask(Protocol):
     def task(self) -> OpenedTask: ...
 
 
-def laid_out(dataset: Any, config: Config) -> Any:
+def laid_out(dataset: Dataset, config: Config) -> Dataset:
     """``dataset``; one of images delivers them in the memory format of the model's weights."""
-    if config.model.channels_last and hasattr(dataset, "channels_last"):
+    if config.model.channels_last and hasattr(dataset, "channels_last") and is_dataclass(dataset):
         return replace(dataset, channels_last=True)
     return dataset
 

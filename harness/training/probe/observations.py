@@ -17,6 +17,7 @@ import random
 import sys
 import sysconfig
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,9 +26,13 @@ import numpy as np
 import torch
 
 from harness.data import loader
-from harness.data.batch import Batch
+from harness.data.loader import BatchRequest
 from harness.training import loop
 from harness.training.probe import attributes
+from harness.training.progress import Used
+from harness.training.run import Run
+
+Fetch = Callable[[loader._Fetch, BatchRequest], object]  # loads a batch
 
 _HARNESS = str(Path(__file__).resolve().parents[2]) + os.sep
 _STDLIB = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
@@ -62,7 +67,7 @@ class _Observer:
         self._seen.add((kind, *place))
         self.write("draws", {"kind": kind, "function": function, "file": place[0], "line": place[1]})
 
-    def profile(self, frame: FrameType, event: str, called: Any) -> None:
+    def profile(self, frame: FrameType, event: str, called: object) -> None:
         owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
         if event == "c_return" and self._torch_state is not None and name in self._torch_draws:
             before, self._torch_state = self._torch_state, None
@@ -92,7 +97,7 @@ class _Observer:
                 name, caller = caller.f_code.co_name, caller.f_back
             self.draw("worker", f"random.{name}", caller)
 
-    def numpy(self, name: str, arguments: tuple[Any, ...]) -> None:
+    def numpy(self, name: str, arguments: tuple[object, ...]) -> None:
         """A call of a function of numpy.random, which ``profile`` does not report as a C function."""
         if name in _NUMPY_SEEDS:
             self._seeded.add("numpy")
@@ -104,7 +109,7 @@ class _Observer:
     def _in_worker(self) -> bool:
         return self._loading and torch.utils.data.get_worker_info() is not None
 
-    def load(self, fetch: Any, fetcher: Any, request: Any) -> Batch:
+    def load(self, fetch: Fetch, fetcher: loader._Fetch, request: BatchRequest) -> object:
         """``fetch`` a batch of a dataset."""
         in_worker = torch.utils.data.get_worker_info() is not None
         searched = in_worker and self._batches < _WORKER_BATCHES
@@ -115,7 +120,7 @@ class _Observer:
         if in_worker:
             sys.setprofile(self.profile)
         try:
-            batch: Batch = fetch(fetcher, request)
+            batch = fetch(fetcher, request)
         finally:
             self._loading = False
         after = attributes.digest({"dataset": fetcher.dataset}) if searched else {}
@@ -124,7 +129,7 @@ class _Observer:
                 self.write("changes", {"name": name, "values": [before[name], after[name]]})
         return batch
 
-    def counted(self, run: Any) -> None:
+    def counted(self, run: Run) -> None:
         """Write the attributes after one of the planned steps."""
         if run.state.step not in self.steps:
             return
@@ -155,20 +160,20 @@ def arm(folder: str, rank: int, steps: tuple[int, ...]) -> None:
     observer = _Observer(folder, rank, steps)
     count, fetch, train = loop.count, loader._Fetch.__getitem__, loop.train
 
-    def counted(run: Any, *rest: Any) -> None:
-        count(run, *rest)
+    def counted(run: Run, used: Used, skip: bool) -> None:
+        count(run, used, skip)
         observer.counted(run)
 
-    def train_observed(run: Any) -> bool:
+    def train_observed(run: Run) -> bool:
         if run.config.train.deterministic is not True:
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.set_warn_always(True)
         return train(run)
 
-    def shown(message: Any, *rest: Any, **options: Any) -> None:
+    def shown(message: Warning | str, *rest: object, **options: object) -> None:
         observer.warned(message)
 
-    loop.count, loop.train = counted, train_observed  # type: ignore[assignment]
+    loop.count, loop.train = counted, train_observed
     loader._Fetch.__getitem__ = lambda self, request: observer.load(fetch, self, request)  # type: ignore[method-assign]
     warnings.showwarning = shown
     for name in _NUMPY_DRAWS - {"get_state"}:
@@ -188,7 +193,7 @@ def _torch_draws() -> frozenset[str]:
     return frozenset(found)
 
 
-def _watched(observer: _Observer, name: str, function: Any) -> Any:
+def _watched(observer: _Observer, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def watched(*arguments: Any, **options: Any) -> Any:
         observer.numpy(name, (*arguments, *options.values()))

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import ModuleType
 from typing import Any
 
 import safetensors.torch
@@ -24,7 +25,10 @@ from harness.runs.probe_plan import Kill
 from harness.runs.url_store import UrlStore
 from harness.training import loop
 from harness.training.evaluation import evaluate, predictions
+from harness.training.evaluation.evaluate import HasTask
 from harness.training.probe import observations
+from harness.training.progress import Used
+from harness.training.run import Run
 
 _POLL_S = 0.005
 _replace = os.replace  # the real one
@@ -97,24 +101,25 @@ def _arm_kill(death: _Death, rank: int, began: float) -> None:
 def _after_steps(death: _Death) -> None:
     original = loop.count
 
-    def count(run: Any, *rest: Any) -> None:
-        original(run, *rest)
+    def count(run: Run, used: Used, skip: bool) -> None:
+        original(run, used, skip)
         if run.state.step >= death.kill.step:
             death.die(run.state.step, "after the update")
 
-    loop.count = count  # type: ignore[assignment]
+    loop.count = count
 
 
-def _in_batches(death: _Death, module: Any) -> None:
+def _in_batches(death: _Death, module: ModuleType) -> None:
     """In the forward passes of an evaluation or of the predictions."""
     original = module.prepare
 
-    def prepare(run: Any, inputs: Any) -> Any:
+    def prepare(run: HasTask, inputs: torch.Tensor) -> torch.Tensor:
         state = getattr(run, "state", None)  # the predictions are at the last step
         death.passing(state.step if state is not None else death.kill.step, "before batch")
-        return original(run, inputs)
+        prepared: torch.Tensor = original(run, inputs)
+        return prepared
 
-    module.prepare = prepare
+    setattr(module, "prepare", prepare)  # noqa: B010  mypy knows no attributes of a module
 
 
 def _between_uploads(death: _Death) -> None:
