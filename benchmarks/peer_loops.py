@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.turns import Batches, Steps, timed, world_size
-from harness.distributed import devices
 
 RATES: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
 
@@ -72,7 +71,9 @@ class Recipe:
 
 def by_hand(recipe: Recipe) -> Steps:
     if recipe.tuned:
-        devices.keep_freed_memory(torch.device("cpu"))
+        from harness.training import memory
+
+        memory.keep_freed_memory(torch.device("cpu"))
     model = recipe.model()
     optimizer = recipe.optimizer(model)
     if world_size() > 1:

@@ -231,7 +231,7 @@ def test_few_modules_touch_the_environment():
         "engines.slurm.engine",
         # variables of other software
         "distributed.runtime", "distributed.devices", "training.determinism", "apex.local_rank", "trackers.wandb",
-        "trackers.mlflow", "training.logical_ranks",
+        "trackers.mlflow", "training.logical_ranks", "training.memory",
         "runs.files",  # the user's cache folder
     }  # fmt: skip
 

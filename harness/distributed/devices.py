@@ -1,23 +1,19 @@
-"""The device of each rank, or why a machine has none; shared and broken devices; what a CPU does with freed memory."""
+"""The device of each rank; shared and broken devices. Why a machine has none: no_cuda.py."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import re
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from harness.distributed.no_cuda import Reason, why_none
 from harness.errors import LaunchError, plural
 
 log = logging.getLogger("harness")
@@ -25,9 +21,6 @@ log = logging.getLogger("harness")
 ALL_ALIKE = (
     "run nvidia-smi and harness doctor on the machines without a CUDA device, or set runtime.device=cpu for all ranks"
 )
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
-_LARGEST_KEPT = 32 * 2**20  # the largest _MMAP_THRESHOLD that glibc takes
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROBE = "import torch; torch.ones(1, device='cuda').add_(1).item()"
@@ -75,18 +68,13 @@ def _usable(wanted: str) -> int:
     return 0
 
 
-def keep_freed_memory(device: torch.device) -> None:
-    """On a CPU, make malloc keep freed blocks of up to 32 MiB for later use instead of returning them to the system.
-
-    Every training step frees its activations. By default, glibc then returns most of them, and the kernel has to map
-    and clear the same pages again in the next step. Settings of malloc in the environment take precedence.
-    """
-    own = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    if device.type == "cpu" and sys.platform == "linux" and not own:
-        set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-        if set_option is not None:
-            set_option(_MMAP_THRESHOLD, _LARGEST_KEPT)
-            set_option(_TRIM_THRESHOLD, -1)
+def count_devices() -> tuple[int, str]:
+    """The number of CUDA devices that torch can use, and its warnings if it can use none. torch gives them only the
+    first time that it is asked in a process."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return count, " ".join(str(warning.message) for warning in caught)
 
 
 def fitting_ranks(most: int | None = None, on_cpu: bool = False) -> int:
@@ -144,120 +132,3 @@ def check_own(cards: Sequence[tuple[str, str]]) -> None:
                 hint="give each rank its own device: srun --gpus-per-task=1, or one visible GPU per rank on each node",
             )
         first[name] = rank
-
-
-# Why there is no CUDA device, and what to install where that is a fault
-
-# {major version of CUDA: oldest driver on Linux}, with minor version compatibility: table 2 of
-# https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/index.html
-OLDEST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
-# {major version of CUDA: the index of torch's wheels for it}, as named in
-# https://pytorch.org/get-started/previous-versions
-_WHEELS = {11: "cu118", 12: "cu126"}
-PREVIOUS_VERSIONS = "https://pytorch.org/get-started/previous-versions"
-
-_ROOT = Path("/")
-
-
-class Reason(Enum):
-    """Why there is no CUDA device."""
-
-    NO_DRIVER = "this machine has no NVIDIA driver"
-    NO_DEVICE = "the driver shows no device to this container or machine"
-    CPU_BUILD = "torch is built without CUDA"
-    HIDDEN = "CUDA_VISIBLE_DEVICES hides the devices"
-    BROKEN = "there is a device, and torch is built for CUDA, but it does not work"
-
-
-@dataclass(frozen=True)
-class NoCuda:
-    """A ``reason`` with its ``text`` for the user, and ``remedies``: what to type, or to install."""
-
-    reason: Reason
-    text: str
-    remedies: tuple[str, ...] = ()
-
-
-def count_devices() -> tuple[int, str]:
-    """The number of CUDA devices that torch can use, and its warnings if it can use none. torch gives them only the
-    first time that it is asked in a process."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return count, " ".join(str(warning.message) for warning in caught)
-
-
-def why_none(warning: str, variables: Mapping[str, str], root: Path | None = None) -> NoCuda:
-    """The reason why ``count_devices`` found none, with its ``warning``. ``variables``: of the environment; ``root``:
-    of the file system."""
-    root = _ROOT if root is None else root
-    built, driver = built_for(torch.version), driver_version(root)
-    has_device = any(root.glob("dev/nvidia[0-9]*"))
-    too_old = "driver on your system is too old" in warning  # also in WSL, where the driver has no such files
-    if driver is None and not has_device and not too_old:
-        text = f"no NVIDIA driver (torch is built for {built or 'the CPU only'})"
-        return NoCuda(Reason.NO_DRIVER, text)
-    driver = driver or "of unknown version"
-    if not has_device and not too_old:  # a container sees the file of its host's driver, but not the devices
-        text = f"driver {driver}, but this container or machine has no device"
-        return NoCuda(Reason.NO_DEVICE, text, ("docker run --gpus all …, or request a GPU from your scheduler",))
-    if built is None:
-        text = f"driver {driver}, but torch {torch.__version__} is built for the CPU"
-        return NoCuda(Reason.CPU_BUILD, text, ("install a CUDA build: https://pytorch.org/get-started/locally",))
-    hidden = variables.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and re.fullmatch(r"\s*(-\d+.*)?\s*|NoDevFiles", hidden):
-        text = f"CUDA_VISIBLE_DEVICES={hidden!r} hides all devices"
-        return NoCuda(Reason.HIDDEN, text, ("unset CUDA_VISIBLE_DEVICES",))
-    if needed := _too_old(driver, built):
-        text = (
-            f"driver {driver} is too old for {built}, which torch {torch.__version__} is built for: it needs {needed} "
-            "or newer"
-        )
-        return NoCuda(
-            Reason.BROKEN, text, (f"update the NVIDIA driver to {needed} or newer", f"or {_older_torch(driver)}")
-        )
-    visible = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden})"
-    text = f"driver {driver} and torch built for {built}, but no device is usable{visible}: "
-    return NoCuda(
-        Reason.BROKEN,
-        text + (warning or "torch gives no reason"),
-        (
-            "nvidia-smi  # does the driver respond, and is its CUDA version at least that of torch?",
-            f"update the driver, or {_older_torch(driver)}",
-        ),
-    )
-
-
-def built_for(version: Any) -> str | None:
-    """ "CUDA 13.2" or "ROCm 6.4", from ``torch.version``; None for a build for the CPU."""
-    if version.cuda:
-        return f"CUDA {version.cuda}"
-    return f"ROCm {version.hip}" if getattr(version, "hip", None) else None
-
-
-def driver_version(root: Path) -> str | None:
-    """The version of the kernel's NVIDIA driver, read from a file because a call into a broken driver may hang."""
-    try:
-        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
-    return match.group(1) if match else "of unknown version"
-
-
-def _too_old(driver: str, built: str) -> str | None:
-    """The oldest driver for the CUDA that torch is built for, if ``driver`` is older."""
-    major = re.match(r"CUDA (\d+)", built)
-    needed = OLDEST_DRIVERS.get(int(major[1])) if major else None
-    return needed if needed and _numbers(driver) and _numbers(driver) < _numbers(needed) else None
-
-
-def _older_torch(driver: str) -> str:
-    """What to install for ``driver``: the newest of torch's wheels that it can run."""
-    fitting = [wheel for major, wheel in sorted(_WHEELS.items()) if _numbers(driver) >= _numbers(OLDEST_DRIVERS[major])]
-    name = f" ({fitting[-1]}: --index-url https://download.pytorch.org/whl/{fitting[-1]})" if fitting else ""
-    return f"install a torch for an older CUDA{name}; see {PREVIOUS_VERSIONS}"
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]

@@ -18,13 +18,12 @@ from harness.config.schema import Config
 from harness.data.loader import EvalData, Loader, TrainData
 from harness.data.seeds import INITIAL_WEIGHTS, TRAINING
 from harness.data.shards import bounds
-from harness.distributed import devices
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import first_line
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
-from harness.training import checkpointing, determinism, mixing, rng
+from harness.training import checkpointing, determinism, memory, mixing, rng
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
 from harness.training.division import Sizes, sizes, too_few_rows, warn_of_skew
@@ -160,7 +159,7 @@ def with_optimizer(
     if config.model.compile:
         # After amp, whose casts are to be compiled too.
         parallel.compile(None if config.model.compile is True else config.model.compile)
-    devices.keep_freed_memory(parallel.device)
+    memory.keep_freed_memory(parallel.device)
     # From here on each rank has its own streams, for dropout, and buffers.
     parallel.ranks.start(parallel.module, parallel.devices(), TRAINING, config.seed)
     return optimizer, ema, gradient_hook

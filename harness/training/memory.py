@@ -1,8 +1,11 @@
-"""The content of a rank's memory, and the error for a rank that runs out of it."""
+"""The content of a rank's memory, what a CPU does with memory that is freed, and the error for a rank that runs out."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -19,6 +22,22 @@ from harness.training.strategies.sharding import local
 GIB, MIB = 2**30, 2**20
 _OUT = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|can't allocate memory", re.I)  # of CUDA, its libraries, the CPU
 _NUM_SETTINGS = 3  # to suggest
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+_LARGEST_KEPT = 32 * 2**20  # the largest _MMAP_THRESHOLD that glibc takes
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """On a CPU, make malloc keep freed blocks of up to 32 MiB for later use instead of returning them to the system.
+
+    Every training step frees its activations. By default, glibc then returns most of them, and the kernel has to map
+    and clear the same pages again in the next step. Settings of malloc in the environment take precedence.
+    """
+    own = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if device.type == "cpu" and sys.platform == "linux" and not own:
+        set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if set_option is not None:
+            set_option(_MMAP_THRESHOLD, _LARGEST_KEPT)
+            set_option(_TRIM_THRESHOLD, -1)
 
 
 def held(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer, average: Iterable[Tensor]) -> dict[str, int]:

@@ -78,8 +78,8 @@ def test_other_errors_of_memory():
 
 FAULTS = """
 import resource, torch
-from harness.distributed import devices
-devices.keep_freed_memory(torch.device("cpu"))
+from harness.training import memory
+memory.keep_freed_memory(torch.device("cpu"))
 for _ in range(2):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     blocks = [bytearray(30 << 20) for _ in range(3)]
