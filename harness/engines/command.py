@@ -49,17 +49,17 @@ def _machines(text: str) -> Count:
 
 
 def _ranks(text: str) -> Count:
-    word, colon, most = text.partition(":")
-    known = "ranks, MIN:MAX, auto or auto:MAX"
-    return Count(_count(most, known).most if colon else None, auto=True) if word == "auto" else _count(text, known)
+    return _count(text, "ranks, MIN:MAX, auto or auto:MAX", may_be_auto=True)
 
 
-def _count(text: str, known: str) -> Count:
-    """``text``, N or MIN:MAX, as a Count. Raises ArgumentTypeError."""
-    word, colon, most = text.partition(":")
+def _count(text: str, known: str, may_be_auto: bool = False) -> Count:
+    """``text`` as a Count. Raises ArgumentTypeError with the forms that are ``known``."""
+    word, colon, last = text.partition(":")
     positive: Any = shared.positive(int)
     try:
-        return Count(positive(most), positive(word)) if colon else Count(positive(word))
+        if may_be_auto and word == "auto":
+            return Count(positive(last) if colon else None, auto=True)
+        return Count(positive(last), positive(word)) if colon else Count(positive(word))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of {known}") from None
 
@@ -77,9 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         config = loader.load(arguments.config, words)
     for name, count in counts.items():
-        most = count.most
-        if count.auto:
-            most = _fitting(config, most)
+        most = _fitting(config, count.most) if count.auto else count.most
         words.append(f"launch.{name}={most}")
         if count.least:
             engine, least = _RANGES[name]
