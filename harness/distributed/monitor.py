@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -45,6 +46,12 @@ class LaunchedRun(Protocol):
         ...
 
 
+def tell(text: str) -> None:
+    """Print to the terminal. If that is gone, which a SIGHUP tells too, the run is still to be followed and stopped."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def follow_until_done(start: Callable[[], LaunchedRun], stopping: str = _STOPPING) -> EngineReport:
     """Start a run and follow it to its end. The first signal (harness.distributed.signals) stops it and prints its name
     and ``stopping``; the next one kills it."""
@@ -59,7 +66,7 @@ def follow_until_done(start: Callable[[], LaunchedRun], stopping: str = _STOPPIN
                     what = f"killing all ranks ({signals.name(requests.numbers[-1])})"
                     if count == 1:
                         what = f"stopping ({signals.name(requests.numbers[0])}): {stopping}"
-                    print(f"{signals.clear_line()}{what}", file=sys.stderr, flush=True)
+                    tell(f"{signals.clear_line()}{what}")
                     run.stop()
                 time.sleep(_POLL_S)
             return replace(following.result(), signal=next(iter(requests.numbers), 0))

@@ -167,6 +167,14 @@ srun: error: n0: task 1: something new
 slurmstepd-n0: error: *** STEP 7.0 ON n0 CANCELLED ***"""
 
 
+def test_records_of_another_form_are_ignored(tmp_path):
+    output = JobOutput()
+    output.path = str(tmp_path / "out")
+    (tmp_path / "out").write_text("".join(f"{RECORD}{text}\n" for text in ("3", "null", "[]", "{}", '{"sta')))
+    assert output.show()
+    assert (output.over, output.start) == (False, 0)
+
+
 def test_output_is_shown_while_it_grows_and_parsed(tmp_path, capsys):
     path = tmp_path / "7.txt"
     output = JobOutput()

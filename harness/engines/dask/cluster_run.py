@@ -22,7 +22,7 @@ from typing import Any
 
 from harness.config import loader
 from harness.distributed.launch_env import Launch, environment
-from harness.distributed.monitor import EngineReport
+from harness.distributed.monitor import EngineReport, tell
 from harness.distributed.rank_exit import RankExit
 from harness.distributed.threads import Background
 from harness.distributed.worker_group import KILL_S, PEERS_S
@@ -263,7 +263,7 @@ class ClusterRun:
         if "exit" in event:
             self._tasks[event["rank"]].exit = event["exit"]
         if event.get("file") == "terminal":
-            print("\n".join(event["lines"]), file=sys.stderr)
+            tell("\n".join(event["lines"]))
         if self._on_event is not None:
             self._on_event(event)
 

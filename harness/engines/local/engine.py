@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.distributed.launch_env import local_environment
-from harness.distributed.monitor import EngineReport
+from harness.distributed.monitor import EngineReport, tell
 from harness.distributed.network import require_address
 from harness.distributed.rank_exit import Cause
 from harness.distributed.worker_group import LocalRun
@@ -125,23 +124,23 @@ class RestartedRun:
         """Choose the number of ranks for another start, after a pause; False: the run has ended, or is to end."""
         if self._growth.stopped and outcome.exit_code == EXIT_STOPPED:
             self._size = self._growth.size
-            _say(f"starting again on {plural(self._size, 'rank')}, since there is room for them again")
+            tell(f"starting again on {plural(self._size, 'rank')}, since there is room for them again")
             return True
         failure = outcome.failure
         if failure is None or not (failure["cause"] in _LOST or failure["error"] in _LOST_BY):
             return False
         step, settings = int(failure["step"] or 0), self._job.settings
         if step == self._lost_at:
-            _say(f"not started again: step {step} has failed twice")
+            tell(f"not started again: step {step} has failed twice")
             return False
         if self._num_restarts >= settings.max_restarts:
-            _say(f"not started again: launch.max_restarts={settings.max_restarts} is used up")
+            tell(f"not started again: launch.max_restarts={settings.max_restarts} is used up")
             return False
         num_killed = sum(exit.cause is Cause.SIGNAL for exit in report.exits)
         left = self._growth.left(self._size - max(num_killed, 1))
         size = next((size for size in range(left, 0, -1) if fits(self._job, size)), 0)
         if size < (least := _min_ranks(self._job)):
-            _say(
+            tell(
                 f"not started again: machine and batch allow {plural(size, 'rank')}, and launch.local.min_ranks is "
                 f"{least}; run the same command with --nproc {max(size, 1)}:{settings.nproc} to go on with fewer"
             )
@@ -162,7 +161,7 @@ class RestartedRun:
         }  # fmt: skip
         repeated = f"{plural(max(step - saved, 0), 'step')} to repeat" if saved else "from the beginning"
         most = self._job.settings.max_restarts
-        _say(
+        tell(
             f"lost rank {loss['rank']} on {loss['host']} at step {step} ({loss['error']}: {loss['message']}); starting "
             f"again on {plural(size, 'rank')} in {wait_s:g} s, restart {self._num_restarts} of {most}, {repeated}"
         )
@@ -170,7 +169,7 @@ class RestartedRun:
             with open(self._job.folder / layout.LOGS / layout.LOSSES, "a", encoding="utf-8") as file:
                 file.write(json.dumps(loss) + "\n")
         except OSError as error:
-            _say(f"warning: the loss could not be written to the run folder: {error}")
+            tell(f"warning: the loss could not be written to the run folder: {error}")
 
     def _start_again(self) -> bool:
         with self._lock:
@@ -259,7 +258,3 @@ def _newest(job: Job) -> str:
         return (job.folder / layout.CHECKPOINTS / layout.LATEST).read_text(encoding="utf-8").strip()
     except OSError:
         return ""
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -11,7 +11,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.distributed import signals
-from harness.distributed.monitor import EngineReport
+from harness.distributed.monitor import EngineReport, tell
 from harness.distributed.rank_exit import RankExit
 from harness.engines.base import Job
 from harness.engines.slurm.settings import Settings
@@ -150,7 +149,7 @@ class SlurmRun:
             _quietly("scancel", self._number)
 
     def follow(self) -> EngineReport:
-        print(f"submitted job {self._number}", file=sys.stderr)
+        tell(f"submitted job {self._number}")
         state: JobState | None = JobState("PENDING")
         answered = requested = time.monotonic()
         pause, nodes, over_at, failed_at = 0.0, "", float("inf"), float("inf")
@@ -205,7 +204,7 @@ class SlurmRun:
         why = f" ({state.reason.replace('_', ' ')})" if state.reason else ""
         line = f"job {self._number} is pending{why}{again}" if state.name == "PENDING" else ""
         if line and line != self._printed:
-            print(line, file=sys.stderr)
+            tell(line)
         self._printed = line
 
     def _report(self, lost: str) -> EngineReport:
@@ -391,10 +390,10 @@ class JobOutput:
         for line in lines:
             text = line.decode(errors="replace")
             if text.startswith(RECORD):
-                with suppress(ValueError):  # cut off in the middle
+                with suppress(ValueError, TypeError, KeyError):  # cut off in the middle, or by another program
                     self._read(json.loads(text.removeprefix(RECORD)))
             else:
-                print(text, file=sys.stderr)
+                tell(text)
                 self._parse(text)
         return bool(lines)
 
@@ -403,8 +402,9 @@ class JobOutput:
             self.exits, self.lost, self.killed, self.over = {}, "", "", False
             self.start = record["start"]
         else:
+            number = record["last_exit_code"] - 128
             self.over = True
-            if (number := record["last_exit_code"] - 128) > 0 and not self.exits:
+            if number > 0 and not self.exits:
                 self.killed = f"srun, which started the ranks, was killed by {signals.name(number)}"
 
     def _parse(self, line: str) -> None:
