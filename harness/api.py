@@ -53,7 +53,7 @@ class TrainResult:
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
-    """The validated configuration in the YAML file ``path``.
+    """Return the validated configuration in the YAML file ``path``.
 
     ``overrides``: settings on top, as words of the command line (``["train.epochs=3"]``) or by dotted key
     (``{"train.epochs": 3}``). Relative paths in the file are relative to the working folder. Raises ConfigError with
@@ -109,7 +109,7 @@ def predict(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     trust: bool = False,
 ) -> pd.DataFrame:
-    """The predictions of a trained model in this process, one row for each of ``rows``, in their order.
+    """Return the predictions of a trained model in this process, one row for each of ``rows``, in their order.
 
     ``run``: a run folder or its URL; its best weights are used. ``rows``: a CSV or Parquet file, or a table, with the
     columns that the run was trained on; labels are optional. ``overrides`` change settings of the run

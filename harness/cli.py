@@ -160,7 +160,7 @@ class _Version(argparse.Action):
 
 
 def _commands(words: Sequence[str]) -> dict[str, Any]:
-    """{verb: command module} of all built-in verbs, and of the user's own verb if ``words`` starts with one."""
+    """Return {verb: command module} of all built-in verbs, and of the user's own verb if ``words`` starts with one."""
     here = Path(__file__).parent
     files = [file for pattern in ("*/*command.py", "*/*/*command.py") for file in here.glob(pattern)]
     names = [".".join(("harness", *file.relative_to(here).with_suffix("").parts)) for file in files]
@@ -178,7 +178,7 @@ def _import_from_working_folder() -> None:
 
 
 def command(argv: Sequence[str] | None = None) -> NoReturn:
-    """The program ``harness``; ``driver.py`` is ``harness train``."""
+    """Return the program ``harness``; ``driver.py`` is ``harness train``."""
     try:
         _open_standard_streams()
         signals.install(quiet=not may_be_first(os.environ))

@@ -57,7 +57,7 @@ def readable(error: BaseException) -> BaseException:
 
 
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
-    """The first line of ``error``; ``otherwise``, or the name of its class, if it has no text."""
+    """Return the first line of ``error``; ``otherwise``, or the name of its class, if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__ if otherwise is None else otherwise)
 
 
@@ -92,7 +92,7 @@ _ERRNO = re.compile(r"(?:os error|errno) (\d+)", re.IGNORECASE)
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """The failed system call behind ``error``, with its errno; None if there is none.
+    """Return the failed system call behind ``error``, with its errno; None if there is none.
 
     Libraries wrap it: torch reports a full disk as "unexpected pos 704 vs 598", safetensors as "(os error 28)".
     """
@@ -107,20 +107,20 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def reason(error: BaseException) -> str:
-    """The system's message behind ``error``, such as "No space left on device", or else its own first line."""
+    """Return the system's message behind ``error``, such as "No space left on device", or else its own first line."""
     found = system_error(error)
     return (found.strerror if found else None) or first_line(error)
 
 
 def remedy(error: BaseException, then: str = "") -> str:
-    """A hint that fits the failed system call behind ``error``, if it is a known one, and ``then``."""
+    """Return a hint that fits the failed system call behind ``error``, if it is a known one, and ``then``."""
     found = system_error(error)
     known = _REMEDIES.get(found.errno or 0) if found else None
     return f"{known}; {then}" if known and then else known or then.removeprefix("or ")
 
 
 def has_remedy(error: BaseException) -> bool:
-    """True if ``error`` is itself a failed system call that ``remedy`` has a hint for."""
+    """Return True if ``error`` is itself a failed system call that ``remedy`` has a hint for."""
     return isinstance(error, OSError) and error.errno in _REMEDIES
 
 
@@ -180,7 +180,7 @@ def similar_path(path: str | os.PathLike[str], wanted: Callable[[Path], bool] = 
 
 
 def did_you_mean(path: str | os.PathLike[str], wanted: Callable[[Path], bool] = os.path.exists) -> str:
-    """A hint with ``similar_path``, quoted for a shell; empty if there is none."""
+    """Return a hint with ``similar_path``, quoted for a shell; empty if there is none."""
     near = similar_path(path, wanted)
     return f"did you mean {shlex.quote(str(near))}?" if near else ""
 

@@ -37,8 +37,8 @@ _directory: Path | None = None
 
 
 def calling_module(depth: int = 1) -> str:
-    """The name of the module that called the function ``depth`` frames above the caller, or what is ``around`` it or
-    counts its calls."""
+    """Return the name of the module that called the function ``depth`` frames above the caller, or what is ``around``
+    it or counts its calls."""
     frame: Any = sys._getframe(depth + 1)
     while frame.f_code in _WRAPPERS:
         frame = frame.f_back
@@ -46,7 +46,7 @@ def calling_module(depth: int = 1) -> str:
 
 
 def is_called_by_torch(depth: int = 1) -> bool:
-    """True if code of torch or of this package called the function ``depth`` frames above the caller."""
+    """Return True if code of torch or of this package called the function ``depth`` frames above the caller."""
     return calling_module(depth + 1).startswith(("torch.", "harness.apex."))
 
 
@@ -120,7 +120,7 @@ def shared_directory() -> str | None:
 
 
 def summary(children: Sequence[dict[str, dict[str, int]]] = (), option: str = ON_CPU) -> str:
-    """The list that ``print_at_exit`` prints for ``option``, with the counts of ``children`` added."""
+    """Return the list that ``print_at_exit`` prints for ``option``, with the counts of ``children`` added."""
     total = Counter(_counts[option])
     for child in children:
         total.update(child.get(option, {}))

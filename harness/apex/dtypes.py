@@ -9,7 +9,7 @@ REDUCED = (torch.float16, torch.bfloat16)
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """The dtype in which to compute with ``tensor``: float32 for float16 and bfloat16, else its own."""
+    """Return the dtype in which to compute with ``tensor``: float32 for float16 and bfloat16, else its own."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

@@ -74,7 +74,8 @@ _PRESENT_IN_CONTRIB = ("contrib", "contrib.clip_grad", "contrib.optimizers", "co
 
 
 def find_module(name: str) -> Any:
-    """The module for Apex's module ``name``: the one of that path here, a new empty one for an old path, or None."""
+    """Return the module for Apex's module ``name``: the one of that path here, a new empty one for an old path, or
+    None."""
     path = f"harness.{name}"
     if _exists(path):
         return importlib.import_module(path)
@@ -84,7 +85,7 @@ def find_module(name: str) -> Any:
 
 
 def missing_names(name: str, module: Any) -> dict[str, Any]:
-    """{name: value} of the names that Apex's module ``name`` had and ``module``, its replacement, lacks."""
+    """Return {name: value} of the names that Apex's module ``name`` had and ``module``, its replacement, lacks."""
     path = name.partition(".")[2]
     found: dict[str, Any] = {}
     for each in set(_MODULES.get(path, "").split()) - set(vars(module)):
@@ -97,12 +98,12 @@ def missing_names(name: str, module: Any) -> dict[str, Any]:
 
 
 def modules_in(package: str) -> list[str]:
-    """The old modules of Apex's ``package``."""
+    """Return the old modules of Apex's ``package``."""
     return [f"apex.{name}" for name in _MODULES if f"apex.{name}".rpartition(".")[0] == package]
 
 
 def why_absent(name: str) -> str | None:
-    """The error message for importing Apex's module ``name``, if it is known not to exist here."""
+    """Return the error message for importing Apex's module ``name``, if it is known not to exist here."""
     path = name.partition(".")[2]
     if path in _MODULES or path in _PRESENT_IN_CONTRIB:
         return None

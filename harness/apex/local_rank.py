@@ -21,17 +21,18 @@ _OPTION = re.compile(r"(--local[-_]rank)(=.*)?")
 
 
 def from_environment() -> str | None:
-    """The launcher's LOCAL_RANK; None without a launcher."""
+    """Return the launcher's LOCAL_RANK; None without a launcher."""
     return os.environ.get("LOCAL_RANK")
 
 
 def num_local_ranks() -> int:
-    """The number of ranks that the launcher started on this machine; 1 without a launcher."""
+    """Return the number of ranks that the launcher started on this machine; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def spelling_for(script: str) -> str:
-    """The spelling to put into ``sys.argv``: with a dash if the source ``script`` has only that, else the old one."""
+    """Return the spelling to put into ``sys.argv``: with a dash if the source ``script`` has only that, else the old
+    one."""
     return "--local-rank" if "--local-rank" in script and "--local_rank" not in script else "--local_rank"
 
 
@@ -90,7 +91,7 @@ def _declared(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _declared_anywhere(parser: argparse.ArgumentParser) -> bool:
-    """True if ``parser`` or the parser of one of its subcommands declares a local rank."""
+    """Return True if ``parser`` or the parser of one of its subcommands declares a local rank."""
     if _declared(parser):
         return True
     subcommands = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]

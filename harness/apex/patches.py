@@ -69,7 +69,7 @@ def around(original: Any, replacement: Callable[..., Any]) -> Any:
 
 
 def is_imported(name: str) -> bool:
-    """True if module ``name`` has been imported completely."""
+    """Return True if module ``name`` has been imported completely."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return spec is not None and not getattr(spec, "_initializing", False)
 

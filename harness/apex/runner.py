@@ -84,7 +84,7 @@ class ScriptContext:
 
 
 def received() -> ScriptContext:
-    """The context that the parent sent to this process."""
+    """Return the context that the parent sent to this process."""
     sys.path.remove(_ROOT)
     return ScriptContext(**json.loads(sys.argv.pop(1)))
 

@@ -31,7 +31,7 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def checked_lists(tensor_lists: TensorLists, name: str, *numbers: int) -> list[list[Tensor]]:
-    """The lists given to ``amp_C.NAME``. Raises RuntimeError if their number or their lengths are wrong."""
+    """Return the lists given to ``amp_C.NAME``. Raises RuntimeError if their number or their lengths are wrong."""
     lengths = [len(tensors) for tensors in tensor_lists]
     if len(lengths) not in numbers or len(set(lengths)) > 1:
         raise RuntimeError(
@@ -42,7 +42,8 @@ def checked_lists(tensor_lists: TensorLists, name: str, *numbers: int) -> list[l
 
 
 def indices_by_kind(*lists: Sequence[Tensor]) -> list[list[int]]:
-    """The indices of the lists, grouped by the tensors' device and dtype, because kernels take one kind per call."""
+    """Return the indices of the lists, grouped by the tensors' device and dtype, because kernels take one kind per
+    call."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, tensors in enumerate(zip(*lists, strict=True)):
         groups.setdefault(tuple((t.device, t.dtype) for t in tensors), []).append(i)
@@ -55,7 +56,8 @@ def chosen(vector: Tensor, indices: Sequence[int]) -> Tensor:
 
 
 def one_for_each(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The elements of the vector ``values``, each in a form in which a foreach kernel combines it with its tensor.
+    """Return the elements of the vector ``values``, each in a form in which a foreach kernel combines it with its
+    tensor.
 
     ``tensors`` have one device and dtype. On a CPU these are scalars. Elsewhere scalars would make foreach fall back to
     a kernel for each tensor, so each is spread out over a dense tensor of the same strides.
@@ -76,7 +78,8 @@ def _extent(tensor: Tensor) -> int:
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> Tensor:
-    """The norm of each of ``tensors`` (not empty; one device and dtype), as a vector. ``dtype``: of the computation.
+    """Return the norm of each of ``tensors`` (not empty; one device and dtype), as a vector. ``dtype``: of the
+    computation.
 
     On the CPU torch adds the squares of a whole tensor in float32, an error of 0.1 % for 30 million elements. Here
     large tensors are added row by row. The kernels of CUDA do so themselves.
@@ -91,7 +94,7 @@ def norms(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None
 
 
 def _norms_of_rows(tensor: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
-    """The norm of each ``_ROW`` elements of ``tensor``, and of the rest."""
+    """Return the norm of each ``_ROW`` elements of ``tensor``, and of the rest."""
     flat = tensor.reshape(-1)
     rest = flat.numel() % _ROW
     if not rest:

@@ -29,7 +29,7 @@ class Arrays:
         return len(self.inputs)
 
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
-        """A copy of these rows; the same in every epoch."""
+        """Return a copy of these rows; the same in every epoch."""
         inputs, targets = np.asarray(self.inputs[rows]), np.asarray(self.targets[rows])
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), rows)
 

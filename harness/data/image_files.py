@@ -61,16 +61,16 @@ class ImageFiles:
         return f"{self.root.rstrip('/')}/{path}" if is_url(self.root) else os.path.join(self.root, path)
 
     def is_file(self, path: str) -> bool:
-        """True if ``path`` names a local file, not a member of an archive or something behind a URL."""
+        """Return True if ``path`` names a local file, not a member of an archive or something behind a URL."""
         return _TAR not in path and not is_url(self.place(path))
 
     def is_below(self, folder: str, path: str) -> bool:
-        """True if ``path`` would be a file if ``folder`` were the root."""
+        """Return True if ``path`` would be a file if ``folder`` were the root."""
         return replace(self, root=folder).exists(path) and not is_url(path)
 
     def read(self, path: str) -> torch.Tensor:
-        """The bytes of ``path``, uint8 (bytes,). Raises OSError or RuntimeError if this file or member cannot be read,
-        and DataError if the archive or the server cannot."""
+        """Return the bytes of ``path``, uint8 (bytes,). Raises OSError or RuntimeError if this file or member cannot be
+        read, and DataError if the archive or the server cannot."""
         place = self.place(path)
         if _TAR in path:
             return self._member(place)
@@ -86,7 +86,7 @@ class ImageFiles:
                 self._urls.start(place)
 
     def archives(self, paths: pa.ChunkedArray) -> set[str]:
-        """The archives behind URLs of which ``paths`` name members."""
+        """Return the archives behind URLs of which ``paths`` name members."""
         inside = paths.filter(pc.match_substring(paths, _TAR))
         named = pc.unique(pc.replace_substring_regex(inside, r"(?s)\.tar/.*", ".tar")).to_pylist()
         return {place for place in map(self.place, named) if is_url(place)}
@@ -159,8 +159,8 @@ class UrlCache:
         self._started[url] = self._pool.submit(self._downloaded, url)
 
     def read(self, url: str) -> torch.Tensor:
-        """The bytes of ``url``, uint8 (bytes,). Raises FileNotFoundError if there is no such file, DataError if it
-        cannot be asked for."""
+        """Return the bytes of ``url``, uint8 (bytes,). Raises FileNotFoundError if there is no such file, DataError if
+        it cannot be asked for."""
         copy = self._copy(url)
         with suppress(FileNotFoundError):
             now, used = time.time(), os.stat(copy).st_mtime
@@ -173,7 +173,8 @@ class UrlCache:
         return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
     def file(self, url: str) -> str:
-        """The path of a copy of ``url``, an archive. Raises like ``read``, and DataError if the cache has no space."""
+        """Return the path of a copy of ``url``, an archive. Raises like ``read``, and DataError if the cache has no
+        space."""
         self._after_fork()
 
         def accept(size: int) -> None:
@@ -199,7 +200,7 @@ class UrlCache:
             raise fetch.unreachable(url, error) from None
 
     def _downloaded(self, url: str) -> bytes:
-        """The content of ``url``, of which a copy is kept if there is space."""
+        """Return the content of ``url``, of which a copy is kept if there is space."""
 
         def get() -> bytes:
             import fsspec  # late: few need it, and its import takes long
@@ -217,7 +218,7 @@ class UrlCache:
         return content
 
     def _has_room(self, num_bytes: int) -> bool:
-        """True if a copy of this size may be kept, which the caller then does."""
+        """Return True if a copy of this size may be kept, which the caller then does."""
         with self._lock:
             if num_bytes > self._room and time.monotonic() > self._full_until:
                 free = self.max_bytes - self._measured(num_bytes)

@@ -77,7 +77,7 @@ class ImageTable:
         return self.table.num_rows
 
     def row_name(self, row: int) -> str:
-        """The number of ``row``, with its path."""
+        """Return the number of ``row``, with its path."""
         return f"{row} ({self.table.strings(self.path_column, np.array([row]))[0]})"
 
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
@@ -128,7 +128,8 @@ class ImageTable:
         raise self._with_others(first, missing[1:], _NAMED)
 
     def archives(self, start: int, stop: int) -> set[str]:
-        """The archives behind URLs that rows in [start, stop) name; none if the first row's path is on this machine."""
+        """Return the archives behind URLs that rows in [start, stop) name; none if the first row's path is on this
+        machine."""
         if start >= stop or not is_url(self.files.place(self.table.strings(self.path_column, np.array([start]))[0])):
             return set()  # without reading the whole table
         edges = range(start, stop, _CHUNK_ROWS)
@@ -179,8 +180,8 @@ class ImageTable:
         return f"{sum(sizes.values()):,} of {len(self):,} images decoded ({found}{', ...' if of else ''}{of}){skipped}"
 
     def _loaded(self, row: int, path: str, epoch: int | None, clock: StageClock) -> tuple[torch.Tensor, Transform]:
-        """The image, uint8 (channels, height, width), and what is left to do with it. Raises as ``_content``, and
-        RuntimeError for an image that cannot be decoded."""
+        """Return the image, uint8 (channels, height, width), and what is left to do with it. Raises as ``_content``,
+        and RuntimeError for an image that cannot be decoded."""
         content = self._content(row, path)
         clock.end("read")
         try:
@@ -191,8 +192,8 @@ class ImageTable:
             clock.end("decode")
 
     def _content(self, row: int, path: str) -> torch.Tensor:
-        """The bytes of ``path``. Raises one of _UNREADABLE, or DataError if the archive or the server of the file
-        cannot be read."""
+        """Return the bytes of ``path``. Raises one of _UNREADABLE, or DataError if the archive or the server of the
+        file cannot be read."""
         try:
             return self.files.read(path)
         except DataError as error:
@@ -232,8 +233,8 @@ class ImageTable:
         return seeded_torch(EVALUATION_SEED if epoch is None else row_seed(self.seed, epoch, row))
 
     def _replacement(self, row: int, epoch: int | None) -> tuple[int, torch.Tensor, Transform]:
-        """The next readable row after ``row``, cyclically, and what ``_loaded`` returns for it, so the batch keeps its
-        size."""
+        """Return the next readable row after ``row``, cyclically, and what ``_loaded`` returns for it, so the batch
+        keeps its size."""
         tried, why = min(NUM_TRIES, len(self) - 1), ""
         for candidate in range(row + 1, row + 1 + tried):
             number = candidate % len(self)
@@ -251,7 +252,8 @@ class ImageTable:
         )
 
     def _unreadable(self, row: int, path: str, error: Exception) -> DataError:
-        """The error for an image. It finds the line in the CSV by reading it, which is too slow for skipped rows."""
+        """Return the error for an image. It finds the line in the CSV by reading it, which is too slow for skipped
+        rows."""
         file, where = self.files.place(path), self.table.where(row)
         if not path.strip():
             hint = f"fill it in or remove the row; {_SKIP}"
@@ -275,7 +277,8 @@ class ImageTable:
         )
 
     def _skip_missing(self) -> list[str]:
-        """The hint to skip missing images; empty if the first is missing, too, so that the root is probably wrong."""
+        """Return the hint to skip missing images; empty if the first is missing, too, so that the root is probably
+        wrong."""
         first = self.table.strings(self.path_column, np.zeros(1, np.int64))[0]
         return [] if self.is_new or not self.files.exists(first) else [_SKIP]
 

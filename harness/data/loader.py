@@ -141,7 +141,7 @@ class Loader:
         return (batch.to(self.device) for batch in loaded)
 
     def _loaded(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
-        """The batches of ``requests`` on the host, pinned for a CUDA device."""
+        """Yield the batches of ``requests`` on the host, pinned for a CUDA device."""
         self._requests.pending = requests
         batches: Iterator[Any] | None = None
         while True:
@@ -204,7 +204,7 @@ class Loader:
             )
 
     def take_times(self) -> tuple[float, dict[str, float]]:
-        """(seconds that training waited for data, those that loading took by stage) since the last call."""
+        """Return (seconds that training waited for data, those that loading took by stage) since the last call."""
         taken = self.wait_s, self.spent_s
         self.wait_s, self.spent_s = 0.0, {}
         return taken
@@ -332,7 +332,7 @@ class TrainData:
             yield [MicroBatch.of(batch, part, scale) for part, batch in zip(parts, group, strict=True)]
 
     def _micro_batches(self, shards: Mapping[int, RowOrder], num_left: int, step: int) -> list[Part]:
-        """The rows of this process in ``step``, in the same number of parts on every rank.
+        """Return the rows of this process in ``step``, in the same number of parts on every rank.
 
         In the tail, parts are uneven and may be empty. All ranks must run the same number of backward passes, so the
         caller fills an empty part with a row of weight zero.
@@ -363,7 +363,7 @@ class TrainData:
         return num_long * rows(short + 1) + (self.world_size - num_long) * rows(short)
 
     def any_inputs(self) -> torch.Tensor:
-        """The inputs of one row, on the device, for a pass that does not count."""
+        """Return the inputs of one row, on the device, for a pass that does not count."""
         return self.loader.dataset.batch(np.zeros(1, np.int64), 0).to(self.loader.device).inputs
 
     def _rows_of(self, segments: Sequence[Segment]) -> Iterator[int]:
@@ -391,7 +391,7 @@ class EvalData:
         return len(self.loader.dataset)
 
     def num_turns(self) -> int:
-        """The number of turns of each process: how often it must check for a stop."""
+        """Return the number of turns of each process: how often it must check for a stop."""
         longest = -(-self.num_rows // self.world_size)
         return -(-longest // self.batch_size) * self.most
 

@@ -95,7 +95,7 @@ def sent(found: Batch | LoadError) -> PickledResult:
 
 
 def _unsendable(found: Any, error: Exception) -> Exception:
-    """The error of a rank whose worker could not send ``found`` because of ``error``."""
+    """Return the error of a rank whose worker could not send ``found`` because of ``error``."""
     if "shared memory" in str(error):
         return _without_space(found, error)
     message = f"a batch of the dataset cannot be sent to the rank: {error}"
@@ -199,7 +199,7 @@ class _WatchedIterator(_MultiProcessingDataLoaderIter):
 
 
 def worker_death(error: Exception, workers: Sequence[Any] = ()) -> TrainingError | None:
-    """The error of a rank whose loader worker died, if torch raised ``error`` for it; None for other errors.
+    """Return the error of a rank whose loader worker died, if torch raised ``error`` for it; None for other errors.
 
     Torch notices while it waits for a batch, or by a signal, which raises its error at any place.
     """

@@ -57,7 +57,7 @@ def is_validation(name: str) -> bool:
 
 
 def split(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(training names with repeats, validation names once each), in order. No name is in both."""
+    """Return (training names with repeats, validation names once each), in order. No name is in both."""
     validation = {name: is_validation(name) for name in dict.fromkeys(names)}
     return [name for name in names if not validation[name]], [name for name, chosen in validation.items() if chosen]
 
@@ -105,7 +105,8 @@ def whole(names: Sequence[str]) -> CodeRows:
 
 
 def _stream(names: Sequence[str], num_blanks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(codes of all names, each after ``num_blanks`` BLANKs and before STOP; start of each; lengths of the names)."""
+    """Return (codes of all names, each after ``num_blanks`` BLANKs and before STOP; start of each; lengths of the
+    names)."""
     lengths = np.asarray([len(name) for name in names], dtype=np.int64)
     starts = np.cumsum(np.concatenate([[0], lengths + num_blanks + 1]))[:-1]
     return encode("".join(f"{BLANK * num_blanks}{name}{STOP}" for name in names)), starts, lengths

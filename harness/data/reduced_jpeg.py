@@ -41,8 +41,8 @@ class Region:
 
 
 def opened(content: torch.Tensor) -> JpegImageFile | None:
-    """The file of these bytes with its header read; None if it is no JPEG, or if it has CMYK colors, which libraries
-    convert to RGB in different ways."""
+    """Return the file of these bytes with its header read; None if it is no JPEG, or if it has CMYK colors, which
+    libraries convert to RGB in different ways."""
     from PIL.JpegImagePlugin import JpegImageFile
 
     try:

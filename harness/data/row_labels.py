@@ -23,11 +23,11 @@ class RowLabels(Protocol):
         ...
 
     def counts(self, start: int, stop: int) -> np.ndarray | None:
-        """The number of rows in [start, stop) with each label; None if rows have none or numbers."""
+        """Return the number of rows in [start, stop) with each label; None if rows have none or numbers."""
         ...
 
     def known(self, rows: np.ndarray) -> dict[str, Any]:
-        """The columns of labels in a table of predictions."""
+        """Return the columns of labels in a table of predictions."""
         ...
 
 
@@ -122,12 +122,12 @@ class NoLabels:
 
 
 def joined(indices: Sequence[int], labels: Sequence[str | int], separator: str) -> str:
-    """The labels of a row as one text."""
+    """Return the labels of a row as one text."""
     return separator.join(str(labels[index]) for index in indices)
 
 
 def column_names(name: str, columns: Sequence[str]) -> list[str]:
-    """The columns of a table of predictions for ``name``: of several columns of labels, each has its own."""
+    """Return the columns of a table of predictions for ``name``: of several columns of labels, each has its own."""
     return [name] if len(columns) == 1 else [f"{name}_{column}" for column in columns]
 
 
@@ -137,8 +137,8 @@ def by_column(name: str, columns: Sequence[str], numbers: np.ndarray) -> dict[st
 
 
 def indices(table: Table, classes: Sequence[str | int], train: str) -> np.ndarray:
-    """The class index of each label code of ``table``. Raises DataError for a label that is not in ``classes``, the
-    labels of the table ``train``."""
+    """Return the class index of each label code of ``table``. Raises DataError for a label that is not in ``classes``,
+    the labels of the table ``train``."""
     # By their text: "1" is an integer in a table that has only integers.
     index_of = {str(label): index for index, label in enumerate(classes)}
     unknown = [label for label in table.vocabulary if str(label) not in index_of]

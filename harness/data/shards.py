@@ -75,7 +75,7 @@ class RowOrder:
 def shard(
     rule: str, num_rows: int, rank: int, world_size: int, epoch: int, seed: int, segments: Sequence[Segment] = ()
 ) -> RowOrder:
-    """The rows of ``rank`` in ``epoch`` after the completed ``segments``, in training order.
+    """Return the rows of ``rank`` in ``epoch`` after the completed ``segments``, in training order.
 
     Shards are disjoint, and together they have all rows that are left.
     """
@@ -88,7 +88,7 @@ def shard(
 
 
 def _share(rule: str, rows: RowOrder, rank: int, world_size: int, key: tuple[int, int, int]) -> RowOrder:
-    """The part of ``rows`` that ``rank`` trains on, in order."""
+    """Return the part of ``rows`` that ``rank`` trains on, in order."""
     num_strided = len(range(rank, len(rows), world_size))
     if rule == "global":
         return RowOrder(num_strided, lambda index: rows.at(rank + index * world_size))
@@ -126,7 +126,8 @@ def _same(index: np.ndarray) -> np.ndarray:
 
 
 def permutation(num: int, key: tuple[int, ...], small: int = _SMALL) -> Callable[[np.ndarray], np.ndarray]:
-    """A random permutation of range(num) that ``key`` determines: a function from positions to values, both int64.
+    """Return a random permutation of range(num) that ``key`` determines: a function from positions to values, both
+    int64.
 
     Up to ``small`` elements it is a table. Above, it takes no memory: an alternating Feistel network permutes all
     numbers of as many bits, and is applied again where it leaves the range (cycle walking; Black and Rogaway 2002).
@@ -157,8 +158,8 @@ def permutation(num: int, key: tuple[int, ...], small: int = _SMALL) -> Callable
 
 
 def hashed(value: np.ndarray, key: np.uint64) -> np.ndarray:
-    """A hash of ``value`` and ``key`` whose upper bits depend on all bits: the finalizer of SplitMix64 (Steele, Lea and
-    Flood 2014)."""
+    """Return a hash of ``value`` and ``key`` whose upper bits depend on all bits: the finalizer of SplitMix64 (Steele,
+    Lea and Flood 2014)."""
     value = value + key
     value ^= value >> np.uint64(30)
     value *= np.uint64(0xBF58476D1CE4E5B9)

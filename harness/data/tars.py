@@ -36,7 +36,7 @@ _PACKED = {
 
 
 def read(file: str, member: str, cache: Path, name: str) -> torch.Tensor:
-    """The bytes of ``member`` of the archive ``file``, which messages call ``name``; uint8 (bytes,).
+    """Return the bytes of ``member`` of the archive ``file``, which messages call ``name``; uint8 (bytes,).
 
     Raises FileNotFoundError if the archive does not exist or has no such member, DataError if it is damaged or packed.
     """
@@ -58,7 +58,7 @@ def read(file: str, member: str, cache: Path, name: str) -> torch.Tensor:
 
 
 def members(file: str, name: str) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, size) of each regular file in the archive, in order. Raises DataError."""
+    """Yield (name, offset, size) of each regular file in the archive, in order. Raises DataError."""
     with open(file, "rb") as stream:
         head = stream.read(6)
         for magic, (kind, command) in _PACKED.items():
@@ -100,7 +100,7 @@ def _version(stat: os.stat_result) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)  # archives; an index is a mapped file
 def _index(file: str, version: tuple[int, ...], cache: Path, name: str) -> np.ndarray:
-    """The index of the archive in this version, made first if no process has."""
+    """Return the index of the archive in this version, made first if no process has."""
     place = os.path.realpath(file)
     folder = cache / f"{Path(place).stem[:40]}-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
     path = folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:24]}.index"
@@ -118,7 +118,7 @@ def _index(file: str, version: tuple[int, ...], cache: Path, name: str) -> np.nd
 
 
 def _load(path: Path) -> np.ndarray | None:
-    """The entries of an index; None if there is no such file, or it is not as it was written."""
+    """Return the entries of an index; None if there is no such file, or it is not as it was written."""
     try:
         content = np.asarray(np.memmap(path, "u1", "r"))
     except (OSError, ValueError):  # the latter for an empty file

@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
     def num_tokens(self) -> int: ...
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(the ids of all texts, one after the other, as int64; the number of ids of each text)."""
+        """Return (the ids of all texts, one after the other, as int64; the number of ids of each text)."""
         ...
 
 
@@ -102,7 +102,7 @@ class OwnTokenizer:
 
 
 def words_of(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    """(the words of all texts, one after the other; the number of words of each text), by ``RULE``."""
+    """Return (the words of all texts, one after the other; the number of words of each text), by ``RULE``."""
     # Decomposed, because pyarrow 25 does not compose for NFC: both spellings of a letter become one in any version.
     plain = pc.utf8_lower(pc.utf8_normalize(texts, form="NFD"))
     parts = pc.split_pattern_regex(plain, pattern=_BETWEEN_WORDS)
@@ -113,7 +113,8 @@ def words_of(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
 
 
 def learn_words(table: Table, column: str, max_words: int, cache_dir: Path | None) -> Words:
-    """The ``max_words`` most frequent words of a column; of equally frequent ones, the first in alphabetical order.
+    """Return the ``max_words`` most frequent words of a column; of equally frequent ones, the first in alphabetical
+    order.
 
     The first process of a node counts them while others wait. Raises DataError if there are none.
     """
@@ -177,7 +178,7 @@ class TextTable:
         return Batch(torch.from_numpy(padded), torch.from_numpy(self.labels.targets(rows)), rows)
 
     def note(self) -> str:
-        """A warning about rows without text; empty if there are none."""
+        """Return a warning about rows without text; empty if there are none."""
         count, first = 0, -1
         for start in range(0, len(self), _CHUNK_ROWS):
             texts = self.table.slice(self.column, start, start + _CHUNK_ROWS)

@@ -46,14 +46,15 @@ _TO_FLOAT = ("ToDtype", "ConvertImageDtype", "Normalize")
 
 @cache
 def known() -> dict[str, Any]:
-    """The classes of torchvision.transforms.v2, by name. Its import takes long, so only lists with entries need it."""
+    """Return the classes of torchvision.transforms.v2, by name. Its import takes long, so only lists with entries need
+    it."""
     from torchvision.transforms import v2
 
     return {name: one for name, one in vars(v2).items() if inspect.isclass(one) and issubclass(one, v2.Transform)}
 
 
 def build(section: TransformsSection, size: tuple[int, int] | None, channels: int) -> tuple[Pipeline, Pipeline]:
-    """The lists for training and evaluation. Raises ConfigError, which names every wrong entry.
+    """Return the lists for training and evaluation. Raises ConfigError, which names every wrong entry.
 
     size: (height, width) that images are fitted to after the list; None: as the list leaves them
     """
@@ -106,7 +107,8 @@ class Pipeline:
         return next(iter(self.steps.items()), ("", None))
 
     def region(self, height: int, width: int) -> Region:
-        """The part that ``scales_first`` of an image of this size. Draws the numbers that the transform would draw."""
+        """Return the part that ``scales_first`` of an image of this size. Draws the numbers that the transform would
+        draw."""
         where, first = self._first
         if first is None:
             assert self.size is not None
@@ -167,7 +169,8 @@ class Pipeline:
 
 
 def fitted(image: Tensor, size: tuple[int, int]) -> Tensor:
-    """The largest centred part of ``image`` with the aspect ratio of ``size``, (height, width), scaled to ``size``.
+    """Return the largest centred part of ``image`` with the aspect ratio of ``size``, (height, width), scaled to
+    ``size``.
 
     Bilinear with antialiasing. An image of this aspect ratio is only scaled, one of this size returned as it is.
     """
@@ -181,7 +184,7 @@ def fitted(image: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def channels_last(image: Tensor) -> Tensor:
-    """A copy (channels, height, width) with the channels of a pixel side by side, as JPEGs are decoded and as
+    """Return a copy (channels, height, width) with the channels of a pixel side by side, as JPEGs are decoded and as
     torchvision resizes them fastest."""
     return image.unsqueeze(0).contiguous(memory_format=torch.channels_last).squeeze(0)
 
@@ -195,7 +198,7 @@ def _resized_crop(step: Any, image: Any) -> Any:
 
 
 def fitting(height: int, width: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of the part of such an image that ``fitted`` scales."""
+    """Return (top, left, height, width) of the part of such an image that ``fitted`` scales."""
     scale = max(size[0] / height, size[1] / width)
     rows, columns = (max(1, round(side / scale)) for side in size)
     return (height - rows) // 2, (width - columns) // 2, rows, columns
@@ -217,7 +220,7 @@ def require_match(train: Tensor, evaluated: Tensor, section: TransformsSection) 
 
 
 def described(section: TransformsSection, example: Tensor, mean: list[float], std: list[float]) -> dict[str, Any]:
-    """The preprocessing of evaluation, for ``harness export``. ``example``: an image after ``section.eval``."""
+    """Return the preprocessing of evaluation, for ``harness export``. ``example``: an image after ``section.eval``."""
     facts: dict[str, Any] = {"transforms": list(section.eval)} if section.eval else {}  # of torchvision.transforms.v2
     facts |= {"size": list(example.shape[-2:]), "resize": "none: images already have this size"}
     if example.is_floating_point():
@@ -233,12 +236,12 @@ def _functional() -> Any:
 
 
 def _kind(step: Transform) -> str:
-    """The name of torchvision's class."""
+    """Return the name of torchvision's class."""
     return type(step).__name__
 
 
 def _mode(scaling: Any) -> Any:
-    """The name of its interpolation, which torchvision also accepts as a member of an Enum."""
+    """Return the name of its interpolation, which torchvision also accepts as a member of an Enum."""
     return getattr(scaling.interpolation, "value", scaling.interpolation)
 
 
@@ -262,7 +265,7 @@ class _Own:
 
 
 def _steps(entries: Sequence[Any], where: str, problems: list[ConfigError]) -> dict[str, Transform]:
-    """{place: transform}; what is wrong is added to ``problems``."""
+    """Return {place: transform}; what is wrong is added to ``problems``."""
     made: dict[str, Transform] = {}
     for number, entry in enumerate(entries):
         try:
@@ -280,7 +283,7 @@ def _steps(entries: Sequence[Any], where: str, problems: list[ConfigError]) -> d
 
 
 def _made(entry: str | dict[str, Any], where: str) -> Transform:
-    """The transform of one entry. Raises ConfigError."""
+    """Return the transform of one entry. Raises ConfigError."""
     name, given = name_and_arguments(entry)
     found = _find(name, where)
     is_function = inspect.isroutine(found)

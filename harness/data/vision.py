@@ -20,7 +20,7 @@ def decode(content: Tensor, channels: int = UNCHANGED) -> Tensor:
 
 
 def read_file(path: str) -> Tensor:
-    """The bytes of a file, uint8 (bytes,). Raises RuntimeError."""
+    """Return the bytes of a file, uint8 (bytes,). Raises RuntimeError."""
     content: Tensor = torch.ops.image.read_file(path)
     return content
 

@@ -120,7 +120,7 @@ def _samples(model: nn.Module, task: OpenedTask) -> list[CheckedRows]:
 
 
 def _compare(samples: Sequence[CheckedRows], loaded: Function, tolerance: float) -> float:
-    """The largest difference on real rows, relative to the largest output, or to 1 if that is larger. Raises
+    """Return the largest difference on real rows, relative to the largest output, or to 1 if that is larger. Raises
     HarnessError if it is not within ``tolerance``."""
     worst = 0.0
     for inputs, expected in samples:

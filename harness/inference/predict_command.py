@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_folder(arguments: argparse.Namespace) -> Path:
-    """The run on this machine. Raises ConfigError, also if the output has the default name and exists: only a file that
-    the user names is replaced."""
+    """Return the run on this machine. Raises ConfigError, also if the output has the default name and exists: only a
+    file that the user names is replaced."""
     from harness.runs import fetched
 
     folder = fetched.local_copy(arguments.folder)

@@ -168,7 +168,7 @@ def with_optimizer(
 def open_loaders(
     config: Config, task: OpenedTask, parallel: ParallelStrategy, size: Sizes, stop: Stop, opened: ExitStack
 ) -> tuple[TrainData, EvalData]:
-    """The batches of this process; ``opened`` closes their loaders after an error."""
+    """Return the batches of this process; ``opened`` closes their loaders after an error."""
     ranks, runtime = parallel.ranks, parallel.ranks.runtime
     options = config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait, runtime.limited
     loaders = [Loader(laid_out(rows, config), *options) for rows in (task.train, task.eval)]

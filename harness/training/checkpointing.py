@@ -117,7 +117,7 @@ def resume(run: Run) -> None:
 
 
 def find(run: Run) -> tuple[Path | None, bool]:
-    """(the checkpoint to restore, whether it is this run's own)."""
+    """Return (the checkpoint to restore, whether it is this run's own)."""
     runtime, section = run.runtime, run.config.checkpoint
     looks = runtime.rank == 0 and section.resume != "never"  # which verifies it
     newest = runtime.patiently("looking for a checkpoint", lambda: run.checkpoints.newest() if looks else None)
@@ -192,7 +192,7 @@ def _check_fit(run: Run, content: dict[str, Any], path: Path) -> None:
 
 
 def _whole(run: Run, part: nn.Module | torch.optim.Optimizer | Ema) -> dict[str, Any]:
-    """The state dict of ``part`` on rank 0, with sharded tensors gathered; incomplete on other ranks."""
+    """Return the state dict of ``part`` on rank 0, with sharded tensors gathered; incomplete on other ranks."""
     first = run.runtime.rank == 0
     if not run.parallel.sharded:
         return part.state_dict() if first else {}
@@ -201,7 +201,7 @@ def _whole(run: Run, part: nn.Module | torch.optim.Optimizer | Ema) -> dict[str,
 
 
 def _of_this_process(run: Run) -> list[dict[str, Any]]:
-    """The state that differs between ranks, of each rank of this process."""
+    """Return the state that differs between ranks, of each rank of this process."""
     return [
         {**state, "buffers": {name: buffer.cpu() for name, buffer in state["buffers"].items()}, "meter": meter}
         for state, meter in zip(run.ranks.state(), run.meter.state(), strict=True)

@@ -131,7 +131,8 @@ def require(level: Level) -> None:
 
 
 def described(level: Level, operations: set[str] | None = None) -> str:
-    """The strictness ``level`` in words, with the ``operations`` of the model that it is about, if they are known."""
+    """Return the strictness ``level`` in words, with the ``operations`` of the model that it is about, if they are
+    known."""
     words = {
         True: "only deterministic algorithms; others raise an error",
         "warn": "deterministic algorithms where torch has them; "
@@ -142,8 +143,8 @@ def described(level: Level, operations: set[str] | None = None) -> str:
 
 
 def unrestorable(model: nn.Module) -> set[str]:
-    """What a resume on CUDA cannot restore: the dropout between the layers of a recurrent module. cuDNN draws it from a
-    state of its own, which torch can neither read nor set. Other dropout draws from torch's generator."""
+    """Return what a resume on CUDA cannot restore: the dropout between the layers of a recurrent module. cuDNN draws it
+    from a state of its own, which torch can neither read nor set. Other dropout draws from torch's generator."""
     layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     return {_RECURRENT.format(type(layer).__name__) for layer in layers if layer.num_layers > 1 and layer.dropout > 0}
 

@@ -65,7 +65,7 @@ class ExitReporter:
         self.run: Run | None = None
 
     def step(self) -> int | None:
-        """The number of steps so far; None before this start has claimed the run folder."""
+        """Return the number of steps so far; None before this start has claimed the run folder."""
         return self.run.state.step if self.run else 0 if self._claimed else None
 
     @property
@@ -136,7 +136,7 @@ class ExitReporter:
         return self._exit(Cause.STOPPED, code, message=message)
 
     def _reason(self, error: BaseException, watchdog: Watchdog) -> tuple[RankExit | None, BaseException]:
-        """The rank that this one waited for, if it can be determined, and ``error`` as it is shown."""
+        """Return the rank that this one waited for, if it can be determined, and ``error`` as it is shown."""
         failure = collective_errors.read(error)
         if failure is None or failure.fault is Fault.OWN:
             return None, explained(error, self.run)
@@ -161,7 +161,7 @@ class ExitReporter:
             show(error, exit.traceback)
 
     def _first_failure(self, exit: RankExit, watchdog: Watchdog) -> RankExit:
-        """The launch's first failure, from the store, or from failure.json if the store is closed."""
+        """Return the launch's first failure, from the store, or from failure.json if the store is closed."""
         known = watchdog.report(exit)
         if known and known.cause is Cause.STOPPED:  # while this rank failed by itself
             known = exit

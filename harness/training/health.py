@@ -123,7 +123,7 @@ class Health:
                 yield f"the moving average of {names[id(param)]}", average
 
     def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        """The optimizer's state for each element of the weights, such as exp_avg_sq, with names."""
+        """Yield the optimizer's state for each element of the weights, such as exp_avg_sq, with names."""
         names = {id(param): name for name, param in self.module.named_parameters()}
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         for index, param in enumerate(params):
@@ -132,7 +132,7 @@ class Health:
                     yield f"{key} of {names.get(id(param), f'parameter {index}')}", value
 
     def _peaks(self) -> dict[str, float]:
-        """The largest absolute value of each tensor over all ranks, NaN if it has one. Collective."""
+        """Return the largest absolute value of each tensor over all ranks, NaN if it has one. Collective."""
         mine = {name: peak for name, peak in _peaks(self._tensors()).items() if name not in self._unchecked}
         largest = np.max([list(of_rank) for of_rank in self.runtime.gather(list(mine.values()))], axis=0)
         return dict(zip(mine, largest.tolist(), strict=True))
@@ -157,7 +157,7 @@ class Health:
         )
 
     def _continuation(self, step: int) -> str:
-        """The command to continue with other settings from the checkpoint of ``step``, if there is one."""
+        """Return the command to continue with other settings from the checkpoint of ``step``, if there is one."""
         if step <= 0:
             return "there is no good checkpoint to continue from: start again with these settings"
         checkpoint = f"{self.where}/{layout.CHECKPOINTS}/{layout.step_name(step)}"
@@ -185,7 +185,8 @@ def _remedies(config: Config, batches: bool) -> str:
 
 @torch.no_grad()
 def _peaks(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, float]:
-    """The largest absolute value of each dense floating-point tensor on this rank. The host waits for the device."""
+    """Return the largest absolute value of each dense floating-point tensor on this rank. The host waits for the
+    device."""
     names, peaks = [], []
     for name, tensor in tensors:
         values = local(tensor.detach())

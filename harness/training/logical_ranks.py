@@ -27,7 +27,7 @@ _ALIGNMENT = 64  # bytes: kernels may take another path for other offsets
 
 
 def described(num: int, num_processes: int, gradient_bytes: int) -> str:
-    """What ``num`` logical ranks cost on ``num_processes``, in words."""
+    """Return what ``num`` logical ranks cost on ``num_processes``, in words."""
     most = -(-num // num_processes)
     sums = max(_most_sums(num, process, num_processes) for process in range(num_processes))
     passes = f"{most} passes per step in each" if num % num_processes == 0 else f"up to {most} passes per step in each"
@@ -86,8 +86,8 @@ class LogicalRanks:
             self.active = rank
 
     def state(self) -> list[dict[str, Any]]:
-        """What each of this process's ranks owns: its random streams and, if there are several ranks, buffers. Loads
-        with ``weights_only=True``."""
+        """Return what each of this process's ranks owns: its random streams and, if there are several ranks, buffers.
+        Loads with ``weights_only=True``."""
         owned = [self._of_active() if rank == self.active else self._others[rank] for rank in self.own]
         return [{"rng": of_rank.rng.plain(), "buffers": of_rank.buffers} for of_rank in owned]
 
@@ -106,12 +106,12 @@ class LogicalRanks:
                 buffers[name].copy_(value)
 
     def buffers(self) -> list[dict[str, Tensor]]:
-        """The buffers of each of this process's ranks."""
+        """Return the buffers of each of this process's ranks."""
         return [self._buffers if rank == self.active else self._others[rank].buffers for rank in self.own]
 
     def sum(self, parts: Sequence[Tensor], on_host: bool = False) -> Tensor:
-        """The sum over all ranks of ``parts``, one flat tensor of each of this process's ranks, which it may overwrite.
-        ``on_host``: they are on the CPU. Collective."""
+        """Return the sum over all ranks of ``parts``, one flat tensor of each of this process's ranks, which it may
+        overwrite. ``on_host``: they are on the CPU. Collective."""
         if not self.fixed:
             return self.runtime.sum_on_host(parts[0]) if on_host else self.runtime.sum(parts[0])
         tree = self.tree(on_host)
@@ -200,7 +200,7 @@ class _Layout:
         self._length, self._all_present = length, True
 
     def taken(self) -> Gradients:
-        """The gradients, which the parameters lose."""
+        """Return the gradients, which the parameters lose."""
         gradients = [parameter.grad for parameter in self.parameters]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise TrainingError(
@@ -244,7 +244,8 @@ class _Layout:
 
 
 def kernels(device: torch.device) -> dict[str, Any]:
-    """What the last bits of a result depend on, besides the code and the numbers: it must not change within a run."""
+    """Return what the last bits of a result depend on, besides the code and the numbers: it must not change within a
+    run."""
     facts: dict[str, Any] = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
     if device.type == "cuda":
         facts["device"] = torch.cuda.get_device_name(device)

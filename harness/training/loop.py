@@ -129,8 +129,8 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
 
 
 def finite_everywhere(run: Run, norm: Tensor, losses: Losses) -> bool:
-    """True if the gradient norm and the losses of a step are finite on every rank: where the norm nearly overflows, the
-    ranks of a mixed cluster may differ. Collective; the host waits for the device."""
+    """Return True if the gradient norm and the losses of a step are finite on every rank: where the norm nearly
+    overflows, the ranks of a mixed cluster may differ. Collective; the host waits for the device."""
     values = [full(norm), *(loss.detach() for loss, micro in losses if micro.num_rows)]
     finite = torch.stack([value.double().reshape(()) for value in values]).isfinite().all()
     return not run.runtime.sum((~finite).int()).item()

@@ -209,7 +209,7 @@ class RunStart:
 
 
 def run_folder(config: Config) -> RunFolder:
-    """The folder OUTPUT/NAME. Raises ConfigError for a URL at which no run can be kept."""
+    """Return the folder OUTPUT/NAME. Raises ConfigError for a URL at which no run can be kept."""
     if is_url(config.output):
         from harness.runs import remote  # late: it imports fsspec, which few runs need
 

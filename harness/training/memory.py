@@ -59,7 +59,7 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def explained(error: BaseException, run: Run | None) -> TrainingError | None:
-    """The error for an allocation that failed, in ``run`` if it is built; None for any other error."""
+    """Return the error for an allocation that failed, in ``run`` if it is built; None for any other error."""
     text = str(error)
     if not isinstance(error, RuntimeError) or isinstance(error, torch.distributed.DistError) or not _OUT.search(text):
         return None
@@ -83,7 +83,7 @@ def explained(error: BaseException, run: Run | None) -> TrainingError | None:
 
 
 def _largest(run: Run, when: str) -> Iterator[str]:
-    """The content of the memory, the largest part first."""
+    """Yield the content of the memory, the largest part first."""
     parts = held(run.module.parameters(), run.optimizer, run.ema.average if run.ema else ())
     device, rows = run.runtime.device, _rows(run.config, run.runtime.world_size, when)
     activations = f"activations and temporary tensors, for {plural(rows, 'row')} at a time"

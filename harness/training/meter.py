@@ -231,7 +231,7 @@ class Reading:
                 self._event.record(torch.cuda.current_stream(stacked.device))
 
     def values(self) -> dict[str, float]:
-        """The numbers. The host waits until the device has passed the copy, not for what was queued after it."""
+        """Return the numbers. The host waits until the device has passed the copy, not for what was queued after it."""
         if self._event is not None:
             wait_for(self._event)
         return {**self._numbers, **(dict(zip(self._names, self._copy.tolist(), strict=True)) if self._names else {})}
@@ -317,7 +317,8 @@ class Meter:
         return self._ended is not None
 
     def peak_mib(self) -> float:
-        """The most memory of the device so far, in MiB: that of tensors on CUDA, that of this process on a CPU."""
+        """Return the most memory of the device so far, in MiB: that of tensors on CUDA, that of this process on a
+        CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # in KiB on Linux
@@ -364,8 +365,8 @@ class Meter:
         )  # fmt: skip
 
     def state(self) -> list[dict[str, Any]]:
-        """What each rank of this process has measured, as plain numbers, which can be summed over ranks. The first has
-        the times of the process."""
+        """Return what each rank of this process has measured, as plain numbers, which can be summed over ranks. The
+        first has the times of the process."""
         self.tick()
         spent = {f"{phase}_s": seconds for phase, seconds in self.timer.spent_s.items()}
         times = {"wait_s": self.wait_s, "time_s": self.time_s, **spent}

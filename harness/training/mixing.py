@@ -19,7 +19,8 @@ from harness.errors import ConfigError
 
 
 def mixed(train: TrainSection, seed: int, step: int, inputs: Tensor) -> tuple[Tensor, float]:
-    """(the inputs of step ``step``, mixed as ``train`` says; the share of a row's own content in them, 1.0 if unmixed).
+    """Return (the inputs of step ``step``, mixed as ``train`` says; the share of a row's own content in them, 1.0 if
+    unmixed).
 
     With both kinds, each step draws one of them.
     """

@@ -120,7 +120,7 @@ class Coverage:
             self._flush()
 
     def reduced(self, runtime: Runtime) -> Tensor:
-        """The record of all ranks, as ``load`` takes it: int64, of shape (2 + rows / 64,) or (2 + 2 * blocks,).
+        """Return the record of all ranks, as ``load`` takes it: int64, of shape (2 + rows / 64,) or (2 + 2 * blocks,).
         Collective."""
         self._flush()
         uses = runtime.sum_on_host(torch.from_numpy(self._uses.copy()))
@@ -139,7 +139,7 @@ class Coverage:
         self._rows[:] = self._unpacked(record) if self._marked else record.view(np.uint64).reshape(2, -1)
 
     def covered(self, runtime: Runtime, name: Callable[[int], str] = str) -> Covered:
-        """What all ranks have used; ``name`` gives rows their names. Collective."""
+        """Return what all ranks have used; ``name`` gives rows their names. Collective."""
         reduced = self.reduced(runtime)
         (uses, skipped), record = reduced[:2].tolist(), reduced[2:].numpy()
         if self._marked:
@@ -162,7 +162,7 @@ class Coverage:
     def _of_blocks(
         self, counts: np.ndarray, sums: np.ndarray, whole: np.ndarray, name: Callable[[int], str]
     ) -> tuple[int, list[str]]:
-        """(distinct rows, or at most so many if a block has repeated ones; missing rows)."""
+        """Return (distinct rows, or at most so many if a block has repeated ones; missing rows)."""
         sizes = np.full(len(counts), self.width, np.uint64)
         sizes[-1] = self.num_rows - self.width * (len(counts) - 1)
         lacks = whole - sums  # the hash of the missing row, if it is only one

@@ -30,7 +30,7 @@ class Streams(NamedTuple):
     python: tuple[Any, ...]
 
     def plain(self) -> dict[str, Any]:
-        """The state as tensors and plain numbers, which load with ``weights_only=True``."""
+        """Return the state as tensors and plain numbers, which load with ``weights_only=True``."""
         name, keys, position, has_gauss, gauss = self.numpy
         version, internal, gauss_next = self.python
         keys = torch.from_numpy(np.asarray(keys, dtype=np.int64))
@@ -43,7 +43,7 @@ class Streams(NamedTuple):
 
     @classmethod
     def from_plain(cls, state: dict[str, Any]) -> Streams:
-        """The state that ``plain`` returned; tensors may have been loaded onto any device."""
+        """Return the state that ``plain`` returned; tensors may have been loaded onto any device."""
         name, keys, *others = state["numpy"]
         version, internal, gauss_next = state["python"]
         return cls(
@@ -55,7 +55,7 @@ class Streams(NamedTuple):
 
 
 def get_state(*devices: torch.device) -> Streams:
-    """The state of every stream of this rank, which computes on ``devices``."""
+    """Return the state of every stream of this rank, which computes on ``devices``."""
     on_devices = [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"]
     return Streams(torch.get_rng_state(), on_devices, np.random.get_state(legacy=True), random.getstate())
 

@@ -105,7 +105,7 @@ class Run:
         return self.state.rows / self.state.train_s if self.state.train_s else 0.0
 
     def finished(self) -> bool:
-        """True if training is over, by epochs, steps or patience. The same on every rank."""
+        """Return True if training is over, by epochs, steps or patience. The same on every rank."""
         state, train = self.state, self.config.train
         return (
             state.epoch >= train.epochs

@@ -66,7 +66,7 @@ class OpenedTask(Protocol):
         ...
 
     def label_counts(self, start: int, stop: int) -> np.ndarray | None:
-        """The number of training rows in [start, stop) per class; None if the task has no classes."""
+        """Return the number of training rows in [start, stop) per class; None if the task has no classes."""
         ...
 
     def model(self, section: ModelSection) -> nn.Module:
@@ -78,15 +78,15 @@ class OpenedTask(Protocol):
         ...
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean over the rows of the batch."""
+        """Return the mean over the rows of the batch."""
         ...
 
     def evaluate(self, outputs: Tensor, targets: Tensor) -> Pairs:
-        """{name: (sum, count)} over the batch; the harness adds them up over batches and ranks."""
+        """Return {name: (sum, count)} over the batch; the harness adds them up over batches and ranks."""
         ...
 
     def report(self, sums: Sums) -> Report:
-        """{name: value} of the added-up pairs; includes every metric that ``Task.metrics`` names."""
+        """Return {name: value} of the added-up pairs; includes every metric that ``Task.metrics`` names."""
         ...
 
 

@@ -34,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checked_config(arguments: argparse.Namespace) -> Config | None:
-    """The configuration. Raises the HarnessErrors of it and of the data that are found without torch, whose import
-    takes seconds. None under a launcher, since ranks report errors to each other."""
+    """Return the configuration. Raises the HarnessErrors of it and of the data that are found without torch, whose
+    import takes seconds. None under a launcher, since ranks report errors to each other."""
     from harness.config import loader
     from harness.distributed.launch_env import detect
 

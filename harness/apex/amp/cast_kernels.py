@@ -67,7 +67,8 @@ def register(key: str, dtype: torch.dtype, lists: CastLists, allow_banned: bool)
 
 
 def _differs(op: Any, name: str, key: str, lists: CastLists) -> bool:
-    """Whether ``op`` needs a kernel of ours under ``key``, because torch has none there or one with another rule."""
+    """Return whether ``op`` needs a kernel of ours under ``key``, because torch has none there or one with another
+    rule."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if name in BANNED:
         return True
@@ -85,7 +86,7 @@ def _differs(op: Any, name: str, key: str, lists: CastLists) -> bool:
 
 @functools.cache
 def _functional_overloads(name: str) -> tuple[Any, ...]:
-    """The overloads of an ATen operation that return new tensors; none if this torch lacks the operation."""
+    """Return the overloads of an ATen operation that return new tensors; none if this torch lacks the operation."""
     packet = getattr(torch.ops.aten, name, None)
     ops = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
     # Overloads on plain numbers belong to TorchScript alone and have no kernels.

@@ -72,7 +72,7 @@ flags = Flags()
 
 
 def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether ``optimizer.step()`` changes nothing where ``found_inf`` is not 0, as if it had not been called.
+    """Return whether ``optimizer.step()`` changes nothing where ``found_inf`` is not 0, as if it had not been called.
 
     Not before its state exists, which a step that is not called does not create.
     """

@@ -111,7 +111,8 @@ def _update_or_defer(optimizers: list[Optimizer], scaler: LossScaler) -> None:
 
 
 def _can_stay_on_device(optimizers: list[Optimizer], scaler: LossScaler) -> bool:
-    """Whether the host need not know now whether this context overflowed: the results are the same, bit for bit."""
+    """Return whether the host need not know now whether this context overflowed: the results are the same, bit for
+    bit."""
     device = scaler.device_of_flag
     if device is None or device.type != "cuda":
         return False

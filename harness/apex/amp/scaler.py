@@ -27,12 +27,13 @@ COMPLAIN_EVERY = 50  # consecutive overflows between two warnings that training 
 
 
 def lowered(scale: float, factor: float, floor: float) -> float:
-    """The scale after an overflow. A ``floor`` above a scale that a script or a checkpoint wrote does not raise it."""
+    """Return the scale after an overflow. A ``floor`` above a scale that a script or a checkpoint wrote does not raise
+    it."""
     return min(scale, max(floor, scale / factor))
 
 
 def raised(scale: float, factor: float, maximum: float) -> float:
-    """The scale after enough steps without an overflow."""
+    """Return the scale after enough steps without an overflow."""
     return min(maximum, scale * factor)
 
 

@@ -72,7 +72,7 @@ class AmpStash(MasterWeights):
         self._cleared_at = AmpStash.num_contexts if certain else -1
 
     def may_have_lost_gradients(self) -> bool:
-        """True if a gradient of a model parameter can only be from a backward pass outside every context."""
+        """Return True if a gradient of a model parameter can only be from a backward pass outside every context."""
         return not self.ever_scaled or self._cleared_at == AmpStash.num_contexts
 
     def warn_of_lost_gradients(self) -> None:

@@ -17,7 +17,8 @@ class SoftmaxCrossEntropyLoss:
     def apply(
         logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = 0, half_to_float: bool = False
     ) -> Tensor:
-        """The loss of each row: ``logits`` of shape ``(N, C)`` and ``labels`` of shape ``(N,)`` give shape ``(N,)``.
+        """Return the loss of each row: ``logits`` of shape ``(N, C)`` and ``labels`` of shape ``(N,)`` give shape
+        ``(N,)``.
 
         It is 0 where the label is ``padding_idx``. ``smoothing`` spreads that share of the target over all classes.
         Computed in float32 or wider; the result has the dtype of the logits, or float32 with ``half_to_float``.

@@ -63,7 +63,7 @@ class FusedDenseGeluDense(nn.Module):
         init_linear(self.weight2, self.bias2)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features)."""
+        """Return (..., in_features) to (..., out_features)."""
         return fused_dense_gelu_dense_function(input, self.weight1, self.bias1, self.weight2, self.bias2)
 
     def extra_repr(self) -> str:

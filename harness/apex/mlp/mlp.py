@@ -94,7 +94,7 @@ class MLP(nn.Module):
             init_linear(weight, bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., mlp_sizes[0]) to (..., mlp_sizes[-1])."""
+        """Return (..., mlp_sizes[0]) to (..., mlp_sizes[-1])."""
         return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
 
     def extra_repr(self) -> str:

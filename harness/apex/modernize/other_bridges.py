@@ -118,7 +118,7 @@ def numpy_linspace(used: Used, original: Any, start: Any, stop: Any, num: Any = 
 
 
 def _is_called_by_script() -> bool:
-    """True if a bridge was called by code that is not installed, directly or through numpy."""
+    """Return True if a bridge was called by code that is not installed, directly or through numpy."""
     frame: Any = sys._getframe(3)  # above the bridge and the replacement that calls it
     numpy_folder = os.path.dirname(sys.modules["numpy"].__file__ or "") + os.sep
     while frame is not None and frame.f_code.co_filename.startswith(numpy_folder):
@@ -198,7 +198,7 @@ def toimage(
     mode: str | None = None,
     channel_axis: int | None = None,
 ) -> Any:
-    """An image of an array: (height, width), or with 3 or 4 channels on any axis. Values are scaled to bytes."""
+    """Return an image of an array: (height, width), or with 3 or 4 channels on any axis. Values are scaled to bytes."""
     import numpy as np
     from PIL import Image
 
@@ -224,7 +224,8 @@ def toimage(
 
 
 def fromimage(im: Any, flatten: bool = False, mode: str | None = None) -> Any:
-    """The array of an image: (height, width) or (height, width, channels); with ``flatten``, one float32 channel."""
+    """Return the array of an image: (height, width) or (height, width, channels); with ``flatten``, one float32
+    channel."""
     import numpy as np
 
     if mode is not None:
@@ -239,7 +240,7 @@ def fromimage(im: Any, flatten: bool = False, mode: str | None = None) -> Any:
 
 
 def imread(name: Any, flatten: bool = False, mode: str | None = None) -> Any:
-    """The array of an image file; see ``fromimage``."""
+    """Return the array of an image file; see ``fromimage``."""
     from PIL import Image
 
     return fromimage(Image.open(name), flatten=flatten, mode=mode)
@@ -252,7 +253,7 @@ def imsave(name: Any, arr: Any, format: str | None = None) -> None:
 
 
 def imresize(arr: Any, size: Any, interp: str = "bilinear", mode: str | None = None) -> Any:
-    """An array of bytes: the image in ``arr``, scaled to bytes and resized.
+    """Return an array of bytes: the image in ``arr``, scaled to bytes and resized.
 
     ``size`` is a percentage (int), a factor (float), or (height, width).
     """

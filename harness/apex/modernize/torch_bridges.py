@@ -54,7 +54,8 @@ def _new_empty_tensor(x: Any, shape: Any) -> Any:
 
 
 def _output_size(dim: int, input: Any, size: Any, scale_factor: Any) -> Any:
-    """The size of the result of ``interpolate``, from exactly one of ``size`` and ``scale_factor``; ``dim`` is 2."""
+    """Return the size of the result of ``interpolate``, from exactly one of ``size`` and ``scale_factor``; ``dim`` is
+    2."""
     if (size is None) == (scale_factor is None):
         raise ValueError("exactly one of size and scale_factor must be given")
     if size is not None:
@@ -85,14 +86,14 @@ def _retried(errors: Any, symptom: str, again: Callable[..., Any]) -> Bridge:
 
 
 def _viewed(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A copy, for comparisons only: since torch 1.5 to 1.7 they keep the strides of their inputs."""
+    """Return a copy, for comparisons only: since torch 1.5 to 1.7 they keep the strides of their inputs."""
     import torch
 
     return self.reshape(*args, **kwargs) if self.dtype is torch.bool else NotImplemented
 
 
 def _with_bool_masks(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same call with masks of zeros and ones, which comparisons gave before torch 1.2, as bool."""
+    """Return the same call with masks of zeros and ones, which comparisons gave before torch 1.2, as bool."""
     import torch
 
     def converted(value: Any) -> Any:
@@ -152,7 +153,7 @@ def sampler(used: Used, original: Any, self: Any, *args: Any, **kwargs: Any) -> 
 
 
 def renamed(**new_names: str) -> Bridge:
-    """The bridge for renamed keyword arguments, ``old="new"``."""
+    """Return the bridge for renamed keyword arguments, ``old="new"``."""
 
     def bridge(used: Used, original: Any, *args: Any, **kwargs: Any) -> Any:
         accepted = inspect.signature(original).parameters

@@ -62,7 +62,7 @@ def takes_device(
 
 
 def replacements() -> Iterator[Replacement]:
-    """(owner, attribute, replacement) of everything that this module redirects."""
+    """Yield (owner, attribute, replacement) of everything that this module redirects."""
     yield Tensor, "cuda", _tensor_cuda
     yield Tensor, "cpu", around(Tensor.cpu, _tensor_cpu)
     yield Tensor, "to", around(Tensor.to, _tensor_to)
@@ -201,7 +201,7 @@ def _at(before: Tensor, after: Tensor, place: int | None) -> Tensor:
 
 
 def _is_internal() -> bool:
-    """True if code of torch called the calling function, except where it acts for a script: Module.cpu() and
+    """Return True if code of torch called the calling function, except where it acts for a script: Module.cpu() and
     Module.to(), and the Tensor.cpu() of O1."""
     passed_on = calling_module(depth=2) in (nn.Module.__module__, "harness.apex.amp.cast_engine")
     return is_called_by_torch(depth=2) and not passed_on
@@ -219,8 +219,8 @@ def _module_to(original: Any, self: nn.Module, *args: Any, **kwargs: Any) -> nn.
 def _creates(
     original: Any, name: str, *, like_first: bool = False, is_random: bool = False, may_share: bool = False
 ) -> Any:
-    """The factory function ``original``, with its result put where ``device`` says, else where its first argument is
-    (``like_first``) or at the default place.
+    """Return the factory function ``original``, with its result put where ``device`` says, else where its first
+    argument is (``like_first``) or at the default place.
 
     ``is_random``: it draws for CUDA from CUDA's generator. ``may_share``: it may return its argument.
     """
@@ -320,7 +320,7 @@ def _stand_in(path: str, cpu_class: Any, kind: type[_StandIn] = _StandIn) -> Any
 
 
 def _cpu_type(dtype: Any) -> Any:
-    """The CPU's tensor type for one of CUDA's, given as a class or by name; anything else unchanged."""
+    """Return the CPU's tensor type for one of CUDA's, given as a class or by name; anything else unchanged."""
     if isinstance(dtype, _StandIn):
         count(dtype.path)
         return dtype.cpu_class

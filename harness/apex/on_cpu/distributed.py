@@ -22,7 +22,7 @@ from harness.apex.patches import around
 
 
 def replacements() -> Iterator[Replacement]:
-    """(owner, attribute, replacement) of everything that this module redirects."""
+    """Yield (owner, attribute, replacement) of everything that this module redirects."""
     yield nn.DataParallel, "__init__", around(nn.DataParallel.__init__, _data_parallel)
     yield nn.parallel, "data_parallel", _functional_data_parallel
     if dist.is_available():

@@ -22,7 +22,7 @@ _cpu_is_seeded = False  # whether the script has called torch.manual_seed
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """{name in torch.cuda: its replacement}"""
+    """Return {name in torch.cuda: its replacement}"""
 
     def manual_seed(seed: int) -> None:
         _seed(seed, [place_of("cuda") or 0], by_torch=is_called_by_torch())
@@ -43,7 +43,7 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def generator_of(index: int) -> torch.Generator:
-    """The generator of the CUDA device ``index``."""
+    """Return the generator of the CUDA device ``index``."""
     generator = type(torch.default_generator)()
     generator.seed()
     return generator

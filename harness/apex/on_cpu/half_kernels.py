@@ -23,8 +23,8 @@ def slow_dtypes() -> set[torch.dtype]:
 
 
 def has_bfloat16() -> bool:
-    """True if this CPU multiplies bfloat16 numbers, and torch and oneDNN may use that: since 2020 on Intel's and since
-    2022 on AMD's servers."""
+    """Return True if this CPU multiplies bfloat16 numbers, and torch and oneDNN may use that: since 2020 on Intel's and
+    since 2022 on AMD's servers."""
     cpu, mkldnn = torch.cpu, torch.ops.mkldnn
     # For any AVX-512, torch answers yes to the first question.
     return mkldnn._is_mkldnn_bf16_supported() and (

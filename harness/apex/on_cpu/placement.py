@@ -33,7 +33,7 @@ _is_used = False  # whether this process has put a tensor on CUDA
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, replacement) of everything that this module redirects."""
+    """Yield (owner, attribute, replacement) of everything that this module redirects."""
     yield Tensor, "is_cuda", _answer(Tensor.is_cuda, lambda place: place != HOST)
     yield Tensor, "is_cpu", _answer(Tensor.is_cpu, lambda place: place == HOST)
     yield Tensor, "device", _answer(Tensor.device, _device)
@@ -47,7 +47,7 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 
 
 def names_cuda(device: Any) -> bool:
-    """True if ``device`` means a CUDA device: "cuda", "cuda:1", torch.device("cuda", 1), or its number."""
+    """Return True if ``device`` means a CUDA device: "cuda", "cuda:1", torch.device("cuda", 1), or its number."""
     if isinstance(device, str):
         return device == "cuda" or device.startswith("cuda:")
     if isinstance(device, torch.device):
@@ -56,7 +56,7 @@ def names_cuda(device: Any) -> bool:
 
 
 def place_of(device: Any) -> int | None:
-    """The index of a CUDA device, HOST for the CPU, None for devices of other kinds."""
+    """Return the index of a CUDA device, HOST for the CPU, None for devices of other kinds."""
     if names_cuda(device):
         index = device if isinstance(device, int) else torch.device(device).index
         return current_device() if index is None else index
@@ -80,7 +80,8 @@ def reset() -> None:
 
 
 def recorded(value: Any) -> int | None:
-    """The place that a redirected call gave to this tensor or storage; None if it came out of other operations."""
+    """Return the place that a redirected call gave to this tensor or storage; None if it came out of other
+    operations."""
     return getattr(_storage(value), _PLACE, None)
 
 
@@ -125,13 +126,13 @@ def pinned(value: Any) -> Any:
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
-    """True if both are views of one storage."""
+    """Return True if both are views of one storage."""
     storage = _storage(one)
     return storage is not None and storage is _storage(other)
 
 
 def _storage(value: Any) -> torch.UntypedStorage | None:
-    """The storage of a tensor in host memory; None for sparse, meta and wrapped tensors."""
+    """Return the storage of a tensor in host memory; None for sparse, meta and wrapped tensors."""
     if isinstance(value, torch.TypedStorage):
         return value._untyped_storage
     if not isinstance(value, Tensor) or parameter.is_lazy(value):
@@ -156,8 +157,8 @@ def _device(place: int) -> torch.device:
 
 
 def _answer(original: Any, for_script: Any, is_method: bool = False) -> Any:
-    """A property, or a method, that returns the value for the assumed place to scripts, and that of ``original`` to all
-    other code."""
+    """Return a property, or a method, that returns the value for the assumed place to scripts, and that of ``original``
+    to all other code."""
 
     def answer(self: Any) -> Any:
         if is_called_by_torch() or _storage(self) is None:

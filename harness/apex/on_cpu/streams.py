@@ -26,12 +26,12 @@ def set_device(device: Any) -> None:
 
 
 def current_device() -> int:
-    """The index last set in this thread, 0 by default."""
+    """Return the index last set in this thread, 0 by default."""
     return getattr(_current, "device", 0)
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The stream of the innermost ``with torch.cuda.stream(...)``."""
+    """Return the stream of the innermost ``with torch.cuda.stream(...)``."""
     return getattr(_current, "stream", None) or default_stream()
 
 

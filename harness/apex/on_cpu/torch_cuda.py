@@ -44,7 +44,7 @@ _RETURN_EMPTY = "memory_stats memory_stats_as_nested_dict"
 
 
 def replacements() -> Iterator[Replacement]:
-    """(owner, attribute, replacement) of everything that this module redirects."""
+    """Yield (owner, attribute, replacement) of everything that this module redirects."""
     owners = (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs)
     for name, replacement in _by_name().items():
         for owner in owners:
@@ -63,7 +63,7 @@ def replacements() -> Iterator[Replacement]:
 
 
 def _by_name() -> dict[str, Any]:
-    """{name in torch.cuda: its replacement}"""
+    """Return {name in torch.cuda: its replacement}"""
     functions: dict[str, Callable[..., Any]] = {
         **dict.fromkeys(_RETURN_NONE.split(), lambda *args, **kwargs: None),
         **dict.fromkeys(_RETURN_ZERO.split(), lambda *args, **kwargs: 0),

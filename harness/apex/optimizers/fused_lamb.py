@@ -27,7 +27,7 @@ class LambOptimizer(FusedOptimizer):
             self._update_scaled(group, factor, found_inf)
 
     def _clip_factor(self, inv_scale: Tensor | float) -> Tensor | float:
-        """The factor for each gradient: ``inv_scale``, times what clips the global norm to ``max_grad_norm``."""
+        """Return the factor for each gradient: ``inv_scale``, times what clips the global norm to ``max_grad_norm``."""
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         max_norm = self.defaults["max_grad_norm"]
         if not max_norm or not grads or any(grad.layout is not torch.strided for grad in grads):

@@ -126,7 +126,8 @@ class FusedNovoGrad(FusedOptimizer):
 
 
 def blended_norms(group: dict[str, Any], old: Tensor, new: Tensor) -> Tensor:
-    """The running norms after a step, from the ``old`` ones and those of the gradients: one value for each tensor."""
+    """Return the running norms after a step, from the ``old`` ones and those of the gradients: one value for each
+    tensor."""
     beta2 = group["betas"][1]
     if group["norm_type"] == 2:
         return (beta2 * old**2 + (1 - beta2) * new**2).sqrt()

@@ -209,7 +209,7 @@ class FusedOptimizer(Optimizer):
         )
 
     def _master(self, param: Tensor) -> Tensor:
-        """The master of ``param``. If the parameter was written to since the last step, its new value wins."""
+        """Return the master of ``param``. If the parameter was written to since the last step, its new value wins."""
         state = self.state[param]
         master: Tensor | None = state.get(MASTER)
         if master is None or master.dtype is not torch.float32:
@@ -219,7 +219,7 @@ class FusedOptimizer(Optimizer):
         return master
 
     def _moments(self, batch: ParameterBatch, name: str) -> list[Tensor]:
-        """The state ``name`` of each parameter of ``batch``, created as zeros."""
+        """Return the state ``name`` of each parameter of ``batch``, created as zeros."""
         moments: list[Tensor] = []
         for param, weight in zip(batch.params, batch.weights, strict=True):
             state = self.state[param]
@@ -263,6 +263,6 @@ def _check_options(name: str, options: dict[str, Any]) -> None:
 
 
 def _own_tensor(value: Any, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Tensor:
-    """A copy of ``value`` as a tensor, on the device of the group's first parameter."""
+    """Return a copy of ``value`` as a tensor, on the device of the group's first parameter."""
     device = group["params"][0].device if group["params"] else None
     return torch.as_tensor(value).detach().to(device, dtype, copy=True).reshape(shape)

@@ -83,7 +83,7 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """The Euclidean norm over all of ``tensor_lists = [xs]``, shape ``(1,)``, and the norm of each x.
+    """Return the Euclidean norm over all of ``tensor_lists = [xs]``, shape ``(1,)``, and the norm of each x.
 
     The second has shape ``(len(xs),)``, or ``(0,)`` without ``per_tensor``. Both are float32 (float64 if an x is), on
     the flag's device.
@@ -452,7 +452,7 @@ def _apply(lists: Lists, weights: int, changed: str, update: Callable[[list[int]
 
 
 def _is_set(noop_flag: Tensor, tensor: Tensor) -> Tensor:
-    """Whether the flag is set, as a scalar on the device of ``tensor``."""
+    """Return whether the flag is set, as a scalar on the device of ``tensor``."""
     return (noop_flag != 0).to(tensor.device).reshape(())
 
 
@@ -465,7 +465,7 @@ def _group(
     bias_correction: int,
     weight_decay: Tensor | float,
 ) -> dict[str, Any]:
-    """The options of a kernel as the group of an optimizer."""
+    """Return the options of a kernel as the group of an optimizer."""
     return dict(
         lr=lr.reshape(()) if isinstance(lr, Tensor) else lr,
         betas=(beta1, beta2),
@@ -478,5 +478,5 @@ def _group(
 
 
 def _clip_factor(norm: Tensor, max_norm: Tensor | float) -> Tensor:
-    """The factor that clips gradients of this global norm, as a scalar."""
+    """Return the factor that clips gradients of this global norm, as a scalar."""
     return torch.where(norm > max_norm, max_norm / norm, 1.0).reshape(())

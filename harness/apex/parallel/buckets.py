@@ -45,8 +45,8 @@ class CommonStrides:
         self._strides = strides_in_buffer(parameters) if alike else []
 
     def of(self, parameters: Sequence[Tensor]) -> dict[Tensor, Strides]:
-        """The strides by parameter, for the ``parameters`` that the model has now; empty, for contiguous ones, if a
-        shape has changed: of the new strides one rank alone cannot know whether they are equal on all."""
+        """Return the strides by parameter, for the ``parameters`` that the model has now; empty, for contiguous ones,
+        if a shape has changed: of the new strides one rank alone cannot know whether they are equal on all."""
         if not self._strides or [parameter.shape for parameter in parameters] != self._shapes:
             return {}
         return dict(zip(parameters, self._strides, strict=True))

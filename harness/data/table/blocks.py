@@ -52,7 +52,7 @@ class BlockWriter:
 
 
 def array_digests(path: Path, row_bytes: int) -> str:
-    """The digests of an array, for ``CheckedArray``."""
+    """Return the digests of an array, for ``CheckedArray``."""
     with open(path, "rb") as file:
         blocks = iter(lambda: file.read(_block_rows(row_bytes) * row_bytes), b"")
         return b"".join(_hash(block).digest() for block in blocks).hex()
@@ -120,5 +120,5 @@ def _hash(content: Any = b"") -> Any:
 
 
 def _mapped(path: Path, kind: str) -> np.ndarray:
-    """A plain array over the mapping, because indexing an np.memmap is slower."""
+    """Return a plain array over the mapping, because indexing an np.memmap is slower."""
     return np.asarray(np.memmap(path, kind, "r")) if path.stat().st_size else np.empty(0, kind)

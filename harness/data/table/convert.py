@@ -176,14 +176,14 @@ def reader_of(kind: str) -> Any:
 
 
 def needed_columns(text: Text, label: LabelColumns | None) -> dict[str, str]:
-    """{column: the setting that names it, or ""}."""
+    """Return {column: the setting that names it, or ""}."""
     named = text if isinstance(text, Mapping) else dict.fromkeys(text, "")
     return {**named, **dict.fromkeys(label.columns if label else (), label.setting if label else "")}
 
 
 def problems(places: Iterable[str], needed: Mapping[str, str], root: str = "") -> Iterator[DataError]:
-    """The problems of the annotation files ``places``, as far as their headers show them, and of ``root``, to which
-    paths in the rows are relative. URLs are not asked."""
+    """Yield the problems of the annotation files ``places``, as far as their headers show them, and of ``root``, to
+    which paths in the rows are relative. URLs are not asked."""
 
     def require_file(place: str) -> None:
         require_header(Path(locate(place).identity), place, needed)
@@ -193,7 +193,8 @@ def problems(places: Iterable[str], needed: Mapping[str, str], root: str = "") -
 
 
 def require_header(path: Path, name: str, needed: Mapping[str, str]) -> list[str]:
-    """The columns of the file ``path``. Raises DataError unless all of ``needed`` are among them and can be text."""
+    """Return the columns of the file ``path``. Raises DataError unless all of ``needed`` are among them and can be
+    text."""
     kind = kind_of(path, name)
     reader = reader_of(kind)
     columns: list[str] = reader.read_header(path, name)
@@ -220,7 +221,7 @@ def require_columns(columns: Sequence[str], needed: Mapping[str, str], name: str
 
 
 def _instead(column: str, columns: Sequence[str], needed: Mapping[str, str]) -> str:
-    """The hint for ``column``, which does not exist; empty if there is nothing to suggest."""
+    """Return the hint for ``column``, which does not exist; empty if there is nothing to suggest."""
     setting, near = needed[column], similar(column, columns)
     if not setting or list(needed.values()).count(setting) > 1:  # a list of columns
         meant = f"did you mean {near!r}? " if near else ""
@@ -259,7 +260,7 @@ def _read_ahead(batches: Generator[pa.RecordBatch, None, None]) -> Generator[pa.
 
 
 def _manifest(texts: TextWriter, labels: LabelWriter | None, columns: list[str], num_rows: int) -> dict[str, Any]:
-    """The facts about the rows. ``digest`` depends on the content only, not on how or where it is stored."""
+    """Return the facts about the rows. ``digest`` depends on the content only, not on how or where it is stored."""
     manifest: dict[str, Any] = {
         "columns": columns,
         "num_rows": num_rows,

@@ -59,7 +59,7 @@ def read_header(path: Path, name: str) -> list[str]:
 
 
 def read_batches(path: Path, name: str, columns: list[str]) -> Generator[pa.RecordBatch, None, None]:
-    """The rows in order, in nonempty batches of any length. ``columns`` is the result of ``read_header``."""
+    """Yield the rows in order, in nonempty batches of any length. ``columns`` is the result of ``read_header``."""
     block_bytes, num_rows = BLOCK_BYTES, 0
     while True:
         skip = num_rows
@@ -210,7 +210,8 @@ def _not_utf8(path: Path, name: str) -> DataError:
 
 
 def lines_of(path: Path, rows: Sequence[int]) -> list[int]:
-    """The 1-based line on which each data row (0-based, ascending) starts; shorter if the file has fewer rows."""
+    """Return the 1-based line on which each data row (0-based, ascending) starts; shorter if the file has fewer
+    rows."""
     found, wanted = list[int](), set(rows)
     with _any_field_size(), _text(path) as text:
         for row, (line, _) in enumerate(_records(text), start=-1):  # the first record is the header
@@ -222,7 +223,7 @@ def lines_of(path: Path, rows: Sequence[int]) -> list[int]:
 
 
 def _uneven_records(path: Path, num_columns: int, limit: int) -> tuple[int, list[tuple[int, int]]]:
-    """(number of records with another number of fields, the first ``limit`` of them as (line, fields))."""
+    """Return (number of records with another number of fields, the first ``limit`` of them as (line, fields))."""
     count, first = 0, list[tuple[int, int]]()
     with _any_field_size(), _text(path) as text:
         for line, fields in _records(text):
@@ -245,7 +246,7 @@ def _unclosed_quote(path: Path, num_columns: int) -> int | None:
 
 
 def _bad_utf8(path: Path) -> tuple[int, str] | None:
-    """(line, description of the byte) of the first bytes that are not UTF-8; None if there are none."""
+    """Return (line, description of the byte) of the first bytes that are not UTF-8; None if there are none."""
     with open_bytes(path) as stream:
         for number, line in enumerate(stream, start=1):
             try:
@@ -257,7 +258,7 @@ def _bad_utf8(path: Path) -> tuple[int, str] | None:
 
 
 def _header_of(path: Path) -> list[str]:
-    """The fields of the first record; [] if there is none in the first MAX_HEADER_BYTES.
+    """Return the fields of the first record; [] if there is none in the first MAX_HEADER_BYTES.
 
     Raises UnicodeDecodeError, or OverflowError if no line ends there.
     """
@@ -272,7 +273,7 @@ def _header_of(path: Path) -> list[str]:
 
 
 def _records(text: Iterator[str], more: Sequence[str] = ()) -> Iterator[tuple[int, list[str]]]:
-    """(line, fields) of each record that is not a blank line."""
+    """Yield (line, fields) of each record that is not a blank line."""
 
     def lines() -> Iterator[str]:
         for line in text:

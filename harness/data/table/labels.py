@@ -70,8 +70,8 @@ class LabelCoder:
         self._first_row: list[int] = []  # per code
 
     def add(self, column: pa.Array, owners: np.ndarray | None = None, num_rows: int = 0) -> np.ndarray:
-        """The int32 codes of the next rows; or of labels of the next ``num_rows`` rows, where ``owners`` has the row of
-        each label."""
+        """Return the int32 codes of the next rows; or of labels of the next ``num_rows`` rows, where ``owners`` has the
+        row of each label."""
         encoded = column.dictionary_encode(null_encoding="encode")
         indices: np.ndarray = encoded.indices.to_numpy(zero_copy_only=False)
         words = encoded.dictionary.to_pylist()
@@ -106,7 +106,7 @@ class LabelCoder:
             self.blank.add(self.num_rows + np.flatnonzero(np.isin(indices, blank)))
 
     def finish(self) -> tuple[list[str] | list[int], np.ndarray, list[str]]:
-        """(vocabulary, index in the vocabulary of each code as int32, notes for the user)."""
+        """Return (vocabulary, index in the vocabulary of each code as int32, notes for the user)."""
         words = [word for word in self._code_of if word is not None]
         self._refuse_twins(words)
         integers = [bool(_INTEGER.fullmatch(word)) for word in words]

@@ -46,7 +46,7 @@ def require_text(path: Path, name: str, columns: Iterable[str]) -> None:
 
 
 def read_batches(path: Path, name: str, columns: list[str]) -> Generator[pa.RecordBatch, None, None]:
-    """The rows in order, in nonempty batches of any length."""
+    """Yield the rows in order, in nonempty batches of any length."""
     schema = pa.schema([(column, pa.string()) for column in columns])
     with _reading(name), pa.parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns):

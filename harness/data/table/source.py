@@ -106,7 +106,7 @@ def require_root(root: str) -> None:
 
 
 def failures(checks: Iterable[Callable[[], object]]) -> Iterator[DataError]:
-    """The DataErrors that ``checks`` raise."""
+    """Yield the DataErrors that ``checks`` raise."""
     for check in checks:
         try:
             check()
@@ -163,7 +163,7 @@ def _files_in(folder: Path) -> str:
 
 
 def _remote_version(url: str) -> tuple[int | str, ...]:
-    """(size, ETag or the nearest equivalent), from the server each time. Raises DataError."""
+    """Return (size, ETag or the nearest equivalent), from the server each time. Raises DataError."""
 
     def ask() -> tuple[dict[str, Any], str]:
         import fsspec  # late: few need it, and its import takes long

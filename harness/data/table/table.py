@@ -126,13 +126,14 @@ class Table:
         self.__init__(source, entry, manifest, label)  # type: ignore[misc]
 
     def labels(self, rows: np.ndarray) -> np.ndarray:
-        """The int64 codes (indices into ``vocabulary``) of these rows, in order. Raises IndexError."""
+        """Return the int64 codes (indices into ``vocabulary``) of these rows, in order. Raises IndexError."""
         if "codes" not in self._arrays or "offsets" in self._arrays:
             raise ValueError("the table was opened without a column of single labels")
         return self._read("codes", self._checked(rows)).astype(np.int64)
 
     def tags(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(number of labels of each of these rows, the int64 codes of all of them, row by row). Raises IndexError."""
+        """Return (number of labels of each of these rows, the int64 codes of all of them, row by row). Raises
+        IndexError."""
         if "offsets" not in self._arrays:
             raise ValueError("the table was opened without a column of several labels")
         rows = self._checked(rows)
@@ -142,13 +143,13 @@ class Table:
         return counts, self._read("codes", np.repeat(shifts, counts) + np.arange(counts.sum())).astype(np.int64)
 
     def numbers(self, rows: np.ndarray) -> np.ndarray:
-        """The float64 numbers (rows, columns) of these rows, in order. Raises IndexError."""
+        """Return the float64 numbers (rows, columns) of these rows, in order. Raises IndexError."""
         if "numbers" not in self._arrays:
             raise ValueError("the table was opened without columns of numbers")
         return self._read("numbers", self._checked(rows))
 
     def strings(self, column: str, rows: np.ndarray) -> list[str]:
-        """The text of a column in these rows, in order; labels as written in the file. Raises IndexError."""
+        """Return the text of a column in these rows, in order; labels as written in the file. Raises IndexError."""
         if column == self.label:
             return [str(self.vocabulary[code]) for code in self.labels(rows)]
         index = self._index_of(column)
@@ -174,7 +175,7 @@ class Table:
         return "" if self._source.is_remote else os.path.dirname(self._source.name) or "."
 
     def where(self, row: int) -> str:
-        """The place of a row, for error messages: ``train.csv:17``, or ``train.parquet, row 15``.
+        """Return the place of a row, for error messages: ``train.csv:17``, or ``train.parquet, row 15``.
 
         Finding the line reads the CSV up to there. There is none if the source is Parquet or has changed.
         """
@@ -192,7 +193,7 @@ class Table:
             return 0
 
     def _batch(self, index: int) -> pa.RecordBatch:
-        """A record batch, in the mapped file."""
+        """Return a record batch, in the mapped file."""
         if index not in self._batches:
             with self._intact():
                 self._texts.require(index + 1)  # after the schema

@@ -113,7 +113,7 @@ class CodeWriter:
         self._file.write(self.coder.add(batch.column(self.coder.column)).astype("<i4", copy=False).data)
 
     def finish(self) -> dict[str, Any]:
-        """The vocabulary, notes, and the digests of the blocks of each file."""
+        """Return the vocabulary, notes, and the digests of the blocks of each file."""
         self._file.close()
         vocabulary, index, notes = self.coder.finish()
         with open(self.path, "r+b", buffering=0) as file:
@@ -229,14 +229,14 @@ LabelWriter = CodeWriter | NumberWriter
 
 
 def label_writer(label: LabelColumns, codes: Path, offsets: Path, where: str) -> LabelWriter:
-    """The writer of labels of this kind."""
+    """Return the writer of labels of this kind."""
     if label.kind == "numbers":
         return NumberWriter(codes, label, where)
     return TagWriter(codes, offsets, label, where) if label.kind == "tags" else CodeWriter(codes, label, where)
 
 
 def _text_bytes(array: pa.StringArray) -> tuple[np.ndarray, memoryview]:
-    """(length of each value in bytes, the bytes of all values)."""
+    """Return (length of each value in bytes, the bytes of all values)."""
     _, offsets_buffer, data = array.buffers()
     offsets = np.frombuffer(offsets_buffer, np.int32)[array.offset : array.offset + len(array) + 1]
     content = memoryview(data)[offsets[0] : offsets[-1]] if data is not None else memoryview(b"")

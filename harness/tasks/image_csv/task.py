@@ -47,7 +47,7 @@ def open_new_table(task: ImageCsvSettings, learned: dict[str, Any], source: str,
 
 
 def _pipelines(task: ImageCsvSettings) -> tuple[transforms.Pipeline, transforms.Pipeline]:
-    """The transforms for training and evaluation. Raises ConfigError."""
+    """Return the transforms for training and evaluation. Raises ConfigError."""
     lists = transforms.build(task.transforms, task.image_size, task.channels)
     if task.decode == "reduced" and not any(pipeline.scales_first for pipeline in lists):
         raise ConfigError(
@@ -60,7 +60,7 @@ def _pipelines(task: ImageCsvSettings) -> tuple[transforms.Pipeline, transforms.
 
 
 def _learned_size(facts: dict[str, Any]) -> tuple[int, ...]:
-    """The image size in ``facts``, the content of task.json. Raises ConfigError."""
+    """Return the image size in ``facts``, the content of task.json. Raises ConfigError."""
     size = facts["image_size"] if isinstance(facts.get("image_size"), list) else []
     if not (len(size) == 2 and all(type(side) is int and side > 0 for side in size)):
         raise ConfigError(
@@ -148,7 +148,7 @@ class ImageCsv(Supervised):
         return "; ".join(f"{split}: {text}" for split, text in self._of_both(decode).items())
 
     def _of_both(self, look: Callable[[ImageTable, int | None], Any]) -> dict[str, Any]:
-        """The results of ``look`` for each split. Raises one DataError for the errors of both."""
+        """Return the results of ``look`` for each split. Raises one DataError for the errors of both."""
         found, errors = {}, []
         for split, images, epoch in (("training", self.train, 0), ("validation", self.eval, None)):
             try:
@@ -198,7 +198,7 @@ class ImageCsv(Supervised):
         return model
 
     def _example(self, size: Sequence[int]) -> Tensor:
-        """A prepared batch of two images. Raises ConfigError if they do not fit into memory."""
+        """Return a prepared batch of two images. Raises ConfigError if they do not fit into memory."""
         self._require_memory(size)
         return torch.zeros(2, self.options.channels, *size)
 

@@ -97,7 +97,7 @@ def _checked(request: NameRequest) -> str:
 
 
 def _trained(run: Path, trust: bool) -> tuple[Task, nn.Module]:
-    """The task of the run folder ``run``, and its model with the best weights on the CPU in float32."""
+    """Return the task of the run folder ``run``, and its model with the best weights on the CPU in float32."""
     config = trained_run.configuration(run, (), trust)
     task = config.task
     if not isinstance(task, Task):

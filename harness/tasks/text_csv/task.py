@@ -49,7 +49,7 @@ def _texts(task: TextCsvSettings, split: Split, tokenizer: Tokenizer) -> TextTab
 
 
 def _learned_words(facts: dict[str, Any]) -> Words:
-    """The vocabulary in ``facts``, the content of task.json. Raises ConfigError."""
+    """Return the vocabulary in ``facts``, the content of task.json. Raises ConfigError."""
     found = facts.get("vocabulary")
     if not (isinstance(found, list) and found and all(isinstance(word, str) for word in found)):
         raise ConfigError(
@@ -60,7 +60,7 @@ def _learned_words(facts: dict[str, Any]) -> Words:
 
 
 def _built_in(task: TextCsvSettings) -> Tokenizer | None:
-    """The tokenizer, unless it must be learned. Raises ConfigError."""
+    """Return the tokenizer, unless it must be learned. Raises ConfigError."""
     options, where = task.tokenizer, "task.tokenizer.name"
     if options.name == "words":
         return None

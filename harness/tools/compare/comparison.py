@@ -203,8 +203,8 @@ def seed(record: Record) -> object:
 
 
 def side(path: Path) -> Side:
-    """The run at ``path``, or the finished runs of a folder. Raises ConfigError if those differ by more than seed,
-    or if a file with a seal is damaged."""
+    """Return the run at ``path``, or the finished runs of a folder. Raises ConfigError if those differ by more than
+    seed, or if a file with a seal is damaged."""
     records = find([path])
     for record in records:
         if damaged := next((problem for problem in record.problems if seals.DAMAGED in problem), ""):
@@ -325,14 +325,14 @@ def compare_settings(one: Record, other: Record) -> SettingsComparison:
 
 
 def config_differences(one: Record, other: Record) -> tuple[Differences, Differences]:
-    """(differences that change what is trained, and its length; differences that do not)."""
+    """Return (differences that change what is trained, and its length; differences that do not)."""
     rest = _differences(*(flatten(run.config) | _lengths(run) for run in (one, other)))
     recipe = recipe_difference(one.config, other.config) | {key: rest[key] for key in LENGTH if key in rest}
     return recipe, {key: pair for key, pair in rest.items() if key not in recipe}
 
 
 def _lengths(run: Record) -> dict[str, str]:
-    """{key: "8 until step 120, then 12"} of the settings of the length that changed at a resume."""
+    """Return {key: "8 until step 120, then 12"} of the settings of the length that changed at a resume."""
     found = {}
     for key, values in run.lengths.items():
         shown = ["null" if value is None else str(value) for _, value in values]

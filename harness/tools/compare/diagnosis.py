@@ -57,7 +57,8 @@ def _until(first: FirstDifference) -> int:
 
 
 def _of_hashes(runs: Starts, until: int) -> list[str]:
-    """True if two runs agree once the hashes of strings, and with them the order of sets, are the same in both."""
+    """Return True if two runs agree once the hashes of strings, and with them the order of sets, are the same in
+    both."""
     from harness.tools.compare.exactness import differences
 
     names = ["hashes-1", "hashes-2"]

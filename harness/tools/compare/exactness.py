@@ -68,7 +68,7 @@ def _logs(one: Path, other: Path) -> Iterator[Difference]:
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the log without their times; a damaged line is an entry of its own."""
+    """Return the lines of the log without their times; a damaged line is an entry of its own."""
     try:
         require_regular_file(folder / layout.METRICS)
         lines = (folder / layout.METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -126,7 +126,7 @@ def _files(one: Path, other: Path) -> Iterator[Difference]:
 
 
 def _first_lines(one: bytes | None, other: bytes | None) -> tuple[str, str]:
-    """The first line that differs in two texts; the first byte in other files."""
+    """Return the first line that differs in two texts; the first byte in other files."""
     if one is None or other is None:
         return ("present", ABSENT) if other is None else (ABSENT, "present")
     place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -29,7 +29,8 @@ class StateDifference:
 
 
 def weights(one: Path, other: Path) -> StateDifference | None:
-    """The first difference between two files of weights; None if they cannot be read, or only their steps differ."""
+    """Return the first difference between two files of weights; None if they cannot be read, or only their steps
+    differ."""
     try:
         with safe_open(one, "pt") as mine, safe_open(other, "pt") as theirs:
             for name in sorted({*mine.keys(), *theirs.keys()}):
@@ -53,7 +54,8 @@ def between(one: Path, other: Path, trust: bool = False) -> Iterator[StateDiffer
 
 
 def without_clocks(name: str, part: Any, same_world: bool = True) -> Any:
-    """A part of a checkpoint without its times, and, if world sizes differ, without the ranks' shares of the epoch."""
+    """Return a part of a checkpoint without its times, and, if world sizes differ, without the ranks' shares of the
+    epoch."""
     if name == "state":
         timeless = _without_seconds(part)
         return timeless if same_world else {key: value for key, value in timeless.items() if key != "segments"}

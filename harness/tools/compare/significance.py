@@ -77,7 +77,8 @@ def welch(one: Sequence[float], other: Sequence[float]) -> tuple[float, float] |
 
 
 def student(freedom: int) -> float:
-    """The two-sided critical value t of Student's distribution at LEVEL, for a whole number of degrees of freedom."""
+    """Return the two-sided critical value t of Student's distribution at LEVEL, for a whole number of degrees of
+    freedom."""
     low, high = 0.0, 20.0  # of one degree it is 12.7
     for _ in range(60):
         middle = (low + high) / 2

@@ -40,7 +40,8 @@ class Start(NamedTuple):
 
 
 def examine(path: str, overrides: Sequence[str], world_size: int) -> Length:
-    """The length of the run that a configuration plans. Raises HarnessError with what ``harness check`` finds."""
+    """Return the length of the run that a configuration plans. Raises HarnessError with what ``harness check``
+    finds."""
     command = [sys.executable, "-m", "harness", "check", "--json", "-c", path, "--world", str(world_size), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     try:
@@ -58,8 +59,8 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> Length:
 def shortened(
     config: Config, overrides: Sequence[str], length: Length, steps: int | None
 ) -> dict[str, tuple[str, str]]:
-    """{key: (value, shorter value)} so that a run has several checkpoints, evaluations and, if its epochs are short, an
-    epoch end. Keys in ``overrides`` are the user's choice and are kept."""
+    """Return {key: (value, shorter value)} so that a run has several checkpoints, evaluations and, if its epochs are
+    short, an epoch end. Keys in ``overrides`` are the user's choice and are kept."""
     if steps is None:
         steps = FEW_STEPS if length.per_epoch > LONG_EPOCH else length.per_epoch + max(6, length.per_epoch // 2)
     steps = min(steps, length.total)
@@ -145,7 +146,7 @@ class Starts:
 
 
 def failed(name: str, start: Start, log: Path) -> HarnessError:
-    """The error of a run that failed without a kill."""
+    """Return the error of a run that failed without a kill."""
     lines = start.output.rstrip().replace("\r", "\n").splitlines()[-_TAIL_LINES:]
     error = ConfigError(
         f"the run '{name}' failed with exit code {start.code} although it was not killed; its last lines:\n"

@@ -45,7 +45,7 @@ def write(folder: Path) -> str:
 
 
 def _load() -> tuple[np.ndarray, pd.DataFrame, pd.DataFrame]:
-    """(images of 8x8 as uint8, the training rows and the validation rows of a table with their labels)."""
+    """Return (images of 8x8 as uint8, the training rows and the validation rows of a table with their labels)."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split

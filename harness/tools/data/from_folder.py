@@ -85,7 +85,8 @@ def _require_classes(folder: Path, names: set[str]) -> None:
 
 
 def _images_of(folder: Path, root: Path, skipped: Counter[str], above: tuple[str, ...]) -> Iterator[str]:
-    """The paths of images below ``folder`` relative to ``root``, sorted. ``above``: real paths of the folders above."""
+    """Yield the paths of images below ``folder`` relative to ``root``, sorted. ``above``: real paths of the folders
+    above."""
     here = os.path.realpath(folder)
     if here in above:
         skipped["links to a folder above them"] += 1

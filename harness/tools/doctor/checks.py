@@ -59,7 +59,7 @@ Check = Callable[[System], Iterator[Finding]]
 
 
 def packages(system: System) -> Iterator[Finding]:
-    """The packages that setup.cfg requires, checked by their metadata without importing them."""
+    """Yield the packages that setup.cfg requires, checked by their metadata without importing them."""
     try:
         required = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -99,7 +99,7 @@ def torch(system: System) -> Iterator[Finding]:
 
 
 def _parse(requirement: str) -> tuple[str, str]:
-    """("torch", "2.6") from "torch>=2.6"; an empty version if there is no minimum."""
+    """Return ("torch", "2.6") from "torch>=2.6"; an empty version if there is no minimum."""
     match = re.match(r"\s*([\w.-]+)[^>]*(?:>=\s*([\w.]+))?", requirement)
     return (match.group(1), match.group(2) or "") if match else (requirement, "")
 
@@ -118,7 +118,7 @@ _SCRIPTS = "python -m harness.apex SCRIPT ARGS  # runs scripts that use `from ap
 
 
 def apex(system: System) -> Iterator[Finding]:
-    """The ``apex`` that an import would find."""
+    """Yield the ``apex`` that an import would find."""
     if getattr(sys.modules.get("apex"), "__harness__", False):
         yield Finding("apex", "ok", "harness.apex itself, through harness.apex.install()")
         return
@@ -277,7 +277,7 @@ def folder(system: System) -> Iterator[Finding]:
 
 
 def network(system: System) -> Iterator[Finding]:
-    """The interface that ranks would use, and the variable that overrides it."""
+    """Yield the interface that ranks would use, and the variable that overrides it."""
     one_node, several = interface_towards(_HERE), interface_towards(_HERE, outward=True)
     present = [name for _, name in socket.if_nameindex()]
     if several is None:
@@ -318,7 +318,7 @@ TIMEOUT_S = 60.0  # per check; importing torch from a cold network file system t
 
 
 def environment(system: System) -> Iterator[Finding]:
-    """What a bug report needs. It takes seconds, so only the JSON has it."""
+    """Yield what a bug report needs. It takes seconds, so only the JSON has it."""
     from torch.utils import collect_env
 
     yield Finding("environment", "ok", str(collect_env.get_pretty_env_info()))
@@ -345,7 +345,7 @@ def main(environ: Mapping[str, str], as_json: bool, checks: Sequence[Check] = CH
 
 
 def run_check(check: Check, system: System, timeout_s: float) -> list[Finding]:
-    """The findings of ``check``; a check that fails, or does not finish in time, adds a finding of its own.
+    """Return the findings of ``check``; a check that fails, or does not finish in time, adds a finding of its own.
 
     A driver or a mount may hang, so the check runs in a thread. A check that cannot import a package is only a note,
     because the check of packages reports the problem.

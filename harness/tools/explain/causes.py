@@ -82,7 +82,7 @@ def spare_workers(facts: RunFacts) -> int:
 
 
 def full(facts: RunFacts) -> bool:
-    """True if the machine has no idle core."""
+    """Return True if the machine has no idle core."""
     return facts.own + facts.others > 0.85 * facts.cores
 
 
@@ -92,7 +92,7 @@ def without_core(facts: RunFacts) -> float:
 
 
 def other_load(facts: RunFacts) -> float:
-    """The part of the lost time that other programs cause."""
+    """Return the part of the lost time that other programs cause."""
     heavy = facts.others > 0.25 * facts.cores and full(facts)
     return without_core(facts) * facts.others / (facts.own + facts.others) if heavy else 0.0
 

@@ -156,7 +156,7 @@ class RunFacts:
 
 
 def read(path: Path) -> RunFacts:
-    """The facts of the run folder ``path``. Raises ConfigError if it is no run or has too few log lines."""
+    """Return the facts of the run folder ``path``. Raises ConfigError if it is no run or has too few log lines."""
     record = reader.read(path)
     if record.state == "unreadable":
         what = "this is not a run folder" if path.exists() else "there is no such folder"
@@ -231,7 +231,8 @@ def _summed(lines: Iterable[Line]) -> Counter[str]:
 
 
 def _slow_rank(train: list[Line], world: int) -> SlowRank | None:
-    """The rank that costs the others most, and since when: the lines from there on exceed half of its usual lead."""
+    """Return the rank that costs the others most, and since when: the lines from there on exceed half of its usual
+    lead."""
     if world == 1:
         return None
     leads = [(line["cost"].get("slowest"), (line["cost"].get("wait") or 0.0) / (world - 1)) for line in train]
@@ -251,7 +252,7 @@ def _slow_rank(train: list[Line], world: int) -> SlowRank | None:
 
 
 def checkpoint_bytes(path: Path) -> int:
-    """The size of the newest checkpoint; 0 if there is none."""
+    """Return the size of the newest checkpoint; 0 if there is none."""
     sizes = [sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
              for folder in path.joinpath(layout.CHECKPOINTS).glob("*") if folder.is_dir()]  # fmt: skip
     return max(sizes, default=0)

@@ -92,7 +92,7 @@ extends: preset:modern  # bfloat16, for GPUs since Ampere; preset:apex-2019: flo
 
 
 def _pair(sources: Sequence[str]) -> tuple[str, str]:
-    """The training and the validation file."""
+    """Return the training and the validation file."""
     if len(sources) > 2:
         raise ConfigError(f"expected at most 2 files, found {len(sources)}", hint="use harness init TRAIN.csv EVAL.csv")
     given = [str(_in_folder(Path(source))) if not is_url(source) else source for source in sources or ["."]]
@@ -132,7 +132,7 @@ def _in_folder(path: Path) -> Path:
 
 
 def _read(source: str) -> Annotations:
-    """The first rows of ``source``. Raises DataError."""
+    """Return the first rows of ``source``. Raises DataError."""
     found = locate(source)
     if found.is_remote:
         raise ConfigError(
@@ -155,7 +155,7 @@ def _read(source: str) -> Annotations:
 
 
 def _name(source: str) -> str:
-    """A name for the run: that of the data's folder, or of the file without "train"."""
+    """Return a name for the run: that of the data's folder, or of the file without "train"."""
     stem = re.sub(r"[-_.]?train(ing)?[-_.]?", "", Path(source).name.split(".")[0])
     return re.sub(r"[^A-Za-z0-9_-]+", "_", stem or Path(source).resolve().parent.name).strip("_-") or "run"
 
@@ -167,7 +167,7 @@ def _plain(value: object) -> str:
 
 
 def _task(train: Annotations, evaluation: Annotations) -> Iterator[str]:
-    """The lines of YAML below ``extends``. Raises ConfigError."""
+    """Yield the lines of YAML below ``extends``. Raises ConfigError."""
     files = f"  train_csv: {_plain(train.source)}\n  eval_csv: {_plain(evaluation.source)}"
     if path := _path_column(train):
         yield from _images(train, files, *path)
@@ -218,7 +218,7 @@ def _texts(train: Annotations, files: str, text_column: str, why_text: str) -> I
 
 
 def _path_column(rows: Annotations) -> tuple[str, str] | None:
-    """The column with the paths of images, and why; None if there is none."""
+    """Return the column with the paths of images, and why; None if there is none."""
     counts = {name: sum(map(bool, map(_IMAGE.search, values))) for name, values in rows.columns.items()}
     best = max(counts, key=lambda name: (counts[name], name.lower() in _PATH_NAMES))
     if counts[best] <= rows.num_rows / 2:
@@ -227,14 +227,15 @@ def _path_column(rows: Annotations) -> tuple[str, str] | None:
 
 
 def _text_column(rows: Annotations) -> tuple[str, str] | None:
-    """The column with the most words per row, and why; None if no column has two."""
+    """Return the column with the most words per row, and why; None if no column has two."""
     words = {name: sum(len(value.split()) for value in values) / rows.num_rows for name, values in rows.columns.items()}
     best = max(words, key=lambda name: words[name])
     return (best, f"{words[best]:.1f} words per row") if words[best] >= 2 else None
 
 
 def _labels(rows: Annotations, inputs: str) -> tuple[str, str]:
-    """The setting for the column with the labels as YAML, and why, with what else there is. Raises ConfigError."""
+    """Return the setting for the column with the labels as YAML, and why, with what else there is. Raises
+    ConfigError."""
     others = {name: values for name, values in rows.columns.items() if name != inputs}
     found = {name: kind for name, values in others.items() if (kind := _kind(values, name.lower() in _LABEL_NAMES))}
     counts = {name: len(set(values)) for name, values in others.items()}
@@ -266,8 +267,8 @@ def _labels(rows: Annotations, inputs: str) -> tuple[str, str]:
 
 
 def _kind(values: Sequence[str], named: bool) -> str:
-    """The likely content of a column: ``classes``, ``numbers``, the separator of several labels per row, or nothing.
-    ``named``: it has the name of a label."""
+    """Return the likely content of a column: ``classes``, ``numbers``, the separator of several labels per row, or
+    nothing. ``named``: it has the name of a label."""
     distinct = set(values)
     for separator in ("|", ";", ","):
         several = [value for value in values if separator in value]
@@ -286,7 +287,7 @@ def _kind(values: Sequence[str], named: bool) -> str:
 
 
 def _root(rows: Annotations, path_column: str) -> tuple[str, str]:
-    """The folder below which most of the first paths exist, and how many."""
+    """Return the folder below which most of the first paths exist, and how many."""
     from harness.data.image_files import ImageFiles  # late: imports torch, which takes seconds, and errors come before
 
     paths, folder = rows.columns[path_column][:_PATHS], Path(rows.source).parent
@@ -300,7 +301,7 @@ def _root(rows: Annotations, path_column: str) -> tuple[str, str]:
 
 
 def _image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None, bool, str]:
-    """((height, width) to train with, or None if no image can be read; whether all have one channel; why)."""
+    """Return ((height, width) to train with, or None if no image can be read; whether all have one channel; why)."""
     from harness.data.image_files import ImageFiles
     from harness.data.vision import decode
 

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _report(script: ApexScript) -> tuple[str, bool]:
-    """(the uses by line, whether harness.apex has all of them)."""
+    """Return (the uses by line, whether harness.apex has all of them)."""
     from harness.tools.port.uses import PAGE
 
     if not script.imports:

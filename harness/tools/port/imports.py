@@ -10,7 +10,7 @@ from harness.tools.port.uses import ApexScript, Import, Imported
 
 
 def patch(script: ApexScript) -> str:
-    """The rewritten imports as a unified diff; empty if the script stays as it is."""
+    """Return the rewritten imports as a unified diff; empty if the script stays as it is."""
     name = script.path.as_posix()
     before, after = (text.splitlines(keepends=True) for text in (script.text, rewritten(script)))
     lines = difflib.unified_diff(before, after, name, name)
@@ -18,8 +18,8 @@ def patch(script: ApexScript) -> str:
 
 
 def rewritten(script: ApexScript) -> str:
-    """The text of ``script`` with its imports of Apex rewritten. A statement that imports a name which harness.apex
-    does not have stays as it is."""
+    """Return the text of ``script`` with its imports of Apex rewritten. A statement that imports a name which
+    harness.apex does not have stays as it is."""
     lines = [line.encode() for line in re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", script.text)]
     statements: dict[Import, list[Imported]] = {}
     for each in script.imports:

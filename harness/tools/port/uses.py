@@ -85,7 +85,7 @@ class ApexScript:
         self._bound = dict(self._names())
 
     def uses(self) -> list[Use]:
-        """What the script uses of Apex, by line."""
+        """Return what the script uses of Apex, by line."""
         found = {Use(each.statement.lineno, each.path, "") for each in self.imports if not each.is_known}
         for node in ast.walk(self.tree):
             if (path := self._path(node)) and not self._path(self._above[node]):
@@ -108,7 +108,7 @@ class ApexScript:
                         yield Imported(node, alias, path, _resolved(path) == path)
 
     def _names(self) -> Iterator[tuple[str, str]]:
-        """(name in the script, its path in Apex) of what the imports bind."""
+        """Yield (name in the script, its path in Apex) of what the imports bind."""
         for each in self.imports:
             if each.alias.name == "*":
                 if each.is_known:
@@ -122,7 +122,7 @@ class ApexScript:
                 yield each.alias.asname or each.alias.name, each.path
 
     def _path(self, node: ast.AST) -> str:
-        """The path in Apex of a name or a chain of attributes; empty if it is something else."""
+        """Return the path in Apex of a name or a chain of attributes; empty if it is something else."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -132,7 +132,7 @@ class ApexScript:
         return ".".join([self._bound[node.id], *reversed(parts)])
 
     def _is_parameter(self, name: ast.Name) -> bool:
-        """True if a parameter of a function around ``name`` has that name."""
+        """Return True if a parameter of a function around ``name`` has that name."""
         node: ast.AST = name
         while node in self._above:
             node = self._above[node]
@@ -145,7 +145,7 @@ class ApexScript:
 
 
 def _resolved(path: str, is_import: bool = True) -> str:
-    """The path in harness.apex of what Apex had at ``path``; empty if there is nothing.
+    """Return the path in harness.apex of what Apex had at ``path``; empty if there is nothing.
 
     ``apex.amp.frontend.initialize`` is ``apex.amp.initialize``: a package has the names of the modules that Apex had
     inside it. What follows a function or an object is not looked up, unless ``is_import``: only modules are imported
@@ -167,7 +167,8 @@ def _resolved(path: str, is_import: bool = True) -> str:
 
 
 def _part(module: ModuleType, path: str, name: str) -> object | None:
-    """What ``module``, harness.apex's at ``path``, has under ``name``, also a module that is not imported yet."""
+    """Return what ``module``, harness.apex's at ``path``, has under ``name``, also a module that is not imported
+    yet."""
     if not hasattr(module, name):
         try:
             importlib.import_module(f"harness.{path}.{name}")
@@ -178,7 +179,8 @@ def _part(module: ModuleType, path: str, name: str) -> object | None:
 
 
 def _inside_apex(module: str) -> str:
-    """The path of a module of Apex, such as apex.amp, or apex.amp_C for the extension amp_C; empty for others."""
+    """Return the path of a module of Apex, such as apex.amp, or apex.amp_C for the extension amp_C; empty for
+    others."""
     top = module.partition(".")[0]
     return module if top == "apex" else f"apex.{module}" if top in EXTENSIONS else ""
 

@@ -64,7 +64,7 @@ def _label(runs: RunSet, group: SeedGroup) -> str:
 
 
 def points(line: CurveLine) -> dict[str, Any]:
-    """The line for the page: {train, validation: {at: {axis: [...]}, values, low, high: {name: [...]}}}."""
+    """Return the line for the page: {train, validation: {at: {axis: [...]}, values, low, high: {name: [...]}}}."""
     found: dict[str, Any] = {"label": line.label, "color": line.color, "dash": line.dash, "symbol": line.symbol}
     for part in ("train", "validation"):
         curves = [getattr(run.history, part) for run in line.group.runs]

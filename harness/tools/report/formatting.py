@@ -44,13 +44,13 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def signed(value: float | None, digits: int = 6) -> str:
-    """A difference, with its sign; empty if unknown."""
+    """Return a difference, with its sign; empty if unknown."""
     return "" if value is None else f"{value:+.{digits}g}"
 
 
 def table(rows: Sequence[Sequence[str]], indent: str = "", right: Collection[int] = (), width: int = 0) -> list[str]:
-    """A line per row, each column as wide as its widest cell. ``right``: the columns that are aligned to the right;
-    ``width``: the length to which lines are cut, 0 for none."""
+    """Return a line per row, each column as wide as its widest cell. ``right``: the columns that are aligned to the
+    right; ``width``: the length to which lines are cut, 0 for none."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [
         [
@@ -63,7 +63,7 @@ def table(rows: Sequence[Sequence[str]], indent: str = "", right: Collection[int
 
 
 def short(value: Any, most: int = 48) -> str:
-    """A value of a configuration, cut to ``most`` characters."""
+    """Return a value of a configuration, cut to ``most`` characters."""
     text = "null" if value is None else str(value)  # unrounded: two that differ look different
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
@@ -92,17 +92,17 @@ def ranks(numbers: str) -> str:
 
 
 def metric(name: str | None) -> str:
-    """A metric's name in a sentence."""
+    """Return a metric's name in a sentence."""
     return _METRICS.get(name or "", (name or "metric").replace("_", " "))
 
 
 def key(name: str) -> str:
-    """A short name of a setting."""
+    """Return a short name of a setting."""
     return _SHORT_KEYS.get(name, name)
 
 
 def setting(value: Any, digits: int = 6) -> str:
-    """A value of a configuration, in YAML's spelling, with this many significant digits."""
+    """Return a value of a configuration, in YAML's spelling, with this many significant digits."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -72,7 +72,7 @@ class History:
 
 
 def read(record: Record, metric: str | None, direction: Direction) -> History:
-    """The history of ``record``, as far as it exists. ``metric`` decides which evaluation is better."""
+    """Return the history of ``record``, as far as it exists. ``metric`` decides which evaluation is better."""
     table = record.metrics()
     if not len(table):
         return History()
@@ -95,7 +95,7 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
 
 
 def _numbers(table: pa.Table) -> pd.DataFrame:
-    """The columns of numbers as float64, and those that are expected; NaN where there is no finite number."""
+    """Return the columns of numbers as float64, and those that are expected; NaN where there is no finite number."""
     kinds = {field.name: field.type for field in table.schema}
     found = [name for name, kind in kinds.items() if pa.types.is_floating(kind) or pa.types.is_integer(kind)]
     log = table.select(found).to_pandas().astype(float).reindex(columns=list(dict.fromkeys([*found, *_EXPECTED])))
@@ -103,7 +103,8 @@ def _numbers(table: pa.Table) -> pd.DataFrame:
 
 
 def _ends_of_epochs(epochs: pd.DataFrame, evals: pd.DataFrame) -> pd.Series:
-    """{step: number of finished epochs}, ascending, from 0. The log's entry at the end of epoch e has epoch = e."""
+    """Return {step: number of finished epochs}, ascending, from 0. The log's entry at the end of epoch e has epoch =
+    e."""
     found = pd.concat([epochs.set_index("step")["epoch"] + 1, evals.set_index("step")["epoch"]])
     found = found[(found > 0) & (found.index > 0)]
     return pd.concat([pd.Series({0.0: 0.0}), found.groupby(level=0).last()])
@@ -164,7 +165,7 @@ def _known(value: float) -> float | None:
 
 
 def _count(values: pd.Series) -> int | None:
-    """The last number."""
+    """Return the last number."""
     known = values.dropna()
     return int(known.iloc[-1]) if len(known) else None
 

@@ -95,7 +95,7 @@ def confusion(run: ReportedRun) -> Confusion | None:
 
 
 def _counted(table: pa.Table | None, classes: list[str]) -> list[list[int]] | None:
-    """The confusion matrix of ``table``; None if it has no rows, or other classes."""
+    """Return the confusion matrix of ``table``; None if it has no rows, or other classes."""
     if table is None:
         return None
     known = table.filter(pc.and_(pc.is_valid(table["label"]), pc.is_valid(table["prediction"])))
@@ -108,8 +108,8 @@ def _counted(table: pa.Table | None, classes: list[str]) -> list[list[int]] | No
 
 
 def most_confident(run: ReportedRun, with_images: bool = True) -> tuple[list[Mistake], int, int]:
-    """(the most confident mistakes, number of mistakes, rows) of ``predictions.csv``; empty without labels. Of numbers,
-    every row is a mistake, and the largest errors come first."""
+    """Return (the most confident mistakes, number of mistakes, rows) of ``predictions.csv``; empty without labels. Of
+    numbers, every row is a mistake, and the largest errors come first."""
     table = read_predictions(run.record.path / layout.PREDICTIONS)
     if table is None:
         return [], 0, 0
@@ -130,7 +130,8 @@ def most_confident(run: ReportedRun, with_images: bool = True) -> tuple[list[Mis
 
 
 def read_predictions(path: Path) -> pa.Table | None:
-    """The table at ``path`` with ids, predictions and labels as text; None if it is missing or has other columns.
+    """Return the table at ``path`` with ids, predictions and labels as text; None if it is missing or has other
+    columns.
 
     A row whose input could not be read has no prediction. A class may be named "NA" or "null".
     """
@@ -156,8 +157,8 @@ def read_predictions(path: Path) -> pa.Table | None:
 
 
 def by_name(run: ReportedRun) -> tuple[list[str], list[list[str]]]:
-    """(header, rows) of the metrics of each label or column of the newest evaluation, the worst first; empty if there
-    are none."""
+    """Return (header, rows) of the metrics of each label or column of the newest evaluation, the worst first; empty if
+    there are none."""
     evaluation = run.record.summary.get("evaluation")
     for key, title, worst in (("by_label", "label", "f1"), ("by_column", "column", "r2")):
         found = evaluation.get(key) if isinstance(evaluation, dict) else None
@@ -180,15 +181,15 @@ def _nan_last(value: float) -> float:
 
 
 def _errors(table: pa.Table) -> np.ndarray:
-    """The error of each number; 0 if it is not one."""
+    """Return the error of each number; 0 if it is not one."""
     if not pa.types.is_floating(table.schema.field("error").type):
         return np.zeros(len(table))
     return np.nan_to_num(table["error"].to_numpy().astype(float))
 
 
 def _scores(wrong: pa.Table, separator: str) -> np.ndarray:
-    """The probability of each prediction; 0 if the table has none. With a ``separator``, rows have several labels: the
-    largest probability of a label that is wrong, or that a missing label was given of being absent."""
+    """Return the probability of each prediction; 0 if the table has none. With a ``separator``, rows have several
+    labels: the largest probability of a label that is wrong, or that a missing label was given of being absent."""
     if "score" in wrong.column_names:  # with many classes, predictions.csv has only the five best
         columns = ["score"]
     else:
@@ -209,7 +210,7 @@ def _scores(wrong: pa.Table, separator: str) -> np.ndarray:
 
 
 def _images(run: ReportedRun) -> Callable[[str], str]:
-    """A function from a row's id to its image as a data URI, empty if there is none."""
+    """Return a function from a row's id to its image as a data URI, empty if there is none."""
     task = str(run.settings.get("task.name", ""))
     root = str(run.settings.get("task.root") or "")
     if task in _PUBLISHED:
@@ -236,8 +237,8 @@ def _images(run: ReportedRun) -> Callable[[str], str]:
 
 
 def _inside(folder: Path, name: str) -> Path | None:
-    """The file ``name`` in ``folder``; None if it is outside, even through a link, or not a regular file (such as a
-    pipe)."""
+    """Return the file ``name`` in ``folder``; None if it is outside, even through a link, or not a regular file (such
+    as a pipe)."""
     root, path = folder.resolve(), (folder / name).resolve()
     inside = ".." not in Path(name).parts and root != Path(root.anchor) and path.is_relative_to(root)
     return path if inside and path.is_file() else None
@@ -269,7 +270,7 @@ def _published(run: ReportedRun, path: Path) -> np.ndarray | None:
 
 
 def _uri(image: Any) -> str:
-    """A small PNG as a data URI."""
+    """Return a small PNG as a data URI."""
     small = image.convert("L" if image.mode in ("1", "L", "I;16", "I") else "RGB")
     small.thumbnail((_PIXELS, _PIXELS))
     buffer = io.BytesIO()

@@ -49,7 +49,7 @@ def write(paths: Sequence[Path], out: Path | None = None, trust: bool = False) -
 
 
 def render(runs: RunSet) -> str:
-    """The text of the page. Raises ConfigError without plotly."""
+    """Return the text of the page. Raises ConfigError without plotly."""
     lines = curves.choose(runs)
     curve_charts, groups, left_out = sections.choose(runs, lines)
     plotly, packed, num_bytes = plotly_source()
@@ -77,7 +77,7 @@ def render(runs: RunSet) -> str:
 
 
 def _quantities(lines: Sequence[CurveLine]) -> list[tuple[str, str]]:
-    """(key, title) of what the chart of the training shows; the loss scale only where there is one."""
+    """Return (key, title) of what the chart of the training shows; the loss scale only where there is one."""
     scales = (line.first.history.train.values.get("loss_scale", np.array([])) for line in lines)
     scaled = any(np.isfinite(values).any() for values in scales)
     return [("loss", "Loss"), ("lr", "Learning rate"), *([("loss_scale", "Loss scale")] if scaled else [])]
@@ -142,7 +142,7 @@ def _config(best: ReportedRun) -> str:
 
 
 def _links(runs: RunSet, lines: Sequence[CurveLine], groups: Sequence[sections.ReportSection]) -> list[tuple[str, str]]:
-    """(key, title) of the sections, for the navigation bar."""
+    """Return (key, title) of the sections, for the navigation bar."""
     found = [("best", "Best run" if len(runs.runs) > 1 else "Run")] if runs.best else []
     if any(tables.has_problem(run) for run in runs.runs):
         found.append(("problems", "Problems"))
@@ -155,7 +155,7 @@ def _links(runs: RunSet, lines: Sequence[CurveLine], groups: Sequence[sections.R
 
 
 def _data(runs: RunSet, lines: Sequence[CurveLine], shown: Sequence[Chart]) -> dict[str, Any]:
-    """The data that the page's script draws."""
+    """Return the data that the page's script draws."""
     parts: dict[str, dict[str, Any]] = {
         "validation": {"part": "validation", "choice": "metric", "value": runs.metric},
         "training": {"part": "train", "choice": "quantity", "value": "loss"},
@@ -197,7 +197,7 @@ def plotly_source() -> tuple[str, str, int]:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """A Content-Security-Policy that allows the page's own scripts and no request."""
+    """Return a Content-Security-Policy that allows the page's own scripts and no request."""
     allowed = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     return (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "

@@ -42,8 +42,8 @@ def commands(run: ReportedRun) -> list[str]:
 
 
 def trial_command(sweep: Path, name: str, run: Path) -> str:
-    """The command that trains the trial at ``run`` again, with its ranks, threads and engine, into a folder next to
-    the sweep: a sweep folder holds only its own trials."""
+    """Return the command that trains the trial at ``run`` again, with its ranks, threads and engine, into a folder next
+    to the sweep: a sweep folder holds only its own trials."""
     own = [f"output={formatting.path(sweep.parent)}", f"name={name}-{run.name}"]
     return shlex.join(["harness", "launch", "-c", formatting.path(run / layout.CONFIG), *own])
 
@@ -77,7 +77,7 @@ def caveats(run: ReportedRun) -> list[str]:
 
 
 def provenance(run: ReportedRun) -> list[tuple[str, str]]:
-    """(title, value): time and command of the newest start, and facts over all starts."""
+    """Return (title, value): time and command of the newest start, and facts over all starts."""
     start, starts = _newest(run), run.record.provenance
     if not start:
         return []
@@ -143,7 +143,7 @@ def _when(started: Any) -> str:
 
 
 def _command(command: Any) -> str:
-    """The command line, without the interpreter's folder and the working folder."""
+    """Return the command line, without the interpreter's folder and the working folder."""
     parts = [str(word) for word in command] if isinstance(command, list) else []
     if not parts:
         return formatting.NOTHING

@@ -59,7 +59,7 @@ class ReportedRun:
         return self.settings.get("seed")
 
     def at_best(self, axis: str) -> float | None:
-        """The position of the best evaluation on an axis."""
+        """Return the position of the best evaluation on an axis."""
         improvements = self.history.improvements
         return float(improvements.at[axis][-1]) if len(improvements) else None
 
@@ -139,7 +139,7 @@ class RunSet:
         return [SeedGroup(runs) for runs in found.values()]
 
     def describe(self, run: ReportedRun, without: Sequence[str] = ("seed",)) -> str:
-        """The varied settings of ``run``; its label if that is too long, its name if nothing is varied."""
+        """Return the varied settings of ``run``; its label if that is too long, its name if nothing is varied."""
         keys = [key for key in self.varied if key not in without]
         return describe(run.settings, keys) or (run.label if keys else _title([run.record]))
 
@@ -178,7 +178,7 @@ def _title(records: Sequence[Record]) -> str:
 
 
 def deciding_metric(records: Sequence[Record]) -> str | None:
-    """The metric of the sweep, or the one that most runs chose their best weights by."""
+    """Return the metric of the sweep, or the one that most runs chose their best weights by."""
     found: Counter[str] = Counter(
         name for record in records if (name := record.sweep.metric if record.sweep else None)
     ) or Counter(name for record in records for name in _own_metrics(record))
@@ -236,7 +236,7 @@ def recipe(record: Record, settings: dict[str, Any]) -> str:
 
 
 def devices(record: Record) -> list[str]:
-    """The kind of device of each rank of each start, such as "cpu" or "NVIDIA H100"."""
+    """Return the kind of device of each rank of each start, such as "cpu" or "NVIDIA H100"."""
     return [rank["name"] for start in record.provenance for rank in reader.ranks(start)]
 
 
@@ -262,7 +262,7 @@ def describe(settings: dict[str, Any], keys: Iterable[str]) -> str:
 
 
 def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], varied: list[str]) -> list[str]:
-    """A short unique name for each run: its settings, the number of ranks if that differs, its folder."""
+    """Return a short unique name for each run: its settings, the number of ranks if that differs, its folder."""
     worlds = {record.ranks for record in records}
     labels = []
     for record, settings in zip(records, flat, strict=True):

@@ -62,7 +62,7 @@ class ReportSection:
 
 
 def choose(runs: RunSet, lines: Sequence[CurveLine]) -> tuple[list[Chart], list[ReportSection], list[str]]:
-    """(charts of the learning curves, the sections after them, reasons why others are left out).
+    """Return (charts of the learning curves, the sections after them, reasons why others are left out).
 
     The curves' charts have no ``data``: the page draws them from the lines, along the axis that the reader chooses.
     """
@@ -152,7 +152,7 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
 
 
 def _origin(found: Confusion | None, is_listed: bool, is_finished: bool) -> str:
-    """The weights behind the matrix or the metrics, and behind the list."""
+    """Return the weights behind the matrix or the metrics, and behind the list."""
     best = "its best weights" + ("" if is_finished else " as of the last time it finished")
     if found and found.of_best:
         return f"The matrix and the list are from {best}."
@@ -203,7 +203,7 @@ def where_time_went(lines: Sequence[CurveLine]) -> Chart | None:
 
 
 def _filled(place: int) -> dict[str, Any]:
-    """A color and a pattern."""
+    """Return a color and a pattern."""
     color = f"@c{place}"
     pattern: dict[str, Any] = {"shape": PATTERNS[place % len(PATTERNS)], "bgcolor": color, "fgcolor": "@surface"}
     pattern |= {"fgopacity": 0.4, "size": 7, "solidity": 0.12}
@@ -211,7 +211,8 @@ def _filled(place: int) -> dict[str, Any]:
 
 
 def confusion(found: Confusion, label: str) -> Chart | None:
-    """The matrix, each row colored by its share of the true class; None if it has too many classes to be legible."""
+    """Return the matrix, each row colored by its share of the true class; None if it has too many classes to be
+    legible."""
     if len(found.classes) > MAX_CLASSES:
         return None
     totals = [sum(line) or 1 for line in found.counts]

@@ -75,8 +75,8 @@ def _setting(value: Any) -> Cell:
 
 
 def speed_up_rows(runs: RunSet) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): the finished runs of a recipe at each number of ranks, compared with its smallest number. Of
-    several runs the mean speed."""
+    """Return (header, rows): the finished runs of a recipe at each number of ranks, compared with its smallest number.
+    Of several runs the mean speed."""
     found: dict[str, dict[int, list[ReportedRun]]] = {}
     for run in runs.ranked:
         if run.world and run.record.state == "finished" and run.history.rows_per_s:
@@ -100,7 +100,7 @@ def speed_up_rows(runs: RunSet) -> tuple[list[str], list[list[str]]]:
 
 
 def seeds_rows(runs: RunSet) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): mean and spread of recipes with several seeds."""
+    """Return (header, rows): mean and spread of recipes with several seeds."""
     header = ["recipe", "ranks", "seeds", "mean", "spread", "min", "max"]
     rows = []
     for group in runs.seed_groups:
@@ -134,5 +134,5 @@ def problems(run: ReportedRun) -> list[str]:
 
 
 def has_problem(run: ReportedRun) -> bool:
-    """True if there is a problem to report; a pruned or waiting trial of a sweep is not a problem."""
+    """Return True if there is a problem to report; a pruned or waiting trial of a sweep is not a problem."""
     return run.record.state not in ("finished", "pruned", "waiting") or bool(problems(run))

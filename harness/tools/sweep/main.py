@@ -110,7 +110,7 @@ def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
 
 
 def _commands(plan: Plan) -> Iterator[str]:
-    """The output of a dry run: the command of every trial."""
+    """Yield the output of a dry run: the command of every trial."""
     sweep = plan.file.spec
     best = "highest" if plan.direction == "maximize" else "lowest"
     yield (

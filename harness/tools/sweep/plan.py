@@ -52,7 +52,7 @@ class Plan:
         return self.file.spec.trials or len(self.trials)
 
     def words(self, settings: Settings) -> list[str]:
-        """The ``key=value`` words that turn the base experiment into this trial, without its name and output."""
+        """Return the ``key=value`` words that turn the base experiment into this trial, without its name and output."""
         return _words(self.file, settings)
 
     def config(self, settings: Settings) -> Config:
@@ -110,7 +110,7 @@ def _over_capacity(trials: Sequence[PlannedTrial], machine: Machine) -> list[str
 
 
 def _examine(file: SweepFile, trials: Sequence[PlannedTrial]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The result of ``harness check``, once for all trials that read the same data and build the same model."""
+    """Return the result of ``harness check``, once for all trials that read the same data and build the same model."""
     facts: dict[str, dict[str, Any]] = {}
     wrong = dict[str, list[str]]()
     for trial in trials:
@@ -189,7 +189,7 @@ def _samples(trials: Sequence[PlannedTrial]) -> Iterator[tuple[str, str]]:
 
 
 def _distinct(trials: Sequence[PlannedTrial], key: str) -> set[Any]:
-    """The values of the setting ``section.name`` among the trials."""
+    """Return the values of the setting ``section.name`` among the trials."""
     section, name = key.split(".")
     return {getattr(getattr(trial.config, section), name) for trial in trials}
 

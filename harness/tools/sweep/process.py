@@ -30,7 +30,8 @@ How = Literal["done", "interrupted", "failed"]
 
 
 def command(base: str, words: Sequence[str], folder: Path) -> list[str]:
-    """The command that trains the experiment ``base`` with the settings ``words`` into the run folder ``folder``."""
+    """Return the command that trains the experiment ``base`` with the settings ``words`` into the run folder
+    ``folder``."""
     own = typed({"output": str(folder.parent), "name": folder.name})
     return [sys.executable, "-m", "harness", "launch", "-c", base, *words, *own]
 
@@ -91,7 +92,7 @@ class TrialProcess:
         return "failed", message or self._last_error() or f"exit code {code}"
 
     def _failure(self) -> dict[str, Any]:
-        """The content of failure.json if this start of the trial wrote it."""
+        """Return the content of failure.json if this start of the trial wrote it."""
         path = self._folder / layout.FAILURE
         if identity(path) == self._earlier_failure:
             return {}
@@ -101,7 +102,7 @@ class TrialProcess:
         return {}
 
     def _last_error(self) -> str:
-        """The last error message in the log of this start, or its last line."""
+        """Return the last error message in the log of this start, or its last line."""
         with contextlib.suppress(OSError), open(self._log, "rb") as log:
             log.seek(self._log_start)
             lines = [line.strip() for line in log.read().decode(errors="replace").strip().splitlines()]
@@ -141,7 +142,7 @@ class TrialLogReader:
 
 
 def final_value(run: Path, metric: str, direction: str) -> float | None:
-    """The best value of ``metric`` in the finished run ``run``; None if it has none or is not finished."""
+    """Return the best value of ``metric`` in the finished run ``run``; None if it has none or is not finished."""
     summary = reader.read(run).summary
     values = [
         evaluation[metric]

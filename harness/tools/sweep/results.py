@@ -23,7 +23,7 @@ _MAX_ERROR = 60  # characters of an error in the table
 
 
 def run_name(number: int) -> str:
-    """The name of the run folder of trial ``number``."""
+    """Return the name of the run folder of trial ``number``."""
     return f"{number:04d}"
 
 
@@ -59,7 +59,7 @@ def _trial(trial: SweepTrial, plan: Plan) -> dict[str, Any]:
 
 
 def _space(plan: Plan) -> dict[str, Any]:
-    """{setting: its values, or {low, high, ...}}."""
+    """Return {setting: its values, or {low, high, ...}}."""
     spec = plan.file.spec
     space: dict[str, Any] = {
         key: axis.model_dump(exclude_none=True) if isinstance(axis, Range) else axis for key, axis in spec.space.items()
@@ -113,7 +113,7 @@ def _without_seed(trial: SweepTrial) -> Settings:
 
 
 def table(trials: Sequence[SweepTrial], plan: Plan, width: int) -> list[str]:
-    """The lines of the table with its heading, one row per trial in the given order."""
+    """Return the lines of the table with its heading, one row per trial in the given order."""
     varied = plan.file.spec.axes
     heading = ["trial", *map(formatting.key, varied), "state", plan.metric, ""]
     rows = [heading, *(_row(trial, varied) for trial in trials)]
@@ -136,7 +136,7 @@ def _row(trial: SweepTrial, keys: Sequence[str]) -> list[str]:
 
 
 def counts(trials: Sequence[SweepTrial], total: int) -> str:
-    """The number of trials in each state, as one line."""
+    """Return the number of trials in each state, as one line."""
     states = [trial.state for trial in trials]
     found = [f"{states.count(state)} {state}" for state in ("running", "finished", "pruned", "failed")]
     return f"{plural(total, 'trial')}: {', '.join(text for text in found if text[0] != '0') or 'none finished yet'}"

@@ -107,7 +107,7 @@ class Runner:
             self._start(trial, config, grant)
 
     def _admit(self, trial: SweepTrial) -> Config | None:
-        """The trial's configuration; None if it ends before it starts, which is stored and reported."""
+        """Return the trial's configuration; None if it ends before it starts, which is stored and reported."""
         try:
             config = self._plan.config(trial.settings)
             lacking = need(config, self._plan.machine).lacks(self._plan.machine)

@@ -49,7 +49,7 @@ class Need:
 
 
 def need(config: Config, machine: Machine) -> Need:
-    """A GPU per rank if it trains on GPUs, else a core per thread; nothing if it runs on other machines."""
+    """Return a GPU per rank if it trains on GPUs, else a core per thread; nothing if it runs on other machines."""
     if not is_here(config):
         return Need()
     launch, device = config.launch, config.runtime.device
@@ -59,7 +59,7 @@ def need(config: Config, machine: Machine) -> Need:
 
 
 def is_here(config: Config) -> bool:
-    """True if its ranks run on this machine. Elsewhere another scheduler limits how many run at once."""
+    """Return True if its ranks run on this machine. Elsewhere another scheduler limits how many run at once."""
     launch = config.launch
     return launch.engine in ("local", "torchrun") or (
         launch.engine == "dask" and launch.engine_settings.scheduler is None

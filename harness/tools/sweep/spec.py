@@ -132,7 +132,7 @@ def identity(settings: Any) -> str:
 
 
 def typed(settings: Settings) -> list[str]:
-    """The settings as ``key=value`` words, which a command line reads as exactly these values."""
+    """Return the settings as ``key=value`` words, which a command line reads as exactly these values."""
     return [f"{key}={spelled(value)}" for key, value in settings.items()]
 
 

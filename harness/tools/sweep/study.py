@@ -112,7 +112,7 @@ class Study:
         return ConfigError(f"the sweep's earlier trials {what}", where=str(self._spec.folder), hint=hint)
 
     def trials(self) -> list[SweepTrial]:
-        """The trials by number; of retried ones, the newest attempt."""
+        """Return the trials by number; of retried ones, the newest attempt."""
         found = {}
         for frozen in self._frozen():
             if (settings := frozen.user_attrs.get("settings")) is not None:
@@ -128,7 +128,7 @@ class Study:
     # The life of a trial
 
     def start_next(self) -> SweepTrial | None:
-        """The next trial: one that was started before, else one that waits, else, in a search, a new draw."""
+        """Return the next trial: one that was started before, else one that waits, else, in a search, a new draw."""
         frozen = self._frozen()
         for each in frozen:
             if each.state == TrialState.RUNNING and _number(each) not in self._live:
@@ -153,14 +153,14 @@ class Study:
         return SweepTrial(number, trial.user_attrs["settings"], "running")
 
     def reported(self, number: int) -> dict[int, float]:
-        """The reported evaluations of a running trial by epoch."""
+        """Return the reported evaluations of a running trial by epoch."""
         return self._frozen()[self._live[number].number].intermediate_values
 
     def report(self, number: int, epoch: int, value: float) -> None:
         self._live[number].report(value, epoch)
 
     def should_prune(self, number: int) -> bool:
-        """The pruner's decision on the evaluations reported so far."""
+        """Return the pruner's decision on the evaluations reported so far."""
         return self._spec.pruner != "none" and self._live[number].should_prune()
 
     def finish(self, number: int, value: float) -> None:
@@ -209,7 +209,7 @@ def storage_must_work(folder: Path) -> Iterator[None]:
 
 
 def _number(frozen: optuna.trial.FrozenTrial) -> int:
-    """The number of the trial's run folder; a retried trial keeps that of its first attempt."""
+    """Return the number of the trial's run folder; a retried trial keeps that of its first attempt."""
     return int(frozen.user_attrs.get("run", frozen.number))
 
 
@@ -229,7 +229,7 @@ def _open(path: Path, name: str, direction: str, pruner: optuna.pruners.BasePrun
 
 
 def _recipe(plan: Plan) -> dict[str, Any]:
-    """The settings that all trials share and that determine their results."""
+    """Return the settings that all trials share and that determine their results."""
     flat = flatten(loader.as_tree(plan.trials[0].config))
     kept = {
         key: value for key, value in flat.items() if key in _COUNTS or not {key, key.split(".")[0]} & NOT_THE_RECIPE
@@ -238,7 +238,7 @@ def _recipe(plan: Plan) -> dict[str, Any]:
 
 
 def _is_below(key: str, settings: Iterable[str]) -> bool:
-    """True if ``key`` is one of ``settings`` or a part of one."""
+    """Return True if ``key`` is one of ``settings`` or a part of one."""
     return any(key == setting or key.startswith(f"{setting}.") for setting in settings)
 
 
@@ -249,13 +249,14 @@ def _is_below(key: str, settings: Iterable[str]) -> bool:
 
 
 def _sampler(spec: SweepSpec, seed: int, number: int) -> optuna.samplers.BaseSampler:
-    """The sampler for trial ``number``. Raises ConfigError for arguments that Optuna does not accept."""
+    """Return the sampler for trial ``number``. Raises ConfigError for arguments that Optuna does not accept."""
     own = (seed * 1_000_003 + number) % 2**32
     return _make(_SAMPLERS[spec.sampler], {"seed": own, **spec.sampler_args}, "sampler_args")
 
 
 def _pruner(spec: SweepSpec, epochs: int) -> optuna.pruners.BasePruner:
-    """The pruner for trials of ``epochs`` epochs. Raises ConfigError for arguments that Optuna does not accept."""
+    """Return the pruner for trials of ``epochs`` epochs. Raises ConfigError for arguments that Optuna does not
+    accept."""
     known = {"max_resource": epochs} if spec.pruner == "hyperband" else {}
     return _make(_PRUNERS[spec.pruner], {**known, **spec.pruner_args}, "pruner_args")
 
@@ -273,7 +274,7 @@ def _make(cls: Any, arguments: dict[str, Any], key: str) -> Any:
 
 
 def _suggest(trial: optuna.Trial, key: str, axis: Any) -> Any:
-    """The value of ``key`` in ``trial``: drawn now, or read if it was drawn before."""
+    """Return the value of ``key`` in ``trial``: drawn now, or read if it was drawn before."""
     if not isinstance(axis, Range):
         return trial.suggest_categorical(key, axis)
     if all(isinstance(end, int) for end in (axis.low, axis.high, axis.step or 1)):

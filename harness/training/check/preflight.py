@@ -40,8 +40,9 @@ _ROWS = 4  # of each split that take a step, or are evaluated
 def examine(
     path: str, overrides: Sequence[str], world_size: int, limit_s: float = build.FILES_S
 ) -> tuple[dict[str, Any], list[HarnessError]]:
-    """(facts, errors). A stage is left out only if it needs the result of one that failed. ``limit_s``: for a look for
-    the files that the rows name, for decoding a sample of them, and for a step and an evaluation on a few rows."""
+    """Return (facts, errors). A stage is left out only if it needs the result of one that failed. ``limit_s``: for a
+    look for the files that the rows name, for decoding a sample of them, and for a step and an evaluation on a few
+    rows."""
     try:
         config = loader.load(path, overrides)
     except HarnessError as error:
@@ -72,7 +73,7 @@ class _Examination:
         self.errors: list[HarnessError] = []
 
     def attempt(self, stage: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """The result of ``stage``; None, with its error among ``errors``, if it raises one."""
+        """Return the result of ``stage``; None, with its error among ``errors``, if it raises one."""
         try:
             return stage(*args, **kwargs)
         except HarnessError as error:
@@ -137,7 +138,7 @@ class _Examination:
             facts["batch norm"] = f"over {rows}"
 
     def _build_optimizer(self, model: nn.Module | None, size: division.Sizes | None) -> torch.optim.Optimizer | None:
-        """The optimizer of ``model``; without one, look only at its settings."""
+        """Return the optimizer of ``model``; without one, look only at its settings."""
         section = self.config.optimizer
         if model is None or size is None:
             self.attempt(optim.build, section, [nn.Parameter(torch.zeros(1))], section.lr)
@@ -274,7 +275,7 @@ def _stage(what: str, split: str) -> Iterator[None]:
 
 
 def _memory(run: Candidate, world_size: int) -> str:
-    """What a rank of the run holds between two steps, in words; ``run`` has taken one."""
+    """Return what a rank of the run holds between two steps, in words; ``run`` has taken one."""
     trained = [param for group in run.optimizer.param_groups for param in group["params"]]
     level, average = run.config.precision.opt_level, trained if run.config.train.ema_decay else ()
     parts: dict[str, float] = {**memory.held(run.model.parameters(), run.optimizer, average)}

@@ -99,7 +99,7 @@ def _flat(part: Sums, shapes: Mapping[str, tuple[torch.Size, torch.Size]], devic
 
 
 def _gathered(parts: Sequence[Sums], runtime: Runtime) -> dict[str, list[Rows]]:
-    """The kept rows of all ranks, in their order, on the CPU. Collective."""
+    """Return the kept rows of all ranks, in their order, on the CPU. Collective."""
     mine = [
         {
             name: tuple(torch.cat(tensors).cpu().numpy() for tensors in zip(*rows, strict=True))
@@ -143,11 +143,12 @@ class Labels:
         raise NotImplementedError
 
     def report(self, sums: Sums) -> Report:
-        """The metrics, and details for the summary."""
+        """Return the metrics, and details for the summary."""
         raise NotImplementedError
 
     def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The inputs of the user's own metrics: probabilities and classes, or numbers in the unit of their columns."""
+        """Return the inputs of the user's own metrics: probabilities and classes, or numbers in the unit of their
+        columns."""
         raise NotImplementedError
 
     def predictions(self, outputs: Tensor) -> Columns:
@@ -206,7 +207,7 @@ class SingleLabel(Labels):
         return outputs.softmax(dim=1), targets
 
     def predictions(self, outputs: Tensor) -> Columns:
-        """The predicted label and the probability of each class, one column each.
+        """Return the predicted label and the probability of each class, one column each.
 
         With more than MAX_SCORES classes: the five most probable labels, each with its probability.
         """
@@ -269,8 +270,8 @@ class MultiLabel(Labels):
         return outputs.sigmoid(), targets.long()
 
     def predictions(self, outputs: Tensor) -> Columns:
-        """The predicted labels, and the probability of each label; of more than MAX_SCORES labels, of the five most
-        probable."""
+        """Return the predicted labels, and the probability of each label; of more than MAX_SCORES labels, of the five
+        most probable."""
         outputs = outputs.float()
         scores, flags = outputs.sigmoid().cpu(), (outputs > 0).cpu()
         predicted = [joined(row.nonzero()[:, 0].tolist(), self.names, self.separator) for row in flags]
@@ -346,7 +347,7 @@ class Regression(Labels):
 
 
 def learned_labels(kind: Kind, facts: Mapping[str, object], separator: str) -> Labels:
-    """The reverse of ``Labels.learned``, from a file that anybody may have edited. Raises ConfigError."""
+    """Return the reverse of ``Labels.learned``, from a file that anybody may have edited. Raises ConfigError."""
     found = [facts.get(key, []) for key in ("columns" if kind == "regression" else "classes", "mean", "std")]
     lists: list[list[Any]] = [value if isinstance(value, list) else [None] for value in found]
     names, mean, std = lists
@@ -372,8 +373,8 @@ def labels_of(
 
 
 def _counted(indices: Tensor, size: int, which: Tensor | None = None) -> Tensor:
-    """How often each of 0 to ``size`` - 1 is in ``indices``, or in those where ``which`` is true. ``torch.bincount``
-    would make the host wait for the device."""
+    """Return how often each of 0 to ``size`` - 1 is in ``indices``, or in those where ``which`` is true.
+    ``torch.bincount`` would make the host wait for the device."""
     ones = torch.ones_like(indices) if which is None else which.to(indices.dtype)
     return indices.new_zeros(size).index_add_(0, indices, ones)
 
@@ -389,7 +390,7 @@ def _by_label(scores: Tensor, labels: Sequence[str | int]) -> dict[str, Tensor]:
 
 
 def _best(scores: Tensor, labels: Sequence[str | int], name: str = "label") -> Columns:
-    """The five labels with the highest scores, and these."""
+    """Return the five labels with the highest scores, and these."""
     best, table = scores.topk(5, dim=1), dict[str, Sequence[object] | Tensor]()
     for place, (values, indices) in enumerate(zip(best.values.T, best.indices.T, strict=True), start=1):
         table |= {f"{name}_{place}": [labels[index] for index in indices.tolist()], f"score_{place}": values}
@@ -440,7 +441,7 @@ class OwnMetric:
         return {f"{self.key}.{state}": (value, torch.ones_like(value)) for state, value in states.items()}
 
     def value(self, sums: Sums) -> float:
-        """The metric of the reduced states, or of all rows."""
+        """Return the metric of the reduced states, or of all rows."""
         with self._explained():
             result = self._of_rows(sums.all_rows(_ROWS)) if self.needs_rows else self._of_states(sums)
         if isinstance(result, Tensor) and result.numel() != 1 or not hasattr(result, "__float__"):

@@ -131,12 +131,12 @@ class _BuiltIn(nn.Module):
         return each * self._focus(entropy()) if self.name == "focal" else each
 
     def _focus(self, entropy: Tensor) -> Tensor:
-        """(1 - probability of the label) ** gamma, which gives easy rows little weight."""
+        """Return (1 - probability of the label) ** gamma, which gives easy rows little weight."""
         return (1 - torch.exp(-entropy)).clamp_min(1e-7) ** self.gamma
 
 
 def _own_loss(name: str, section: LossSection) -> Callable[[Tensor, Tensor], object]:
-    """A loss of the user's own: a module or function of (outputs, targets)."""
+    """Return a loss of the user's own: a module or function of (outputs, targets)."""
     part = plugins.import_own("loss", name, "task.loss.name")
     try:
         if inspect.isclass(part):
@@ -224,7 +224,7 @@ class Objective:
         return pairs
 
     def report(self, sums: Sums) -> Report:
-        """{metric: value} of the reduced pairs; details by label or column; the confusion matrix as counts."""
+        """Return {metric: value} of the reduced pairs; details by label or column; the confusion matrix as counts."""
         found: dict[str, object] = {"loss": sums.ratio("loss"), **self.labels.report(sums)}
         for metric in self._own_metrics:
             found[metric.key] = metric.value(sums)
@@ -292,7 +292,7 @@ class Supervised:
     objective: Objective
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean over the rows of the batch."""
+        """Return the mean over the rows of the batch."""
         return self.objective.loss(outputs, targets)
 
     def evaluate(self, outputs: Tensor, targets: Tensor) -> Pairs:
@@ -300,7 +300,7 @@ class Supervised:
         return self.objective.evaluate(outputs, targets)
 
     def report(self, sums: Sums) -> Report:
-        """{metric: value} of the reduced pairs, and details of the evaluation."""
+        """Return {metric: value} of the reduced pairs, and details of the evaluation."""
         return self.objective.report(sums)
 
     def predictions(self, outputs: Tensor) -> Columns:

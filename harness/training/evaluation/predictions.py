@@ -133,7 +133,7 @@ def _table_errors() -> Iterator[None]:
 
 
 def _block(predictor: Predictor, batch: Batch, rows: np.ndarray, size: int) -> tuple[pa.Table, int]:
-    """(the table of ``rows``, number of unreadable rows, which have no prediction)."""
+    """Return (the table of ``rows``, number of unreadable rows, which have no prediction)."""
     columns = {
         name: _array(values, len(rows), f"known()[{name!r}]") for name, values in predictor.task.known(rows).items()
     }
@@ -153,7 +153,7 @@ def _block(predictor: Predictor, batch: Batch, rows: np.ndarray, size: int) -> t
 
 
 def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:
-    """The outputs for ``batch``, computed in a batch of exactly ``size`` rows."""
+    """Return the outputs for ``batch``, computed in a batch of exactly ``size`` rows."""
     filled = batch.inputs
     if len(filled) < size:
         filled = torch.cat([filled, filled[-1:].expand(size - len(filled), *filled.shape[1:])])
@@ -334,7 +334,7 @@ def write_for_run(run: Run) -> bool:
 
 
 def _samples(dataset: Dataset, written: Written) -> Iterator[Sample]:
-    """The samples of a file of predictions that trackers show."""
+    """Yield the samples of a file of predictions that trackers show."""
     assert written.head is not None  # otherwise the file has no rows
     names = sorted({name for pair in written.pairs for name in pair}, key=lambda name: (len(name), name))
     matrix = None

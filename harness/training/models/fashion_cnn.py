@@ -22,5 +22,5 @@ class Model(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, channels, height, width) -> logits (batch, classes)."""
+        """Return (batch, channels, height, width) -> logits (batch, classes)."""
         return self.classifier(self.features(images))

@@ -19,5 +19,5 @@ class Model(nn.Module):
         )  # fmt: skip
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, channels, height, width) -> logits (batch, classes)."""
+        """Return (batch, channels, height, width) -> logits (batch, classes)."""
         return self.layers(images)

@@ -22,7 +22,7 @@ TIMM = "timm:"  # before the name of a model of timm
 
 
 def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example: Tensor) -> nn.Module:
-    """The model ``name`` on the CPU in float32, in training mode.
+    """Return the model ``name`` on the CPU in float32, in training mode.
 
     ``args`` are the keyword arguments of the configuration. ``known`` are the task's (num_classes, in_channels); the
     model gets those that its signature has. ``example`` is one prepared batch. It initializes lazy layers, and a model
@@ -93,7 +93,7 @@ def _is_allocation(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of ``error``, without the place in torch's source."""
+    """Return the first line of ``error``, without the place in torch's source."""
     size = re.search(r"tried to allocate (\d+) bytes", str(error))
     if _is_allocation(error):
         return f"not enough memory for {int(size[1]) / 2**30:,.1f} GiB" if size else "not enough memory"
@@ -138,7 +138,7 @@ def _remedy(images: Tensor) -> str:
 
 
 def _find(name: str) -> tuple[Callable[..., nn.Module], str]:
-    """(the class or function that makes the model, "torchvision" or "timm" if it is theirs)."""
+    """Return (the class or function that makes the model, "torchvision" or "timm" if it is theirs)."""
     if name.startswith(TIMM):
         return _timm(name.removeprefix(TIMM)), "timm"
     if name in plugins.names("model") or "." in name:

@@ -24,7 +24,7 @@ class Model(nn.Module):
         self.classifier = nn.Linear(2 * width * 4, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, channels, height, width) -> logits (batch, classes)."""
+        """Return (batch, channels, height, width) -> logits (batch, classes)."""
         return self.classifier(self.dropout(quarters(self.features(images)).flatten(1)))
 
 

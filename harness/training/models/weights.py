@@ -100,7 +100,7 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
 
 
 def find(weights: str, model: str) -> WeightsFile:
-    """The file of ``weights``, downloaded if necessary. Raises ConfigError."""
+    """Return the file of ``weights``, downloaded if necessary. Raises ConfigError."""
     if is_url(weights):
         return WeightsFile(weights, _downloaded(weights, Path(urlsplit(weights).path).name))
     path = expanded(weights)
@@ -175,7 +175,8 @@ def _of_timm(weights: str, model: str) -> WeightsFile:
 
 
 def _downloaded(url: str, name: str, digest: str = "") -> Path:
-    """The file at ``url`` in torch's folder of downloads, which is read first. ``digest``: how its SHA-256 begins."""
+    """Return the file at ``url`` in torch's folder of downloads, which is read first. ``digest``: how its SHA-256
+    begins."""
     hub = torch.hub.get_dir()  # where torchvision keeps its own; it begins with ~ where no home folder is known
     folder = Path(cache_folder() / "torch" if hub.startswith("~") else hub, "checkpoints")
     # Another file of the same name may be there already: only the URL tells them apart.
@@ -197,7 +198,7 @@ def _unreachable(place: str, error: Exception) -> ConfigError:
 
 
 def read(source: WeightsFile) -> Mapping[str, Any]:
-    """The content of a file of weights. Raises ConfigError, also for a file that could run code."""
+    """Return the content of a file of weights. Raises ConfigError, also for a file that could run code."""
     try:
         if source.path.suffix == ".safetensors":
             return load_weights(source.path, of_run=False)
@@ -225,8 +226,8 @@ def read(source: WeightsFile) -> Mapping[str, Any]:
 
 
 def _matched(content: Mapping[str, Any], model: nn.Module, source: WeightsFile) -> tuple[dict[str, Tensor], str]:
-    """(the state dict in ``content`` by the names of ``model``, where it was). Wrappers such as DDP, torch.compile and
-    moving averages put a prefix before every name; it is removed."""
+    """Return (the state dict in ``content`` by the names of ``model``, where it was). Wrappers such as DDP,
+    torch.compile and moving averages put a prefix before every name; it is removed."""
     part = next((key for key in _NESTED if _has_tensors(content.get(key))), None)
     found = {key: value for key, value in (content[part] if part else content).items() if isinstance(value, Tensor)}
     own = model.state_dict().keys()
@@ -250,8 +251,8 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _other_head(given: dict[str, Tensor], own: dict[str, Tensor], source: WeightsFile) -> dict[str, tuple[int, int]]:
-    """{name: (outputs in the file, outputs here)} of a last layer with another number of outputs. Raises ConfigError if
-    other shapes differ."""
+    """Return {name: (outputs in the file, outputs here)} of a last layer with another number of outputs. Raises
+    ConfigError if other shapes differ."""
     differing = [name for name in own if name in given and given[name].shape != own[name].shape]
     heads = {
         name: (len(given[name]), len(own[name])) for name in differing

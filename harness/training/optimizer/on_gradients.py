@@ -58,7 +58,7 @@ def of_run(
 
 
 def find(name: str) -> Function:
-    """The function ``name``, package.module.function. Raises ConfigError if it is not one of three arguments."""
+    """Return the function ``name``, package.module.function. Raises ConfigError if it is not one of three arguments."""
     found: Function = plugins.import_own("function", name, KEY)
     try:
         inspect.signature(found).bind([], None, 0)

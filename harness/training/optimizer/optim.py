@@ -46,8 +46,8 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
 
 
 def groups(section: OptimizerSection, model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """The trainable parameters of ``model`` for ``build``: those that no group of ``section`` matches, then the groups
-    in their order. Raises ConfigError if a group matches no parameter."""
+    """Return the trainable parameters of ``model`` for ``build``: those that no group of ``section`` matches, then the
+    groups in their order. Raises ConfigError if a group matches no parameter."""
     left = {name: param for name, param in model.named_parameters() if param.requires_grad}
     every, found = dict(left), []
     for number, group in enumerate(section.groups):
@@ -93,7 +93,7 @@ def _size(params: Sequence[Tensor], of: str = "") -> str:
 def build(
     section: OptimizerSection, params: Iterable[nn.Parameter] | list[dict[str, Any]], lr: float
 ) -> torch.optim.Optimizer:
-    """The optimizer of ``section`` over ``params``, parameters or ``groups`` of them. Raises ConfigError."""
+    """Return the optimizer of ``section`` over ``params``, parameters or ``groups`` of them. Raises ConfigError."""
     make = _find(section.name)
     given: dict[str, Any] = {"lr": lr, **section.args}
     for key in ("momentum", "weight_decay"):
@@ -136,7 +136,7 @@ def _require_types(section: OptimizerSection, make: Any) -> None:
 
 
 def _can_be_fused(section: OptimizerSection, params: Sequence[Any]) -> bool:
-    """True if one kernel can update all ``params``, and the arguments choose nothing else.
+    """Return True if one kernel can update all ``params``, and the arguments choose nothing else.
 
     On a CPU the last bit of a fused update depends on the place of an element in its tensor, so that a shard would be
     updated differently from the whole.

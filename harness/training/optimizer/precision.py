@@ -52,12 +52,13 @@ class Precision:
         return context
 
     def master_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-        """The parameters that the optimizer updates (masters, if there are any), in the order of its groups."""
+        """Return the parameters that the optimizer updates (masters, if there are any), in the order of its groups."""
         params: Iterator[Tensor] = self.amp.master_params(optimizer)
         return params
 
     def skips(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True if the next ``optimizer.step()`` will be skipped because of an overflow. The same on all ranks."""
+        """Return True if the next ``optimizer.step()`` will be skipped because of an overflow. The same on all
+        ranks."""
         # A private attribute of Apex and of harness.apex, which have no public one that is set before the step.
         stash = getattr(optimizer, "_amp_stash", None)
         return bool(getattr(stash, "already_patched", False))
@@ -79,7 +80,7 @@ class Precision:
         return float(scalers[0].loss_scale()) if scalers else 1.0
 
     def can_lower_scale(self) -> bool:
-        """True if the loss scale is dynamic and above its minimum, which is 1 unless min_loss_scale is set."""
+        """Return True if the loss scale is dynamic and above its minimum, which is 1 unless min_loss_scale is set."""
         scalers = getattr(self.amp._amp_state, "loss_scalers", None) or []
         return bool(scalers) and scalers[0].dynamic and self.loss_scale() > (self.options.get("min_loss_scale") or 1.0)
 
@@ -91,7 +92,7 @@ class Precision:
 
 
 def choose(section: PrecisionSection, device: torch.device, ours: bool = False) -> Precision:
-    """The implementation that ``section`` selects; ``auto``: an installed Apex on CUDA, else harness.apex.
+    """Return the implementation that ``section`` selects; ``auto``: an installed Apex on CUDA, else harness.apex.
 
     ``ours``: another setting needs harness.apex (``Config.needs_our_amp``). Raises ConfigError.
     """
@@ -132,7 +133,7 @@ def half_on_cpu(section: PrecisionSection, device: torch.device) -> Iterator[Non
 
 
 def _emulated(section: PrecisionSection, device: torch.device) -> str:
-    """The dtype of ``section`` whose products a CPU computes in float32; empty if there is none."""
+    """Return the dtype of ``section`` whose products a CPU computes in float32; empty if there is none."""
     if device.type != "cpu" or section.opt_level == "O0":
         return ""
     from harness.apex.on_cpu import half_kernels
@@ -157,7 +158,7 @@ def set_tf32(section: PrecisionSection) -> None:
 
 
 def installed_apex() -> tuple[tuple[Any, Any, str] | None, str]:
-    """((amp, parallel, name), "") of an installed Apex with both, else (None, the reason)."""
+    """Return ((amp, parallel, name), "") of an installed Apex with both, else (None, the reason)."""
     try:
         amp, parallel = importlib.import_module("apex.amp"), importlib.import_module("apex.parallel")
     except ModuleNotFoundError as error:
@@ -187,6 +188,6 @@ def _ours(section: PrecisionSection) -> Precision:
 
 
 def _options(section: PrecisionSection) -> dict[str, Any]:
-    """The arguments of ``amp.initialize``. Settings that are null are left to the opt level."""
+    """Return the arguments of ``amp.initialize``. Settings that are null are left to the opt level."""
     chosen = section.model_dump(exclude={"backend", "tf32"}, exclude_none=True)
     return {**chosen, "verbosity": 0}

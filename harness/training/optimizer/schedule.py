@@ -244,13 +244,13 @@ class Schedule:
         )
 
     def lr(self, applied: int, reductions: int = 0) -> float:
-        """The learning rate of the update after ``applied`` others and ``reductions`` of a plateau."""
+        """Return the learning rate of the update after ``applied`` others and ``reductions`` of a plateau."""
         if applied < self.warmup_steps:
             return self.base * self.scale * (applied + 1) / self.warmup_steps
         return self._at(applied, reductions)[0]
 
     def momentum(self, applied: int) -> float | None:
-        """The momentum of the update after ``applied`` others; None if the schedule leaves it alone."""
+        """Return the momentum of the update after ``applied`` others; None if the schedule leaves it alone."""
         return None if applied < self.warmup_steps else self._at(applied)[1]
 
     def _at(self, applied: int, reductions: int = 0) -> tuple[float, float | None]:
@@ -305,7 +305,7 @@ class Schedule:
         return self.lr(applied, plateau.reductions) < before
 
     def described(self) -> str:
-        """The learning rate at the start, at its peak and at the end, for the log and ``harness check``."""
+        """Return the learning rate at the start, at its peak and at the end, for the log and ``harness check``."""
         name, total = self.section.name, self.total_steps
         if name == "constant" and not self.warmup_steps:
             return "constant"

@@ -27,7 +27,8 @@ _OF_OPTIMIZERS = frozenset({"state", "param_groups", "defaults"})  # saved, or c
 
 
 def digest(roots: Mapping[str, Any]) -> dict[str, str]:
-    """{"name.attribute (module.Class)": value} of everything that is reachable from ``roots`` and not in a state_dict.
+    """Return {"name.attribute (module.Class)": value} of everything that is reachable from ``roots`` and not in a
+    state_dict.
 
     Large arrays are hashed. Objects of libraries are left out, apart from random generators: only modules, optimizers,
     containers and the user's own classes are searched.
@@ -89,7 +90,7 @@ def _members(
 
 
 def _variables(cls: type) -> dict[str, Any]:
-    """The class attributes that a method could change."""
+    """Return the class attributes that a method could change."""
     return {
         key: item
         for key, item in vars(cls).items()
@@ -139,7 +140,7 @@ def _array(value: np.ndarray, shape: tuple[int, ...]) -> str:
 
 
 def _generator(value: Any) -> str | None:
-    """The state of a random generator, or of an iterator that shows its position."""
+    """Return the state of a random generator, or of an iterator that shows its position."""
     if isinstance(value, random.Random):
         return f"random.Random at {_hash(repr(value.getstate()).encode())}"
     if isinstance(value, np.random.Generator):

@@ -203,7 +203,7 @@ def _watched(observer: _Observer, name: str, function: Callable[..., Any]) -> Ca
 
 
 def _users_place(frame: FrameType | None) -> tuple[str, int] | None:
-    """(file, line) of the innermost call in the user's code; None if no user code was involved."""
+    """Return (file, line) of the innermost call in the user's code; None if no user code was involved."""
     while frame is not None and not (file := os.path.realpath(frame.f_code.co_filename)).startswith(_HARNESS):
         if _is_users(file):
             return file, frame.f_lineno

@@ -111,7 +111,7 @@ class ParallelStrategy:
         """Turn the averaging of gradients in backward passes on or off."""
 
     def num_passes(self) -> int | None:
-        """The number of backward passes that averaged gradients; None if they are not counted."""
+        """Return the number of backward passes that averaged gradients; None if they are not counted."""
         return None
 
     def sync_gradients(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
@@ -144,7 +144,7 @@ class ParallelStrategy:
                 norm.idle = False
 
     def devices(self) -> list[torch.device]:
-        """The devices on which this rank computes."""
+        """Return the devices on which this rank computes."""
         return [self.device]
 
     @property
@@ -157,6 +157,6 @@ class ParallelStrategy:
 
 
 def find(section: ParallelSection) -> type[ParallelStrategy]:
-    """The class that ``parallel.strategy`` names. Raises ConfigError."""
+    """Return the class that ``parallel.strategy`` names. Raises ConfigError."""
     found: type[ParallelStrategy] = plugins.find("strategy", section.strategy, "parallel.strategy")
     return found

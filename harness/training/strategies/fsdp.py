@@ -109,7 +109,7 @@ class Strategy(ParallelStrategy):
 
 
 def _of_other_types(config: Config) -> Iterator[Conflict]:
-    """What ``param_dtype`` cannot be combined with."""
+    """Yield what ``param_dtype`` cannot be combined with."""
     if config.parallel.param_dtype == "float32":
         return
     if config.model.compile:

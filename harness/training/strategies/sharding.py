@@ -52,12 +52,12 @@ def blocks(model: nn.Module, at_least: int = MIN_BLOCK) -> list[nn.Module]:
 
 
 def _uses(model: nn.Module) -> Counter[int]:
-    """{id of a parameter: number of modules of ``model`` that hold it}."""
+    """Return {id of a parameter: number of modules of ``model`` that hold it}."""
     return Counter(id(param) for module in model.modules() for param in module.parameters(recurse=False))
 
 
 def elements(module: nn.Module, is_element: bool = False, in_element: bool = False) -> Iterator[nn.Module]:
-    """The elements of the containers in ``module``, inner before outer, as described in ``blocks``."""
+    """Yield the elements of the containers in ``module``, inner before outer, as described in ``blocks``."""
     is_container = type(module) in _CONTAINERS
     opens = is_container and (not in_element or _repeats(module))
     in_element = in_element or (is_element and not is_container)
@@ -249,13 +249,13 @@ def part_like(like: Any, value: Any) -> Any:
 
 
 def model_parts(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """A whole state dict, cut to this rank's shards for ``model.load_state_dict``."""
+    """Return a whole state dict, cut to this rank's shards for ``model.load_state_dict``."""
     own = model.state_dict()
     return {name: part_like(own.get(name), value) for name, value in state.items()}
 
 
 def optimizer_parts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A whole state dict, cut to this rank's shards for ``optimizer.load_state_dict``."""
+    """Return a whole state dict, cut to this rank's shards for ``optimizer.load_state_dict``."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     entries = {
         index: {key: part_like(params[index], value) for key, value in entry.items()} if index < len(params) else entry
