@@ -37,7 +37,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """An argparse type: a finite number above zero, read by ``kind`` (int or float)."""
+    """Return an argparse type: a finite number above zero, read by ``kind`` (int or float)."""
 
     def number(word: str) -> float:
         value = kind(word)

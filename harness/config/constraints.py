@@ -169,8 +169,8 @@ def _parallel(config: Config) -> Iterator[Conflict]:
 
 
 def needs_of_logical_ranks(config: Config) -> Iterator[tuple[str, str]]:
-    """(KEY=VALUE, the reason) for each setting that would make results depend on the number of processes, whether or
-    not ``parallel.logical_ranks`` is set."""
+    """Yield (KEY=VALUE, the reason) for each setting that would make results depend on the number of processes, whether
+    or not ``parallel.logical_ranks`` is set."""
     parallel = config.parallel
     if parallel.strategy != "ddp":
         yield "parallel.strategy=ddp", f"the sums of {parallel.strategy} have no fixed order"
@@ -187,7 +187,8 @@ def needs_of_logical_ranks(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _compile(config: Config) -> Iterator[Conflict]:
-    """What torch's CUDA graphs, in both of its named modes, and kernels chosen by timing cannot be combined with."""
+    """Yield what torch's CUDA graphs, in both of its named modes, and kernels chosen by timing cannot be combined
+    with."""
     mode = config.model.compile
     if mode == "max-autotune" and config.train.deterministic is True:
         yield Conflict(

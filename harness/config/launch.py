@@ -71,7 +71,7 @@ def section_class(raw: Any, launching: bool) -> type[LaunchSection]:
 
 
 def _kinds(written: dict[str, Any], engine: str, launching: bool) -> dict[str, Any]:
-    """The classes of the sections of engines, by key, for the section ``written``."""
+    """Return the classes of the sections of engines, by key, for the section ``written``."""
     key = _key(engine)
     own: Any = None
     if "." in engine and launching:
@@ -102,7 +102,7 @@ def built_in() -> dict[str, type[Section]]:
 
 
 def _of_user(engine: str) -> type[Section] | None:
-    """The class Settings of the user's ``engine``, if it has one. Raises ConfigError."""
+    """Return the class Settings of the user's ``engine``, if it has one. Raises ConfigError."""
     kind = getattr(plugins.find("engine", engine, "launch.engine"), "Settings", None)
     if kind is not None and not (isinstance(kind, type) and issubclass(kind, Section)):
         raise ConfigError(

@@ -39,7 +39,7 @@ def load(
     *,
     launching: bool = False,
 ) -> Config:
-    """The validated configuration of ``path`` with ``overrides`` ("a.b=c") on top.
+    """Return the validated configuration of ``path`` with ``overrides`` ("a.b=c") on top.
 
     Relative paths of data stay relative to the working folder. ``written_at`` is {dotted key: "file:line"} for
     overrides that do not come from the command line. ``launching``: import an engine of the user's own, and check its
@@ -62,7 +62,7 @@ def load_as(
     overrides: Sequence[str],
     conflicts_of: Callable[[Content], Iterable[Conflict]],
 ) -> tuple[Content, dict[str, str]]:
-    """A YAML file of another kind, such as a sweep, checked in the same layers; and the origins of its keys."""
+    """Return a YAML file of another kind, such as a sweep, checked in the same layers; and the origins of its keys."""
     raw, origins = merged(Path(path), overrides, {})
     content, problems = _validated(cls, raw)
     if content is not None and not problems:
@@ -73,7 +73,7 @@ def load_as(
 
 
 def _validated(cls: type[Content], raw: Any) -> tuple[Content | None, list[Problem]]:
-    """(``raw`` as ``cls`` if possible, the problems)."""
+    """Return (``raw`` as ``cls`` if possible, the problems)."""
     problems = not_finite(raw)
     try:
         return cls.model_validate(raw), problems
@@ -83,7 +83,7 @@ def _validated(cls: type[Content], raw: Any) -> tuple[Content | None, list[Probl
 
 
 def to_text(config: Config) -> str:
-    """The resolved configuration as YAML with a seal, itself a valid configuration file."""
+    """Return the resolved configuration as YAML with a seal, itself a valid configuration file."""
     return sealed_text(yaml.dump(as_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
@@ -102,7 +102,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def as_tree(config: Config) -> dict[str, Any]:
-    """The resolved configuration as plain dictionaries, with the keys of the YAML."""
+    """Return the resolved configuration as plain dictionaries, with the keys of the YAML."""
     return config.model_dump(mode="json", by_alias=True)
 
 

@@ -38,7 +38,7 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def merged(path: Path, overrides: Sequence[str], written_at: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
-    """The tree of ``path`` with ``overrides``, interpolated, and {dotted key: "file:line"} of every key in it.
+    """Return the tree of ``path`` with ``overrides``, interpolated, and {dotted key: "file:line"} of every key in it.
 
     Keys of overrides are on the command line, unless ``written_at`` has another place. Raises ConfigError for the first
     file or override that cannot be parsed.
@@ -71,7 +71,7 @@ def overridden(tree: Any, override: str, origin: str = COMMAND_LINE) -> tuple[An
 
 
 def parsed(path: Path) -> dict[str, Any]:
-    """The tree of the file ``path`` alone, without what it extends and not interpolated. Raises ConfigError."""
+    """Return the tree of the file ``path`` alone, without what it extends and not interpolated. Raises ConfigError."""
     tree = OmegaConf.to_container(_parse(_text(path), path)[0], resolve=False)
     return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
 
@@ -85,7 +85,8 @@ def _reason(error: Exception) -> str:
 def _unresolved(
     error: OmegaConfBaseException, known: Iterable[str], origins: dict[str, str], default: str
 ) -> ConfigError:
-    """The error for a reference, ``${...}``, among the settings with the keys ``known``, or for a value ``???``."""
+    """Return the error for a reference, ``${...}``, among the settings with the keys ``known``, or for a value
+    ``???``."""
     text, reason, key = str(error.child_node if error.value is None else error.value), first_line(error), error.full_key
     what, hint = f"{text!r} cannot be resolved", _REFERENCE
     if isinstance(error, MissingMandatoryValue):
@@ -111,7 +112,7 @@ def origin_of(key: str, origins: dict[str, str], default: str) -> str:
 
 
 def _read(path: Path, parents: tuple[Path, ...]) -> tuple[Any, dict[str, str]]:
-    """The tree of ``path`` merged over what it extends, and the origins of its keys."""
+    """Return the tree of ``path`` merged over what it extends, and the origins of its keys."""
     text = _text(path)
     if path.resolve() in parents:
         chain = " -> ".join(p.name for p in (*parents, path))
@@ -141,7 +142,7 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[Any, dict[str, str]]:
 
 
 def _preset(name: str, where: str) -> Path | None:
-    """The file of a preset, if ``name`` is preset:NAME. Raises ConfigError."""
+    """Return the file of a preset, if ``name`` is preset:NAME. Raises ConfigError."""
     if not name.startswith(presets.PREFIX):
         return None
     wanted = name.removeprefix(presets.PREFIX).strip()
@@ -153,7 +154,7 @@ def _preset(name: str, where: str) -> Path | None:
 
 
 def _text(path: Path) -> str:
-    """The content of ``path``. Raises ConfigError."""
+    """Return the content of ``path``. Raises ConfigError."""
     try:
         require_regular_file(path)
         if path.stat().st_size > _MAX_BYTES:
@@ -207,8 +208,8 @@ def load(text: str) -> Any:
 
 
 def _num_values(node: yaml.Node | None, counts: dict[int, int]) -> int:
-    """The number of values that ``node`` stands for. An aliased or merged part (``<<: *name``) counts each time, and at
-    least MAX_VALUES if it contains itself: a few lines can describe more values than fit into memory."""
+    """Return the number of values that ``node`` stands for. An aliased or merged part (``<<: *name``) counts each time,
+    and at least MAX_VALUES if it contains itself: a few lines can describe more values than fit into memory."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) not in counts:
@@ -242,7 +243,7 @@ def _invalid(error: Exception, text: str, path: Path) -> ConfigError:
 
 
 def _lines(root: yaml.Node | None, path: Path) -> dict[str, str]:
-    """{dotted key: "file:line"} of every key under ``root``."""
+    """Return {dotted key: "file:line"} of every key under ``root``."""
     found: dict[str, str] = {}
 
     def walk(node: yaml.Node | None, prefix: str) -> None:

@@ -61,7 +61,7 @@ KINDS = {
 
 
 def names(kind: str) -> list[str]:
-    """The built-in parts of ``kind``, sorted. Lists a folder; imports nothing."""
+    """Return the built-in parts of ``kind``, sorted. Lists a folder; imports nothing."""
     folder, _, entry, shared, _, single = KINDS[kind]
     files = {path.stem for path in (_HARNESS / folder).glob("*.py") if single and path.stem[0] != "_"}
     folders = {path.parent.name for path in (_HARNESS / folder).glob(f"*/{entry}.py")} if entry else set()
@@ -69,7 +69,7 @@ def names(kind: str) -> list[str]:
 
 
 def find(kind: str, name: str, where: str) -> Any:
-    """The part ``name`` of ``kind``, imported: a class or a module.
+    """Return the part ``name`` of ``kind``, imported: a class or a module.
 
     Raises ConfigError at ``where``, the key that names the part, if there is none or its import fails.
     """
@@ -88,7 +88,8 @@ def find(kind: str, name: str, where: str) -> Any:
 
 
 def import_own(kind: str, name: str, where: str, holds: str = "") -> Any:
-    """The user's own part: ``package.module.Class``, or ``holds`` of ``package.module`` (the module if empty)."""
+    """Return the user's own part: ``package.module.Class``, or ``holds`` of ``package.module`` (the module if
+    empty)."""
     try:
         try:
             module = importlib.import_module(name)
@@ -109,7 +110,7 @@ def import_own(kind: str, name: str, where: str, holds: str = "") -> Any:
 
 
 def makes(part: Any, base: type) -> bool:
-    """True if ``part`` is a subclass of ``base``, or a function whose annotation says that it returns one.
+    """Return True if ``part`` is a subclass of ``base``, or a function whose annotation says that it returns one.
 
     Check this before ``part`` is called: a configuration may name any function, such as ``os.system``.
     """

@@ -15,7 +15,7 @@ DEFAULT = "apex-2019"
 
 
 def path(name: str) -> Path:
-    """The file of the preset ``name``, whether or not it exists."""
+    """Return the file of the preset ``name``, whether or not it exists."""
     return _FILES / f"{name}.yaml"
 
 
@@ -24,7 +24,7 @@ def names() -> list[str]:
 
 
 def changes(config: Config, name: str) -> dict[str, tuple[Any, Any]]:
-    """{key: (value in ``config``, value in the preset ``name``)} of the settings that differ."""
+    """Return {key: (value in ``config``, value in the preset ``name``)} of the settings that differ."""
     preset = flatten(yaml.safe_load(path(name).read_text(encoding="utf-8")))
     own = flatten(config.model_dump(mode="json", by_alias=True))
     return {key: (own[key], value) for key, value in preset.items() if own[key] != value}

@@ -90,7 +90,7 @@ def _path(loc: Iterable[Any], raw: Any) -> list[str]:
 
 
 def _nearest(path: list[str], cls: type[BaseModel]) -> str:
-    """The nearest spelling of an unknown key: in its own section first, then anywhere."""
+    """Return the nearest spelling of an unknown key: in its own section first, then anywhere."""
     known = keys(cls)
     prefix = "".join(f"{part}." for part in path[:-1])
     siblings = [key[len(prefix) :] for key in known if key.startswith(prefix) and "." not in key[len(prefix) :]]

@@ -100,7 +100,7 @@ class BatchSection(Section):
     """Rows per evaluation batch on each rank; null: as many as in a training micro-batch."""
 
     def misfit(self, world_size: int) -> tuple[str, str] | None:
-        """(reason, hint) if the global batch cannot be divided among ``world_size`` ranks, else None."""
+        """Return (reason, hint) if the global batch cannot be divided among ``world_size`` ranks, else None."""
         unit = world_size * self.accumulate
         if self.global_ is None or self.global_ % unit == 0:
             return None
@@ -238,7 +238,7 @@ class ParallelSection(Section):
     """For ddp and fsdp: compute batch norm statistics over the rows of all ranks."""
 
     def num_ranks(self, world_size: int) -> int:
-        """The number of ranks of the recipe, which ``world_size`` processes compute."""
+        """Return the number of ranks of the recipe, which ``world_size`` processes compute."""
         return self.logical_ranks or world_size
 
 
@@ -402,7 +402,7 @@ def may_differ_between_ranks(key: str) -> bool:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dictionary as {dotted key: leaf}; an empty dictionary is a leaf."""
+    """Return a nested dictionary as {dotted key: leaf}; an empty dictionary is a leaf."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
@@ -411,7 +411,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def in_recipe(key: str) -> bool:
-    """True if the setting ``key`` changes what is trained."""
+    """Return True if the setting ``key`` changes what is trained."""
     return key not in NOT_THE_RECIPE and key.split(".")[0] not in NOT_THE_RECIPE
 
 

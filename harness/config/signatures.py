@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 
 
 def functions(module: str) -> dict[str, Function]:
-    """The public functions that ``module`` defines, by name."""
+    """Return the public functions that ``module`` defines, by name."""
     members = vars(importlib.import_module(module)).items()
     return {
         name: member
@@ -33,7 +33,7 @@ def functions(module: str) -> dict[str, Function]:
 
 
 def find(kind: str, name: str, where: str, built_in: dict[str, Function]) -> Function:
-    """The function ``name``: one of ``built_in``, or a dotted name. Raises ConfigError at ``where``."""
+    """Return the function ``name``: one of ``built_in``, or a dotted name. Raises ConfigError at ``where``."""
     if "." not in name:
         if name not in built_in:
             raise plugins.unknown(
@@ -75,7 +75,8 @@ def section_of(base: type[Section], name: str, function: Function, default: bool
 
 
 def _arguments(name: str, function: Function) -> type[Section]:
-    """The parameters of ``function`` after the first, which the harness passes, as a section. Raises ConfigError."""
+    """Return the parameters of ``function`` after the first, which the harness passes, as a section. Raises
+    ConfigError."""
     try:
         hints = get_type_hints(function, include_extras=True)
         described = " ".join((inspect.getdoc(function) or name).partition("\n\n")[0].split())

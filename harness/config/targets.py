@@ -200,12 +200,13 @@ class TableTask(LabelledTask):
 
 
 def metric(name: str) -> tuple[tuple[Kind, ...], Better]:
-    """(kinds of labels, better direction) of a metric. A name that is not built in has every kind and ``max``."""
+    """Return (kinds of labels, better direction) of a metric. A name that is not built in has every kind and
+    ``max``."""
     return METRICS.get("top1" if re.fullmatch("top[1-9][0-9]{0,5}", name) else name, _ANY)
 
 
 def problems(task: LabelledTask) -> Iterator[tuple[str, str, str]]:
-    """(key, contradiction, what to type instead) of settings that do not fit the kind of the labels."""
+    """Yield (key, contradiction, what to type instead) of settings that do not fit the kind of the labels."""
     kind, loss = task.label_kind, task.loss_name
     if isinstance(task, TableTask) and task.labels.column is not None and task.label_column != "label":
         yield "task.label_column", "label_column and labels.column both set the column", "remove task.label_column"

@@ -24,7 +24,7 @@ class Facts:
 
 
 def disagreement(facts: Mapping[int, Sequence[Facts]], hosts: Mapping[int, str]) -> LaunchError | None:
-    """The error that lists what differs between the ranks, with their hosts; None if they agree."""
+    """Return the error that lists what differs between the ranks, with their hosts; None if they agree."""
     names = dict.fromkeys((fact.remedy, name) for rank in facts for fact in facts[rank] for name in fact.values)
     known = {rank: {fact.remedy: fact for fact in facts[rank]} for rank in sorted(facts)}
     lines, remedies = [], []

@@ -65,7 +65,7 @@ _RULES: tuple[tuple[str, Fault, str], ...] = (
 
 
 def read(error: BaseException) -> CollectiveError | None:
-    """The meaning of ``error``; None if it is not of a collective, or says nothing about the ranks."""
+    """Return the meaning of ``error``; None if it is not of a collective, or says nothing about the ranks."""
     text = str(error)
     if not isinstance(error, torch.distributed.DistError) and "gloo" not in text.lower():
         return None

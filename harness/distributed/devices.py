@@ -52,8 +52,8 @@ def choose(wanted: str, local_rank: int, local_world_size: int, may_be_isolated:
 
 
 def _usable(wanted: str) -> int:
-    """The number of CUDA devices. Raises LaunchError if there are none because of a fault, or, for the device cuda, for
-    any other reason; otherwise the reason is one line in the log."""
+    """Return the number of CUDA devices. Raises LaunchError if there are none because of a fault, or, for the device
+    cuda, for any other reason; otherwise the reason is one line in the log."""
     count, warning = count_devices()
     if count:
         return count
@@ -78,7 +78,7 @@ def count_devices() -> tuple[int, str]:
 
 
 def fitting_ranks(most: int | None = None, on_cpu: bool = False) -> int:
-    """The number of ranks that fit this machine, at most ``most``: one per visible CUDA device, else 2. Raises
+    """Return the number of ranks that fit this machine, at most ``most``: one per visible CUDA device, else 2. Raises
     LaunchError, unless ``on_cpu``, for a device that does not work."""
     count = 0 if on_cpu else _usable("auto")
     return min(count or CPU_RANKS, most or sys.maxsize)
@@ -113,7 +113,7 @@ def opening(names: Sequence[str]) -> list[str]:
 
 
 def card(device: torch.device) -> str:
-    """A name that identifies a CUDA device on any host; empty for a CPU."""
+    """Return a name that identifies a CUDA device on any host; empty for a CPU."""
     if device.type == "cpu":
         return ""
     visible = os.environ.get(_VISIBLE, "").split(",")

@@ -45,7 +45,8 @@ class Launch:
 
 
 def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
-    """The launch that ``environ`` describes: a complete set of torch's variables, else Slurm's, else one process.
+    """Return the launch that ``environ`` describes: a complete set of torch's variables, else Slurm's, else one
+    process.
 
     ``local_rank`` is the command line's ``--local_rank`` or ``--local-rank``, which must agree.
     Raises LaunchError for an incomplete set, a number out of range or a contradiction.
@@ -149,7 +150,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: "node[03-07,9],x" is node03, "rack[1-2]n[3-4]" is rack1n3."""
+    """Return the first host of a Slurm node list: "node[03-07,9],x" is node03, "rack[1-2]n[3-4]" is rack1n3."""
     match = re.match(r"(?:[^,\[\]]|\[\w[^\]]*\])+", nodelist)
     if not match:
         raise LaunchError(f"the node list {nodelist!r} cannot be read", hint="export MASTER_ADDR")

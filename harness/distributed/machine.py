@@ -10,7 +10,7 @@ _NO_LIMIT_BYTES = 2**60  # cgroup v1 expresses "no limit" by a number of about t
 
 
 def memory_of(root: Path = Path("/")) -> tuple[int, int, bool]:
-    """(total bytes, free bytes, True if a cgroup sets the total). ``root`` is the root of the file system."""
+    """Return (total bytes, free bytes, True if a cgroup sets the total). ``root`` is the root of the file system."""
     total, free = _memory(root)
     limit, used = memory_limit(root)
     if limit is not None and limit < total:
@@ -40,7 +40,7 @@ def cpu_quota(root: Path) -> float | None:
 
 
 def memory_limit(root: Path) -> tuple[int | None, int]:
-    """(bytes that the cgroups of this process allow, or None; bytes in use)."""
+    """Return (bytes that the cgroups of this process allow, or None; bytes in use)."""
     limits = [*_cgroup(root, "memory", "memory.max"), *_cgroup(root, "memory", "memory.limit_in_bytes")]
     numbers = [int(limit) for limit in limits if limit != "max" and int(limit) < _NO_LIMIT_BYTES]
     used = [*_cgroup(root, "memory", "memory.current"), *_cgroup(root, "memory", "memory.usage_in_bytes")]
@@ -66,7 +66,7 @@ def _cgroup(root: Path, controller: str, name: str) -> list[str]:
 
 
 def _memory(root: Path) -> tuple[int, int]:
-    """(total, free) bytes of the machine; page cache that can be dropped counts as free."""
+    """Return (total, free) bytes of the machine; page cache that can be dropped counts as free."""
     info = root / "proc/meminfo"
     if info.is_file():
         kib = {line.split(":")[0]: int(line.split()[1]) for line in info.read_text(encoding="utf-8").splitlines()}

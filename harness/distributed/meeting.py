@@ -136,7 +136,7 @@ class _Meeting:
         return mine
 
     def _verdict(self, mine: _Arrival) -> _Arrival:
-        """The verdict of rank 0; of this rank, if there is none at its limit."""
+        """Return the verdict of rank 0; of this rank, if there is none at its limit."""
         for _ in pauses():
             if self.store.check([_VERDICT]):
                 break

@@ -48,7 +48,7 @@ def require_loopback() -> None:
 
 
 def is_here(host: str) -> bool:
-    """True if one of the addresses of ``host`` can be bound on this machine."""
+    """Return True if one of the addresses of ``host`` can be bound on this machine."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -58,7 +58,7 @@ def is_here(host: str) -> bool:
 
 
 def is_loopback(host: str | None) -> bool:
-    """True if ``host`` is a loopback address or localhost."""
+    """Return True if ``host`` is a loopback address or localhost."""
     return host is not None and (host in ("localhost", "::1") or host.startswith("127."))
 
 
@@ -78,20 +78,20 @@ def _interface_of(address: str | None) -> str | None:
 
 
 def require_address(interface: str) -> str:
-    """The IPv4 address of ``interface``, the value of launch.interface. Raises LaunchError."""
+    """Return the IPv4 address of ``interface``, the value of launch.interface. Raises LaunchError."""
     if (address := address_of(interface)) is None:
         raise no_route(f"this machine has no network interface {interface} with an IPv4 address")
     return address
 
 
 def no_route(message: str, where: str = "launch.interface") -> LaunchError:
-    """An error that lists the interfaces to choose from."""
+    """Return an error that lists the interfaces to choose from."""
     known = ", ".join(f"{name} ({address})" for name, address in interfaces().items())
     return LaunchError(message, where=where, hint=f"set launch.interface to one of: {known}")
 
 
 def address_of(interface: str) -> str | None:
-    """The IPv4 address of ``interface``, or None."""
+    """Return the IPv4 address of ``interface``, or None."""
     try:
         import fcntl
     except ImportError:

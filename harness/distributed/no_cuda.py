@@ -42,8 +42,8 @@ class NoCuda:
 
 
 def why_none(warning: str, variables: Mapping[str, str], root: Path | None = None) -> NoCuda:
-    """The reason why ``count_devices`` found none, with its ``warning``. ``variables``: of the environment; ``root``:
-    of the file system."""
+    """Return the reason why ``count_devices`` found none, with its ``warning``. ``variables``: of the environment;
+    ``root``: of the file system."""
     root = _ROOT if root is None else root
     built, driver = built_for(torch.version), driver_version(root)
     has_device = any(root.glob("dev/nvidia[0-9]*"))
@@ -90,7 +90,8 @@ def built_for(version: Any) -> str | None:
 
 
 def driver_version(root: Path) -> str | None:
-    """The version of the kernel's NVIDIA driver, read from a file because a call into a broken driver may hang."""
+    """Return the version of the kernel's NVIDIA driver, read from a file because a call into a broken driver may
+    hang."""
     try:
         text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -107,7 +108,7 @@ def _too_old(driver: str, built: str) -> str | None:
 
 
 def _older_torch(driver: str) -> str:
-    """What to install for ``driver``: the newest of torch's wheels that it can run."""
+    """Return what to install for ``driver``: the newest of torch's wheels that it can run."""
     fitting = [wheel for major, wheel in sorted(_WHEELS.items()) if _numbers(driver) >= _numbers(OLDEST_DRIVERS[major])]
     name = f" ({fitting[-1]}: --index-url https://download.pytorch.org/whl/{fitting[-1]})" if fitting else ""
     return f"install a torch for an older CUDA{name}; see {PREVIOUS_VERSIONS}"

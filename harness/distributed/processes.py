@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  
 
 
 def terminated_with_parent() -> Callable[[], None] | None:
-    """A ``preexec_fn``: the kernel sends the new process SIGTERM when this one ends, for any reason.
+    """Return a ``preexec_fn``: the kernel sends the new process SIGTERM when this one ends, for any reason.
 
     None outside the main thread: the kernel watches the thread that forked, and only the main thread runs to the end.
     """
@@ -89,8 +89,9 @@ class Identity:
         return cls(socket.gethostname(), os.getpid(), _stat(os.getpid())[1], _place())
 
     def state(self) -> str:
-        """The letter of proc(5), such as "S" (sleeping) or "T" (stopped by a signal); "X" if the process has ended.
-        Empty if it cannot be determined: on another machine or in another container, or without Linux's /proc."""
+        """Return the letter of proc(5), such as "S" (sleeping) or "T" (stopped by a signal); "X" if the process has
+        ended. Empty if it cannot be determined: on another machine or in another container, or without Linux's
+        /proc."""
         if not self.started or self.place != _place():
             return ""
         state, started = _stat(self.pid)

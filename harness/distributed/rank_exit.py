@@ -56,13 +56,13 @@ class RankExit:
 
     @classmethod
     def from_code(cls, rank: int, code: int) -> RankExit:
-        """The exit of a process, by its code or minus the signal that killed it."""
+        """Return the exit of a process, by its code or minus the signal that killed it."""
         causes = {EXIT_DONE: Cause.DONE, **dict.fromkeys((EXIT_STOPPED, *EXITS_BY_SIGNAL), Cause.STOPPED)}
         return cls(rank, Cause.SIGNAL if code < 0 else causes.get(code, Cause.ERROR), code)
 
     @classmethod
     def now(cls, rank: int, cause: Cause, exit_code: int = EXIT_FAILURE, **others: Any) -> RankExit:
-        """The exit of a rank of this machine at this moment; ``others``: further fields."""
+        """Return the exit of a rank of this machine at this moment; ``others``: further fields."""
         return cls(rank, cause, exit_code, socket.gethostname(), time=time.time(), **others)
 
     @classmethod
@@ -71,13 +71,13 @@ class RankExit:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RankExit:
-        """The inverse of ``asdict``; other keys are ignored. Raises ValueError for content of another shape, which a
-        damaged file or another version may have."""
+        """Return the inverse of ``asdict``; other keys are ignored. Raises ValueError for content of another shape,
+        which a damaged file or another version may have."""
         return _RECORD.validate_python(content)
 
     @classmethod
     def from_json(cls, text: str) -> RankExit:
-        """The inverse of ``to_json``. Raises ValueError."""
+        """Return the inverse of ``to_json``. Raises ValueError."""
         return cls.from_dict(json.loads(text))
 
     @property
@@ -112,7 +112,7 @@ def to_torch_error_file(exit: RankExit, world_size: int) -> str:
 
 
 def from_torch_error_file(text: str) -> tuple[RankExit, int]:
-    """The record and the world size. Raises KeyError, TypeError or ValueError for a file that is not of this
+    """Return the record and the world size. Raises KeyError, TypeError or ValueError for a file that is not of this
     project."""
     content = json.loads(text)
     return RankExit.from_dict(content["exit"]), int(content["world_size"])

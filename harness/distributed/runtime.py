@@ -81,7 +81,8 @@ class Runtime:
         return self._control
 
     def new_group(self) -> Any:
-        """A gloo group of all ranks for the collectives of another thread, which does announced work. Collective."""
+        """Return a gloo group of all ranks for the collectives of another thread, which does announced work.
+        Collective."""
         if self.world_size == 1:
             return None
         return dist.new_group(backend="gloo", timeout=_timedelta(self.work_timeout_s), group_desc=_OF_THREADS)
@@ -96,7 +97,7 @@ class Runtime:
         return socket.gethostname()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of ``tensor`` (same shape and dtype on all), in place."""
+        """Return the sum over ranks of ``tensor`` (same shape and dtype on all), in place."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
@@ -108,7 +109,7 @@ class Runtime:
         return tensor
 
     def union_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The bits of ``tensor`` (integers on the CPU, same shape on all) that are set on any rank, in place."""
+        """Return the bits of ``tensor`` (integers on the CPU, same shape on all) that are set on any rank, in place."""
         if self.world_size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.BOR, group=self._control)
         return tensor

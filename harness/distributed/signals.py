@@ -35,7 +35,7 @@ def name(number: int) -> str:
 
 
 def ended_by(number: int) -> int:
-    """The exit code of a process that a signal ended, as in shells: 130 for SIGINT, 143 for SIGTERM."""
+    """Return the exit code of a process that a signal ended, as in shells: 130 for SIGINT, 143 for SIGTERM."""
     return 128 + number
 
 
@@ -174,7 +174,7 @@ def counted() -> Iterator[Requests]:
 
 
 def clear_line() -> str:
-    """What to print before a message to standard error, so that it does not end in a progress bar of a rank."""
+    """Return what to print before a message to standard error, so that it does not end in a progress bar of a rank."""
     return "\r\x1b[K" if sys.stderr is not None and sys.stderr.isatty() else ""
 
 

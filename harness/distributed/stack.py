@@ -14,17 +14,17 @@ _HELPERS = ("wait", "main_thread_at")  # frames of the wait itself, not of what 
 
 
 def main_thread_at() -> str:
-    """The location of the main thread, such as "step (harness/training/loop.py:97) calling all_reduce"."""
+    """Return the location of the main thread, such as "step (harness/training/loop.py:97) calling all_reduce"."""
     return describe(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def thread_at(thread: threading.Thread) -> str:
-    """The location of ``thread`` in the same form; empty if it has ended."""
+    """Return the location of ``thread`` in the same form; empty if it has ended."""
     return describe(sys._current_frames().get(thread.ident or 0))
 
 
 def main_thread_lines() -> list[str]:
-    """The stack of the main thread, as in a traceback."""
+    """Return the stack of the main thread, as in a traceback."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return traceback.format_stack(frame) if frame else []
 
@@ -38,7 +38,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def describe(frame: FrameType | None) -> str:
-    """The innermost function of the harness on the stack of ``frame``, and the innermost function of all."""
+    """Return the innermost function of the harness on the stack of ``frame``, and the innermost function of all."""
     innermost = frame.f_code.co_name + _place(frame) if frame else ""
     while frame is not None:
         file = frame.f_code.co_filename

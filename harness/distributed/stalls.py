@@ -69,7 +69,7 @@ class Stalls:
             self._started, self._since = started, now
 
     def pause_s(self) -> float:
-        """How long this process did not run within its present wait; 0 if it did all the time."""
+        """Return how long this process did not run within its present wait; 0 if it did all the time."""
         now = time.monotonic()
         if now - self._ticked > _PAUSED_S:
             return now - self._ticked
@@ -89,8 +89,8 @@ class Stalls:
         self._answered = asked
 
     def missing(self, doing: str, timed_out: bool) -> RankExit | None:
-        """The rank for which this one waited in ``doing``: HUNG, or NODE_LOST if it is gone or out of reach. None if
-        that cannot be determined, or if another rank is determining it. Takes little more than ANSWER_S.
+        """Return the rank for which this one waited in ``doing``: HUNG, or NODE_LOST if it is gone or out of reach.
+        None if that cannot be determined, or if another rank is determining it. Takes little more than ANSWER_S.
 
         ``timed_out``: a collective of this rank has timed out.
         """

@@ -76,8 +76,9 @@ class Stop:
         return self.verdict
 
     def ends_wait(self, waited_s: float) -> bool:
-        """True if a stop ends a wait for data that has lasted ``waited_s``, on the only rank. Several ranks decide
-        together, but the others wait for this one: after LEAVE_S, or before they time out, it raises StoppedAlone."""
+        """Return True if a stop ends a wait for data that has lasted ``waited_s``, on the only rank. Several ranks
+        decide together, but the others wait for this one: after LEAVE_S, or before they time out, it raises
+        StoppedAlone."""
         if self.runtime.world_size == 1:
             return bool(self.text)
         late_s = max(self.runtime.timeout_s - LEAVE_S, self.runtime.timeout_s / 2)
@@ -89,7 +90,7 @@ class Stop:
         return False
 
     def decide_now(self) -> bool:
-        """The decision, including every request made so far. Waits for all ranks, so it is for rare points only.
+        """Return the decision, including every request made so far. Waits for all ranks, so it is for rare points only.
         Collective."""
         if not self.verdict:
             earlier = self._pending()[0] if self._pending is not None else 0

@@ -58,11 +58,12 @@ class LimitedStore:
         return self._ask(lambda: bool(self._store.check(list(keys))))
 
     def get(self, key: str) -> str:
-        """The value of ``key``, which must exist: torch waits for a key that does not, longer than ``limit_s``."""
+        """Return the value of ``key``, which must exist: torch waits for a key that does not, longer than
+        ``limit_s``."""
         return self._ask(lambda: str(self._store.get(key).decode()))
 
     def find(self, key: str) -> str:
-        """The value of ``key``; empty if it does not exist."""
+        """Return the value of ``key``; empty if it does not exist."""
         found = self.compare_set(key, _ABSENT, _ABSENT)  # which returns what it expects of a key that does not exist
         return "" if found == _ABSENT else found
 
@@ -81,7 +82,7 @@ class LimitedStore:
         self._ask(lambda: self._store.delete_key(key))
 
     def _ask(self, request: Callable[[], Value]) -> Value:
-        """The result of ``request``, made by a daemon thread of its own, which may stay behind."""
+        """Return the result of ``request``, made by a daemon thread of its own, which may stay behind."""
         if self._gone:  # another request would fail, too, and print a C++ stack
             raise self._gone
         if (self._overdue and not self._overdue.done()) or not self._busy.acquire(timeout=self._limit_s):
@@ -118,13 +119,13 @@ def address(launch: Launch) -> str:
 
 
 def hosts_store(launch: Launch) -> bool:
-    """True if the store ends with this process."""
+    """Return True if the store ends with this process."""
     return launch.rank == 0 and not launch.store_is_held
 
 
 def open_store(launch: Launch, timeout_s: float) -> TCPStore:
-    """The store of ``launch``. Raises LaunchError or PeersMissing, soon after ``timeout_s``. A signal meanwhile is
-    handled at once: threads make the calls that may block."""
+    """Return the store of ``launch``. Raises LaunchError or PeersMissing, soon after ``timeout_s``. A signal meanwhile
+    is handled at once: threads make the calls that may block."""
     until, hosts = time.monotonic() + timeout_s, hosts_store(launch)
     for _ in pauses():
         try:
@@ -159,7 +160,7 @@ def _look(launch: Launch, hosts: bool, left_s: float) -> None:
 
 
 def _result(future: Future[Value], limit_s: float) -> Value:
-    """The result of ``future``. Raises StoreTimeout after ``limit_s``."""
+    """Return the result of ``future``. Raises StoreTimeout after ``limit_s``."""
     try:
         return future.result(limit_s)
     except NotInTime:
@@ -176,7 +177,7 @@ def _connect(launch: Launch, hosts: bool, limit: timedelta) -> TCPStore:
 
 
 def _unreachable(launch: Launch, timeout_s: float, error: Exception) -> HarnessError:
-    """The error of a rank that could not open the store, or connect to it."""
+    """Return the error of a rank that could not open the store, or connect to it."""
     wrong_name = isinstance(error, (socket.gaierror, UnicodeError))
     reason = getattr(error, "strerror", None) or first_line(error)
     if "EADDRINUSE" in str(error):

@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 
 def thread(work: Callable[[], object], name: str) -> Thread:
-    """A daemon thread for ``work``, not started yet, on the current device of the calling thread."""
+    """Return a daemon thread for ``work``, not started yet, on the current device of the calling thread."""
     # Without torch there is no device. Asking for one before CUDA is in use would open a context.
     torch = sys.modules.get("torch")
     device = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None

@@ -48,7 +48,7 @@ def grow(nodes: list[Node], new: Node, num_leaves: int, add: Callable[[Any, Any]
 
 
 def plan(num_leaves: int, process: int, num_processes: int) -> list[Node]:
-    """The subtrees, without values, that ``process`` can add up alone."""
+    """Return the subtrees, without values, that ``process`` can add up alone."""
     nodes: list[Node] = []
     for leaf in block(num_leaves, process, num_processes):
         grow(nodes, Node(0, leaf, None), num_leaves, lambda left, right: None)
@@ -79,8 +79,8 @@ class TreeSum:
         self._next += 1
 
     def total(self, flat: Callable[[Any], Tensor] = lambda value: value) -> Tensor:
-        """The sum over all logical ranks, equal on every process, of what ``flat`` makes of values. The next call of
-        ``add`` starts another. Collective. The memory may be that of a leaf."""
+        """Return the sum over all logical ranks, equal on every process, of what ``flat`` makes of values. The next
+        call of ``add`` starts another. Collective. The memory may be that of a leaf."""
         roots, self._nodes, self._next = [flat(node.value) for node in self._nodes], [], 0
         if self._num_processes == 1:
             return roots[0]
@@ -88,8 +88,8 @@ class TreeSum:
 
 
 def exchanged(roots: Sequence[Tensor], num_leaves: int, num_processes: int, group: Any = None) -> Tensor:
-    """The sum over all logical ranks, where ``roots``, flat tensors, are what this process can add up alone. Every
-    process completes the tree for one piece. Collective."""
+    """Return the sum over all logical ranks, where ``roots``, flat tensors, are what this process can add up alone.
+    Every process completes the tree for one piece. Collective."""
     length, dtype_bytes = len(roots[0]), roots[0].element_size()
     longest = -(-length // num_processes)
     firsts = range(0, longest * num_processes, longest)

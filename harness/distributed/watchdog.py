@@ -108,8 +108,8 @@ class Watchdog:
         self._wait_for([f"heard/{rank}" for rank in range(self._runtime.world_size)], NEWS_S)
 
     def missing(self, doing: str, timed_out: bool) -> RankExit | None:
-        """The rank that a collective of this rank, in ``doing``, waited for, as ``Stalls.missing``, or that this rank
-        has found before. None if another rank has published the first failure, or is looking for it."""
+        """Return the rank that a collective of this rank, in ``doing``, waited for, as ``Stalls.missing``, or that this
+        rank has found before. None if another rank has published the first failure, or is looking for it."""
         self._peer_failure()
         if self.first:
             return self._published
@@ -162,8 +162,8 @@ class Watchdog:
         return RankExit.now(self._runtime.rank, cause, step=step, error=error, message=message, doing=self.doing)
 
     def _overdue(self) -> bool:
-        """True if the only rank takes longer than allowed: that is then the first failure. Counts periods, in none of
-        which this process was suspended."""
+        """Return True if the only rank takes longer than allowed: that is then the first failure. Counts periods, in
+        none of which this process was suspended."""
         within, before = self._runtime.alone_in, self._alone_in
         self._alone_in, self._alone_s = within, self._alone_s + PERIOD_S if within is before else 0.0
         if within is None or self._alone_s <= within[1]:

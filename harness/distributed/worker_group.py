@@ -173,7 +173,7 @@ class LocalRun(WorkerGroup):
 
 
 def _store(listening: socket.socket) -> Any:
-    """A store that ``listening`` leads to."""
+    """Return a store that ``listening`` leads to."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # late: only runs of several ranks need torch
 
     return TCPStore(

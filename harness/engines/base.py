@@ -50,7 +50,7 @@ class Job:
         return self.settings.nnodes * self.settings.nproc
 
     def command(self) -> list[str]:
-        """The command of each rank, on this machine and on those that share its disk."""
+        """Return the command of each rank, on this machine and on those that share its disk."""
         return [self.settings.python or sys.executable, *train_command(), "-c", self.path, *self.overrides]
 
     def environ(self) -> dict[str, str]:
@@ -65,7 +65,8 @@ class Job:
 
 
 def plan(path: str, overrides: Sequence[str]) -> Job:
-    """The job of ``path``. Raises ConfigError with all errors of the configuration before any rank is started."""
+    """Return the job of ``path``. Raises ConfigError with all errors of the configuration before any rank is
+    started."""
     job = Job(loader.load(path, overrides, launching=True), path, tuple(overrides))
     num_ranks = job.config.parallel.logical_ranks or job.world_size
     if misfit := job.config.batch.misfit(num_ranks):
@@ -74,9 +75,9 @@ def plan(path: str, overrides: Sequence[str]) -> Job:
 
 
 def train_command(working: str = "") -> list[str]:
-    """The arguments of python that train: ``driver.py`` of the clone at ``working`` (default: the working folder) or of
-    the clone that the package is in, else ``-m harness train``, which an installed wheel has too. Another ``driver.py``
-    is a script of the user."""
+    """Return the arguments of python that train: ``driver.py`` of the clone at ``working`` (default: the working
+    folder) or of the clone that the package is in, else ``-m harness train``, which an installed wheel has too. Another
+    ``driver.py`` is a script of the user."""
     for folder in (Path(working), Path(__file__).resolve().parents[2]):
         driver = folder / "driver.py"
         if driver.is_file() and b"from harness.__main__ import command" in driver.read_bytes():
@@ -94,8 +95,8 @@ class Engine(Protocol):
 
     @staticmethod
     def render(job: Job) -> str:
-        """The commands or files that ``start`` would run or submit, as text. Raises LaunchError for settings that are
-        missing or that do not apply to this engine."""
+        """Return the commands or files that ``start`` would run or submit, as text. Raises LaunchError for settings
+        that are missing or that do not apply to this engine."""
         ...
 
     @staticmethod

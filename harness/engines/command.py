@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fitting(config: Any, most: int | None) -> int:
-    """The number of ranks that fit this machine."""
+    """Return the number of ranks that fit this machine."""
     _require(_ON_THIS_MACHINE, config, "--nproc auto counts the GPUs of this machine, which is")
     from harness.distributed import devices
 

@@ -36,7 +36,7 @@ def main(path: str, overrides: Sequence[str], dry_run: bool, detach: bool = Fals
 
 
 def engine_of(job: Job) -> Engine:
-    """The engine of ``job``, imported. Raises ConfigError."""
+    """Return the engine of ``job``, imported. Raises ConfigError."""
     name = job.settings.engine
     engine: Engine = plugins.find("engine", name, "launch.engine")
     if missing := [part for part in ("render", "start") if not callable(getattr(engine, part, None))]:

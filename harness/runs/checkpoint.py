@@ -151,7 +151,7 @@ class Checkpoints:
             raise folder_gone(self.run)
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint; None if there has been none. A damaged one is logged and skipped.
+        """Return the newest complete checkpoint; None if there has been none. A damaged one is logged and skipped.
 
         Raises CheckpointError if all are damaged, since starting from scratch would replace the results of this run, or
         if a newer one is of another version of the harness.
@@ -185,11 +185,11 @@ class Checkpoints:
         )
 
     def exist(self) -> bool:
-        """True if there is any, complete or not, or if one is named that was removed."""
+        """Return True if there is any, complete or not, or if one is named that was removed."""
         return bool(steps(self.folder) or self.named(layout.LATEST))
 
     def named(self, pointer: str) -> str:
-        """The name of the checkpoint that ``latest`` or ``best`` points to; empty if there is none."""
+        """Return the name of the checkpoint that ``latest`` or ``best`` points to; empty if there is none."""
         try:
             return read_text(self.folder / pointer).strip()
         except (OSError, ValueError):
@@ -229,13 +229,14 @@ def folder_gone(path: Path) -> CheckpointError:
 
 
 def steps(folder: Path) -> dict[int, Path]:
-    """The checkpoints in ``folder`` by step, complete or not."""
+    """Return the checkpoints in ``folder`` by step, complete or not."""
     found = {layout.step_number(path.name): path for path in folder.glob("*") if path.is_dir()}
     return {step: path for step, path in found.items() if step is not None}
 
 
 def outdated(steps: Iterable[int], latest: int | None, best: int | None, keep: int) -> list[int]:
-    """The checkpoints among ``steps`` to remove: all but the newest ``keep``, the ``latest`` and the ``best``."""
+    """Return the checkpoints among ``steps`` to remove: all but the newest ``keep``, the ``latest`` and the
+    ``best``."""
     # Steps beyond the latest were abandoned by a resume from an earlier one, and do not count as the newest.
     found = sorted(steps)
     current = [step for step in found if latest is None or latest not in found or step <= latest]
@@ -243,8 +244,8 @@ def outdated(steps: Iterable[int], latest: int | None, best: int | None, keep: i
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of the manifest of the checkpoint folder ``path``, which has those of its files; empty if it cannot
-    be read."""
+    """Return the SHA-256 of the manifest of the checkpoint folder ``path``, which has those of its files; empty if it
+    cannot be read."""
     try:
         return sha256(path / layout.MANIFEST)
     except OSError:
@@ -265,7 +266,7 @@ def damage(path: Path) -> str:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """The sealed content of the manifest. Raises CheckpointError."""
+    """Return the sealed content of the manifest. Raises CheckpointError."""
     try:
         content = read_json(path / layout.MANIFEST)
         fields: dict[str, Any] = seals.unsealed(content)
@@ -281,7 +282,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _synced(file: Path) -> dict[str, Any]:
-    """What the manifest records of ``file``, which is now safe on the disk."""
+    """Return what the manifest records of ``file``, which is now safe on the disk."""
     with open(file, "rb") as written:
         os.fsync(written.fileno())
     return {"bytes": file.stat().st_size, "sha256": sha256(file)}

@@ -46,7 +46,7 @@ def write_first(folder: Path, first: RankExit) -> RankExit:
 
 
 def read(logs: Path) -> dict[int, RankExit]:
-    """The records in ``logs``, by rank."""
+    """Return the records in ``logs``, by rank."""
     found = {}
     for path in logs.glob(layout.RANK_EXITS):
         with suppress(OSError, ValueError):

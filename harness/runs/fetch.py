@@ -106,14 +106,14 @@ def attempted(url: str, work: Callable[[], Value]) -> Value:
 
 
 def unreachable(url: str, error: Exception) -> DataError:
-    """The error for a URL whose server, network or credentials fail."""
+    """Return the error for a URL whose server, network or credentials fail."""
     name = type(error).__name__
     what = f"no answer within {TIMEOUT_S:g} s" if "Timeout" in name else f"{name}: {reason(error)}"
     return DataError(f"the file cannot be read: {what}", where=url, hint=remedy_for(url, error, "read"))
 
 
 def remedy_for(url: str, error: Exception, access: str = "list, read, write and delete") -> str:
-    """What to do about ``error`` of an fsspec back end. ``access``: what the credentials must allow."""
+    """Return what to do about ``error`` of an fsspec back end. ``access``: what the credentials must allow."""
     from fsspec.registry import available_protocols, known_implementations
 
     protocol = url.partition("://")[0] if is_url(url) else "file"

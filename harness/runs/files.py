@@ -70,7 +70,7 @@ def write_atomically(path: Path, content: str | bytes, mark: str = "") -> None:
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of the file ``path``, in hexadecimal digits."""
+    """Return the SHA-256 of the file ``path``, in hexadecimal digits."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while chunk := file.read(1 << 22):
@@ -136,7 +136,7 @@ def _is_same(path: Path, place: str) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of ``path``. Raises OSError if it cannot be read or is not a regular file."""
+    """Return the content of ``path``. Raises OSError if it cannot be read or is not a regular file."""
     require_regular_file(path)
     return path.read_bytes()
 
@@ -147,7 +147,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises OSError if it cannot be read, ValueError if it is not JSON."""
+    """Return the content of a JSON file. Raises OSError if it cannot be read, ValueError if it is not JSON."""
     return parse_json(read_text(path))
 
 
@@ -199,7 +199,8 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path:
-    """The absolute path of the cache: ``chosen`` (data.cache_dir) or ``default_cache_dir``. Raises ConfigError."""
+    """Return the absolute path of the cache: ``chosen`` (data.cache_dir) or ``default_cache_dir``. Raises
+    ConfigError."""
     return expanded(chosen or default_cache_dir()).absolute()
 
 

@@ -42,7 +42,7 @@ class FollowedFile:
         self._kept = os.pread(file.fileno(), self._offset - first, first)
 
     def read(self, final: bool = False) -> list[bytes]:
-        """The complete lines since the last call, without their ends; call it until it returns none. A line of
+        """Return the complete lines since the last call, without their ends; call it until it returns none. A line of
         ``limit`` bytes or more comes in parts. ``final``: nothing more is written, so a last line without an end, too.
         """
         try:
@@ -63,7 +63,7 @@ class FollowedFile:
 
 
 def read_entry(line: bytes) -> dict[str, Any] | None:
-    """The entry of the metrics log in ``line``; None if the line is damaged."""
+    """Return the entry of the metrics log in ``line``; None if the line is damaged."""
     try:
         found = parse_json(line)
     except ValueError:

@@ -47,12 +47,12 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def step_name(step: int) -> str:
-    """The folder name of the checkpoint of ``step``."""
+    """Return the folder name of the checkpoint of ``step``."""
     return f"step-{step}"
 
 
 def step_number(name: str) -> int | None:
-    """The step of a checkpoint's folder name; None for any other name."""
+    """Return the step of a checkpoint's folder name; None for any other name."""
     found = _STEP.fullmatch(name.strip())
     return int(found[1]) if found else None
 
@@ -61,10 +61,10 @@ OF_RANKS = "rank-*"  # in LOGS: logs and exit records
 
 
 def rank_log(rank: int) -> str:
-    """The log of ``rank``, inside LOGS."""
+    """Return the log of ``rank``, inside LOGS."""
     return f"rank-{rank}.log"
 
 
 def rank_exit(rank: int | None) -> str:
-    """The exit record of ``rank``, inside LOGS."""
+    """Return the exit record of ``rank``, inside LOGS."""
     return RANK_EXITS.replace("*", str(rank))

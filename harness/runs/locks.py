@@ -94,7 +94,7 @@ class Lock:
             self._marker = None
 
     def is_current(self) -> bool:
-        """Whether ``path`` is still the file or folder that was locked."""
+        """Return whether ``path`` is still the file or folder that was locked."""
         if self._marker is not None:
             return self._marker_path.exists()
         return all(_is_same(path, descriptor) for path, descriptor in self._open.items())

@@ -64,11 +64,11 @@ def judge(
     number: int = 0,
     shares_terminal: bool = False,
 ) -> RunOutcome:
-    """The outcome of the run in ``folder``, from ``exits``, the exits of its ranks. Of two errors, the earlier one in
-    ``exits`` is the first. ``ExitCollector`` puts the failure first on which the ranks have agreed through their store.
-    Then come the ranks' own records, by the clocks of their machines, which may differ by more than it takes an error
-    to reach the other ranks: without an agreement, a consequence may be taken for the cause. The last are those that
-    the engine saw, in the order in which they ended.
+    """Return the outcome of the run in ``folder``, from ``exits``, the exits of its ranks. Of two errors, the earlier
+    one in ``exits`` is the first. ``ExitCollector`` puts the failure first on which the ranks have agreed through their
+    store. Then come the ranks' own records, by the clocks of their machines, which may differ by more than it takes an
+    error to reach the other ranks: without an agreement, a consequence may be taken for the cause. The last are those
+    that the engine saw, in the order in which they ended.
 
     ``exits`` may hold the rank's own record and what the engine saw of the same rank; then the own one counts, since a
     library that aborts after training does no harm. ``stopped``: a user requested the stop, with the signal ``number``
@@ -107,7 +107,7 @@ def judge(
 
 
 def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
-    """The cause of the failure, by the order that ``judge`` documents."""
+    """Return the cause of the failure, by the order that ``judge`` documents."""
 
     in_the_run = [exit for exit in exits if exit.step is not None]
     seen = [exit for exit in exits if exit.step is None]  # by the engine, or of ranks that ended before the run began
@@ -149,7 +149,7 @@ def _without_failure(codes: set[int], stopped: int, folder: str, summary: Mappin
 
 
 def _code_without_failure(codes: set[int], stopped: int) -> int:
-    """The exit code of the run whose ranks ended with ``codes``, by the first line that fits:
+    """Return the exit code of the run whose ranks ended with ``codes``, by the first line that fits:
 
     some rank found an error of the configuration, or of the data     its code
     all were done, or stopped; some of them with a checkpoint         EXIT_STOPPED
@@ -220,7 +220,7 @@ class ExitCollector:
         self._shown = url or str(folder)
 
     def conclude(self, report: EngineReport) -> RunOutcome:
-        """The outcome of a run whose end the engine observed as ``report``. A failure is also written as
+        """Return the outcome of a run whose end the engine observed as ``report``. A failure is also written as
         failure.json."""
         fetched = self._fetch()
         outcome = self._outcome(report)
@@ -243,7 +243,7 @@ class ExitCollector:
         return judge(exits, report.stopped, world_size, self._shown, summary, report.signal, report.shares_terminal)
 
     def _first_reported(self) -> list[RankExit]:
-        """The failure that the ranks agreed on as the first, if they could."""
+        """Return the failure that the ranks agreed on as the first, if they could."""
         if identity(self._failure) != self._earlier_failure and (content := _read(self._failure)):
             with suppress(ValueError):
                 return [RankExit.from_dict(content)]

@@ -31,7 +31,7 @@ def remember(config_text: str) -> None:
 
 
 def is_own(run: Path) -> bool:
-    """True if a start of this user on this machine wrote the configuration in the folder ``run``."""
+    """Return True if a start of this user on this machine wrote the configuration in the folder ``run``."""
     with suppress(OSError, ConfigError):  # the latter without a place for a cache
         return _line(read_bytes(run / layout.CONFIG)) in _known()
     return False

@@ -43,8 +43,8 @@ OwnCode = dict[Path, dict[str, Path]]
 
 
 def facts(config: Config) -> list[Facts]:
-    """What the ranks of a start must have in common, apart from their devices. Raises ConfigError if a part of the user
-    cannot be imported."""
+    """Return what the ranks of a start must have in common, apart from their devices. Raises ConfigError if a part of
+    the user cannot be imported."""
     settings = {
         key: value for key, value in flatten(loader.as_tree(config)).items() if not may_differ_between_ranks(key)
     }
@@ -110,7 +110,7 @@ def _is_installed(path: Path) -> bool:
 
 @functools.cache
 def harness_source() -> str:
-    """A digest of the harness's own code."""
+    """Return a digest of the harness's own code."""
     whole = hashlib.sha256()
     for path in sorted(_HARNESS.rglob("*.py")):
         whole.update(f"{path.relative_to(_HARNESS).as_posix()} {_digest(path)}\n".encode())
@@ -136,7 +136,7 @@ def version(package: str) -> str | None:
 
 
 def code(config: Config) -> dict[str, Any]:
-    """The entries of provenance.json about code: git's answers, and digests, which also exist without git."""
+    """Return the entries of provenance.json about code: git's answers, and digests, which also exist without git."""
     until = time.monotonic() + _GIT_S
     return {
         "git": commit(Path.cwd(), until),
@@ -157,7 +157,8 @@ def code(config: Config) -> dict[str, Any]:
 def of_start(
     runtime: Runtime, backend: str, ranks: Sequence[Mapping[str, str]], code: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The entry of this start in provenance.json. ``ranks``: {"host", "device", "name" of the device} of each rank."""
+    """Return the entry of this start in provenance.json. ``ranks``: {"host", "device", "name" of the device} of each
+    rank."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": [sys.executable, *sys.argv],
@@ -231,7 +232,7 @@ def warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _identity(start: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that determine a result, by name, if ``start`` has them: an older version recorded fewer."""
+    """Return the values that determine a result, by name, if ``start`` has them: an older version recorded fewer."""
     harness, packages, own = (_dict(start.get(key)) for key in ("harness", "packages", "own_code"))
     found = {
         "harness": harness.get("version"),

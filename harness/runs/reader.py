@@ -117,7 +117,8 @@ class Record:
 
 
 def ranks(start: Mapping[str, Any]) -> list[dict[str, str]]:
-    """{"host", "device", "name" of the device} of each rank of a start in provenance.json; empty if it lacks them."""
+    """Return {"host", "device", "name" of the device} of each rank of a start in provenance.json; empty if it lacks
+    them."""
     found = start.get("ranks")
     known = [rank for rank in found if isinstance(rank, dict)] if isinstance(found, list) else []
     return [{key: str(rank.get(key) or "unknown") for key in ("host", "device", "name")} for rank in known]
@@ -139,7 +140,7 @@ def over_starts(values: Iterable[Any]) -> Any:
 
 
 def read(path: Path) -> Record:
-    """The run folder at ``path``. Never raises."""
+    """Return the run folder at ``path``. Never raises."""
     if not path.is_dir():
         return Record(path, path.name, "unreadable", problems=["there is no such folder"])
     problems: list[str] = []
@@ -177,7 +178,7 @@ def find(paths: Iterable[Path]) -> list[Record]:
 
 
 def sweep(path: Path) -> Sweep | None:
-    """The sweep folder at ``path``; None if it is not one."""
+    """Return the sweep folder at ``path``; None if it is not one."""
     if not (path / layout.SWEEP).is_file():
         return None
     problems: list[str] = []
@@ -196,7 +197,7 @@ def sweep(path: Path) -> Sweep | None:
 
 
 def is_run(path: Path) -> bool:
-    """True if ``path`` has any file of a run."""
+    """Return True if ``path`` has any file of a run."""
     return any((path / name).is_file() for name in (layout.CONFIG, layout.METRICS, layout.SUMMARY, layout.FAILURE))
 
 
@@ -238,7 +239,7 @@ def _trials(sweep: Sweep) -> Iterator[Record]:
 
 
 def _trial(entry: dict[str, Any], place: int) -> Trial:
-    """A trial of ``sweep.json``; values of the wrong type are ignored."""
+    """Return a trial of ``sweep.json``; values of the wrong type are ignored."""
     number, params, world, value = (entry.get(key) for key in ("number", "params", "world", "value"))
     return Trial(
         number if isinstance(number, int) else place,
@@ -263,8 +264,8 @@ def _no_run(path: Path) -> ConfigError:
 
 
 def run_hint(path: Path, wanted: str = "a run folder") -> str:
-    """The hint for ``path``, which is not ``wanted``: a run with a similar name, or else the newest runs below ``runs``
-    and ``path``."""
+    """Return the hint for ``path``, which is not ``wanted``: a run with a similar name, or else the newest runs below
+    ``runs`` and ``path``."""
     runs: list[tuple[float, Path]] = []
     for config in (*Path().glob(f"runs/*/{layout.CONFIG}"), *path.glob(f"*/{layout.CONFIG}")):
         results = [file for name in (layout.METRICS, layout.WEIGHTS) if (file := config.with_name(name)).is_file()]
@@ -286,7 +287,7 @@ def _parse(text: str) -> Any:
 
 
 def _content(path: Path, kind: type, problems: list[str], parse: Callable[[str], Any] = _parse) -> Any:
-    """The content of ``path``; empty if there is no such file, or if its type is not ``kind``."""
+    """Return the content of ``path``; empty if there is no such file, or if its type is not ``kind``."""
     try:
         content = parse(read_text(path))
     except FileNotFoundError:
@@ -325,8 +326,8 @@ _HALF = "metrics.jsonl ends mid-line: the run was killed during a write, or is s
 
 
 def read_metrics(path: Path) -> tuple[pa.Table, str]:
-    """The file as a table, one row per line, and what is wrong with it. Keys that a line does not have are null; the
-    columns of training lines always exist."""
+    """Return the file as a table, one row per line, and what is wrong with it. Keys that a line does not have are null;
+    the columns of training lines always exist."""
     try:
         text = read_bytes(path)
     except FileNotFoundError:
@@ -351,7 +352,7 @@ def incomplete(path: Path) -> str:
 
 
 def _line(text: bytes) -> Any:
-    """The value of a line; None if it is damaged, or cannot be a value of arrow."""
+    """Return the value of a line; None if it is damaged, or cannot be a value of arrow."""
     try:
         value = parse_json(text)
         if b"\\u" in text:
@@ -362,14 +363,14 @@ def _line(text: bytes) -> Any:
 
 
 def _deep(text: bytes) -> bool:
-    """True if ``text`` may be nested more deeply than arrow can take."""
+    """Return True if ``text`` may be nested more deeply than arrow can take."""
     if text.count(b"{") + text.count(b"[") <= _MAX_DEPTH:
         return False
     return max(itertools.accumulate((byte in b"{[") - (byte in b"}]") for byte in text)) > _MAX_DEPTH
 
 
 def _table(lines: list[bytes], problems: list[str]) -> tuple[pa.Table, str]:
-    """The ``lines`` as a table, without damaged lines and values, and these with the ``problems`` before."""
+    """Return the ``lines`` as a table, without damaged lines and values, and these with the ``problems`` before."""
     rows = [_line(line) for line in lines if line.strip()]
     good = [row for row in rows if isinstance(row, dict)]
     if len(good) < len(rows):

@@ -43,7 +43,8 @@ _MOVING = "moving_to"  # in start.json: N, while the run is being moved to NAME.
 
 
 def run_folder(config: Config) -> RemoteRunFolder:
-    """The run folder of ``config``, whose ``output`` is a URL. Raises ConfigError if no run can be kept there."""
+    """Return the run folder of ``config``, whose ``output`` is a URL. Raises ConfigError if no run can be kept
+    there."""
     if config.output.startswith("memory://"):
         raise ConfigError(
             f"{config.output} exists only in memory: the run would be lost when the process ends", where="output",
@@ -207,7 +208,7 @@ class RemoteRunFolder(RunFolder):
         return name not in (layout.START, layout.FAILURE)
 
     def _owner(self) -> dict[str, Any]:
-        """The content of ``start.json``, of the start that owns the run; empty if there is none."""
+        """Return the content of ``start.json``, of the start that owns the run; empty if there is none."""
         with contextlib.suppress(ValueError):
             content = json.loads(self.store.read(layout.START))
             return content if isinstance(content, dict) else {}
@@ -370,7 +371,7 @@ def _download(checkpoint: UrlStore, target: Path) -> str:
 
 
 def borrow(config: Config) -> Path:
-    """The local folder of the checkpoint that ``checkpoint.resume`` names; one at a URL is downloaded. Raises
+    """Return the local folder of the checkpoint that ``checkpoint.resume`` names; one at a URL is downloaded. Raises
     ConfigError if there is none, CheckpointError if it is damaged."""
     wanted = config.checkpoint.resume
     if is_url(wanted):

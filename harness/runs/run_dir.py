@@ -196,7 +196,7 @@ class RunFolder:
         return f"the earlier run was moved to {self._move_aside()}: {why}"
 
     def _held(self) -> set[str]:
-        """The files in the folder that a start would replace or continue."""
+        """Return the files in the folder that a start would replace or continue."""
         held = {name for name in (*layout.RESULTS, layout.CONFIG) if os.path.lexists(self.path / name)}
         return held | {_NEWEST} if self.checkpoints.exist() else held
 
@@ -204,7 +204,7 @@ class RunFolder:
         return self.metrics.exists() and self.metrics.stat().st_size > 0
 
     def _is_run(self) -> bool:
-        """True if a start has claimed the folder before: that makes folders first, and the files later."""
+        """Return True if a start has claimed the folder before: that makes folders first, and the files later."""
         return self.checkpoints.folder.is_dir() or self.logs.is_dir()
 
     def _move_aside(self) -> str:
@@ -283,7 +283,7 @@ class RunFolder:
 
 
 def _new_length(saved: dict[str, Any], config: Config) -> str:
-    """A note on train.epochs and train.max_steps if they differ from those ``saved`` at the last start."""
+    """Return a note on train.epochs and train.max_steps if they differ from those ``saved`` at the last start."""
     now = config.train
     pairs = {key: (saved[key], getattr(now, key)) for key in ("epochs", "max_steps") if key in saved}
     changes = [f"train.{key} {was or 'null'} -> {new or 'null'}" for key, (was, new) in pairs.items() if was != new]
@@ -293,7 +293,7 @@ def _new_length(saved: dict[str, Any], config: Config) -> str:
 
 
 def _saved_tree(path: Path, config: Config) -> dict[str, Any]:
-    """The resolved configuration of an earlier run, with defaults for keys that its version did not have.
+    """Return the resolved configuration of an earlier run, with defaults for keys that its version did not have.
 
     A task that ``config`` does not name is not imported, so its defaults are not added; nor is a checkpoint format.
     Raises ConfigError if the file is damaged.

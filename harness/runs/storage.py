@@ -23,10 +23,10 @@ class Store(Protocol):
     """Path or URL, for messages."""
 
     def files(self) -> dict[str, str]:
-        """{name: a mark that changes with the content} of all files."""
+        """Return {name: a mark that changes with the content} of all files."""
 
     def read(self, name: str) -> str:
-        """The text of a small file; empty if there is none."""
+        """Return the text of a small file; empty if there is none."""
 
     def write(self, name: str, text: str) -> None:
         """Replace a small file."""
@@ -123,8 +123,8 @@ class LocalStore:
 
 
 def working_folder(url: str, cache_dir: str | None, purpose: str = "") -> Path:
-    """The local folder for the run or checkpoint at ``url``; its parent belongs to it alone. ``cache_dir`` is the
-    setting of that name; ``purpose`` separates copies that are only read."""
+    """Return the local folder for the run or checkpoint at ``url``; its parent belongs to it alone. ``cache_dir`` is
+    the setting of that name; ``purpose`` separates copies that are only read."""
     name, key = url.rstrip("/").rpartition("/")[2], hashlib.sha256(url.encode()).hexdigest()[:16]
     cache = cache_folder(cache_dir)
     return cache / "runs" / purpose / f"{name}-{key}" / name

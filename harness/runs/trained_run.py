@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> Config:
-    """The configuration of the run folder ``run``, with ``overrides``.
+    """Return the configuration of the run folder ``run``, with ``overrides``.
 
     Raises ConfigError if ``run`` is not a run, has no weights yet, or is not this user's own and does more than set
     values, such as to name a model of its own; ``trust`` allows that.
@@ -51,19 +51,19 @@ def inputs(config: Config) -> list[str]:
 
 
 def weights(run: Path) -> Path:
-    """The file of the best weights."""
+    """Return the file of the best weights."""
     return run / layout.WEIGHTS
 
 
 def best(run: Path) -> dict[str, Tensor]:
-    """The best weights of ``run``, on the CPU, verified. Raises CheckpointError."""
+    """Return the best weights of ``run``, on the CPU, verified. Raises CheckpointError."""
     from harness.runs.weights_file import load_weights
 
     return load_weights(weights(run))
 
 
 def learned(run: Path) -> dict[str, Any]:
-    """What the task recorded about its training data. Raises ConfigError if they cannot be read."""
+    """Return what the task recorded about its training data. Raises ConfigError if they cannot be read."""
     try:
         facts = read_sealed(run / layout.TASK)
         if not isinstance(facts, dict):

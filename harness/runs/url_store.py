@@ -33,7 +33,7 @@ class UrlStore:
         self.has_folders = bool(protocols & _WITH_FOLDERS)
 
     def sibling(self, name: str) -> UrlStore:
-        """The folder ``name`` next to this one."""
+        """Return the folder ``name`` next to this one."""
         return UrlStore(f"{self.where.rpartition('/')[0]}/{name}")
 
     def files(self) -> dict[str, str]:

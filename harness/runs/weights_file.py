@@ -45,8 +45,8 @@ def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 
 
 def load_weights(path: Path, of_run: bool = True) -> dict[str, Tensor]:
-    """The tensors of a safetensors file on the CPU, verified by its digest. ``of_run``: it must have one, as every file
-    of ``save_weights``. Raises CheckpointError."""
+    """Return the tensors of a safetensors file on the CPU, verified by its digest. ``of_run``: it must have one, as
+    every file of ``save_weights``. Raises CheckpointError."""
     what = "the best weights" if of_run else "it"
     try:
         with safe_open(path, "pt") as file:
@@ -63,8 +63,8 @@ def load_weights(path: Path, of_run: bool = True) -> dict[str, Tensor]:
 
 
 def weights_metadata(file: Any) -> dict[str, str]:
-    """What ``save_weights`` recorded in the open safetensors ``file``; empty if another program wrote it, or if it is
-    damaged."""
+    """Return what ``save_weights`` recorded in the open safetensors ``file``; empty if another program wrote it, or if
+    it is damaged."""
     with suppress(ValueError):
         found = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
         return found if isinstance(found, dict) else {}

@@ -48,7 +48,7 @@ class Sample:
     """With the first rows of a classification: the counts over all rows."""
 
     def title(self, row: int) -> str:
-        """A caption for the image of a row, such as "prediction cat, label dog"."""
+        """Return a caption for the image of a row, such as "prediction cat, label dog"."""
         values = dict(zip(self.columns, self.rows[row], strict=True))
         return ", ".join(f"{name} {values[name]}" for name in ("prediction", "label") if values.get(name) is not None)
 

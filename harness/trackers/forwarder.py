@@ -105,7 +105,7 @@ class Forwarder:
 
 
 def _entries(path: Path, offset: int) -> Iterator[Entry]:
-    """The entries before ``offset``, which no longer change."""
+    """Yield the entries before ``offset``, which no longer change."""
     with open(path, "rb") as file:
         while file.tell() < offset and (line := file.readline()):
             yield json.loads(line)

@@ -58,7 +58,7 @@ def require(names: Sequence[str]) -> None:
 
 
 def open_log(path: Path, rank: int, config: Config, config_yaml: str) -> MetricsLog:
-    """The log at ``path`` with the trackers of ``config``; on ranks other than 0 it writes nothing.
+    """Return the log at ``path`` with the trackers of ``config``; on ranks other than 0 it writes nothing.
 
     Raises ConfigError for a tracker that is not installed.
     """
@@ -72,7 +72,7 @@ def open_log(path: Path, rank: int, config: Config, config_yaml: str) -> Metrics
 
 
 def _run_info(folder: Path, config: Config, config_yaml: str) -> RunInfo:
-    """The run's identity in the trackers, kept in trackers.json across resumes."""
+    """Return the run's identity in the trackers, kept in trackers.json across resumes."""
     path = folder / layout.TRACKERS
     try:
         kept = read_json(path)
@@ -124,7 +124,8 @@ class MetricsLog:
         )
 
     def offset(self) -> int:
-        """The size of the log in bytes, all of it synced to disk: a checkpoint relies on these bytes after a crash."""
+        """Return the size of the log in bytes, all of it synced to disk: a checkpoint relies on these bytes after a
+        crash."""
         if self._file is None:
             return 0
         try:
@@ -152,7 +153,7 @@ class MetricsLog:
         self._file = _open(self._path)
 
     def digest(self) -> str:
-        """The SHA-256 of the log so far, which ``rewind`` checks; empty on ranks other than 0."""
+        """Return the SHA-256 of the log so far, which ``rewind`` checks; empty on ranks other than 0."""
         return self._hash.hexdigest() if self._path else ""
 
     def rewind(self, offset: int, digest: str = "", evaluations: Sequence[dict[str, Any]] = ()) -> None:
@@ -204,7 +205,8 @@ class MetricsLog:
             forwarder.show(sample)
 
     def take_cpu_s(self) -> float:
-        """The CPU time of the trackers' threads since the last call: Python code in them holds up the training."""
+        """Return the CPU time of the trackers' threads since the last call: Python code in them holds up the
+        training."""
         before, self._cpu_s = self._cpu_s, sum(forwarder.cpu_s for forwarder in self._forwarders)
         return self._cpu_s - before
 

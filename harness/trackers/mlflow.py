@@ -47,7 +47,7 @@ class Tracker:
         return f"view with: mlflow ui{flag}" if flag else f"view at {uri}"
 
     def _find(self, info: RunInfo) -> str:
-        """The id of this run in MLflow. A new run is created with the settings as parameters."""
+        """Return the id of this run in MLflow. A new run is created with the settings as parameters."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
@@ -74,7 +74,7 @@ class Tracker:
         return run_id
 
     def _last_steps(self) -> dict[str, int]:
-        """{split: the last step that MLflow has}."""
+        """Return {split: the last step that MLflow has}."""
         names = [name for name in self._client.get_run(self._run_id).data.metrics if name.endswith("/epoch")]
         history = {name: self._client.get_metric_history(self._run_id, name) for name in names}
         return {name.partition("/")[0]: max(metric.step for metric in found) for name, found in history.items()}

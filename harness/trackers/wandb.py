@@ -77,7 +77,8 @@ class Tracker:
 
 
 def _has_key() -> bool:
-    """True if W&B can log in without asking: from the environment, or from the netrc file that `wandb login` writes."""
+    """Return True if W&B can log in without asking: from the environment, or from the netrc file that `wandb login`
+    writes."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     return get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None

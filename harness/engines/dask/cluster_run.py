@@ -312,7 +312,7 @@ class ClusterRun:
 
 
 def _order(place: dict[str, Any]) -> tuple[str, ...]:
-    """The ranks of a machine follow each other."""
+    """Return the ranks of a machine follow each other."""
     return place["host"], place["worker"], place["key"]
 
 
@@ -382,8 +382,8 @@ class Files:
     def _chosen(
         self, worker: str, files: Mapping[str, str], pointers: Mapping[str, str], without: Sequence[str]
     ) -> dict[str, str]:
-        """The files to copy to or from ``worker``: its ranks' logs, the checkpoints that ``pointers`` name, and for
-        rank 0's worker all else except ``without``."""
+        """Return the files to copy to or from ``worker``: its ranks' logs, the checkpoints that ``pointers`` name, and
+        for rank 0's worker all else except ``without``."""
         logs = {name for rank in self._ranks[worker] for name in (layout.rank_log(rank), layout.rank_exit(rank))}
 
         def fits(name: str) -> bool:

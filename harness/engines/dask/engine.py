@@ -98,7 +98,7 @@ def _check(job: Job) -> None:
 
 
 def _connect(job: Job, opened: ExitStack) -> Any:
-    """A client of the configured scheduler, or of a cluster on this machine that ends with the run."""
+    """Return a client of the configured scheduler, or of a cluster on this machine that ends with the run."""
     try:
         from distributed import Client, LocalCluster
     except ImportError as error:

@@ -159,7 +159,7 @@ def _run(
 
 
 def _next(inbox: SimpleQueue[Any], wait_s: float = _POLL_S) -> Any:
-    """The next message; None if none comes within ``wait_s``."""
+    """Return the next message; None if none comes within ``wait_s``."""
     try:
         return inbox.get(timeout=wait_s) if wait_s else inbox.get_nowait()
     except Empty:
@@ -175,8 +175,8 @@ async def call(folder: str, function: Callable[..., Any], *arguments: Any) -> An
 
 
 def read_chunk(store: LocalStore, name: str, offset: int, inode: int | None) -> tuple[bytes, bool, int]:
-    """(bytes from ``offset`` on, whether more follow, inode). Pass the inode of the previous call: FileNotFoundError is
-    raised if the file was replaced since."""
+    """Return (bytes from ``offset`` on, whether more follow, inode). Pass the inode of the previous call:
+    FileNotFoundError is raised if the file was replaced since."""
     with open(store.folder / name, "rb") as file:
         found = os.fstat(file.fileno()).st_ino
         if inode not in (None, found):

@@ -152,7 +152,7 @@ class FlyteRun:
 
 
 def _inputs(job: Job) -> Iterator[tuple[str, ...]]:
-    """The words after the file, in groups that belong together."""
+    """Yield the words after the file, in groups that belong together."""
     yield ("experiment",)
     yield ("--config", job.path)
     if job.overrides:

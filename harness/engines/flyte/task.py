@@ -102,7 +102,7 @@ def _error(exit_code: int, text: str) -> Exception:
 
 
 def _first_failure(folder: Path) -> str:
-    """The first failure, if this machine has the run folder."""
+    """Return the first failure, if this machine has the run folder."""
     with suppress(OSError, ValueError, KeyError):
         first = json.loads((folder / layout.FAILURE).read_text(encoding="utf-8"))
         return f"; rank {first['rank']} failed at step {first['step']}: {first['error']}: {first['message']}"
@@ -129,7 +129,7 @@ def _results(job: Job) -> Results:
 
 
 def _report(run: str, page: Path) -> Path | None:
-    """The report on a run, or None if it cannot be written: that must not fail a finished run."""
+    """Return the report on a run, or None if it cannot be written: that must not fail a finished run."""
     with suppress(OSError, subprocess.TimeoutExpired):
         command = [sys.executable, "-m", "harness", "report", run, "--out", str(page)]
         subprocess.run(command, check=False, capture_output=True, timeout=_REPORT_S)

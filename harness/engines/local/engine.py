@@ -247,13 +247,13 @@ class _Growth:
 
 
 def fits(job: Job, num_ranks: int) -> bool:
-    """True if the batch, and the logical ranks, can be divided among ``num_ranks``."""
+    """Return True if the batch, and the logical ranks, can be divided among ``num_ranks``."""
     logical = job.config.parallel.logical_ranks
     return num_ranks <= logical if logical else job.config.batch.misfit(num_ranks) is None
 
 
 def _newest(job: Job) -> str:
-    """The name of the newest checkpoint; empty if there is none."""
+    """Return the name of the newest checkpoint; empty if there is none."""
     try:
         return (job.folder / layout.CHECKPOINTS / layout.LATEST).read_text(encoding="utf-8").strip()
     except OSError:

@@ -191,7 +191,8 @@ class SlurmRun:
         return self._report(self._lost(state, nodes))
 
     def _failed(self) -> bool:
-        """True if a rank has failed in this start. Also checks failure.json: srun may be lost with the first node."""
+        """Return True if a rank has failed in this start. Also checks failure.json: srun may be lost with the first
+        node."""
         failure = identity(self._job.folder / layout.FAILURE)
         if self._output.start != self._seen_start:
             self._seen_start, self._earlier_failure = self._output.start, failure
@@ -212,7 +213,7 @@ class SlurmRun:
         return EngineReport([*exits, *([RankExit.lost(lost)] if lost else [])], self._num_stops > 0)
 
     def _lost(self, state: JobState | None, nodes: str) -> str:
-        """The reason why some ranks left no record, if the job was not stopped on request."""
+        """Return the reason why some ranks left no record, if the job was not stopped on request."""
         known = self._exit_files.read()
         silent = [rank for rank in range(self._job.world_size) if rank not in known]
         if self._num_stops or not silent:
@@ -246,14 +247,14 @@ def _sbatch(text: str, *options: str) -> str:
 
 
 def _hosts(nodes: str) -> list[str]:
-    """The nodes of a list such as ``n[0-1]``."""
+    """Return the nodes of a list such as ``n[0-1]``."""
     with suppress(SlurmUnavailable):
         return ask("scontrol", "show", "hostnames", nodes).split() if nodes else []
     return []
 
 
 def _same_run(job: Job) -> str:
-    """The id of a job of this user that trains into the same run folder; empty if there is none."""
+    """Return the id of a job of this user that trains into the same run folder; empty if there is none."""
     with suppress(SlurmUnavailable):
         lines = ask("squeue", "--me", "--noheader", f"--name={job.config.name}", "--format=%i %k").splitlines()
         return next((number for number, _, comment in (line.partition(" ") for line in lines)
@@ -280,7 +281,7 @@ def settings_of(job: Job) -> Settings:
 
 
 def script(job: Job) -> str:
-    """The script for ``sbatch``. Raises LaunchError for settings that have no meaning for Slurm."""
+    """Return the script for ``sbatch``. Raises LaunchError for settings that have no meaning for Slurm."""
     _check(job)
     settings, slurm = job.settings, settings_of(job)
     options = [f"job-name={job.config.name}", *_options(job)]
@@ -298,7 +299,7 @@ def script(job: Job) -> str:
 
 
 def _options(job: Job) -> list[str]:
-    """The options of sbatch, without their dashes."""
+    """Return the options of sbatch, without their dashes."""
     settings, slurm = job.settings, settings_of(job)
     cpus = slurm.cpus_per_task or settings.threads + job.config.data.num_workers
     values = {
@@ -417,7 +418,7 @@ class JobOutput:
 
 
 def _code(text: str) -> int | None:
-    """The exit code, or minus the signal number, in srun's report on a task; None for any other text."""
+    """Return the exit code, or minus the signal number, in srun's report on a task; None for any other text."""
     if found := re.match(r"Exited with exit code (\d+)", text):
         return int(found.group(1))
     return _SIGNALS.get(text.partition(" (core")[0])
@@ -454,7 +455,7 @@ class JobState:
 
 
 def job_state(number: str) -> JobState | None:
-    """The state of a job; None if Slurm no longer lists it. Raises SlurmUnavailable."""
+    """Return the state of a job; None if Slurm no longer lists it. Raises SlurmUnavailable."""
     try:
         text = ask("scontrol", "show", "job", "-o", number)
     except SlurmUnavailable as error:
@@ -465,7 +466,7 @@ def job_state(number: str) -> JobState | None:
 
 
 def parse(line: str) -> JobState:
-    """The state in one line of ``scontrol show job -o``."""
+    """Return the state in one line of ``scontrol show job -o``."""
 
     def value(key: str) -> str:
         found = re.search(rf"(?:^| ){key}=(.*?)(?= \S+=| *$)", line)  # a path may contain blanks
@@ -478,7 +479,7 @@ def parse(line: str) -> JobState:
 
 
 def down(nodes: str) -> str:
-    """The lost nodes among ``nodes``, such as "n1 (down*)"; empty if there are none or Slurm does not answer."""
+    """Return the lost nodes among ``nodes``, such as "n1 (down*)"; empty if there are none or Slurm does not answer."""
     try:
         lines = ask("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").splitlines() if nodes else []
     except SlurmUnavailable:

@@ -101,7 +101,8 @@ class TorchrunRun:
             self._agent.end(within_s=KILL_S)
 
     def _ended_here(self) -> Cause | None:
-        """The end of the run on this machine, by its ranks' exits; None while it runs, or if it may be restarted."""
+        """Return the end of the run on this machine, by its ranks' exits; None while it runs, or if it may be
+        restarted."""
         attempt, exits, _ = read_errors(self._errors)
         codes = [exit.exit_code for exit in exits]
         if not codes:
@@ -127,7 +128,7 @@ class TorchrunRun:
         return EngineReport(exits, stopped, world_size, shares_terminal=True)
 
     def _lost(self, code: int, exits: list[RankExit], world_size: int, stopped: bool) -> str:
-        """The reason why some ranks left no record, if the run has failed."""
+        """Return the reason why some ranks left no record, if the run has failed."""
         codes = {exit.exit_code for exit in exits}
         # All ranks finish together, and a rank of this machine that was refused has printed why.
         if code == 0 or codes == {EXIT_DONE} or EXIT_USAGE in codes:
@@ -181,7 +182,7 @@ class Rendezvous:
         return self.min_nodes < self.nnodes
 
     def options(self) -> list[str]:
-        """The options of torchrun."""
+        """Return the options of torchrun."""
         if not self.host:
             return ["--standalone", f"--local-addr={self.address}"]
         if self.node_rank is not None:
@@ -197,7 +198,7 @@ class Rendezvous:
                 f"--rdzv-conf={','.join(f'{key}={value}' for key, value in conf.items())}"]  # fmt: skip
 
     def environ(self) -> dict[str, str]:
-        """The variables for torchrun and its ranks."""
+        """Return the variables for torchrun and its ranks."""
         if self.node_rank is not None:
             return {FIXED_MACHINES: "1"}
         # By default torchrun keeps the address of the first rendezvous for all later ones. After the first machine has
@@ -205,7 +206,7 @@ class Rendezvous:
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.host else {}
 
     def failed(self) -> LaunchError:
-        """The error of a launcher that ended before it had started a rank."""
+        """Return the error of a launcher that ended before it had started a rank."""
         if not self.host:
             return LaunchError("torchrun started no rank; its error is printed above")
         least = self.min_nodes if self.elastic else self.nnodes
@@ -218,7 +219,7 @@ class Rendezvous:
 
 
 def rendezvous_of(job: Job) -> Rendezvous:
-    """The rendezvous that the settings of ``job`` describe, as seen from this machine. Raises LaunchError."""
+    """Return the rendezvous that the settings of ``job`` describe, as seen from this machine. Raises LaunchError."""
     settings, own = job.settings, _own(job)
     least = own.min_nodes or settings.nnodes
     _check(job, least)
@@ -315,7 +316,8 @@ def _own_address(job: Job, host: str) -> str:
 
 
 def read_errors(folder: Path) -> tuple[int, list[RankExit], int | None]:
-    """The newest attempt, from 0; the exits of its local ranks so far, by time; and the world size they reported."""
+    """Return the newest attempt, from 0; the exits of its local ranks so far, by time; and the world size they
+    reported."""
     folders = attempts(folder)
     newest = max(folders, default=0)
     exits, world_size = [], None
@@ -327,7 +329,7 @@ def read_errors(folder: Path) -> tuple[int, list[RankExit], int | None]:
 
 
 def attempts(folder: Path) -> dict[int, Path]:
-    """The folder of each start of this machine's ranks, by number."""
+    """Return the folder of each start of this machine's ranks, by number."""
     return {int(path.name.rpartition("_")[2]): path for path in folder.glob("*/attempt_*")}
 
 

@@ -52,7 +52,7 @@ class Format(ABC):
 
 
 def find(name: str, where: str = "checkpoint.format") -> Format:
-    """The format ``name``. Raises ConfigError at ``where`` if there is none."""
+    """Return the format ``name``. Raises ConfigError at ``where`` if there is none."""
     part = plugins.find("format", name, where)
     if not (inspect.isclass(part) and issubclass(part, Format)):
         raise plugins.wrong_kind(name, "harness.runs.formats.base.Format", where)

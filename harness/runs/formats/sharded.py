@@ -64,7 +64,8 @@ class Format(whole.Format):
 
 
 def _split(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """(``tree`` with marks in place of its sharded tensors, {key: sharded tensor}). Keys join the path with slashes."""
+    """Return (``tree`` with marks in place of its sharded tensors, {key: sharded tensor}). Keys join the path with
+    slashes."""
     from torch.distributed.tensor import DTensor
 
     found: dict[str, Tensor] = {}
