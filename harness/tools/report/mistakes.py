@@ -32,6 +32,7 @@ MAX_CLASSES = 60  # of a matrix that is drawn; larger ones only have a list of p
 MAX_SHOWN = 24  # mistakes
 MAX_PAIRS = 10
 _PIXELS = 96  # longer side of an image on the page
+_BEST_LABELS = [f"label_{place}" for place in range(1, 6)]  # of many classes, predictions.csv has only the five best
 _PUBLISHED = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 
 
@@ -136,14 +137,15 @@ def read_predictions(path: Path) -> pa.Table | None:
     A row whose input could not be read has no prediction. A class may be named "NA" or "null".
     """
     options = pyarrow.csv.ConvertOptions(
-        column_types=dict.fromkeys(("id", "prediction", "label"), pa.string()),
+        column_types=dict.fromkeys(("id", "prediction", "label", *_BEST_LABELS), pa.string()),
         null_values=[""],
         strings_can_be_null=True,
         quoted_strings_can_be_null=False,
     )
+    lines = pyarrow.csv.ParseOptions(newlines_in_values=True)  # texts may have line breaks
     try:
         require_regular_file(path)
-        table = pyarrow.csv.read_csv(path, convert_options=options)
+        table = pyarrow.csv.read_csv(path, parse_options=lines, convert_options=options)
     except (OSError, pa.ArrowInvalid):
         return None
     if not {"prediction", "label"} <= set(table.column_names):
@@ -190,7 +192,7 @@ def _errors(table: pa.Table) -> np.ndarray:
 def _scores(wrong: pa.Table, separator: str) -> np.ndarray:
     """Return the probability of each prediction; 0 if the table has none. With a ``separator``, rows have several
     labels: the largest probability of a label that is wrong, or that a missing label was given of being absent."""
-    if "score" in wrong.column_names:  # with many classes, predictions.csv has only the five best
+    if "score" in wrong.column_names:
         columns = ["score"]
     else:
         columns = [name for name in wrong.column_names if name.startswith("score_")]
@@ -200,10 +202,18 @@ def _scores(wrong: pa.Table, separator: str) -> np.ndarray:
     scores = np.nan_to_num(np.stack([wrong[name].to_numpy().astype(float) for name in numbers]))
     if separator and numbers != ["score"]:
         labels = [set(text.split(separator)) for text in wrong["label"].to_pylist()]
-        true = np.asarray([[name.removeprefix("score_") in each for each in labels] for name in numbers])
+        true = [[label in each for label, each in zip(_scored(wrong, name), labels, strict=True)] for name in numbers]
         scores = np.where(true, 1 - scores, scores)
     best: np.ndarray = scores.max(axis=0)
     return best
+
+
+def _scored(wrong: pa.Table, column: str) -> list[str]:
+    """Return the label that each row's number in ``column`` is of: score_cat of cat, score_1 of that row's label_1."""
+    name = column.removeprefix("score_")
+    if f"label_{name}" in wrong.column_names:
+        return [str(label) for label in wrong[f"label_{name}"].to_pylist()]
+    return [name] * len(wrong)
 
 
 # Images

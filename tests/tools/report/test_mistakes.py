@@ -197,3 +197,23 @@ def test_several_labels_and_numbers(folder):
         ["label", "f1", "rows"],
         [["c", "0.2", "9"], ["a", "0.9", "3"], ["b", "–", "0"]],
     )
+
+
+def test_of_many_labels_the_five_best_are_named_in_each_row(folder):
+    """score_1 is of label_1, whose name may look like a number."""
+    subject = run(folder)
+    subject.settings["task.labels.separator"] = "|"
+    (folder / "predictions.csv").write_text(
+        "id,prediction,label,label_1,score_1,label_2,score_2\n0,01|7,01,01,0.95,7,0.6\n1,,7,7,0.3,01,0.2\n"
+    )
+    shown, _, _ = mistakes.most_confident(subject)
+    assert [(m.row, m.shown) for m in shown] == [("1", "70.0 %"), ("0", "60.0 %")]
+
+
+def test_texts_of_a_long_table_may_have_line_breaks(folder):
+    text = "\n".join(["a line of a text"] * 5)
+    lines = [f'{row},a,{"ab"[row % 2]},0.9,"{text}"\n' for row in range(20_000)]  # more than a block of the reader
+    (folder / "predictions.csv").write_text("id,prediction,label,score,text\n" + "".join(lines))
+    shown, wrong, rows = mistakes.most_confident(run(folder))
+    assert (wrong, rows) == (10_000, 20_000)
+    assert shown[0].row == text
