@@ -137,16 +137,23 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
     job, step = (_number(environ, n, 0) if n in environ else 0 for n in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     # With the step: steps of one job may run at the same time on one node.
     port = _number(environ, "MASTER_PORT", 0, 65535) if "MASTER_PORT" in environ else 20000 + (job + 97 * step) % 12768
-    per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1")))
+    per_node = _expanded(environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1")))
+    node = _number(environ, "SLURM_NODEID", 0) if "SLURM_NODEID" in environ else 0
     return Launch(
         rank=_number(environ, "SLURM_PROCID", 0, world_size - 1),
         local_rank=_number(environ, "SLURM_LOCALID", 0, world_size - 1),
         world_size=world_size,
-        local_world_size=int(per_node.group()) if per_node else 1,
+        local_world_size=per_node[min(node, len(per_node) - 1)],
         master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
         master_port=port,
         by="srun",
     )
+
+
+def _expanded(counts: str) -> list[int]:
+    """Return Slurm's number of tasks of each node: "4(x2),3" is 4, 4, 3."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(number) for number, times in found for _ in range(int(times or 1))] or [1]
 
 
 def first_host(nodelist: str) -> str:

@@ -12,10 +12,10 @@ _NO_LIMIT_BYTES = 2**60  # cgroup v1 expresses "no limit" by a number of about t
 def memory_of(root: Path = Path("/")) -> tuple[int, int, bool]:
     """Return (total bytes, free bytes, True if a cgroup sets the total). ``root`` is the root of the file system."""
     total, free = _memory(root)
-    limit, used = memory_limit(root)
-    if limit is not None and limit < total:
-        total, free = limit, min(free, limit - used)
-    return total, free, limit == total
+    limits = memory_limits(root)
+    least = min((limit for limit, _ in limits), default=total)
+    free = max(min([free, *(unused for _, unused in limits)]), 0)
+    return min(total, least), free, least < total
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -28,27 +28,42 @@ def usable_cores(root: Path = Path("/")) -> int:
 def cpu_quota(root: Path) -> float | None:
     """CPU time that the cgroups of this process allow, in cores; None without a limit."""
     quotas = []
-    for text in _cgroup(root, "cpu", "cpu.max"):
-        allowed, _, period = text.partition(" ")
-        if allowed != "max":
+    for group in _cgroups(root, "cpu"):
+        allowed, _, period = _text(group / "cpu.max").partition(" ")
+        allowed = allowed or _text(group / "cpu.cfs_quota_us")
+        period = period or _text(group / "cpu.cfs_period_us")
+        if allowed.isdecimal():  # not "max", or -1
             quotas.append(int(allowed) / int(period or 100000))
-    periods = _cgroup(root, "cpu", "cpu.cfs_period_us")
-    for text, period in zip(_cgroup(root, "cpu", "cpu.cfs_quota_us"), periods, strict=False):
-        if int(text) > 0:
-            quotas.append(int(text) / int(period))
     return min(quotas, default=None)
 
 
-def memory_limit(root: Path) -> tuple[int | None, int]:
-    """Return (bytes that the cgroups of this process allow, or None; bytes in use)."""
-    limits = [*_cgroup(root, "memory", "memory.max"), *_cgroup(root, "memory", "memory.limit_in_bytes")]
-    numbers = [int(limit) for limit in limits if limit != "max" and int(limit) < _NO_LIMIT_BYTES]
-    used = [*_cgroup(root, "memory", "memory.current"), *_cgroup(root, "memory", "memory.usage_in_bytes")]
-    return min(numbers, default=None), max(map(int, used), default=0)
+def memory_limits(root: Path) -> list[tuple[int, int]]:
+    """Return (bytes that it allows, bytes of them that are free) of each cgroup of this process that has a limit.
+    Cached files count as free: the system drops them before it refuses memory."""
+    found = []
+    for group in _cgroups(root, "memory"):
+        limit = _text(group / "memory.max") or _text(group / "memory.limit_in_bytes")
+        used = _text(group / "memory.current") or _text(group / "memory.usage_in_bytes")
+        if limit.isdecimal() and int(limit) < _NO_LIMIT_BYTES:
+            found.append((int(limit), int(limit) - max(int(used or 0) - _cached(group), 0)))
+    return found
 
 
-def _cgroup(root: Path, controller: str, name: str) -> list[str]:
-    """Contents of the file ``name`` in this process's cgroup and all its parents, for cgroup versions 1 and 2."""
+def _cached(group: Path) -> int:
+    """Return the bytes of cached files of a cgroup and its children."""
+    facts = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines())
+    names = ("inactive_file", "active_file")
+    # Version 1 counts the children under other names.
+    return sum(int(facts.get(f"total_{name}", facts.get(name, 0))) for name in names)
+
+
+def _text(file: Path) -> str:
+    """Return the content of a file of a cgroup; empty if there is none."""
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+
+
+def _cgroups(root: Path, controller: str) -> list[Path]:
+    """Return the folders of this process's cgroup and all its parents, for cgroup versions 1 and 2."""
     found = []
     own = root / "proc/self/cgroup"
     for line in own.read_text(encoding="utf-8").splitlines() if own.is_file() else []:
@@ -58,8 +73,7 @@ def _cgroup(root: Path, controller: str, name: str) -> list[str]:
         top = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = top / path.strip("/")  # may be invisible in a container, unlike its parents
         for each in [group, *group.parents]:
-            if (each / name).is_file():
-                found.append((each / name).read_text(encoding="utf-8").strip())
+            found.append(each)
             if each == top:
                 break
     return found

@@ -35,8 +35,9 @@ def name(number: int) -> str:
 
 
 def ended_by(number: int) -> int:
-    """Return the exit code of a process that a signal ended, as in shells: 130 for SIGINT, 143 for SIGTERM."""
-    return 128 + number
+    """Return the exit code of a process that a signal ended, as in shells: 130 for SIGINT, 143 for SIGTERM, and for the
+    warning that a scheduler sends before it."""
+    return 128 + (signal.SIGTERM if number == WARNING else number)
 
 
 def end_now(number: int) -> None:

@@ -134,8 +134,8 @@ class Checkpoints:
         self._require_run()
         try:
             with replacing(path) as temporary:
-                # In a folder that uploads skip.
-                save_weights(weights, temporary, {"step": str(step)}, temporary_for(self.folder / layout.WEIGHTS))
+                # In a folder that uploads skip, on the disk of ``path``: ``checkpoints`` may be a link to another one.
+                save_weights(weights, temporary, {"step": str(step)}, work=temporary_for(path, "work"))
             write_atomically(self.folder / layout.BEST, layout.step_name(step) + "\n")
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             raise CheckpointError(
@@ -189,11 +189,17 @@ class Checkpoints:
         return bool(steps(self.folder) or self.named(layout.LATEST))
 
     def named(self, pointer: str) -> str:
-        """Return the name of the checkpoint that ``latest`` or ``best`` points to; empty if there is none."""
+        """Return the name of the checkpoint that ``latest`` or ``best`` points to; empty if there is none. Raises
+        CheckpointError if the disk or its server fails: the checkpoint may exist."""
         try:
             return read_text(self.folder / pointer).strip()
-        except (OSError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return ""
+        except OSError as error:
+            again = "run the same command again: it resumes from the newest checkpoint"
+            raise CheckpointError(
+                f"it cannot be read: {reason(error)}", where=str(self.folder / pointer), hint=remedy(error, again)
+            ) from None
 
     @contextmanager
     def pinned(self) -> Iterator[dict[str, str]]:
@@ -208,10 +214,15 @@ class Checkpoints:
             self._pinned = set()
 
     def sweep(self) -> None:
-        """Remove all but the best and the newest ``keep``, and what a crash left incomplete."""
+        """Remove all but the best and the newest ``keep``, and what a crash left incomplete. Nothing is removed while
+        it is unknown which is the best."""
         with self._lock:
             found = steps(self.folder)
-            latest, best = (layout.step_number(self.named(pointer)) for pointer in (layout.LATEST, layout.BEST))
+            try:
+                latest, best = (layout.step_number(self.named(pointer)) for pointer in (layout.LATEST, layout.BEST))
+            except CheckpointError as error:
+                log.warning("older checkpoints are not removed: %s", error)
+                return
             for step in outdated(found, latest, best, self.keep):
                 if found[step] not in self._pinned:
                     shutil.rmtree(found[step], ignore_errors=True)

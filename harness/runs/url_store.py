@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,9 @@ from harness.runs.files import replacing
 
 # Protocols with real folders, which must be created, and where a file is visible before it is complete. Object stores
 # have neither, and some take "make this folder" for "make this bucket".
-_WITH_FOLDERS = {"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "dbfs"}
+_WITH_FOLDERS = {"file", "local", "sftp", "ssh"}
+# To remove an empty folder removes full ones there, or a file cannot take the place of another.
+_REFUSED = {"hdfs", "arrow_hdfs", "webhdfs", "dbfs", "smb", "ftp"}
 
 
 class UrlStore:
@@ -26,6 +29,11 @@ class UrlStore:
     def __init__(self, url: str) -> None:
         """Finds the package for the protocol; does not connect."""
         self.where = url.rstrip("/")
+        if refused := _REFUSED & {part.partition("://")[0].lower() for part in self.where.split("::")}:
+            raise ConfigError(
+                f"{refused.pop()}:// cannot keep a run: a start could lose files there", where=self.where,
+                hint="use another store, such as s3://BUCKET/runs or sftp://HOST/runs, or a folder",
+            )  # fmt: skip
         with _explaining(self.where):
             self._fs, path = fsspec.core.url_to_fs(self.where)
         self._path = path.rstrip("/")
@@ -76,8 +84,15 @@ class UrlStore:
         self._place(name, lambda path: self._fs.put_file(str(source), path))
 
     def copy(self, name: str, other: UrlStore) -> None:
-        """Copy a file to ``other``, inside the storage service."""
-        other._place(name, lambda path: self._fs.cp_file(self._path_of(name), path))
+        """Copy a file to ``other``, inside the storage service if it can."""
+        other._place(name, lambda path: self._copy(self._path_of(name), path))
+
+    def _copy(self, path: str, target: str) -> None:
+        try:
+            self._fs.cp_file(path, target)
+        except NotImplementedError:  # as over SFTP
+            with self._fs.open(path, "rb") as file, self._fs.open(target, "wb") as copy:
+                shutil.copyfileobj(file, copy, 1 << 22)
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:

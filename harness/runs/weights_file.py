@@ -30,9 +30,9 @@ def on_host(weights: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str], work: Path) -> None:
-    """Write a safetensors file in the folder ``work``, and move it to ``path``. Its metadata have ``metadata`` and a
-    digest of the content, so that the two cannot disagree. The folder is removed at the end, and before, if a killed
-    process left it."""
+    """Write a safetensors file in the folder ``work``, on the same disk, and move it to ``path``. Its metadata have
+    ``metadata`` and a digest of the content, so that the two cannot disagree. The folder is removed at the end, and
+    before, if a killed process left it."""
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:

@@ -40,6 +40,15 @@ def test_torchrun_is_recognized():
     assert "torch" in launch.by
 
 
+@pytest.mark.parametrize(
+    ("counts", "node", "expected"),
+    [("2(x2)", "1", 2), ("4,3", "0", 4), ("4,3", "1", 3), ("4(x2),3", "2", 3), ("5", "0", 5)],
+)
+def test_each_node_of_slurm_has_its_own_number_of_tasks(counts, node, expected):
+    environ = SLURM | {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node}
+    assert detect(environ).local_world_size == expected
+
+
 @pytest.mark.parametrize("missing", TORCH)
 def test_incomplete_set_is_reported_with_the_missing_names(missing):
     environ = {name: value for name, value in TORCH.items() if name != missing}

@@ -18,6 +18,7 @@ from harness.distributed import signals
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop, on_signals
+from harness.errors import EXITS_BY_SIGNAL
 from tests.end_to_end.processes import wait_until
 from tests.ranks import run_ranks, start, wait_for
 
@@ -74,6 +75,13 @@ def test_decision_now_includes_every_request(asking):
 
 
 # Signals
+
+
+def test_the_exit_code_of_each_signal_is_known_to_launchers():
+    for number in NUMBERS:
+        stop = Stop(Runtime())
+        stop.hear(number)
+        assert stop.exit_code in EXITS_BY_SIGNAL
 
 
 NUMBERS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness.errors import CheckpointError
-from harness.runs import files
+from harness.runs import checkpoint, files
 from harness.runs.checkpoint import VERSION, Checkpoints, damage, read
 from harness.runs.storage import LocalStore
 from harness.runs.weights_file import load_weights, on_host, save_weights
@@ -297,6 +298,44 @@ def test_the_best_is_kept_too(tmp_path):
     checkpoints.mark_best(4, on_host(weights), tmp_path / "weights.safetensors")
     assert names(checkpoints) == ["best", "latest", "step-3", "step-4"]
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("pointer", ["best", "latest"])
+def test_nothing_is_removed_while_a_pointer_cannot_be_read(tmp_path, monkeypatch, log, pointer):
+    checkpoints = made(tmp_path, 10, keep=1)
+    checkpoints.mark_best(10, {"w": torch.ones(1)}, tmp_path / "weights.safetensors")
+    real = checkpoint.read_text
+
+    def stale(path):
+        if path.name == pointer:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "read_text", stale)
+        for step in (20, 30):
+            checkpoints.write(step, content(step))
+        assert {"step-10", "step-20", "step-30"} <= set(names(checkpoints))
+        with pytest.raises(CheckpointError, match="cannot be read"), checkpoints.pinned():
+            pass
+        if pointer == "latest":  # a higher number may belong to an abandoned step
+            with pytest.raises(CheckpointError, match="cannot be read"):
+                checkpoints.newest()
+    checkpoints.sweep()
+    assert names(checkpoints) == ["best", "latest", "step-10", "step-30"]
+
+
+def test_the_best_weights_and_checkpoints_on_another_disk(tmp_path, monkeypatch):
+    checkpoints, real = made(tmp_path, 10), os.replace
+
+    def replace(source, target):  # a file system of its own, behind a link
+        if checkpoints.folder in Path(source).parents and checkpoints.folder not in Path(target).parents:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), source)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    checkpoints.mark_best(10, {"w": torch.ones(1)}, tmp_path / "weights.safetensors")
+    assert load_weights(tmp_path / "weights.safetensors").keys() == {"w"}
 
 
 def test_best_weights_that_cannot_be_written(tmp_path):

@@ -106,6 +106,26 @@ def test_an_unknown_protocol():
     assert "s3://BUCKET/runs" in caught.value.hint
 
 
+@pytest.mark.parametrize("url", ["hdfs://host/runs", "webhdfs://host/runs", "simplecache::smb://host/runs"])
+def test_a_store_that_may_lose_files_is_refused(url):
+    """fsspec removes a folder of HDFS with all that is in it, where another store refuses to."""
+    with pytest.raises(ConfigError, match="cannot keep a run") as caught:
+        UrlStore(url)
+    assert caught.value.where == url
+
+
+def test_a_copy_where_the_service_cannot_copy(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise NotImplementedError  # as fsspec for SFTP
+
+    monkeypatch.setattr(LocalFileSystem, "cp_file", refuse)
+    store = UrlStore(f"file://{tmp_path}/runs/digits")
+    store.write("a/b", "text")
+    store.copy("a/b", store.sibling("digits.1"))
+    assert (tmp_path / "runs" / "digits.1" / "a" / "b").read_text() == "text"
+    assert set(store.sibling("digits.1").files()) == {"a/b"}
+
+
 def test_a_package_that_is_not_installed(monkeypatch):
     def absent(protocol):
         raise ImportError("Install s3fs to access S3")

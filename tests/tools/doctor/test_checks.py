@@ -324,17 +324,37 @@ V1_FREE = V1 | {
     "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
     "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
 }
+V2_CACHE = V2 | {
+    "sys/fs/cgroup/job/memory.current": f"{8 * GIB}\n",
+    "sys/fs/cgroup/job/memory.stat": f"anon 1\ninactive_file {5 * GIB}\nactive_file {GIB}\nshmem 7\n",
+}
+V1_CACHE = V1 | {
+    "sys/fs/cgroup/memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}\n",
+}
+STEP = V2 | {  # a step of a job that uses more than the step's limit
+    "sys/fs/cgroup/job/step/memory.max": f"{4 * GIB}\n",
+    "sys/fs/cgroup/job/memory.max": f"{128 * GIB}\n",
+    "sys/fs/cgroup/job/memory.current": f"{100 * GIB}\n",
+}
 
 
 @pytest.mark.parametrize(
-    ("files", "cores", "limit", "used"),
-    [(V2, 4.0, 8 * GIB, 3 * GIB), (V1, 4.0, 8 * GIB, 3 * GIB), (V1_FREE, None, None, 3 * GIB), ({}, None, None, 0)],
-    ids=["v2", "v1", "v1 without limits", "none"],
+    ("files", "cores", "limits"),
+    [
+        (V2, 4.0, [(8 * GIB, 5 * GIB)]),
+        (V2_CACHE, 4.0, [(8 * GIB, 6 * GIB)]),
+        (STEP, 4.0, [(4 * GIB, 2 * GIB), (128 * GIB, 28 * GIB)]),
+        (V1, 4.0, [(8 * GIB, 5 * GIB)]),
+        (V1_CACHE, 4.0, [(8 * GIB, 7 * GIB)]),
+        (V1_FREE, None, []),
+        ({}, None, []),
+    ],
+    ids=["v2", "v2 with cached files", "a step", "v1", "v1 with cached files", "v1 without limits", "none"],
 )
-def test_control_groups(tmp_path, files, cores, limit, used):
+def test_control_groups(tmp_path, files, cores, limits):
     system = write(tmp_path, files)
     assert machine.cpu_quota(system.root) == cores
-    assert machine.memory_limit(system.root) == (limit, used)
+    assert machine.memory_limits(system.root) == limits
 
 
 def meminfo(total: int, available: int) -> dict[str, str]:
@@ -349,6 +369,8 @@ def meminfo(total: int, available: int) -> dict[str, str]:
         (meminfo(64 * GIB, GIB // 2), "note", "64.0 GiB, 0.5 GiB free"),
         (meminfo(64 * GIB, 100 * MIB), "problem", "64.0 GiB, 0.1 GiB free"),
         (meminfo(4 * GIB, 3 * GIB) | V2, "ok", "4.0 GiB, 3.0 GiB free"),
+        (meminfo(64 * GIB, 32 * GIB) | STEP, "ok", "4.0 GiB (limit of the cgroup), 2.0 GiB free"),
+        (meminfo(64 * GIB, 32 * GIB) | V2_CACHE, "ok", "8.0 GiB (limit of the cgroup), 6.0 GiB free"),
     ],
 )
 def test_memory(tmp_path, files, mark, text):
