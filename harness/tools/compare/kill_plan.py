@@ -42,7 +42,8 @@ class Progress:
 def choose(
     done: Progress, num: int, world_size: int, startup_s: float, uploads: bool, chance: random.Random
 ) -> list[Kill]:
-    """``num`` moments in the order in which a run reaches them. ``startup_s``: from the command to the first step."""
+    """``num`` moments in the order in which a run reaches them, one of them after the first checkpoint, so that even a
+    single kill tests a resume. ``startup_s``: from the command to the first step."""
     more: list[Place] = ["step", "step", "checkpoint", "checkpoint", "evaluation", "best weights", "start"]
     if done.predicts:
         more.append("predictions")
@@ -59,6 +60,8 @@ def choose(
             "best weights": done.evaluations[:1] or [done.last],
             "predictions": [done.last],
         }.get(place, range(1, done.last + 1))
+        if not found and done.checkpoints and done.checkpoints[0] < done.last:  # the place is "step"
+            steps = range(done.checkpoints[0] + 1, done.last + 1)
         kill = Kill(
             place, chance.choice(steps), chance.randrange(world_size), chance.random() < 0.5, chance.randint(1, 2),
             chance.uniform(0.05, 0.95), chance.uniform(0.0, startup_s),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from harness.tools.compare.first_difference import FirstDifference
 from harness.tools.compare.kill_plan import Progress
 from harness.tools.compare.starts import Starts
 
+_RESUMED = re.compile(r"resumed from .*: epoch \d+, step (\d+)$", re.M)  # logged after a checkpoint has been restored
 UNINTERRUPTED, KILLED, AGAIN = "uninterrupted", "killed", "uninterrupted-again"
 
 
@@ -43,7 +45,8 @@ class VerifyRequest:
 
 
 def verify(request: VerifyRequest) -> bool:
-    """Run and compare; print what happens. True if the killed run equals the uninterrupted one bit for bit.
+    """Run and compare; print what happens. True if the killed run resumed from a checkpoint in the middle, and equals
+    the uninterrupted one bit for bit.
 
     Raises HarnessError if the configuration is wrong, or if a run fails without a kill.
     """
@@ -104,11 +107,11 @@ def _verify(request: VerifyRequest, config: Config, sizes: Sequence[int], folder
     _print(f"about {_minutes((request.kills + 1) * startup_s + 1.5 * done.wall_s)} remaining")
     chance = random.Random(request.seed)
     kills = kill_plan.choose(done, request.kills, nnodes * max(sizes), startup_s, is_url(config.output), chance)
-    num_kills = _killed(runs, kills, [nnodes * size for size in sizes], nnodes)
+    num_kills, resumed = _killed(runs, kills, [nnodes * size for size in sizes], nnodes)
     found = differences(runs.folder_of(UNINTERRUPTED), runs.folder_of(KILLED))
     if not found:
-        if not num_kills:
-            _print("not tested: the run ended before the first kill; train longer with --steps N")
+        if why := _why_not_tested(num_kills, resumed, done):
+            _print(f"not tested: {why}")
             return False
         compared = (
             f"{plural(len(done.checkpoints), 'checkpoint')}, {plural(done.lines, 'log line')}, summary, best weights"
@@ -123,20 +126,22 @@ def _verify(request: VerifyRequest, config: Config, sizes: Sequence[int], folder
     return False
 
 
-def _killed(runs: Starts, kills: list[Kill], world_sizes: Sequence[int], nnodes: int) -> int:
-    """Kill the run at each moment, then let it finish; return the number of kills that happened. ``world_sizes``: of
-    the uninterrupted run, and then of the starts in turn."""
+def _killed(runs: Starts, kills: list[Kill], world_sizes: Sequence[int], nnodes: int) -> tuple[int, set[int]]:
+    """Kill the run at each moment, then let it finish; return (the number of kills that happened, the steps at which
+    it resumed). ``world_sizes``: of the uninterrupted run, and then of the starts in turn."""
+    resumed = set[int]()
     happened, following = 0, itertools.cycle([*world_sizes[1:], world_sizes[0]])
     for number, kill in enumerate(kills, 1):
         world_size = next(following)
         kill = replace(kill, rank=kill.rank % world_size)
         mark = runs.folder / f"mark-{number}.json"
         ended = runs.start(KILLED, ProbePlan(str(mark), kill), f"launch.nproc={world_size // nnodes}")
+        resumed |= resumes(ended.output)
         if not mark.exists():
             if ended.code:
                 raise starts.failed(KILLED, ended, runs.log)
             _print(f"kill {number} of {len(kills)}: the run ended before it (planned: {kill_plan.planned(kill)})")
-            return happened
+            return happened, resumed | _logged_resumes(runs)
         happened += 1
         content = json.loads(mark.read_text(encoding="utf-8"))
         newest = _newest(runs.folder_of(KILLED))
@@ -144,7 +149,32 @@ def _killed(runs: Starts, kills: list[Kill], world_sizes: Sequence[int], nnodes:
         _print(f"kill {number} of {len(kills)}: {kill_plan.described(kill, content, world_size)}{on}; {newest}")
     last = runs.finish(KILLED, None, f"launch.nproc={next(following) // nnodes}")
     _print(f"finished after {plural(happened, 'kill')}, in {last.wall_s:.1f} s")
-    return happened
+    return happened, resumed | resumes(last.output) | _logged_resumes(runs)
+
+
+def resumes(text: str) -> set[int]:
+    """Return the steps of the checkpoints that a run resumed from, according to its output or log."""
+    return {int(step) for step in _RESUMED.findall(text.replace("\r", "\n"))}
+
+
+def _logged_resumes(runs: Starts) -> set[int]:
+    """Return those of the log of rank 0: some engines do not show the output of the ranks."""
+    path = runs.folder_of(KILLED) / layout.LOGS / layout.rank_log(0)
+    try:
+        return resumes(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return set()
+
+
+def _why_not_tested(num_kills: int, resumed: set[int], done: Progress) -> str:
+    """Return why equal runs prove nothing: no start restored a checkpoint and trained on from it. Empty if one did."""
+    if not num_kills:
+        return "the run ended before the first kill; train longer with --steps N"
+    if any(step < done.last for step in resumed):
+        return ""
+    if done.checkpoints[:1] == [done.last]:
+        return "the run has no checkpoint before its last step; set checkpoint.every_steps to fewer steps"
+    return "no start resumed from a checkpoint before the last step; add kills with --kills N, or try another --seed"
 
 
 def _newest(folder: Path) -> str:

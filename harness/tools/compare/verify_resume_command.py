@@ -52,8 +52,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the result; return 0 if the killed run equals the uninterrupted one, else 1. Raises HarnessError if a run
-    fails without a kill."""
+    """Print the result; return 0 if the killed run resumed and equals the uninterrupted one, else 1. Raises
+    HarnessError if a run fails without a kill."""
     from harness.config import loader
 
     engine = [f"launch.engine={arguments.engine}"] if arguments.engine else []

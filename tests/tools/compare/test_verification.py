@@ -7,13 +7,14 @@ import re
 import subprocess
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from harness.cli import main
 from harness.config import loader
 from harness.errors import HarnessError
-from harness.tools.compare import diagnosis, kill_plan, starts
+from harness.tools.compare import diagnosis, kill_plan, starts, verification
 from harness.tools.compare.exactness import Difference
 from harness.tools.compare.first_difference import FirstDifference
 from harness.tools.compare.saved_state import StateDifference
@@ -73,6 +74,34 @@ def test_sound_configuration_is_exact(tmp_path):
         r"^exact: killed 4 times, the run equals the uninterrupted one bit for bit \(7 checkpoints, ", out, re.M
     )
     assert (folder / "output.txt").read_text().count("resumed from") >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_without_a_resume_in_the_middle_nothing_was_tested(tmp_path):
+    config = write_config(tmp_path, write_images(tmp_path / "data"))
+    code, out = verify_resume(config, "--kills", "1", "--steps", "3", "checkpoint.every_steps=100")
+    assert "not tested: the run has no checkpoint before its last step; set checkpoint.every_steps" in out
+    assert "exact:" not in out
+    assert code == 1
+
+
+@pytest.mark.parametrize(
+    ("log", "kills", "checkpoints", "reason"),
+    [
+        ("resumed from /runs/my run/checkpoints/step-5: epoch 1, step 5", 1, [5, 10], ""),
+        ("2026-11-26 10:00:00,123 INFO resumed from /a/step-5: epoch 1, step 5\nfinished", 2, [5, 10], ""),
+        ("resumed from /a/step-10: epoch 2, step 10", 3, [5, 10], "no start resumed"),
+        ("training starts", 1, [5, 10], "no start resumed"),
+        ("resumed from /a/step-10: epoch 2, step 10", 1, [10], "no checkpoint before its last step"),
+        ("training starts", 0, [5, 10], "ended before the first kill"),
+    ],
+)
+def test_equal_runs_prove_nothing_unless_one_resumed_in_the_middle(log, kills, checkpoints, reason):
+    done = SimpleNamespace(checkpoints=checkpoints, last=10)
+    why = verification._why_not_tested(kills, verification.resumes(log), done)
+    assert reason in why
+    assert bool(why) == bool(reason)
 
 
 @pytest.mark.slow
@@ -181,6 +210,8 @@ def test_kills_are_spread_over_all_places_and_the_same_for_the_same_seed():
         return kill_plan.choose(Done(), num, 2, 3.0, True, random.Random(seed))  # type: ignore[arg-type]
 
     assert choose(6) == choose(6) != choose(6, 1)
+    singles = [kill for seed in range(100) for kill in choose(1, seed)]
+    assert {kill.step for kill in singles} == set(range(6, 31)), "a single kill is after the first checkpoint"
     assert {kill.where for kill in choose(4)} == {"step", "checkpoint", "evaluation", "start"}
     many = choose(200)
     assert set(Counter(kill.where for kill in many)) == set(kill_plan._ORDER)
