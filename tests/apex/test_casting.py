@@ -148,6 +148,18 @@ def test_levels_and_overrides_change_what_is_cast():
 
 
 @pytest.mark.contract("3.1")
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_complex_tensors_stay_complex(level):
+    net = nn.Linear(2, 2)
+    net.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    net.register_buffer("frequencies", torch.full((2,), 1j))
+    amp.initialize(net, opt_level=level, verbosity=0)
+    assert net.weight.dtype is (torch.float32 if level == "O0" else HALF)
+    assert net.phase.dtype is torch.complex64
+    assert net.frequencies.tolist() == [1j, 1j]
+
+
+@pytest.mark.contract("3.1")
 def test_parameters_keep_identity_and_gradients():
     net = Net()
     before = list(net.parameters())

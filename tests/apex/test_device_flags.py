@@ -14,6 +14,7 @@ from torch import nn
 from harness.apex import amp
 from harness.apex.amp import device_flags, scaler
 from harness.apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from harness.apex.parallel.LARC import LARC
 from tests.apex.shared import backward, same, tensors_in
 from tests.syncs import CUDA, counted_syncs
 
@@ -32,6 +33,7 @@ STAY = {
 WAIT = {
     "FusedNovoGrad": lambda p: FusedNovoGrad(p, lr=0.01),
     "FusedAdam, clips": lambda p: FusedAdam(p, lr=0.01, max_grad_norm=1.0),
+    "LARC": lambda p: LARC(FusedSGD(p, lr=0.01, momentum=0.9)),
     "torch Adam, not fused": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
 }
 FAST = ("FusedAdam", "FusedSGD, momentum", "FusedLAMB, sums", "torch SGD", "FusedNovoGrad")
@@ -90,7 +92,7 @@ class Run:
 
 @pytest.mark.parametrize(
     ("name", "micro"),
-    [("FusedAdam", 2), ("FusedNovoGrad", 2), *(pytest.param(name, 1, marks=slow(name)) for name in STAY)],
+    [("FusedAdam", 2), ("FusedNovoGrad", 2), ("LARC", 1), *(pytest.param(name, 1, marks=slow(name)) for name in STAY)],
 )
 def test_results_are_those_of_a_host_that_waits(name, micro):
     after_each = []

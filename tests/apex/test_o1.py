@@ -538,8 +538,16 @@ def test_registered_functions_are_replaced_by_initialize(monkeypatch):
     assert torch.sigmoid(rand(2, dtype=torch.float16)).dtype is torch.float32
     assert torch.softmax(rand(2, 2), -1).dtype is torch.float16, "the script's choice overrides the lists"
     assert torch.matmul(rand(2, 2), rand(2, 2)).dtype is torch.float32
-    amp.reset()
+    amp.initialize(nn.Linear(1, 1), opt_level="O0", verbosity=0)
     assert module.double is original
+    for _ in range(2):  # scripts that train two networks may call it for each
+        amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+        assert module.double(rand(2)).dtype is torch.float16
+    assert torch.softmax(rand(2, 2), -1).dtype is torch.float16
+    amp.reset()
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    assert module.double is original, "forgotten by reset"
+    amp.reset()
     assert (torch.sigmoid, torch.softmax, torch.matmul) == (sigmoid, softmax, matmul)
 
 

@@ -174,6 +174,33 @@ def test_body_that_raises_keeps_what_was_accumulated(level, delay):
     assert gradients(optimizer) == [[2.0] * 2] * 2
 
 
+@pytest.mark.contract("1.3.9")
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("delayed_before", [False, True])
+def test_body_that_raises_leaves_no_scaled_gradients(level, delayed_before):
+    model, optimizer = start(level, 8.0)
+    if delayed_before:
+        backward(model, optimizer, 1, delay_unscale=True)
+    failing_context(model, optimizer)
+    if delayed_before:  # what both contexts added cannot be told apart
+        backward(model, optimizer, 1)
+        assert gradients(optimizer) == [[3.0] * 2] * 2
+        return
+    assert model.weight.grad is None
+    backward(model, optimizer, 1)
+    assert gradients(optimizer) == [[1.0] * 2] * 2
+
+
+@pytest.mark.contract("1.3.3")
+def test_unknown_optimizer_leaves_the_gradients_of_others():
+    model, optimizer = start("O1", 8.0)
+    backward(model, optimizer, 1)
+    stranger = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(RuntimeError, match="has not seen"), amp.scale_loss(torch.ones(()), [optimizer, stranger]):
+        pass
+    assert gradients(optimizer) == [[1.0] * 2] * 2
+
+
 @pytest.mark.contract("1.10")
 def test_scripts_may_write_the_scale():
     model, optimizer = start("O2")

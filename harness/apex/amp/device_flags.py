@@ -79,7 +79,8 @@ def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     if any(hooks) or torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
         return False
-    name = getattr(optimizer, "skips_on_device", None)
+    # Asked of the class: a wrapper like LARC passes names on to the optimizer in it, but not ``found_inf`` to its step.
+    name = getattr(optimizer, "skips_on_device", None) if hasattr(type(optimizer), "skips_on_device") else None
     if type(optimizer) in _TORCH_FUSED and all(group.get("fused") for group in optimizer.param_groups):
         name = _TORCH_FUSED[type(optimizer)]
     if name is None:

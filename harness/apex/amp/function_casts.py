@@ -20,7 +20,7 @@ from harness.apex.amp.cast_kernels import cast, widest_dtype
 Function = TypeVar("Function", bound=Callable[..., Any])
 Rule = Callable[[list[Any]], torch.dtype | None]  # arguments -> the dtype to cast them to, or None
 
-_queue: list[tuple[Any, str, Rule]] = []
+_registered: list[tuple[Any, str, Rule]] = []
 _replaced: list[tuple[Any, str, Any]] = []
 
 
@@ -81,7 +81,7 @@ def _register(module: Any, name: str, rule: Rule) -> None:
             f"No function named {name} in {getattr(module, '__name__', module)}. Pass the module (or class) that holds "
             "the function and the function's name as a string."
         )
-    _queue.append((module, name, rule))
+    _registered.append((module, name, rule))
 
 
 def register_half_function(module: Any, function_name: str) -> None:
@@ -105,9 +105,8 @@ def register_promote_function(module: Any, function_name: str) -> None:
 
 
 def apply_registrations() -> None:
-    """Replace the functions registered since the last call, when O1 or O4 starts."""
-    while _queue:
-        module, name, rule = _queue.pop(0)
+    """Replace all registered functions, when O1 or O4 starts. ``restore_functions`` must have been called before."""
+    for module, name, rule in _registered:
         original = getattr(module, name)
         of_torch = str(getattr(module, "__name__", "")).split(".")[0] == "torch"
         _replaced.append((module, name, original))
@@ -115,13 +114,13 @@ def apply_registrations() -> None:
 
 
 def undo_registrations() -> None:
-    """Put every replaced function back and clear the queue."""
-    _queue.clear()
+    """Put every replaced function back and forget the registrations."""
+    _registered.clear()
     restore_functions()
 
 
 def restore_functions() -> None:
-    """Put every replaced function back, when O1 or O4 ends."""
+    """Put every replaced function back, when O1 or O4 ends. The registrations stay, for its next start."""
     while _replaced:
         module, name, original = _replaced.pop()
         setattr(module, name, original)

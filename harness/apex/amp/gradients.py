@@ -134,6 +134,8 @@ def restore(optimizer: Optimizer) -> None:
     targets += zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True)
     for parameter, target in targets:
         earlier = take_aside(parameter)
+        if not stash.params_have_scaled_gradients:  # else the gradients of delayed contexts are in it, too
+            parameter.grad = None
         if earlier is not None:  # perhaps reduced over ranks by now, in float32
             target.grad = earlier.to(target.dtype)
     announce_aside(stash, (), aside=False)

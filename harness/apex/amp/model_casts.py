@@ -98,7 +98,9 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
     statistics of one without them are cast (contract 3.1).
     """
     if not keep_batchnorm_fp32:
-        model.to(dtype)
+        model._apply(
+            lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        )  # to() casts complex, too
         return
     for module in model.modules():
         if not (isinstance(module, _BatchNorm) and module.affine):

@@ -68,7 +68,8 @@ def scaled(
     """``scale_loss`` with a given ``scaler``, without the shortcut for a static scale of 1."""
     scale = scaler.factor
     for optimizer in optimizers:
-        stash_of(optimizer)
+        stash_of(optimizer)  # raises for an optimizer that amp does not know, before gradients of another are set aside
+    for optimizer in optimizers:
         gradients.prepare(optimizer, scale, delay_unscale)
     try:
         with cast_engine.disable_casts():
