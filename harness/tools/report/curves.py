@@ -1,6 +1,7 @@
 """Learning curves: which runs are drawn, and the points of each line.
 
-Runs that differ only by seed are one line, their mean, in a band from the smallest to the largest value.
+Runs that differ only by seed are one line, their mean, in a band from the smallest to the largest value. Only the
+finished ones count, unless none has finished yet.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from harness.tools.report.history import AXES, Curve
-from harness.tools.report.run_set import ReportedRun, RunSet, SeedGroup
+from harness.tools.report.run_set import ReportedRun, RunSet, SeedGroup, size_of
 
 MAX_LINES = 24
 NUM_COLORS = 8  # of the page's palette
@@ -23,51 +24,56 @@ _BAND_POINTS = 100
 
 @dataclass(frozen=True)
 class CurveLine:
-    """``color``: an index into the palette. Dash and symbol distinguish lines without color."""
+    """``runs``: those that the line is the mean of. ``color``: an index into the palette. Dash and symbol distinguish
+    lines without color."""
 
     label: str
-    group: SeedGroup
+    runs: list[ReportedRun]
     color: int
     dash: str
     symbol: str
 
     @property
     def first(self) -> ReportedRun:
-        return self.group.runs[0]
+        return self.runs[0]
 
 
 def choose(runs: RunSet) -> list[CurveLine]:
     """The best runs, MAX_LINES at most: a color and a symbol for each recipe, a dash for each world size."""
-    drawn = [group for group in runs.seed_groups if any(_has_points(run) for run in group.runs)][:MAX_LINES]
-    recipes = list(dict.fromkeys(group.runs[0].recipe for group in drawn))
-    worlds = sorted({group.runs[0].record.ranks for group in drawn}, key=lambda ranks: (len(ranks), ranks))
+    drawn = [of_line for group in runs.seed_groups if (of_line := _drawn(group))][:MAX_LINES]
+    recipes = list(dict.fromkeys(of_line[0].recipe for of_line in drawn))
+    worlds = sorted({of_line[0].record.ranks for of_line in drawn}, key=lambda ranks: (len(ranks), ranks))
     found = []
-    for group in drawn:
-        run = group.runs[0]
+    for of_line in drawn:
+        run = of_line[0]
         place = recipes.index(run.recipe)
         dash = worlds.index(run.record.ranks) + place // NUM_COLORS
-        label = run.label if len(group.runs) == 1 else _label(runs, group)
+        label = run.label if len(of_line) == 1 else _label(runs, of_line)
         color, symbol = place % NUM_COLORS, SYMBOLS[place % len(SYMBOLS)]
-        found.append(CurveLine(label, group, color, DASHES[dash % len(DASHES)], symbol))
+        found.append(CurveLine(label, of_line, color, DASHES[dash % len(DASHES)], symbol))
     return found
 
 
-def _has_points(run: ReportedRun) -> bool:
-    return bool(len(run.history.train) or len(run.history.validation))
+def _drawn(group: SeedGroup) -> list[ReportedRun]:
+    """Return the runs with points; if some of them have finished, only these."""
+    for some in (group.finished, group.runs):
+        if found := [run for run in some if len(run.history.train) or len(run.history.validation)]:
+            return found
+    return []
 
 
-def _label(runs: RunSet, group: SeedGroup) -> str:
-    run = group.runs[0]
+def _label(runs: RunSet, of_line: Sequence[ReportedRun]) -> str:
+    run = of_line[0]
     several = len({other.ranks for other in runs.runs}) > 1
     ranks = f" · {run.ranks}" if several and run.ranks else ""
-    return f"{runs.describe(run)}{ranks} · mean of {group.size}"
+    return f"{runs.describe(run)}{ranks} · mean of {size_of(of_line)}"
 
 
 def points(line: CurveLine) -> dict[str, Any]:
     """Return the line for the page: {train, validation: {at: {axis: [...]}, values, low, high: {name: [...]}}}."""
     found: dict[str, Any] = {"label": line.label, "color": line.color, "dash": line.dash, "symbol": line.symbol}
     for part in ("train", "validation"):
-        curves = [getattr(run.history, part) for run in line.group.runs]
+        curves = [getattr(run.history, part) for run in line.runs]
         found[part] = _band([curve for curve in curves if len(curve)])
     return found
 

@@ -81,7 +81,7 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
     ends = _ends_of_epochs(epochs, evals)
     trained = _curve(train, _epochs(train, ends), train, ["loss", "lr", "loss_scale", "skipped"])
     metrics = [name for name in evals if name not in NOT_METRICS and evals[name].notna().any()]
-    evaluated = _curve(evals, evals["epoch"], train, metrics)
+    evaluated = _curve(evals, _epochs(evals, ends), train, metrics)
     windows = _windows(train)
     return History(
         train=trained.take(downsample([trained.values["loss"], trained.values["loss_scale"]], TRAIN_POINTS)),
@@ -104,17 +104,17 @@ def _numbers(table: pa.Table) -> pd.DataFrame:
 
 def _ends_of_epochs(epochs: pd.DataFrame, evals: pd.DataFrame) -> pd.Series:
     """Return {step: number of finished epochs}, ascending, from 0. The log's entry at the end of epoch e has epoch =
-    e."""
+    e. A run may end, and evaluate, within an epoch: that number of epochs was finished at an earlier step."""
     found = pd.concat([epochs.set_index("step")["epoch"] + 1, evals.set_index("step")["epoch"]])
-    found = found[(found > 0) & (found.index > 0)]
-    return pd.concat([pd.Series({0.0: 0.0}), found.groupby(level=0).last()])
+    found = found[(found > 0) & (found.index > 0)].groupby(level=0).last()
+    return pd.concat([pd.Series({0.0: 0.0}), found[found > found.cummax().shift(fill_value=0.0)]])
 
 
-def _epochs(train: pd.DataFrame, ends: pd.Series) -> np.ndarray:
+def _epochs(entries: pd.DataFrame, ends: pd.Series) -> np.ndarray:
     """Interpolated between the ends of epochs; after the last one, at the pace of the epoch before."""
     if len(ends) < 2:
-        return train["epoch"].to_numpy()
-    steps = train["step"].to_numpy()
+        return entries["epoch"].to_numpy()
+    steps = entries["step"].to_numpy()
     (before, last), (was, done) = ends.index[-2:], ends.iloc[-2:]
     behind = np.minimum(done + (steps - last) * (done - was) / (last - before), done + 1)
     return np.where(steps > last, behind, np.interp(steps, ends.index, ends))

@@ -66,15 +66,19 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """Runs of one recipe and world size, which differ by seed or not at all. Repeats of a seed count once, with their
-    mean. The spread is the sample standard deviation over seeds."""
+    """Runs of one recipe and world size, which differ by seed or not at all. The mean is over the finished ones.
+    Repeats of a seed count once, with their mean. The spread is the sample standard deviation over seeds."""
 
     runs: list[ReportedRun]
+
+    @property
+    def finished(self) -> list[ReportedRun]:
+        return [run for run in self.runs if run.record.state == "finished"]
 
     @cached_property
     def by_seed(self) -> dict[str, float]:
         bests: dict[str, list[float]] = {}
-        for run in self.runs:
+        for run in self.finished:
             if run.best is not None:
                 bests.setdefault(str(run.seed), []).append(run.best)
         return {seed: statistics.fmean(values) for seed, values in sorted(bests.items())}
@@ -85,12 +89,8 @@ class SeedGroup:
 
     @property
     def size(self) -> str:
-        """ "3 seeds", "2 repeats" of one seed, "2 seeds, 3 runs"."""
-        seeds = len({str(run.seed) for run in self.runs})
-        if seeds == len(self.runs):
-            return plural(seeds, "seed")
-        runs = len(self.runs)
-        return f"{seeds} seeds, {runs} runs" if seeds > 1 else plural(runs, "repeat")
+        """The runs that the mean is over, as in ``size_of``."""
+        return size_of([run for run in self.finished if run.best is not None])
 
     @property
     def mean(self) -> float | None:
@@ -99,6 +99,14 @@ class SeedGroup:
     @property
     def spread(self) -> float | None:
         return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+
+def size_of(runs: Sequence[ReportedRun]) -> str:
+    """ "3 seeds", "2 repeats" of one seed, "2 seeds, 3 runs"."""
+    seeds = len({str(run.seed) for run in runs})
+    if seeds == len(runs):
+        return plural(seeds, "seed")
+    return f"{seeds} seeds, {len(runs)} runs" if seeds > 1 else plural(len(runs), "repeat")
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def metrics(runs: RunSet, lines: Sequence[CurveLine]) -> list[str]:
 
 
 def undrawn(runs: RunSet, lines: Sequence[CurveLine]) -> str:
-    hidden = len(runs.runs) - sum(len(line.group.runs) for line in lines)
+    hidden = len(runs.runs) - sum(len(line.runs) for line in lines)
     if not hidden or not lines:
         return ""
     others = f"{plural(hidden, 'other run')} {'is' if hidden == 1 else 'are'}"
@@ -180,7 +180,7 @@ def where_time_went(lines: Sequence[CurveLine]) -> Chart | None:
         return None
     shares = []
     for line in shown:
-        of_runs = [run.history.shares for run in line.group.runs if run.history.shares]
+        of_runs = [run.history.shares for run in line.runs if run.history.shares]
         shares.append({phase: statistics.fmean(share.get(phase, 0.0) for share in of_runs) for phase in PHASES})
     data: list[Trace] = [
         {"type": "bar", "orientation": "h", "name": _PHASE_NAMES[phase], "y": [plain(line.label) for line in shown],

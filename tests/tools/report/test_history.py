@@ -43,6 +43,18 @@ def test_unfinished_epoch_is_extrapolated(tmp_path):
     assert past.train.at["epoch"].tolist() == [0.5, 1.0, 1.5, 2.0]
 
 
+@pytest.mark.parametrize("resumed_to", [150, 200])
+def test_run_that_ends_within_an_epoch(tmp_path, resumed_to):
+    """It is evaluated at its last step, which is not the end of an epoch."""
+    lines = [{"split": "train", "step": step, "epoch": (step - 1) // 100} for step in range(10, resumed_to + 1, 10)]
+    for end in (100, 150, resumed_to):
+        lines.append({"split": "eval", "step": end, "epoch": end // 100, "top1": 0.5, "wall_s": 1.0})
+    lines += [{"split": "epoch", "step": end, "epoch": end // 100 - 1} for end in (100, resumed_to) if end % 100 == 0]
+    past = read(write(tmp_path / "run", sorted(lines, key=lambda line: line["step"])))
+    assert past.train.at["epoch"].tolist() == pytest.approx([step / 100 for step in range(10, resumed_to + 1, 10)])
+    assert past.validation.at["epoch"].tolist() == pytest.approx([1.0, 1.5, resumed_to / 100])
+
+
 def test_speed_excludes_evaluations(tmp_path):
     past = read(write_run(tmp_path / "run", Fake(epochs=2, world=2, efficiency=0.75, speed=1000.0)))
     assert past.rows_per_s == pytest.approx(1500.0)

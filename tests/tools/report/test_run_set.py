@@ -114,6 +114,24 @@ def test_repeats_of_a_seed_are_not_further_seeds(tmp_path):
     assert [row[2] for row in tables.seeds_rows(build(a, b, c))[1]] == ["0, 1"]
 
 
+def test_mean_over_seeds_is_of_finished_runs(tmp_path):
+    """A run that failed early, or is still training, would spoil the mean and cut the curves short."""
+    states = ("finished", "finished", "failed", "unfinished", "stopped")
+    fakes = [Fake(name=f"{seed}", seed=seed, final=0.9 + seed / 100, state=state) for seed, state in enumerate(states)]
+    found = build(*(write_run(tmp_path / fake.name, fake) for fake in fakes))
+    (group,) = found.seed_groups
+    assert set(group.by_seed) == {"0", "1"}
+    assert group.size == "2 seeds"
+    assert f"± {group.spread:.2g}"[:6] in page.render(found)
+    assert "over 2 seeds" in page.render(found)
+    (line,) = curves.choose(found)
+    assert line.label.endswith("mean of 2 seeds")
+    assert curves.points(line)["validation"]["at"]["epoch"][-1] == 10.0
+    training = build(*(write_run(tmp_path / f"t{fake.name}", fake) for fake in fakes[2:]))
+    assert training.seed_groups[0].mean is None
+    assert curves.choose(training)[0].label.endswith("mean of 3 seeds")
+
+
 def test_run_that_resumed_on_other_ranks_shows_all_and_has_no_speed_up(tmp_path):
     worlds = {"changed": [1, 1, 2], "one": [1], "two": [2, 2]}
     folders = []
