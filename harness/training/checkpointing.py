@@ -18,7 +18,7 @@ from harness.errors import CheckpointError, first_line
 from harness.runs import checkpoint
 from harness.runs.weights_file import on_host
 from harness.training.logical_ranks import kernels
-from harness.training.optimizer.optim import Ema
+from harness.training.optimizer.optim import Ema, class_name, with_settings_of
 from harness.training.progress import State
 from harness.training.run import Run
 from harness.training.strategies import sharding
@@ -57,6 +57,7 @@ def _save(run: Run) -> None:
         "state": state.to_dict(),
         "model": weights,
         "optimizer": optimizer,
+        "optimizer_class": class_name(run.optimizer),
         "amp": run.precision.state_dict(),
         "backend": run.precision.backend,
         "opt_level": run.config.precision.opt_level,
@@ -68,6 +69,7 @@ def _save(run: Run) -> None:
         "world_size": run.ranks.num,
         "kernels": kernels(runtime.device) if run.ranks.fixed else {},
         "data": run.task.fingerprint,
+        "order": _order(run),
     }
     run.writer.write(state.step, content if shards or runtime.rank == 0 else None)
     run.saved_step = state.step
@@ -101,7 +103,7 @@ def resume(run: Run) -> None:
                     where=str(path),
                     hint="copy rank 0's run folder to this machine, or set output to a shared disk or a URL",
                 )
-            restore(run, path)
+            restore(run, path, is_own)
         # Later lines of metrics.jsonl will be written again.
         before = (run.log_offset, run.log_digest, run.state.history) if is_own else (0,)
         run.tracker.rewind(*before)
@@ -110,7 +112,7 @@ def resume(run: Run) -> None:
     if path is not None and is_own:
         run.writer.complete = run.state.step
     if path is not None and not is_own:
-        run.state.forget_best()  # the best weights are in the folder of the other run
+        run.state.forget_evaluations()  # the best weights are in the folder of the other run
         run.saved_step = -1
         save(run)  # so that this run no longer needs the other one
         run.writer.wait()
@@ -131,8 +133,8 @@ def find(run: Run) -> tuple[Path | None, bool]:
     return runtime.patiently("fetching the checkpoint to resume from", lambda: remote.borrow(run.config)), False
 
 
-def restore(run: Run, path: Path) -> None:
-    """Restore ``run`` from the checkpoint at ``path``.
+def restore(run: Run, path: Path, is_own: bool = True) -> None:
+    """Restore ``run`` from the checkpoint at ``path``. One of another run (``is_own`` false) brings no settings.
 
     At the same world size, it continues bit for bit like an uninterrupted run. At another world size, the position in
     the data, the weights and the optimizer are exact, and no row of the epoch is lost or repeated; random streams
@@ -145,7 +147,8 @@ def restore(run: Run, path: Path) -> None:
     try:
         state = State.from_dict(content["state"])
         run.module.load_state_dict(sharding.model_parts(run.module, content["model"]))
-        run.optimizer.load_state_dict(sharding.optimizer_parts(run.optimizer, content["optimizer"]))
+        optimizer = sharding.optimizer_parts(run.optimizer, content["optimizer"])
+        run.optimizer.load_state_dict(optimizer if is_own else with_settings_of(run.optimizer, optimizer))
     except (RuntimeError, ValueError, KeyError, TypeError) as error:  # the last of another version's state
         raise CheckpointError(
             f"it does not fit this model: {first_line(error)}",
@@ -155,6 +158,8 @@ def restore(run: Run, path: Path) -> None:
     run.precision.load_state_dict(content["amp"])
     if run.ema and content["ema"]:
         run.ema.load_state_dict(content["ema"])
+    elif run.ema:  # the other run had none: that of the initial weights, which it was built with, is wrong
+        run.ema.start(run.precision.master_params(run.optimizer))
     run.state = state
     _restore_ranks(run, content)
     run.saved_step, run.log_offset, run.log_digest = state.step, content["log_offset"], content["log_sha256"]
@@ -163,7 +168,7 @@ def restore(run: Run, path: Path) -> None:
 
 
 def _check_fit(run: Run, content: dict[str, Any], path: Path) -> None:
-    """Raise CheckpointError if the checkpoint was written at another opt level or with other data."""
+    """Raise CheckpointError if the checkpoint has another opt level, optimizer, data or order of the rows."""
     level = run.config.precision.opt_level
     if content["opt_level"] != level:
         raise CheckpointError(
@@ -171,6 +176,40 @@ def _check_fit(run: Run, content: dict[str, Any], path: Path) -> None:
             where=str(path),
             hint=f"use precision.opt_level={content['opt_level']}, or start a new run with checkpoint.resume=never",
         )
+    before, now = content.get("optimizer_class"), class_name(run.optimizer)
+    if before is not None and before != now:
+        raise CheckpointError(
+            f"it holds the state of the optimizer {before}, but this run uses {now}",
+            where=str(path),
+            hint="use the optimizer it was written with, or start from the other run's weights alone: "
+            "model.weights=RUN_FOLDER checkpoint.resume=never",
+        )
+    order = content.get("order", _order(run))  # earlier versions did not keep it
+    changed = [f"{key}={value}" for key, value in order.items() if value != _order(run)[key]]
+    if changed and content["state"]["segments"]:
+        kept = " ".join(changed)
+        raise CheckpointError(
+            f"it was written within an epoch, whose rows are in the order of {kept}; this run would use some of them "
+            "twice and others not at all",
+            where=str(path),
+            hint=f"use {kept}, or resume from a checkpoint at the end of an epoch",
+        )
+    _check_kernels(run, content, path)
+    if content["data"] != run.task.fingerprint:
+        raise CheckpointError(
+            "the annotations have changed since it was written, so its position in the data is meaningless",
+            where=str(path),
+            hint="restore the old files, or start a new run with checkpoint.resume=never",
+        )
+
+
+def _order(run: Run) -> dict[str, Any]:
+    """Return the settings on which the order of the rows in an epoch depends."""
+    return {"seed": run.config.seed, "data.shard": run.config.data.shard}
+
+
+def _check_kernels(run: Run, content: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError if results of logical ranks would have other bits here."""
     now = kernels(run.runtime.device) if run.ranks.fixed else {}
     before = content["kernels"] if run.ranks.fixed else {}
     if changed := [
@@ -182,12 +221,6 @@ def _check_fit(run: Run, content: dict[str, Any], path: Path) -> None:
             where=str(path),
             hint="continue on such a machine; or start a new run with name=NAME, parallel.logical_ranks=null and "
             f"checkpoint.resume={path}",
-        )
-    if content["data"] != run.task.fingerprint:
-        raise CheckpointError(
-            "the annotations have changed since it was written, so its position in the data is meaningless",
-            where=str(path),
-            hint="restore the old files, or start a new run with checkpoint.resume=never",
         )
 
 

@@ -129,8 +129,10 @@ class LogicalRanks:
 
     def _restore(self, owned: _Owned) -> None:
         rng.set_state(owned.rng, *self._devices)
-        if owned.buffers:
-            torch._foreach_copy_([self._buffers[name] for name in owned.buffers], list(owned.buffers.values()))
+        # With fixed ranks, a checkpoint holds integers, too, of which other runs keep no copies.
+        pairs = [(self._buffers[name], value) for name, value in owned.buffers.items() if name in self._buffers]
+        if pairs:
+            torch._foreach_copy_([own for own, _ in pairs], [value for _, value in pairs])
 
 
 class _Owned(NamedTuple):

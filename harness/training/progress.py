@@ -59,9 +59,9 @@ class State:
         """Record that the evaluation at this step is the best so far."""
         self.best, self.best_step, self.since_best = value, self.step, 0
 
-    def forget_best(self) -> None:
-        """Make the next evaluation the best so far."""
-        self.best, self.best_step, self.since_best = None, 0, 0
+    def forget_evaluations(self) -> None:
+        """Make the next evaluation the first, and so the best so far."""
+        self.history, self.best, self.best_step, self.since_best = [], None, 0, 0
         self.plateau.forget_best()
 
     def next_epoch(self) -> None:

@@ -6,12 +6,14 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from harness import cli
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError
 from harness.runs.checkpoint import Checkpoints
-from harness.training.checkpointing import find, restore, save
+from harness.training import loop
+from harness.training.checkpointing import find, restore, resume, save
 from tests.fixtures import make_config, settings, write_rows, write_yaml
 from tests.ranks import run_ranks
 
@@ -50,3 +52,96 @@ def test_a_resume_notices_that_the_log_was_damaged(tmp_path):
     log.write_text(log.read_text().replace('"lr": 0.1', '"lr": 0.2', 1))
     assert run_ranks(1, cli.main, ["train", "-c", str(config), "train.epochs=2"], group=False) == [0]
     assert '"lr": 0.2' in log.with_name("metrics.jsonl.damaged").read_text()
+
+
+@pytest.fixture
+def started(tmp_path, built):
+    """Builds the run ``name`` with these overrides, which takes up other runs' checkpoints."""
+    for split, rows in (("train", 16), ("eval", 4)):
+        write_rows(tmp_path, split, rows)
+
+    def begin(name, *overrides):
+        run = built(make_config(tmp_path, [f"name={name}", "train.deterministic=false", *overrides]))
+        resume(run)
+        return run
+
+    return begin
+
+
+def trained(run):
+    """Train until the run ends, and return the folder of its newest checkpoint."""
+    loop.train(run)
+    run.writer.wait()
+    return run.checkpoints.folder / f"step-{run.state.step}"
+
+
+SETTINGS = [
+    ("adamw", ["weight_decay=0.3", "args={betas: [0.5, 0.9], eps: 1.0e-4}"]),
+    ("sgd", ["momentum=0.5", "weight_decay=0.1", "args={nesterov: true, foreach: true}"]),
+    ("fused_adam", ["weight_decay=0.3", "args={betas: [0.5, 0.9]}"]),
+    ("fused_lamb", ["weight_decay=0.3", "args={max_grad_norm: 2.0}"]),
+    ("adam", ["larc.trust_coefficient=0.01", "args={betas: [0.5, 0.9]}"]),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), SETTINGS)
+def test_a_new_run_from_a_checkpoint_has_its_own_optimizer_settings(started, name, settings):
+    before = [f"optimizer.name={name}", *(["optimizer.larc.clip=true"] if settings[0].startswith("larc") else [])]
+    place = trained(started("first", *before, "train.max_steps=3"))
+    settings = [*before, *(f"optimizer.{setting}" for setting in settings)]
+    fresh, forked = started("fresh", *settings), started("forked", *settings, f"checkpoint.resume={place}")
+
+    def of(run):
+        state = ("params", "step", "lr")
+        return [
+            {key: value for key, value in group.items() if key not in state} for group in run.optimizer.param_groups
+        ]
+
+    assert of(forked) == of(fresh)
+    assert forked.optimizer.param_groups[0].get("step") == (3 if name.startswith("fused") else None)
+    assert any(forked.optimizer.state.values()) == (name != "sgd")
+    loop.train(forked)
+
+
+def test_a_new_run_from_a_checkpoint_has_its_own_groups(started):
+    place = trained(started("first", "optimizer.groups=[{match: 1d, lr_scale: 0.5}]", "train.max_steps=3"))
+    later = "optimizer.groups=[{match: 1d, lr_scale: 0.1, weight_decay: 0.2}]"
+    group = started("forked", later, f"checkpoint.resume={place}").optimizer.param_groups[1]
+    assert (group["lr_scale"], group["weight_decay"]) == (0.1, 0.2)
+
+
+def test_a_setting_that_needs_other_state_is_refused(started):
+    place = trained(started("first", "optimizer.name=adam", "train.max_steps=3"))
+    with pytest.raises(CheckpointError, match="the optimizer's amsgrad needs averages that were not kept without it"):
+        started("forked", "optimizer.name=adam", "optimizer.args={amsgrad: true}", f"checkpoint.resume={place}")
+
+
+def test_the_state_of_another_optimizer_is_refused(started):
+    place = trained(started("first", "optimizer.name=adamw", "train.max_steps=3"))
+    with pytest.raises(CheckpointError, match="the state of the optimizer AdamW, but this run uses Adam\n"):
+        started("forked", "optimizer.name=adam", f"checkpoint.resume={place}")
+
+
+def test_a_new_run_has_only_its_own_evaluations(started):
+    place = trained(started("first", "train.epochs=2"))
+    forked = started("forked", "train.epochs=3", f"checkpoint.resume={place}")
+    assert forked.state.history == []
+    loop.train(forked)
+    assert [entry["epoch"] for entry in forked.state.history] == [2, 3]  # it begins with one
+
+
+def test_a_moving_average_that_is_switched_on_begins_with_the_weights_of_the_checkpoint(started):
+    place = trained(started("first", "train.max_steps=3", "optimizer.lr=1"))
+    run = started("forked", "train.ema_decay=0.9", f"checkpoint.resume={place}")
+    assert run.ema.num_updates == 0
+    for average, weight in zip(run.ema.average, run.module.parameters(), strict=True):
+        assert torch.equal(average, weight)
+
+
+@pytest.mark.parametrize("setting", ["seed=1", "data.shard=global"])
+def test_another_order_of_the_rows_is_refused_within_an_epoch(started, setting):
+    place = trained(started("first", "train.max_steps=3"))
+    with pytest.raises(CheckpointError, match=r"(?s)within an epoch.*-> use (seed=0|data\.shard=contiguous), or"):
+        started("refused", setting, f"checkpoint.resume={place}")
+    place = trained(started("whole", "train.epochs=1"))
+    assert started("forked", setting, f"checkpoint.resume={place}").state.epoch == 1

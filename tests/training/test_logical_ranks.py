@@ -69,3 +69,16 @@ def test_a_sparse_gradient_is_refused():
     with pytest.raises(TrainingError) as caught:
         tree.collect()
     assert caught.value.where == "parallel.logical_ranks"
+
+
+def test_ranks_that_are_not_fixed_take_what_fixed_ones_have_saved():
+    """Fixed ranks keep their integers, too."""
+    saved = LogicalRanks(Runtime(), 2)
+    norm = nn.BatchNorm1d(3)
+    saved.start(norm, ())
+    norm.running_mean.fill_(0.5)
+    ranks = LogicalRanks(Runtime(Launch(rank=0, world_size=2)))
+    other = nn.BatchNorm1d(3)
+    ranks.start(other, ())
+    ranks.load_state(saved.state())
+    assert other.running_mean.tolist() == [0.5] * 3

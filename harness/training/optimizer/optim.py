@@ -19,6 +19,7 @@ from harness.config.schema import OptimizerSection
 from harness.errors import ConfigError, plural, similar
 from harness.training.strategies.sharding import local, part_like
 
+_WITH_STATE = ("amsgrad", "centered")  # settings of torch's optimizers that keep another average from the first step
 _FUSED = ("sgd", "adam", "adamw")  # whose fused kernels take all dtypes, on CPU and CUDA
 
 
@@ -117,6 +118,35 @@ def build(
     return optimizer
 
 
+def class_name(optimizer: torch.optim.Optimizer) -> str:
+    """Return the class of ``optimizer``, without the wrapper that LARC is."""
+    return type(getattr(optimizer, "optim", optimizer)).__name__
+
+
+def with_settings_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict ``state`` of another run, with the settings that ``optimizer`` was built with.
+
+    A group holds both: settings are what the constructor takes and what ``groups`` adds. The rest is state, such as the
+    count of steps of Apex's optimizers. ``Optimizer.load_state_dict`` would take all of it from ``state``. Raises
+    ValueError if a setting needs state that the other run did not have.
+    """
+    saved, built = state["param_groups"], optimizer.param_groups
+    if len(saved) != len(built):
+        return state  # which load_state_dict refuses
+    classes = type(getattr(optimizer, "optim", optimizer)).__mro__
+    made = [vars(one)["__init__"] for one in classes if "__init__" in vars(one)]
+    names = {name for one in made for name in inspect.signature(one).parameters}
+    names = {*names, "match", "lr_scale"} - {"params", "step"}  # FusedMixedPrecisionLamb takes its first step
+    merged = []
+    for old, new in zip(saved, built, strict=True):
+        for name in (*_WITH_STATE, *(["momentum"] if "alpha" in new else [])):  # RMSprop makes its buffers at first
+            if new.get(name) and not old.get(name):
+                raise ValueError(f"the optimizer's {name} needs averages that were not kept without it")
+        kept = {key: value for key, value in old.items() if key not in names}
+        merged.append({**kept, **{key: value for key, value in new.items() if key in names}})
+    return {**state, "param_groups": merged}
+
+
 def _require_types(section: OptimizerSection, make: Any) -> None:
     """Raise ConfigError for an argument of another type than ``make``, an optimizer of torch or Apex, declares. Few of
     them look: the text "no" counts as true, and other values fail in the first step."""
@@ -196,6 +226,12 @@ class Ema:
         self.decay = decay
         self.num_updates = 0
         self.average = [source.detach().float().clone() for source in sources]  # sharded where the sources are
+
+    @torch.no_grad()
+    def start(self, sources: Iterable[Tensor]) -> None:
+        """Begin a new average with the weights ``sources``."""
+        self.num_updates = 0
+        torch._foreach_copy_(self._local(), [local(source.detach()) for source in sources])
 
     @torch.no_grad()
     def update(self, sources: Iterable[Tensor]) -> None:
