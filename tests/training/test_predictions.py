@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 
 from harness.config import loader
 from harness.data.batch import Batch
@@ -81,6 +82,28 @@ def on_ranks(folder, name, rows):
         return written.rows, written.bad
 
 
+class Sharded(torch.nn.Module):
+    """A model whose forward pass is collective, as under fsdp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, inputs):
+        dist.all_reduce(torch.zeros(1))
+        return self.inner(inputs)
+
+
+def on_sharded_ranks(folder, name, rows, fails=None):
+    """``fails``: a method of the task that fails on rank 1."""
+    with open_runtime(detect(os.environ), "cpu", 20) as runtime:
+        task = ThreeClasses(rows)
+        if fails and runtime.rank == 1:
+            setattr(task, fails, lambda _: 1 / 0)
+        predictor = predictions.Predictor(loader.load(folder / "config.yaml"), runtime, task, Sharded(), sharded=True)
+        return predictions.write(predictor, Loader(rows, 0, CPU), Stop(runtime), folder / name).bad
+
+
 @pytest.fixture
 def folder(tmp_path):
     write_rows(tmp_path, "train", 4)
@@ -140,6 +163,23 @@ def test_file_is_the_same_at_any_world_size(folder, kind):
     assert table["label"].tolist() == [row % 3 for row in range(NUM_ROWS)]
     assert set(np.flatnonzero(table["prediction"].isna())) == bad
     assert not list(folder.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("bad", [range(64), range(64, 128), range(300)])
+def test_ranks_without_a_readable_row_do_not_leave_a_sharded_model_to_the_others(folder, bad):
+    rows = Rows(500, frozenset(bad))
+    write(folder, "one.csv", rows)
+    assert run_ranks(2, on_sharded_ranks, folder, "two.csv", rows, group=False) == [len(bad), 0]
+    assert (folder / "one.csv").read_bytes() == (folder / "two.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("fail_at", "fails", "message"),
+    [(70, None, "this row is broken"), (None, "known", "division by zero"), (None, "predictions", "division by zero")],
+)
+def test_an_error_on_one_rank_ends_all_ranks_of_a_sharded_model(folder, fail_at, fails, message):
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(2, on_sharded_ranks, folder, "out.csv", Rows(1000, fail_at=fail_at), fails, group=False)
 
 
 def test_scores_do_not_depend_on_later_rows(folder):

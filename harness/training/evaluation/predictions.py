@@ -83,15 +83,26 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
         for turn in range(-(-num_blocks // runtime.world_size)):
             if stop.poll():
                 break
-            found = None
+            ready, found = None, None
             with runtime.announced("compiling the model") if compiles and turn == 0 else nullcontext():
                 try:
-                    if failure is None:
-                        found = _block(predictor, next(batches), asked[turn], size) if turn < len(mine) else None
-                    if found is None and predictor.sharded:
-                        _forward(predictor, loader.dataset.batch(np.zeros(1, np.int64), None).to(loader.device), size)
+                    if failure is None and turn < len(mine):
+                        ready = next(batches), _known(predictor.task, asked[turn])
                 except StoppedWaiting:
                     continue
+                except StoppedAlone:
+                    raise
+                except Exception as error:
+                    failure = error
+                    stop.request("a prediction failed")
+                idle = None
+                if predictor.sharded:
+                    ready, idle = _agreed(runtime, loader, ready, failure is not None)
+                try:
+                    if ready is not None:
+                        found = _block(predictor, *ready, asked[turn], size)
+                    if idle is not None:
+                        _forward(predictor, idle, size)
                 except StoppedAlone:
                     raise
                 except Exception as error:
@@ -132,12 +143,33 @@ def _table_errors() -> Iterator[None]:
         raise TableError(*error.args) from error
 
 
-def _block(predictor: Predictor, batch: Batch, rows: np.ndarray, size: int) -> tuple[pa.Table, int]:
+Ready = tuple[Batch, dict[str, pa.Array]]  # a block's rows, and the columns that do not need the model
+
+
+def _agreed(runtime: Runtime, loader: Loader, ready: Ready | None, failed: bool) -> tuple[Ready | None, Batch | None]:
+    """Return (``ready``, a row of zeros if this rank must call a sharded model without a row of its own): all ranks
+    call it equally often. If one has ``failed``, none goes on. Collective."""
+    inputs = ready[0].inputs if ready is not None and len(ready[0]) else None
+    ranks = runtime.gather((failed, None if inputs is None else (inputs.shape[1:], inputs.dtype)))
+    if any(has_failed for has_failed, _ in ranks):
+        return None, None
+    kind = next((kind for _, kind in ranks if kind is not None), None)
+    if inputs is not None or kind is None:
+        return ready, None
+    row = torch.zeros(1, *kind[0], dtype=kind[1], device=loader.device)
+    return ready, Batch(row, torch.zeros(1, dtype=torch.int64), np.zeros(1, np.int64))
+
+
+def _known(task: PredictingTask, rows: np.ndarray) -> dict[str, pa.Array]:
+    """Return the columns of ``rows`` that do not need the model."""
+    columns = {name: _array(values, len(rows), f"known()[{name!r}]") for name, values in task.known(rows).items()}
+    return {"id": pa.array(rows), **columns}
+
+
+def _block(
+    predictor: Predictor, batch: Batch, columns: dict[str, pa.Array], rows: np.ndarray, size: int
+) -> tuple[pa.Table, int]:
     """Return (the table of ``rows``, number of unreadable rows, which have no prediction)."""
-    columns = {
-        name: _array(values, len(rows), f"known()[{name!r}]") for name, values in predictor.task.known(rows).items()
-    }
-    columns = {"id": pa.array(rows), **columns}
     if len(batch):
         outputs = _forward(predictor, batch, size)
         places = {row: place for place, row in enumerate(batch.rows.tolist())}
