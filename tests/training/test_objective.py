@@ -211,6 +211,17 @@ def test_metrics_agree_with_scikit_learn():
     assert found["by_column"]["y"]["r2"] == pytest.approx(reference.r2_score(true[:, 1], predicted[:, 1]))
 
 
+def test_r2_of_equal_labels_is_undefined():
+    """Their spread is only what rounding leaves, which must not be a divisor."""
+    subject = objective(Regression(("x",), mean=(0.0,), std=(1.0,)))
+    for label in torch.randn(200, generator=torch.Generator().manual_seed(1)):
+        found = report_of(subject, torch.zeros(40, 1), label.repeat(40, 1), (0, 7, 30, 40))
+        assert np.isnan(found["r2"])
+    nearly = torch.full((40, 1), 1000.0)
+    nearly[0] += 0.01
+    assert np.isfinite(report_of(subject, nearly, nearly)["r2"])
+
+
 def test_labels_that_no_row_has():
     outputs, targets = batch(MULTI)
     targets[:, 1] = 0

@@ -317,10 +317,11 @@ class Regression(Labels):
         absolutes, total, total_squares = (
             sums.pairs[name][0].cpu().numpy() for name in ("absolutes", "targets", "target_squares")
         )
-        spread = total_squares - total**2 / rows
+        spread = total_squares - total**2 / rows  # of equal labels, what rounding leaves: at most rounded
+        rounded = 2 * rows * np.finfo(np.float64).eps * total_squares
         std = np.asarray(self.std)
         with np.errstate(divide="ignore", invalid="ignore"):
-            r2 = np.where(spread > 0, 1 - squares / spread, np.nan)  # undefined if all labels are equal
+            r2 = np.where(spread > rounded, 1 - squares / spread, np.nan)  # undefined if all labels are equal
         by_metric = {"rmse": np.sqrt(squares / rows) * std, "mae": absolutes / rows * std, "r2": r2}
         report: dict[str, object] = {name: float(values.mean()) for name, values in by_metric.items()}
         report["by_column"] = {
