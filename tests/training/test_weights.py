@@ -81,6 +81,25 @@ def test_last_layer_with_other_outputs_starts_fresh(tmp_path, config):
     )
 
 
+class Words(nn.Module):
+    """A model with tables whose first dimension is no number of outputs."""
+
+    def __init__(self, words: int, places: int, outputs: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, 4)
+        self.places = nn.Parameter(torch.zeros(places, 4))
+        self.aux, self.head = nn.Linear(4, outputs), nn.Linear(4, outputs)
+
+
+@pytest.mark.parametrize(("words", "places", "name"), [(120, 9, "embedding.weight"), (100, 7, "places")])
+def test_a_table_of_another_size_is_no_last_layer(tmp_path, config, words, places, name):
+    torch.save(Words(100, 9, 5).state_dict(), tmp_path / "given.pth")
+    with pytest.raises(ConfigError, match=f"1 weight with a different shape\n  {name}: "):
+        weights.load(Words(words, places, 5), config(weights=tmp_path / "given.pth"))
+    facts = weights.load(Words(100, 9, 3), config(weights=tmp_path / "given.pth"))
+    assert "last layer (aux.weight, aux.bias, head.weight, head.bias) is not loaded" in facts["summary"]
+
+
 def test_what_is_missing_or_unexpected(tmp_path, config):
     state = model().state_dict()
     state["3.weights"] = state.pop("3.weight")

@@ -72,7 +72,7 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
     source = find(section.weights, section.name)
     given, part = _matched(read(source), model, source)
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    heads = _other_head(given, own, source)
+    heads = _other_head(given, own, model, source)
     missing, unexpected = [name for name in own if name not in given], [name for name in given if name not in own]
     _require_fit(missing, unexpected, own, section, source)
     usable = {name: value for name, value in given.items() if name in own and name not in heads}
@@ -250,13 +250,17 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, Mapping) and any(isinstance(item, Tensor) for item in value.values())
 
 
-def _other_head(given: dict[str, Tensor], own: dict[str, Tensor], source: WeightsFile) -> dict[str, tuple[int, int]]:
+def _other_head(
+    given: dict[str, Tensor], own: dict[str, Tensor], model: nn.Module, source: WeightsFile
+) -> dict[str, tuple[int, int]]:
     """Return {name: (outputs in the file, outputs here)} of a last layer with another number of outputs. Raises
     ConfigError if other shapes differ."""
     differing = [name for name in own if name in given and given[name].shape != own[name].shape]
+    last = next(reversed([name.rpartition(".")[0] for name, _ in model.named_parameters()]), "")
     heads = {
         name: (len(given[name]), len(own[name])) for name in differing
         if given[name].dim() and own[name].dim() and given[name].shape[1:] == own[name].shape[1:]
+        and _gives_outputs(model, name.rpartition(".")[0], last)
     }  # fmt: skip
     if len(heads) < len(differing) or len(set(heads.values())) > 1:
         lines = [f"{name}: {tuple(given[name].shape)} in the file, {tuple(own[name].shape)} here" for name in differing]
@@ -266,6 +270,14 @@ def _other_head(given: dict[str, Tensor], own: dict[str, Tensor], source: Weight
             hint="check model.name and model.args; only the last layer may have a different number of outputs",
         )  # fmt: skip
     return heads
+
+
+def _gives_outputs(model: nn.Module, layer: str, last: str) -> bool:
+    """Return True if the size of ``layer`` is a number of outputs, and not of the words or places in a table.
+    ``last``: the last layer with parameters."""
+    module = model.get_submodule(layer)
+    table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    return isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or (layer == last and not table)
 
 
 def _require_fit(
