@@ -153,7 +153,7 @@ class Health:
         raise TrainingError(
             f"{what} ({place}); {layer}",
             where=self.where,
-            hint=f"{_remedies(config, batches and not bad)}\n     {self._continuation(good_step)}",
+            hint=f"{_remedies(config, batches and not bad, good_step <= 0)}\n     {self._continuation(good_step)}",
         )
 
     def _continuation(self, step: int) -> str:
@@ -168,15 +168,16 @@ class Health:
         )
 
 
-def _remedies(config: Config, batches: bool) -> str:
-    """Settings to try. ``batches``: single batches may be the cause."""
+def _remedies(config: Config, batches: bool, anew: bool) -> str:
+    """Return the settings to try. ``batches``: single batches may be the cause. ``anew``: the run must start again; a
+    checkpoint does not continue at another opt level, and a warm-up is over by then."""
     found = [f"lower optimizer.lr (now {config.optimizer.lr:g})"]
     if config.train.clip_norm is None:
         found.append("set train.clip_norm=1")
     schedule = config.schedule
-    if not (schedule.warmup_epochs or schedule.warmup_steps or schedule.name == "one_cycle"):
+    if anew and not (schedule.warmup_epochs or schedule.warmup_steps or schedule.name == "one_cycle"):
         found.append("set schedule.warmup_epochs=1")
-    if config.precision.opt_level in ("O1", "O2", "O3"):
+    if anew and config.precision.opt_level in ("O1", "O2", "O3"):
         found.append("use precision.opt_level=O4 (bfloat16)")
     if batches and config.train.on_nan == "stop":
         found.append("use train.on_nan=skip if individual batches cause it")

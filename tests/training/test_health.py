@@ -90,10 +90,19 @@ def test_nan_loss_stops_at_the_next_log_line_or_is_skipped(start, level):
     assert layer in text
     assert ("train.on_nan=skip" in text) == (level != "O0")
     assert "lower optimizer.lr (now 0.01), or set train.clip_norm=1" in text
+    # There is a checkpoint of the first epoch, for which neither is of use.
+    assert "opt_level=O4" not in text
+    assert "warmup_epochs" not in text
     run = start("nan loss once", 4, *settings, "train.on_nan=skip")
     assert loop.train(run)
     assert (run.state.skipped, run.state.applied) == (1, 4 * STEPS - 1)
     assert all(math.isfinite(entry["loss"]) for entry in run.state.history)
+
+
+def test_a_run_without_a_checkpoint_may_start_again_in_other_ways(start):
+    text = failure(start("nan loss once", 1, "precision.opt_level=O1"))
+    assert "or set schedule.warmup_epochs=1, or use precision.opt_level=O4 (bfloat16)" in text
+    assert "there is no good checkpoint to continue from" in text
 
 
 def test_infinite_loss_with_finite_gradients_is_skipped(start, monkeypatch):
