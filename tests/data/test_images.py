@@ -82,12 +82,17 @@ def test_pixel_values(tmp_path):
     assert torch.equal(color, torch.from_numpy(np.asarray(COLOR).copy()).permute(2, 0, 1))
 
 
+LARGE = encoded(Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 300, 3), dtype=np.uint8)), "PNG")
 BROKEN = {
     "empty": b"",
     "text": b"<html>404 not found</html>",
     "half a png": KINDS["rgb png"][: len(KINDS["rgb png"]) // 2],
     "half a jpeg": KINDS["jpeg"][: len(KINDS["jpeg"]) // 2],
     "a corrupt png": KINDS["gray png"].replace(b"IDAT", b"IDAX"),
+    "a flipped byte in a png": LARGE[:150_000] + bytes([LARGE[150_000] ^ 8]) + LARGE[150_001:],
+    "a wrong name of a chunk of pixels": LARGE[: LARGE.rindex(b"IDAT")] + b"IDAX" + LARGE[LARGE.rindex(b"IDAT") + 4 :],
+    "zeros from a place in a png on": LARGE[:90_000] + bytes(len(LARGE) - 90_000),
+    "zeros from a chunk of pixels on": LARGE[: LARGE.rindex(b"IDAT") - 4] + bytes(1000),
     "an animation": encoded(COLOR, "GIF", save_all=True, append_images=[Image.new("RGB", COLOR.size)]),
 }
 
