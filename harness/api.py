@@ -125,7 +125,7 @@ def predict(
         out = Path(folder, "predictions.parquet")
         if isinstance(rows, pd.DataFrame):
             source = str(Path(folder, "rows.csv"))
-            rows.to_csv(source, index=False)
+            rows.to_csv(source, index=False, quoting=csv.QUOTE_ALL)  # pandas alone does not quote a carriage return
             words = [f"data.cache_dir={folder}", *_words(overrides)]
         else:
             source, words = os.fspath(rows), _words(overrides)

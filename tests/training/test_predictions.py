@@ -201,6 +201,11 @@ def test_numbers_in_csv_round_trip_exactly(folder):
     assert (text["score_c"] == pq.read_table(folder / "a.parquet").to_pandas()["score_c"]).all()
 
 
+def test_carriage_returns_in_text_are_no_line_ends():
+    table = pa.table({"id": ["a\rb", "c"], "label": pa.array([1, None], pa.int64()), "score": [0.5, 0.25]})
+    assert predictions._csv(table, header=True) == b'"id","label","score"\n"a\rb",1,0.5\n"c","",0.25\n'
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_error_keeps_the_previous_file(folder, world):
     (folder / "out.csv").write_text("before")

@@ -7,6 +7,7 @@ number only: block k has rows k*size to (k+1)*size - 1, the last block is padded
 
 from __future__ import annotations
 
+import csv
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -332,6 +333,8 @@ def _csv(table: pa.Table, header: bool) -> bytes:
     """CSV with the shortest numbers that round-trip exactly, and empty fields for missing values."""
     frame = table.to_pandas(integer_object_nulls=True)
     text: str = frame.to_csv(index=False, header=header, lineterminator="\n")
+    if "\r" in text:  # which readers take for the end of a row, but pandas does not quote
+        text = frame.to_csv(index=False, header=header, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     return text.encode()
 
 
