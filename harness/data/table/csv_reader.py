@@ -84,6 +84,10 @@ class _RecordTooLong(Exception):
     """A record does not fit into a block, so the file must be read again in larger ones."""
 
 
+class _NulByte(Exception):
+    """The file has a byte 0, after which pyarrow loses rows at the edges of blocks."""
+
+
 class _Ended(io.RawIOBase):
     """The bytes of a file followed by one more record, in blocks that never end in a carriage return.
 
@@ -99,6 +103,8 @@ class _Ended(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         more = self.stream.read(size - len(self.kept))
+        if b"\0" in more:
+            raise _NulByte
         block = self.kept + more if self.kept else more  # no copy of a block in the usual case
         self.kept = b""
         if len(block) < size:
@@ -129,6 +135,9 @@ def _read(path: Path, name: str, columns: list[str], block_bytes: int) -> Genera
                     if held is not None:
                         yield held
                     held = batch
+    except _NulByte:
+        hint = f"copy the file again, or remove the bytes: tr -d '\\000' < {shlex.quote(name)} > without_nul.csv"
+        raise DataError("the file has a NUL byte (0x00)", where=f"{name}:{_nul_line(path)}", hint=hint) from None
     except pa.ArrowInvalid as error:
         raise _diagnose(path, name, columns, str(error), bool(uneven)) from error
     except BROKEN as error:
@@ -255,6 +264,12 @@ def _bad_utf8(path: Path) -> tuple[int, str] | None:
                 around = line[max(0, error.start - 20) : error.end + 20].decode("latin-1").strip()
                 return number, f"byte 0x{line[error.start]:02x} (read as Latin-1, it is part of {around!r})"
     return None
+
+
+def _nul_line(path: Path) -> int:
+    """The line of the first byte 0, which the file must have."""
+    with open_bytes(path) as stream:
+        return next(number for number, line in enumerate(stream, start=1) if b"\0" in line)
 
 
 def _header_of(path: Path) -> list[str]:

@@ -157,12 +157,6 @@ def test_quotes_inside_a_field_are_text(opened):
     assert text_of(table)["caption"] == ['5" pipe', 'say "hi"', "xy"]
 
 
-def test_nul_bytes_are_text(opened):
-    table = opened(b'path,label\n"a\0b",1\nc\0,2\n')
-    assert text_of(table)["path"] == ["a\0b", "c\0"]
-    assert lines_of(table) == [2, 3]
-
-
 def test_single_column_name_as_text(opened):
     assert opened(CSV, text="path").columns[0] == "path"
 

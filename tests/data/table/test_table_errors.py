@@ -154,6 +154,7 @@ SHORT_AND_LONG = b"short,1\n" + b'"a\nb",1,x\n' + b"long,1,a,b\n" + b"\n" + b"x,
             "the file is not UTF-8: byte 0xe9 (read as Latin-1, it is part of 'q,1,café au lait')", 502, "iconv",
         ),
         ("path,label,größe\na,1,2\n".encode("latin-1"), "the file is not UTF-8: byte 0xf6", 1, "iconv"),
+        (HEADER + GOOD + b"q,1,a\0b\n", "the file has a NUL byte", 502, "tr -d '\\000' <"),
     ],
 )  # fmt: skip
 def test_unusable_content(refused, content, message, line, hint):
