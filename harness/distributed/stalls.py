@@ -113,9 +113,12 @@ class Stalls:
                     store.delete(_ASKED)
                 return found
             except (StoreTimeout, RuntimeError):  # the store does not respond, or is closed
-                # A launcher that is frozen harms no rank; a rank that is frozen does.
+                # A launcher that is frozen harms no rank; a rank that is frozen does. The store runs in a thread of its
+                # own, which also a busy rank 0 does not hold up, so that its silence alone is no reason to accuse it.
                 holder_is_rank_0 = not self._runtime.launch.store_is_held and rank != 0
-                return self._silent(range(1, self._runtime.world_size)) if holder_is_rank_0 else None
+                if holder_is_rank_0 and self._runtime.peers[0].state() in ("", *_CANNOT_ANSWER):
+                    return self._silent(range(1, self._runtime.world_size))
+                return None
 
     def withdraw(self) -> None:
         """Let another rank ask, which may see the silent one's process."""

@@ -24,7 +24,8 @@ def local_copy(place: str, checkpoint: bool = False) -> Path:
     if not is_url(place):
         return Path(place)
     store = UrlStore(place)
-    folder = working_folder(store.where, None, "read")
+    # Two commands may read at the same time: one that needs no checkpoint must not remove that of the other.
+    folder = working_folder(store.where, None, "read-checkpoint" if checkpoint else "read")
     with made_once(folder):
         for _ in range(_ATTEMPTS):
             start, newest = store.read(layout.START), store.read(_LATEST).strip() if checkpoint else ""

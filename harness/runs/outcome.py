@@ -31,6 +31,7 @@ from harness.errors import (
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
 from harness.runs.files import identity, read_sealed, write_atomically
+from harness.runs.locks import Lock
 from harness.runs.url_store import UrlStore
 
 # Exit codes of ranks that were asked to stop; SIGTERM kills a rank that has not installed its handler yet.
@@ -227,8 +228,16 @@ class ExitCollector:
         if outcome.failure:
             self._write(json.dumps(outcome.failure, indent=1) + "\n", to_url=fetched)
         elif fetched and outcome.exit_code == EXIT_DONE:
-            shutil.rmtree(self._folder, ignore_errors=True)  # the URL has it
+            self._remove()  # the URL has it
         return outcome
+
+    def _remove(self) -> None:
+        """Remove the scratch folder, unless a later start on this machine uses it."""
+        lock = Lock(self._folder.parent, is_folder=True)
+        with suppress(OSError):
+            if self._folder.is_dir() and lock.try_acquire():
+                shutil.rmtree(self._folder, ignore_errors=True)
+        lock.release()
 
     def preview(self, report: EngineReport) -> RunOutcome:
         """``conclude`` without writing anything about it, for a run that may start again."""

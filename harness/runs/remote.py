@@ -28,7 +28,7 @@ from harness.distributed.threads import thread
 from harness.errors import CheckpointError, ConfigError, did_you_mean
 from harness.runs import layout
 from harness.runs.checkpoint import FROM_SCRATCH, damage, outdated
-from harness.runs.fetch import made_once
+from harness.runs.fetch import made_once, writing
 from harness.runs.files import is_url
 from harness.runs.run_dir import RunFolder, own_checkpoint
 from harness.runs.storage import LocalStore, copy_run, working_folder
@@ -67,6 +67,11 @@ class RemoteRunFolder(RunFolder):
         self._filled = False  # this process filled the scratch folder, and removes it
         self._uploaded: dict[str, str] = {}
         self._uploader = Uploader(self.where, self._upload)
+
+    def lock(self) -> None:
+        with writing(self.path):  # an error is one of the cache
+            pass
+        super().lock()
 
     def claim(self, config: Config, rehearse: Callable[[], None] = lambda: None) -> str:
         if config.checkpoint.resume.startswith(self.where + "/"):

@@ -81,18 +81,21 @@ class RunFolder:
 
     def lock(self) -> None:
         """Keep other starts out until ``unlock`` or the end of this process. Waits for a start that is about to end.
-        Raises ConfigError if it does not."""
+        Raises ConfigError if it does not, or if the folder cannot be locked."""
         lock = Lock(self._lock_on, is_folder=True)
-        with contextlib.suppress(OSError):  # ``claim`` reports it
+        try:
             make_folder(self._lock_on)
-            if not lock.acquire(_LOCK_S):
-                owner = f" ({lock.owner})" if lock.owner else ""
-                raise ConfigError(
-                    f"another process is already training in this run folder{owner}",
-                    where=self.where,
-                    hint="wait for it or stop it, then run the same command again; or rename this run with name=NAME",
-                )
-            self._lock = lock
+            acquired = lock.acquire(_LOCK_S)
+        except OSError as error:
+            raise cannot_write(Path(error.filename or self._lock_on), error) from None
+        if not acquired:
+            owner = f" ({lock.owner})" if lock.owner else ""
+            raise ConfigError(
+                f"another process is already training in this run folder{owner}",
+                where=self.where,
+                hint="wait for it or stop it, then run the same command again; or rename this run with name=NAME",
+            )
+        self._lock = lock
 
     def unlock(self) -> None:
         if self._lock is not None:

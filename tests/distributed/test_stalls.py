@@ -153,6 +153,29 @@ def test_silent_store_accuses_rank_0_only_if_it_holds_the_store(held, expected):
         assert "its machine is out of reach" in found.message
 
 
+def test_a_silent_store_does_not_accuse_a_rank_0_that_runs():
+    """Its store runs in a thread of its own: a late answer is no proof, and rank 0 would be killed."""
+
+    class Frozen:
+        def compare_set(self, *_):
+            time.sleep(2)
+
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        first = replace(HERE, pid=process.pid, started=started_at(process.pid))
+        wait_until(lambda: first.state() == "S", 5, "its state")
+        rank_1 = ranks_of(LimitedStore(Frozen(), limit_s=0.1), 2, [first, HERE])[1]
+        assert rank_1.missing("all_reduce", True) is None
+        rank_1.release()
+        os.kill(process.pid, signal.SIGSTOP)
+        wait_until(lambda: first.state() == "T", 5, "its state")
+        found = rank_1.missing("all_reduce", True)
+        assert (found.rank, found.cause) == (0, Cause.HUNG)
+    finally:
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+
+
 def test_pause_of_this_process_is_noticed(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])

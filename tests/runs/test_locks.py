@@ -171,6 +171,17 @@ def test_a_file_that_is_replaced_before_it_is_locked_is_not_the_lock(tmp_path, m
     lock.release()
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_a_start_that_cannot_lock_does_not_continue(tmp_path, monkeypatch, number):
+    folder = RunFolder(tmp_path / "a")
+    with monkeypatch.context() as patch:
+        without_flock(patch, number)
+        with pytest.raises(ConfigError, match=f"cannot write to the run folder: {os.strerror(number)}"):
+            folder.lock()
+    folder.lock()
+    folder.unlock()
+
+
 # File systems without flock
 
 

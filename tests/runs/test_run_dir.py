@@ -45,9 +45,9 @@ def test_a_new_run(tmp_path):
 def test_a_place_without_files_is_reported_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(run_dir.Lock, "acquire", lambda *_: pytest.fail("waits for a lock"))
     folder = RunFolder(Path("/proc/run"))
-    folder.lock()
-    with pytest.raises(ConfigError, match="cannot write to the run folder"):
-        folder.claim(make_config(tmp_path))
+    for start in (folder.lock, lambda: folder.claim(make_config(tmp_path))):
+        with pytest.raises(ConfigError, match="cannot write to the run folder"):
+            start()
 
 
 def test_the_same_recipe_resumes(tmp_path):
