@@ -71,6 +71,13 @@ def plan(path: str, overrides: Sequence[str]) -> Job:
     num_ranks = job.config.parallel.logical_ranks or job.world_size
     if misfit := job.config.batch.misfit(num_ranks):
         raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
+    if job.config.checkpoint.resume == "never" and job.settings.max_restarts and job.settings.engine != "slurm":
+        raise ConfigError(
+            f"with launch.max_restarts={job.settings.max_restarts}, never would apply to each restart, which would "
+            "begin at step 0",
+            where="checkpoint.resume",
+            hint="give the new run another name with name=NAME, or remove launch.max_restarts",
+        )
     return job
 
 

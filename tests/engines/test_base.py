@@ -10,7 +10,7 @@ import pytest
 
 from harness.config import plugins
 from harness.engines import launch
-from harness.errors import LaunchError
+from harness.errors import ConfigError, LaunchError
 from tests.end_to_end.experiment import write_config
 from tests.end_to_end.processes import END_S, started
 
@@ -31,6 +31,14 @@ def test_settings_without_a_meaning_are_refused(tmp_path, stripes, engine, word)
     for call in (part.render, part.start):
         with pytest.raises(LaunchError, match=rf"launch\.{word} does not apply to engine {engine}"):
             call(job)
+
+
+def test_restarts_from_scratch_are_refused(tmp_path, stripes):
+    config, never = str(write_config(tmp_path, stripes)), "checkpoint.resume=never"
+    for engine in ("local", "torchrun", "flyte"):
+        launch.plan(config, [f"launch.engine={engine}", never])
+        with pytest.raises(ConfigError, match="each restart, which would begin at step 0"):
+            launch.plan(config, [f"launch.engine={engine}", "launch.max_restarts=1", never])
 
 
 @pytest.mark.slow

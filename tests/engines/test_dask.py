@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import os
@@ -12,9 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +67,56 @@ def marking(mark):
 
 
 # Without a cluster
+
+
+class FullDisk:
+    """The files of a run whose copies to this machine all fail."""
+
+    def fetch(self, workers):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """A run without a cluster whose only rank has ended; ``.called`` has the functions that ran on the worker."""
+    run = cluster_run.ClusterRun.__new__(cluster_run.ClusterRun)
+    place = {"worker": "tcp://w:1", "host": "w", "scratch": "/scratch/job"}
+    run.called, nothing = [], lambda *_: None
+    run._client = SimpleNamespace(
+        status="running", cancel=nothing, unsubscribe_topic=nothing, nthreads=lambda workers: dict.fromkeys(workers, 1),
+        run=lambda function, *_, **__: run.called.append(function),
+    )  # fmt: skip
+    run._tasks = [SimpleNamespace(future=None, place=place, exit=0, lost_at=None)]
+    run._folder, run._closing = run_dir.RunFolder(tmp_path / "run"), ExitStack()
+    run._topic, run._why_lost, run._stops, run._ended = "topic", "", 0, threading.Event()
+    return run
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_results_that_could_not_be_copied_stay_on_the_worker(ended, full, capfd):
+    ended._files = FullDisk() if full else SimpleNamespace(fetch=lambda workers: None)
+    report = ended.follow()
+    assert ended.called == ([] if full else [on_worker.forget])
+    text = "the results on worker tcp://w:1 are kept there, in /scratch/job"
+    assert (text in capfd.readouterr().err) == full
+    assert ["No space left" in exit.message for exit in report.exits] == [False, True][: 1 + full]
+
+
+def test_the_first_copy_that_fails_is_reported(ended, capfd):
+    ended._files, ended._ended = (
+        FullDisk(),
+        SimpleNamespace(wait=lambda pause_s, answers=[False, False, True]: answers.pop(0)),
+    )
+    assert ended._copy().errno == errno.ENOSPC
+    assert capfd.readouterr().err.count("warning: the results cannot be copied") == 1
+
+
+def test_results_are_copied_before_they_are_removed_after_an_interruption(ended, monkeypatch):
+    ended._files = SimpleNamespace(fetch=lambda workers: (time.sleep(0.2), ended.called.append("copied")))
+    monkeypatch.setattr(ended, "_is_running", lambda rank: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ended.follow()
+    assert ended.called == ["copied", on_worker.forget]
 
 
 def planned(config, *words):

@@ -50,6 +50,21 @@ def test_script(planned, golden, words):
     assert_shell(text)
 
 
+@pytest.mark.parametrize(("restarts", "resume"), [("", "never"), ("0", "never"), ("1", "auto")])
+def test_a_restart_resumes_a_run_that_was_started_from_scratch(planned, restarts, resume):
+    text = engine.script(planned("checkpoint.resume=never"))
+    begin = text.index("rank=(")
+    lines = text[begin : text.index("folder=", begin)] + 'echo "${rank[@]}"'
+    environ = {"SLURM_RESTART_COUNT": restarts} if restarts else {}
+    done = subprocess.run(["bash", "-euc", lines], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == f"checkpoint.resume={resume}"
+
+
+def test_a_command_of_slurm_does_not_receive_ctrl_c():
+    """The terminal sends it to all processes of a session's foreground group."""
+    assert engine.ask(sys.executable, "-c", "import os; print(os.getsid(0) == os.getpid())") == "True\n"
+
+
 def test_dry_run_prints_the_script(planned, capsys):
     words = ["--engine", "slurm", "--nnodes", "2", "--nproc", "4", "--dry-run"]
     assert main(["launch", "-c", "config.yaml", *words]) == 0

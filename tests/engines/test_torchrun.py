@@ -23,7 +23,7 @@ from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import RankExit, to_torch_error_file
 from harness.engines import launch
 from harness.engines.torchrun import engine as torchrun
-from harness.errors import LaunchError
+from harness.errors import ConfigError, LaunchError
 from harness.runs import exit_files
 from harness.runs.outcome import ExitCollector
 from tests.end_to_end.experiment import assert_same_run, record, run, write_config
@@ -126,6 +126,14 @@ def test_settings_that_cannot_work_are_refused(tmp_path, stripes, case):
         with pytest.raises(LaunchError) as caught:
             call(job)
         assert message in str(caught.value)
+
+
+def test_an_ipv6_rendezvous_is_refused(tmp_path, stripes):
+    with pytest.raises(ConfigError, match="write HOST:PORT, such as node1:29400, with a name or an IPv4 address"):
+        launch.plan(
+            str(write_config(tmp_path, stripes)),
+            ["launch.engine=torchrun", "launch.nnodes=2", "launch.torchrun.rendezvous='[fd00::1]:29400'"],
+        )
 
 
 def exit_of(rank, code):

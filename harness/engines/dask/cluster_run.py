@@ -167,18 +167,22 @@ class ClusterRun:
 
     def follow(self) -> EngineReport:
         copy = Background(self._copy, "harness-fetch")
+        failed: Exception | None = None
         try:
             while any(self._is_running(rank) for rank in range(len(self._tasks))):
                 self._check_tasks()
                 self._check_workers()
                 self._end_peers()
                 time.sleep(_POLL_S)
-            self._ended.set()
-            if failed := copy.result():
-                self._why_lost = self._why_lost or f"the results could not be copied from the workers: {failed}"
         finally:
             self._ended.set()
-            self._clear()
+            try:
+                failed = copy.result()  # of the last copy, after which nothing is needed on the workers
+            except Exception as error:
+                failed = error
+            self._clear(keep=failed is not None)
+        if failed:
+            self._why_lost = self._why_lost or f"the results could not be copied from the workers: {failed}"
         exits = [RankExit.from_code(rank, task.exit) for rank, task in enumerate(self._tasks) if task.exit is not None]
         if self._why_lost:
             lost = [rank for rank, task in enumerate(self._tasks) if task.lost_at is not None]
@@ -269,7 +273,7 @@ class ClusterRun:
 
     def _copy(self) -> Exception | None:
         """Copy what is new to this machine until the run has ended, and once more; return the last copy's error."""
-        pause_s, ended = _FETCH_S, False
+        pause_s, ended, warned = _FETCH_S, False, False
         failed: Exception | None = None
         while self._files is not None and not ended:
             ended = self._ended.wait(pause_s)
@@ -277,8 +281,11 @@ class ClusterRun:
             try:
                 alive = self._alive()
                 self._files.fetch([worker for worker in self._workers if worker in alive])
-            except Exception as error:  # a worker went away
+            except Exception as error:  # a worker went away, or this machine's disk is full
                 failed = error
+                if not (warned or ended):
+                    tell(f"warning: the results cannot be copied from the workers now: {error}; it will be tried again")
+                warned = True
             pause_s = max(_FETCH_S, 10 * (time.monotonic() - begun))
         return failed
 
@@ -297,15 +304,18 @@ class ClusterRun:
             return []  # asking would block for half a minute
         return list(self._client.nthreads(self._workers))
 
-    def _clear(self) -> None:
-        """Leave nothing of this run on the cluster, and other people's work alone."""
+    def _clear(self, keep: bool = False) -> None:
+        """Leave nothing of this run on the cluster, and other people's work alone. ``keep``: leave its files on the
+        workers, since this machine may not have them."""
         with suppress(Exception):  # the cluster may be gone
             if self._client.status == "running":
                 self._client.cancel([task.future for task in self._tasks])
                 self._client.unsubscribe_topic(self._topic)
                 alive = self._alive()
                 for worker, scratch in {(place["worker"], place["scratch"]) for place in self._places}:
-                    if worker in alive:
+                    if worker in alive and keep:
+                        tell(f"the results on worker {worker} are kept there, in {scratch}")
+                    elif worker in alive:
                         self._client.run(on_worker.forget, scratch, workers=[worker], on_error="ignore")
         self._folder.unlock()
         self._closing.close()

@@ -91,6 +91,7 @@ echo "harness: job $SLURM_JOB_ID: exit code $code, another start: $again"
 [ "$again" = yes ] || echo "@RECORD@{\"last_exit_code\": $code}"
 exit "$code"
 """
+_RESUME = '[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || rank+=(checkpoint.resume=auto) # never: only for the first start'
 BODY = _BODY.replace("@LATEST@", f"{layout.CHECKPOINTS}/{layout.LATEST}")
 BODY = BODY.replace("@RANK_EXITS@", f"{layout.LOGS}/{layout.RANK_EXITS}").replace("@RECORD@", RECORD)
 
@@ -291,6 +292,7 @@ def script(job: Job) -> str:
         [f"export {name}={shlex.quote(value)}" for name, value in job.environ().items()],
         [
             f"rank=({shlex.join(job.command())})",
+            *([_RESUME] if job.config.checkpoint.resume == "never" else []),
             f"folder={shlex.quote(str(job.folder))}",
             f"max_restarts={settings.max_restarts}",
         ],
@@ -495,8 +497,9 @@ def ask(*command: str, stdin: str | None = None, environ: Mapping[str, str] | No
     with the command's error, and LaunchError if it is not installed."""
     try:
         done = subprocess.run(
-            command, input=stdin, env=environ, capture_output=True, text=True, timeout=_ANSWER_S, check=False
-        )
+            command, input=stdin, env=environ, capture_output=True, text=True, timeout=_ANSWER_S, check=False,
+            start_new_session=True,  # a Ctrl-C must not end sbatch after Slurm has accepted the job
+        )  # fmt: skip
     except FileNotFoundError:
         raise LaunchError(
             f"{command[0]} is not installed on this machine",

@@ -227,12 +227,11 @@ def rendezvous_of(job: Job) -> Rendezvous:
         return Rendezvous()
     assert own.rendezvous is not None
     host, _, port = own.rendezvous.rpartition(":")
-    literal = host.strip("[]")
     return Rendezvous(
         settings.nnodes, least, host, int(port), own.node_rank,
-        address=_own_address(job, literal),
+        address=_own_address(job, host),
         # torchrun compares host names, which fails if this machine's own name resolves to a loopback address.
-        hosts_store=None if is_loopback(literal) else is_here(literal),
+        hosts_store=None if is_loopback(host) else is_here(host),
         wait_s=math.ceil(own.join_s),
         name=re.sub(r"[^\w.-]", "-", job.config.name),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from harness.config.base import Matching, Positive, Seconds, Section
 
-_PLACE = Matching(r"(\[[0-9a-fA-F:]+\]|[^\s:\[\]]+):\d{1,5}", "write HOST:PORT, such as node1:29400")
+_PLACE = Matching(r"[^\s:\[\]]+:\d{1,5}", "write HOST:PORT, such as node1:29400, with a name or an IPv4 address")
 
 
 class Settings(Section):
