@@ -99,7 +99,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 def _max_difference(one: Tensor, other: Tensor) -> float | None:
     if one.shape != other.shape:
         return None
-    return float((one.double() - other.double()).abs().max())
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    return float((one.to(wide) - other.to(wide)).abs().max()) if one.numel() else 0.0
 
 
 def _short(value: Any) -> Any:

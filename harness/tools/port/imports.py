@@ -12,7 +12,8 @@ from harness.tools.port.uses import ApexScript, Import, Imported
 def patch(script: ApexScript) -> str:
     """Return the rewritten imports as a unified diff; empty if the script stays as it is."""
     name = script.path.as_posix()
-    before, after = (text.splitlines(keepends=True) for text in (script.text, rewritten(script)))
+    texts = (script.mark + text for text in (script.text, rewritten(script)))
+    before, after = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in texts)  # the lines that ``patch`` sees
     lines = difflib.unified_diff(before, after, name, name)
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 

@@ -61,14 +61,16 @@ class Imported:
 
 
 class ApexScript:
-    """A script: its text, its syntax tree, and its imports of Apex. Raises DataError if it cannot be parsed."""
+    """A script: its text without the byte order ``mark`` before it, its syntax tree, and its imports of Apex. Raises
+    DataError if it cannot be parsed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             data = path.read_bytes()
-            self.encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
-            self.text = data.decode(self.encoding)
+            encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+            self.text = data.decode(encoding)
+            self.encoding, self.mark = ("utf-8", "\ufeff") if encoding == "utf-8-sig" else (encoding, "")
             self.tree = ast.parse(self.text)
         except OSError as error:
             hint = did_you_mean(path) or remedy(error)

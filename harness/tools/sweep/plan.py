@@ -52,8 +52,10 @@ class Plan:
         return self.file.spec.trials or len(self.trials)
 
     def words(self, settings: Settings) -> list[str]:
-        """Return the ``key=value`` words that turn the base experiment into this trial, without its name and output."""
-        return _words(self.file, settings)
+        """Return the ``key=value`` words that turn the base experiment into this trial, without its name and output. An
+        interrupted trial resumes, even if the base says ``checkpoint.resume: never``."""
+        never = self.trials[0].config.checkpoint.resume == "never"
+        return _words(self.file, {**settings, **({"checkpoint.resume": "auto"} if never else {})})
 
     def config(self, settings: Settings) -> Config:
         return loader.load(self.file.base, self.words(settings), self.file.origins)

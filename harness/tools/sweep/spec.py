@@ -155,7 +155,11 @@ def _reads_as(text: str, value: Any) -> bool:
 
 # Reading a file
 
-_SET_BY_THE_SWEEP = ("name", "output", "checkpoint.resume")
+_SET_BY_THE_SWEEP = {
+    "name": "the sweep sets it for each trial",
+    "output": "the sweep sets it for each trial",
+    "checkpoint.resume": "an interrupted trial always resumes from its own checkpoint",
+}
 _OWN_KEYS = {field.alias or name for name, field in SweepSpec.model_fields.items()} - {"set", "space"}
 
 
@@ -222,7 +226,7 @@ def _key_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
     for section, found in (("space", keys), ("set", list(fixed))):
         for key in found:
             if key in _SET_BY_THE_SWEEP:
-                yield Conflict((f"{section}.{key}",), "the sweep sets it for each trial", "remove it")
+                yield Conflict((f"{section}.{key}",), _SET_BY_THE_SWEEP[key], "remove it")
     if "seed" in spec.space and spec.is_search:
         yield Conflict(("space.seed", "sampler"), "a search over seeds finds chance", "remove the seed from the space")
     if "seed" in spec.space and spec.seeds:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from harness.runs.checkpoint import Checkpoints
 from harness.runs.files import read_sealed, write_sealed
 from harness.tools.compare.exactness import differences
+from harness.tools.compare.saved_state import StateDifference, differing
 from tests.end_to_end.experiment import train, write_images
 
 LAST = 16
@@ -129,3 +130,10 @@ def test_empty_folders_are_not_equal(tmp_path):
         "metrics.jsonl: lines: (absent) and (absent)",
         "checkpoints: latest: (absent) and (absent)",
     ]
+
+
+def test_differences_of_empty_and_complex_tensors():
+    (found,) = differing("x", torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    assert found == StateDifference("x", 0.0, None)
+    (found,) = differing("x", torch.tensor([1 + 2j]), torch.tensor([1 + 5j]))
+    assert found == StateDifference("x", 3.0, None)

@@ -46,3 +46,17 @@ def test_exit_codes(script, capfd):
     script.write_text("print 'Python 2'\n")
     assert cli.main(["port", "train.py"]) == 65
     assert cli.main(["port", "missing.py"]) == 65
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("first", [b"from apex import amp\n", b"import torch\n\x0c\nfrom apex import amp\n"])
+def test_patch_of_a_script_with_a_byte_order_mark_or_form_feeds(script, capfdbinary, mark, first):
+    """``patch`` knows no line ends but newlines, and the mark belongs to the first line of the script."""
+    script.write_bytes(mark + first + b"\x0c\nx = 'a\x1cb'\n\x0cy = 1\n")
+    assert cli.main(["port", "train.py", "--patch"]) == 0
+    printed = capfdbinary.readouterr().out
+    assert printed.startswith(b"--- train.py\n")
+    expected = script.read_bytes().replace(b"from apex import", b"from harness.apex import")
+    done = subprocess.run(["patch", "train.py"], input=printed, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert script.read_bytes() == expected

@@ -67,6 +67,17 @@ def test_batch_norm_is_found_in_the_model(tmp_path):
     assert make(load(str(tmp_path / "sweep.yaml")), Machine(2)).notes == []
 
 
+@pytest.mark.parametrize(("place", "resume"), [("base", "auto"), ("base", "never"), ("command line", "never")])
+def test_interrupted_trials_resume_whatever_the_base_says(tmp_path, place, resume):
+    in_base = place == "base"
+    write_base(tmp_path, checkpoint={"resume": resume if in_base else "auto"})
+    write_sweep(tmp_path, space={"optimizer.lr": [0.1, 0.2]})
+    file = load(str(tmp_path / "sweep.yaml"), [] if in_base else [f"checkpoint.resume={resume}"])
+    plan = make(file, Machine(1))
+    config = loader.load(file.base, plan.words(plan.trials[1].settings))
+    assert (config.checkpoint.resume, config.optimizer.lr) == ("auto", 0.2)
+
+
 def test_unknown_metric_is_refused(tmp_path):
     assert "has no metric 'f1'" in not_planned(tmp_path, space={"optimizer.lr": [0.1]}, metric="f1")
 
