@@ -62,6 +62,7 @@ def render(runs: RunSet) -> str:
         curves=curve_charts,
         lines=lines,
         dashes=_DASHES,
+        axes=_axes(lines),
         quantities=_quantities(lines),
         metrics=[(name, formatting.metric(name)) for name in sections.metrics(runs, lines)],
         undrawn=sections.undrawn(runs, lines),
@@ -74,6 +75,14 @@ def render(runs: RunSet) -> str:
         script=Markup(script),
     )
     return text
+
+
+def _axes(lines: Sequence[CurveLine]) -> list[tuple[str, str]]:
+    """Return (key, title) of the horizontal axes, the first of which is chosen. A run that has not finished an epoch
+    does not know its length: all its points are at epoch 0."""
+    axes = [("epoch", "Epochs"), ("samples", "Samples"), ("seconds", "Seconds")]
+    past = [part.at["epoch"] for line in lines for part in (line.first.history.train, line.first.history.validation)]
+    return axes if any((epochs > 0).any() for epochs in past) else [*axes[1:], axes[0]]
 
 
 def _quantities(lines: Sequence[CurveLine]) -> list[tuple[str, str]]:

@@ -153,6 +153,14 @@ def test_problems_of_a_run_are_on_its_page(tmp_path, state, problem):
     assert problem in render(write_run(tmp_path / "run", Fake(state=state)))
 
 
+@pytest.mark.parametrize(("epochs", "axis"), [(1, "samples"), (3, "epoch")])
+def test_run_within_its_first_epoch_is_shown_by_samples(tmp_path, epochs, axis):
+    """Its epochs have no known length, and all its points would be at 0."""
+    run = write_run(tmp_path / "run", Fake(epochs=epochs, state="unfinished"))
+    found = Elements(page.render(run_set.build(reader.find([run])))).all("input")
+    assert [each["value"] for each in found if each["name"] == "axis" and "checked" in each] == [axis]
+
+
 def test_only_the_best_runs_are_drawn_and_all_are_in_the_table(tmp_path):
     fakes = [Fake(lr=0.001 * (1 + n), final=0.9 - 0.001 * n, epochs=2, log_every=1) for n in range(30)]
     text = render(write_sweep(tmp_path / "sweep", fakes))
