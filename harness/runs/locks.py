@@ -41,6 +41,7 @@ class Lock:
         self._file = path / FILE if is_folder else path
         self._open: dict[Path, int] = {}
         self._marker: filelock.BaseFileLock | None = None
+        self._marked = ""  # the content of the marker, which names this process
 
     @property
     def descriptors(self) -> list[int]:
@@ -96,7 +97,7 @@ class Lock:
     def is_current(self) -> bool:
         """Return whether ``path`` is still the file or folder that was locked."""
         if self._marker is not None:
-            return self._marker_path.exists()
+            return self._marked == _content(self._marker_path) != ""  # not the marker of another, after a move
         return all(_is_same(path, descriptor) for path, descriptor in self._open.items())
 
     def _flock_folder(self) -> bool:
@@ -134,7 +135,7 @@ class Lock:
             lock.acquire(timeout=0)
         except filelock.Timeout:
             return False
-        self._marker = lock
+        self._marker, self._marked = lock, _content(marker)
         return True
 
 
@@ -155,6 +156,13 @@ def forget_marker(folder: Path) -> None:
     """Remove this process's marker from ``folder``, which it locked under another name."""
     with suppress(OSError):
         (folder / (FILE + MARKER_SUFFIX)).unlink()
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
 
 
 def _is_same(path: Path, descriptor: int) -> bool:

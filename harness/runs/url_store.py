@@ -21,10 +21,13 @@ from harness.runs.files import replacing
 _WITH_FOLDERS = {"file", "local", "sftp", "ssh"}
 # To remove an empty folder removes full ones there, or a file cannot take the place of another.
 _REFUSED = {"hdfs", "arrow_hdfs", "webhdfs", "dbfs", "smb", "ftp"}
+# Errors that the same command meets again. Others, as of a network, may pass.
+_LASTING = (PermissionError, FileNotFoundError, ImportError, ValueError, NotImplementedError, NotADirectoryError)
 
 
 class UrlStore:
-    """A folder at an fsspec URL. Where the store refuses, methods raise ConfigError with a hint what to do."""
+    """A folder at an fsspec URL. Where the store refuses, methods raise ConfigError with a hint what to do, and where
+    it fails, another HarnessError."""
 
     def __init__(self, url: str) -> None:
         """Finds the package for the protocol; does not connect."""
@@ -122,7 +125,9 @@ class UrlStore:
 
 @contextmanager
 def _explaining(url: str, absent: bool = False) -> Iterator[None]:
-    """Turn any failure of any fsspec back end into a ConfigError; a missing file stays one if ``absent``."""
+    """Turn any failure of any fsspec back end into a ConfigError if the same command will fail again, as without
+    credentials, else into a HarnessError, after which a launcher may restart the run; a missing file stays one if
+    ``absent``."""
     try:
         yield
     except HarnessError:
@@ -131,4 +136,7 @@ def _explaining(url: str, absent: bool = False) -> Iterator[None]:
         if absent and isinstance(error, FileNotFoundError):
             raise
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{type(error).__name__}: {reason}", where=url, hint=remedy_for(url, error)) from error
+        name = type(error).__name__
+        lasting = isinstance(error, _LASTING) or "redential" in f"{name} {error}"
+        kind = ConfigError if lasting else HarnessError
+        raise kind(f"{name}: {reason}", where=url, hint=remedy_for(url, error)) from error

@@ -202,6 +202,20 @@ def test_without_flock_a_marker_file_takes_its_place(tmp_path, monkeypatch, capl
     second.unlock()
 
 
+def test_the_marker_of_another_process_is_not_this_lock(tmp_path, monkeypatch):
+    """It makes and marks a new folder just after this process has moved its own aside."""
+    without_flock(monkeypatch)
+    folder = RunFolder(tmp_path / "a")
+    folder.lock()
+    assert folder._lock.is_current()
+    os.rename(tmp_path / "a", tmp_path / "a.1")
+    with owner(tmp_path / "a", by="marker"):
+        assert not folder._lock.is_current()
+        folder.unlock()
+        with pytest.raises(ConfigError, match="another process is already training"):
+            folder.lock()
+
+
 def test_a_marker_of_another_machine_is_named_and_never_taken_over(tmp_path, monkeypatch):
     """It cannot be known whether its owner still runs."""
     without_flock(monkeypatch)

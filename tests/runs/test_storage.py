@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, HarnessError
 from harness.runs.storage import LocalStore, copy_run, working_folder
 from harness.runs.url_store import UrlStore
 
@@ -141,22 +141,23 @@ class NoCredentialsError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "hint"),
+    ("error", "exit_code", "hint"),
     [
-        (PermissionError("403: Access Denied"), "with permission to list, read, write and delete"),
-        (NoCredentialsError("Unable to locate them"), "give every node credentials"),
-        (FileNotFoundError("The specified bucket does not exist"), "check that the bucket exists"),
-        (ConnectionError("cannot connect"), "check the address and the network"),
-        (OSError(errno.ENOSPC, "No space left on device"), "free some space"),
+        (PermissionError("403: Access Denied"), 2, "with permission to list, read, write and delete"),
+        (NoCredentialsError("Unable to locate them"), 2, "give every node credentials"),
+        (FileNotFoundError("The specified bucket does not exist"), 2, "check that the bucket exists"),
+        (ConnectionError("cannot connect"), 70, "check the address and the network"),
+        (OSError(errno.ENOSPC, "No space left on device"), 70, "free some space"),
     ],
 )
-def test_errors_of_a_store_are_explained(monkeypatch, error, hint):
+def test_errors_of_a_store_are_explained(monkeypatch, error, exit_code, hint):
     def refuse(*_, **__):
         raise error
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(HarnessError) as caught:
         UrlStore("memory://bucket/runs").write("x", "")
+    assert caught.value.exit_code == exit_code  # a launcher restarts a run after 70, not after 2
     assert type(error).__name__ in str(caught.value)
     assert hint in caught.value.hint
     assert caught.value.where == "memory://bucket/runs/x"
