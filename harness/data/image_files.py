@@ -15,6 +15,7 @@ import os
 import secrets
 import threading
 import time
+import urllib.parse
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -58,7 +59,12 @@ class ImageFiles:
         """The file or URL that ``path`` names."""
         if is_url(path):
             return path.removeprefix("file://")
-        return f"{self.root.rstrip('/')}/{path}" if is_url(self.root) else os.path.join(self.root, path)
+        if not is_url(self.root):
+            return os.path.join(self.root, path)
+        if self.root.startswith(("http://", "https://")):  # where #, ? and % in the name of a file mean something else
+            file, tar, member = path.partition(_TAR)
+            path = urllib.parse.quote(file) + tar + member
+        return f"{self.root.rstrip('/')}/{path}"
 
     def is_file(self, path: str) -> bool:
         """Return True if ``path`` names a local file, not a member of an archive or something behind a URL."""

@@ -34,8 +34,10 @@ BROKEN = (OSError, EOFError, zlib.error)  # a damaged gzip file raises any of th
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 
 # What servers call a value that changes with the content, the most reliable first. The size is always used as well.
-_MARKS = ("ETag", "etag", "md5Hash", "crc32c", "generation", "checksum", "sha256", "mtime", "LastModified",
-          "last_modified", "updated", "modified", "last_commit", "created")  # fmt: skip
+_MARKS = (
+    "ETag", "etag", "md5Hash", "crc32c", "generation", "checksum", "sha256", "Content-MD5", "Digest", "mtime",
+    "LastModified", "Last-Modified", "last_modified", "updated", "modified", "last_commit", "created",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

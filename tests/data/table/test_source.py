@@ -64,6 +64,12 @@ def test_version_prefers_the_etag_to_dates(monkeypatch):
     assert locate(URL).version == (3, '"abd"')
 
 
+@pytest.mark.parametrize("mark", ["Last-Modified", "Content-MD5", "Digest"])
+def test_version_has_the_marks_of_http_servers(monkeypatch, mark):
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path: {"size": 3, "type": "file", mark: "new"})
+    assert locate(URL).version == (3, "new")
+
+
 def test_change_during_the_download_is_an_error(tmp_path, monkeypatch, bucket):
     real = MemoryFileSystem.get_file
 
