@@ -202,7 +202,8 @@ class NumberWriter:
         means, deviations, notes = [], [], []
         for name, column in zip(self.label.columns, numbers.T, strict=True):
             mean = math.fsum(column) / len(column)
-            deviation = math.sqrt(math.fsum(np.square(column - mean)) / len(column))
+            constant = column.min() == column.max()  # of which the mean may be rounded
+            deviation = 0.0 if constant else math.sqrt(math.fsum(np.square(column - mean)) / len(column))
             if not deviation:
                 notes.append(f"all numbers in column {name!r} are {column[0]:g}: there is nothing to learn from them")
             means.append(mean)

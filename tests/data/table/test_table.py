@@ -367,3 +367,5 @@ def test_numbers(opened):
     constant = opened(b"x\n4\n4\n", label=LabelColumns("numbers", ("x",)))
     assert constant.std == (1.0,)
     assert "all numbers in column 'x' are 4" in constant.notes[0]
+    rounded = opened(b"x\n0.1\n0.1\n0.1\n", label=LabelColumns("numbers", ("x",)))  # the mean is not 0.1
+    assert rounded.std == (1.0,)
