@@ -144,3 +144,14 @@ def test_a_url_is_refused_where_only_a_folder_works(tmp_path, settings):
         tree[section] = {**tree.get(section, {}), **values}
     with pytest.raises(ConfigError, match="write a path on this machine; a URL is not supported here"):
         loader.load(str(write_yaml(tmp_path / "x.yaml", tree)), [])
+
+
+def test_labels_that_do_not_match_the_images(task):
+    file = Path(task.root) / task.kind / "raw" / "t10k-labels-idx1-ubyte"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + b"\x0a")
+    with pytest.raises(DataError, match="a label is 10; labels are 0 to 9"):
+        task.open(0, None)
+    file.write_bytes(content[:4] + (11).to_bytes(4, "big") + content[8:-1])
+    with pytest.raises(DataError, match="11 labels for 12 images"):
+        task.open(0, None)

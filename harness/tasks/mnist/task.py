@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from harness.config.transforms import TransformsSection
 from harness.data import transforms
 from harness.data.arrays import ImageArrays, map_idx
+from harness.errors import DataError
 from harness.tasks.mnist.settings import MnistSettings
 from harness.training.task import Arrays, Classification, ModelSection, model_builder
 
@@ -39,9 +40,13 @@ def open_images(task: MnistSettings, seed: int) -> Images:
 def _rows(task: MnistSettings, split: str, num_rows: int | None) -> Arrays:
     raw = Path(task.root) / task.kind / "raw"
     hint = f"type: harness data {task.name} {shlex.quote(task.root)}"
-    images = map_idx(raw / f"{split}-images-idx3-ubyte", 3, hint)[:num_rows, None]
-    labels = map_idx(raw / f"{split}-labels-idx1-ubyte", 1, hint)[:num_rows]
-    return Arrays(images, labels.astype(np.int64))
+    images, file = map_idx(raw / f"{split}-images-idx3-ubyte", 3, hint), raw / f"{split}-labels-idx1-ubyte"
+    labels = map_idx(file, 1, hint)
+    if len(images) != len(labels):
+        raise DataError(f"{len(labels):,} labels for {len(images):,} images", where=str(file), hint=hint)
+    if labels.max(initial=0) > 9:
+        raise DataError(f"a label is {labels.max()}; labels are 0 to 9", where=str(file), hint=hint)
+    return Arrays(images[:num_rows, None], labels[:num_rows].astype(np.int64))
 
 
 @dataclass(frozen=True)
