@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from harness.config.schema import Config
     from harness.training.run import Run
 
+# Environment variables that a run sets for libraries in its process.
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "WANDB_DATA_DIR")
 _calls = itertools.count()
 _stores: list[Any] = []  # through which ranks have met; open, so that a faster rank finds it for its next call
 
@@ -68,8 +70,14 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] | Mapping
 def _words(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
     """``overrides`` as words of the command line."""
     if isinstance(overrides, Mapping):
-        return [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+        return [f"{key}={_yaml(value)}" for key, value in overrides.items()]
     return list(overrides)
+
+
+def _yaml(value: Any) -> str:
+    """``value`` as ASCII JSON that is also YAML, in which a character above U+FFFF must not be two escapes."""
+    text = json.dumps(value, ensure_ascii=False, default=os.fspath)
+    return re.sub(r"[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def train(config: Config) -> TrainResult:
@@ -126,7 +134,7 @@ def predict(
         if isinstance(rows, pd.DataFrame):
             source = str(Path(folder, "rows.csv"))
             rows.to_csv(source, index=False, quoting=csv.QUOTE_ALL)  # pandas alone does not quote a carriage return
-            words = [f"data.cache_dir={folder}", *_words(overrides)]
+            words = [*_words({"data.cache_dir": folder}), *_words(overrides)]
         else:
             source, words = os.fspath(rows), _words(overrides)
         request = inference.PredictRequest(fetched.local_copy(str(run)), source, out, words, trust)
@@ -196,7 +204,7 @@ def _as_before() -> Iterator[None]:
     level = torch.get_deterministic_debug_mode()
     backends = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     fills: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    threads, variables = torch.get_num_threads(), {name: os.environ.get(name) for name in _VARIABLES}
     logs[0].handlers = []  # console would close them
     try:
         yield
@@ -218,5 +226,9 @@ def _as_before() -> Iterator[None]:
         torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = (
             backends
         )
-        if workspace is None:
-            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        torch.set_num_threads(threads)
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

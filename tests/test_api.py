@@ -202,3 +202,23 @@ def test_every_name_is_on_the_page_and_the_import_is_light():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("text", ["\N{GRINNING FACE} é", "a\u2028b", "a #b"])
+def test_any_text_is_an_override(path, text):
+    assert load_config(path, {"task.label_column": text}).task.label_column == text
+
+
+def test_a_path_is_an_override(path, tmp_path):
+    assert load_config(path, {"task.root": tmp_path}).task.root == str(tmp_path)
+
+
+def test_threads_and_variables_are_as_before(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
+    threads = torch.get_num_threads()
+    with harness.api._as_before():
+        torch.set_num_threads(threads + 1)
+        os.environ |= {"NCCL_DEBUG": "INFO", "WANDB_DATA_DIR": "here"}
+    assert torch.get_num_threads() == threads
+    assert (os.environ["NCCL_DEBUG"], "WANDB_DATA_DIR" in os.environ) == ("WARN", False)

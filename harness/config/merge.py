@@ -58,9 +58,12 @@ def merged(path: Path, overrides: Sequence[str], written_at: Mapping[str, str]) 
 
 def overridden(tree: Any, override: str, origin: str = COMMAND_LINE) -> tuple[Any, dict[str, Any]]:
     """``tree`` with ``override`` ("key=value"), and what that sets, by dotted key. Raises ConfigError."""
-    key, separator, _ = override.partition("=")
+    key, separator, value = override.partition("=")
     if not separator or not key or key.startswith("-"):
         raise ConfigError(f"{override!r} is not an override", where=COMMAND_LINE, hint=_EXAMPLE)
+    if value.isspace() or (value[:1] not in tuple("\"'[{") and re.search(r"(^|\s)#", value)):
+        found = "is blank" if value.isspace() else "has a #, which starts a comment in YAML"
+        raise ConfigError(f"{override!r}: the value {found}", where=origin, hint=f"quote it: '{key}=\"{value}\"'")
     try:
         written = OmegaConf.from_dotlist([override])
         return OmegaConf.merge(tree, written), flatten(OmegaConf.to_container(written))  # type: ignore[arg-type]

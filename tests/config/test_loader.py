@@ -540,3 +540,12 @@ def test_own_task_that_cannot_be_imported(tmp_path, own_tasks, name, message):
     assert message in found
     assert "x.yaml:3: task.name: " in found
     assert "1 problem" in found
+
+
+@pytest.mark.parametrize("value", ["my label #1", "#", " "])
+def test_override_that_yaml_would_cut_off(tmp_path, value):
+    with pytest.raises(ConfigError, match="quote it: 'task.label_column=\"") as caught:
+        loader.load(write_yaml(tmp_path / "x.yaml", settings(tmp_path)), [f"task.label_column={value}"])
+    assert caught.value.where == loader.COMMAND_LINE
+    config = loader.load(tmp_path / "x.yaml", [f'task.label_column="{value}"'])
+    assert config.task.label_column == value
