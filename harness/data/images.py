@@ -331,6 +331,8 @@ def _converted(image: torch.Tensor, channels: int) -> torch.Tensor:
     """Convert to uint8 with ``channels``, which torchvision ignores for 16-bit PNG, WebP and GIF."""
     if image.dim() != 3:
         raise RuntimeError(f"an animation of {len(image)} frames, not one image")
+    if len(image) in (2, 4):  # the last channel is opacity
+        image = image[:-1]
     to_gray = channels == vision.GRAY and len(image) == vision.RGB
     if image.dtype == torch.uint8 and not to_gray:
         return image

@@ -41,7 +41,7 @@ def read(path: Path, hint: str) -> tuple[list[str], int]:
     """
     try:
         require_regular_file(path)
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError:
         raise DataError("the file of names does not exist", where=str(path), hint=hint) from None
     except (OSError, UnicodeDecodeError) as error:

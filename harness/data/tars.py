@@ -44,7 +44,7 @@ def read(file: str, member: str, cache: Path, name: str) -> torch.Tensor:
     descriptor = os.open(file, os.O_RDONLY)
     try:
         index = _index(file, _version(os.fstat(descriptor)), cache, name)
-        key = _hash(member)
+        key = _hash(member.removeprefix("./"))
         at = int(np.searchsorted(index["hash"], key))
         if at == len(index) or index["hash"][at] != key:
             raise FileNotFoundError(errno.ENOENT, f"the archive {name} has no member {member}")

@@ -32,7 +32,7 @@ def test_clean(given_name, cleaned):
 
 
 def test_read(tmp_path):
-    (tmp_path / "n.txt").write_text("Rex\n\nkit kat\n4u\nRex\n")
+    (tmp_path / "n.txt").write_text("\ufeffRex\n\nkit kat\n4u\nRex\n", encoding="utf-8")
     assert read(tmp_path / "n.txt", "how") == (["rex", "kit kat", "rex"], 2)
     with pytest.raises(DataError, match="the file of names does not exist"):
         read(tmp_path / "none.txt", "how")
