@@ -144,11 +144,11 @@ class Loader:
         """Yield the batches of ``requests`` on the host, pinned for a CUDA device."""
         self._requests.pending = requests
         batches: Iterator[Any] | None = None
+        here = not self._loader.num_workers
         while True:
             start = self._since = time.perf_counter()
             try:
                 batches = iter(self._loader) if batches is None else batches
-                here = not self._loader.num_workers
                 with self._reading("reading a batch of the dataset") if here else nullcontext():
                     batch = next(batches, None)
             except (RuntimeError, OSError, EOFError) as error:
@@ -159,7 +159,8 @@ class Loader:
                     death = worker_death(signalled, workers)
                 if death:
                     raise death from None
-                if isinstance(error, EOFError) or "ancdata" in str(error):  # received with too few file descriptors
+                received = not here and (isinstance(error, EOFError) or "ancdata" in str(error))
+                if received:  # received with too few file descriptors
                     full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                     message = f"a batch could not be received from a loader worker: {full.strerror}"
                     raise TrainingError(message, hint=remedy(full)) from None

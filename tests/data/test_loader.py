@@ -298,6 +298,9 @@ class Odd(CountingTable):
     def stops(self, batch):
         raise StopIteration
 
+    def reaches_the_end(self, batch):
+        raise EOFError("a file ends early")
+
     def blocks(self, batch):
         time.sleep(600)  # the test's own limit is shorter
 
@@ -332,6 +335,11 @@ def test_failure_of_a_worker_is_named(how, kind, text):
     assert multiprocessing.active_children() == []
     if kind is RuntimeError:
         assert "Traceback" in str(caught.value.__cause__), "the worker's"
+
+
+def test_end_of_file_without_workers_is_the_error_of_the_dataset():
+    with pytest.raises(EOFError, match="a file ends early"):
+        list(TrainData(Loader(Odd("reaches_the_end"), 0, CPU), "contiguous", range(1), 1, 4, 1, 0).groups(0, []))
 
 
 def test_dataset_that_raises_stop_iteration_does_not_end_the_epoch():
