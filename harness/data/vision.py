@@ -18,7 +18,7 @@ UNCHANGED, GRAY, RGB = 0, 1, 3  # torchvision's numbers for these modes; also th
 def decode(content: Tensor, channels: int = UNCHANGED) -> Tensor:
     """uint8 (channels, height, width) of an image file's bytes, uint8 (bytes,), as ``torchvision.io.decode_image``.
     Raises RuntimeError."""
-    _require_intact_png(memoryview(content.numpy()))
+    _require_intact_png(content.numpy().data)
     image: Tensor = torch.ops.image.decode_image(content, channels, False)
     return image
 
