@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import pickle
 from contextlib import nullcontext, suppress
@@ -15,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.apex import amp
+from harness.apex.optimizers import FusedSGD
 from harness.apex.parallel import DistributedDataParallel, Reducer, buckets
 from tests.apex.shared import LEVELS, Numbers, backward, copies, distinct, gradients
 from tests.ranks import run_ranks
@@ -230,6 +232,28 @@ def _local_overflow() -> None:
             optimizer.step()
             found = distinct(net.parameters())
             assert found == [[1 - 0.5 * 3.0], [1 - 0.5 * 1.5], [1 - 0.5 * 1.5]], (level, found)
+    amp.reset()
+
+
+def _views_of_buffers() -> None:
+    """Gradients that the next reduction overwrites while amp keeps them, in buffers of one parameter and of several."""
+    rank = dist.get_rank()
+    for sizes in ((3,), (3, 2, 4)):
+        model = Numbers(sizes, (torch.float32,) * len(sizes))
+        numbers = [1.0 + rank] * len(sizes)
+        torch_ddp = functools.partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True)
+        for wrap in (torch_ddp, functools.partial(DistributedDataParallel, retain_allreduce_buffers=True)):
+            amp.reset()
+            optimizer = FusedSGD(model.parameters(), lr=0.0, set_grad_none=False)
+            amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
+            net = wrap(model)
+            for _ in range(2):  # the second time with gradients of zeros
+                for contexts in (1, 2, 3):
+                    backward(net(numbers), optimizer)
+                    assert gradients(model) == [[1.5 * contexts]] * len(sizes), (sizes, wrap.func, contexts)
+                optimizer.step()
+                optimizer.zero_grad()
+            model.zero_grad()
     amp.reset()
 
 
@@ -611,6 +635,7 @@ def _all_on_two_ranks() -> None:
         _unused,
         _several_backwards,
         _local_overflow,
+        _views_of_buffers,
         _never_reduced,
         _outside_the_wrapper,
         _construction,

@@ -13,6 +13,7 @@ from torch import nn
 
 from harness.apex import amp
 from harness.apex.optimizers import FusedSGD
+from tests.apex import shared
 
 SCALED = [
     ("O0", "dynamic"),
@@ -233,6 +234,57 @@ def test_sparse_gradients(level):
     optimizer.step()
     moved = (before - model.weight.detach().float()).round(decimals=2)
     assert moved.tolist() == [[0, 0], [4, 4], [0, 0], [2, 2], [0, 0]]
+
+
+UNCHECKED = {
+    "delayed check": lambda a, b, optimizer: (
+        shared.backward(a(), optimizer, delay_overflow_check=True),
+        shared.backward(b(), optimizer),
+    ),
+    "skipped, not cleared": lambda a, b, optimizer: (
+        shared.backward(a(), optimizer),
+        optimizer.step(),
+        shared.backward(b(), optimizer),
+    ),
+    "delayed check, other scaler": lambda a, b, optimizer: (
+        shared.backward(a(), optimizer, delay_overflow_check=True),
+        shared.backward(b(), optimizer, loss_id=1),
+    ),
+}
+
+
+@pytest.mark.contract("1.3.6", "3.3")
+@pytest.mark.parametrize("case", UNCHECKED)
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_inf_is_found_where_the_next_loss_does_not_reach_it(case, level):
+    model = shared.Numbers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", num_losses=2, verbosity=0)
+    losses = (lambda: model([float("inf"), None, 1.0]), lambda: model([None, 1.0, 1.0]))
+    UNCHECKED[case](*losses, optimizer)
+    optimizer.step()
+    assert shared.distinct(model.parameters()) == [[1.0]] * 3
+    optimizer.zero_grad()
+    shared.backward(losses[1](), optimizer)
+    optimizer.step()
+    assert shared.distinct(model.parameters()) == [[1.0], [0.0], [0.0]]
+
+
+@pytest.mark.contract("3.3")
+@pytest.mark.parametrize("rows", [[1], [2], None])
+def test_inf_in_sparse_gradients_is_found(rows):
+    """With a new gradient in the same row, in another one, or none."""
+    model = nn.ModuleList([nn.Embedding(5, 2, sparse=True), nn.Linear(1, 1)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+    before = model[0].weight.detach().clone()
+    inf = model[0](torch.tensor([1])).float().sum() * float("inf")
+    shared.backward(inf, optimizer, delay_overflow_check=True)
+    finite = model[1].weight.sum() if rows is None else model[0](torch.tensor(rows)).float().sum()
+    shared.backward(finite, optimizer)
+    assert optimizer._amp_stash.already_patched
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)
 
 
 # The conformance core: models x losses x optimizers, an inf in one of them, against plain SGD without the same steps.

@@ -2,8 +2,8 @@
 
 ``prepare`` sets the gradients of earlier contexts aside, without loss scale. ``finish`` unscales the new ones, adds the
 earlier ones back and lets the scaler look for overflow. Each gradient is read and written in as few passes as its case
-allows: one when nothing was accumulated, two otherwise. In the second case the *sum* is checked, so an inf left behind
-by a skipped step is found again.
+allows: one when nothing was accumulated, two otherwise. In the second case the *sum* is checked, even of a parameter
+that the context did not reach: an inf left behind by a skipped step, or by a context that checked nothing, is found.
 
 ``parameter`` below is what the model computes with. ``target`` is what the optimizer steps on: the master of a
 reduced-precision parameter, or the parameter itself.
@@ -61,7 +61,7 @@ def prepare(optimizer: Optimizer, scale: float | Tensor = 1.0, delayed: bool = F
         return
     for parameter in own:
         if parameter.grad is not None:
-            set_aside(parameter, parameter.grad)
+            set_aside(parameter, parameter.grad.clone() if _is_shared(parameter.grad) else parameter.grad)
             parameter.grad = None
 
 
@@ -80,7 +80,7 @@ def finish(optimizer: Optimizer, scaler: LossScaler, scale: float | Tensor) -> N
     originals: list[Tensor] = []
     sums: list[Tensor] = []  # accumulated before, unscaled, and what is added to them
     added: list[Tensor] = []
-    unchecked: list[Tensor] = []  # accumulated before in deferred contexts, without a new gradient
+    unchecked: list[Tensor] = []  # accumulated before, perhaps in contexts that checked nothing, and not in the others
     targets = [(parameter, parameter) for parameter in own_params(optimizer, stash)]
     targets += zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True)
     for parameter, target in targets:
@@ -90,10 +90,11 @@ def finish(optimizer: Optimizer, scaler: LossScaler, scale: float | Tensor) -> N
         if new is None:
             if earlier is not None:
                 target.grad = earlier = earlier.to(target.dtype)
-                if scaler.has_deferred and not earlier.is_sparse:
-                    unchecked.append(earlier)
+                unchecked.append(_values(earlier))
         elif new.is_sparse or (earlier is not None and earlier.is_sparse):
-            _finish_sparse(parameter, target, earlier, new, scaler, scale)
+            target.grad = total = _finish_sparse(parameter, target, earlier, new, scaler, scale)
+            if earlier is not None:
+                unchecked.append(_values(total))
         elif earlier is not None:
             target.grad = earlier = earlier.to(target.dtype)
             sums.append(earlier)
@@ -121,7 +122,7 @@ def check_unreduced(optimizer: Optimizer, scaler: LossScaler) -> bool:
     For an optimizer that steps without ever reducing.
     """
     gradients = [parameter.grad for parameter in all_params(optimizer) if parameter.grad is not None]
-    scaler.unscale_([gradient for gradient in gradients if not gradient.is_sparse], 1.0)
+    scaler.unscale_([_values(gradient) for gradient in gradients], 1.0)
     skip = scaler.update_scale()
     scaler.clear_overflow_state()
     return skip
@@ -155,15 +156,24 @@ def _add(sums: list[Tensor], added: list[Tensor], inverse: float) -> None:
 
 def _finish_sparse(
     parameter: Tensor, target: Tensor, earlier: Tensor | None, new: Tensor, scaler: LossScaler, scale: float | Tensor
-) -> None:
-    """Sparse gradients stay sparse for a parameter that is its own target; a master gets a dense one."""
+) -> Tensor:
+    """Return the gradient for ``target``: sparse for a parameter that is its own target, dense for a master."""
     new = new.coalesce() if new.is_sparse else new
     if target is not parameter:
         new = (new.to_dense() if new.is_sparse else new.clone()).to(target.dtype)
     scaler.unscale_([_values(new)], scale)
     if earlier is not None:
         new = earlier + new if not earlier.is_sparse else new + earlier
-    target.grad = new
+    return new
+
+
+def _is_shared(gradient: Tensor) -> bool:
+    """Return whether other tensors use the memory of ``gradient``, as where it is a view of a buffer in which a wrapper
+    reduces gradients, and which the coming backward pass will overwrite."""
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+        return False
+    alone = 2  # the gradient itself, and the object that untyped_storage() returns
+    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > alone
 
 
 def _values(gradient: Tensor) -> Tensor:

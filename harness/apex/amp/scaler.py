@@ -163,11 +163,6 @@ class LossScaler:
         self._deferred += 1
         self.clear_overflow_state()
 
-    @property
-    def has_deferred(self) -> bool:
-        """True if earlier contexts wait for the overflow check of this one."""
-        return self._deferred > 0
-
     def update_scale(self) -> bool:
         """Update the scale after a context and those deferred to it; return True if the step must be skipped.
 
