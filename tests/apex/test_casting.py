@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +47,20 @@ class Batch:
         return Batch(self.x.to(dtype))
 
 
+class Boxes(list):
+    """A list that is made from something else than its items."""
+
+    def __init__(self, *, size):
+        super().__init__()
+        self.size = size
+
+
+def boxes(*items):
+    result = Boxes(size=len(items))
+    result.extend(items)
+    return result
+
+
 def f(*shape):
     return torch.ones(*shape or (2,))
 
@@ -58,6 +72,8 @@ half = fp16_utils.tofp16()
 CONTAINERS: dict[str, tuple[Any, Callable[[Any], torch.Tensor]]] = {
     "list": ([f(), 1, "text"], lambda v: v[0]),
     "nested": ({"a": [(f(), 1)]}, lambda v: v["a"][0][0]),
+    "list with another constructor": (boxes(f(), 1), lambda v: v[v.size - 2]),
+    "deque": (deque([f(), 1], maxlen=2), lambda v: v[v.maxlen - 2]),
     "named tuple": (Point(f(), torch.tensor([1])), lambda v: v.x),
     "dataclass": (Output(f(), None), lambda v: v.logits),
     "frozen dataclass": (Frozen(f()), lambda v: v.logits),
@@ -157,6 +173,22 @@ def test_complex_tensors_stay_complex(level):
     assert net.weight.dtype is (torch.float32 if level == "O0" else HALF)
     assert net.phase.dtype is torch.complex64
     assert net.frequencies.tolist() == [1j, 1j]
+
+
+@pytest.mark.parametrize("child", [False, True])
+def test_scripted_modules(child):
+    model = torch.jit.script(nn.Linear(2, 2))
+    model = nn.Sequential(model) if child else model
+    for level in ("O0", "O2"):
+        with pytest.raises(RuntimeError, match=f"ScriptModule with opt_level='{level}'"):
+            amp.initialize(model, opt_level=level, verbosity=0)
+    assert not amp._amp_state.initialized
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    if not child:
+        with pytest.raises(RuntimeError, match="and cast_model_outputs"):
+            amp.initialize(model, opt_level="O1", cast_model_outputs=torch.float32, verbosity=0)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    assert model(torch.ones(1, 2)).dtype is HALF
 
 
 @pytest.mark.contract("3.1")

@@ -260,6 +260,33 @@ def test_invalid_options_are_refused(make, error, message):
         make(params_of(torch.float32))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_adam_clips_large_and_scaled_gradients(dtype, scale):
+    """The norm of 16 gradients of 60,000 is beyond float16. ``scale``: as a GradScaler gives it to the step."""
+    if dtype is torch.float16 and scale is not None:
+        gradient = 58.0  # scaled: 59,392
+    else:
+        gradient = 60_000.0
+    weight = nn.Parameter(torch.zeros(16, dtype=dtype))
+    optimizer = FusedAdam([weight], lr=0.1, capturable=scale is not None, max_grad_norm=0.5)
+    weight.grad = torch.full_like(weight, gradient * (scale or 1.0))
+    if scale is not None:
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
+    optimizer.step()
+    expected = torch.full((16,), 0.1 * 0.5 / 4)  # of exp_avg, clipped to a norm of 0.5
+    torch.testing.assert_close(optimizer.state[weight]["exp_avg"], expected, rtol=1e-3, atol=0.0)
+    torch.testing.assert_close(weight.detach().float(), torch.full((16,), -0.1), rtol=1e-3, atol=0.0)
+
+
+def test_lamb_steps_where_all_gradients_are_empty():
+    weight = nn.Parameter(torch.zeros(0, 3))
+    optimizer = FusedLAMB([weight])
+    weight.grad = torch.zeros(0, 3)
+    optimizer.step()
+    assert weight.shape == (0, 3)
+
+
 # Under amp
 
 

@@ -107,6 +107,10 @@ BRIDGES = {
         x = torch.zeros(2).masked_fill_(mask, 3)
         assert x.tolist() == [3, 0] == torch.zeros(2).masked_fill(mask=mask, value=3).tolist()
         assert torch.masked_fill(torch.zeros(2), mask, 3).tolist() == [3, 0]
+        value = torch.tensor(255, dtype=torch.uint8)
+        assert torch.zeros(2).masked_fill(mask, value).tolist() == [255, 0]
+        image = torch.zeros(2, dtype=torch.uint8)
+        assert image.masked_scatter(mask, source=value.view(1)).tolist() == [255, 0]
         assert x.masked_select(mask).tolist() == [3] == torch.masked_select(x, mask).tolist()
         assert x.masked_scatter_(mask, torch.ones(1)).tolist() == [1, 0]
         assert x.masked_scatter(mask, torch.ones(1)).tolist() == [1, 0] == torch.masked_scatter(x, mask, x).tolist()

@@ -74,6 +74,7 @@ def initialize(
     model_list, optimizer_list = _model_list(models), _optimizer_list(optimizers)
     for model in model_list:
         _check_model(model)
+        _check_scripted(model, opt_level, bool(properties.cast_model_type), cast_model_outputs)
     _check_optimizers(optimizer_list)
     scalers = _scalers(properties.loss_scale, num_losses, min_loss_scale, max_loss_scale)
 
@@ -175,6 +176,17 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
+def _check_scripted(model: nn.Module, opt_level: str, casts_model: bool, outputs: torch.dtype | None) -> None:
+    """Refuse modules of TorchScript where amp needs hooks, which they do not support."""
+    hooked = model.modules() if casts_model else [model] if outputs is not None else []
+    if any(isinstance(module, torch.jit.ScriptModule) for module in hooked):
+        raise RuntimeError(
+            f"amp.initialize was given a ScriptModule with opt_level={opt_level!r}"
+            f"{'' if casts_model else ' and cast_model_outputs'}, which needs hooks; TorchScript has none. Use "
+            'opt_level="O1" without cast_model_outputs, or pass the Python module that was scripted or traced.'
+        )
+
+
 def _check_optimizers(optimizers: list[Optimizer]) -> None:
     if len({id(each) for each in optimizers}) < len(optimizers):
         raise RuntimeError("The same optimizer is in the list twice; each can only be passed to amp.initialize once.")
@@ -198,7 +210,7 @@ def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None)
         handles = model_casts.attach(model, dtype, outputs or torch.float32, fp32_state=True)
     elif outputs is not None:
         handles = model_casts.attach(model, None, outputs, fp32_state=False)
-    if properties.patch_torch_functions:
+    if properties.patch_torch_functions and not isinstance(model, torch.jit.ScriptModule):  # which has no hooks
         handles.append(model.register_forward_pre_hook(cast_engine.EnterModel(), with_kwargs=True))
     _handles[model] = handles
     _amp_state.models.add(model)

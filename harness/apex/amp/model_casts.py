@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,8 +22,8 @@ from harness.apex.dtypes import REDUCED
 def cast_tree(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` with every floating tensor in it cast to ``dtype``; containers keep their type.
 
-    Handles lists, tuples, named tuples, sets, mappings, dataclass instances, and objects with a ``to`` method. Returns
-    the object itself when nothing in it changes, and when its type cannot be rebuilt.
+    Handles lists, tuples, named tuples, sets, deques, mappings, dataclass instances, and objects with a ``to`` method.
+    Returns the object itself when nothing in it changes, and when its type cannot be rebuilt.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.dtype != dtype and value.is_floating_point() else value
@@ -32,7 +33,7 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype)  # PackedSequence, a custom batch
     if isinstance(value, Mapping):
         return _cast_mapping(value, dtype)
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple | set | frozenset | deque):
         return _cast_sequence(value, dtype)
     if dataclasses.is_dataclass(value):
         return _cast_dataclass(value, dtype)
@@ -44,6 +45,11 @@ def _cast_sequence(value: Any, dtype: torch.dtype) -> Any:
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     try:
+        if isinstance(value, list | deque) and type(value) is not list:
+            result: Any = copy.copy(value)  # its class may have another constructor, and it may carry more than items
+            for index, item in enumerate(items):
+                result[index] = item
+            return result
         return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
     except TypeError:
         return value

@@ -93,15 +93,19 @@ def _viewed(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_bool_masks(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the same call with masks of zeros and ones, which comparisons gave before torch 1.2, as bool."""
+    """Return the same call with a mask of zeros and ones, which comparisons gave before torch 1.2, as bool.
+
+    The mask is the second argument. Values to fill in may be uint8, too.
+    """
     import torch
 
     def converted(value: Any) -> Any:
         is_mask = isinstance(value, torch.Tensor) and value.dtype is torch.uint8
         return value.bool() if is_mask else value
 
-    source, *others = args
-    return original(source, *map(converted, others), **{name: converted(value) for name, value in kwargs.items()})
+    if "mask" in kwargs:
+        kwargs["mask"] = converted(kwargs["mask"])
+    return original(*args[:1], *map(converted, args[1:2]), *args[2:], **kwargs)
 
 
 def _subtracted(original: Any, self: Any, other: Any) -> Any:

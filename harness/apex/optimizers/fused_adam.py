@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.dtypes import REDUCED
+from harness.apex.dtypes import REDUCED, wide
 from harness.apex.optimizers.batch import ParameterBatch, copied_where_new
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer, step_for_kernel
+from harness.apex.tensor_groups import by_device_and_dtype, norms
 
 
 class FusedAdam(FusedOptimizer):
@@ -88,8 +89,25 @@ class FusedAdam(FusedOptimizer):
     def _update(self) -> None:
         for group in self._counted_groups():
             if "max_grad_norm" in group:
-                torch.nn.utils.clip_grad_norm_(group["params"], group["max_grad_norm"])
+                self._clip(group["params"], group["max_grad_norm"])
             self._update_group(group)
+
+    def _clip(self, params: list[Tensor], max_norm: float) -> None:
+        """Clip the gradients of ``params``; norm and factor are float32 even for float16 and bfloat16 gradients."""
+        grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        if grad_scale is None and not any(grad.dtype in REDUCED for grad in grads):
+            torch.nn.utils.clip_grad_norm_(params, max_norm)
+            return
+        if not grads or any(grad.layout is not torch.strided for grad in grads):
+            return  # sparse gradients are refused later
+        device, kinds = grads[0].device, list(by_device_and_dtype(grads))
+        each = [norms(kind, dtype=wide(kind[0])).to(device, non_blocking=True) for kind in kinds]
+        limit = max_norm if grad_scale is None else max_norm * grad_scale.to(device)  # the gradients carry the scale
+        factor = (limit / (torch.linalg.vector_norm(torch.cat(each)) + 1e-6)).clamp(max=1.0)
+        for kind in kinds:
+            wide_grads = [grad.to(wide(grad)) for grad in kind]
+            torch._foreach_copy_(kind, torch._foreach_mul(wide_grads, factor.to(kind[0].device, wide(kind[0]))))
 
     def _update_batch(self, group: dict[str, Any], batch: ParameterBatch) -> None:
         moments = self._moments(batch, "exp_avg"), self._moments(batch, "exp_avg_sq")

@@ -29,11 +29,12 @@ class LambOptimizer(FusedOptimizer):
     def _clip_factor(self, inv_scale: Tensor | float) -> Tensor | float:
         """Return the factor for each gradient: ``inv_scale``, times what clips the global norm to ``max_grad_norm``."""
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = [grad for grad in grads if grad.numel()]
         max_norm = self.defaults["max_grad_norm"]
         if not max_norm or not grads or any(grad.layout is not torch.strided for grad in grads):
             return inv_scale  # sparse gradients are refused later
         device = grads[0].device
-        kinds = by_device_and_dtype(grad for grad in grads if grad.numel())
+        kinds = by_device_and_dtype(grads)
         each = [norms(kind, dtype=wide(kind[0])).to(device, non_blocking=True) for kind in kinds]
         norm = torch.linalg.vector_norm(torch.cat(each)) * _on(inv_scale, device)
         return (max_norm / norm).clamp(max=1.0) * _on(inv_scale, device)
