@@ -257,6 +257,22 @@ def _views_of_buffers() -> None:
     amp.reset()
 
 
+def _no_sync_of_torch() -> None:
+    """Accumulates as docs/apex_differences.md has it."""
+    rank = dist.get_rank()
+    for level in ("O1", "O2"):
+        amp.reset()
+        model = Numbers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+        net = nn.parallel.DistributedDataParallel(model)
+        for last in (False, False, True):
+            with nullcontext() if last else net.no_sync():
+                backward(net([1.0 + rank] * 3), optimizer, delay_unscale=not last)
+        assert distinct(p.grad for p in amp.master_params(optimizer)) == [[4.5]] * 3, level
+    amp.reset()
+
+
 def _never_reduced() -> None:
     """An optimizer that steps under a disabled reduction still skips an overflow."""
     amp.reset()
@@ -636,6 +652,7 @@ def _all_on_two_ranks() -> None:
         _several_backwards,
         _local_overflow,
         _views_of_buffers,
+        _no_sync_of_torch,
         _never_reduced,
         _outside_the_wrapper,
         _construction,
