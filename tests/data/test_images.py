@@ -62,7 +62,7 @@ KINDS = {
     "cmyk jpeg": encoded(COLOR.convert("CMYK"), "JPEG"),
     "gif": encoded(COLOR, "GIF"),
     "webp": encoded(COLOR, "WEBP"),
-    "webp with alpha": encoded(COLOR.convert("RGBA"), "WEBP"),
+    "webp with alpha": encoded(Image.merge("RGBA", [*COLOR.split(), GRAY_IMAGE]), "WEBP"),
 }
 
 
