@@ -190,3 +190,14 @@ def test_state_is_empty_while_amp_is_off_and_loading_one_warns(caplog):
     assert not caplog.text
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}})
     assert "amp is off here" in caplog.text
+
+
+def test_unscale_takes_the_arguments_of_apex():
+    scaler = LossScaler("dynamic")
+    gradients, masters = [torch.full((2,), 2.0**17)], [torch.zeros(2)]
+    scaler.unscale(gradients, masters, scaler.loss_scale(), models_are_masters=False)
+    assert masters[0].tolist() == [2.0, 2.0]
+    scaler.unscale(gradients, masters, 1.0, False, scale_override=2.0**15)
+    assert masters[0].tolist() == [4.0, 4.0]
+    scaler.unscale([gradients[0] * float("inf")], masters, None)
+    assert scaler.update_scale()

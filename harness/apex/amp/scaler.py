@@ -152,11 +152,20 @@ class LossScaler:
                 torch._foreach_mul_(group, float(inverse))
 
     def unscale(
-        self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], scale: float | None = None
+        self,
+        model_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        unused_scale: float | None = None,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
     ) -> None:
-        """Write ``model_grads`` divided by ``scale`` into ``master_grads`` and note overflow. Apex's method."""
+        """Write ``model_grads`` divided by the scale into ``master_grads`` and note overflow. Apex's method.
+
+        ``scale_override`` replaces the scale. ``unused_scale`` has no effect in Apex either, and ``models_are_masters``
+        none here.
+        """
         torch._foreach_copy_(list(master_grads), list(model_grads))
-        self.unscale_(master_grads, self._loss_scale if scale is None else scale)
+        self.unscale_(master_grads, self._loss_scale if scale_override is None else scale_override)
 
     def defer(self) -> None:
         """End a context whose gradients are still local to this rank: the context that reduces them is checked."""
