@@ -449,6 +449,13 @@ def test_threads_of_data_parallel_cast_as_the_main_thread(level, monkeypatch):
         amp.reset()
 
 
+def test_model_may_get_its_weights_after_initialize():
+    model = nn.Linear(4, 4, device="meta")
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    model.to_empty(device="cpu")
+    assert model(rand(2, 4)).dtype is torch.float16
+
+
 @pytest.mark.contract("3.4")
 def test_outputs_are_left_alone_unless_asked():
     model, x = nn.Linear(4, 4), rand(2, 4)

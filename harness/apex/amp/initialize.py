@@ -218,7 +218,7 @@ def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None)
 
 def _start_casts(properties: Properties, models: list[nn.Module]) -> None:
     verbose = _amp_state.verbosity > 1
-    device_types = {p.device.type for model in models for p in model.parameters()} or {"cpu"}
+    device_types = {p.device.type for model in models for p in model.parameters()} - {"meta"} or {"cpu"}
     dtype = properties.patch_torch_functions_type or torch.float16
     lists = cast_lists.AUTOCAST if properties.opt_level == "O4" else cast_lists.APEX
     cast_engine.engine.start(dtype, device_types, lists, verbose=verbose and is_rank_zero())
