@@ -6,8 +6,11 @@ import time
 from threading import Lock
 
 from harness.distributed.runtime import Runtime
+from harness.distributed.stalls import ANSWER_S
+from harness.distributed.store import LIMIT_S
 
 _BEAT_S = 5.0  # between two heartbeats
+_BUSY_S = ANSWER_S + LIMIT_S  # that the watchdog may need between two, to ask where the ranks are
 _IN_ORDER = "ended"  # in place of a count of heartbeats: the rank has ended in order, maybe before others
 
 
@@ -35,8 +38,9 @@ class Heartbeat:
         if store is None or self._runtime.world_size == 1 or now - self._at < self._period_s:
             return None
         passed_s, self._at = now - self._at, now
-        if passed_s > 2 * self._period_s:  # this process was stopped, or without the store, and maybe the other as well
+        if passed_s > 2 * self._period_s + _BUSY_S:  # this process was stopped, and maybe the other as well
             passed_s = self._silent_s = 0.0
+        passed_s = min(passed_s, 2 * self._period_s)
         self._count += 1
         with self._publishing:
             if self._ended:  # while this thread waited for the store
