@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -25,7 +24,6 @@ from harness.tools.compare.first_difference import FirstDifference
 from harness.tools.compare.kill_plan import Progress
 from harness.tools.compare.starts import Starts
 
-_RESUMED = re.compile(r"resumed from .*: epoch \d+, step (\d+)$", re.M)  # logged after a checkpoint has been restored
 UNINTERRUPTED, KILLED, AGAIN = "uninterrupted", "killed", "uninterrupted-again"
 
 
@@ -129,19 +127,17 @@ def _verify(request: VerifyRequest, config: Config, sizes: Sequence[int], folder
 def _killed(runs: Starts, kills: list[Kill], world_sizes: Sequence[int], nnodes: int) -> tuple[int, set[int]]:
     """Kill the run at each moment, then let it finish; return (the number of kills that happened, the steps at which
     it resumed). ``world_sizes``: of the uninterrupted run, and then of the starts in turn."""
-    resumed = set[int]()
     happened, following = 0, itertools.cycle([*world_sizes[1:], world_sizes[0]])
     for number, kill in enumerate(kills, 1):
         world_size = next(following)
         kill = replace(kill, rank=kill.rank % world_size)
         mark = runs.folder / f"mark-{number}.json"
         ended = runs.start(KILLED, ProbePlan(str(mark), kill), f"launch.nproc={world_size // nnodes}")
-        resumed |= resumes(ended.output)
         if not mark.exists():
             if ended.code:
                 raise starts.failed(KILLED, ended, runs.log)
             _print(f"kill {number} of {len(kills)}: the run ended before it (planned: {kill_plan.planned(kill)})")
-            return happened, resumed | _logged_resumes(runs)
+            return happened, _resumes(runs)
         happened += 1
         content = json.loads(mark.read_text(encoding="utf-8"))
         newest = _newest(runs.folder_of(KILLED))
@@ -149,19 +145,18 @@ def _killed(runs: Starts, kills: list[Kill], world_sizes: Sequence[int], nnodes:
         _print(f"kill {number} of {len(kills)}: {kill_plan.described(kill, content, world_size)}{on}; {newest}")
     last = runs.finish(KILLED, None, f"launch.nproc={next(following) // nnodes}")
     _print(f"finished after {plural(happened, 'kill')}, in {last.wall_s:.1f} s")
-    return happened, resumed | resumes(last.output) | _logged_resumes(runs)
+    return happened, _resumes(runs)
 
 
-def resumes(text: str) -> set[int]:
-    """Return the steps of the checkpoints that a run resumed from, according to its output or log."""
-    return {int(step) for step in _RESUMED.findall(text.replace("\r", "\n"))}
+def resumes(starts: object) -> set[int]:
+    """Return the steps of the checkpoints that a run resumed from, according to ``starts``, its provenance."""
+    lengths = [start.get("length") for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+    return {length["step"] for length in lengths if length and length["step"]}
 
 
-def _logged_resumes(runs: Starts) -> set[int]:
-    """Return those of the log of rank 0: some engines do not show the output of the ranks."""
-    path = runs.folder_of(KILLED) / layout.LOGS / layout.rank_log(0)
+def _resumes(runs: Starts) -> set[int]:
     try:
-        return resumes(path.read_text(encoding="utf-8", errors="replace"))
+        return resumes(json.loads((runs.folder_of(KILLED) / layout.PROVENANCE).read_text(encoding="utf-8")))
     except OSError:
         return set()
 

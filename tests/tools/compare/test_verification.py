@@ -87,19 +87,20 @@ def test_without_a_resume_in_the_middle_nothing_was_tested(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("log", "kills", "checkpoints", "reason"),
+    ("starts", "kills", "checkpoints", "reason"),
     [
-        ("resumed from /runs/my run/checkpoints/step-5: epoch 1, step 5", 1, [5, 10], ""),
-        ("2026-11-26 10:00:00,123 INFO resumed from /a/step-5: epoch 1, step 5\nfinished", 2, [5, 10], ""),
-        ("resumed from /a/step-10: epoch 2, step 10", 3, [5, 10], "no start resumed"),
-        ("training starts", 1, [5, 10], "no start resumed"),
-        ("resumed from /a/step-10: epoch 2, step 10", 1, [10], "no checkpoint before its last step"),
-        ("training starts", 0, [5, 10], "ended before the first kill"),
+        ([0, 5], 1, [5, 10], ""),
+        ([0, 5, None], 2, [5, 10], ""),
+        ([0, 10], 3, [5, 10], "no start resumed"),
+        ([0, 0], 1, [5, 10], "no start resumed"),
+        ([0, 10], 1, [10], "no checkpoint before its last step"),
+        ([0], 0, [5, 10], "ended before the first kill"),
     ],
 )
-def test_equal_runs_prove_nothing_unless_one_resumed_in_the_middle(log, kills, checkpoints, reason):
+def test_equal_runs_prove_nothing_unless_one_resumed_in_the_middle(starts, kills, checkpoints, reason):
     done = SimpleNamespace(checkpoints=checkpoints, last=10)
-    why = verification._why_not_tested(kills, verification.resumes(log), done)
+    provenance = [{} if step is None else {"length": {"step": step}} for step in starts]  # None: nothing was left
+    why = verification._why_not_tested(kills, verification.resumes(provenance), done)
     assert reason in why
     assert bool(why) == bool(reason)
 
