@@ -57,7 +57,7 @@ class OtherVersion(str):
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. Only one rank uses it; ``training.checkpointing`` has the collective part."""
+    """The checkpoints of one run folder. Rank 0 uses it, but every rank reads, and writes its part of a sharded one."""
 
     def __init__(self, folder: Path, keep: int, form: str = "whole") -> None:
         """``form``: the name of the format in which to write. Raises ConfigError if there is none."""

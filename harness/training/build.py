@@ -1,4 +1,4 @@
-"""Assemble a run, in the one order that works, with the reasons."""
+"""Assemble a run, in an order of which comments give the reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Save a run to a checkpoint, and restore it. Every function is collective.
+"""Save a run to a checkpoint, and restore it. ``restore`` and what it calls must contain no collective.
 
 The files of a checkpoint are ``harness.runs.checkpoint``'s.
 """
@@ -27,7 +27,8 @@ log = logging.getLogger("harness")
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint of the current step, unless there is one. An error on rank 0 is raised on all ranks."""
+    """Write a checkpoint of the current step, unless there is one. Collective; an error on rank 0 is raised on all
+    ranks."""
     if run.saved_step == run.state.step:
         return
     start = time.perf_counter()
@@ -76,7 +77,7 @@ def _save(run: Run) -> None:
 
 
 def keep_best(run: Run) -> None:
-    """Mark the checkpoint of the current step as the best, and write its weights as safetensors."""
+    """Mark the checkpoint of the current step as the best, and write its weights as safetensors. Collective."""
     run.writer.wait()  # the best checkpoint must exist
     with run.averaged():
         weights = _whole(run, run.module)
@@ -91,7 +92,8 @@ def keep_best(run: Run) -> None:
 
 
 def resume(run: Run) -> None:
-    """Restore the newest checkpoint of this run, or else the one that checkpoint.resume names; else start at zero."""
+    """Restore the newest checkpoint of this run, or else the one that checkpoint.resume names; else start at zero.
+    Collective."""
     path, is_own = find(run)
     first = run.runtime.from_first(path and checkpoint.digest(path))
 
@@ -119,7 +121,7 @@ def resume(run: Run) -> None:
 
 
 def find(run: Run) -> tuple[Path | None, bool]:
-    """Return (the checkpoint to restore, whether it is this run's own)."""
+    """Return (the checkpoint to restore, whether it is this run's own). Collective."""
     runtime, section = run.runtime, run.config.checkpoint
     looks = runtime.rank == 0 and section.resume != "never"  # which verifies it
     newest = runtime.patiently("looking for a checkpoint", lambda: run.checkpoints.newest() if looks else None)
@@ -225,7 +227,8 @@ def _check_kernels(run: Run, content: dict[str, Any], path: Path) -> None:
 
 
 def _whole(run: Run, part: nn.Module | torch.optim.Optimizer | Ema) -> dict[str, Any]:
-    """Return the state dict of ``part`` on rank 0, with sharded tensors gathered; incomplete on other ranks."""
+    """Return the state dict of ``part`` on rank 0, with sharded tensors gathered; incomplete on other ranks.
+    Collective."""
     first = run.runtime.rank == 0
     if not run.parallel.sharded:
         return part.state_dict() if first else {}

@@ -47,7 +47,7 @@ def train(run: Run) -> bool:
 
 
 def epoch(run: Run) -> None:
-    """Train to the end of the current epoch, or until all ranks agree to stop."""
+    """Train to the end of the current epoch, or until all ranks agree to stop. Collective."""
     state, config, data = run.state, run.config, run.train_data
     run.parallel.model.train()
     run.meter.restart_clock()
@@ -81,7 +81,7 @@ def epoch(run: Run) -> None:
 
 
 def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
-    """One optimizer step over the micro-batches of ``group``, applied or skipped on all ranks alike.
+    """Take one optimizer step over the micro-batches of ``group``, applied or skipped on all ranks alike. Collective.
 
     ``measured``: a log line with the gradient norm follows. Gradients are averaged over ranks once, in the last
     backward pass. Whether they overflowed follows from gradients that are equal on all ranks, without communication;
@@ -176,7 +176,7 @@ def count(run: Run, used: Used, skip: bool) -> None:
 
 
 def evaluation(run: Run) -> None:
-    """Evaluate, log, and keep the weights if they are the best so far."""
+    """Evaluate, log, and keep the weights if they are the best so far. Collective."""
     state, name = run.state, run.config.best_metric
     run.progress.stop()
     start = time.perf_counter()

@@ -72,7 +72,7 @@ def test_files_are_replaced_in_one_module():
     allowed = {
         "runs.files",
         "runs.run_dir",  # moves an earlier run aside
-        "runs.checkpoint",  # names the file that safetensors has written
+        "runs.weights_file",  # names the file that safetensors has written
         "trackers.metrics_log",  # moves a file aside that replaced the log
     }
     renaming = {
