@@ -53,13 +53,13 @@ class Safetensors(ExportFormat):
     suffix, tolerance = ".safetensors", 0.0
 
     def write(self, subject: Exported, path: Path) -> Function:
-        from harness.runs.weights_file import load_weights, save_weights
+        from harness.runs.weights_file import load_weights, save_weights, with_versions
 
         tensors = {name: tensor.detach().clone().contiguous() for name, tensor in subject.model.state_dict().items()}
         metadata = {"model": str(subject.facts["name"]), "args": json.dumps(subject.facts["args"])}
         save_weights(tensors, path, metadata, work=temporary_for(path))
         loaded = subject.new().eval()
-        loaded.load_state_dict(load_weights(path))
+        loaded.load_state_dict(with_versions(load_weights(path), loaded))
         return loaded
 
 

@@ -80,6 +80,8 @@ def learned(run: Path) -> dict[str, Any]:
 def load(model: nn.Module, best: dict[str, Tensor], run: Path) -> None:
     """Load the weights into ``model``. Raises CheckpointError if they do not fit, or are infinite or NaN where those of
     ``model`` are not (a mask of -inf may be)."""
+    from harness.runs.weights_file import with_versions
+
     new = model.state_dict()
     if bad := [name for name, value in best.items() if not _finite(value) and name in new and _finite(new[name])]:
         raise CheckpointError(
@@ -88,7 +90,7 @@ def load(model: nn.Module, best: dict[str, Tensor], run: Path) -> None:
             hint="its predictions would be meaningless; train again, for example with a lower optimizer.lr",
         )
     try:
-        model.load_state_dict(best)
+        model.load_state_dict(with_versions(best, model))
     except RuntimeError as error:
         raise CheckpointError(
             f"the weights do not fit this model: {str(error).strip().splitlines()[-1].strip()}",

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,13 +15,21 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.errors import CheckpointError, reason
 from harness.runs import layout
 
 # The key of all metadata of a safetensors file, as JSON: the library writes several keys in a random order.
 _METADATA, _DIGEST = "harness", "sha256"
+
+
+def with_versions(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return ``weights`` with the versions that the modules of ``model`` have, for ``load_state_dict``. A file of
+    tensors holds none, and a module with versions would convert weights that are current, or refuse them."""
+    found = OrderedDict(weights)
+    found._metadata = getattr(model.state_dict(), "_metadata", {})  # type: ignore[attr-defined]
+    return found
 
 
 def on_host(weights: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -203,6 +203,25 @@ class BatchNormed(nn.Module):
         return self.layers(images)
 
 
+class Versioned(nn.Module):
+    """Refuses weights of another version of itself, as torchvision's mnasnet does."""
+
+    _version = 2
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> logits (batch, classes)."""
+        return self.layers(images)
+
+    def _load_from_state_dict(self, state, prefix, metadata, *others):
+        if metadata.get("version") != 2:
+            raise ValueError("the version should be 2")
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
 class Residual(nn.Module):
     """A convolution with batch norm and dropout beside a shortcut."""
 

@@ -11,7 +11,9 @@ import torch
 from harness import cli
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError
+from harness.runs import trained_run
 from harness.runs.checkpoint import Checkpoints
+from harness.runs.weights_file import load_weights
 from harness.training import loop
 from harness.training.checkpointing import find, restore, resume, save
 from tests.fixtures import make_config, settings, write_rows, write_yaml
@@ -101,6 +103,15 @@ def test_a_new_run_from_a_checkpoint_has_its_own_optimizer_settings(started, nam
     assert forked.optimizer.param_groups[0].get("step") == (3 if name.startswith("fused") else None)
     assert any(forked.optimizer.state.values()) == (name != "sgd")
     loop.train(forked)
+
+
+def test_a_module_gets_the_version_of_its_weights(started):
+    settings = ["model.name=tests.end_to_end.models.Versioned", "model.args={}", "train.max_steps=3"]
+    run = started("first", *settings)
+    trained(run)
+    again = started("first", *settings)
+    assert again.state.step == 3
+    trained_run.load(again.module, load_weights(again.folder.weights), again.folder.path)
 
 
 def test_a_new_run_from_a_checkpoint_has_its_own_groups(started):

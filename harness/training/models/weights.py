@@ -20,7 +20,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError, ConfigError, DataError, did_you_mean, first_line, plural, reason, similar
 from harness.runs import checkpoint, fetch, layout, reader
 from harness.runs.files import cache_folder, expanded, is_url, sha256
-from harness.runs.weights_file import load_weights
+from harness.runs.weights_file import load_weights, with_versions
 from harness.training.models.model_builder import TIMM
 
 log = logging.getLogger("harness")
@@ -81,7 +81,7 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
             f"the weights are infinite or NaN in {bad[0]} ({len(bad)} of {len(usable)} tensors)",
             where=f"{_KEY}: {source.name}", hint="use other weights: the training that wrote these diverged",
         )  # fmt: skip
-    model.load_state_dict(usable, strict=False)
+    model.load_state_dict(with_versions(usable, model), strict=False)
     summary = f"{source.name}{part}, {len(usable)} of {len(own)} tensors"
     if heads:
         there, here = next(iter(heads.values()))

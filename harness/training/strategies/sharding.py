@@ -23,6 +23,8 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from harness.runs.weights_file import with_versions
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -251,7 +253,7 @@ def part_like(like: Any, value: Any) -> Any:
 def model_parts(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Return a whole state dict, cut to this rank's shards for ``model.load_state_dict``."""
     own = model.state_dict()
-    return {name: part_like(own.get(name), value) for name, value in state.items()}
+    return with_versions({name: part_like(own.get(name), value) for name, value in state.items()}, model)
 
 
 def optimizer_parts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
