@@ -113,7 +113,7 @@ def test_faults_that_a_kill_reveals_are_named(tmp_path):
     assert code == 1, out
     assert "not exact: the killed run differs from the uninterrupted one" in out
     assert "two uninterrupted runs are equal" in out
-    assert re.search(r"first difference in the log: metrics.jsonl:\d+: train entry of step \d.loss: ", out)
+    assert re.search(r"first difference in the log: metrics.jsonl:\d+: (train|eval) entry of step \d.loss: ", out)
     assert f"{HERE}:{line_of('random')}: random.random draws from the global random number generator of a loader" in out
     assert f"{HERE}:{line_of('numpy')}: numpy.random.rand draws" in out
     counter = (
