@@ -69,7 +69,7 @@ class RemoteRunFolder(RunFolder):
         self._uploader = Uploader(self.where, self._upload)
 
     def lock(self) -> None:
-        with writing(self.path):  # an error is one of the cache
+        with writing(self.path):  # create its parent, in the cache: an error then names the cache
             pass
         super().lock()
 

@@ -168,16 +168,16 @@ class Health:
         )
 
 
-def _remedies(config: Config, batches: bool, anew: bool) -> str:
-    """Return the settings to try. ``batches``: single batches may be the cause. ``anew``: the run must start again; a
-    checkpoint does not continue at another opt level, and a warm-up is over by then."""
+def _remedies(config: Config, batches: bool, from_scratch: bool) -> str:
+    """Return the settings to try. ``batches``: single batches may be the cause. ``from_scratch``: no checkpoint is left
+    to continue from. A run that continues from one keeps its opt level, and its warm-up is over."""
     found = [f"lower optimizer.lr (now {config.optimizer.lr:g})"]
     if config.train.clip_norm is None:
         found.append("set train.clip_norm=1")
     schedule = config.schedule
-    if anew and not (schedule.warmup_epochs or schedule.warmup_steps or schedule.name == "one_cycle"):
+    if from_scratch and not (schedule.warmup_epochs or schedule.warmup_steps or schedule.name == "one_cycle"):
         found.append("set schedule.warmup_epochs=1")
-    if anew and config.precision.opt_level in ("O1", "O2", "O3"):
+    if from_scratch and config.precision.opt_level in ("O1", "O2", "O3"):
         found.append("use precision.opt_level=O4 (bfloat16)")
     if batches and config.train.on_nan == "stop":
         found.append("use train.on_nan=skip if individual batches cause it")

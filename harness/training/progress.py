@@ -22,8 +22,8 @@ _CHUNK = 1 << 20  # rows that are hashed at once: 8 MiB
 
 @dataclass
 class State:
-    """Counters of a run, equal on every rank except ``train_s`` and ``wall_s``. Epochs and steps are
-    those that are finished."""
+    """Counters of a run, equal on every rank except ``train_s`` and ``wall_s``. Epochs and steps count once they
+    are finished."""
 
     epoch: int = 0
     segments: list[Segment] = field(default_factory=list)  # the steps of this epoch so far, by world size

@@ -174,6 +174,12 @@ def test_products_of_half_precision_on_a_cpu_without_it(monkeypatch, level, half
     assert f"computed in float32 and rounded to {name}" in described(PrecisionSection(opt_level=level), CPU, "ours")
 
 
+def test_a_torch_without_onednn_has_no_bfloat16_kernels(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", object())  # it has no operations then
+    assert half_kernels.slow_dtypes() == {torch.float16, torch.bfloat16}
+
+
 @pytest.mark.parametrize("level", ["O0", "O4"])
 def test_kernels_of_torch_that_are_not_replaced(monkeypatch, level):
     monkeypatch.setattr(half_kernels, "has_bfloat16", lambda: True)

@@ -25,9 +25,10 @@ def slow_dtypes() -> set[torch.dtype]:
 def has_bfloat16() -> bool:
     """Return True if this CPU multiplies bfloat16 numbers, and torch and oneDNN may use that: since 2020 on Intel's and
     since 2022 on AMD's servers."""
-    cpu, mkldnn = torch.cpu, torch.ops.mkldnn
-    # For any AVX-512, torch answers yes to the first question.
-    return mkldnn._is_mkldnn_bf16_supported() and (
+    if not torch.backends.mkldnn.is_available():  # a torch without oneDNN, which lacks the question below, too
+        return False
+    cpu, supported = torch.cpu, bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return supported and (  # which is true for any AVX-512
         not cpu._is_avx2_supported() or cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported()
     )
 

@@ -104,8 +104,6 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
                         found = _block(predictor, *ready, asked[turn], size)
                     if idle is not None:
                         _forward(predictor, idle, size)
-                except StoppedAlone:
-                    raise
                 except Exception as error:
                     failure = error
                     stop.request("a prediction failed")

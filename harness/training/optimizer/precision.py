@@ -119,7 +119,7 @@ def choose(section: PrecisionSection, device: torch.device, ours: bool = False) 
 @contextmanager
 def half_on_cpu(section: PrecisionSection, device: torch.device) -> Iterator[None]:
     """Context in which a CPU computes products of float16 and bfloat16 tensors in float32, if ``section`` uses them and
-    it has no arithmetic for them. Without it, O1 trains 15 to 60 times as slowly as O0 there, and O4 3 to 7 times."""
+    it has no arithmetic for them. Without it, O1 trains 15 to 60 times as slowly as O0 there, and O4 3 to 10 times."""
     library = None
     if _emulated(section, device):
         from harness.apex.on_cpu import half_kernels
