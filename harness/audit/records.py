@@ -1,0 +1,264 @@
+"""What one start of a script did, read from the records of its processes.
+
+The hook (``harness/audit/hook``) writes a file per process, a JSON object a line; the runner adds ``start.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Digests = dict[str, str]
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A call of an outermost module in training mode; ``into`` and ``out`` are digests."""
+
+    module: str
+    into: str
+    rows: int
+    out: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one optimizer, as the hook saw it before the update. ``number`` starts at 1 in each process."""
+
+    number: int
+    optimizer: int
+    skipped: bool
+    calls: tuple[ModuleCall, ...]
+    evaluated: str | None
+    weights: Digests
+    buffers: Digests
+    state: Digests
+    groups: tuple[dict[str, Any], ...]
+    gradients: Digests
+    scale: tuple[Any, ...]
+    streams: Digests
+    samples: dict[str, list[Any]]
+    others: Digests | None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(call.into for call in self.calls)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(call.out for call in self.calls)
+
+    @property
+    def rows(self) -> int:
+        return sum(call.rows for call in self.calls)
+
+    @property
+    def rates(self) -> tuple[Any, ...]:
+        """The learning rate of each parameter group."""
+        return tuple(group.get("lr") for group in self.groups)
+
+
+@dataclass
+class Checkpoint:
+    """The files that a process completed between two steps: final path to content."""
+
+    after: int
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class Process:
+    """A process that trained. ``order`` tells apart the processes of a rank, by the time of their start."""
+
+    rank: int
+    pid: int
+    order: int = 0
+    about: dict[str, Any] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    """Steps done when a pass over the training data began."""
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    torn: list[str] = field(default_factory=list)
+    """Paths that the process began to write and did not complete."""
+    loaded: list[str] = field(default_factory=list)
+    stopped: bool = False
+    end: dict[str, Any] | None = None
+
+    @property
+    def exception(self) -> str | None:
+        return self.end.get("exception") if self.end else None
+
+
+@dataclass
+class StartRecord:
+    """``processes``: those with a training step, or else those that wrote or loaded a checkpoint, by rank and order."""
+
+    name: str
+    command: list[str]
+    code: int | None
+    wall_s: float
+    killed: dict[str, Any] | None
+    output: Path | None
+    processes: list[Process]
+    others: int
+    """Processes without steps and checkpoints: launchers, loader workers and helpers."""
+
+    @property
+    def first(self) -> Process | None:
+        """The process of the lowest rank."""
+        return self.processes[0] if self.processes else None
+
+    @property
+    def steps(self) -> list[Step]:
+        return self.first.steps if self.first else []
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Those of all ranks, a moment each."""
+        moments: dict[int, Checkpoint] = {}
+        for process in self.processes:
+            for checkpoint in process.checkpoints:
+                moments.setdefault(checkpoint.after, Checkpoint(checkpoint.after)).files.update(checkpoint.files)
+        return [moments[after] for after in sorted(moments)]
+
+    @property
+    def loaded(self) -> list[str]:
+        return [path for process in self.processes for path in process.loaded]
+
+    @property
+    def torn(self) -> list[str]:
+        return [path for process in self.processes for path in process.torn]
+
+    @property
+    def stopped(self) -> bool:
+        """True if the recorder ended it at a number of steps or at a state."""
+        return any(process.stopped for process in self.processes)
+
+    def last_lines(self, count: int = 20) -> list[str]:
+        """The end of what the start printed."""
+        if self.output is None or not self.output.is_file():
+            return []
+        with open(self.output, "rb") as file:
+            file.seek(max(0, self.output.stat().st_size - 20_000))
+            text = file.read().decode("utf-8", "replace")
+        return [line for line in text.splitlines() if line.strip()][-count:]
+
+
+def read(folder: Path) -> StartRecord:
+    """Read the records of one start. Lines that a kill tore are left out, and what is missing is empty."""
+    about: dict[str, Any] = {}
+    if (folder / "start.json").is_file():
+        about = json.loads((folder / "start.json").read_text(encoding="utf-8"))
+    processes = [_process(path) for path in sorted(folder.glob("rank*-*.jsonl"))]
+    chosen = [process for process in processes if process.steps]
+    chosen = chosen or [process for process in processes if process.checkpoints or process.torn or process.loaded]
+    chosen.sort(key=lambda process: (process.rank, process.about.get("time") or 0, process.pid))
+    counts: dict[int, int] = defaultdict(int)
+    for process in chosen:
+        process.order = counts[process.rank]
+        counts[process.rank] += 1
+    _lend_checkpoints(chosen, processes)
+    command = about.get("command") or []
+    return StartRecord(
+        name=about.get("name") or folder.name,
+        command=command.split() if isinstance(command, str) else list(command),
+        code=about.get("code"),
+        wall_s=float(about.get("wall_s") or 0.0),
+        killed=about.get("killed"),
+        output=Path(about["output"]) if about.get("output") else None,
+        processes=chosen,
+        others=len(processes) - len(chosen),
+    )
+
+
+def _lend_checkpoints(chosen: list[Process], processes: list[Process]) -> None:
+    """Give the torn files of processes that only write, such as a helper of an asynchronous save, to the first one."""
+    for process in processes:
+        if chosen and process not in chosen:
+            chosen[0].torn += process.torn
+            chosen[0].loaded += process.loaded
+
+
+def _process(path: Path) -> Process:
+    rank, _, pid = path.stem.removeprefix("rank").partition("-")
+    process = Process(int(rank) if rank.isdigit() else 0, int(pid) if pid.isdigit() else 0)
+    for entry in _entries(path):
+        _add(process, entry)
+    return process
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # torn by a kill
+        if isinstance(entry, dict):
+            yield entry
+
+
+def _add(process: Process, entry: dict[str, Any]) -> None:
+    match entry.get("event"):
+        case "process":
+            process.about = entry
+            process.rank = entry.get("rank") or process.rank
+        case "epoch":
+            process.epochs.append(entry["after"])
+        case "step":
+            process.steps.append(_step(entry))
+        case "write":
+            if entry["path"] not in process.torn:
+                process.torn.append(entry["path"])
+        case "written":
+            if entry["path"] in process.torn:
+                process.torn.remove(entry["path"])
+            if not process.checkpoints or process.checkpoints[-1].after != entry["after"]:
+                process.checkpoints.append(Checkpoint(entry["after"]))
+            process.checkpoints[-1].files[entry["path"]] = entry.get("content") or {}
+        case "renamed":
+            _rename(process, entry["source"], entry["target"])
+        case "loaded":
+            process.loaded.append(entry["path"])
+        case "stopped":
+            process.stopped = True
+        case "end":
+            process.end = entry
+
+
+def _rename(process: Process, source: str, target: str) -> None:
+    """Follow a renamed file, or the files of a renamed folder, back to the checkpoint that wrote them last."""
+    for checkpoint in reversed(process.checkpoints):
+        moved = [path for path in checkpoint.files if path == source or path.startswith(f"{source}/")]
+        if moved:
+            checkpoint.files = {
+                target + path[len(source) :] if path in moved else path: content
+                for path, content in checkpoint.files.items()
+            }
+            return
+
+
+def _step(entry: dict[str, Any]) -> Step:
+    calls = tuple(
+        ModuleCall(str(call.get("module", "")), str(call.get("in")), call.get("rows") or 0, str(call.get("out")))
+        for call in entry.get("calls") or ()
+    )
+    return Step(
+        number=entry["number"],
+        optimizer=entry.get("optimizer") or 0,
+        skipped=bool(entry.get("skipped")),
+        calls=calls,
+        evaluated=entry.get("eval"),
+        weights=entry.get("weights") or {},
+        buffers=entry.get("buffers") or {},
+        state=entry.get("state") or {},
+        groups=tuple(entry.get("groups") or ()),
+        gradients=entry.get("gradients") or {},
+        scale=tuple(entry.get("scale") or ()),
+        streams=entry.get("streams") or {},
+        samples=entry.get("samples") or {},
+        others=entry.get("others"),
+    )

@@ -1,0 +1,123 @@
+"""The verdict about a script's resume, and the findings that it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+EXACT, NOT_EXACT, COULD_NOT_TELL = "exact", "not exact", "could not tell"
+EXIT_CODES = {EXACT: 0, NOT_EXACT: 1, COULD_NOT_TELL: 3}
+FAULTS = {
+    "rows": ("rows are repeated or skipped", "save the position in the epoch, and skip the rows before it"),
+    "row-order": ("the order of rows is another", "set the sampler's epoch and seed, or the state of its generator, "
+                  "before the first batch is read"),
+    "random-streams": ("a random stream is not restored", "save the state of the stream on every rank, and restore it "
+                       "last, after the model and the loader are made"),
+    "optimizer-state": ("the optimizer's state is not restored", "save and load optimizer.state_dict()"),
+    "learning-rate": ("the schedule is off", "save and load scheduler.state_dict(), after the optimizer's"),
+    "loss-scale": ("the loss scale is not restored", "save and load scaler.state_dict()"),
+    "buffers": ("buffers or averaged weights are not restored", "save them: EMA copies, running statistics, queues"),
+    "weights": ("some parameters are not restored", "save every network, and load with strict=True"),
+    "precision": ("the checkpoint loses precision", "save the weights that the optimizer updates, in their own type"),
+    "counter": ("a counter of the script is off", "save the counter, and continue from it"),
+    "torn-checkpoint": ("a torn checkpoint breaks the resume", "write to a temporary name and rename it when it is "
+                        "complete; take the newest checkpoint that loads"),
+    "from-scratch": ("the resumed start begins from scratch", "check that it finds the checkpoint, and fail if not"),
+    "length": ("the resumed run has another length", "count steps and epochs from those of the checkpoint"),
+    "exit-code": ("the exit code does not tell the outcome", "let the error end the process"),
+    "other": ("the runs part for an unknown reason", ""),
+}  # fmt: skip
+"""Codes of faults: what is wrong, and what usually helps."""
+UNDECIDED = {
+    "not-deterministic": ("two equal starts differ", "seed every random stream, and call "
+                          "torch.use_deterministic_algorithms(True)"),
+    "resumes-differ": ("two starts from the same checkpoint differ", "seed every random stream after the resume"),
+    "no-steps": ("no optimizer step was seen", ""),
+    "no-checkpoint": ("no checkpoint was seen", "train longer, or save more often"),
+    "outside": ("the checkpoints are outside of the copied folders", "write them below {out} or the working folder"),
+    "fails": ("the undisturbed start fails", "let it run without the auditor first"),
+    "not-killed": ("the start ended before the kill", "train longer"),
+}  # fmt: skip
+"""Codes of reasons why no verdict is possible: what happened, and what usually helps."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``text``: a sentence with the evidence in a nutshell; ``evidence``: further lines. ``steps`` are numbers of steps
+    of the undisturbed start, ``names`` those of tensors, streams, counters or files, ``place`` is a file:line."""
+
+    code: str
+    text: str
+    evidence: tuple[str, ...] = ()
+    steps: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    place: str = ""
+
+    @property
+    def title(self) -> str:
+        return (FAULTS.get(self.code) or UNDECIDED[self.code])[0]
+
+    @property
+    def advice(self) -> str:
+        return (FAULTS.get(self.code) or UNDECIDED[self.code])[1]
+
+
+@dataclass(frozen=True)
+class StartSummary:
+    """One start in the numbers of the page. ``offset``: steps that the undisturbed start had done when this one began,
+    None if unknown; ``differs``: the first step that differs, in the undisturbed start's count."""
+
+    name: str
+    command: Sequence[str] = ()
+    steps: int = 0
+    ranks: int = 0
+    checkpoints: Sequence[int] = ()
+    epochs: Sequence[int] = ()
+    offset: int | None = 0
+    killed: dict[str, Any] | None = None
+    loaded: Sequence[str] = ()
+    stopped: bool = False
+    differs: int | None = None
+    code: int | None = None
+    wall_s: float = 0.0
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``notes``: what the reader must know to judge the verdict, such as folders that were linked, not copied."""
+
+    kind: str
+    findings: Sequence[Finding] = ()
+    starts: Sequence[StartSummary] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.kind]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return ``{"format": 1, "verdict", "exit_code", "findings": [{"code", "title", "text", "evidence", "advice",
+        "steps", "names", "ranks", "place"}], "starts": [the fields of StartSummary], "notes"}``."""
+        findings = [{"title": finding.title, "advice": finding.advice, **asdict(finding)} for finding in self.findings]
+        return {
+            "format": 1,
+            "verdict": self.kind,
+            "exit_code": self.exit_code,
+            "findings": findings,
+            "starts": [asdict(start) for start in self.starts],
+            "notes": list(self.notes),
+        }
+
+
+def conclude(findings: Iterable[Finding], starts: Sequence[StartSummary] = (), notes: Sequence[str] = ()) -> Verdict:
+    """Return "exact" without findings, "could not tell" if one of them says so, or else "not exact"."""
+    found = tuple(findings)
+    if any(finding.code in UNDECIDED for finding in found):
+        kind = COULD_NOT_TELL
+        found = tuple(finding for finding in found if finding.code in UNDECIDED)
+    else:
+        kind = NOT_EXACT if found else EXACT
+    return Verdict(kind, found, starts, notes)
