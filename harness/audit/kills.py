@@ -1,0 +1,157 @@
+"""The moments at which an audited command is killed, chosen from what its undisturbed run did."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.audit.latest import Events, SavedFile, SavedFiles
+from harness.audit.plan import PlannedKill
+from harness.errors import plural
+
+MIDDLE, ALL = "middle", "all"
+
+
+@dataclass(frozen=True)
+class ChosenKill:
+    """``after``: optimizer steps done before it."""
+
+    kill: PlannedKill
+    after: int
+    text: str
+
+
+class RunShape:
+    """Steps, epochs and checkpoints of an undisturbed run, from the events of rank 0. Checkpoints count if they are in
+    ``folders``."""
+
+    def __init__(self, events: Events, folders: Sequence[Path]) -> None:
+        self.steps = sum(event["event"] == "step" for event in events)
+        self.epochs = sorted({int(event["after"]) for event in events if event["event"] == "epoch"})
+        """Numbers of steps after which a pass over the data began."""
+        self.checkpoints: dict[int, list[SavedFile]] = {}
+        """{steps done: its files}, without those written before the first step"""
+        for file in SavedFiles(events).all:
+            if file.after and file.within(folders):
+                self.checkpoints.setdefault(file.after, []).append(file)
+
+    def usable(self) -> list[int]:
+        """Return the checkpoints that training goes on from."""
+        return sorted(after for after in self.checkpoints if after < self.steps)
+
+    def following(self, after: int) -> int:
+        """Return the steps at the checkpoint after this one, or at the end."""
+        return min((other for other in self.checkpoints if other > after), default=self.steps)
+
+    def middle_first(self, places: Sequence[int], *preferences: Callable[[int], bool]) -> list[int]:
+        """Sort numbers of steps: those that fulfil the first preference come first, and so on; at last by their distance
+        from the middle of the run."""
+        return sorted(
+            places, key=lambda place: (*(not is_good(place) for is_good in preferences), abs(2 * place - self.steps))
+        )
+
+    def in_epoch(self, after: int) -> bool:
+        return after not in self.epochs and after < self.steps
+
+
+def why_none(shape: RunShape) -> str:
+    """Return why no kill can test a resume; empty if one can."""
+    if shape.usable():
+        return ""
+    if not shape.checkpoints:
+        return (
+            "the run wrote no checkpoint: turn them on, or let it save more often. Seen are files of torch.save, "
+            "safetensors and torch.distributed.checkpoint"
+        )
+    return (
+        f"the only checkpoint is written at the very end, after step {shape.steps}: let the script save more often, or "
+        "train longer"
+    )
+
+
+def choose(shape: RunShape, how: str, seed: int) -> list[ChosenKill]:
+    """Return the kills for ``--kills``: "middle", "all", or a number of random places. Empty if ``why_none``."""
+    if not shape.usable():
+        return []
+    if how == MIDDLE:
+        return [_in_the_middle(shape)]
+    if how == ALL:
+        wanted = [_after_checkpoint(shape), _in_the_middle(shape), _end_of_epoch(shape), _torn(shape)]
+        unique = {kill.kill: kill for kill in wanted if kill is not None}
+        return list(unique.values())
+    return _at_random(shape, int(how), random.Random(seed))
+
+
+def _in_the_middle(shape: RunShape) -> ChosenKill:
+    """Between a checkpoint in the middle of an epoch, if there is one, and the next, at least a step after it."""
+
+    def place(after: int) -> int:
+        end = shape.following(after)
+        inside = range(after + 1, end) or range(after, after + 1)
+        return min(inside, key=lambda step: (not shape.in_epoch(step), abs(2 * step - after - end)))
+
+    best = shape.middle_first(
+        shape.usable(), lambda after: place(after) > after, shape.in_epoch, lambda after: shape.in_epoch(place(after))
+    )[0]
+    return _before_step(place(best), best)
+
+
+def _before_step(done: int, checkpoint: int) -> ChosenKill:
+    text = f"before step {done + 1}, {plural(done - checkpoint, 'step')} after the checkpoint of step {checkpoint}"
+    return ChosenKill(PlannedKill("step", done + 1), done, text)
+
+
+def _after_checkpoint(shape: RunShape, after: int | None = None) -> ChosenKill:
+    if after is None:
+        after = shape.middle_first(shape.usable(), shape.in_epoch)[0]
+    last = shape.checkpoints[after][-1]
+    return ChosenKill(
+        PlannedKill("checkpoint", last.number), after, f"right after the checkpoint of step {after} was written"
+    )
+
+
+def _end_of_epoch(shape: RunShape) -> ChosenKill | None:
+    """At the end of an epoch, preferably with a checkpoint there."""
+    first = shape.usable()[0]
+    ends = [after for after in shape.epochs if first <= after < shape.steps]
+    for after in shape.middle_first(ends, lambda after: after in shape.checkpoints)[:1]:
+        checkpoint = max(other for other in shape.usable() if other <= after)
+        text = f"at the end of an epoch, after step {after} (newest checkpoint: step {checkpoint})"
+        return ChosenKill(PlannedKill("step", after + 1), after, text)
+    return None
+
+
+def _torn(shape: RunShape, after: int | None = None) -> ChosenKill | None:
+    """While a checkpoint is written that is not the first one, preferably a new file."""
+    later = sorted(shape.checkpoints)[1:]
+    if after is None and later:
+        after = shape.middle_first(later, lambda after: _is_new(shape, after))[0]
+    if after is None:
+        return None
+    largest = max(shape.checkpoints[after], key=lambda file: file.size)
+    text = f"while the checkpoint of step {after} was being written ({largest.path.name})"
+    return ChosenKill(PlannedKill("write", largest.write), after, text)
+
+
+def _is_new(shape: RunShape, after: int) -> bool:
+    before = {file.path for other, files in shape.checkpoints.items() if other < after for file in files}
+    return not before & {file.path for file in shape.checkpoints[after]}
+
+
+def _at_random(shape: RunShape, number: int, chance: random.Random) -> list[ChosenKill]:
+    usable = shape.usable()
+    pools: list[list[ChosenKill]] = [
+        [
+            _before_step(done, max(after for after in usable if after <= done))
+            for done in range(usable[0] + 1, shape.steps)
+        ],
+        [_after_checkpoint(shape, after) for after in usable],
+        [kill for after in sorted(shape.checkpoints)[1:] if (kill := _torn(shape, after))],
+    ]
+    chosen: list[ChosenKill] = []
+    while len(chosen) < number and any(pools):
+        pool = chance.choice([pool for pool in pools if pool])
+        chosen.append(pool.pop(chance.randrange(len(pool))))
+    return chosen

@@ -1,0 +1,121 @@
+"""The checkpoints that a start wrote, according to its records, and the newest one that a resume can use."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+Events = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A checkpoint file that was completed.
+
+    path: its name after all renames
+    after: optimizer steps before it
+    number, write: its place, from 1, among the files that this process completed, and among those it began
+    """
+
+    path: Path
+    after: int
+    number: int
+    write: int
+    size: int
+
+    def within(self, folders: Iterable[Path]) -> bool:
+        return any(self.path.is_relative_to(folder) for folder in folders)
+
+
+class SavedFiles:
+    """The checkpoint files of one process, from its events."""
+
+    def __init__(self, events: Events) -> None:
+        self.all: list[SavedFile] = []
+        """In the order in which they were completed, also those that were replaced later."""
+        self.present: dict[Path, SavedFile] = {}
+        """Those that were not replaced."""
+        self.torn: dict[Path, int] = {}
+        """{path: place among the files that were begun} of those that are not complete"""
+        begun = 0
+        for event in events:
+            if event["event"] == "write":
+                begun += 1
+                path = Path(event["path"])
+                self.present.pop(path, None)
+                self.torn[path] = begun
+            elif event["event"] == "written":
+                path = Path(event["path"])
+                write = self.torn.pop(path, begun)
+                new = SavedFile(path, int(event["after"]), len(self.all) + 1, write, int(event.get("bytes") or 0))
+                self.all.append(new)
+                self.present[path] = new
+            elif event["event"] == "renamed":
+                self._rename(Path(event["source"]), Path(event["target"]))
+
+    def _rename(self, source: Path, target: Path) -> None:
+        """Follow the rename of a file, or of a folder with files."""
+        moved = {path: file for path, file in self.present.items() if path.is_relative_to(source)}
+        if moved:
+            self.present = {
+                path: file
+                for path, file in self.present.items()
+                if path not in moved and not path.is_relative_to(target)
+            }
+        for path, file in moved.items():
+            new = replace(file, path=target / path.relative_to(source))
+            self.present[new.path] = self.all[file.number - 1] = new
+
+
+def latest(
+    killed: Mapping[int, Events], undisturbed: Mapping[int, Events], folders: Sequence[Path], torn: bool = False
+) -> Path | None:
+    """Return the newest checkpoint in ``folders`` that the killed start completed and that exists: a file, or a folder
+    whose files were all written at one moment.
+
+    ``killed`` and ``undisturbed``: events by rank. A moment is complete if rank 0 wrote as many files as in the
+    undisturbed run. ``torn``: if there is no complete one, return the newest that was begun.
+    """
+    files = SavedFiles(killed.get(0, ()))
+    wanted = Counter(file.after for file in SavedFiles(undisturbed.get(0, ())).all)
+    got = Counter(file.after for file in files.all)
+    complete = [
+        file
+        for file in files.present.values()
+        if file.within(folders) and got[file.after] >= wanted[file.after] and file.path.exists()
+    ]
+    if not complete:
+        begun = [path for path in files.torn if torn and path.exists() and any(map(path.is_relative_to, folders))]
+        return begun[-1] if begun else None
+    everything = [file for rank in (*killed.values(), *undisturbed.values()) for file in SavedFiles(rank).all]
+    return _with_its_folder(max(complete, key=lambda file: file.number), everything, folders)
+
+
+def _with_its_folder(newest: SavedFile, everything: Sequence[SavedFile], folders: Sequence[Path]) -> Path:
+    """Return the folder of ``newest`` if it holds more files of this moment, and none of another; or one above it that
+    holds still more."""
+    found, size = newest.path, 1
+    for parent in newest.path.parents:
+        inside = {file.path: file.after for file in everything if file.path.is_relative_to(parent)}
+        if parent in folders or set(inside.values()) != {newest.after}:
+            break
+        if len(inside) > size:
+            found, size = parent, len(inside)
+    return found
+
+
+def newest_match(pattern: str, work: Path, out: Path) -> Path | None:
+    """Return the match of a glob pattern, relative to ``work``, that was changed last; ``{out}`` stands for ``out``."""
+    matches = glob.glob(str(work / pattern.replace("{out}", str(out))), recursive=True)
+    return Path(max(matches, key=lambda path: os.stat(path).st_mtime_ns)) if matches else None
+
+
+def outside(events: Events, folders: Sequence[Path]) -> Path | None:
+    """Return a checkpoint file that is in none of ``folders``, if all are outside."""
+    files = SavedFiles(events).all
+    return files[-1].path if files and not any(file.within(folders) for file in files) else None

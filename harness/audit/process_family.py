@@ -1,0 +1,114 @@
+"""All processes of one start of an audited command, also those in sessions of their own; how to end them at one moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+KILL_S = 30.0
+_POLL_S = 0.02
+_HAS_PROC = Path("/proc/self/stat").exists()
+
+
+class FamilyMember(NamedTuple):
+    """A process, with the time of its start: another one may get its number later."""
+
+    pid: int
+    started: str
+
+
+class ProcessFamily:
+    """The launcher, a child of this process, its descendants, and every process whose environment names the ``plan`` of
+    this start. Never this process."""
+
+    def __init__(self, launcher: int, plan: str) -> None:
+        self._plan = os.fsencode(f"={plan}\0")
+        self._known = {FamilyMember(launcher, process.started)} if (process := _process(launcher)) else set()
+
+    def alive(self) -> set[FamilyMember]:
+        """Look for members, and return those that have not ended. One that was found once is remembered after its parent
+        has ended."""
+        table = _table()
+        table.pop(os.getpid(), None)
+        children = defaultdict(list)
+        for pid, process in table.items():
+            children[process.parent].append(pid)
+        left = [pid for pid, process in table.items() if FamilyMember(pid, process.started) in self._known]
+        left += [pid for pid in table if self._plan in _environment(pid)]
+        found: set[int] = set()
+        while left:
+            pid = left.pop()
+            if pid not in found and pid in table:
+                found.add(pid)
+                left += children[pid]
+        self._known = {FamilyMember(pid, table[pid].started) for pid in found}
+        return {member for member in self._known if table[member.pid].state != "Z"}
+
+    def send(self, number: int) -> None:
+        for member in self.alive():
+            _send(number, member)
+
+    def kill(self, within_s: float = KILL_S) -> set[FamilyMember]:
+        """End all members as a power cut would: all are stopped before the first is killed, so that none can react to
+        the end of another. Returns those that still exist after ``within_s`` seconds."""
+        deadline, stopped = time.monotonic() + within_s, set[FamilyMember]()
+        while (new := self.alive() - stopped) and time.monotonic() < deadline:
+            for member in new:
+                _send(signal.SIGSTOP, member)
+            stopped |= new
+        while (left := self.alive()) and time.monotonic() < deadline:
+            for member in left:
+                _send(signal.SIGKILL, member)
+            time.sleep(_POLL_S)
+        return left
+
+
+class _Process(NamedTuple):
+    parent: int
+    state: str
+    started: str
+
+
+def _table() -> dict[int, _Process]:
+    """Return {pid: process} of this machine, as far as this user sees it."""
+    if not _HAS_PROC:
+        return _table_of_ps()
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return {pid: process for pid in pids if (process := _process(pid))}
+
+
+def _process(pid: int) -> _Process | None:
+    if not _HAS_PROC:
+        return _table_of_ps().get(pid)
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return _Process(int(fields[1]), fields[0], fields[19])
+    return None
+
+
+def _table_of_ps() -> dict[int, _Process]:
+    """``_table`` on systems without /proc, such as macOS."""
+    command = ["ps", "-axo", "pid=,ppid=,stat=,lstart="]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=KILL_S, check=True)
+    rows = [line.split(None, 3) for line in done.stdout.splitlines()]
+    return {int(pid): _Process(int(parent), state[0], started.strip()) for pid, parent, state, started in rows}
+
+
+def _environment(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
+
+
+def _send(number: int, member: FamilyMember) -> None:
+    """Send a signal, unless the process has ended in the meantime and its number belongs to another."""
+    process = _process(member.pid)
+    if process is not None and process.started == member.started:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(member.pid, number)

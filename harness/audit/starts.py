@@ -1,0 +1,201 @@
+"""One start of an audited command: its arguments and environment, its kill, and its end, whatever it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.audit.folders import Session
+from harness.audit.plan import PLAN, AuditPlan
+from harness.audit.process_family import KILL_S, ProcessFamily
+from harness.distributed import processes
+from harness.errors import ConfigError, reason
+from harness.runs.files import write_atomically
+
+HOOK = Path(__file__).with_name("hook")
+OUT, LATEST, RESUME = "{out}", "{latest}", "{resume}"
+TERM_GRACE_S = 60.0  # from SIGTERM to SIGKILL
+_STRAYS_S = 10.0  # for what the launcher leaves behind, without new records
+_LOOK_S, _POLL_S = 0.5, 0.02  # between looks at all processes and records; at the launcher and the mark
+_TAIL_LINES = 15
+
+
+@dataclass(frozen=True)
+class CommandStart:
+    """The end of one start, also as ``start.json`` in the folder of its records.
+
+    code: exit code of the launcher, or minus a signal; None if the auditor ended it
+    killed: the mark of the recorder, if the start reached the place of its kill
+    late: why the auditor ended it before its time; empty if it did not
+    files: {path in S: bytes} of what it has created or changed
+    """
+
+    name: str
+    command: list[str]
+    code: int | None
+    wall_s: float
+    killed: dict[str, Any] | None
+    output: str
+    files: dict[str, int]
+    late: str = ""
+
+    def tail(self) -> list[str]:
+        """Return the last lines of its output."""
+        with suppress(OSError):
+            lines = Path(self.output).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+            return [line.rpartition("\r")[2] for line in lines[-_TAIL_LINES:]]
+        return []
+
+
+class CommandStarts:
+    """Starts of ``command`` in the folders of ``session``, one after the other.
+
+    ``resume``: what a resumed start adds to the command, at its end or in place of ``{resume}``. ``timeout_s``: how long
+    a start may make no progress.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        command: Sequence[str],
+        resume: str,
+        environ: Mapping[str, str],
+        timeout_s: float,
+        grace_s: float = TERM_GRACE_S,
+    ) -> None:
+        self._session, self._command, self._resume = session, command, shlex.split(resume)
+        self._environ, self._timeout_s, self._grace_s = environ, timeout_s, grace_s
+        self.limit_s = float("inf")
+        """Seconds for one start, even if it makes progress."""
+
+    def words(self, latest: Path | None = None, resumed: bool = False) -> list[str]:
+        """Return the command of a start. Its paths lead to the copy of the working folder, and from there to the same
+        places as before."""
+        adds = self._resume if resumed and (latest is not None or LATEST not in " ".join(self._resume)) else []
+        found: list[str] = []
+        for number, word in enumerate(self._command):
+            if word == RESUME:
+                found += adds
+            else:
+                word = word.replace(RESUME, shlex.join(adds))
+                found.append(self._in_copy(word) if number else word)
+        if not any(RESUME in word for word in self._command):
+            found += adds
+        return [word.replace(OUT, str(self._session.out)).replace(LATEST, str(latest or "")) for word in found]
+
+    def _in_copy(self, word: str) -> str:
+        """Return ``word``, or ``--name=word``, with the path that a start has to use."""
+        option, equals, path = word.rpartition("=")
+        source = self._session.copy.source
+        if path.startswith("../") and (source / path).exists() or path == str(source) or path.startswith(f"{source}/"):
+            return f"{option}{equals}{self._session.copy.moved(path)}"
+        return word
+
+    def environ(self, plan: Path) -> dict[str, str]:
+        entries = [entry for entry in self._environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        path = os.pathsep.join([str(HOOK), *(str(self._session.copy.moved(entry)) for entry in entries)])
+        return {**self._environ, "PYTHONPATH": path, "PWD": str(self._session.work), PLAN: str(plan)}
+
+    def start(self, name: str, plan: AuditPlan, latest: Path | None = None, resumed: bool = False) -> CommandStart:
+        """Start the command in the folders as they are, and wait until none of its processes is left. Then move what it
+        left to ``kept(name)``. Raises ConfigError if the command cannot be started."""
+        records = Path(plan.records)
+        records.mkdir(parents=True)
+        self._session.kept(name).mkdir(parents=True)
+        output = self._session.kept(name) / "output.txt"
+        path = plan.write(self._session.folder / "records" / f"{name}.plan.json")
+        command, began = self.words(latest, resumed), time.monotonic()
+        with open(output, "wb") as file:
+            try:
+                launcher = subprocess.Popen(
+                    command, cwd=self._session.work, env=self.environ(path), stdin=subprocess.DEVNULL, stdout=file,
+                    stderr=file, start_new_session=True, preexec_fn=processes.terminated_with_parent(),
+                )  # fmt: skip
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f"the command cannot be started: {reason(error)}", where=command[0],
+                    hint="type it after -- as in a shell, such as -- python train.py",
+                ) from None  # fmt: skip
+        with _Watch(launcher, path, records, plan.signal) as watch:
+            late = watch.wait(self._timeout_s, self.limit_s, self._grace_s)
+        done = CommandStart(
+            name, command, watch.code, time.monotonic() - began, watch.mark(), str(output), self._session.written(), late
+        )
+        write_atomically(records / "start.json", json.dumps(asdict(done)) + "\n")
+        self._session.keep(name)
+        return done
+
+
+class _Watch:
+    """The processes of a start until none of them is left. An error, such as Ctrl-C, ends them."""
+
+    def __init__(self, launcher: subprocess.Popen[bytes], plan: Path, records: Path, how: str) -> None:
+        self._launcher, self._records, self._how = launcher, records, how
+        self._family = ProcessFamily(launcher.pid, str(plan))
+        self.code: int | None = None
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+
+    def _kill(self) -> None:
+        self._family.kill()
+        with suppress(subprocess.TimeoutExpired):  # of a process that is blocked in the kernel
+            self._launcher.wait(KILL_S)
+
+    def mark(self) -> dict[str, Any] | None:
+        """Return the mark that the recorder writes, atomically, at the place of the kill."""
+        with suppress(FileNotFoundError):
+            content: dict[str, Any] = json.loads((self._records / "mark.json").read_text(encoding="utf-8"))
+            return content
+        return None
+
+    def wait(self, timeout_s: float, limit_s: float, grace_s: float) -> str:
+        """Wait for the kill or the end of all processes, and set ``code``. Returns why they were ended before, if so."""
+        began = progress = looked = time.monotonic()
+        size = 0
+        while self.mark() is None:
+            code, now = self._launcher.poll(), time.monotonic()
+            if self.code is None and code is not None:
+                self.code, progress, looked = code, now, 0.0
+            if now - looked > _LOOK_S:
+                looked = now
+                if size != (size := self._size()):
+                    progress = now
+                if not self._family.alive() and code is not None:
+                    return ""
+            quiet_s = now - progress
+            if code is not None and quiet_s > _STRAYS_S:  # a service, or a loader process that was forgotten
+                return ""
+            if quiet_s > timeout_s:
+                return f"it made no progress for {timeout_s:.0f} s"
+            if now - began > limit_s:
+                return f"it had not ended after {limit_s:.0f} s"
+            time.sleep(_POLL_S)
+        self.code = self._terminate(grace_s) if self._how == "TERM" else None
+        return ""
+
+    def _terminate(self, grace_s: float) -> int | None:
+        """Send SIGTERM, and leave the processes ``grace_s`` seconds. Returns the launcher's exit code if it ended."""
+        self._family.send(signal.SIGTERM)
+        (self._records / "mark.seen").touch()
+        deadline = time.monotonic() + grace_s
+        while self._launcher.poll() is None or self._family.alive():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+        return self._launcher.poll()
+
+    def _size(self) -> int:
+        return sum(path.stat().st_size for path in self._records.iterdir())
