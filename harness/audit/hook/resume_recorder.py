@@ -1,0 +1,481 @@
+"""Records what a training script does at each optimizer step, without changing its results.
+
+It runs inside a script that knows nothing of it, possibly in another environment than apex-harness, so it needs only
+the standard library and torch, and works from Python 3.9 on. ``harness/audit/plan.py`` describes the plan, and
+``harness/audit/records.py`` reads the records.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import resume_digest as digest
+import resume_draws
+import resume_saves
+import resume_scan
+import torch
+from torch import Tensor, nn
+
+_SAMPLES, _OPTIMIZERS_KEPT, _SEEN_POLL_S, _SEEN_LIMIT_S = 8, 4, 0.01, 120.0
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+_recorders: list[Recorder] = []
+_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
+
+
+def guarded(function: Callable[..., None]) -> Callable[..., None]:
+    """Let a fault of this code end the recording, and not the script."""
+
+    @functools.wraps(function)
+    def tried(recorder: Recorder, *args: Any) -> None:
+        if recorder.failed:
+            return
+        try:
+            function(recorder, *args)
+        except Exception:
+            recorder.failed = True
+            recorder.write("fault", text=traceback.format_exc())
+
+    return tried
+
+
+def start(plan_path: str, actions: dict[str, Callable[[ModuleType], None]]) -> None:
+    """Record this process. ``actions``: functions of modules that are still to be imported, by name."""
+    with open(plan_path, encoding="utf-8") as file:
+        recorder = Recorder(json.load(file))
+    _recorders.append(recorder)
+    recorder.install()
+    saves = resume_saves.Saves(recorder)
+    saves.install(actions)
+    recorder.saves = saves
+    if recorder.plan.get("draws"):
+        resume_draws.install(recorder)
+
+
+class Recorder:
+    """The records of one process: a file, opened when there is something to say of training."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.plan = plan
+        self.kill: dict[str, Any] | None = plan["kill"]
+        self.saves: Any = None
+        self.steps = 0
+        self.failed = False
+        self._pid, self._file, self._waiting = os.getpid(), None, list[dict[str, Any]]()
+        self._calls: list[dict[str, Any]] = []
+        self._evaluated = digest.Parts()
+        self._inside: nn.Module | None = None  # the outermost module, while it is called
+        self._window: Any = None  # the global hook, while a module with optimized parameters is to be found
+        self._searched: set[int] = set()  # ids of parameters whose outermost module is unknown
+        self.roots: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # prefixes of their names
+        self._prefixes: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._kept: deque[Any] = deque(maxlen=_OPTIMIZERS_KEPT)  # alive until the end, to be recorded then
+        self._scalers: list[weakref.ref[Any]] = []
+        self._new_epoch: int | None = -1  # the batches of a loader whose pass has begun; -1: none
+        self._exception: str | None = None
+        self.scan_due = True
+        self._waiting.append(self._process())
+
+    def install(self) -> None:
+        """Wrap the few functions of torch through which every training passes."""
+        optimizer = torch.optim.Optimizer
+        _after(optimizer, "add_param_group", lambda this, *_, **__: self._optimized(this))
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        register_optimizer_step_pre_hook(self._before_step)  # type: ignore[arg-type]
+        register_optimizer_step_post_hook(lambda *_: self._after_step())
+        scaler = torch.amp.GradScaler if hasattr(torch.amp, "GradScaler") else torch.cuda.amp.GradScaler
+        _after(scaler, "__init__", lambda this, *_, **__: self._scalers.append(weakref.ref(this)))
+        scaler.step = self._scaled(scaler.step)  # type: ignore[method-assign]
+        _after(torch.utils.data.DataLoader, "__iter__", lambda this, *_, **__: self._loads(this))
+        if hasattr(nn.Module, "compile"):
+            _after(nn.Module, "compile", lambda this, *_, **__: self._compiled(this))
+        report = sys.excepthook
+
+        def reported(kind: Any, error: BaseException, trace: Any) -> None:
+            last = traceback.extract_tb(trace)[-1:]
+            place = f" ({last[0].filename}:{last[0].lineno})" if last else ""
+            self._exception = f"{kind.__name__}: {error}{place}"
+            report(kind, error, trace)
+
+        sys.excepthook = reported
+        atexit.register(self._end)
+
+    # The file
+
+    def mine(self) -> bool:
+        """True in a process that trains: not in one that loads data. A forked rank gets records of its own."""
+        if os.getpid() == self._pid:
+            return True
+        if torch.utils.data.get_worker_info() is not None:
+            return False
+        self._pid, self._file, self.steps = os.getpid(), None, 0
+        self._waiting = [self._process()]
+        return True
+
+    def _process(self) -> dict[str, Any]:
+        versions = {"python": sys.version.split()[0], "torch": torch.__version__}
+        argv = list(getattr(sys, "orig_argv", sys.argv))
+        return {
+            "event": "process",
+            "pid": os.getpid(),
+            "argv": argv,
+            **versions,
+            "cwd": os.getcwd(),
+            "time": time.time(),
+        }
+
+    def rank(self) -> int:
+        """The rank in torch's process group, or of the launcher's environment."""
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank()
+        names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+        return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), 0)
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append a line; a kill loses nothing of what was written before it."""
+        if self._file is None:
+            rank = self.rank()
+            path = os.path.join(self.plan["records"], f"rank{rank}-{os.getpid()}.jsonl")
+            self._file = open(path, "a", encoding="utf-8")  # type: ignore[assignment]  # noqa: SIM115  until the end
+            world = int(os.environ.get("WORLD_SIZE") or 1)
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                world = torch.distributed.get_world_size()
+            for line in self._waiting:
+                self._line({**line, "rank": rank, "world": world})
+        self._line({"event": event, **digest.resolve(fields)})
+
+    def _line(self, content: dict[str, Any]) -> None:
+        file: Any = self._file
+        file.write(json.dumps(content, default=str) + "\n")
+        file.flush()
+
+    # Modules: the outermost one that is called, and nothing inside it, which torch.compile may trace
+
+    def _optimized(self, optimizer: torch.optim.Optimizer) -> None:
+        known = {id(parameter) for root in self.roots for parameter in root.parameters()}
+        self._searched |= {id(each) for each in optimizer.param_groups[-1]["params"]} - known
+        self._open()
+
+    def _open(self) -> None:
+        if self._searched and self._window is None:
+            self._window = nn.modules.module.register_module_forward_pre_hook(self._before_any)
+
+    def _close(self) -> None:
+        if self._window is not None:
+            self._window.remove()
+            self._window = None
+
+    def _before_any(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if _compiling() or self._inside is not None or not self.mine():
+            return
+        found = {id(parameter) for parameter in module.parameters()}
+        if not found & self._searched:
+            return
+        self._searched -= found
+        self._register(module)
+        frame = sys._getframe(1)  # torch's, with the keywords that this kind of hook does not get
+        self.begin(module, args, frame.f_locals.get("kwargs") or {})
+
+    def _register(self, module: nn.Module) -> None:
+        name = type(getattr(module, "_orig_mod", module)).__name__
+        count = self._prefixes[name] = self._prefixes.get(name, 0) + 1
+        prefix = "" if not self.roots else f"{name}{count if count > 1 else ''}."
+        for key, parameter in [*module.named_parameters()]:
+            self._names.setdefault(id(parameter), prefix + plain_name(key))
+        self.roots[module] = prefix
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            self._compiled(module)
+            return
+        module.register_forward_pre_hook(_before_call, with_kwargs=True)
+        module.register_forward_hook(_after_call, with_kwargs=True, always_call=True)
+
+    def _compiled(self, module: nn.Module) -> None:
+        """``module.compile()`` compiles the hooks with the call, so the call itself is wrapped."""
+        call = module._compiled_call_impl
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if _compiling() or not callable(call):
+                return call(*args, **kwargs)  # type: ignore[misc]
+            if module not in self.roots and self._inside is None:
+                self._searched -= {id(parameter) for parameter in module.parameters()}
+                self._register_names(module)
+            self.begin(module, args, kwargs)
+            output = None
+            try:
+                output = call(*args, **kwargs)
+            finally:
+                self.finish(module, args, kwargs, output)
+            return output
+
+        module._compiled_call_impl = called  # type: ignore[assignment]
+
+    def _register_names(self, module: nn.Module) -> None:
+        call, module._compiled_call_impl = module._compiled_call_impl, None
+        self._register(module)
+        module._compiled_call_impl = call
+
+    @guarded
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._inside is not None or module not in self.roots or not self.mine():
+            return
+        self._inside = module
+        self._close()
+        inputs, rows = digest.nested([args, kwargs])
+        training = module.training and torch.is_grad_enabled()
+        if training:
+            if self._new_epoch != -1:
+                self.write("epoch", after=self.steps, batches=self._new_epoch)
+            self._calls.append({"module": self._class_of(module), "in": inputs, "rows": rows, "out": None})
+        else:
+            self._evaluated.append(inputs)
+        self._new_epoch = -1
+        self._training = training
+
+    @staticmethod
+    def _class_of(module: nn.Module) -> str:
+        inner = getattr(module, "_orig_mod", module)
+        return type(getattr(inner, "module", inner)).__name__
+
+    @guarded
+    def finish(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._inside is not module:
+            return
+        self._inside = None
+        out = digest.nested(output)[0]
+        if self._training:
+            self._calls[-1]["out"] = out
+        else:
+            self._evaluated.append(out)
+        self._open()
+
+    def _loads(self, loader: Any) -> None:
+        try:
+            self._new_epoch = len(loader)
+        except (TypeError, NotImplementedError):
+            self._new_epoch = None
+
+    # Steps
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _compiling() or not self.mine():
+            return None
+        self.saves.settle()
+        self.reach("step", self.steps + 1)
+        closure = kwargs.get("closure") if "closure" in kwargs else next(iter(args[1:2]), None)
+        if not callable(closure):
+            self._step(optimizer, False)
+            return None
+        recorded = False
+
+        @functools.wraps(closure)
+        def observed(*rest: Any, **options: Any) -> Any:
+            nonlocal recorded
+            loss = closure(*rest, **options)
+            if not recorded:
+                recorded = True
+                self._step(optimizer, False)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": observed}
+        return (args[0], observed, *args[2:]), kwargs
+
+    def _scaled(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``GradScaler.step``, which skips the optimizer after an overflow."""
+
+        @functools.wraps(step)
+        def scaled(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self.steps
+            result = step(scaler, optimizer, *args, **kwargs)
+            if self.steps == before and self.mine():
+                self.reach("step", self.steps + 1)
+                self._step(optimizer, True)
+                self._after_step()
+            return result
+
+        return scaled
+
+    @guarded
+    def _step(self, optimizer: Any, skipped: bool) -> None:
+        self.steps += 1
+        alive = [each for each in self._optimizers if each() is not None]
+        index = next((i for i, each in enumerate(alive) if each() is optimizer), len(alive))
+        if index == len(alive):
+            alive.append(weakref.ref(optimizer))
+        self._optimizers = alive
+        if not any(each is optimizer for each in self._kept):
+            self._kept.append(optimizer)
+        names = self._named(optimizer)
+        sums = self.plan.get("detail") == "sums"
+        keep: Callable[[dict[str, Any]], dict[str, Any]] = _summed if sums else dict
+        self.write(
+            "step",
+            number=self.steps,
+            optimizer=index,
+            skipped=skipped,
+            calls=self._calls,
+            eval=self._evaluated if self._evaluated else None,
+            weights=keep({name: digest.tensor(parameter) for name, parameter in names.items()}),
+            buffers=keep(self._buffers()),
+            state=keep(_state(optimizer, names)),
+            groups=[_numbers(group) for group in optimizer.param_groups],
+            gradients=keep({name: digest.tensor(p.grad) for name, p in names.items() if p.grad is not None}),
+            scale=self._scales(),
+            streams=resume_scan.streams(),
+            samples={} if sums else {name: _samples(parameter) for name, parameter in names.items()},
+            others=resume_scan.others(self, optimizer) if self.scan_due else None,
+        )
+        self.scan_due = False
+        self._calls, self._evaluated = [], digest.Parts()
+
+    def _named(self, optimizer: Any) -> dict[str, Tensor]:
+        return {
+            self._names.get(id(parameter), f"group {group}, parameter {index}"): parameter
+            for group, section in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(section["params"])
+        }
+
+    def _buffers(self) -> dict[str, Any]:
+        return {
+            prefix + plain_name(name): digest.tensor(buffer)
+            for root, prefix in list(self.roots.items())
+            for name, buffer in root.named_buffers()
+        }
+
+    def _scales(self) -> list[float]:
+        scalers = [each() for each in self._scalers]
+        return [float(each.get_scale()) for each in scalers if each is not None and each.is_enabled()]
+
+    def _after_step(self) -> None:
+        if _compiling() or not self.mine():
+            return
+        limit = self.plan.get("steps")
+        if limit and self.steps >= limit:
+            self.write("stopped", number=self.steps)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+    @guarded
+    def _end(self) -> None:
+        """At exit."""
+        if not self.mine():
+            return
+        self.saves.settle()
+        weights: dict[str, Any] = {}
+        state: dict[str, Any] = {}
+        for optimizer in self._kept:
+            names = self._named(optimizer)
+            weights.update({name: digest.tensor(parameter) for name, parameter in names.items()})
+            state.update(_state(optimizer, names))
+        others = resume_scan.others(self, *self._kept) if self._kept else {}
+        self.write(
+            "end", weights=weights, state=state, buffers=self._buffers(), others=others, exception=self._exception
+        )
+
+    # The kill
+
+    def reach(self, place: str, number: int, path: str | None = None) -> None:
+        """Be killed, if this is the planned place."""
+        kill = self.kill
+        if kill is None or (kill["place"], kill["number"]) != (place, number) or self.rank() != 0:
+            return
+        self.kill = None
+        mark = {"place": place, "number": number, "step": self.steps, "rank": 0, "pid": os.getpid(), "path": path}
+        self.write("killed", **mark)
+        target = os.path.join(self.plan["records"], "mark.json")
+        with open(target + ".tmp", "w", encoding="utf-8") as file:
+            json.dump(mark, file)
+        os.replace(target + ".tmp", target)
+        if self.plan.get("signal") == "TERM":
+            limit = time.monotonic() + _SEEN_LIMIT_S
+            while not os.path.exists(target.replace("mark.json", "mark.seen")) and time.monotonic() < limit:
+                time.sleep(_SEEN_POLL_S)
+        else:
+            while True:  # until the runner has killed all processes
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+
+# Functions, and not methods, which a copy of a module would copy together with the recorder.
+
+
+def _before_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not _compiling():
+        _recorders[0].begin(module, args, kwargs)
+
+
+def _after_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if not _compiling():
+        _recorders[0].finish(module, args, kwargs, output)
+
+
+def _after(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Call ``action`` with the arguments of a method after it."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(this: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(this, *args, **kwargs)
+        action(this, *args, **kwargs)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without those of wrappers such as DistributedDataParallel."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(f".{wrapper}", ".")
+        while name.startswith(wrapper):
+            name = name[len(wrapper) :]
+    return name
+
+
+def _state(optimizer: Any, names: dict[str, Tensor]) -> dict[str, Any]:
+    """Digests of the optimizer's tensors and numbers, by parameter and key."""
+    found: dict[str, Any] = {}
+    for name, parameter in names.items():
+        for key, value in (optimizer.state.get(parameter) or {}).items():
+            found[f"{name}.{key}"] = digest.tensor(value) if isinstance(value, Tensor) else digest.nested(value)[0]
+    return found
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if key != "params" and isinstance(value, (int, float, tuple, list)):
+            found[key] = digest.plain(value) if isinstance(value, (int, float)) else str(value)
+    return found
+
+
+def _summed(digests: dict[str, Any]) -> dict[str, Any]:
+    return {"all": digest.Parts(part for item in digests.items() for part in item)} if digests else {}
+
+
+def _samples(parameter: Tensor) -> list[Any]:
+    """The values at eight places."""
+    try:
+        value = parameter.detach()
+        value = value.to_local() if hasattr(value, "to_local") else value
+        flat = value.reshape(-1)
+        places = torch.linspace(0, max(0, flat.numel() - 1), min(_SAMPLES, flat.numel())).long()
+        return [digest.plain(number) for number in flat[places.to(flat.device)].double().tolist()]
+    except (RuntimeError, NotImplementedError, TypeError):
+        return []
