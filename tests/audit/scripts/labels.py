@@ -1,0 +1,265 @@
+"""What is true of each script in this folder: whether its resume is exact, and if not, which fault was planted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EXACT, NOT_EXACT, COULD_NOT_TELL = "exact", "not exact", "could not tell"
+
+
+@dataclass(frozen=True)
+class Label:
+    """A script with its command and the verdict that an audit must reach."""
+
+    file: str
+    words: tuple[str, ...] = ()
+    """Words of the command behind the file; ``{out}`` stands for the folder of outputs."""
+    resume: tuple[str, ...] = ()
+    """Words that are added to resume; ``{latest}`` stands for the newest checkpoint file."""
+    verdict: str = EXACT
+    classes: tuple[str, ...] = ()
+    """Of the fault: the planted one, then others that a careful person could call it."""
+    fault: str = ""
+    """What was done to the script."""
+    line: str = ""
+    """A part of the line of code at fault, where there is one."""
+    ranks: int = 0
+    """More than 0: started by torch.distributed.run."""
+    kill: str = "step"
+    """Where the fault shows: ``step``, or ``write`` (in the middle of the data of a checkpoint file)."""
+    late: bool = False
+    """The fault does not show after a kill in the first epoch."""
+
+    @property
+    def name(self) -> str:
+        return self.file.removesuffix(".py")
+
+    @property
+    def python(self) -> tuple[str, ...]:
+        """The words behind ``python``, of a start from the beginning, in a folder that holds the script."""
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}")
+        return (*(launcher if self.ranks else ()), self.file, *self.words)
+
+
+OUTPUT = ("--output", "{out}")
+
+
+def exact(file: str, *words: str, resume: tuple[str, ...] = (), ranks: int = 0) -> Label:
+    return Label(f"exact_{file}.py", words, resume, ranks=ranks)
+
+
+def unclear(file: str, fault: str, *words: str) -> Label:
+    return Label(f"unclear_{file}.py", words, verdict=COULD_NOT_TELL, fault=fault)
+
+
+def faulty(
+    file: str,
+    classes: str,
+    fault: str,
+    *words: str,
+    resume: tuple[str, ...] = (),
+    line: str = "",
+    ranks: int = 0,
+    kill: str = "step",
+    late: bool = False,
+) -> Label:
+    """``classes`` are separated by blanks."""
+    return Label(f"{file}.py", words, resume, NOT_EXACT, tuple(classes.split()), fault, line, ranks, kill, late)
+
+
+SCRIPTS = (
+    exact("plain", *OUTPUT, resume=("--resume", "{latest}")),
+    exact("trainer", *OUTPUT),
+    exact("gan", "--out", "{out}"),
+    exact("accumulation", "--output_dir", "{out}", resume=("--resume_from", "{latest}")),
+    exact("amp", *OUTPUT, resume=("--resume", "{latest}")),
+    exact("ema_shadow", "--save-dir", "{out}", "--auto-resume"),
+    exact("nanogpt", "--out_dir={out}", resume=("--init_from=resume",)),
+    exact("step_folders", "--out", "{out}"),
+    # Faults
+    faulty(
+        "optimizer_state_not_saved",
+        "optimizer-state",
+        "The momentum is not in the checkpoint.",
+        *OUTPUT,
+        resume=("--resume", "{latest}"),
+    ),
+    faulty(
+        "learning_rate_schedule_restarts",
+        "learning-rate",
+        "The state of the scheduler is saved but never loaded.",
+        *OUTPUT,
+        resume=("--resume", "{latest}"),
+    ),
+    faulty(
+        "from_scratch_no_checkpoint_found",
+        "from-scratch",
+        "It looks for the checkpoint in another folder, says that there is none and goes on.",
+        *OUTPUT,
+        resume=("--resume", "{latest}"),
+    ),
+    faulty(
+        "length_epochs_added",
+        "length",
+        "The epochs given are trained in addition to those already done.",
+        *OUTPUT,
+        resume=("--resume", "{latest}"),
+        line="range(start_epoch, start_epoch + args.epochs)",
+    ),
+    faulty(
+        "exit_code_exception_printed",
+        "exit-code",
+        "torch.load refuses the namespace in the checkpoint, and main's exceptions are only printed.",
+        *OUTPUT,
+        resume=("--resume", "{latest}"),
+        line='print("training stopped:", error)',
+    ),
+    faulty(
+        "rows_skip_off_by_one",
+        "rows",
+        "One batch too many is skipped after a resume in the middle of an epoch.",
+        *OUTPUT,
+        line="self.step_in_epoch + 1 if",
+    ),
+    faulty(
+        "counter_global_step_restarts",
+        "counter",
+        "The count of all steps starts at 0 again.",
+        *OUTPUT,
+    ),
+    faulty(
+        "random_streams_not_restored",
+        "random-streams",
+        "The state of torch's generator, which dropout uses, is saved but never set.",
+        *OUTPUT,
+    ),
+    faulty(
+        "weights_head_not_loaded",
+        "weights",
+        "The head is left out as for fine-tuning; strict=False says nothing.",
+        *OUTPUT,
+        line="self.model.load_state_dict(weights, strict=False)",
+    ),
+    faulty(
+        "weights_discriminator_not_loaded",
+        "weights",
+        "Only the generator's weights are loaded.",
+        "--out",
+        "{out}",
+    ),
+    faulty(
+        "optimizer_state_discriminator",
+        "optimizer-state",
+        "The state of the discriminator's optimizer is not loaded.",
+        "--out",
+        "{out}",
+    ),
+    faulty(
+        "rows_skip_counts_updates",
+        "rows",
+        "It skips as many micro-batches as updates were done.",
+        "--output_dir",
+        "{out}",
+        resume=("--resume_from", "{latest}"),
+        line="skip = updates % updates_per_epoch",
+    ),
+    faulty(
+        "row_order_epochs_from_zero",
+        "row-order rows",
+        "The loader's seed counts epochs from the resume on.",
+        "--output_dir",
+        "{out}",
+        resume=("--resume_from", "{latest}"),
+        line="make_loader(epoch - first_epoch, args)",
+        late=True,
+    ),
+    faulty(
+        "loss_scale_not_saved",
+        "loss-scale",
+        "The scaler starts anew.",
+        *OUTPUT,
+        resume=("--resume", "{latest}"),
+    ),
+    faulty(
+        "loss_scale_growth_lost",
+        "loss-scale",
+        "Only the scale is saved, not the steps since it last grew.",
+        *OUTPUT,
+        resume=("--resume", "{latest}"),
+        line='init_scale=checkpoint["scale"]',
+    ),
+    faulty(
+        "buffers_ema_from_model",
+        "buffers",
+        "The EMA starts again from the loaded weights.",
+        "--save-dir",
+        "{out}",
+        "--auto-resume",
+        line="ema = EMA(model)",
+    ),
+    faulty(
+        "from_scratch_glob",
+        "from-scratch",
+        "The pattern of the names matches no file.",
+        "--save-dir",
+        "{out}",
+        "--auto-resume",
+        line='"epoch_*.pt"',
+    ),
+    faulty(
+        "buffers_running_statistics",
+        "buffers",
+        "Only parameters are saved, without batch norm's running statistics.",
+        "--save-dir",
+        "{out}",
+        "--auto-resume",
+        line="dict(model.named_parameters())",
+    ),
+    faulty(
+        "learning_rate_warmup_again",
+        "learning-rate",
+        "The schedule counts from the resume on, so that it warms up again.",
+        "--out_dir={out}",
+        resume=("--init_from=resume",),
+        line="get_lr(iter_num - first_iter)",
+    ),
+    faulty(
+        "random_streams_numpy_not_restored",
+        "random-streams rows row-order",
+        "numpy's generator, which draws the batches, starts from the seed again.",
+        "--out_dir={out}",
+        resume=("--init_from=resume",),
+    ),
+    faulty(
+        "counter_tokens_restart",
+        "counter",
+        "The count of tokens that is saved starts at 0 again.",
+        "--out",
+        "{out}",
+    ),
+    faulty(
+        "learning_rate_fast_forward",
+        "learning-rate",
+        "The scheduler is not saved but stepped once too often at the resume.",
+        "--out",
+        "{out}",
+        line="for _ in range(done + 1):",
+    ),
+    faulty(
+        "precision_half_weights",
+        "precision",
+        "The weights are saved in float16, to halve the files.",
+        "--out",
+        "{out}",
+        line="value.half()",
+    ),
+    faulty(
+        "torn_checkpoint_parts_left_out",
+        "torn-checkpoint random-streams optimizer-state learning-rate counter rows weights",
+        "Files are written into the final folder; those that cannot be read are left out with a warning.",
+        "--out",
+        "{out}",
+        kill="write",
+    ),
+    # END
+)
