@@ -20,7 +20,7 @@ _COPIES = 8  # of the working folder: its snapshot, the starts, and the one that
 _SKIPPED, _TOOLS = {"__pycache__"}, {".git", "node_modules"}
 _MARK = ".verify-resume"  # in the folder of an audit, which another audit does not copy
 _CODE = (".py", ".ipynb", ".sh")
-_RESULTS = re.compile(r"out(put)?s?|runs?|logs?|results?|wandb|mlruns|.*(log|checkpoint|ckpt|saved?|experiment|model|weight)s?", re.I)
+_RESULTS = re.compile(r"out(put)?s?|runs?|results?|wandb|mlruns|.*(log|checkpoint|ckpt|save|experiment|model)s?", re.I)
 _CHECKPOINT = re.compile(r"\.(pt|pth|ckpt|safetensors|distcp)\b|^(pytorch_model|model|optimizer|adapter)\S*\.bin$")
 
 
@@ -37,9 +37,9 @@ class _Content:
 class WorkCopy:
     """Which parts of a working folder are copied, and which are linked since they are large and only read.
 
-    Linked are ``.git``, virtual environments and node_modules; folders of more than 100 MB without code and checkpoints
-    whose name is not one for results; and files of more than 100 MB that are not checkpoints. Raises ConfigError if
-    more than 2 GB remain.
+    Linked are ``.git``, virtual environments and node_modules; folders of more than 100 MB without code and
+    checkpoints; and files of more than 100 MB that are not checkpoints. Folders whose names are for results, such as
+    ``outputs``, are always copied, since a start writes there. Raises ConfigError if more than 2 GB remain.
     """
 
     def __init__(self, source: Path, target: Path) -> None:
@@ -59,16 +59,16 @@ class WorkCopy:
                 "which holds the script",
             )
 
-    def _examine(self, folder: Path) -> _Content:
-        found = _Content()
+    def _examine(self, folder: Path, has_results: bool = False) -> _Content:
+        found = _Content(is_data=not has_results)
         for entry in _entries(folder):
             path = Path(entry.path)
             if entry.is_dir(follow_symlinks=False):
                 if entry.name in _TOOLS or (path / "pyvenv.cfg").exists():
                     self.links[path] = 0
                 elif entry.name not in _SKIPPED and not (path / _MARK).exists():
-                    below = found.folders[path] = self._examine(path)
-                    below.is_data &= _RESULTS.fullmatch(entry.name) is None
+                    is_for_results = has_results or _RESULTS.fullmatch(entry.name) is not None
+                    below = found.folders[path] = self._examine(path, is_for_results)
                     found.size += below.size
                     found.is_data &= below.is_data
             elif entry.is_file(follow_symlinks=False):
@@ -76,7 +76,7 @@ class WorkCopy:
                 found.size += size
                 is_checkpoint = _CHECKPOINT.search(entry.name) is not None
                 found.is_data &= not is_checkpoint and not entry.name.endswith(_CODE)
-                if size > DATA_BYTES and not is_checkpoint:
+                if size > DATA_BYTES and not is_checkpoint and not has_results:
                     found.files[path] = size
         return found
 

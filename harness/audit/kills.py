@@ -46,8 +46,8 @@ class RunShape:
         return min((other for other in self.checkpoints if other > after), default=self.steps)
 
     def middle_first(self, places: Sequence[int], *preferences: Callable[[int], bool]) -> list[int]:
-        """Sort numbers of steps: those that fulfil the first preference come first, and so on; at last by their distance
-        from the middle of the run."""
+        """Sort numbers of steps: by the preferences that they fulfil, the first of them counts most; then by their
+        distance from the middle of the run."""
         return sorted(
             places, key=lambda place: (*(not is_good(place) for is_good in preferences), abs(2 * place - self.steps))
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,3 +121,22 @@ def outside(events: Events, folders: Sequence[Path]) -> Path | None:
     """Return a checkpoint file that is in none of ``folders``, if all are outside."""
     files = SavedFiles(events).all
     return files[-1].path if files and not any(file.within(folders) for file in files) else None
+
+
+def events(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return {rank: events} of the records of one start; of several processes of a rank, those with the most steps."""
+    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for path in sorted(folder.glob("rank*-*.jsonl")):
+        rank = int(path.stem.removeprefix("rank").partition("-")[0])
+        found[rank] = max(found[rank], list(_parsed(path)), key=_weight)
+    return found
+
+
+def _parsed(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError):  # torn by the kill
+            yield json.loads(line)
+
+
+def _weight(events: Events) -> tuple[int, int]:
+    return sum(event["event"] == "step" for event in events), len(events)

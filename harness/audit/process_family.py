@@ -1,4 +1,4 @@
-"""All processes of one start of an audited command, also those in sessions of their own; how to end them at one moment."""
+"""All processes of one start of an audited command, also those in sessions of their own, and their common end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections import defaultdict
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -24,16 +25,20 @@ class FamilyMember(NamedTuple):
 
 
 class ProcessFamily:
-    """The launcher, a child of this process, its descendants, and every process whose environment names the ``plan`` of
-    this start. Never this process."""
+    """The launcher, its descendants, and every process whose environment names the ``plan`` of this start. Never this
+    process.
 
-    def __init__(self, launcher: int, plan: str) -> None:
-        self._plan = os.fsencode(f"={plan}\0")
+    ``others``: the children of this process before the start. On Linux its further children are members, too: it
+    adopts orphans.
+    """
+
+    def __init__(self, launcher: int, plan: str, others: Collection[int]) -> None:
+        self._plan, self._others = os.fsencode(f"={plan}\0"), others
         self._known = {FamilyMember(launcher, process.started)} if (process := _process(launcher)) else set()
 
     def alive(self) -> set[FamilyMember]:
-        """Look for members, and return those that have not ended. One that was found once is remembered after its parent
-        has ended."""
+        """Look for members, and return those that have not ended. One that was found is remembered when its parent
+        ends."""
         table = _table()
         table.pop(os.getpid(), None)
         children = defaultdict(list)
@@ -41,6 +46,8 @@ class ProcessFamily:
             children[process.parent].append(pid)
         left = [pid for pid, process in table.items() if FamilyMember(pid, process.started) in self._known]
         left += [pid for pid in table if self._plan in _environment(pid)]
+        if _HAS_PROC:
+            left += set(children[os.getpid()]) - set(self._others)
         found: set[int] = set()
         while left:
             pid = left.pop()

@@ -59,8 +59,8 @@ class CommandStart:
 class CommandStarts:
     """Starts of ``command`` in the folders of ``session``, one after the other.
 
-    ``resume``: what a resumed start adds to the command, at its end or in place of ``{resume}``. ``timeout_s``: how long
-    a start may make no progress.
+    ``resume``: what a resumed start adds to the command, at its end or in place of ``{resume}``. ``timeout_s``: how
+    long a start may make no progress.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class CommandStarts:
         output = self._session.kept(name) / "output.txt"
         path = plan.write(self._session.folder / "records" / f"{name}.plan.json")
         command, began = self.words(latest, resumed), time.monotonic()
+        others = processes.adopt_orphans()
         with open(output, "wb") as file:
             try:
                 launcher = subprocess.Popen(
@@ -125,11 +126,12 @@ class CommandStarts:
                     f"the command cannot be started: {reason(error)}", where=command[0],
                     hint="type it after -- as in a shell, such as -- python train.py",
                 ) from None  # fmt: skip
-        with _Watch(launcher, path, records, plan.signal) as watch:
+        with _Watch(launcher, ProcessFamily(launcher.pid, str(path), others), records, plan.signal) as watch:
             late = watch.wait(self._timeout_s, self.limit_s, self._grace_s)
         done = CommandStart(
-            name, command, watch.code, time.monotonic() - began, watch.mark(), str(output), self._session.written(), late
-        )
+            name, command, watch.code, time.monotonic() - began, watch.mark(), str(output), self._session.written(),
+            late,
+        )  # fmt: skip
         write_atomically(records / "start.json", json.dumps(asdict(done)) + "\n")
         self._session.keep(name)
         return done
@@ -138,9 +140,8 @@ class CommandStarts:
 class _Watch:
     """The processes of a start until none of them is left. An error, such as Ctrl-C, ends them."""
 
-    def __init__(self, launcher: subprocess.Popen[bytes], plan: Path, records: Path, how: str) -> None:
-        self._launcher, self._records, self._how = launcher, records, how
-        self._family = ProcessFamily(launcher.pid, str(plan))
+    def __init__(self, launcher: subprocess.Popen[bytes], family: ProcessFamily, records: Path, how: str) -> None:
+        self._launcher, self._family, self._records, self._how = launcher, family, records, how
         self.code: int | None = None
 
     def __enter__(self) -> _Watch:
@@ -162,7 +163,7 @@ class _Watch:
         return None
 
     def wait(self, timeout_s: float, limit_s: float, grace_s: float) -> str:
-        """Wait for the kill or the end of all processes, and set ``code``. Returns why they were ended before, if so."""
+        """Wait for the kill or the end of all processes, and set ``code``. Returns why they are ended before, if so."""
         began = progress = looked = time.monotonic()
         size = 0
         while self.mark() is None:

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.audit import kills
+from harness.audit.kills import RunShape
+from harness.audit.plan import PlannedKill
+
+OUT = Path("/s/out")
+
+
+def shape(steps: int, checkpoints: dict[int, list[str]] | list[int], epoch: int = 10**6) -> RunShape:
+    """A run that writes files ({after: names}) and begins an epoch every ``epoch`` steps."""
+    events: list[dict] = []
+    names = checkpoints if isinstance(checkpoints, dict) else {after: [f"{after}.pt"] for after in checkpoints}
+    for done in range(steps + 1):
+        for name in names.get(done, []):
+            events.append({"event": "write", "path": str(OUT / name)})
+            size = 100 if "optimizer" in name else 10
+            events.append({"event": "written", "path": str(OUT / name), "after": done, "bytes": size})
+        if done < steps:
+            events += [{"event": "epoch", "after": done}] * (done % epoch == 0)
+            events.append({"event": "step", "number": done + 1})
+    return RunShape(events, [OUT])
+
+
+def only(made: RunShape, how: str = kills.MIDDLE) -> PlannedKill:
+    (found,) = kills.choose(made, how, 0)
+    return found.kill
+
+
+def test_between_two_checkpoints():
+    assert only(shape(12, [6])) == PlannedKill("step", 10)  # 9 steps are done
+    assert only(shape(30, [10, 20, 30])) == PlannedKill("step", 16)
+    assert only(shape(12, [6, 12])) == PlannedKill("step", 10)
+
+
+def test_in_the_middle_of_an_epoch():
+    # 10 and 20 are ends of epochs, 15 is not; nor is the step before the kill
+    assert only(shape(30, [10, 15, 20, 30], epoch=10)) == PlannedKill("step", 18)
+    assert only(shape(30, [10, 14], epoch=11)) == PlannedKill("step", 22)  # done: 21, as 22 is an end
+    # checkpoints at the ends of epochs only
+    assert only(shape(30, [10, 20, 30], epoch=10)) == PlannedKill("step", 16)
+
+
+def test_a_checkpoint_after_each_step():
+    assert only(shape(8, list(range(1, 9)), epoch=4)).place == "step"
+    assert only(shape(2, [1])) == PlannedKill("step", 2)
+
+
+def test_no_kill_is_possible():
+    assert "wrote no checkpoint" in kills.why_none(shape(8, []))
+    assert "wrote no checkpoint" in kills.why_none(shape(8, [0]))
+    assert "at the very end, after step 8" in kills.why_none(shape(8, [8]))
+    for how in (kills.MIDDLE, kills.ALL, "3"):
+        assert kills.choose(shape(8, [8]), how, 0) == []
+    assert kills.why_none(shape(8, [7])) == ""
+
+
+def test_checkpoints_elsewhere_do_not_count():
+    events = [
+        {"event": "write", "path": "/tmp/1.pt"},
+        {"event": "written", "path": "/tmp/1.pt", "after": 1},
+        *[{"event": "step", "number": number} for number in range(4)],
+        {"event": "write", "path": str(OUT / "2.pt")},
+        {"event": "written", "path": str(OUT / "2.pt"), "after": 2},
+    ]
+    made = RunShape(events, [OUT])
+    assert list(made.checkpoints) == [2]
+    assert made.checkpoints[2][0].number == 2
+
+
+def test_all():
+    names = {after: [f"{after}/model", f"{after}/optimizer", f"{after}/random"] for after in (5, 10, 15, 20)}
+    found = kills.choose(shape(20, names, epoch=10), kills.ALL, 0)
+    assert [kill.kill for kill in found] == [
+        PlannedKill("checkpoint", 3),  # the last file of step 5, in the middle of an epoch
+        PlannedKill("step", 8),
+        PlannedKill("step", 11),  # an epoch begins after 10 steps, which has a checkpoint
+        PlannedKill("write", 5),  # the largest file of step 10
+    ]
+    assert [kill.after for kill in found] == [5, 7, 10, 10]
+    assert "2 steps after the checkpoint of step 5" in found[1].text
+
+
+def test_all_without_a_second_epoch_or_checkpoint():
+    found = kills.choose(shape(20, [10]), kills.ALL, 0)
+    assert [kill.kill.place for kill in found] == ["checkpoint", "step"]
+
+
+def test_a_new_file_is_torn_rather_than_one_that_is_overwritten():
+    made = shape(20, {5: ["last"], 10: ["last"], 15: ["last", "15.pt"], 18: ["18.pt"]})
+    torn = kills.choose(made, kills.ALL, 0)[-1]
+    assert torn.kill == PlannedKill("write", 5)
+
+
+@pytest.mark.parametrize("number", [1, 5, 8, 1000])
+def test_random_places_are_usable_and_repeatable(number):
+    made = shape(20, [5, 10, 15, 20], epoch=7)
+    found = kills.choose(made, str(number), 3)
+    places = [kill.kill for kill in found]
+    assert len(set(places)) == len(places) == min(number, 14 + 3 + 3)
+    assert found == kills.choose(made, str(number), 3)
+    assert number > 100 or found != kills.choose(made, str(number), 4)
+    for kill in found:
+        assert kill.kill.place != "step" or 5 < kill.after < 20
+        assert kill.kill.place != "write" or kill.after > 5
+        assert kill.kill.place != "checkpoint" or kill.after < 20

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from harness.audit import latest
+from harness.audit.latest import SavedFiles
+
+
+class Saves:
+    """Events of checkpoints in a folder. The files are created as well."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events: list[dict] = [{"event": "step"}]
+
+    def write(self, name: str, *, is_complete: int | None = None) -> Saves:
+        """``is_complete``: after so many steps; None: the file is torn."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+        self.events.append({"event": "write", "path": str(path), "how": "torch.save"})
+        if is_complete is not None:
+            self.events.append({"event": "written", "path": str(path), "after": is_complete, "bytes": 7})
+        return self
+
+    def save(self, after: int, *names: str) -> Saves:
+        for name in names:
+            self.write(name, is_complete=after)
+        return self
+
+    def rename(self, source: str, target: str) -> Saves:
+        os.rename(self.folder / source, self.folder / target)
+        self.events.append(
+            {"event": "renamed", "source": str(self.folder / source), "target": str(self.folder / target)}
+        )
+        return self
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def newest(out: Path, saves: Saves, undisturbed: Saves | None = None, *others: Saves, torn=False) -> str | None:
+    """The result of ``latest``, relative to ``out``. Without ``undisturbed``, it did the same."""
+    ranks = {rank: each.events for rank, each in enumerate([saves, *others])}
+    found = latest.latest(ranks, {0: (undisturbed or saves).events}, [out], torn)
+    return None if found is None else str(found.relative_to(out))
+
+
+def test_a_file(out):
+    assert newest(out, Saves(out).save(5, "5.pt").save(10, "10.pt")) == "10.pt"
+    assert newest(out, Saves(out)) is None
+
+
+def test_a_folder_of_one_moment(out):
+    saves = Saves(out).save(5, "c-5/model", "c-5/optimizer").save(10, "c-10/model", "c-10/optimizer")
+    assert newest(out, saves) == "c-10"
+    assert newest(out, Saves(out).save(5, "c-5/model").save(10, "c-10/model")) == "c-10/model"
+
+
+def test_a_folder_with_parts_in_folders(out):
+    first = Saves(out).save(5, "run/c-5/model/0", "run/c-5/random", "run/c-5/optimizer/0")
+    second = Saves(out).save(5, "run/c-5/model/1", "run/c-5/optimizer/1")
+    assert newest(out, first, None, second) == "run/c-5"
+    assert newest(out, Saves(out).save(5, "run/c-5/model/0", "run/c-5/model/1", "run/c-5/a")) == "run/c-5"
+
+
+def test_the_undisturbed_run_shows_which_folder_is_no_checkpoint(out):
+    undisturbed = Saves(out).save(5, "run/best", "run/last").save(10, "run/last")
+    assert newest(out, Saves(out).save(5, "run/best", "run/last"), undisturbed) == "run/last"
+
+
+def test_the_folder_for_output_is_no_checkpoint(out):
+    assert newest(out, Saves(out).save(5, "model", "optimizer")) == "optimizer"
+
+
+def test_renames_are_followed(out):
+    saves = Saves(out).save(5, "tmp-5/model", "tmp-5/optimizer").rename("tmp-5", "c-5")
+    assert newest(out, saves) == "c-5"
+    saves.save(10, "tmp").rename("tmp", "last")
+    assert newest(out, saves) == "last"
+    saves.save(15, "tmp").rename("tmp", "last")
+    assert newest(out, saves) == "last"
+    assert [file.path.name for file in SavedFiles(saves.events).all] == ["model", "optimizer", "last", "last"]
+
+
+def test_torn_files_are_left_out(out):
+    undisturbed = Saves(out).save(5, "5.pt").save(10, "10.pt")
+    assert newest(out, Saves(out).save(5, "5.pt").write("10.pt"), undisturbed) == "5.pt"
+    undisturbed = Saves(out).save(5, "c-5/a", "c-5/b").save(10, "c-10/a", "c-10/b")
+    assert newest(out, Saves(out).save(5, "c-5/a", "c-5/b").save(10, "c-10/a").write("c-10/b"), undisturbed) == "c-5"
+    # killed between two files
+    assert newest(out, Saves(out).save(5, "c-5/a", "c-5/b").save(10, "c-10/a"), undisturbed) == "c-5"
+
+
+def test_a_file_that_is_overwritten_is_torn(out):
+    undisturbed = Saves(out).save(5, "last.pt").save(10, "last.pt")
+    saves = Saves(out).save(5, "last.pt").write("last.pt")
+    assert newest(out, saves, undisturbed) is None
+    assert newest(out, saves, undisturbed, torn=True) == "last.pt"
+
+
+def test_removed_files_are_left_out(out):
+    saves = Saves(out).save(5, "5.pt").save(10, "10.pt")
+    (out / "10.pt").unlink()
+    assert newest(out, saves) == "5.pt"
+
+
+def test_checkpoints_elsewhere(out, tmp_path):
+    saves = Saves(tmp_path / "elsewhere").save(5, "5.pt")
+    assert latest.outside(saves.events, [out]) == tmp_path / "elsewhere" / "5.pt"
+    assert latest.latest({0: saves.events}, {0: saves.events}, [out]) is None
+    saves.events += Saves(out).save(10, "10.pt").events
+    assert latest.outside(saves.events, [out]) is None
+    assert newest(out, saves) == "10.pt"
+
+
+def test_newest_match(out, tmp_path):
+    for place, name in enumerate(["out/b/x.pt", "out/a/x.pt", "out/c/x.txt", "work/y.pt"]):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (place, place))
+    assert latest.newest_match("{out}/**/*.pt", tmp_path / "work", out) == out / "a" / "x.pt"
+    assert latest.newest_match("*.pt", tmp_path / "work", out) == tmp_path / "work" / "y.pt"
+    assert latest.newest_match("*.ckpt", tmp_path / "work", out) is None
+
+
+def test_events_of_the_process_that_trains(tmp_path):
+    (tmp_path / "rank0-1.jsonl").write_text('{"event": "process"}\n{"event": "end"}\n{"event": "loaded"}\n')
+    (tmp_path / "rank0-2.jsonl").write_text('{"event": "step", "number": 1}\n{"event": "st')
+    (tmp_path / "rank1-3.jsonl").write_text('{"event": "process"}\n')
+    (tmp_path / "start.json").write_text("{}")
+    assert latest.events(tmp_path) == {0: [{"event": "step", "number": 1}], 1: [{"event": "process"}]}
