@@ -92,6 +92,10 @@ class Process:
     def exception(self) -> str | None:
         return self.end.get("exception") if self.end else None
 
+    def at_end(self, part: str) -> Digests:
+        """Return the weights, state, buffers or others at the exit; empty if it was killed."""
+        return (self.end or {}).get(part) or {}
+
 
 @dataclass
 class StartRecord:
@@ -104,8 +108,10 @@ class StartRecord:
     killed: dict[str, Any] | None
     output: Path | None
     processes: list[Process]
-    others: int
+    others: int = 0
     """Processes without steps and checkpoints: launchers, loader workers and helpers."""
+    late: str = ""
+    """Why the auditor ended it before its time; empty if it did not."""
 
     @property
     def first(self) -> Process | None:
@@ -172,6 +178,7 @@ def read(folder: Path) -> StartRecord:
         output=Path(about["output"]) if about.get("output") else None,
         processes=chosen,
         others=len(processes) - len(chosen),
+        late=about.get("late") or "",
     )
 
 

@@ -1,0 +1,372 @@
+"""Whether a resumed start goes on as the undisturbed one, and if not, which kind of fault it is.
+
+Steps are matched by the weights before them (matching.py). From there on, both starts are read step by step up to the
+first difference; what differs there is the fault, and what differs later may follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from harness.audit import endings, matching, row_faults, saved_faults
+from harness.audit.differences import Names, Noise, by_rank, deterministic, differing, moving, named, noise, unequal
+from harness.audit.matching import FULL, PART, ROUNDED, StepMatch
+from harness.audit.records import Process, StartRecord, Step
+from harness.audit.verdict import Finding, StartSummary
+
+__all__ = ["compare", "deterministic", "summaries"]
+
+_HARMLESS = {"buffers", "scale", "streams"}  # parts that may differ while training stays equal
+_NEVER = float("inf")
+
+
+@dataclass
+class _RankResult:
+    """``apart``: index of the first resumed step at which training differs. ``certain`` findings have a cause on this
+    rank; the others may come from another rank."""
+
+    rank: int
+    match: StepMatch
+    apart: float = _NEVER
+    certain: list[Finding] = field(default_factory=list)
+    uncertain: list[Finding] = field(default_factory=list)
+    harmless: list[Finding] = field(default_factory=list)
+    """Faults that leave training equal at first."""
+
+
+def compare(undisturbed: StartRecord, again: StartRecord, killed: StartRecord, resumed: StartRecord) -> list[Finding]:
+    """Return what is wrong with the resume; nothing if it is exact."""
+    if not undisturbed.steps:
+        return [Finding("no-steps", "the undisturbed start takes no optimizer step")]
+    if chance := deterministic(undisturbed, killed):
+        text = f"the killed start differs from the undisturbed one before the kill: {chance[0].text}"
+        return [replace(chance[0], text=text)]
+    loaded = matching.loaded_after(killed, resumed)
+    if not resumed.steps:
+        return _without_steps(undisturbed, killed, resumed, loaded)
+    whole = endings.complete(killed, undisturbed)
+    results: list[_RankResult] = []
+    found: list[Finding] = []
+    for ours, same, theirs in by_rank(undisturbed, again, resumed):
+        if ours is not None and theirs is not None:
+            ended = not (undisturbed.stopped or resumed.stopped or endings.failed(resumed))
+            results.append(_of_rank(ours, noise(ours, same), theirs, loaded, bool(whole), ended))
+        elif ours is not None and same is not None:
+            found.append(Finding("other", f"rank {ours.rank} takes no step after the resume", ranks=(ours.rank,)))
+    if not results:
+        return found
+    offset = results[0].match.offset
+    found += _first(results)
+    if all(finding.code != "from-scratch" for finding in found):
+        apart = min(result.apart for result in results)
+        found += saved_faults.in_checkpoints(undisturbed, again, resumed, offset, apart - 1)
+        found += _some(endings.length(undisturbed, resumed, offset, _explained(found)))
+    found += _some(endings.exit_code(undisturbed, resumed))
+    found = list({finding.code: finding for finding in reversed(found)}.values())[::-1]
+    found = found or _some(endings.failure(undisturbed, resumed, offset))
+    return _some(endings.torn(killed, undisturbed, resumed, found)) or found
+
+
+def _some(finding: Finding | None) -> list[Finding]:
+    return [finding] if finding else []
+
+
+def _without_steps(
+    undisturbed: StartRecord, killed: StartRecord, resumed: StartRecord, loaded: int | None
+) -> list[Finding]:
+    offset = loaded if loaded is not None else len(killed.steps)
+    found = endings.failure(undisturbed, resumed, offset) or endings.exit_code(undisturbed, resumed)
+    if found is None and loaded != len(undisturbed.steps):
+        found = endings.length(undisturbed, resumed, offset, None)
+    if found is None:
+        return []
+    return [endings.torn(killed, undisturbed, resumed, [found]) or found]
+
+
+def _explained(found: Sequence[Finding]) -> int | None:
+    """The steps by which a run becomes longer since rows are trained again, or shorter since they are left out."""
+    for finding in found:
+        if finding.code == "rows":
+            return len(finding.steps) if "trained again" in finding.text else -len(finding.steps)
+    return None
+
+
+def _first(results: Sequence[_RankResult]) -> list[Finding]:
+    """Return the findings at the first step that differs on any rank, once for all of their ranks."""
+    earliest = min(result.apart for result in results)
+    chosen = [(result.rank, each) for result in results if result.apart == earliest for each in result.certain]
+    for result in results:
+        last = result.match.offset + earliest + 1
+        chosen += [(result.rank, each) for each in result.harmless if each.steps[0] <= last]
+    if not chosen:
+        chosen = [(result.rank, each) for result in results if result.apart == earliest for each in result.uncertain]
+    merged: dict[str, Finding] = {}
+    for rank, finding in chosen:
+        known = merged.get(finding.code)
+        ranks = (*known.ranks, rank) if known and rank not in known.ranks else known.ranks if known else (rank,)
+        merged[finding.code] = replace(known or finding, ranks=ranks)
+    everywhere = {result.rank for result in results}
+    return [
+        finding
+        if set(finding.ranks) == everywhere
+        else replace(finding, text=f"on rank {', '.join(map(str, finding.ranks))} only, {finding.text}")
+        for finding in merged.values()
+    ]
+
+
+# One rank
+
+
+def _of_rank(
+    ours: Process, known: Noise, theirs: Process, loaded: int | None, has_checkpoint: bool, ended: bool
+) -> _RankResult:
+    match = matching.find(ours, theirs, loaded)
+    result = _RankResult(theirs.rank, match)
+    if has_checkpoint and _is_scratch(ours, theirs, match):
+        text = "the weights before the first resumed step are those before step 1, though a checkpoint was complete"
+        loads = f"it loads {theirs.loaded[-1]}" if theirs.loaded else "it loads no checkpoint"
+        result.certain.append(Finding("from-scratch", text, (loads,), (1,)))
+        result.apart = 0
+        return result
+    if match.how != FULL:
+        result.certain.append(_of_weights(ours, theirs, match))
+        result.apart = 0
+    for index, (one, other) in enumerate(zip(ours.steps[match.offset :], theirs.steps, strict=False)):
+        parts = differing(one, other, known)
+        harmful = parts.keys() - _HARMLESS
+        if match.how == FULL and not harmful:
+            _add_harmless(result, parts, one, other)
+            continue
+        if match.how in (FULL, PART, ROUNDED):
+            _add_harmful(result, parts, ours, theirs, index, known, ended)
+        elif one.state and not other.state:
+            result.certain.append(_of_state(parts.get("state", ()), one, other))
+        result.apart = index
+        break
+    else:
+        _at_end(result, ours, theirs, known)
+    beside = saved_faults.beside_the_model(ours, theirs, match.offset, result.apart, known)
+    if beside and not any(finding.code == "buffers" for finding in (*result.certain, *result.harmless)):
+        result.harmless.append(beside)
+    return result
+
+
+def _is_scratch(ours: Process, theirs: Process, match: StepMatch) -> bool:
+    if match.how == FULL:
+        return match.offset == 0
+    first = theirs.steps[0]
+    return match.how not in (PART, ROUNDED) and not theirs.loaded and first.state.keys() == ours.steps[0].state.keys()
+
+
+def _of_weights(ours: Process, theirs: Process, match: StepMatch) -> Finding:
+    number, count = match.offset + 1, len({name for step in theirs.steps for name in step.weights})
+    if match.how == ROUNDED:
+        text = f"the weights before step {number} were rounded to {match.type}: {named(match.names)}"
+        return Finding("precision", text, steps=(number,), names=match.names)
+    if match.how == PART:
+        text = f"{len(match.names)} of {count} weights are not those before step {number}: {named(match.names)}"
+        first = {name: digest for step in reversed(ours.steps) for name, digest in step.weights.items()}
+        begun = matching.first_steps(theirs.steps).values()
+        initial = all(step.weights.get(name, first[name]) == first.get(name) for step in begun for name in match.names)
+        evidence = ("they are those before step 1",) if initial else ()
+        return Finding("weights", text, evidence, (number,), match.names)
+    text = "the weights before the first resumed step are those before no undisturbed step"
+    if match.how == matching.INPUTS:
+        evidence = (f"its rows are those of step {number}",)
+    else:
+        evidence = (f"it should go on with step {number}",) if match.offset else ()
+    return Finding("other", text, evidence, (number,), match.names)
+
+
+def _add_harmless(result: _RankResult, parts: Mapping[str, Names], one: Step, other: Step) -> None:
+    known = {finding.code for finding in result.harmless}
+    if "scale" in parts and "loss-scale" not in known:
+        result.harmless.append(_of_scale(one, other))
+    if "buffers" in parts and "buffers" not in known:
+        text = (
+            f"at step {one.number}, rows, weights and outputs are equal, but buffers are not: {named(parts['buffers'])}"
+        )
+        result.harmless.append(Finding("buffers", text, steps=(one.number,), names=parts["buffers"]))
+
+
+def _add_harmful(
+    result: _RankResult,
+    parts: Mapping[str, Names],
+    ours: Process,
+    theirs: Process,
+    index: int,
+    known: Noise,
+    ended: bool,
+) -> None:
+    """Add a finding for each part of the step that differs and cannot follow from another one."""
+    offset = result.match.offset
+    one, other = ours.steps[offset + index], theirs.steps[index]
+    states, groups = parts.get("state", ()), parts.get("groups", ())
+    if index == 0:  # each optimizer has a first step, and nothing has changed its state before
+        for mine, yours in _first_of_each(ours, theirs, offset):
+            if mine is not one:
+                more = differing(mine, yours, known)
+                states += more.get("state", ())
+                groups = groups or more.get("groups", ())
+                if "groups" in more and "groups" not in parts:
+                    one, other = mine, yours
+    if states:
+        result.certain.append(_of_state(states, ours.steps[offset + index], theirs.steps[index]))
+    if groups:
+        result.certain.append(_of_groups(groups, ours, theirs, one, other))
+    one, other = ours.steps[offset + index], theirs.steps[index]
+    if "scale" in parts and not any(finding.code == "loss-scale" for finding in result.harmless):
+        result.certain.append(_of_scale(one, other))
+    drawn: tuple[str, ...] = parts.get("streams", ())
+    if "inputs" in parts:
+        finding = row_faults.diagnose(ours, theirs, offset, index, drawn, ended)
+        # With other weights, what one network makes for another differs, too.
+        if result.match.how == FULL or finding.code == "rows":
+            result.certain.append(finding)
+    elif "outputs" in parts and "weights" not in parts and result.match.how == FULL:
+        finding = _of_outputs(ours, theirs, offset, index, parts, known)
+        (result.uncertain if finding.code == "other" else result.certain).append(finding)
+    if not result.certain and not result.uncertain and not result.harmless:
+        what = next(part for part in ("weights", "gradients", "skipped", "state", "outputs") if part in parts)
+        text = f"the first difference, at step {one.number}, is in {_PARTS[what]}: {named(parts[what])}"
+        result.uncertain.append(Finding("other", text, steps=(one.number,), names=parts[what]))
+
+
+_PARTS = {
+    "weights": "the weights, while all before their update was equal",
+    "gradients": "the gradients, while rows, weights and outputs are equal",
+    "skipped": "whether the step is skipped",
+    "state": "the optimizer's state",
+    "outputs": "the outputs",
+}
+
+
+def _first_of_each(ours: Process, theirs: Process, offset: int) -> Iterator[tuple[Step, Step]]:
+    paired = matching.pairing(ours.steps, theirs.steps)
+    following = matching.first_steps(ours.steps[offset:])
+    begun = matching.first_steps(theirs.steps)
+    for optimizer, step in following.items():
+        if optimizer in paired:
+            yield step, begun[paired[optimizer]]
+
+
+def _of_state(names: Names, one: Step, other: Step) -> Finding:
+    number = one.number
+    if one.state and not other.state:
+        text = f"before step {number}, the optimizer's state is missing: {named(tuple(one.state))}"
+        return Finding("optimizer-state", text, ("the optimizer starts anew",), (number,), names)
+    text = f"before step {number}, the optimizer's state differs: {named(names)}"
+    return Finding("optimizer-state", text, steps=(number,), names=names)
+
+
+def _of_groups(names: Names, ours: Process, theirs: Process, one: Step, other: Step) -> Finding:
+    if not any(name.startswith("lr ") for name in names) or one.rates == other.rates:
+        text = f"at step {one.number}, settings of the optimizer's groups differ: {named(names)}"
+        return Finding("optimizer-state", text, steps=(one.number,), names=names)
+    shown = " instead of ".join(", ".join(map(_number, dict.fromkeys(step.rates))) for step in (other, one))
+    text = f"the learning rate of step {one.number} is {shown}"
+    due = [step for step in ours.steps if step.optimizer == one.optimizer]
+    used = [step for step in theirs.steps[other.number - 1 :] if step.optimizer == other.optimizer]
+    place, here = _fitting(due, [step.rates for step in used]), due.index(one)
+    if place is not None:
+        steps, way = abs(place - here), "behind" if place < here else "ahead"
+        how = "starts over" if place == 0 and other.number == 1 else f"is {steps} step{'s' * (steps > 1)} {way}"
+        text += f": the schedule {how}, as at step {due[place].number}"
+    return Finding("learning-rate", text, steps=(one.number,), names=names)
+
+
+def _fitting(steps: Sequence[Step], rates: Sequence[Any]) -> int | None:
+    """Return where these learning rates are used in a row, if they change there."""
+    best, longest = None, 0
+    for place in range(len(steps)):
+        pairs = list(zip(steps[place:], rates, strict=False))
+        run = next((count for count, (step, rate) in enumerate(pairs) if step.rates != rate), len(pairs))
+        if run > longest:
+            best, longest = place, run
+    return best if longest >= min(3, len(rates)) and len(set(rates[:longest])) > 1 else None
+
+
+def _of_scale(one: Step, other: Step) -> Finding:
+    shown = " instead of ".join(", ".join(map(_number, step.scale)) or "none" for step in (other, one))
+    evidence = (
+        () if other.number == 1 else ("its growth counts steps without overflow, and this count is not restored",)
+    )
+    return Finding("loss-scale", f"the loss scale at step {one.number} is {shown}", evidence, (one.number,))
+
+
+def _of_outputs(
+    ours: Process, theirs: Process, offset: int, index: int, parts: Mapping[str, Names], known: Noise
+) -> Finding:
+    """Explain other outputs for equal rows and weights."""
+    number = offset + index + 1
+    drawn = moving(ours, parts.get("streams", ()), offset + index)
+    before = f"rows and weights are equal at step {number}, but outputs differ"
+    if drawn:
+        again = all(ours.steps[index].streams.get(name) == theirs.steps[index].streams.get(name) for name in drawn)
+        evidence = ("it starts from its seed again",) if again else ()
+        return Finding(
+            "random-streams", f"{before}, and so does random stream {named(drawn)}", evidence, (number,), drawn
+        )
+    if buffers := parts.get("buffers"):
+        return Finding("buffers", f"{before}, and so do buffers: {named(buffers)}", steps=(number,), names=buffers)
+    if index == 0 and (own := tuple(saved_faults.generators(ours, theirs, offset, known))):
+        return Finding("random-streams", f"{before}, and so does {named(own)}", steps=(number,), names=own)
+    evidence = ("random streams and buffers agree: look for plain attributes and generators of the script's own",)
+    return Finding("other", before, evidence, (number,))
+
+
+def _at_end(result: _RankResult, ours: Process, theirs: Process, known: Noise) -> None:
+    """Compare what is left at the exit of two starts that trained equally."""
+    if len(theirs.steps) != len(ours.steps) - result.match.offset or not (ours.end and theirs.end):
+        return
+    count = len(ours.steps)
+    for part, code in (("weights", "other"), ("state", "other"), ("buffers", "buffers")):
+        names = known.without(part, unequal(ours.at_end(part), theirs.at_end(part), in_both=True))
+        if names and not any(finding.code == code for finding in (*result.uncertain, *result.harmless)):
+            text = f"after the last step, {count}, {part} differ: {named(names)}"
+            target = result.harmless if code == "buffers" else result.uncertain
+            target.append(Finding(code, text, steps=(count,), names=names))
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float | int) else str(value)
+
+
+def summaries(starts: Sequence[StartRecord]) -> list[StartSummary]:
+    """Return the starts in the numbers of the page."""
+    by_name = {start.name: start for start in starts}
+    return [_summary(start, by_name) for start in starts]
+
+
+def _summary(start: StartRecord, by_name: Mapping[str, StartRecord]) -> StartSummary:
+    offset: int | None = 0
+    differs = None
+    undisturbed = by_name.get("undisturbed")
+    killed = by_name.get(start.name.replace("resumed-again", "killed").replace("resumed", "killed"))
+    if killed is not start and killed and undisturbed and undisturbed.steps:
+        offset = loaded = matching.loaded_after(killed, start)
+        if start.steps:
+            again, whole = by_name.get("again"), endings.complete(killed, undisturbed)
+            known = noise(undisturbed.processes[0], again.first if again else None)
+            result = _of_rank(undisturbed.processes[0], known, start.processes[0], loaded, bool(whole), False)
+            offset = result.match.offset
+            differs = offset + int(result.apart) + 1 if result.apart < _NEVER else None
+    about = start.first.about if start.first else {}
+    return StartSummary(
+        name=start.name,
+        command=start.command,
+        steps=len(start.steps),
+        ranks=len({process.rank for process in start.processes}),
+        checkpoints=[checkpoint.after for checkpoint in start.checkpoints],
+        epochs=start.first.epochs if start.first else (),
+        offset=offset,
+        killed=start.killed,
+        loaded=start.loaded,
+        stopped=start.stopped,
+        differs=differs,
+        code=start.code,
+        wall_s=start.wall_s,
+        versions={name: str(about[name]) for name in ("python", "torch") if about.get(name)},
+    )

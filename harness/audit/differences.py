@@ -1,0 +1,164 @@
+"""What differs between a step of one start and a step of another, and whether two equal starts differ by chance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.audit.records import Process, StartRecord, Step
+from harness.audit.verdict import Finding
+
+Names = tuple[str, ...]
+SHOWN = 4  # names in a sentence
+_PARTS = ("weights", "state", "groups", "scale", "buffers", "streams", "inputs", "outputs", "gradients", "skipped")
+_IN_BOTH = ("buffers", "streams")  # a start may make more of them, and at another time
+_WITHOUT_EFFECT = ("initial_lr",)  # keys of parameter groups
+
+
+def named(names: Sequence[str]) -> str:
+    """ "a, b, c, d and 3 more"."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def unequal(one: dict[str, Any], other: dict[str, Any], in_both: bool = False) -> Names:
+    """Return the names whose values differ, and without ``in_both`` those that only one side has."""
+    if one == other:
+        return ()
+    names = one.keys() & other.keys() if in_both else one.keys() | other.keys()
+    return tuple(sorted(name for name in names if one.get(name) != other.get(name)))
+
+
+@dataclass(frozen=True)
+class Noise:
+    """(part, name) of what also differs between two undisturbed starts, so that it is no evidence."""
+
+    known: frozenset[tuple[str, str]] = frozenset()
+
+    def without(self, part: str, names: Iterable[str]) -> Names:
+        return tuple(name for name in names if (part, name) not in self.known)
+
+
+def noise(undisturbed: Process, again: Process | None) -> Noise:
+    """Compare the steps of two undisturbed starts, and what they hold besides."""
+    found: set[tuple[str, str]] = set()
+    if again is None:
+        return Noise()
+    for one, other in zip(undisturbed.steps, again.steps, strict=False):
+        found |= {(part, name) for part, names in differing(one, other).items() for name in names}
+        found |= {("others", name) for name in unequal(one.others or {}, other.others or {})}
+    for part in ("weights", "state", "buffers", "others"):
+        found |= {(part, name) for name in unequal(undisturbed.at_end(part), again.at_end(part))}
+    return Noise(frozenset(found))
+
+
+def differing(one: Step, other: Step, known: Noise | None = None) -> dict[str, Names]:
+    """Return {part of the record: names in it that differ}; a part without names has its own name."""
+    found: dict[str, Names] = {}
+    for part in _PARTS:
+        values = getattr(one, part), getattr(other, part)
+        if values[0] == values[1]:
+            continue
+        if part == "groups":
+            names = _unequal_groups(*values)
+        elif isinstance(values[0], dict):
+            names = unequal(*values, in_both=part in _IN_BOTH)
+        else:
+            names = (part,)
+        if names := known.without(part, names) if known else names:
+            found[part] = names
+    return found
+
+
+def _unequal_groups(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> Names:
+    if len(one) != len(other):
+        return ("the number of groups",)
+    return tuple(
+        f"{key} of group {number}"
+        for number, (ours, theirs) in enumerate(zip(one, other, strict=True))
+        for key in unequal(ours, theirs)
+        if key not in _WITHOUT_EFFECT
+    )
+
+
+def moving(undisturbed: Process, names: Sequence[str], at: int | None = None) -> Names:
+    """Return those of the random streams that training draws from: if possible those drawn from between step ``at``, an
+    index, and the one before."""
+    steps = undisturbed.steps
+    used = tuple(name for name in names if len({step.streams.get(name) for step in steps}) > 1)
+    if at is None or not 0 < at < len(steps):
+        return used
+    now = tuple(name for name in used if steps[at].streams.get(name) != steps[at - 1].streams.get(name))
+    return now or used
+
+
+def by_rank(*starts: StartRecord) -> Iterator[tuple[Process | None, ...]]:
+    """Yield the processes of each rank; None for a start without one."""
+    keyed = [{(process.rank, process.order): process for process in start.processes} for start in starts]
+    for key in sorted(set().union(*keyed)):
+        yield tuple(processes.get(key) for processes in keyed)
+
+
+def deterministic(undisturbed: StartRecord, again: StartRecord) -> list[Finding]:
+    """Compare two starts that should be equal. Return the first difference that reaches the weights, or nothing. A
+    start that was killed is compared up to there."""
+    for one, other in by_rank(undisturbed, again):
+        if one is None or other is None:
+            process = one or other
+            assert process is not None
+            if again.killed is None:
+                return [_chance(f"only one of {undisturbed.name} and {again.name} has a rank {process.rank}")]
+        elif finding := _first_chance(one, other, again.name, ended=again.killed is None):
+            return [finding]
+    return []
+
+
+def _first_chance(one: Process, other: Process, name: str, ended: bool) -> Finding | None:
+    steps = list(zip(one.steps, other.steps, strict=False))
+    apart = next((index for index, pair in enumerate(steps) if pair[0].weights != pair[1].weights), None)
+    if apart is None and ended:
+        if len(one.steps) != len(other.steps):
+            text = f"one start takes {len(one.steps)} steps and the start '{name}' {len(other.steps)}"
+            return _chance(text, "does it stop by the clock?", ranks=(one.rank,))
+        ends = one.at_end("weights"), other.at_end("weights")
+        if all(ends) and ends[0] != ends[1]:
+            apart = len(steps)
+    if apart is None:
+        return None
+    for index in range(min(apart + 1, len(steps))):
+        parts = differing(*steps[index])
+        streams = moving(one, parts.get("streams", ()), index)
+        for part, (what, helps) in _BY_CHANCE.items():
+            if part in parts and (part != "weights" or index == apart):
+                place = "before the first step" if part == "weights" and index == 0 else f"at step {index + 1}"
+                if part == "weights" and index:
+                    place = f"after step {index}"
+                evidence = [helps] if helps else []
+                if part in ("weights", "inputs", "outputs") and streams:
+                    evidence = [f"random streams that differ: {named(streams)}; seed them at the start of the script"]
+                elif part == "outputs":
+                    evidence.insert(0, "rows, weights and random streams are equal, so it is the operation itself")
+                names = streams if part in ("inputs", "outputs") else parts[part]
+                text = f"two equal starts differ first {place}: {what}"
+                return _chance(text, *evidence, step=index + 1, names=names, ranks=(one.rank,))
+    return _chance(f"two equal starts differ after the last step, {len(steps)}", ranks=(one.rank,))
+
+
+_OPERATIONS = "torch.use_deterministic_algorithms(True), and CUBLAS_WORKSPACE_CONFIG=:4096:8 on a GPU"
+_BY_CHANCE = {
+    "inputs": ("the inputs of the model", "random streams agree: look for the order of a set or of a folder, the clock "
+               "and draws in loader processes"),
+    "outputs": ("the outputs of the model", _OPERATIONS),
+    "groups": ("the learning rate or another setting of the optimizer", "does it depend on the clock?"),
+    "scale": ("the loss scale", _OPERATIONS),
+    "gradients": ("the gradients, while outputs agree", f"an operation of the backward pass, or the exchange between "
+                  f"ranks; {_OPERATIONS}"),
+    "weights": ("the weights", "make the model after the seed is set; fused or foreach updates may differ, too"),
+}  # fmt: skip
+
+
+def _chance(
+    text: str, *evidence: str, step: int | None = None, names: Names = (), ranks: tuple[int, ...] = ()
+) -> Finding:
+    return Finding("not-deterministic", text, evidence, () if step is None else (step,), names, ranks)

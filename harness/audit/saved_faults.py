@@ -1,0 +1,139 @@
+"""What differs in later checkpoints, and in tensors beside the model, although training goes on equally."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from harness.audit.differences import Noise, named, unequal
+from harness.audit.records import Checkpoint, Process, StartRecord
+from harness.audit.verdict import Finding
+from harness.errors import plural
+
+_OF_CLOCKS = {
+    "time", "times", "timestamp", "date", "elapsed", "second", "seconds", "secs", "duration", "wall", "speed", "eta",
+    "throughput", "memory", "host", "hostname", "pid",
+}  # fmt: skip
+_OF_STREAMS = {"rng", "random", "generator", "generators", "seed", "states"}
+_OF_SETTINGS = {"args", "config", "cfg", "hparams", "hyper", "options", "opts", "start", "resume", "resumed"}
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+
+
+def in_checkpoints(
+    undisturbed: StartRecord, again: StartRecord, resumed: StartRecord, offset: int, until: float
+) -> Iterator[Finding]:
+    """Compare the checkpoints that both starts wrote at the same step, before the resumed step ``until`` (from 0)."""
+    ours = {checkpoint.after: checkpoint for checkpoint in undisturbed.checkpoints}
+    same = {checkpoint.after: checkpoint for checkpoint in again.checkpoints}
+    counters: dict[str, tuple[int, str]] = {}
+    tensors: dict[str, tuple[int, str]] = {}
+    for theirs in resumed.checkpoints:
+        after = offset + theirs.after
+        if after not in ours or theirs.after > until:
+            continue
+        by_chance = _chance(ours[after], same.get(after))
+        for one, other in _pairs(ours[after], theirs):
+            if one != other and (one or other) not in by_chance:
+                text = f"{_short(other)} instead of {_short(one)}"
+                counters.setdefault(f"the file {_short(one or other)}", (after, text))
+            first, second = ours[after].files.get(one or ""), theirs.files.get(other or "")
+            if first is None or second is None:
+                continue
+            for name in unequal(first, second):
+                kind = _kind(one or "", name, first.get(name), second.get(name))
+                if kind is None or f"{one}:{name}" in by_chance:
+                    continue
+                text = f"{_shown(second.get(name))} instead of {_shown(first.get(name))}"
+                (counters if kind == "counter" else tensors).setdefault(name, (after, text))
+    yield from _findings("counter", counters, "training is equal, but counters of the script are not")
+    yield from _findings("buffers", tensors, "training is equal, but tensors in the checkpoint are not")
+
+
+def _findings(code: str, found: dict[str, tuple[int, str]], what: str) -> Iterator[Finding]:
+    if found:
+        after = min(after for after, _ in found.values())
+        first = [name for name, (place, _) in found.items() if place == after]
+        text = f"{what}: after step {after}, {named(first)}"
+        values = [f"{name}: {shown}" for name, (_, shown) in found.items() if code == "counter"]
+        yield Finding(code, text, tuple(values[:8]), (after,), tuple(found))
+
+
+def _chance(one: Checkpoint, other: Checkpoint | None) -> set[str]:
+    """The files, and "file:name" of values, that differ between two undisturbed starts."""
+    found: set[str] = set()
+    for ours, theirs in _pairs(one, other) if other else ():
+        first, second = one.files.get(ours or "", {}), other.files.get(theirs or "", {}) if other else {}
+        found |= {f"{ours}:{name}" for name in unequal(first, second)}
+        if ours != theirs:
+            found |= {path for path in (ours, theirs) if path}
+    return found
+
+
+def _pairs(one: Checkpoint, other: Checkpoint) -> Iterator[tuple[str | None, str | None]]:
+    """Pair files by their paths, and what is left in the order in which it was written."""
+    yield from ((path, path) for path in one.files if path in other.files)
+    ours = [path for path in one.files if path not in other.files]
+    theirs = [path for path in other.files if path not in one.files]
+    longest = max(len(ours), len(theirs))
+    yield from zip([*ours, *[None] * (longest - len(ours))], [*theirs, *[None] * (longest - len(theirs))], strict=True)
+
+
+def _kind(path: str, name: str, one: Any, other: Any) -> str | None:
+    """Return "counter" for numbers, "tensor" for digests, and None for what need not be equal: times, texts, random
+    streams, which are compared at each step, and settings."""
+    words = set(re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", f"{os.path.basename(path)} {name}").lower()))
+    last = set(re.findall(r"[a-z]+", name.lower().rpartition(".")[2]))
+    if last & _OF_CLOCKS or words & _OF_STREAMS or words & _OF_SETTINGS:
+        return None
+    values = [value for value in (one, other) if value is not None]
+    if all(isinstance(value, int | float) or value in ("nan", "inf", "-inf") for value in values):
+        return None if any(_is_clock(value) for value in values) else "counter"
+    return "tensor" if all(isinstance(value, str) and _DIGEST.fullmatch(value) for value in values) else None
+
+
+def _is_clock(value: Any) -> bool:
+    """Return True for seconds since 1970."""
+    return isinstance(value, float) and 1e9 < value < 4e9
+
+
+def _short(path: str | None) -> str:
+    return os.path.basename(path) if path else "none"
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def beside_the_model(undisturbed: Process, resumed: Process, offset: int, until: float, known: Noise) -> Finding | None:
+    """Compare modules that are not trained, such as an average of the weights, where both starts recorded them.
+
+    A copy that a start made for a moment, or a sum for its log, is not evidence: what is blamed differs at the first
+    resumed step and ever after. Tensors outside of modules have no names, and one start may hold more of them.
+    """
+    pairs = [
+        (ours.others, theirs.others)
+        for index, (ours, theirs) in enumerate(zip(undisturbed.steps[offset:], resumed.steps, strict=False))
+        if ours.others is not None and theirs.others is not None and index <= until
+    ]
+    if len(resumed.steps) == len(undisturbed.steps) - offset < until and undisturbed.end and resumed.end:
+        pairs.append((undisturbed.at_end("others"), resumed.at_end("others")))
+    if not pairs or resumed.steps[0].others is None:
+        return None
+    names = set(known.without("others", unequal(*pairs[0], in_both=True)))
+    for ours, theirs in pairs[1:]:
+        names -= {name for name in names if name in ours and ours[name] == theirs.get(name)}
+    names = {name for name in names if not name.startswith("a tensor") and "andom" not in name}
+    if not names:
+        return None
+    text = f"before step {offset + 1}, modules beside the trained one differ: {named(sorted(names))}"
+    evidence = (f"they differ at {plural(len(pairs), 'place')} that both starts recorded",)
+    return Finding("buffers", text, evidence, (offset + 1,), tuple(sorted(names)))
+
+
+def generators(undisturbed: Process, resumed: Process, offset: int, known: Noise) -> Sequence[str]:
+    """Return the random generators of the script's own that differ at the first resumed step."""
+    ours = undisturbed.steps[offset].others if offset < len(undisturbed.steps) else None
+    names = known.without("others", unequal(ours or {}, resumed.steps[0].others or {}, in_both=True))
+    return [name for name in names if "andom" in name]
