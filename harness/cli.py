@@ -8,6 +8,8 @@ A command module is cheap to import (``run`` imports what it needs) and has
     add_arguments(parser)   its arguments
     run(arguments) -> int   does it and returns the exit code; raises HarnessError
     KEEPS_RUNNING           optional; True if it continues when standard output is lost
+    TAKES_PROGRAM           optional; True if the words after "--" are a command that it starts: ``arguments.program``,
+                            None without "--"
 
 A package with several verbs has one ``VERB_command.py`` for each. ``harness package.module ...`` runs a command module
 of your own.
@@ -67,11 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _import_from_working_folder()
         _require_utf8(words)
         _require_no_other_harness()
-        parser = _parser(words)
+        commands = _commands(words)
+        parser = _parser(words, commands)
         if not words:
             parser.print_help(sys.stderr)
             return EXIT_USAGE
-        arguments, rest = parser.parse_known_args(words)
+        own, program = words, None
+        if "--" in words and getattr(commands.get(words[0]), "TAKES_PROGRAM", False):
+            own, program = words[: words.index("--")], words[words.index("--") + 1 :]
+        arguments, rest = parser.parse_known_args(own)
+        arguments.program = program
         # argparse does not collect overrides that stand between or after the options of a sub-command.
         unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
         if unknown:
@@ -130,8 +137,7 @@ def _require_no_other_harness() -> None:
             )
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    commands = _commands(words)
+def _parser(words: Sequence[str], commands: dict[str, Any]) -> argparse.ArgumentParser:
     if words and words[0] not in commands and (near := similar(words[0], commands)):
         raise ConfigError(f"there is no command {words[0]!r}", hint=f"did you mean harness {near}?")
     parser = argparse.ArgumentParser(

@@ -145,6 +145,8 @@ def test_class_names_have_one_meaning():
 
 # tests/apex follows the points of the Apex contract (tests/apex/contract.py).
 OTHER_TESTS = {
+    "audit/test_recorder.py": "harness/audit/hook",
+    "audit/test_scripts.py": "tests/audit/scripts",
     "engines/test_nodes_elastic.py": "torchrun on several machines",
     "engines/test_trainjob.py": "launch/trainjob.yaml",
     "tools/report/test_browser.py": "the page in a browser",
@@ -207,6 +209,8 @@ def test_launch_environment_is_read_in_one_place():
     allowed = {("training.main", "RANK"), ("training.main", "LOCAL_RANK")}
     allowed |= {("apex.local_rank", "LOCAL_RANK"), ("apex.local_rank", "LOCAL_WORLD_SIZE")}
     allowed |= {("engines.torchrun.engine", "TORCHELASTIC_ERROR_FILE")}
+    # The recorder works in somebody's script and imports nothing of the project.
+    allowed |= {("audit.hook.resume_recorder", name) for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID")}
     allowed |= {("__main__", "LOCAL_RANK")}  # of a process that is interrupted before it can import anything
     assert {(name, variable) for name, variable in reads if name != "distributed.launch_env"} <= allowed
     found = {variable for name, variable in reads if name == "distributed.launch_env"}
@@ -223,7 +227,9 @@ def test_few_modules_touch_the_environment():
     }
     assert touching <= {
         # pass it on to what they start or call
-        "__main__", "api", "cli",
+        "__main__", "api", "cli", "audit.audit",
+        # in the process of a script, which has its plan from there
+        "audit.hook.sitecustomize", "audit.hook.resume_recorder",
         "inference.predict_command", "tools.doctor.command", "tools.sweep.main",
         "training.train_command",
         "engines.local.engine", "engines.torchrun.engine", "engines.dask.worker", "engines.flyte.engine",

@@ -37,7 +37,8 @@ VERBS = {
     "schema": "--of",
     "sweep": "-c --config --dry-run --retry-failed key=value",
     "train": "-c --config --local-rank --local_rank key=value",
-    "verify-resume": "-c --config --engine --folder --full --kills --nproc --seed --steps key=value",
+    "verify-resume": "-c --checkpoints --config --detail --engine --folder --full --json --kills --nproc --report --resume "
+    "--seed --signal --steps --timeout key=value",
 }
 
 DATA = {

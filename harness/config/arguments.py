@@ -7,9 +7,11 @@ import math
 from collections.abc import Callable
 
 
-def add_config(parser: argparse.ArgumentParser, what: str = "a YAML file, such as configs/digits.yaml") -> None:
+def add_config(
+    parser: argparse.ArgumentParser, what: str = "a YAML file, such as configs/digits.yaml", required: bool = True
+) -> None:
     """``-c CONFIG``, with ``what`` as its help, and ``key=value`` overrides: ``arguments.config`` and ``overrides``."""
-    parser.add_argument("-c", "--config", required=True, metavar="CONFIG", help=what)
+    parser.add_argument("-c", "--config", required=required, metavar="CONFIG", help=what)
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that override the file, such as train.epochs=3"
     )

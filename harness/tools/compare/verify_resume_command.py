@@ -1,46 +1,91 @@
-"""``harness verify-resume``: kill a run of the user's own configuration at random moments, and compare the result."""
+"""``harness verify-resume``: kill a training at chosen moments, resume it, and compare the result with an undisturbed
+one; of a configuration of the harness (``-c``), or of any command (after ``--``)."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from harness.config import arguments as shared
 from harness.config import plugins
-from harness.errors import EXIT_DONE
+from harness.errors import EXIT_DONE, ConfigError
 from harness.tools.compare.command import EXIT_DIFFERENT
 
 VERB = "verify-resume"
-HELP = "kill a short run of a configuration at random moments, and check that it resumes bit for bit"
+HELP = (
+    "kill and resume a short run of a configuration, or of a command after --, and check that it is exact bit for bit"
+)
+TAKES_PROGRAM = True
+
+_KILLS = 6  # of a configuration
+_OF_CONFIG = ("engine", "nproc", "full")
+_OF_PROGRAM = ("resume", "checkpoints", "signal", "timeout", "detail", "report", "json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_config(parser)
+    parser.usage = (
+        "harness verify-resume [options] -c CONFIG [key=value ...]\n       harness verify-resume [options] -- COMMAND"
+    )
+    shared.add_config(parser, required=False)
     parser.add_argument(
-        "--kills", type=shared.positive(int), default=6, metavar="N", help="number of kills (default: 6)"
+        "--kills",
+        type=_kills,
+        metavar="N",
+        help=f"number of kills at random moments (default: {_KILLS}; of a command: 1, in the middle; all: each kind)",
     )
     parser.add_argument(
-        "--engine", metavar="NAME", help=f"{', '.join(plugins.names('engine'))} (default: launch.engine in the file)"
-    )
-    parser.add_argument(
-        "--nproc", type=_numbers, default=[], metavar="N[,N...]",
-        help="ranks per machine; several numbers, such as 1,2,4: another one for each start (parallel.logical_ranks)",
-    )  # fmt: skip
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument(
         "--steps",
         type=shared.positive(int),
         metavar="N",
-        help="optimizer steps to train (default: one and a half epochs, or 24 steps if an epoch has more than 60)",
+        help="optimizer steps to train (default: one and a half epochs, or 24 steps if an epoch has more than 60; of a "
+        "command: until it ends)",
     )
-    length.add_argument("--full", action="store_true", help="train the configuration without shortening it")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the kill times (default: 0)")
     parser.add_argument(
         "--folder",
         type=Path,
         metavar="FOLDER",
-        help="where to keep the runs (default: a temporary folder, kept if they differ)",
+        help="where to keep the runs (default: a temporary folder; that of a configuration is kept if they differ)",
     )
+    config = parser.add_argument_group("only with -c CONFIG")
+    config.add_argument(
+        "--engine", metavar="NAME", help=f"{', '.join(plugins.names('engine'))} (default: launch.engine)"
+    )
+    config.add_argument(
+        "--nproc", type=_numbers, metavar="N[,N...]",
+        help="ranks per machine; several numbers, such as 1,2,4: another one for each start (parallel.logical_ranks)",
+    )  # fmt: skip
+    config.add_argument("--full", action="store_true", help="train the configuration without shortening it")
+    program = parser.add_argument_group(
+        "only with -- COMMAND", "{out} in the command stands for an empty folder, {latest} in TEXT for a checkpoint"
+    )
+    program.add_argument(
+        "--resume",
+        metavar="TEXT",
+        help="what a resumed start adds to the command (default: nothing; it resumes by itself)",
+    )
+    program.add_argument(
+        "--checkpoints", metavar="GLOB", help="files or folders for {latest} (default: what is observed)"
+    )
+    program.add_argument("--signal", choices=("KILL", "TERM"), help="how the command is killed (default: KILL)")
+    program.add_argument(
+        "--timeout", type=shared.positive(float), metavar="S", help="seconds without progress (default: 600)"
+    )
+    program.add_argument("--detail", choices=("tensors", "sums"), help="sums: smaller records (default: tensors)")
+    program.add_argument("--report", type=Path, metavar="PAGE", help="write a page, such as resume.html")
+    program.add_argument("--json", action="store_true", help="print the verdict as JSON")
+
+
+def _kills(word: str) -> str:
+    """ "all", or a number above zero as text. Raises ArgumentTypeError."""
+    try:
+        return word if word == "all" else str(int(shared.positive(int)(word)))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is neither a positive number nor all") from None
 
 
 def _numbers(text: str) -> list[int]:
@@ -52,17 +97,70 @@ def _numbers(text: str) -> list[int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the result; return 0 if the killed run resumed and equals the uninterrupted one, else 1. Raises
-    HarnessError if a run fails without a kill."""
+    """Print the result. Return 0 if the resumed run equals the undisturbed one, 1 if not, 3 if nothing can be said of a
+    command. Raises HarnessError if a run of a configuration fails without a kill."""
+    if arguments.program is None:
+        if arguments.config is None:
+            raise _usage("there is neither -c CONFIG nor a command after --")
+        _refuse(arguments, _OF_PROGRAM, "needs a command after --")
+        if arguments.kills == "all":
+            raise _usage("--kills all needs a command after --")
+        return _run_config(arguments)
+    if arguments.config is not None or arguments.overrides:
+        raise _usage("there are both settings of the harness (-c CONFIG, key=value) and a command after --")
+    if not arguments.program:
+        raise _usage("there is no command after --")
+    _refuse(arguments, _OF_CONFIG, "needs -c CONFIG")
+    return _run_program(arguments)
+
+
+def _usage(message: str) -> ConfigError:
+    return ConfigError(
+        message,
+        where="command line",
+        hint="type harness verify-resume -c my.yaml, or harness verify-resume -- python train.py --output {out}",
+    )
+
+
+def _refuse(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    for name in names:
+        if getattr(arguments, name) not in (None, False):
+            raise _usage(f"--{name} {why}")
+
+
+def _run_config(arguments: argparse.Namespace) -> int:
     from harness.config import loader
 
+    nproc = arguments.nproc or []
     engine = [f"launch.engine={arguments.engine}"] if arguments.engine else []
-    overrides = [*arguments.overrides, *engine, *(f"launch.nproc={number}" for number in arguments.nproc[:1])]
+    overrides = [*arguments.overrides, *engine, *(f"launch.nproc={number}" for number in nproc[:1])]
     loader.load(arguments.config, overrides)  # errors come before the import of torch, which takes seconds
     from harness.tools.compare import verification
 
     request = verification.VerifyRequest(
-        arguments.config, overrides, arguments.kills, arguments.steps, arguments.full, arguments.seed, arguments.folder,
-        arguments.nproc,
+        arguments.config, overrides, int(arguments.kills or _KILLS), arguments.steps, arguments.full, arguments.seed,
+        arguments.folder, nproc,
     )  # fmt: skip
     return EXIT_DONE if verification.verify(request) else EXIT_DIFFERENT
+
+
+def _run_program(arguments: argparse.Namespace) -> int:
+    from harness.audit import text
+    from harness.audit.audit import AuditRequest, audit
+
+    given = {
+        "kills": arguments.kills, "resume": arguments.resume, "checkpoints": arguments.checkpoints,
+        "signal": arguments.signal, "timeout_s": arguments.timeout, "detail": arguments.detail,
+    }  # fmt: skip
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    request = AuditRequest(
+        arguments.program, seed=arguments.seed, steps=arguments.steps, folder=arguments.folder, **options
+    )
+    progress = sys.stderr if arguments.json else sys.stdout
+    verdict = audit(request, lambda text: print(text, file=progress, flush=True))
+    if arguments.json:
+        print(json.dumps(verdict.as_json(), indent=2))
+    else:
+        for line in text.lines(verdict):
+            print(line)
+    return verdict.exit_code
