@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -71,7 +72,7 @@ class Recorder:
         self.kill: dict[str, Any] | None = plan["kill"]
         self.saves: Any = None
         self.steps = 0
-        self.failed = False
+        self.failed = self._last = False
         self._pid, self._file, self._waiting = os.getpid(), None, list[dict[str, Any]]()
         self._calls: list[dict[str, Any]] = []
         self._evaluated = digest.Parts()
@@ -91,6 +92,7 @@ class Recorder:
 
     def install(self) -> None:
         """Wrap the few functions of torch through which every training passes."""
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
         optimizer = torch.optim.Optimizer
         _after(optimizer, "add_param_group", lambda this, *_, **__: self._optimized(this))
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -323,6 +325,7 @@ class Recorder:
         names = self._named(optimizer)
         sums = self.plan.get("detail") == "sums"
         keep: Callable[[dict[str, Any]], dict[str, Any]] = _summed if sums else dict
+        weights = keep({name: digest.tensor(parameter) for name, parameter in names.items()})
         self.write(
             "step",
             number=self.steps,
@@ -330,7 +333,7 @@ class Recorder:
             skipped=skipped,
             calls=self._calls,
             eval=self._evaluated if self._evaluated else None,
-            weights=keep({name: digest.tensor(parameter) for name, parameter in names.items()}),
+            weights=weights,
             buffers=keep(self._buffers()),
             state=keep(_state(optimizer, names)),
             groups=[_numbers(group) for group in optimizer.param_groups],
@@ -341,6 +344,7 @@ class Recorder:
             others=resume_scan.others(self, optimizer) if self.scan_due else None,
         )
         self.scan_due = False
+        self._last = bool(self.plan.get("until")) and digest.resolve(weights) == self.plan["until"]
         self._calls, self._evaluated = [], digest.Parts()
 
     def _named(self, optimizer: Any) -> dict[str, Tensor]:
@@ -365,7 +369,7 @@ class Recorder:
         if _compiling() or not self.mine():
             return
         limit = self.plan.get("steps")
-        if limit and self.steps >= limit:
+        if self._last or (limit and self.steps >= limit):
             self.write("stopped", number=self.steps)
             sys.stdout.flush()
             sys.stderr.flush()

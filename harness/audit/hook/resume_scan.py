@@ -49,7 +49,7 @@ def others(recorder: Any, *optimizers: Any) -> dict[str, Any]:
                 for key, value in (*each._parameters.items(), *each._buffers.items()):
                     if value is not None:
                         named.setdefault(id(value), f"{kind.__name__}.{key}")
-        elif issubclass(kind, Tensor):
+        elif issubclass(kind, Tensor) and not str(kind.__module__).startswith("torch._"):  # not one of the compiler's
             if id(each) not in known and each.grad_fn is None and tuple(each.shape) in shapes:
                 tensors.append(each)
         elif kind.__name__ == "Generator" and str(kind.__module__).startswith("numpy.random"):

@@ -1,0 +1,269 @@
+"""The recorder inside a script: it changes no result, and its records hold what the script did."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+HOOK = Path(__file__).parents[2] / "harness" / "audit" / "hook"
+TIME_LIMIT_S = 240
+BEGIN = """
+import copy, hashlib, os, random, sys
+import numpy as np
+import torch
+from torch import nn
+torch.manual_seed(3); np.random.seed(3); random.seed(3); torch.set_num_threads(1)
+net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
+x, y = torch.randn(64, 6), torch.randint(3, (64,))
+data = torch.utils.data.TensorDataset(x, y)
+loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+def train(model, optimizer=optimizer, epochs=2):
+    for epoch in range(epochs):
+        for inputs, labels in loader:
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+        model.eval(); model(x); model.train()
+"""
+END = """
+digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in net.state_dict().values()))
+digest.update(torch.get_rng_state().numpy().tobytes())
+with open(os.environ["RESULT"] + os.environ.get("RANK", ""), "w") as file:
+    print(digest.hexdigest(), np.random.random(), random.random(), file=file)
+"""
+BODIES = {
+    "plain": "train(net)",
+    "ema": "ema = copy.deepcopy(net)\ntrain(net)\nema.eval()(x); copy.deepcopy(net); torch.save(net, 'whole.pt')",
+    "closure": """
+optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+def closure():
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(net(x), y)
+    loss.backward()
+    return loss
+for _ in range(3):
+    optimizer.step(closure)
+""",
+    "scaler": """
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**28, backoff_factor=2.0**-14)
+for inputs, labels in loader:
+    with torch.autocast("cpu", torch.float16):
+        loss = nn.functional.cross_entropy(net(inputs).float(), labels)
+    optimizer.zero_grad(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
+""",
+    "compiled": "train(torch.compile(net, backend='aot_eager'))",
+    "compiled in place": "net.compile(backend='aot_eager')\ntrain(net)",
+    "compiled step": """
+@torch.compile(backend="eager")
+def step(inputs, labels):
+    loss = nn.functional.cross_entropy(net(inputs), labels)
+    loss.backward()
+    return loss
+for inputs, labels in loader:
+    optimizer.zero_grad(); step(inputs, labels); optimizer.step()
+""",
+    "ddp": """
+torch.distributed.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(net)
+loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=torch.utils.data.DistributedSampler(data))
+train(model)
+torch.distributed.destroy_process_group()
+""",
+    "accelerate": """
+accelerate = __import__("accelerate").Accelerator(cpu=True)
+model, optimizer, loader = accelerate.prepare(net, optimizer, loader)
+for inputs, labels in loader:
+    with accelerate.accumulate(model):
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad(); accelerate.backward(loss); optimizer.step()
+accelerate.save_state("state")
+""",
+    "lightning": """
+import lightning
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+lightning.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False).fit(Module(), loader)
+""",
+    "transformers": """
+import transformers
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def forward(self, inputs, labels):
+        logits = self.net(inputs)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, row): return {"inputs": x[row], "labels": y[row]}
+arguments = transformers.TrainingArguments("out", num_train_epochs=2, save_steps=4, use_cpu=True, report_to="none")
+transformers.Trainer(Model(), arguments, train_dataset=Rows()).train()
+""",
+}
+STEPS = {"closure": 3, "scaler": 4, "accelerate": 4, "compiled step": 4, "transformers": 16}
+LIBRARIES = {"accelerate", "lightning", "transformers"}
+
+
+class Run:
+    """A script in a folder of its own, with or without the recorder."""
+
+    def __init__(self, folder: Path, script: str, plan: dict | None, ranks: int = 1) -> None:
+        self.records = folder / "records"
+        self.records.mkdir(parents=True)
+        (folder / "train.py").write_text(script)
+        environ = {**os.environ, "RESULT": str(folder / "result"), "OMP_NUM_THREADS": "1"}
+        if plan is not None:
+            plan = {"records": str(self.records), "kill": None, "steps": None, "roots": [str(folder)], **plan}
+            (folder / "plan.json").write_text(json.dumps(plan))
+            environ |= {"RESUME_AUDIT": str(folder / "plan.json"), "PYTHONPATH": str(HOOK)}
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        self.process = subprocess.Popen(
+            [sys.executable, *launcher, "train.py"], cwd=folder, env=environ, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def finish(self) -> str:
+        output = self.process.communicate(timeout=TIME_LIMIT_S)[0]
+        assert self.process.returncode == 0, output
+        return output
+
+    def lines(self, event: str, rank: int = 0) -> list[dict]:
+        files = sorted(self.records.glob(f"rank{rank}-*.jsonl"), key=lambda path: path.stat().st_size)
+        lines = [json.loads(line) for line in files[-1].read_text().splitlines()]
+        assert not [line for line in lines if line["event"] == "fault"]
+        return [line for line in lines if line["event"] == event]
+
+
+def results(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.glob("result*")}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_recorder_changes_no_result(tmp_path, name):
+    if name in LIBRARIES:
+        pytest.importorskip(name)
+    ranks = 2 if name == "ddp" else 1
+    script = BEGIN + BODIES[name] + END
+    Run(tmp_path / "without", script, None, ranks).finish()
+    run = Run(tmp_path / "with", script, {}, ranks)
+    run.finish()
+    expected = results(tmp_path / "without")
+    assert len(expected) == ranks
+    assert results(tmp_path / "with") == expected
+    for rank in range(ranks):
+        steps = run.lines("step", rank)
+        assert len(steps) == STEPS.get(name, 8)
+        assert [step["skipped"] for step in steps] == [name == "scaler" and step["number"] == 1 for step in steps]
+        weights = {json.dumps(step["weights"]) for step in steps if not step["skipped"]}
+        assert len(weights) == len(steps) - (name == "scaler")
+        if name != "compiled step":
+            assert all(step["calls"] and step["calls"][0]["rows"] and step["calls"][0]["out"] for step in steps)
+
+
+def test_records_tell_what_happened(tmp_path):
+    saves = """
+torch.save({"net": net.state_dict(), "epoch": 2}, "ck.tmp")
+os.replace("ck.tmp", "ck.pt")
+torch.load("ck.pt")
+"""
+    body = BODIES["plain"] + saves
+    run = Run(tmp_path, BEGIN + body + END, {})
+    run.finish()
+    assert [line["after"] for line in run.lines("epoch")] == [0, 4]
+    steps = run.lines("step")
+    assert [step["number"] for step in steps] == list(range(1, 9))
+    assert set(steps[0]["weights"]) == {"0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias"}
+    assert set(steps[0]["buffers"]) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert steps[0]["state"] == {}
+    assert set(steps[1]["state"]) >= {"0.weight.exp_avg", "0.weight.step"}
+    assert [step["eval"] is not None for step in steps] == [False] * 4 + [True] + [False] * 3
+    (written,) = run.lines("written")
+    assert written["after"] == 8
+    assert written["content"]["epoch"] == 2
+    assert "net.0.weight" in written["content"]
+    (renamed,) = run.lines("renamed")
+    assert (renamed["source"], renamed["target"]) == (str(tmp_path / "ck.tmp"), str(tmp_path / "ck.pt"))
+    assert [line["path"] for line in run.lines("loaded")] == [str(tmp_path / "ck.pt")]
+    (end,) = run.lines("end")
+    assert end["weights"] not in [step["weights"] for step in steps]
+
+
+@pytest.mark.parametrize(("place", "number", "steps"), [("step", 6, 5), ("checkpoint", 2, 8), ("write", 2, 8)])
+def test_stops_itself_at_the_planned_place(tmp_path, place, number, steps):
+    body = "for name in ('a.pt', 'b.pt'):\n    train(net, epochs=1)\n    torch.save(net.state_dict(), name)\n"
+    run = Run(tmp_path, BEGIN + body + END, {"kill": {"place": place, "number": number, "fraction": 0.5}})
+    deadline = time.monotonic() + TIME_LIMIT_S
+    mark = run.records / "mark.json"
+    while not mark.exists() and time.monotonic() < deadline and run.process.poll() is None:
+        time.sleep(0.05)
+    content = json.loads(mark.read_text())
+    run.process.send_signal(signal.SIGKILL)
+    run.process.communicate(timeout=TIME_LIMIT_S)
+    assert (content["place"], content["number"], content["step"]) == (place, number, steps)
+    assert len(run.lines("step")) == steps
+    assert not (tmp_path / "result").exists()
+    if place == "write":
+        whole, torn = (tmp_path / "a.pt").stat().st_size, (tmp_path / "b.pt").stat().st_size
+        assert 0 < torn < whole
+        assert len(run.lines("written")) == 1
+
+
+def test_ends_after_the_planned_step(tmp_path):
+    run = Run(tmp_path / "5", BEGIN + BODIES["plain"] + END, {"steps": 5})
+    run.finish()
+    assert len(run.lines("step")) == 5
+    assert run.lines("stopped") == [{"event": "stopped", "number": 5}]
+    until = run.lines("step")[3]["weights"]
+    run = Run(tmp_path / "until", BEGIN + BODIES["plain"] + END, {"until": until})
+    run.finish()
+    assert len(run.lines("step")) == 4
+
+
+def test_names_the_lines_that_draw_random_numbers(tmp_path):
+    body = "noise = np.random.rand()\n" + BODIES["plain"] + "\nrandom.shuffle([1, 2])\n"
+    run = Run(tmp_path, BEGIN + body + END, {"draws": True})
+    run.finish()
+    draws = [json.loads(line) for path in run.records.glob("draws-*") for line in path.read_text().splitlines()]
+    source = (tmp_path / "train.py").read_text().splitlines()
+    lines = [(draw["stream"], source[draw["line"] - 1]) for draw in draws]
+    assert ("numpy", "noise = np.random.rand()") in lines
+    assert ("random", "random.shuffle([1, 2])") in lines
+    assert "torch" in dict(lines)
+
+
+def test_a_digest_shows_every_bit_on_any_device():
+    sys.path.insert(0, str(HOOK))
+    try:
+        import resume_digest as digest
+    finally:
+        sys.path.remove(str(HOOK))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64):
+        value = torch.arange(37).remainder(2).to(dtype)
+        flipped = value.clone()
+        flipped.view(torch.uint8)[-1] ^= 1
+        swapped = value.clone()
+        swapped[[0, 1]] = value[[1, 0]]
+        assert digest.tensor(value) == digest.tensor(value.clone()) != digest.tensor(flipped)
+        on_device = [int(digest._on_device(each)) for each in (value, value.clone(), flipped, swapped, value[:-1])]
+        assert on_device[0] == on_device[1]
+        assert len(set(on_device)) == 4
+    signs = torch.ones(8)
+    signs[[1, 3]] = -1
+    assert int(digest._on_device(signs)) != int(digest._on_device(torch.ones(8)))
+    strided = torch.arange(12.0).reshape(3, 4).t()
+    assert digest.tensor(strided) == digest.tensor(strided.contiguous())
+    assert isinstance(digest.resolve([digest.tensor(torch.empty(2, device="meta"))])[0], str)
