@@ -31,6 +31,7 @@ SHARED_CLASS_NAMES = {
     "Model": "the class of each model, found by this name",
     "Settings": "the settings of each engine, found by this name",
     "Format": "the class of each checkpoint format, found by this name",
+    "Finding": "one of harness doctor about the machine, and one of harness verify-resume about a script",
     "LossScaler": "Apex has one in amp and one in fp16_utils",
     "FP16_Optimizer": "Apex had one in optimizers and one in fp16_utils",
 }

@@ -64,8 +64,9 @@ class FakeRecorder:
         self.write("written", path=str(path), how="fake", after=self.steps, bytes=len(text), content=content)
         self.reach("checkpoint", self.saves)
 
-    def stop_if_planned(self) -> None:
-        if self.plan["steps"] == self.steps:
+    def stop_if_planned(self, before: str) -> None:
+        """``before``: the weight before the step."""
+        if self.plan["steps"] == self.steps or self.plan["until"] == {"w": before}:
             self.write("stopped", number=self.steps)
             os._exit(0)
 
@@ -102,9 +103,9 @@ def main() -> int:
         if row % 5 == 0:
             recorder.write("epoch", after=recorder.steps, batches=5)
         recorder.step(row, weight)
-        weight = digest(f"{weight} {row} {time.time_ns() if options.fault == 'chance' else ''}")
+        before, weight = weight, digest(f"{weight} {row} {time.time_ns() if options.fault == 'chance' else ''}")
         row += 1
-        recorder.stop_if_planned()
+        recorder.stop_if_planned(before)
         if options.fault == "hang":
             until(lambda: False)
         if row % options.save_every == 0:

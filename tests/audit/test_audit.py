@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from harness.audit.audit import AuditRequest, audit
+from harness.audit.verdict import COULD_NOT_TELL, EXACT, NOT_EXACT, Verdict
+from harness.errors import ConfigError
+from tests.audit import fake_training
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    shutil.copy(fake_training.__file__, folder)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return folder
+
+
+def run(project: Path, *words: str, **options) -> tuple[Verdict, list[str]]:
+    """Audit fake_training.py; return the verdict and what was printed."""
+    printed: list[str] = []
+    command = [sys.executable, "fake_training.py", *words]
+    options = {"resume": "--resume {latest}", "timeout_s": 60.0, "source": project, **options}
+    return audit(AuditRequest(command, **options), printed.append), printed
+
+
+def names(printed: list[str]) -> list[str]:
+    return [line.partition(":")[0] for line in printed]
+
+
+def test_exact(project, tmp_path):
+    verdict, printed = run(project, "--out", "{out}")
+    assert (verdict.kind, verdict.findings) == (EXACT, ())
+    assert names(printed) == ["undisturbed", "again", "killed", "resumed"]
+    assert "before step 8, 1 step after the checkpoint of step 6" in printed[2]
+    assert "from out/step-6.pt" in printed[3]
+    assert os.listdir(project) == ["fake_training.py"]
+    assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_every_kind_of_kill(project, tmp_path):
+    folder = tmp_path / "kept"
+    verdict, printed = run(project, kills="all", folder=folder)
+    assert verdict.kind == EXACT
+    assert [line.rsplit(" ", 1)[1] for line in printed if line.startswith("resumed")] == [
+        f"work/results/step-{step}.pt" for step in (6, 6, 3, 3)
+    ]
+    assert sorted(path.name for path in (folder / "kept").iterdir()) == sorted(
+        [
+            "undisturbed",
+            "again",
+            *(f"{name}{number}" for name in ("killed", "resumed") for number in ("", "-2", "-3", "-4")),
+        ]
+    )
+
+
+def test_not_exact_after_a_second_look(project):
+    verdict, printed = run(project, "--fault", "forget")
+    assert verdict.kind == NOT_EXACT
+    assert names(printed) == ["undisturbed", "again", "killed", "resumed", "resumed-again"]
+
+
+def test_a_run_that_differs_by_chance_is_not_blamed(project):
+    verdict, printed = run(project, "--fault", "chance")
+    assert (verdict.kind, verdict.findings[0].code) == (COULD_NOT_TELL, "not-deterministic")
+    assert names(printed) == ["undisturbed", "again"]
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "code", "text"),
+    [
+        (["--fault", "fail"], {}, "fails", "exit code 1"),
+        (["--fault", "quiet"], {}, "no-steps", "never imported torch"),
+        (["--fault", "hang"], {"timeout_s": 1.0}, "fails", "made no progress for 1 s"),
+        (["--save-every", "100"], {}, "no-checkpoint", "wrote no checkpoint"),
+        (["--save-every", "12"], {}, "no-checkpoint", "at the very end"),
+        (["--fault", "absolute:/OTHER"], {}, "outside", "/OTHER/step-12.pt, outside the working folder"),
+        ([], {"checkpoints": "*.ckpt"}, "no-checkpoint", "nothing matches --checkpoints *.ckpt"),
+    ],
+)
+def test_could_not_tell(project, tmp_path, words, options, code, text):
+    verdict, _ = run(project, *(word.replace("/OTHER", str(tmp_path)) for word in words), **options)
+    assert (verdict.kind, verdict.exit_code, verdict.findings[0].code) == (COULD_NOT_TELL, 3, code)
+    assert text.replace("/OTHER", str(tmp_path)) in verdict.findings[0].text
+    if "fail" in words:
+        assert "there is no data" in verdict.findings[0].evidence
+
+
+def test_limited_steps(project):
+    verdict, printed = run(project, "--steps", "1000", steps=10)
+    assert verdict.kind == EXACT
+    assert [line.split(" steps")[0] for line in printed] == ["undisturbed: 10", "again: 10", "killed: 7", "resumed: 4"]
+
+
+def test_checkpoints_by_a_pattern(project):
+    _, printed = run(project, "--out", "{out}", checkpoints="{out}/step-3*")
+    assert "from out/step-3.pt" in printed[3]
+
+
+def test_latest_belongs_to_resumed_starts(project):
+    with pytest.raises(ConfigError, match="--resume"):
+        run(project, "--resume", "{latest}")
+
+
+def test_a_folder_in_use_is_refused(project, tmp_path):
+    with pytest.raises(ConfigError, match="not empty"):
+        run(project, folder=tmp_path)
+
+
+def test_an_interrupt_leaves_nothing(project, tmp_path):
+    temporary = tmp_path / "temporary"
+    command = [
+        sys.executable,
+        "-m",
+        "harness",
+        "verify-resume",
+        "--",
+        sys.executable,
+        "fake_training.py",
+        "--fault",
+        "hang",
+    ]
+    environ = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=project, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        fake_training.until(lambda: list(temporary.glob("*/records/undisturbed/rank0-*")))
+        (record,) = temporary.glob("*/records/undisturbed/rank0-*")
+        pid = int(record.stem.split("-")[1])
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.decode().strip()) == (130, "interrupted (SIGINT)")
+    assert os.listdir(temporary) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
