@@ -105,6 +105,8 @@ def differences(undisturbed: Start, resumed: Start) -> set[str]:
         match = steps.index(resumed.steps[0])
         found |= {"scratch"} if match == 0 else set()
         found |= {"length"} if len(resumed.steps) != len(steps) - match else set()
+    elif not resumed.steps and complete:
+        found.add("length")
     if not resumed.steps or resumed.steps != steps[-len(resumed.steps) :]:
         found.add("trace")
     if resumed.values != undisturbed.values:
