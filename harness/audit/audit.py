@@ -47,7 +47,7 @@ class AuditRequest:
 
 
 def audit(request: AuditRequest, say: Callable[[str], None]) -> Verdict:
-    """Start the command as often as needed, and return the verdict; ``say`` prints what happens.
+    """Start the command as often as needed, and return the verdict; ``say`` prints which start begins.
 
     Raises ConfigError if the command cannot be started, or if its working folder cannot be copied.
     """
@@ -103,8 +103,6 @@ class _Audit:
         self._notes = session.copy.described()
 
     def run(self) -> Verdict:
-        for note in self._notes:
-            self._say(note)
         findings: list[Finding] = []
         try:
             for number, kill in enumerate(self._undisturbed(), 1):
@@ -142,7 +140,7 @@ class _Audit:
         """Kill a start, resume it, and return what differs from the undisturbed one."""
         killed, resumed, again = f"{KILLED}{suffix}", f"{RESUMED}{suffix}", f"{RESUMED}-again{suffix}"
         self._session.fresh()
-        done = self._start(killed, replace(self._plan, kill=chosen.kill), chosen.text)
+        done = self._start(killed, replace(self._plan, kill=chosen.kill), f"to kill it {chosen.text}")
         if done.killed is None:
             self._require_success(done)
             raise _CannotTellError("not-killed", f"the start ended before it could be killed {chosen.text}")
@@ -183,10 +181,9 @@ class _Audit:
         self, name: str, plan: AuditPlan, text: str = "", checkpoint: Path | None = None, resumed: bool = False
     ) -> CommandStart:
         plan = replace(plan, records=str(self._session.records(name)))
+        self._say(f"starting '{name}'" + (f", {text}" if text else ""))
         done = self._starts.start(name, plan, checkpoint, resumed)
         self._records[name] = records.read(self._session.records(name))
-        steps = len(self._records[name].steps)
-        self._say(f"{name}: {steps} steps in {done.wall_s:.1f} s" + (f", {text}" if text else ""))
         return done
 
     def _require_success(self, done: CommandStart) -> None:

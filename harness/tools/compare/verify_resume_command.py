@@ -145,9 +145,12 @@ def _run_config(arguments: argparse.Namespace) -> int:
 
 
 def _run_program(arguments: argparse.Namespace) -> int:
-    from harness.audit import text
+    from harness.audit import page
     from harness.audit.audit import AuditRequest, audit
+    from harness.runs.files import require_output, write_atomically
 
+    if arguments.report is not None:
+        require_output(arguments.report, ())
     given = {
         "kills": arguments.kills, "resume": arguments.resume, "checkpoints": arguments.checkpoints,
         "signal": arguments.signal, "timeout_s": arguments.timeout, "detail": arguments.detail,
@@ -161,6 +164,8 @@ def _run_program(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(verdict.as_json(), indent=2))
     else:
-        for line in text.lines(verdict):
+        for line in page.lines(verdict):
             print(line)
+    if arguments.report is not None:
+        write_atomically(arguments.report, page.html(verdict))
     return verdict.exit_code
