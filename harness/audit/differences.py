@@ -130,7 +130,7 @@ def _first_chance(one: Process, other: Process, name: str, ended: bool) -> Findi
         parts = differing(*steps[index])
         streams = moving(one, parts.get("streams", ()), index)
         for part, (what, helps) in _BY_CHANCE.items():
-            if part in parts and (part != "weights" or index == apart):
+            if part in parts and (part == "weights") == (index == apart):
                 place = "before the first step" if part == "weights" and index == 0 else f"at step {index + 1}"
                 if part == "weights" and index:
                     place = f"after step {index}"

@@ -55,7 +55,7 @@ def diagnose(
     steps = passed[0].step + 1, passed[-1].step + 1
     which = f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
     if len({call.step for call in ours[: high + 1]}) < len(ours[: high + 1]):
-        which = f"{len(passed)} micro-batches of {which}"
+        which = f"{plural(len(passed), 'micro-batch')} of {which}"
     what = "trained again" if found < due else "never trained"
     text = f"the rows of {which} ({rows} rows) are {what}: {before}, but reads those of step {place + 1}"
     return Finding("rows", text, (f"{plural(kept, 'batch')} in a row show it",), tuple(range(steps[0], steps[1] + 1)))
