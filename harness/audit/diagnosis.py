@@ -128,6 +128,10 @@ def _of_rank(
         text = "the weights before the first resumed step are those before step 1, though a checkpoint was complete"
         loads = f"it loads {theirs.loaded[-1]}" if theirs.loaded else "it loads no checkpoint"
         result.certain.append(Finding("from-scratch", text, (loads,), (1,)))
+        if theirs.steps[0].state != ours.steps[0].state:
+            names = tuple(theirs.steps[0].weights)
+            text = f"all weights are those before step 1, though the optimizer's state is not: {named(names)}"
+            result.certain = [Finding("weights", text, (loads,), (1,), names)]
         result.apart = 0
         return result
     if match.how != FULL:
@@ -289,11 +293,15 @@ def _fitting(steps: Sequence[Step], rates: Sequence[Any]) -> int | None:
 
 
 def _of_scale(one: Step, other: Step) -> Finding:
-    shown = " instead of ".join(", ".join(map(_number, step.scale)) or "none" for step in (other, one))
-    evidence = (
-        () if other.number == 1 else ("its growth counts steps without overflow, and this count is not restored",)
-    )
-    return Finding("loss-scale", f"the loss scale at step {one.number} is {shown}", evidence, (one.number,))
+    """A scaler has a scale or, if the recorder knows it, also the steps since it last grew."""
+    ours, theirs = ([scale[0] if isinstance(scale, list) else scale for scale in step.scale] for step in (one, other))
+    if ours == theirs:
+        what, ours, theirs = "count of steps since the loss scale grew", list(one.scale), list(other.scale)
+    else:
+        what = "loss scale"
+    shown = " instead of ".join(", ".join(map(_number, values)) or "none" for values in (theirs, ours))
+    evidence = () if other.number == 1 else ("the scaler counts steps without overflow, and lost this count",)
+    return Finding("loss-scale", f"the {what} at step {one.number} is {shown}", evidence, (one.number,))
 
 
 def _of_outputs(
