@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -22,7 +23,8 @@ from tests.audit.scripts.labels import Label
 
 FOLDER = Path(__file__).parent / "scripts"
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tar", ".bin")
-OF_TIME = ("time", "second", "date", "elapsed")  # in names of values that differ between two equal runs
+# In the names of values that differ between two equal runs.
+DIFFERENT = ("time", "second", "date", "elapsed", "pid", "run_name", "previous_run", "args", "resume")
 Kill = tuple[str, int]
 
 
@@ -46,6 +48,8 @@ class Session:
     def __init__(self, label: Label, folder: Path) -> None:
         self.label = label
         self.work, self.out, self.records = folder / "work", folder / "out", folder / "records"
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
 
     def clear(self) -> None:
         for folder in (self.work, self.out):
@@ -53,14 +57,16 @@ class Session:
             folder.mkdir(parents=True)
         shutil.copy(FOLDER / self.label.file, self.work)
 
-    def start(self, resume: bool = False, kill: Kill | None = None, timeout_s: float = 60) -> Start:
+    def start(self, resume: bool = False, kill: Kill | None = None, timeout_s: float = 150) -> Start:
         """Start the script, as after a kill with ``resume``; ``kill`` is ("step" or "write", which one)."""
         shutil.rmtree(self.records, ignore_errors=True)
         self.records.mkdir(parents=True)
         words = [*self.label.python, *(self.label.resume if resume else ())]
         latest = max(self.files(), key=lambda path: path.stat().st_mtime_ns, default=None)
         words = [word.format(out=self.out, latest=latest) for word in words]
-        process, receiver = ranks.start(_run, (words, str(self.work), str(self.records), kill))
+        process, receiver = ranks.start(
+            _run, (words, str(self.work), str(self.records), kill), {"TMPDIR": str(self.temporary)}
+        )
         process.join(timeout_s)
         if process.exitcode is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -73,8 +79,8 @@ class Session:
                 start.steps.append(value)
             else:
                 start.saves.append(int(value))
-        for path in self.files():
-            name = str(path.relative_to(self.work.parent))
+        for path in sorted(self.files()):
+            name = re.sub(r"\d{15,}", "TIME", str(path.relative_to(self.work.parent)))
             with suppress(Exception):  # a torn file
                 _flatten(name, torch.load(path, weights_only=False), start.values)
             start.values.setdefault(name, None)
@@ -127,7 +133,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _flatten(name: str, value: Any, into: dict[str, Any]) -> None:
-    if any(word in name.rpartition(".")[2].lower() for word in OF_TIME):
+    if any(word in name.rpartition(".")[2].lower() for word in DIFFERENT):
         return
     if isinstance(value, dict):
         for key, item in value.items():

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.audit.planted import FOLDER, Session, differences, different_values, kill_step
-from tests.audit.scripts.labels import EXACT, NOT_EXACT, SCRIPTS, Label
+from tests.audit.scripts.labels import COULD_NOT_TELL, EXACT, NOT_EXACT, SCRIPTS, Label
 
 # What a fault of each class shows to ``differences``; any of them does.
 SHOWN_BY = {
@@ -21,11 +26,15 @@ SHOWN_BY = {
 
 
 def labels(verdict: str) -> list:
-    return [
-        pytest.param(label, id=label.name, marks=[pytest.mark.slow] if label.ranks else [])
-        for label in SCRIPTS
-        if label.verdict == verdict
-    ]
+    """Those with the verdict. All are slow but a few: the first of each class, the first four exact ones."""
+    found, seen = [], Counter()
+    for label in SCRIPTS:
+        if label.verdict == verdict:
+            kind = label.classes[0] if label.classes else ""
+            quick = seen[kind] < (1 if kind else 4) and not label.ranks
+            seen[kind] += 1
+            found.append(pytest.param(label, id=label.name, marks=[] if quick else [pytest.mark.slow]))
+    return found
 
 
 def explain(session: Session, undisturbed, resumed) -> str:
@@ -71,6 +80,42 @@ def test_faulty(label: Label, tmp_path: Path):
             assert not {"scratch", "failed"} & found, why
         if planted == "counter":
             assert "trace" not in found, why
+
+
+@pytest.mark.parametrize("label", labels(COULD_NOT_TELL))
+def test_unclear(label: Label, tmp_path: Path):
+    session = Session(label, tmp_path)
+    starts = []
+    for _ in range(2):
+        session.clear()
+        starts.append(session.start())
+        assert starts[-1].code == 0, starts[-1].output
+    one, other = starts
+    if label.name == "unclear_set_order":
+        assert one.steps == other.steps  # see the next test
+    elif label.fault == "not deterministic":
+        assert one.steps != other.steps
+        assert len(set(one.saves)) > 2
+    elif label.fault == "no checkpoint":
+        assert one.saves == [len(one.steps)]
+    else:
+        assert len(one.saves) > 2
+        assert {name.split(".pt")[0] for name in one.values} == {"out/final"}
+    if label.fault != "not deterministic":
+        assert one.steps == other.steps
+
+
+@pytest.mark.slow
+def test_hash_seed_decides(tmp_path: Path):
+    """Processes that are forked have the same hash seed."""
+    results = []
+    for seed in "123":
+        (tmp_path / seed).mkdir()
+        environ = {**os.environ, "PYTHONHASHSEED": seed}
+        words = [sys.executable, str(FOLDER / "unclear_set_order.py"), "--output", "."]
+        subprocess.run(words, cwd=tmp_path / seed, env=environ, check=True, timeout=200)
+        results.append(str(torch.load(tmp_path / seed / "final.pt")["0.weight"].tolist()))
+    assert len(set(results)) > 1
 
 
 def test_every_script_has_one_label():
