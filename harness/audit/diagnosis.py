@@ -61,8 +61,8 @@ def compare(undisturbed: StartRecord, again: StartRecord, killed: StartRecord, r
     found += _first(results)
     if all(finding.code != "from-scratch" for finding in found):
         apart = min(result.apart for result in results)
-        found += saved_faults.in_checkpoints(undisturbed, again, resumed, offset, apart - 1)
         found += _some(endings.length(undisturbed, resumed, offset, _explained(found)))
+        found += saved_faults.in_checkpoints(undisturbed, again, resumed, offset, apart - 1)
     found += _some(endings.exit_code(undisturbed, resumed))
     found = list({finding.code: finding for finding in reversed(found)}.values())[::-1]
     found = found or _some(endings.failure(undisturbed, resumed, offset))
@@ -139,6 +139,8 @@ def _of_rank(
         result.apart = 0
     for index, (one, other) in enumerate(zip(ours.steps[match.offset :], theirs.steps, strict=False)):
         parts = differing(one, other, known)
+        if index == 0 and "gradients" not in parts and _ends_equally(one, other):
+            parts = {part: names for part, names in parts.items() if part not in ("inputs", "outputs")}
         harmful = parts.keys() - _HARMLESS
         if match.how == FULL and not harmful:
             _add_harmless(result, parts, one, other)
@@ -155,6 +157,13 @@ def _of_rank(
     if beside and not any(finding.code == "buffers" for finding in (*result.certain, *result.harmless)):
         result.harmless.append(beside)
     return result
+
+
+def _ends_equally(one: Step, other: Step) -> bool:
+    """Return True if the last calls before two steps are equal. Before them, the undisturbed start may have calls that
+    the step before made at its end, such as those of a closure, and the resumed one a call that is no training."""
+    count = min(len(one.calls), len(other.calls))
+    return count > 0 and one.calls[-count:] == other.calls[-count:]
 
 
 def _is_scratch(ours: Process, theirs: Process, match: StepMatch) -> bool:

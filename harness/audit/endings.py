@@ -18,17 +18,14 @@ _SHOWN = 5  # lines of output
 def complete(killed: StartRecord, undisturbed: StartRecord) -> list[Checkpoint]:
     """Return the checkpoints after training began of which the killed start wrote all files, under their last names."""
     wanted = {checkpoint.after: checkpoint.files for checkpoint in undisturbed.checkpoints}
-    return [
-        checkpoint
-        for checkpoint in killed.checkpoints
-        if checkpoint.after
-        and (
-            wanted.get(checkpoint.after, {}).keys() <= checkpoint.files.keys()
-            or not wanted[checkpoint.after].keys() & checkpoint.files.keys()
-            and len(wanted[checkpoint.after]) == len(checkpoint.files)
-            and (killed.killed or {}).get("place") != "rename"
-        )
-    ]
+
+    def is_complete(checkpoint: Checkpoint) -> bool:
+        due = wanted.get(checkpoint.after, {})
+        if due.keys() & checkpoint.files.keys() or (killed.killed or {}).get("place") == "rename":
+            return due.keys() <= checkpoint.files.keys()
+        return len(due) <= len(checkpoint.files)  # names that differ by chance, such as those with the time
+
+    return [checkpoint for checkpoint in killed.checkpoints if checkpoint.after and is_complete(checkpoint)]
 
 
 def failed(start: StartRecord) -> bool:
@@ -74,7 +71,7 @@ def failure(undisturbed: StartRecord, resumed: StartRecord, offset: int) -> Find
 def torn(
     killed: StartRecord, undisturbed: StartRecord, resumed: StartRecord, found: Sequence[Finding]
 ) -> Finding | None:
-    """Return a finding if an incomplete checkpoint is the cause of ``found``: it was loaded, or it breaks the resume."""
+    """Return a finding if an incomplete checkpoint is the cause of ``found``: it was loaded, or breaks the resume."""
     place = killed.killed or {}
     whole = complete(killed, undisturbed)
     parts = [path for each in killed.checkpoints if each.after and each not in whole for path in each.files]

@@ -35,20 +35,18 @@ def in_checkpoints(
             continue
         by_chance = _chance(ours[after], same.get(after))
         for one, other in _pairs(ours[after], theirs):
-            if one != other and (one or other) not in by_chance:
-                text = f"{_short(other)} instead of {_short(one)}"
-                counters.setdefault(f"the file {_short(one or other)}", (after, text))
-            first, second = ours[after].files.get(one or ""), theirs.files.get(other or "")
-            if first is None or second is None:
-                continue
+            if one != other and one not in by_chance:
+                text = f"{os.path.basename(other)} instead of {os.path.basename(one)}"
+                counters.setdefault(f"the file {os.path.basename(one)}", (after, text))
+            first, second = ours[after].files[one], theirs.files[other]
             for name in unequal(first, second):
-                kind = _kind(one or "", name, first.get(name), second.get(name))
+                kind = _kind(one, name, first.get(name), second.get(name))
                 if kind is None or f"{one}:{name}" in by_chance:
                     continue
                 text = f"{_shown(second.get(name))} instead of {_shown(first.get(name))}"
                 (counters if kind == "counter" else tensors).setdefault(name, (after, text))
-    yield from _findings("counter", counters, "training is equal, but counters of the script are not")
     yield from _findings("buffers", tensors, "training is equal, but tensors in the checkpoint are not")
+    yield from _findings("counter", counters, "training is equal, but counters of the script are not")
 
 
 def _findings(code: str, found: dict[str, tuple[int, str]], what: str) -> Iterator[Finding]:
@@ -64,20 +62,19 @@ def _chance(one: Checkpoint, other: Checkpoint | None) -> set[str]:
     """The files, and "file:name" of values, that differ between two undisturbed starts."""
     found: set[str] = set()
     for ours, theirs in _pairs(one, other) if other else ():
-        first, second = one.files.get(ours or "", {}), other.files.get(theirs or "", {}) if other else {}
-        found |= {f"{ours}:{name}" for name in unequal(first, second)}
-        if ours != theirs:
-            found |= {path for path in (ours, theirs) if path}
+        first, second = one.files[ours], other.files[theirs] if other else {}
+        found |= {f"{ours}:{name}" for name in unequal(first, second)} | ({ours} if ours != theirs else set())
     return found
 
 
-def _pairs(one: Checkpoint, other: Checkpoint) -> Iterator[tuple[str | None, str | None]]:
-    """Pair files by their paths, and what is left in the order in which it was written."""
+def _pairs(one: Checkpoint, other: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Pair files by their paths, and others in the order in which they were written. A file that only one start wrote
+    is no evidence: the last step of one may be in the middle of the other."""
     yield from ((path, path) for path in one.files if path in other.files)
     ours = [path for path in one.files if path not in other.files]
     theirs = [path for path in other.files if path not in one.files]
-    longest = max(len(ours), len(theirs))
-    yield from zip([*ours, *[None] * (longest - len(ours))], [*theirs, *[None] * (longest - len(theirs))], strict=True)
+    if len(ours) == len(theirs):
+        yield from zip(ours, theirs, strict=True)
 
 
 def _kind(path: str, name: str, one: Any, other: Any) -> str | None:
@@ -96,10 +93,6 @@ def _kind(path: str, name: str, one: Any, other: Any) -> str | None:
 def _is_clock(value: Any) -> bool:
     """Return True for seconds since 1970."""
     return isinstance(value, float) and 1e9 < value < 4e9
-
-
-def _short(path: str | None) -> str:
-    return os.path.basename(path) if path else "none"
 
 
 def _shown(value: Any) -> str:

@@ -432,6 +432,23 @@ def test_what_differs_by_chance_is_no_evidence(tmp_path: Path):
     assert codes(starts, tmp_path) == []
 
 
+def test_calls_before_the_checkpoint_are_no_evidence(tmp_path: Path):
+    """A closure is called again at the end of a step, which is before the next step and before the checkpoint."""
+    starts = Starts(Training(micro_batches=3))
+    starts.steps("resumed")[0]["calls"][:2] = []
+    assert codes(starts, tmp_path) == []
+    starts.steps("resumed")[0]["gradients"] = {"net0.weight": "of the last micro-batch"}
+    assert codes(starts, tmp_path / "lost") == ["rows"]
+
+
+def test_files_that_one_start_writes_are_no_evidence(tmp_path: Path):
+    starts = Starts(Training(save_name="out/step-N.pt"))
+    starts.resumed[0] += [
+        {**event, "path": "out/best.pt"} for event in starts.resumed[0] if event["event"] == "written"
+    ]
+    assert codes(starts, tmp_path) == []
+
+
 def test_evaluations_are_no_training(tmp_path: Path):
     starts = Starts(Training())
     starts.from_step(13, lambda step: step.update(eval="another one"))
