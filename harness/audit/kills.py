@@ -124,20 +124,15 @@ def _end_of_epoch(shape: RunShape) -> ChosenKill | None:
 
 
 def _torn(shape: RunShape, after: int | None = None) -> ChosenKill | None:
-    """While a checkpoint is written that is not the first one, preferably a new file."""
+    """While a checkpoint is written that is neither the first nor, if possible, the last one."""
     later = sorted(shape.checkpoints)[1:]
     if after is None and later:
-        after = shape.middle_first(later, lambda after: _is_new(shape, after))[0]
+        after = shape.middle_first(later[:-1] or later)[0]
     if after is None:
         return None
     largest = max(shape.checkpoints[after], key=lambda file: file.size)
     text = f"while the checkpoint of step {after} was being written ({largest.path.name})"
     return ChosenKill(PlannedKill("write", largest.write), after, text)
-
-
-def _is_new(shape: RunShape, after: int) -> bool:
-    before = {file.path for other, files in shape.checkpoints.items() if other < after for file in files}
-    return not before & {file.path for file in shape.checkpoints[after]}
 
 
 def _at_random(shape: RunShape, number: int, chance: random.Random) -> list[ChosenKill]:

@@ -22,6 +22,7 @@ class SavedFile:
     path: its name after all renames
     after: optimizer steps before it
     number, write: its place, from 1, among the files that this process completed, and among those it began
+    is_moved: it was renamed before the next step, as a file that is written under a temporary name
     """
 
     path: Path
@@ -29,6 +30,7 @@ class SavedFile:
     number: int
     write: int
     size: int
+    is_moved: bool = False
 
     def within(self, folders: Iterable[Path]) -> bool:
         return any(self.path.is_relative_to(folder) for folder in folders)
@@ -44,9 +46,12 @@ class SavedFiles:
         """Those that were not replaced."""
         self.torn: dict[Path, int] = {}
         """{path: place among the files that were begun} of those that are not complete"""
+        self._before_step = 0  # files that were completed before the newest step
         begun = 0
         for event in events:
-            if event["event"] == "write":
+            if event["event"] == "step":
+                self._before_step = len(self.all)
+            elif event["event"] == "write":
                 begun += 1
                 path = Path(event["path"])
                 self.present.pop(path, None)
@@ -70,7 +75,8 @@ class SavedFiles:
                 if path not in moved and not path.is_relative_to(target)
             }
         for path, file in moved.items():
-            new = replace(file, path=target / path.relative_to(source))
+            is_moved = file.is_moved or file.number > self._before_step
+            new = replace(file, path=target / path.relative_to(source), is_moved=is_moved)
             self.present[new.path] = self.all[file.number - 1] = new
 
 
@@ -81,11 +87,11 @@ def latest(
     whose files were all written at one moment.
 
     ``killed`` and ``undisturbed``: events by rank. A moment is complete if rank 0 wrote as many files as in the
-    undisturbed run. ``torn``: if there is no complete one, return the newest that was begun.
+    undisturbed run, and gave them their final names. ``torn``: if there is no complete one, return the newest that was
+    begun.
     """
-    files = SavedFiles(killed.get(0, ()))
-    wanted = Counter(file.after for file in SavedFiles(undisturbed.get(0, ())).all)
-    got = Counter(file.after for file in files.all)
+    files, wanted = SavedFiles(killed.get(0, ())), _moments(SavedFiles(undisturbed.get(0, ())))
+    got = _moments(files)
     complete = [
         file
         for file in files.present.values()
@@ -96,6 +102,11 @@ def latest(
         return begun[-1] if begun else None
     everything = [file for rank in (*killed.values(), *undisturbed.values()) for file in SavedFiles(rank).all]
     return _with_its_folder(max(complete, key=lambda file: file.number), everything, folders)
+
+
+def _moments(files: SavedFiles) -> Counter[int]:
+    """Return {after: files of a moment and their renames}."""
+    return Counter(file.after for file in files.all) + Counter(file.after for file in files.all if file.is_moved)
 
 
 def _with_its_folder(newest: SavedFile, everything: Sequence[SavedFile], folders: Sequence[Path]) -> Path:

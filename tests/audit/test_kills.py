@@ -90,10 +90,9 @@ def test_all_without_a_second_epoch_or_checkpoint():
     assert [kill.kill.place for kill in found] == ["checkpoint", "step"]
 
 
-def test_a_new_file_is_torn_rather_than_one_that_is_overwritten():
-    made = shape(20, {5: ["last"], 10: ["last"], 15: ["last", "15.pt"], 18: ["18.pt"]})
-    torn = kills.choose(made, kills.ALL, 0)[-1]
-    assert torn.kill == PlannedKill("write", 5)
+def test_the_last_file_is_torn_only_if_there_is_no_other():
+    assert kills.choose(shape(20, [5, 15, 20]), kills.ALL, 0)[-1].kill == PlannedKill("write", 2)
+    assert kills.choose(shape(20, [10, 20]), kills.ALL, 0)[-1].kill == PlannedKill("write", 2)
 
 
 @pytest.mark.parametrize("number", [1, 5, 8, 1000])

@@ -14,7 +14,7 @@ class Saves:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.events: list[dict] = [{"event": "step"}]
+        self.events: list[dict] = []
 
     def write(self, name: str, *, is_complete: int | None = None) -> Saves:
         """``is_complete``: after so many steps; None: the file is torn."""
@@ -27,6 +27,7 @@ class Saves:
         return self
 
     def save(self, after: int, *names: str) -> Saves:
+        self.events.append({"event": "step"})
         for name in names:
             self.write(name, is_complete=after)
         return self
@@ -102,6 +103,18 @@ def test_a_file_that_is_overwritten_is_torn(out):
     saves = Saves(out).save(5, "last.pt").write("last.pt")
     assert newest(out, saves, undisturbed) is None
     assert newest(out, saves, undisturbed, torn=True) == "last.pt"
+
+
+def test_a_file_under_its_temporary_name_is_left_out(out):
+    undisturbed = Saves(out).save(5, "tmp").rename("tmp", "5.pt").save(10, "tmp").rename("tmp", "10.pt")
+    assert newest(out, Saves(out).save(5, "tmp").rename("tmp", "5.pt").save(10, "tmp"), undisturbed) == "5.pt"
+
+
+def test_a_file_that_is_kept_under_another_name_later_is_complete(out):
+    undisturbed = Saves(out).save(5, "last").save(10).rename("last", "previous").save(10, "last")
+    saves = Saves(out).save(5, "last")
+    (out / "previous").unlink()
+    assert newest(out, saves, undisturbed) == "last"
 
 
 def test_removed_files_are_left_out(out):
