@@ -16,8 +16,8 @@ from harness.audit.kills import ChosenKill, RunShape
 from harness.audit.plan import AuditPlan, Detail, HowKilled
 from harness.audit.records import StartRecord
 from harness.audit.starts import LATEST, CommandStart, CommandStarts
-from harness.audit.verdict import Finding, Verdict, conclude
-from harness.errors import ConfigError, reason, remedy
+from harness.audit.verdict import UNDECIDED, Finding, Verdict, conclude
+from harness.errors import ConfigError, plural, reason, remedy
 
 UNDISTURBED, AGAIN, KILLED, RESUMED = "undisturbed", "again", "killed", "resumed"
 _TIMES_LONGER = 10  # a start may take, on top of the timeout, than the undisturbed one
@@ -91,6 +91,14 @@ class _CannotTellError(Exception):
         self.finding = Finding(code, text, tuple(evidence))
 
 
+@contextmanager
+def _adding_reason(findings: list[Finding]) -> Iterator[None]:
+    try:
+        yield
+    except _CannotTellError as reached:
+        findings.append(reached.finding)
+
+
 class _Audit:
     def __init__(self, request: AuditRequest, session: Session, say: Callable[[str], None]) -> None:
         self._request, self._session, self._say = request, session, say
@@ -104,15 +112,32 @@ class _Audit:
 
     def run(self) -> Verdict:
         findings: list[Finding] = []
-        try:
-            for number, kill in enumerate(self._undisturbed(), 1):
+        chosen: list[ChosenKill] = []
+        with _adding_reason(findings):
+            chosen = self._undisturbed()
+        for number, kill in enumerate(chosen, 1):
+            with _adding_reason(findings):
                 findings += self._killed(kill, "" if number == 1 else f"-{number}")
-        except _CannotTellError as reached:
-            findings.append(reached.finding)
+        findings = self._merged(findings)
         if changed := self._session.copy.changed_links():
             text = f"the command changed {changed[0]}, which is linked and not copied, since it looked like data"
             findings = [Finding("outside", text)]
         return conclude(findings, diagnosis.summaries(list(self._records.values())), self._notes)
+
+    def _merged(self, findings: list[Finding]) -> list[Finding]:
+        """Return one finding for each code. What one kill shows counts, even if another one cannot tell."""
+        by_code: dict[str, list[Finding]] = {}
+        for finding in findings:
+            by_code.setdefault(finding.code, []).append(finding)
+        faults = {code: found for code, found in by_code.items() if code not in UNDECIDED}
+        if faults:
+            self._notes += [f"another kill tells nothing: {each.text}" for each in findings if each.code in UNDECIDED]
+        return [
+            replace(one, evidence=(*one.evidence, f"the same fault after {plural(len(others), 'more kill')}"))
+            if others
+            else one
+            for one, *others in (faults or by_code).values()
+        ]
 
     def _undisturbed(self) -> list[ChosenKill]:
         """Start the command twice without a kill, and return the kills to test."""
@@ -145,7 +170,7 @@ class _Audit:
             self._require_success(done)
             raise _CannotTellError("not-killed", f"the start ended before it could be killed {chosen.text}")
         differences = self._resumed(resumed, killed, chosen)
-        if differences:
+        if any(finding.code not in UNDECIDED for finding in differences):
             self._resumed(again, killed, chosen)
             if diagnosis.deterministic(self._records[resumed], self._records[again]):
                 raise _CannotTellError("resumes-differ", f"two starts after the kill {chosen.text} differ")

@@ -71,6 +71,16 @@ def test_not_exact_after_a_second_look(project):
     assert names(printed) == ["undisturbed", "again", "killed", "resumed", "resumed-again"]
 
 
+def test_kills_that_show_the_same_or_nothing(project):
+    verdict, printed = run(project, "--fault", "forget", kills="all")
+    (finding,) = verdict.findings
+    assert verdict.kind == NOT_EXACT
+    assert finding.evidence[-1] == "the same fault after 3 more kills"
+    verdict, _ = run(project, "--fault", "forget", kills="all", checkpoints="results/step-6.pt")
+    assert verdict.kind == NOT_EXACT
+    assert verdict.notes[-1].startswith("another kill tells nothing: after the kill at the end of an epoch")
+
+
 def test_a_run_that_differs_by_chance_is_not_blamed(project):
     verdict, printed = run(project, "--fault", "chance")
     assert (verdict.kind, verdict.findings[0].code) == (COULD_NOT_TELL, "not-deterministic")
