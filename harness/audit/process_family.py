@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -28,12 +27,11 @@ class ProcessFamily:
     """The launcher, its descendants, and every process whose environment names the ``plan`` of this start. Never this
     process.
 
-    ``others``: the children of this process before the start. On Linux its further children are members, too: it
-    adopts orphans.
+    A process without that environment that outlives its parent is a member if ``alive`` has seen it before.
     """
 
-    def __init__(self, launcher: int, plan: str, others: Collection[int]) -> None:
-        self._plan, self._others = os.fsencode(f"={plan}\0"), others
+    def __init__(self, launcher: int, plan: str) -> None:
+        self._plan = os.fsencode(f"={plan}\0")
         self._known = {FamilyMember(launcher, process.started)} if (process := _process(launcher)) else set()
 
     def alive(self) -> set[FamilyMember]:
@@ -46,8 +44,6 @@ class ProcessFamily:
             children[process.parent].append(pid)
         left = [pid for pid, process in table.items() if FamilyMember(pid, process.started) in self._known]
         left += [pid for pid in table if self._plan in _environment(pid)]
-        if _HAS_PROC:
-            left += set(children[os.getpid()]) - set(self._others)
         found: set[int] = set()
         while left:
             pid = left.pop()

@@ -25,7 +25,8 @@ HOOK = Path(__file__).with_name("hook")
 OUT, LATEST, RESUME = "{out}", "{latest}", "{resume}"
 TERM_GRACE_S = 60.0  # from SIGTERM to SIGKILL
 _STRAYS_S = 10.0  # for what the launcher leaves behind, without new records
-_LOOK_S, _POLL_S = 0.5, 0.02  # between looks at all processes and records; at the launcher and the mark
+_LOOK_S, _POLL_S = 0.1, 0.02  # between looks at all processes and records; at the launcher and the mark
+_LOOK_SHARE = 20  # between looks, times what one takes
 _TAIL_LINES = 15
 
 
@@ -114,7 +115,6 @@ class CommandStarts:
         output = self._session.kept(name) / "output.txt"
         path = plan.write(self._session.folder / "records" / f"{name}.plan.json")
         command, began = self.words(latest, resumed), time.monotonic()
-        others = processes.adopt_orphans()
         with open(output, "wb") as file:
             try:
                 launcher = subprocess.Popen(
@@ -126,7 +126,7 @@ class CommandStarts:
                     f"the command cannot be started: {reason(error)}", where=command[0],
                     hint="type it after -- as in a shell, such as -- python train.py",
                 ) from None  # fmt: skip
-        with _Watch(launcher, ProcessFamily(launcher.pid, str(path), others), records, plan.signal) as watch:
+        with _Watch(launcher, ProcessFamily(launcher.pid, str(path)), records, plan.signal) as watch:
             late = watch.wait(self._timeout_s, self.limit_s, self._grace_s)
         done = CommandStart(
             name, command, watch.code, time.monotonic() - began, watch.mark(), str(output), self._session.written(),
@@ -164,18 +164,18 @@ class _Watch:
 
     def wait(self, timeout_s: float, limit_s: float, grace_s: float) -> str:
         """Wait for the kill or the end of all processes, and set ``code``. Returns why they are ended before, if so."""
-        began = progress = looked = time.monotonic()
+        began = progress = look = time.monotonic()
         size = 0
         while self.mark() is None:
             code, now = self._launcher.poll(), time.monotonic()
             if self.code is None and code is not None:
-                self.code, progress, looked = code, now, 0.0
-            if now - looked > _LOOK_S:
-                looked = now
+                self.code, progress, look = code, now, now
+            if now >= look:
                 if size != (size := self._size()):
                     progress = now
                 if not self._family.alive() and code is not None:
                     return ""
+                look = now + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - now))
             quiet_s = now - progress
             if code is not None and quiet_s > _STRAYS_S:  # a service, or a loader process that was forgotten
                 return ""

@@ -15,16 +15,15 @@ from harness.audit.folders import Session
 from harness.audit.plan import AuditPlan, PlannedKill
 from harness.audit.process_family import FamilyMember, ProcessFamily
 from harness.audit.starts import CommandStarts
-from harness.distributed import processes
 from harness.errors import ConfigError
 from tests.audit import fake_training
 
-# Starts a process in a session of its own, one without the environment of the start, and waits in the recorder.
+# Starts processes in sessions of their own, with --out one without the environment of the start, and trains.
 WITH_CHILDREN = """
 import fake_training, pathlib, subprocess, sys, os
 wait = [sys.executable, "-c", "import time; time.sleep(60)"]
 own = subprocess.Popen(wait, start_new_session=True)
-bare = subprocess.Popen(wait, start_new_session=True, env={})
+bare = subprocess.Popen(wait, start_new_session=True, env={} if "--out" in sys.argv else None)
 start = f"import subprocess; print(subprocess.Popen({wait}, start_new_session=True, stdout=-3, stderr=-3).pid)"
 orphan = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True)
 pathlib.Path("pids").write_text(f"{own.pid} {bare.pid} {orphan.stdout} {os.getpid()}")
@@ -184,11 +183,10 @@ def test_an_interrupt_leaves_nothing_running(session, monkeypatch):
 
 
 def test_a_process_with_a_number_used_again_is_spared():
-    others = processes.adopt_orphans()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
         process_family._send(signal.SIGKILL, FamilyMember(child.pid, "0"))
         assert child.poll() is None
-        assert ProcessFamily(child.pid, "/no/plan", others).kill() == set()
+        assert ProcessFamily(child.pid, "/no/plan").kill() == set()
         assert child.wait(10) == -signal.SIGKILL
 
 
