@@ -132,6 +132,7 @@ def _of_rank(
             names = tuple(theirs.steps[0].weights)
             text = f"all weights are those before step 1, though the optimizer's state is not: {named(names)}"
             result.certain = [Finding("weights", text, (loads,), (1,), names)]
+            result.match = StepMatch(loaded or 0, PART, names)
         result.apart = 0
         return result
     if match.how != FULL:

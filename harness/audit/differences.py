@@ -152,8 +152,8 @@ _BY_CHANCE = {
     "outputs": ("the outputs of the model", _OPERATIONS),
     "groups": ("the learning rate or another setting of the optimizer", "does it depend on the clock?"),
     "scale": ("the loss scale", _OPERATIONS),
-    "gradients": ("the gradients, while outputs agree", f"an operation of the backward pass, or the exchange between "
-                  f"ranks; {_OPERATIONS}"),
+    "gradients": ("the gradients, while outputs agree", f"an operation of the backward pass, the exchange between "
+                  f"ranks, or what the script adds to gradients; {_OPERATIONS}"),
     "weights": ("the weights", "make the model after the seed is set; fused or foreach updates may differ, too"),
 }  # fmt: skip
 

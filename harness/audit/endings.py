@@ -86,7 +86,7 @@ def torn(
     mentioned = [path for path in broken if os.path.basename(path) in printed]
     if not loaded and not mentioned:
         return None
-    path = (loaded or mentioned)[0]
+    path = min(loaded or mentioned, key=lambda path: path not in killed.torn)
     name = os.path.basename(path) if path not in folders else f"the folder {os.path.basename(path)}"
     lost = [each.after for each in whole if path in each.files]
     older = [each.after for each in whole if path not in each.files]

@@ -6,6 +6,7 @@ The hook (``harness/audit/hook``) writes a file per process, a JSON object a lin
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 Digests = dict[str, str]
+_COLORS, _WIDTH = re.compile(r"\x1b\[[0-9;]*m"), 240  # of lines of output
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ class StartRecord:
         with open(self.output, "rb") as file:
             file.seek(max(0, self.output.stat().st_size - 20_000))
             text = file.read().decode("utf-8", "replace")
-        return [line for line in text.splitlines() if line.strip()][-count:]
+        lines = [_COLORS.sub("", line) for line in text.splitlines()]
+        return [line[:_WIDTH] for line in lines if line.strip()][-count:]
 
 
 def read(folder: Path) -> StartRecord:

@@ -336,6 +336,15 @@ def test_from_scratch(loads, tmp_path: Path):
     assert finding.code == "from-scratch"
 
 
+def test_no_weights_fit_into_the_model(tmp_path: Path):
+    """Names with another prefix and strict=False: the optimizer's state is that of the checkpoint."""
+    starts = Starts(Training())
+    starts.apart(14)
+    starts.steps("resumed")[0]["weights"] = {name: f"{name} 0" for name in NAMES}
+    finding = only(starts, tmp_path)
+    assert (finding.code, sorted(finding.names)) == ("weights", NAMES)
+
+
 def test_weights_of_no_step(tmp_path: Path):
     starts = Starts(Training())
     starts.apart(13)
@@ -504,6 +513,15 @@ def test_exit_code_0_after_a_printed_traceback(tmp_path: Path):
     finding = only(starts, tmp_path)
     assert finding.code == "exit-code"
     assert "KeyError" in finding.text
+
+
+def test_long_and_colored_output_is_shortened(tmp_path: Path):
+    starts = Starts(Training())
+    starts.resumed, starts.codes["resumed"] = [starts.resumed[0][:2]], 1
+    starts.output["resumed"] = f"\x1b[1mKeyError{'!' * 999}\x1b[0m\n"
+    (line,) = only(starts, tmp_path).evidence
+    assert line.startswith("KeyError!")
+    assert len(line) < 300
 
 
 def test_no_steps_without_a_reason(tmp_path: Path):
