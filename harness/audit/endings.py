@@ -12,6 +12,7 @@ from harness.errors import plural
 
 _TRACEBACK = "Traceback (most recent call last)"
 _FAILURE = re.compile(r"error|exception|traceback|fail|cannot|could not|corrupt|abort|stopped|refus|invalid", re.I)
+_LINE_OF_CODE = re.compile(r'File "(.+)", line (\d+)')
 _SHOWN = 5  # lines of output
 
 
@@ -41,7 +42,7 @@ def length(undisturbed: StartRecord, resumed: StartRecord, offset: int, explaine
     due, done = len(undisturbed.steps), offset + len(resumed.steps)
     if extra < 0 and (reason := _failure(undisturbed, resumed)):
         text = f"exit code 0 after step {done} of {due}, though it failed: {reason}"
-        return Finding("exit-code", text, tuple(resumed.last_lines(_SHOWN)), (done,))
+        return Finding("exit-code", text, tuple(resumed.last_lines(_SHOWN)), (done,), place=_place(resumed))
     text = f"training ends after step {done}, the undisturbed start's after step {due}"
     evidence = (f"it goes on from step {offset} and takes {plural(len(resumed.steps), 'step')}, not {due - offset}",)
     return Finding("length", text, evidence, (done, due))
@@ -52,7 +53,8 @@ def exit_code(undisturbed: StartRecord, resumed: StartRecord) -> Finding | None:
     exceptions = [process for process in resumed.processes if process.exception]
     if resumed.code == 0 and exceptions and not any(process.exception for process in undisturbed.processes):
         text = f"exit code 0, though rank {exceptions[0].rank} failed: {exceptions[0].exception}"
-        return Finding("exit-code", text, ranks=tuple(process.rank for process in exceptions))
+        ranks = tuple(process.rank for process in exceptions)
+        return Finding("exit-code", text, ranks=ranks, place=_place(resumed))
     return None
 
 
@@ -63,9 +65,10 @@ def failure(undisturbed: StartRecord, resumed: StartRecord, offset: int) -> Find
     done, lines = len(resumed.steps), tuple(resumed.last_lines(_SHOWN))
     how = resumed.late or f"exit code {resumed.code}"
     if done and offset + done >= len(undisturbed.steps) and not undisturbed.code:
-        return Finding("exit-code", f"all steps are trained, but it fails at the end: {how}", lines)
+        text = f"all steps are trained, but it fails at the end: {how}"
+        return Finding("exit-code", text, lines, place=_place(resumed))
     where = f"after step {offset + done}" if done else "before its first step"
-    return Finding("other", f"the resumed start fails {where}: {how}", lines)
+    return Finding("other", f"the resumed start fails {where}: {how}", lines, place=_place(resumed))
 
 
 def torn(
@@ -112,3 +115,10 @@ def _failure(undisturbed: StartRecord, resumed: StartRecord) -> str:
     if any(_TRACEBACK in line for line in lines) and not any(_TRACEBACK in line for line in usual):
         return lines[-1].strip()
     return next((line.strip() for line in reversed(lines) if _FAILURE.search(line) and line not in usual), "")
+
+
+def _place(start: StartRecord) -> str:
+    """Return the last line of the script in a traceback that the start printed, as file:line."""
+    found = [match for line in start.last_lines(60) if (match := _LINE_OF_CODE.search(line))]
+    own = [match for match in found if not re.search(r"/(site|dist)-packages/|/lib/python3|<", match[1])]
+    return f"{os.path.basename(own[-1][1])}:{own[-1][2]}" if own else ""

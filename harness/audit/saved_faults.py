@@ -18,6 +18,17 @@ _OF_CLOCKS = {
 }  # fmt: skip
 _OF_STREAMS = {"rng", "random", "generator", "generators", "seed", "states"}
 _OF_SETTINGS = {"args", "config", "cfg", "hparams", "hyper", "options", "opts", "start", "resume", "resumed"}
+_OF_LOGS = {
+    "history",
+    "losses",
+    "loss",
+    "metrics",
+    "log",
+    "logs",
+    "curve",
+    "scores",
+    "rewards",
+}  # long lists, as digests
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
@@ -52,10 +63,17 @@ def in_checkpoints(
 def _findings(code: str, found: dict[str, tuple[int, str]], what: str) -> Iterator[Finding]:
     if found:
         after = min(after for after, _ in found.values())
-        first = [name for name, (place, _) in found.items() if place == after]
-        text = f"{what}: after step {after}, {named(first)}"
-        values = [f"{name}: {shown}" for name, (_, shown) in found.items() if code == "counter"]
-        yield Finding(code, text, tuple(values[:8]), (after,), tuple(found))
+        lists: dict[str, str] = {}  # the entries of a list together, with the first value of them that differs
+        for name, (place, shown) in sorted(found.items(), key=lambda item: _natural(item[0])):
+            if place == after:
+                lists.setdefault(re.sub(r"\[\d+\]$", "[...]", name), f"{name}: {shown}")
+        text = f"{what}: after step {after}, {named(list(lists))}"
+        yield Finding(code, text, tuple(lists.values())[:8] if code == "counter" else (), (after,), tuple(found))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts x[2] before x[10]."""
+    return [(int(part or 0), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _chance(one: Checkpoint, other: Checkpoint | None) -> set[str]:
@@ -87,7 +105,9 @@ def _kind(path: str, name: str, one: Any, other: Any) -> str | None:
     values = [value for value in (one, other) if value is not None]
     if all(isinstance(value, int | float) or value in ("nan", "inf", "-inf") for value in values):
         return None if any(_is_clock(value) for value in values) else "counter"
-    return "tensor" if all(isinstance(value, str) and _DIGEST.fullmatch(value) for value in values) else None
+    if not all(isinstance(value, str) and _DIGEST.fullmatch(value) for value in values):
+        return None
+    return "counter" if last & _OF_LOGS else "tensor"
 
 
 def _is_clock(value: Any) -> bool:

@@ -410,6 +410,17 @@ def test_counter_in_the_next_checkpoint(tmp_path: Path):
     assert finding.evidence == ("step: 6 instead of 18",)
 
 
+def test_a_list_that_starts_empty(tmp_path: Path):
+    starts = Starts(Training())
+    for name in ("undisturbed", "again", "resumed"):
+        for content in written(starts, name)[-1:]:
+            content.update({f"losses[{place}]": place / 7 for place in range(24 if name != "resumed" else 12)})
+    finding = only(starts, tmp_path)
+    assert finding.code == "counter"
+    assert finding.text.endswith("after step 24, losses[...]")
+    assert finding.evidence == ("losses[12]: none instead of 1.71429",)
+
+
 def test_counter_in_the_name_of_a_file(tmp_path: Path):
     starts = Starts(Training(save_name="out/step-N.pt"))
     for event in starts.resumed[0]:
@@ -509,9 +520,12 @@ def test_exit_code_0_after_an_exception(tmp_path: Path):
 def test_exit_code_0_after_a_printed_traceback(tmp_path: Path):
     starts = Starts(Training())
     starts.resumed = [starts.resumed[0][:2]]
-    starts.output["resumed"] = "Traceback (most recent call last):\n  File x\nKeyError: 'optimizer'\n"
+    starts.output["resumed"] = (
+        'Traceback (most recent call last):\n  File "/work/train.py", line 7, in main\n    load()\n'
+        "  File \"/usr/lib/python3.11/site-packages/torch/x.py\", line 9, in load\n    fail()\nKeyError: 'optimizer'\n"
+    )
     finding = only(starts, tmp_path)
-    assert finding.code == "exit-code"
+    assert (finding.code, finding.place) == ("exit-code", "train.py:7")
     assert "KeyError" in finding.text
 
 
