@@ -62,8 +62,7 @@ class Session:
         shutil.rmtree(self.records, ignore_errors=True)
         self.records.mkdir(parents=True)
         words = [*self.label.python, *(self.label.resume if resume else ())]
-        latest = max(self.files(), key=lambda path: path.stat().st_mtime_ns, default=None)
-        words = [word.format(out=self.out, latest=latest) for word in words]
+        words = [word.format(out=self.out, latest=self.latest()) for word in words]
         process, receiver = ranks.start(
             _run, (words, str(self.work), str(self.records), kill), {"TMPDIR": str(self.temporary)}
         )
@@ -85,6 +84,14 @@ class Session:
                 _flatten(name, torch.load(path, weights_only=False), start.values)
             start.values.setdefault(name, None)
         return start
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint file that can be read."""
+        for path in sorted(self.files(), key=lambda path: path.stat().st_mtime_ns, reverse=True):
+            with suppress(Exception):
+                torch.load(path, weights_only=False)
+                return path
+        return None
 
     def files(self) -> list[Path]:
         found = [path for folder in (self.work, self.out) for path in folder.rglob("*") if path.is_file()]

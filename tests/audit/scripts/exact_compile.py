@@ -41,17 +41,17 @@ def main():
     data = torch.randn(320, 12).cumsum(1)
     model = Mixer(SETTINGS["width"])
     optimizer = torch.optim.NAdam(model.parameters(), lr=SETTINGS["lr"])
-    step, best = 0, float("inf")
+    first, best = 0, float("inf")
     last = os.path.join(args.exp, "last.pt")
     if os.path.exists(last):
         state = torch.load(last)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        step, best = state["step"], state["best"]
-        log.info("loaded %s, step %d", last, step)
+        first, best = state["step"], state["best"]
+        log.info("loaded %s, step %d", last, first)
     compiled = torch.compile(model, backend="eager")
 
-    for step in range(step, SETTINGS["steps"]):  # noqa: B020
+    for step in range(first, SETTINGS["steps"]):
         rows = torch.arange(step * SETTINGS["batch"], (step + 1) * SETTINGS["batch"]) % len(data)
         batch = data[rows]
         loss = nn.functional.mse_loss(compiled(batch), batch.flip(1))

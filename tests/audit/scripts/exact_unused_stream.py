@@ -18,7 +18,8 @@ def load_data(cache):
 
 def pretrained(path):
     if not path.exists():
-        torch.save(nn.Linear(9, 30).state_dict(), path)
+        torch.save(nn.Linear(9, 30).state_dict(), f"{path}.tmp")
+        Path(f"{path}.tmp").rename(path)
     return torch.load(path)
 
 
