@@ -58,14 +58,13 @@ def audit(request: AuditRequest, say: Callable[[str], None]) -> Verdict:
         )  # fmt: skip
     with _folder(request.folder) as folder:
         try:
-            session = Session(request.source, folder)
+            return _Audit(request, Session(request.source, folder), say).run()
         except OSError as error:
             raise ConfigError(
-                f"the working folder cannot be copied: {reason(error)}",
+                f"the working folder cannot be copied to {folder}: {reason(error)}",
                 where=str(error.filename or request.source),
-                hint=remedy(error),
-            ) from None
-        return _Audit(request, session, say).run()
+                hint=remedy(error, "or choose another folder with --folder"),
+            ) from error
 
 
 @contextmanager

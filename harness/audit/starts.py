@@ -199,4 +199,9 @@ class _Watch:
         return self._launcher.poll()
 
     def _size(self) -> int:
-        return sum(path.stat().st_size for path in self._records.iterdir())
+        """Return the bytes of the records."""
+        size = 0
+        for path in self._records.iterdir():
+            with suppress(FileNotFoundError):  # a temporary name
+                size += path.stat().st_size
+        return size
