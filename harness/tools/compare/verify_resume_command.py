@@ -61,12 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     config.add_argument("--full", action="store_true", help="train the configuration without shortening it")
     program = parser.add_argument_group(
-        "only with -- COMMAND", "{out} in the command stands for an empty folder, {latest} in TEXT for a checkpoint"
+        "only with -- COMMAND",
+        "{out} in COMMAND stands for an empty folder, {latest} in TEXT for the newest checkpoint. TEXT is added at the "
+        "end of COMMAND, or in place of {resume}.",
     )
     program.add_argument(
         "--resume",
         metavar="TEXT",
-        help="what a resumed start adds to the command (default: nothing; it resumes by itself)",
+        help="what a resumed start adds, such as --resume=--continue or --resume '--from {latest}' (default: nothing; "
+        "the command resumes by itself)",
     )
     program.add_argument(
         "--checkpoints", metavar="GLOB", help="files or folders for {latest} (default: what is observed)"
