@@ -11,7 +11,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.audit import endings, matching, row_faults, saved_faults
-from harness.audit.differences import Names, Noise, by_rank, deterministic, differing, moving, named, noise, unequal
+from harness.audit.differences import (
+    Names,
+    Noise,
+    by_rank,
+    deterministic,
+    differing,
+    moving,
+    named,
+    noise,
+    not_recorded,
+    unequal,
+)
 from harness.audit.matching import FULL, PART, ROUNDED, StepMatch
 from harness.audit.records import Process, StartRecord, Step
 from harness.audit.verdict import Finding, StartSummary
@@ -38,6 +49,8 @@ class _RankResult:
 
 def compare(undisturbed: StartRecord, again: StartRecord, killed: StartRecord, resumed: StartRecord) -> list[Finding]:
     """Return what is wrong with the resume; nothing if it is exact."""
+    if faults := not_recorded(undisturbed, again, killed, resumed):
+        return faults
     if not undisturbed.steps:
         return [Finding("no-steps", "the undisturbed start takes no optimizer step")]
     if chance := deterministic(undisturbed, killed):

@@ -100,9 +100,16 @@ def by_rank(*starts: StartRecord) -> Iterator[tuple[Process | None, ...]]:
         yield tuple(processes.get(key) for processes in keyed)
 
 
+def not_recorded(*starts: StartRecord) -> list[Finding]:
+    """Find a start whose records are not complete."""
+    return [Finding("recorder", f"in the start '{start.name}': {start.fault}") for start in starts if start.fault][:1]
+
+
 def deterministic(undisturbed: StartRecord, again: StartRecord) -> list[Finding]:
     """Compare two starts that should be equal. Return the first difference that reaches the weights, or nothing. A
     start that was killed is compared up to there."""
+    if faults := not_recorded(undisturbed, again):
+        return faults
     for one, other in by_rank(undisturbed, again):
         if one is None or other is None:
             process = one or other

@@ -88,6 +88,8 @@ class Process:
     """Paths that the process began to write and did not complete."""
     loaded: list[str] = field(default_factory=list)
     stopped: bool = False
+    fault: str = ""
+    """The traceback of a fault of the recorder, after which it recorded nothing."""
     end: dict[str, Any] | None = None
 
     @property
@@ -142,6 +144,11 @@ class StartRecord:
         return [path for process in self.processes for path in process.torn]
 
     @property
+    def fault(self) -> str:
+        """The last line of a fault of the recorder; empty if it recorded everything."""
+        return next((each.fault.strip().splitlines()[-1] for each in self.processes if each.fault), "")
+
+    @property
     def stopped(self) -> bool:
         """True if the recorder ended it at a number of steps or at a state."""
         return any(process.stopped for process in self.processes)
@@ -154,7 +161,7 @@ class StartRecord:
             file.seek(max(0, self.output.stat().st_size - 20_000))
             text = file.read().decode("utf-8", "replace")
         lines = [_COLORS.sub("", line) for line in text.splitlines()]
-        return [line[:_WIDTH] for line in lines if line.strip()][-count:]
+        return [line[:_WIDTH] for line in lines if line.strip(" \t^~")][-count:]
 
 
 def read(folder: Path) -> StartRecord:
@@ -235,6 +242,8 @@ def _add(process: Process, entry: dict[str, Any]) -> None:
             process.loaded.append(entry["path"])
         case "stopped":
             process.stopped = True
+        case "fault":
+            process.fault = str(entry.get("text") or "unknown")
         case "end":
             process.end = entry
 

@@ -37,6 +37,7 @@ UNDECIDED = {
     "no-checkpoint": ("no checkpoint was seen", "train longer, or save more often"),
     "outside": ("the checkpoints are outside of the copied folders", "write them below {out} or the working folder"),
     "fails": ("the undisturbed start fails", "let it run without the auditor first"),
+    "recorder": ("the recorder failed", "report it, with the output of the start"),
     "not-killed": ("the start ended before the kill", "train longer"),
 }  # fmt: skip
 """Codes of reasons why no verdict is possible: what happened, and what usually helps."""

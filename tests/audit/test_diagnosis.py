@@ -101,6 +101,15 @@ def test_processes_without_training_are_left_out(tmp_path: Path):
     assert diagnosis.compare(*again) == []
 
 
+def test_summaries_of_further_kills(tmp_path: Path):
+    undisturbed, _, killed, resumed = faulty().read(tmp_path)
+    killed.name = "killed-2"
+    for name in ("resumed-2", "resumed-again-2"):
+        resumed.name = name
+        summary = diagnosis.summaries([undisturbed, killed, resumed])[-1]
+        assert (summary.name, summary.offset, summary.differs) == (name, 12, 14)
+
+
 # Rows
 
 
@@ -628,6 +637,16 @@ def test_a_kill_that_comes_after_a_difference(tmp_path: Path):
     (finding,) = found(starts, tmp_path)
     assert finding.code == "not-deterministic"
     assert "killed start" in finding.text
+
+
+@pytest.mark.parametrize("name", ["undisturbed", "again", "killed", "resumed"])
+def test_a_fault_of_the_recorder_is_no_fault_of_the_script(name, tmp_path: Path):
+    starts = Starts(Training())
+    events = getattr(starts, name)[0]
+    events[9:] = [{"event": "fault", "text": "Traceback\nValueError: what\n"}]
+    (finding,) = found(starts, tmp_path)
+    assert (finding.code, conclude([finding]).exit_code) == ("recorder", 3)
+    assert "ValueError: what" in finding.text
 
 
 def test_no_steps_at_all(tmp_path: Path):
