@@ -110,6 +110,29 @@ def test_summaries_of_further_kills(tmp_path: Path):
         assert (summary.name, summary.offset, summary.differs) == (name, 12, 14)
 
 
+def test_sums_in_place_of_tensors(tmp_path: Path):
+    """``--detail sums``: one digest for all weights, one for the state."""
+
+    def summed(starts: Starts) -> Starts:
+        for name in ("undisturbed", "again", "killed", "resumed"):
+            for step in starts.steps(name):
+                step["samples"] = {}
+                for part in ("weights", "state", "buffers", "gradients"):
+                    step[part] = {"all": str(sorted(step[part].items()))} if step[part] else {}
+        return starts
+
+    assert codes(summed(Starts(Training())), tmp_path / "exact") == []
+    starts = faulty()
+    starts.steps("resumed")[0]["state"] = {}
+    assert codes(summed(starts), tmp_path / "state") == ["optimizer-state"]
+    starts = faulty()
+    set_inputs(starts, 13, 11)
+    assert codes(summed(starts), tmp_path / "rows") == ["rows"]
+    starts = Starts(Training())
+    starts.apart(13)
+    assert codes(summed(starts), tmp_path / "weights") == ["other"]
+
+
 # Rows
 
 
