@@ -213,7 +213,6 @@ SCRIPTS = (
         *OUTPUT,
         resume=("--resume", "{latest}"),
         line='init_scale=checkpoint["scale"]',
-        late=True,
     ),
     faulty(
         "buffers_ema_from_model",
@@ -346,7 +345,6 @@ SCRIPTS = (
         "The checkpoint is written between the scaler's step and its update.",
         *OUTPUT,
         resume=("--resume", "{latest}"),
-        late=True,
     ),
     faulty(
         "precision_bfloat16_file",

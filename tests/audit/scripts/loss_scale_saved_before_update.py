@@ -26,7 +26,7 @@ def main():
 
     model = nn.Sequential(nn.Linear(20, 64), nn.GELU(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=5)
     step = 0
     if args.resume:
         checkpoint = torch.load(args.resume)
