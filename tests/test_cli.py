@@ -35,6 +35,7 @@ VERBS = {
     "predict": "--csv --out --trust --world RUN key=value",
     "report": "-o --out --trust RUN_OR_SWEEP",
     "schema": "--of",
+    "settings": "--json --markdown WORD",
     "sweep": "-c --config --dry-run --retry-failed key=value",
     "train": "-c --config --local-rank --local_rank key=value",
     "verify-resume": "-c --config --engine --folder --full --kills --nproc --seed --steps key=value",

@@ -25,7 +25,7 @@ from harness.config.schema import Config, ScheduleSection, TaskSection
 from harness.config.seals import sealed_text
 from harness.errors import ConfigError
 
-__all__ = ["COMMAND_LINE", "as_tree", "config_class", "json_schema", "load", "load_as", "to_text"]
+__all__ = ["COMMAND_LINE", "as_tree", "config_class", "json_schema", "load", "load_as", "schema_tree", "to_text"]
 
 # Imported when a configuration is loaded, as the module of a task is.
 _SCHEDULES = "harness.training.optimizer.schedule"
@@ -108,6 +108,11 @@ def as_tree(config: Config) -> dict[str, Any]:
 
 def json_schema() -> str:
     """JSON Schema of an experiment with any built-in task, for editors and ``configs/schema.json``."""
+    return json.dumps(schema_tree(), indent=1, sort_keys=True) + "\n"
+
+
+def schema_tree() -> dict[str, Any]:
+    """``json_schema`` as dictionaries, with the settings in the order of their classes."""
     schedules = tuple(
         signatures.section_of(ScheduleSection, name, function, name == "constant")
         for name, function in signatures.functions(_SCHEDULES).items()
@@ -128,12 +133,12 @@ def json_schema() -> str:
     settings = "Settings of an engine of your own, under the last word of its name."
     schema["$defs"][engines.__name__]["additionalProperties"] = {"type": "object", "description": settings}
     schema["properties"]["extends"] = {
-        "description": "A YAML file or a preset (preset:modern), or a list of them, that this file starts from. Paths "
-        "are relative to this file.",
+        "description": "A YAML file or a preset, such as preset:modern, or a list of them, that this file starts from. "
+        "Paths are relative to this file.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     schema["required"] = []  # a file that extends another, or that is extended, may be incomplete
-    return json.dumps(schema, indent=1, sort_keys=True) + "\n"
+    return schema
 
 
 def config_class(task: Any, schedule: Any = None, launch: type[LaunchSection] | None = None) -> type[Config]:

@@ -77,7 +77,8 @@ def cosine(at: Point, *, min_lr: AtLeast0 = 0.0) -> float:
 
 
 def cosine_restarts(at: Point, *, cycle_epochs: Above0, cycle_mult: Positive = 1, min_lr: AtLeast0 = 0.0) -> float:
-    """Half cosines down to min_lr, the first of cycle_epochs, each cycle_mult times as long as the one before."""
+    """Half cosines down to min_lr, the first of cycle_epochs, such as 10, each cycle_mult times as long as the one
+    before."""
     step, length = at.update, max(1, round(cycle_epochs * at.steps_per_epoch))
     while cycle_mult > 1 and step >= length:
         step, length = step - length, length * cycle_mult
@@ -148,7 +149,7 @@ def step(
     milestones: Annotated[tuple[Above0, ...], Field(strict=False), AfterValidator(_increasing)],
     gamma: Share = 0.1,
 ) -> float:
-    """The learning rate is multiplied by gamma at each of the milestones, in epochs."""
+    """The learning rate is multiplied by gamma at each of the milestones, in epochs, such as [30, 60]."""
     return at.lr * gamma ** sum(at.applied >= round(epoch * at.steps_per_epoch) for epoch in milestones)
 
 
