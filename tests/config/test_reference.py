@@ -20,7 +20,7 @@ WITH = {
     "optimizer.lr_base_batch": ["optimizer.lr_scaling=linear"],
     "optimizer.lr_scaling": ["optimizer.lr_base_batch=256"],
     "optimizer.args": ["optimizer.momentum=0.9"],
-    "parallel.param_dtype": ["parallel.strategy=fsdp"],
+    "parallel.param_dtype": ["parallel.strategy=fsdp", "precision.opt_level=O0"],
     "precision.keep_batchnorm_fp32": ["precision.opt_level=O2"],
     "task.labels.column": ["task.labels.kind=regression"],
     "task.labels.empty": ["task.labels.separator=;"],
