@@ -510,8 +510,9 @@ def check_reports(folder: Path, output: dict[str, str], names: dict[str, Any]) -
 
 
 def check_schedules(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
-    (text,) = output.values()
-    assert re.search(r"schedule: wsd, 0\.\d+ at the start, 0\.1 at the peak .update \d+., ", text)
+    built_in, own = output.values()
+    assert re.search(r"schedule: wsd, 0\.\d+ at the start, 0\.1 at the peak .update \d+., ", built_in)
+    assert re.search(r"schedule: mine.inverse_sqrt, 0\.\d+ at the start, 0\.1 at the peak .*, 0\.0\d+ at the end", own)
 
 
 def check_strategies(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:

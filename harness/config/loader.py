@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union
 import yaml
 from pydantic import BaseModel, Field, ValidationError, create_model
 
-from harness.config import plugins, signatures
+from harness.config import plugins, schedules, signatures
 from harness.config.constraints import Conflict, conflicts
 from harness.config.launch import LaunchSection, built_in, section_class, with_engines
 from harness.config.merge import COMMAND_LINE, merged, origin_of
@@ -27,8 +27,6 @@ from harness.errors import ConfigError
 
 __all__ = ["COMMAND_LINE", "as_tree", "config_class", "json_schema", "load", "load_as", "schema_tree", "to_text"]
 
-# Imported when a configuration is loaded, as the module of a task is.
-_SCHEDULES = "harness.training.optimizer.schedule"
 Content = TypeVar("Content", bound=BaseModel)
 
 
@@ -113,13 +111,10 @@ def json_schema() -> str:
 
 def schema_tree() -> dict[str, Any]:
     """``json_schema`` as dictionaries, with the settings in the order of their classes."""
-    schedules = tuple(
-        signatures.section_of(ScheduleSection, name, function, name == "constant")
-        for name, function in signatures.functions(_SCHEDULES).items()
-    )
+    shapes = tuple(schedules.section(name) for name in signatures.functions(schedules.BUILT_IN))
     tasks = tuple(plugins.find("task", name, "task.name") for name in plugins.names("task"))
     engines = with_engines(**built_in())
-    cls = config_class(Union[tasks], Union[schedules], engines)  # noqa: UP007 - unions made at run time
+    cls = config_class(Union[tasks], Union[shapes], engines)  # noqa: UP007 - unions made at run time
     schema = cls.model_json_schema(by_alias=True)
     schema["title"] = "apex-harness experiment"
     for key, base in (
@@ -180,9 +175,7 @@ def schedule_class(raw: Any) -> type[ScheduleSection]:
     name = raw.get("name", "constant") if isinstance(raw, dict) else "constant"
     if not isinstance(name, str):
         return ScheduleSection  # which reports the type
-    function = signatures.find("schedule", name, "schedule.name", signatures.functions(_SCHEDULES))
-    section: type[ScheduleSection] = signatures.section_of(ScheduleSection, name, function, name == "constant")
-    return section
+    return schedules.section(name)
 
 
 def _task_class(raw: Any) -> type[TaskSection]:

@@ -171,8 +171,8 @@ class OptimizerSection(Section):
 class ScheduleSection(Section):
     name: str = "constant"
     """Shape of the learning rate after the warm-up (constant, cosine, cosine_restarts, one_cycle, plateau, polynomial,
-    step, wsd), or your own package.module.function. The schedule counts applied updates: a step that the loss scaler
-    skips does not advance it.
+    step, wsd), or package.module.NAME: your own function of (update, total), which returns a factor of optimizer.lr, or
+    a torch LRScheduler. The schedule counts applied updates: a step that the loss scaler skips does not advance it.
     """
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
     """Epochs of linear warm-up from almost zero; may be a fraction. Cannot be combined with warmup_steps."""

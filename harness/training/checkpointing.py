@@ -63,6 +63,7 @@ def _save(run: Run) -> None:
         "backend": run.precision.backend,
         "opt_level": run.config.precision.opt_level,
         "ema": ema,
+        "schedule": run.schedule.state_dict(),
         "ranks": ranks,
         "seen": seen,
         "log_offset": log_offset,
@@ -162,6 +163,7 @@ def restore(run: Run, path: Path, is_own: bool = True) -> None:
         run.ema.load_state_dict(content["ema"])
     elif run.ema:  # the other run had none: that of the initial weights, which it was built with, is wrong
         run.ema.start(run.precision.master_params(run.optimizer))
+    run.schedule.load_state_dict(content.get("schedule", {}))
     run.state = state
     _restore_ranks(run, content)
     run.saved_step, run.log_offset, run.log_digest = state.step, content["log_offset"], content["log_sha256"]
