@@ -196,12 +196,16 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
 
 class _Raw(io.FileIO):
     """Standard output or error of this process. ``may_be_lost``: writing to a terminal that was closed, a pipe without
-    a reader or a full disk is not an error."""
+    a reader or a full disk is not an error. Errors come after the output before them, also where both are redirected to
+    one file."""
 
     may_be_lost = False
     lost: OSError | None = None
 
     def write(self, data: Any, /) -> int:
+        if self.fileno() == 2:
+            with suppress(OSError, ValueError, RuntimeError):  # lost, closed, or interrupted by a signal in a write
+                sys.stdout.flush()
         try:
             written: int | None = super().write(data)
             if written is None:  # another program has made the terminal non-blocking

@@ -215,7 +215,7 @@ cli.leave(75)
     assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
 
 
-def own_verb(folder, run: str, **modules: str) -> subprocess.CompletedProcess:
+def own_verb(folder, run: str, errors: int = subprocess.PIPE, **modules: str) -> subprocess.CompletedProcess:
     """Run a verb of the user's package ``own``. ``run``: body of its function; ``modules``: its other modules."""
     (folder / "own").mkdir()
     words = "VERB, HELP = 'own.verb', 'test'\n\ndef add_arguments(parser): ...\n"
@@ -223,7 +223,9 @@ def own_verb(folder, run: str, **modules: str) -> subprocess.CompletedProcess:
     for name, text in modules.items():
         (folder / "own" / f"{name}.py").write_text(text)
     command, environ = [sys.executable, "-m", "harness", "own.verb"], {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=250, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=250, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,6 +278,13 @@ def test_lost_output_is_an_error_of_a_command_that_only_prints(tmp_path):
     assert harness(">&-", "schema") == (0, "")
     assert harness("2> /dev/full", "check", "-c", str(tmp_path / "none.yaml"))[0] == 2
     assert harness("2>&-", "check", "-c", str(tmp_path / "none.yaml"))[0] == 2
+
+
+def test_error_stands_after_the_output_before_it(tmp_path):
+    """Where both go to one file, of which Python writes standard output in blocks."""
+    body = "from harness.errors import DataError\nprint('first')\nraise DataError('last')"
+    done = own_verb(tmp_path, body, errors=subprocess.STDOUT)
+    assert (done.returncode, done.stdout) == (65, "first\nerror: last\n")
 
 
 def test_reader_that_has_seen_enough_ends_a_command_quietly():

@@ -72,7 +72,8 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
             train_data=train_data, eval_data=eval_data, parallel=parallel, start_weights=start_weights,
             optimizer=optimizer, ema=ema, gradient_hook=gradient_hook, writer=writer, tracker=tracker,
             health=Health(config, runtime, parallel.precision, parallel.module, ema, optimizer, folder.where),
-            progress=ProgressBar(runtime.rank), meter=Meter(runtime.device, len(ranks.own)), state=State(),
+            progress=ProgressBar(runtime.rank, size.total_steps), state=State(),
+            meter=Meter(runtime.device, len(ranks.own)),
             coverage=Coverage(len(task.train), config.seed), started=time.perf_counter(), num_threads=num_threads,
         )  # fmt: skip
         checkpointing.resume(run)

@@ -32,7 +32,8 @@ def save(run: Run) -> None:
     if run.saved_step == run.state.step:
         return
     start = time.perf_counter()
-    _save(run)
+    with run.progress.during("writing a checkpoint"):
+        _save(run)
     if run.state.in_epoch:  # otherwise it is not part of the training time
         run.meter.costs.add({"checkpoint": time.perf_counter() - start})
 
