@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.config import plugins
+from harness.config.arguments import settle, unknown_option
 from harness.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
@@ -74,10 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, rest = parser.parse_known_args(words)
         # argparse does not collect overrides that stand between or after the options of a sub-command.
         unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+        if unknown and unknown[0].startswith("--"):
+            raise unknown_option(arguments, arguments.parser, unknown[0], words)
         if unknown:
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if rest:
             arguments.overrides += rest
+        settle(arguments, arguments.parser)
         arguments.words = words
         if _output is not None:
             _output.may_be_lost = arguments.keeps_running
@@ -143,7 +147,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     for verb, command in sorted(commands.items()):
         verb_parser = verbs.add_parser(verb, help=command.HELP, description=command.HELP)
         command.add_arguments(verb_parser)
-        verb_parser.set_defaults(run=command.run, keeps_running=getattr(command, "KEEPS_RUNNING", False))
+        keeps_running = getattr(command, "KEEPS_RUNNING", False)
+        verb_parser.set_defaults(run=command.run, keeps_running=keeps_running, parser=verb_parser)
     return parser
 
 

@@ -297,13 +297,45 @@ def test_reader_that_has_seen_enough_ends_a_command_quietly():
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
-@pytest.mark.parametrize("words", ["", "a=1", "-c", "-c x --epochs 3", "-c x --world 0"])
+@pytest.mark.parametrize("words", ["", "a=1", "-c", "x.yaml y.yaml"])
 def test_wrong_words_are_usage_errors(capsys, words):
     for line in (f"train {words}", f"check {words}", "schema a=1"):
         with pytest.raises(SystemExit) as stop:
             cli.main(line.split())
         assert stop.value.code == 2
         assert "usage:" in capsys.readouterr().err
+
+
+def test_a_configuration_may_stand_without_its_option(monkeypatch, capsys, yaml_file):
+    seen = []
+    monkeypatch.setattr(main, "main", lambda *arguments: seen.append(arguments[:2]) or 0)
+    for words in (["x.yaml", "a=1"], ["a=1", "x.yaml"], ["a=1", "-c", "x.yaml"]):
+        assert cli.main(["train", "--local_rank=1", *words]) == 0  # as a rank, which reads it later
+    gc.unfreeze()
+    assert seen == [("x.yaml", ["a=1"])] * 3
+    assert cli.main(["launch", yaml_file, "--nproc", "2", "--dry-run"]) == 0
+    assert f"-c {yaml_file}" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["check", "a=1"])
+    assert "give one YAML file: harness check CONFIG (found: none)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "hint"), [
+    ("train -c x.yaml --nproc 2", "type: harness launch -c x.yaml --nproc 2"),
+    ("train x.yaml --gpus=4", "type: harness launch -c x.yaml --nproc 4"),
+    ("train x.yaml --epochs 3", "settings are written as key=value: train.epochs=3"),
+    ("launch x.yaml --lr=0.1 --nproc 2", "settings are written as key=value: optimizer.lr=0.1"),
+    ("train x.yaml --batch-size 32", "settings are written as key=value: batch.global=32"),
+    ("train x.yaml --world 2", "type: harness launch -c x.yaml --nproc 2"),
+    ("train x.yaml --num_workers", "settings are written as key=value: data.num_workers=VALUE"),
+    ("check x.yaml --jsn", "did you mean --json?"),
+    ("compare a b --everything", "harness compare --help lists its options"),
+])  # fmt: skip
+def test_an_unknown_option_is_answered_with_what_was_meant(capsys, line, hint):
+    option = next(word for word in line.split() if word.startswith("--")).partition("=")[0]
+    assert cli.main(line.split()) == 2
+    what = f"error: command line: harness {line.split()[0]} has no option {option}"
+    assert capsys.readouterr().err == f"{what}\n  -> {hint}\n"
 
 
 def test_no_word_lists_the_verbs(capsys):

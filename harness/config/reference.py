@@ -256,6 +256,21 @@ def search(words: Sequence[str]) -> list[Setting]:
     return found
 
 
+def key_of(name: str, exact: bool = False) -> str | None:
+    """Return the key that an option of another tool, such as "batch-size", means; None if there is none.
+
+    ``exact``: only a key with this name.
+    """
+    settings = [each for chapter in chapters() for each in chapter.settings if "[]" not in each.key]
+    wanted = name.replace("-", "_")
+    if same := [each.key for each in settings if each.key.rpartition(".")[2] == wanted]:
+        return min(same, key=lambda key: key.count("."))
+    words = name.split("-")
+    fit = [] if exact else [each for each in settings if _score(each, words)[0] == len(words)]
+    fit = [each for each in fit if any(word in each.key for word in words)]
+    return max(fit, key=lambda each: _score(each, words)[1]).key if fit else None
+
+
 def _score(setting: Setting, words: Sequence[str]) -> tuple[int, float]:
     """How many of ``words`` occur, and how well: those of the key count most, then those at the start of the text."""
     key, text = setting.key.lower(), setting.text.lower()

@@ -324,8 +324,17 @@ class CheckpointSection(Section):
         return None if self.resume in ("auto", "never") else self.resume
 
 
+def _device(value: Any) -> Any:
+    """Refuse the names of other tools with the one that they mean."""
+    word = str(value).lower()
+    if word == "gpu" or re.fullmatch(r"(gpu|cuda):\d+", word):
+        which = f"; CUDA_VISIBLE_DEVICES={word.partition(':')[2]} selects the GPU" if ":" in word else ""
+        raise ValueError(f"{value!r} is not allowed; use runtime.device=cuda{which}")
+    return value
+
+
 class RuntimeSection(Section):
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(_device)] = "auto"
     """Device to train on; auto: CUDA if available."""
     timeout_s: Seconds = 600.0
     """Seconds that a rank may be silent: the others wait so long for it in a collective before they fail. A single

@@ -9,6 +9,7 @@ import torch
 
 from harness.config import presets
 from harness.config.schema import Config
+from harness.distributed.runtime import Runtime
 from harness.runs import provenance
 from harness.training import determinism
 from harness.training.division import Sizes
@@ -26,7 +27,11 @@ def announce(run: Run) -> None:
     ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
     facts = describe(config, run.task, run.size, run.ranks.num, runtime.device, run.precision.backend)
     facts |= optim.described(run.optimizer, run.module)
-    facts |= {"parallel": run.parallel.described(), "launcher": runtime.launch.by, "run folder": run.folder.where}
+    facts |= {
+        "parallel": run.parallel.described(),
+        "launcher": _launcher(config, runtime),
+        "run folder": run.folder.where,
+    }
     for name, value in facts.items():
         log.info("%14s: %s", name, value)
     first = runtime.rank == 0
@@ -52,6 +57,13 @@ def announce(run: Run) -> None:
             run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
     if run.finished():
         log.info("nothing left to train: step %d was the last; raise train.epochs to train longer", run.state.step)
+
+
+def _launcher(config: Config, runtime: Runtime) -> str:
+    """What started the ranks. One process alone says so if the configuration asks ``harness launch`` for more."""
+    ranks = config.launch.nnodes * config.launch.nproc
+    alone = runtime.launch.alone and ranks > 1
+    return f"none (one process; harness launch starts the {ranks} ranks of launch)" if alone else runtime.launch.by
 
 
 def describe(

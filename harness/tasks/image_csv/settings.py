@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from harness.config.base import NullIsEmpty
 from harness.config.targets import TableTask
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from harness.errors import DataError
 
 _CHANNELS = {"rgb": 3, "gray": 1}
+
+
+def _height_and_width(value: Any) -> Any:
+    if type(value) is int:
+        raise ValueError(f"it should be a list, [height, width]: use task.image_size=[{value},{value}]")
+    return value
+
+
 Side = Annotated[int, Field(ge=1, le=2**16)]  # pixels
 
 
@@ -32,7 +40,9 @@ class ImageCsvSettings(TableTask):
     """Maximum size, in GiB, of the copies of files behind URLs in data.cache_dir on this machine."""
     path_column: str = "path"
     """Column of the CSV with the paths of the images."""
-    image_size: tuple[Side, Side] | None = Field(default=None, strict=False)
+    image_size: Annotated[tuple[Side, Side] | None, BeforeValidator(_height_and_width)] = Field(
+        default=None, strict=False
+    )
     """[height, width] of the images that the model gets, such as [224, 224]. An image that still has a different size
     after `transforms` is center-cropped to this aspect ratio and scaled; null: all images have the same size already.
     """
