@@ -441,6 +441,10 @@ def check_explain(folder: Path, output: dict[str, str], names: dict[str, Any]) -
     assert json.loads(as_json)["text"] == plain.strip()
 
 
+def check_hooks(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
+    assert "hooks: mine.GiveUp (after_evaluation, state_dict)\n" in "".join(output.values())
+
+
 def check_install(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
     assert re.search(r"^ok +torch ", output["harness doctor"], re.M)
 
@@ -582,6 +586,7 @@ ATTEMPTS = {
         for_fine_tuning, more_for_fine_tuning, {"compare": 1}, check_fine_tuning,
         [pytest.mark.slow, pytest.mark.timeout(600)],
     ),
+    "hooks": Attempt(check=check_hooks),
     "install": Attempt(check=check_install, marks=FAST),
     "migrate": Attempt(for_migrate, check=check_migrate, marks=FAST),
     "predict": Attempt(for_predict, check=check_predict),

@@ -333,6 +333,31 @@ def _device(value: Any) -> Any:
     return value
 
 
+class HookSection(Section):
+    """An object of your own that a run calls; its class alone may stand for it."""
+
+    name: Annotated[str, Field(pattern=r"\.")]
+    """Your class, such as my_module.Unfreeze, with any of after_step(run), after_evaluation(run, report) and
+    before_checkpoint(run), and with state_dict() and load_state_dict(state) if it has state.
+    """
+    args: Arguments = {}
+    """Keyword arguments of the class; null: none."""
+
+    @classmethod
+    def of_name(cls, value: Any) -> Any:
+        section = {"name": value} if isinstance(value, str) else value
+        name = section.get("name") if isinstance(section, dict) else None
+        if isinstance(name, str) and "." not in name:
+            raise ValueError(f"{name!r} is not allowed; name your class with its module, as in my_module.{name}")
+        return section
+
+
+_Hook = Annotated[
+    HookSection,
+    BeforeValidator(HookSection.of_name, json_schema_input_type=Annotated[str, Field(pattern=r"\.")] | HookSection),
+]
+
+
 class RuntimeSection(Section):
     device: Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(_device)] = "auto"
     """Device to train on; auto: CUDA if available."""
@@ -374,6 +399,10 @@ class Config(Section):
     """The training loop: its length, its log, clipping, averaging, early stopping."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When checkpoints are written, how many are kept, and which one to resume from."""
+    hooks: tuple[_Hook, ...] = Field(default=(), strict=False)
+    """Objects of your own that run on all ranks (docs/hooks.md): to unfreeze layers, to log, to end training by a rule
+    of your own. Names of classes, such as [my_module.Unfreeze], or {name, args}.
+    """
     trackers: tuple[Annotated[str, NameOf("tracker")], ...] = Field(default=(), strict=False)
     """Tools that mirror metrics.jsonl, which is always written: tensorboard, wandb, mlflow, or your own
     package.module, such as [tensorboard].

@@ -26,7 +26,7 @@ def announce(run: Run) -> None:
     card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
     facts = describe(config, run.task, run.size, run.ranks.num, runtime.device, run.precision.backend)
-    facts |= optim.described(run.optimizer, run.module)
+    facts |= optim.described(run.optimizer, run.module) | run.hooks.described()
     facts |= {
         "parallel": run.parallel.described(),
         "launcher": _launcher(config, runtime),
@@ -56,7 +56,8 @@ def announce(run: Run) -> None:
                 log.warning("%s", warning)
             run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
     if run.finished():
-        log.info("nothing left to train: step %d was the last; raise train.epochs to train longer", run.state.step)
+        longer = f"a hook ended it: {run.state.ended}" if run.state.ended else "raise train.epochs to train longer"
+        log.info("nothing left to train: step %d was the last; %s", run.state.step, longer)
 
 
 def _launcher(config: Config, runtime: Runtime) -> str:
