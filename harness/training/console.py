@@ -90,6 +90,7 @@ class ProgressBar:
         self._began: tuple[float, int] | None = None  # when the first step of this process had ended, and its number
         self._step = 0  # of the run
         self._text = ""
+        self._where, self._unit, self._done, self._of = "", "step", 0, 0  # a loop of the user's own may open nothing
 
     def start(self, epoch: int, epochs: int, done: int, steps: int) -> None:
         """Begin to show an epoch."""
@@ -125,7 +126,7 @@ class ProgressBar:
         self._text, now = text, time.monotonic()
         if self._bar is not None:
             self._bar.set_postfix_str(self._described(now), refresh=False)
-        elif self._shows and now - self._plain_at > PLAIN_PERIOD_S:
+        elif self._shows and self._where and now - self._plain_at > PLAIN_PERIOD_S:
             self._write(now)
 
     @contextmanager
