@@ -20,6 +20,7 @@ log = logging.getLogger("harness")
 
 # Without a terminal: seconds after which new numbers, or else the position alone, are worth a line.
 PLAIN_PERIOD_S, SILENT_S = 10.0, 30.0
+OF_NODE = {"of_node": True}  # of records about a machine: that it joined, and how it ended
 COLUMNS = 80  # of a terminal that does not tell its width, as in docker and kubectl
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
 
@@ -53,14 +54,17 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-def to_terminal(rank: int) -> None:
-    """Log to the terminal: rank 0 everything, other ranks only errors, with the number of the rank."""
+def to_terminal(rank: int, of_node: bool = False) -> None:
+    """Log to the terminal: rank 0 everything, other ranks only errors, with the number of the rank. ``of_node``: this
+    rank is the first of its machine, and also says what is logged with the extra ``OF_NODE``."""
     log.setLevel(logging.INFO)
     log.propagate = False
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
-    handler = _ProgressBarHandler(logging.INFO if rank == 0 else logging.ERROR)
+    handler = _ProgressBarHandler()
+    if rank != 0:
+        handler.addFilter(lambda record: record.levelno >= logging.ERROR or of_node and hasattr(record, "of_node"))
     handler.setFormatter(_Line() if rank == 0 else logging.Formatter(f"rank {rank}: %(message)s"))
     log.addHandler(handler)
 

@@ -30,6 +30,7 @@ def planned(tmp_path, monkeypatch):
     write_config(tmp_path, tmp_path / "data", output="runs", data={"cache_dir": None})
     shutil.copy(ROOT / "driver.py", tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     return lambda *words: launch.plan("config.yaml", ["launch.engine=slurm", *words])
 
 
@@ -48,6 +49,29 @@ def test_script(planned, golden, words):
     text = engine.render(planned(*words)).replace(shlex.quote(sys.executable), "PYTHON")
     assert text == (GOLDEN / f"slurm_{golden}.txt").read_text()
     assert_shell(text)
+
+
+def test_script_names_no_place_of_this_machine(planned, tmp_path, monkeypatch):
+    """What the job finds by its environment or from its working folder."""
+
+    def command(job) -> list[str]:
+        (line,) = re.findall(r"^rank=\(.*\)$", engine.script(job), re.M)
+        shown = 'printf "%s\\n" "${rank[@]}"'
+        done = subprocess.run(["bash", "-uc", f"{line}\n{shown}"], capture_output=True, text=True, check=False)
+        return done.stdout.splitlines() or [done.stderr]
+
+    job = launch.plan(str(tmp_path / "config.yaml"), ["launch.engine=slurm"])
+    assert command(job) == [sys.executable, "driver.py", "-c", "config.yaml", "launch.engine=slurm"]
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    assert command(job)[0] == ".venv/bin/python"
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / ".venv"))
+    assert str(tmp_path) not in engine.script(job)
+    assert command(job)[0] == sys.executable  # by the variable, which may differ on the node
+    assert command(planned("launch.python=python3.12"))[0] == "python3.12"
+    text = engine.script(job)
+    monkeypatch.delenv("VIRTUAL_ENV")
+    monkeypatch.setattr(engine, "script", lambda job: text)
+    assert "VIRTUAL_ENV: is not set: activate the environment, or set launch.python" in command(job)[0]
 
 
 @pytest.mark.parametrize(("restarts", "resume"), [("", "never"), ("0", "never"), ("1", "auto")])

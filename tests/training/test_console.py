@@ -163,6 +163,14 @@ def test_terminal_shows_rank_0_and_errors_of_other_ranks(log, capsys):
     assert others == ["steps per epoch: 3", "error: wrong", "rank 3: broken"]
 
 
+def test_first_rank_of_another_machine_says_how_it_joined_and_ended(log, capsys):
+    for of_node in (False, True):
+        console.to_terminal(2, of_node)
+        log.info("quiet")
+        log.info("joined the run", extra=console.OF_NODE)
+    assert capsys.readouterr().err.splitlines() == ["rank 2: joined the run"]
+
+
 def test_log_file_per_rank(log, tmp_path):
     console.to_terminal(1)
     console.to_file(tmp_path / "logs", 1)

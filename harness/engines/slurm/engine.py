@@ -291,13 +291,37 @@ def script(job: Job) -> str:
         list(slurm.setup),
         [f"export {name}={shlex.quote(value)}" for name, value in job.environ().items()],
         [
-            f"rank=({shlex.join(job.command())})",
+            f"rank=({_command(job)})",
             *([_RESUME] if job.config.checkpoint.resume == "never" else []),
             f"folder={shlex.quote(str(job.folder))}",
             f"max_restarts={settings.max_restarts}",
         ],
     ]
     return "\n\n".join(["\n".join(block) for block in blocks if block] + [BODY])
+
+
+def _command(job: Job) -> str:
+    """The command of each rank, without the places of this machine where the job can find them otherwise. It runs in
+    the working folder, with the environment of this process."""
+    python, *words = job.command()
+    place = Path(job.path)
+    if place.is_absolute() and place.is_relative_to(Path.cwd()):
+        words[words.index("-c") + 1] = str(place.relative_to(Path.cwd()))
+    return f"{_python(job, python)} {shlex.join(words)}"
+
+
+def _python(job: Job, python: str) -> str:
+    """The interpreter, quoted: that of the settings, of the activated environment, in the working folder, or its
+    path."""
+    active = os.environ.get("VIRTUAL_ENV")
+    if job.settings.python:
+        return shlex.quote(python)
+    if active and Path(python).is_relative_to(active):
+        inside = Path(python).relative_to(active)
+        return f'"${{VIRTUAL_ENV:?is not set: activate the environment, or set launch.python}}/{inside}"'
+    if Path(python).is_relative_to(Path.cwd()):
+        return shlex.quote(str(Path(python).relative_to(Path.cwd())))
+    return shlex.quote(python)
 
 
 def _options(job: Job) -> list[str]:
