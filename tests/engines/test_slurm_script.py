@@ -35,7 +35,8 @@ def planned(tmp_path, monkeypatch):
 
 
 EVERYTHING = [
-    "launch.nnodes=2", "launch.nproc=4", "launch.threads=3", "launch.max_restarts=2", "launch.interface=ib0",
+    "launch.nnodes=2", "launch.slurm.min_nodes=1",
+    "launch.nproc=4", "launch.threads=3", "launch.max_restarts=2", "launch.interface=ib0",
     "launch.python=/opt/conda/bin/python", "launch.env={NOTE: it's here}", "launch.slurm.partition=gpu",
     "launch.slurm.account=physics", "launch.slurm.qos=high", "launch.slurm.constraint=a100|h100",
     "launch.slurm.time=1-12:00:00", "launch.slurm.gpus_per_node=4", "launch.slurm.mem=64G",
@@ -144,6 +145,7 @@ def test_trials_of_the_array_in_launch_are_valid():
     [
         (["launch.slurm.time='2'"], "signal_s=120 must be less than the time limit, 2 \\(120 s\\)"),
         (["launch.slurm.requeue=false", "launch.max_restarts=1"], "contradict each other"),
+        (["launch.nnodes=2", "launch.slurm.min_nodes=3"], "min_nodes=3 is more than launch.nnodes=2"),
     ],
 )
 def test_contradicting_settings_are_refused(planned, words, message):
@@ -195,9 +197,9 @@ def test_job_state_is_parsed():
 
 SAID = """\
 any words about a start
-harness-record: {"start": 1}
+harness-record: {"start": 1, "nodes": 2}
 srun: error: n1: task 3: Killed
-harness-record: {"start": 2}
+harness-record: {"start": 2, "nodes": 1}
 epoch 1: 61 of 61 rows used
 srun: error: n1: tasks 2-3: Segmentation fault (core dumped)
 srun: error: n0: tasks 0,3: Exited with exit code 70
@@ -232,7 +234,7 @@ def test_output_is_shown_while_it_grows_and_parsed(tmp_path, capsys):
     assert not output.over
 
 
-PREFIX = ['harness-record: {"start": 1}']
+PREFIX = ['harness-record: {"start": 1, "nodes": 2}']
 END = 'harness-record: {{"last_exit_code": {}}}'
 SRUN_KILLED = "srun, which started the ranks, was killed by SIGKILL"
 

@@ -23,6 +23,10 @@ def _not_a_number(value: Any) -> Any:
 class Settings(Section):
     """The section ``launch.slurm``."""
 
+    min_nodes: Positive | None = None
+    """Start with this many nodes or more, such as 1, if Slurm has no launch.nnodes for a requeued job; null:
+    launch.nnodes.
+    """
     partition: Word | None = None
     """Partition to submit to, such as gpu; null: the cluster's default."""
     account: Word | None = None
