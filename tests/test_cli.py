@@ -33,7 +33,7 @@ VERBS = {
     "launch": "-c --config --detach --dry-run --engine --max-restarts --nnodes --nproc key=value",
     "port": "--patch SCRIPT",
     "predict": "--csv --out --trust --world RUN key=value",
-    "report": "-o --out --trust RUN_OR_SWEEP",
+    "report": "-o --json --out --trust RUN_OR_SWEEP",
     "schema": "--of",
     "settings": "--json --markdown WORD",
     "sweep": "-c --config --dry-run --retry-failed key=value",

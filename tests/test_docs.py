@@ -50,7 +50,7 @@ from tests.tools.data.test_command import rows_of, write_table, write_tar
 from tests.tools.explain.test_facts import write_record
 from tests.tools.sweep.sweeping import start_command, table
 
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = {path.stem: path.read_text() for path in FILES}
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 SECTIONS = "data|train|runtime|checkpoint|precision|parallel"
@@ -151,6 +151,7 @@ def test_sizes():
     assert {name: size for name, size in pages.items() if size > 15_000} == {}
     assert pages["architecture.md"] <= 10_000
     assert (ROOT / "README.md").stat().st_size <= 9_000
+    assert len(PAGES["AGENTS"].splitlines()) <= 60
     assert (ROOT / "CHANGELOG.md").stat().st_size <= 6_000
 
 
@@ -363,6 +364,21 @@ def check_readme(folder: Path, output: dict[str, str], names: dict[str, Any]) ->
     assert trained >= {"python-driverpy", "python-m", "launchsingle_nodesh-4", "launchmulti_nodesh-4"}
 
 
+def check_agents(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
+    """The JSON of each command has the keys that the page lists."""
+    rows = re.findall(r"^\| `(harness \w+)` \| (.*) \|$", PAGES["AGENTS"], re.M)
+    outputs = {line: text for line, text in output.items() if "--json" in line}
+    assert len(rows) == len(outputs) + 1  # harness settings, whose records tests/config/test_reference.py checks
+    for command, keys in rows:
+        for line, text in outputs.items():
+            if line.startswith(f"{command} "):
+                start = re.search(r"^[\[{]", text, re.M).start()
+                found = json.loads(text[start:])
+                record = found[0] if isinstance(found, list) else found
+                assert list(record) == re.findall(r"`(\w+)`", keys.partition("(each")[0]), command
+    assert len((folder / "predictions.csv").read_text().splitlines()) == 361
+
+
 def check_task(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
     (checked,) = [text for line, text in output.items() if line.startswith("harness check")]
     assert "columns: 3\n" in checked
@@ -573,6 +589,9 @@ def check_verify_resume(folder: Path, output: dict[str, str], names: dict[str, A
 FAST: Sequence[pytest.MarkDecorator] = ()
 ATTEMPTS = {
     "README": Attempt(for_readme, more_for_readme, check=check_readme),
+    "AGENTS": Attempt(
+        more=training("train.max_steps=2", "data.num_workers=0", "precision.opt_level=O0"), check=check_agents
+    ),
     "add_a_task": Attempt(more=training("train.epochs=8", "precision.opt_level=O0"), check=check_task),
     "apex": Attempt(check=check_apex, marks=[pytest.mark.contract("1.1", "6.5.simple", "9")]),
     "compare": Attempt(
