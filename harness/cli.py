@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.config import plugins
+from harness.config.arguments import settle, unknown_option
 from harness.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
@@ -75,16 +76,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return EXIT_USAGE
         own, program = words, None
-        if "--" in words and getattr(commands.get(words[0]), "TAKES_PROGRAM", False):
+        takes_program = getattr(commands.get(words[0]), "TAKES_PROGRAM", False)
+        if takes_program and "--" in words:
             own, program = words[: words.index("--")], words[words.index("--") + 1 :]
         arguments, rest = parser.parse_known_args(own)
         arguments.program = program
         # argparse does not collect overrides that stand between or after the options of a sub-command.
         unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+        if unknown and unknown[0].startswith("--"):
+            raise unknown_option(arguments, arguments.parser, unknown[0], words)
         if unknown:
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if rest:
             arguments.overrides += rest
+        if program is None and (arguments.overrides or not takes_program):
+            settle(arguments, arguments.parser)
         arguments.words = words
         if _output is not None:
             _output.may_be_lost = arguments.keeps_running
@@ -149,7 +155,8 @@ def _parser(words: Sequence[str], commands: dict[str, Any]) -> argparse.Argument
     for verb, command in sorted(commands.items()):
         verb_parser = verbs.add_parser(verb, help=command.HELP, description=command.HELP)
         command.add_arguments(verb_parser)
-        verb_parser.set_defaults(run=command.run, keeps_running=getattr(command, "KEEPS_RUNNING", False))
+        keeps_running = getattr(command, "KEEPS_RUNNING", False)
+        verb_parser.set_defaults(run=command.run, keeps_running=keeps_running, parser=verb_parser)
     return parser
 
 
@@ -202,12 +209,16 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
 
 class _Raw(io.FileIO):
     """Standard output or error of this process. ``may_be_lost``: writing to a terminal that was closed, a pipe without
-    a reader or a full disk is not an error."""
+    a reader or a full disk is not an error. Errors come after the output before them, also where both are redirected to
+    one file."""
 
     may_be_lost = False
     lost: OSError | None = None
 
     def write(self, data: Any, /) -> int:
+        if self.fileno() == 2:
+            with suppress(OSError, ValueError, RuntimeError):  # lost, closed, or interrupted by a signal in a write
+                sys.stdout.flush()
         try:
             written: int | None = super().write(data)
             if written is None:  # another program has made the terminal non-blocking

@@ -33,8 +33,9 @@ VERBS = {
     "launch": "-c --config --detach --dry-run --engine --max-restarts --nnodes --nproc key=value",
     "port": "--patch SCRIPT",
     "predict": "--csv --out --trust --world RUN key=value",
-    "report": "-o --out --trust RUN_OR_SWEEP",
+    "report": "-o --json --out --trust RUN_OR_SWEEP",
     "schema": "--of",
+    "settings": "--json --markdown WORD",
     "sweep": "-c --config --dry-run --retry-failed key=value",
     "train": "-c --config --local-rank --local_rank key=value",
     "verify-resume": "-c --checkpoints --config --detail --engine --folder --full --json --kills --nproc --report --resume "
@@ -215,7 +216,7 @@ cli.leave(75)
     assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
 
 
-def own_verb(folder, run: str, **modules: str) -> subprocess.CompletedProcess:
+def own_verb(folder, run: str, errors: int = subprocess.PIPE, **modules: str) -> subprocess.CompletedProcess:
     """Run a verb of the user's package ``own``. ``run``: body of its function; ``modules``: its other modules."""
     (folder / "own").mkdir()
     words = "VERB, HELP = 'own.verb', 'test'\n\ndef add_arguments(parser): ...\n"
@@ -223,7 +224,9 @@ def own_verb(folder, run: str, **modules: str) -> subprocess.CompletedProcess:
     for name, text in modules.items():
         (folder / "own" / f"{name}.py").write_text(text)
     command, environ = [sys.executable, "-m", "harness", "own.verb"], {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=250, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=250, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -278,6 +281,13 @@ def test_lost_output_is_an_error_of_a_command_that_only_prints(tmp_path):
     assert harness("2>&-", "check", "-c", str(tmp_path / "none.yaml"))[0] == 2
 
 
+def test_error_stands_after_the_output_before_it(tmp_path):
+    """Where both go to one file, of which Python writes standard output in blocks."""
+    body = "from harness.errors import DataError\nprint('first')\nraise DataError('last')"
+    done = own_verb(tmp_path, body, errors=subprocess.STDOUT)
+    assert (done.returncode, done.stdout) == (65, "first\nerror: last\n")
+
+
 def test_reader_that_has_seen_enough_ends_a_command_quietly():
     """As ``| head`` does."""
     reader, writer = os.pipe()
@@ -288,13 +298,45 @@ def test_reader_that_has_seen_enough_ends_a_command_quietly():
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
-@pytest.mark.parametrize("words", ["", "a=1", "-c", "-c x --epochs 3", "-c x --world 0"])
+@pytest.mark.parametrize("words", ["", "a=1", "-c", "x.yaml y.yaml"])
 def test_wrong_words_are_usage_errors(capsys, words):
     for line in (f"train {words}", f"check {words}", "schema a=1"):
         with pytest.raises(SystemExit) as stop:
             cli.main(line.split())
         assert stop.value.code == 2
         assert "usage:" in capsys.readouterr().err
+
+
+def test_a_configuration_may_stand_without_its_option(monkeypatch, capsys, yaml_file):
+    seen = []
+    monkeypatch.setattr(main, "main", lambda *arguments: seen.append(arguments[:2]) or 0)
+    for words in (["x.yaml", "a=1"], ["a=1", "x.yaml"], ["a=1", "-c", "x.yaml"]):
+        assert cli.main(["train", "--local_rank=1", *words]) == 0  # as a rank, which reads it later
+    gc.unfreeze()
+    assert seen == [("x.yaml", ["a=1"])] * 3
+    assert cli.main(["launch", yaml_file, "--nproc", "2", "--dry-run"]) == 0
+    assert f"-c {yaml_file}" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["check", "a=1"])
+    assert "give one YAML file: harness check CONFIG (found: none)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "hint"), [
+    ("train -c x.yaml --nproc 2", "type: harness launch -c x.yaml --nproc 2"),
+    ("train x.yaml --gpus=4", "type: harness launch -c x.yaml --nproc 4"),
+    ("train x.yaml --epochs 3", "settings are written as key=value: train.epochs=3"),
+    ("launch x.yaml --lr=0.1 --nproc 2", "settings are written as key=value: optimizer.lr=0.1"),
+    ("train x.yaml --batch-size 32", "settings are written as key=value: batch.global=32"),
+    ("train x.yaml --world 2", "type: harness launch -c x.yaml --nproc 2"),
+    ("train x.yaml --num_workers", "settings are written as key=value: data.num_workers=VALUE"),
+    ("check x.yaml --jsn", "did you mean --json?"),
+    ("compare a b --everything", "harness compare --help lists its options"),
+])  # fmt: skip
+def test_an_unknown_option_is_answered_with_what_was_meant(capsys, line, hint):
+    option = next(word for word in line.split() if word.startswith("--")).partition("=")[0]
+    assert cli.main(line.split()) == 2
+    what = f"error: command line: harness {line.split()[0]} has no option {option}"
+    assert capsys.readouterr().err == f"{what}\n  -> {hint}\n"
 
 
 def test_no_word_lists_the_verbs(capsys):

@@ -50,7 +50,7 @@ from tests.tools.data.test_command import rows_of, write_table, write_tar
 from tests.tools.explain.test_facts import write_record
 from tests.tools.sweep.sweeping import start_command, table
 
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = {path.stem: path.read_text() for path in FILES}
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 SECTIONS = "data|train|runtime|checkpoint|precision|parallel"
@@ -146,10 +146,12 @@ def test_links_lead_somewhere(page):
 def test_sizes():
     """Limits in bytes: what has no reader goes before something new comes."""
     pages = {path.name: path.stat().st_size for path in (ROOT / "docs").glob("*.md")}
+    del pages["settings.md"]  # written from the docstrings, and searched, not read
     assert sum(pages.values()) <= 130_000
     assert {name: size for name, size in pages.items() if size > 15_000} == {}
     assert pages["architecture.md"] <= 10_000
     assert (ROOT / "README.md").stat().st_size <= 9_000
+    assert len(PAGES["AGENTS"].splitlines()) <= 60
     assert (ROOT / "CHANGELOG.md").stat().st_size <= 6_000
 
 
@@ -362,6 +364,21 @@ def check_readme(folder: Path, output: dict[str, str], names: dict[str, Any]) ->
     assert trained >= {"python-driverpy", "python-m", "launchsingle_nodesh-4", "launchmulti_nodesh-4"}
 
 
+def check_agents(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
+    """The JSON of each command has the keys that the page lists."""
+    rows = re.findall(r"^\| `(harness \w+)` \| (.*) \|$", PAGES["AGENTS"], re.M)
+    outputs = {line: text for line, text in output.items() if "--json" in line}
+    assert len(rows) == len(outputs) + 1  # harness settings, whose records tests/config/test_reference.py checks
+    for command, keys in rows:
+        for line, text in outputs.items():
+            if line.startswith(f"{command} "):
+                start = re.search(r"^[\[{]", text, re.M).start()
+                found = json.loads(text[start:])
+                record = found[0] if isinstance(found, list) else found
+                assert list(record) == re.findall(r"`(\w+)`", keys.partition("(each")[0]), command
+    assert len((folder / "predictions.csv").read_text().splitlines()) == 361
+
+
 def check_task(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
     (checked,) = [text for line, text in output.items() if line.startswith("harness check")]
     assert "columns: 3\n" in checked
@@ -440,6 +457,10 @@ def check_explain(folder: Path, output: dict[str, str], names: dict[str, Any]) -
     assert json.loads(as_json)["text"] == plain.strip()
 
 
+def check_hooks(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
+    assert "hooks: mine.GiveUp (after_evaluation, state_dict)\n" in "".join(output.values())
+
+
 def check_install(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
     assert re.search(r"^ok +torch ", output["harness doctor"], re.M)
 
@@ -509,8 +530,9 @@ def check_reports(folder: Path, output: dict[str, str], names: dict[str, Any]) -
 
 
 def check_schedules(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
-    (text,) = output.values()
-    assert re.search(r"schedule: wsd, 0\.\d+ at the start, 0\.1 at the peak .update \d+., ", text)
+    built_in, own = output.values()
+    assert re.search(r"schedule: wsd, 0\.\d+ at the start, 0\.1 at the peak .update \d+., ", built_in)
+    assert re.search(r"schedule: mine.inverse_sqrt, 0\.\d+ at the start, 0\.1 at the peak .*, 0\.0\d+ at the end", own)
 
 
 def check_strategies(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
@@ -567,6 +589,9 @@ def check_verify_resume(folder: Path, output: dict[str, str], names: dict[str, A
 FAST: Sequence[pytest.MarkDecorator] = ()
 ATTEMPTS = {
     "README": Attempt(for_readme, more_for_readme, check=check_readme),
+    "AGENTS": Attempt(
+        more=training("train.max_steps=2", "data.num_workers=0", "precision.opt_level=O0"), check=check_agents
+    ),
     "add_a_task": Attempt(more=training("train.epochs=8", "precision.opt_level=O0"), check=check_task),
     "apex": Attempt(check=check_apex, marks=[pytest.mark.contract("1.1", "6.5.simple", "9")]),
     "compare": Attempt(
@@ -580,6 +605,7 @@ ATTEMPTS = {
         for_fine_tuning, more_for_fine_tuning, {"compare": 1}, check_fine_tuning,
         [pytest.mark.slow, pytest.mark.timeout(600)],
     ),
+    "hooks": Attempt(check=check_hooks),
     "install": Attempt(check=check_install, marks=FAST),
     "migrate": Attempt(for_migrate, check=check_migrate, marks=FAST),
     "predict": Attempt(for_predict, check=check_predict),

@@ -4,17 +4,62 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from harness.errors import ConfigError, similar
+
+# Options of other tools, by the option of ``harness launch`` that they mean.
+_OF_LAUNCH = {
+    "nproc": "nproc", "nproc-per-node": "nproc", "num-processes": "nproc", "gpus": "nproc", "num-gpus": "nproc",
+    "devices": "nproc", "world-size": "nproc", "world": "nproc", "nnodes": "nnodes", "num-nodes": "nnodes",
+    "nodes": "nnodes", "engine": "engine",
+}  # fmt: skip
 
 
-def add_config(
-    parser: argparse.ArgumentParser, what: str = "a YAML file, such as configs/digits.yaml", required: bool = True
-) -> None:
-    """``-c CONFIG``, with ``what`` as its help, and ``key=value`` overrides: ``arguments.config`` and ``overrides``."""
-    parser.add_argument("-c", "--config", required=required, metavar="CONFIG", help=what)
+def add_config(parser: argparse.ArgumentParser, what: str = "a YAML file, such as configs/digits.yaml") -> None:
+    """``-c CONFIG``, with ``what`` as its help, and ``key=value`` overrides: ``arguments.config`` and ``overrides``.
+
+    The file may also stand among the overrides, without ``-c``: ``settle`` finds it there.
+    """
+    parser.add_argument("-c", "--config", metavar="CONFIG", help=f"{what}; -c may be left out")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that override the file, such as train.epochs=3"
     )
+
+
+def settle(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Take the one word among the overrides that is no ``key=value`` as the configuration, if there is no ``-c``."""
+    if getattr(arguments, "config", "") is not None:
+        return
+    files = [word for word in arguments.overrides if "=" not in word]
+    if len(files) != 1:
+        parser.error(f"give one YAML file: harness {arguments.verb} CONFIG (found: {' '.join(files) or 'none'})")
+    arguments.config = files[0]
+    arguments.overrides = [word for word in arguments.overrides if "=" in word]
+
+
+def unknown_option(
+    arguments: argparse.Namespace, parser: argparse.ArgumentParser, option: str, words: Sequence[str]
+) -> ConfigError:
+    """The error for an ``option`` that the verb does not have, with what to type instead."""
+    typed, _, value = option.partition("=")
+    after = [*words[words.index(option) + 1 :], "-"][0]
+    value = value or ("" if after.startswith("-") or "=" in after else after)
+    name, verb = typed.lstrip("-").replace("_", "-"), arguments.verb
+    known = [each for action in parser._actions for each in action.option_strings]
+    near, key = similar(typed, known), None
+    if trains := hasattr(arguments, "config"):
+        from harness.config import reference
+
+        key = reference.key_of(name, exact=near is not None)
+    if trains and name in _OF_LAUNCH and verb != "launch":
+        config = arguments.config or next((word for word in arguments.overrides if "=" not in word), "CONFIG")
+        hint = f"type: harness launch -c {config} --{_OF_LAUNCH[name]} {value or 'N'}"
+    elif key:
+        hint = f"settings are written as key=value: {key}={value or 'VALUE'}"
+    else:
+        hint = f"did you mean {near}?" if near else f"harness {verb} --help lists its options"
+    return ConfigError(f"harness {verb} has no option {typed}", where="command line", hint=hint)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

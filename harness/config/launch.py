@@ -24,22 +24,22 @@ class LaunchSection(Section):
     package.module.
     """
     nnodes: Positive = 1
-    """Number of machines."""
+    """Number of machines (nodes), such as 2."""
     nproc: Positive = 1
-    """Ranks per machine: typically one per GPU, or one per few CPU cores."""
+    """Ranks (processes) per machine, such as 4: typically one per GPU, or one per few CPU cores."""
     threads: Positive = 1
     """CPU threads per rank (OMP_NUM_THREADS), the same on any machine, since the last bits of a result depend on it.
     """
     max_restarts: Annotated[int, Field(ge=0)] = 0
-    """Maximum number of restarts of a failed run, each from its newest checkpoint. The local engine restarts after a
-    loss of ranks, not after an error of the code.
+    """Maximum number of restarts of a failed run, such as 3, each from its newest checkpoint. The local engine restarts
+    after a loss of ranks, not after an error of the code.
     """
     interface: str | None = None
     """Network interface for communication between ranks, such as eth0; null: the one that reaches rank 0's machine."""
     grace_s: Seconds = 60.0
     """Seconds that ranks may take to write a checkpoint when they are asked to stop."""
     python: str | None = None
-    """Interpreter that runs driver.py; null: the current one."""
+    """Interpreter that runs driver.py, such as /opt/venv/bin/python; null: the current one."""
     env: Annotated[dict[str, str], NullIsEmpty] = {}
     """Environment variables to set for every rank, such as {NCCL_DEBUG: INFO}; null: none."""
 

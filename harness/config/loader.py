@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union
 import yaml
 from pydantic import BaseModel, Field, ValidationError, create_model
 
-from harness.config import plugins, signatures
+from harness.config import plugins, schedules, signatures
 from harness.config.constraints import Conflict, conflicts
 from harness.config.launch import LaunchSection, built_in, section_class, with_engines
 from harness.config.merge import COMMAND_LINE, merged, origin_of
@@ -25,10 +25,8 @@ from harness.config.schema import Config, ScheduleSection, TaskSection
 from harness.config.seals import sealed_text
 from harness.errors import ConfigError
 
-__all__ = ["COMMAND_LINE", "as_tree", "config_class", "json_schema", "load", "load_as", "to_text"]
+__all__ = ["COMMAND_LINE", "as_tree", "config_class", "json_schema", "load", "load_as", "schema_tree", "to_text"]
 
-# Imported when a configuration is loaded, as the module of a task is.
-_SCHEDULES = "harness.training.optimizer.schedule"
 Content = TypeVar("Content", bound=BaseModel)
 
 
@@ -108,13 +106,15 @@ def as_tree(config: Config) -> dict[str, Any]:
 
 def json_schema() -> str:
     """JSON Schema of an experiment with any built-in task, for editors and ``configs/schema.json``."""
-    schedules = tuple(
-        signatures.section_of(ScheduleSection, name, function, name == "constant")
-        for name, function in signatures.functions(_SCHEDULES).items()
-    )
+    return json.dumps(schema_tree(), indent=1, sort_keys=True) + "\n"
+
+
+def schema_tree() -> dict[str, Any]:
+    """``json_schema`` as dictionaries, with the settings in the order of their classes."""
+    shapes = tuple(schedules.section(name) for name in signatures.functions(schedules.BUILT_IN))
     tasks = tuple(plugins.find("task", name, "task.name") for name in plugins.names("task"))
     engines = with_engines(**built_in())
-    cls = config_class(Union[tasks], Union[schedules], engines)  # noqa: UP007 - unions made at run time
+    cls = config_class(Union[tasks], Union[shapes], engines)  # noqa: UP007 - unions made at run time
     schema = cls.model_json_schema(by_alias=True)
     schema["title"] = "apex-harness experiment"
     for key, base in (
@@ -128,12 +128,12 @@ def json_schema() -> str:
     settings = "Settings of an engine of your own, under the last word of its name."
     schema["$defs"][engines.__name__]["additionalProperties"] = {"type": "object", "description": settings}
     schema["properties"]["extends"] = {
-        "description": "A YAML file or a preset (preset:modern), or a list of them, that this file starts from. Paths "
-        "are relative to this file.",
+        "description": "A YAML file or a preset, such as preset:modern, or a list of them, that this file starts from. "
+        "Paths are relative to this file.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     schema["required"] = []  # a file that extends another, or that is extended, may be incomplete
-    return json.dumps(schema, indent=1, sort_keys=True) + "\n"
+    return schema
 
 
 def config_class(task: Any, schedule: Any = None, launch: type[LaunchSection] | None = None) -> type[Config]:
@@ -175,9 +175,7 @@ def schedule_class(raw: Any) -> type[ScheduleSection]:
     name = raw.get("name", "constant") if isinstance(raw, dict) else "constant"
     if not isinstance(name, str):
         return ScheduleSection  # which reports the type
-    function = signatures.find("schedule", name, "schedule.name", signatures.functions(_SCHEDULES))
-    section: type[ScheduleSection] = signatures.section_of(ScheduleSection, name, function, name == "constant")
-    return section
+    return schedules.section(name)
 
 
 def _task_class(raw: Any) -> type[TaskSection]:

@@ -66,7 +66,11 @@ def overridden(tree: Any, override: str, origin: str = COMMAND_LINE) -> tuple[An
         raise ConfigError(f"{override!r}: the value {found}", where=origin, hint=f"quote it: '{key}=\"{value}\"'")
     try:
         written = OmegaConf.from_dotlist([override])
-        return OmegaConf.merge(tree, written), flatten(OmegaConf.to_container(written))  # type: ignore[arg-type]
+        leaves: dict[str, Any] = flatten(OmegaConf.to_container(written))  # type: ignore[arg-type]
+        both: Any = OmegaConf.merge(tree, written)
+        if value.strip() == "{}":  # empties a section, to which merging would add nothing
+            OmegaConf.update(both, key, {}, merge=False)
+        return both, leaves
     except GrammarParseError as error:
         raise _unresolved(error, (), {}, origin) from None
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:

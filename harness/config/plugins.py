@@ -11,6 +11,7 @@ A name without a dot is built in. To build in another part, add one file (or fol
     engine     harness/engines/NAME.py or NAME/engine.py          render, start, Settings (harness.engines.base)
     format     harness/runs/formats/NAME.py                       class Format (harness.runs.formats.base)
     gradients  a function of the user's, with a dot               train.on_gradients (training/optimizer)
+    hook       a class of the user's, with a dot                  after_step, ... (training/hooks.py)
     verb       command.py or VERB_command.py of a package         VERB, HELP, add_arguments, run (harness.cli)
 
 A name with a dot is a part of the user's own, importable from the working folder: ``package.module``, which holds the

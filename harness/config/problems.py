@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -51,7 +52,8 @@ def keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
     for name, field in cls.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         found.append(key)
-        for kind in (field.annotation, *get_args(field.annotation)):
+        for inner in (field.annotation, *get_args(field.annotation)):
+            kind = get_args(inner)[0] if get_origin(inner) is Annotated else inner
             if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
                 found += keys(kind, f"{key}.")
     return found
@@ -93,7 +95,8 @@ def _nearest(path: list[str], cls: type[BaseModel]) -> str:
     """Return the nearest spelling of an unknown key: in its own section first, then anywhere."""
     known = keys(cls)
     prefix = "".join(f"{part}." for part in path[:-1])
-    siblings = [key[len(prefix) :] for key in known if key.startswith(prefix) and "." not in key[len(prefix) :]]
+    section = re.sub(r"\.\d+\.", ".", prefix)  # of a list
+    siblings = [key[len(section) :] for key in known if key.startswith(section) and "." not in key[len(section) :]]
     if near := difflib.get_close_matches(path[-1], siblings, n=1):
         return f"did you mean {prefix}{near[0]}?"
     last = {key.rsplit(".", 1)[-1]: key for key in known}

@@ -48,27 +48,27 @@ class DataSection(Section):
     same global batches at any world size.
     """
     num_workers: Annotated[int, Field(ge=0, le=1000)] = 2
-    """Loader processes per rank; 0 loads in the training process."""
+    """Loader processes (workers of a DataLoader) per rank; 0 loads in the training process."""
     tail: Literal["use", "drop"] = "use"
     """The rows left over when an epoch is not a whole number of global batches: train on them in a smaller last step,
     or drop them.
     """
     cache_dir: LocalPlace | None = None
-    """Folder for converted annotation tables and copies of images behind URLs, on a local disk of the node or shared
-    between nodes; null: the user's cache folder.
+    """Folder for converted annotation tables and copies of images behind URLs, such as /scratch/cache, on a local disk
+    of the node or shared between nodes; null: the user's cache folder.
     """
 
 
 class ModelSection(Section):
     name: str = "small_cnn"
-    """A built-in model (small_cnn, mlp, linear, ...), a torchvision model (resnet18, ...), timm:NAME, or
+    """A built-in model (small_cnn, mlp, linear, ...), a torchvision model such as resnet18, timm:NAME, or
     package.module.Class.
     """
     args: Arguments = {}
-    """Keyword arguments of the model; null: none."""
+    """Keyword arguments of the model, such as {width: 64}; null: none."""
     weights: str | None = None
-    """Weights to start from: a file (.safetensors, .pth), a run folder, a URL, or DEFAULT, the best weights that
-    torchvision or timm publishes for this model; null: random ones.
+    """Weights to start from, for fine-tuning: a file (.safetensors, .pth), a run folder such as runs/pets, a URL, or
+    DEFAULT, the best pretrained weights that torchvision or timm publishes for this model; null: random ones.
     """
     strict: bool = True
     """true: the weights must match the model exactly; false: missing weights are initialized at random."""
@@ -83,7 +83,8 @@ class ModelSection(Section):
     and max-autotune also times kernels to choose among them.
     """
     activation_checkpointing: bool | Annotated[tuple[str, ...], Field(strict=False)] = False
-    """Recompute activations in the backward pass instead of storing them, which takes less memory and more time.
+    """Recompute activations in the backward pass instead of storing them (gradient checkpointing), which takes less
+    memory and more time.
     true: in the model's blocks, such as the layers of a transformer; or a list of patterns such as "layer1.*" for
     the names of modules.
     """
@@ -91,13 +92,17 @@ class ModelSection(Section):
 
 class BatchSection(Section):
     global_: Positive | None = Field(default=None, alias="global")
-    """Rows per optimizer step over all ranks. Set either this or per_rank."""
+    """Batch size: rows per optimizer step over all ranks, such as 256. Set either this or per_rank."""
     per_rank: Positive | None = None
-    """Rows per optimizer step on each rank; the global batch then grows with the number of ranks."""
+    """Batch size of each rank, such as 32: rows per optimizer step; the global batch then grows with the number of
+    ranks.
+    """
     accumulate: Positive = 1
-    """Micro-batches per step on each rank. More micro-batches need less memory; the batch size stays the same."""
+    """Gradient accumulation: micro-batches per step on each rank, such as 4. More micro-batches need less memory; the
+    batch size stays the same.
+    """
     eval_per_rank: Positive | None = None
-    """Rows per evaluation batch on each rank; null: as many as in a training micro-batch."""
+    """Rows per evaluation batch on each rank, such as 512; null: as many as in a training micro-batch."""
 
     def misfit(self, world_size: int) -> tuple[str, str] | None:
         """Return (reason, hint) if the global batch cannot be divided among ``world_size`` ranks, else None."""
@@ -129,7 +134,7 @@ class GroupSection(Section):
     are biases and the weights of normalization layers.
     """
     lr_scale: Annotated[float, Field(ge=0)] = 1.0
-    """Factor by which the learning rate is multiplied."""
+    """Factor by which the learning rate is multiplied, such as 0.1."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay; null: as for the others."""
 
@@ -140,30 +145,34 @@ class OptimizerSection(Section):
     fused_novograd, fused_adagrad), or package.module.Class.
     """
     lr: Annotated[float, Field(gt=0)] = 0.1
-    """Peak learning rate, before lr_scaling."""
+    """Learning rate at its peak, before lr_scaling."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Momentum of sgd and rmsprop; null: the optimizer's default."""
+    """Momentum of sgd and rmsprop, such as 0.9; null: the optimizer's default."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay; null: the optimizer's default."""
+    """Weight decay, such as 0.0001; null: the optimizer's default."""
     args: Arguments = {}
     """Other keyword arguments of the optimizer, such as {nesterov: true} or {betas: [0.9, 0.95]}. Without {foreach} or
     {fused}, sgd, adam and adamw update the weights in one kernel.
     """
     groups: tuple[GroupSection, ...] = Field(default=(), strict=False)
-    """Parameters with a different learning rate or weight decay; the first group that matches a parameter applies."""
+    """Parameters with a different learning rate or weight decay, such as [{match: 1d, weight_decay: 0.0}]; the first
+    group that matches a parameter applies.
+    """
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply lr by global batch / lr_base_batch (linear), or by its square root (sqrt)."""
     lr_base_batch: Positive | None = None
-    """The global batch that lr was tuned for."""
+    """The global batch that lr was tuned for, such as 256."""
     larc: LarcSection | None = None
-    """Layer-wise adaptive rates, for large batches. {}: on, with Apex's defaults; null: off."""
+    """Layer-wise adaptive rates, for large batches, such as {trust_coefficient: 0.001}. {}: on, with Apex's defaults;
+    null: off.
+    """
 
 
 class ScheduleSection(Section):
     name: str = "constant"
     """Shape of the learning rate after the warm-up (constant, cosine, cosine_restarts, one_cycle, plateau, polynomial,
-    step, wsd), or your own package.module.function. The schedule counts applied updates: a step that the loss scaler
-    skips does not advance it.
+    step, wsd), or package.module.NAME: your own function of (update, total), which returns a factor of optimizer.lr, or
+    a torch LRScheduler. The schedule counts applied updates: a step that the loss scaler skips does not advance it.
     """
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
     """Epochs of linear warm-up from almost zero; may be a fraction. Cannot be combined with warmup_steps."""
@@ -196,8 +205,8 @@ def _level(value: Any) -> Any:
 
 class PrecisionSection(Section):
     opt_level: Annotated[Literal["O0", "O1", "O2", "O3", "O4", "O5"], BeforeValidator(_level)] = "O1"
-    """O0: float32. O1: operations cast to float16. O2: float16 weights with float32 masters. O3: all float16. O4 and
-    O5: as O1 and O2, in bfloat16.
+    """Mixed precision (AMP). O0: float32. O1: operations cast to float16. O2: float16 weights with float32 masters. O3:
+    all float16. O4 and O5: as O1 and O2, in bfloat16.
     """
     backend: Literal["auto", "apex", "harness"] = "auto"
     """auto: NVIDIA's or ROCm's Apex on CUDA if an Apex with amp is installed, else harness.apex."""
@@ -206,9 +215,9 @@ class PrecisionSection(Section):
     torch's default, which is only for convolutions.
     """
     loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] | None = None
-    """`dynamic`, or a constant; null: the default of the level."""
+    """`dynamic`, or a constant such as 128.0; null: the default of the level."""
     min_loss_scale: Annotated[float, Field(gt=0)] | None = None
-    """Lower limit of a dynamic loss scale; null: 1."""
+    """Lower limit of a dynamic loss scale, such as 128.0; null: 1."""
     max_loss_scale: Annotated[float, Field(gt=0)] = 2.0**24
     """Upper limit of a dynamic loss scale."""
     keep_batchnorm_fp32: bool | None = None
@@ -217,18 +226,18 @@ class PrecisionSection(Section):
 
 class ParallelSection(Section):
     strategy: Annotated[str, NameOf("strategy")] = "ddp"
-    """ddp: a replica per rank, gradients averaged. fsdp: weights, gradients and optimizer state sharded over the ranks.
-    dp: one process drives all its CUDA devices (DataParallel). none: one process, one device. Or your own
-    package.module.
+    """How ranks train together (distributed training). ddp: a replica per rank, gradients averaged. fsdp: weights,
+    gradients and optimizer state sharded over the ranks, as ZeRO does, for models that do not fit one device. dp: one
+    process drives all its CUDA devices (DataParallel). none: one process, one device. Or your own package.module.
     """
     delay_allreduce: bool = True
     """For ddp. true: reduce all gradients after the backward pass, as the Apex recipe does; false: overlap the
     reduction with the backward pass.
     """
     logical_ranks: Positive | None = None
-    """For ddp: the number of ranks that the recipe speaks of, for shards, batches, random streams and sums. Up to as
-    many processes compute them, with the same bits whatever their number, also after a resume on another number;
-    null: each process is a rank.
+    """For ddp: the number of ranks that the recipe speaks of, such as 8, for shards, batches, random streams and sums.
+    Up to as many processes compute them, with the same bits whatever their number, also after a resume on another
+    number; null: each process is a rank.
     """
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """For fsdp: the dtype in which weights are gathered and used. bfloat16 halves the traffic; batch norms,
@@ -246,10 +255,12 @@ class TrainSection(Section):
     epochs: Positive = 10
     """Epochs to train."""
     max_steps: Positive | None = None
-    """Stop after this many optimizer steps, with a checkpoint and a final evaluation; null: after `epochs`."""
+    """Stop after this many optimizer steps, such as 1000, with a checkpoint and a final evaluation; null: after
+    `epochs`.
+    """
     clip_norm: Annotated[float, Field(gt=0)] | None = None
-    """Maximum 2-norm of all gradients together, computed on the unscaled gradients of the master weights; null: no
-    clipping.
+    """Gradient clipping: maximum 2-norm of all gradients together, such as 1.0, computed on the unscaled gradients of
+    the master weights; null: no clipping.
     """
     on_gradients: Annotated[str, Field(pattern=r"\.")] | None = None
     """Your own function, such as my_module.noise, that changes the gradients of each step in place before they are
@@ -264,7 +275,9 @@ class TrainSection(Section):
     that have none on CUDA; warn: only warn about them, in logs/rank-N.log; false: use the fastest algorithms.
     """
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Keep an exponential moving average of the weights with this decay, and evaluate and export it; null: none."""
+    """Keep an exponential moving average (EMA) of the weights with this decay, such as 0.999, and evaluate and export
+    it; null: none.
+    """
     mixup: Annotated[float, Field(ge=0)] = 0.0
     """Alpha of MixUp, such as 0.2: mixes the images of a batch in pairs; 0: off. With cutmix, each step picks one
     of the two at random. The loss is the sum over both labels, weighted by the shares of their images.
@@ -272,19 +285,21 @@ class TrainSection(Section):
     cutmix: Annotated[float, Field(ge=0)] = 0.0
     """Alpha of CutMix, such as 1.0: pastes a part of one image of a batch into another; 0: off."""
     patience: Positive | None = None
-    """Stop after this many evaluations without a better checkpoint.best_metric; null: never."""
+    """Early stopping: stop after this many evaluations, such as 5, without a better checkpoint.best_metric; null:
+    never.
+    """
     on_nan: Literal["stop", "skip"] = "stop"
     """If the loss of a step is infinite or NaN: stop at the next log line or checkpoint (costs nothing), or skip the
     step on all ranks, as one whose gradients are (the host waits for the device once per step). Either way a run fails
     if its weights or its validation loss become infinite or NaN, or if no step of an epoch updates the weights.
     """
     evaluate_every: Positive = 1
-    """Epochs between evaluations; the last epoch is always evaluated."""
+    """Epochs between evaluations on the validation data; the last epoch is always evaluated."""
 
 
 class CheckpointSection(Section):
     every_steps: Positive | None = None
-    """Optimizer steps between checkpoints within an epoch; null: only at the end of each epoch."""
+    """Optimizer steps between checkpoints within an epoch, such as 100; null: only at the end of each epoch."""
     format: Annotated[str, NameOf("format")] = "whole"
     """whole: one file, written by rank 0. sharded: for fsdp, one file per rank (torch.distributed.checkpoint), so
     no host has to hold the whole model; all machines must share the folder. Either format resumes on any number of
@@ -298,10 +313,10 @@ class CheckpointSection(Section):
     """Number of newest checkpoints to keep; the best one is kept as well."""
     resume: Place = "auto"
     """auto: resume the run in the run folder, if there is one. never: start a new run and move the old folder aside.
-    Or the path of a checkpoint folder to start from.
+    Or the path of a checkpoint folder to start from, such as runs/pets/checkpoints/step-100.
     """
     best_metric: Annotated[str, Field(min_length=1)] | None = None
-    """The evaluation metric that decides which checkpoint is the best; null: the task's first."""
+    """The evaluation metric that decides which checkpoint is the best, such as loss; null: the task's first."""
 
     @property
     def named(self) -> str | None:
@@ -309,8 +324,42 @@ class CheckpointSection(Section):
         return None if self.resume in ("auto", "never") else self.resume
 
 
+def _device(value: Any) -> Any:
+    """Refuse the names of other tools with the one that they mean."""
+    word = str(value).lower()
+    if word == "gpu" or re.fullmatch(r"(gpu|cuda):\d+", word):
+        which = f"; CUDA_VISIBLE_DEVICES={word.partition(':')[2]} selects the GPU" if ":" in word else ""
+        raise ValueError(f"{value!r} is not allowed; use runtime.device=cuda{which}")
+    return value
+
+
+class HookSection(Section):
+    """An object of your own that a run calls; its class alone may stand for it."""
+
+    name: Annotated[str, Field(pattern=r"\.")]
+    """Your class, such as my_module.Unfreeze, with any of after_step(run), after_evaluation(run, report) and
+    before_checkpoint(run), and with state_dict() and load_state_dict(state) if it has state.
+    """
+    args: Arguments = {}
+    """Keyword arguments of the class; null: none."""
+
+    @classmethod
+    def of_name(cls, value: Any) -> Any:
+        section = {"name": value} if isinstance(value, str) else value
+        name = section.get("name") if isinstance(section, dict) else None
+        if isinstance(name, str) and "." not in name:
+            raise ValueError(f"{name!r} is not allowed; name your class with its module, as in my_module.{name}")
+        return section
+
+
+_Hook = Annotated[
+    HookSection,
+    BeforeValidator(HookSection.of_name, json_schema_input_type=Annotated[str, Field(pattern=r"\.")] | HookSection),
+]
+
+
 class RuntimeSection(Section):
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(_device)] = "auto"
     """Device to train on; auto: CUDA if available."""
     timeout_s: Seconds = 600.0
     """Seconds that a rank may be silent: the others wait so long for it in a collective before they fail. A single
@@ -325,7 +374,7 @@ class Config(Section):
     """One experiment. ``task`` is replaced by the section of the task that is named."""
 
     name: Name
-    """Name of the experiment; the run folder is OUTPUT/NAME."""
+    """Name of the experiment, such as pets; the run folder is OUTPUT/NAME."""
     output: Place = "runs"
     """Folder for run folders, or a URL such as s3://bucket/runs if the machines share no disk (docs/engines.md)."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -350,9 +399,13 @@ class Config(Section):
     """The training loop: its length, its log, clipping, averaging, early stopping."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When checkpoints are written, how many are kept, and which one to resume from."""
+    hooks: tuple[_Hook, ...] = Field(default=(), strict=False)
+    """Objects of your own that run on all ranks (docs/hooks.md): to unfreeze layers, to log, to end training by a rule
+    of your own. Names of classes, such as [my_module.Unfreeze], or {name, args}.
+    """
     trackers: tuple[Annotated[str, NameOf("tracker")], ...] = Field(default=(), strict=False)
     """Tools that mirror metrics.jsonl, which is always written: tensorboard, wandb, mlflow, or your own
-    package.module.
+    package.module, such as [tensorboard].
     """
     runtime: RuntimeSection = RuntimeSection()
     """The device, and how long to wait for other ranks."""

@@ -6,11 +6,13 @@ with the names, types, limits and defaults of the function's parameters.
 
 from __future__ import annotations
 
+import collections.abc
 import functools
 import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, create_model
@@ -60,9 +62,17 @@ def require_parameters(
 
 
 @functools.cache  # so that two configurations that name the same function have the same class and can be compared
-def section_of(base: type[Section], name: str, function: Function, default: bool = False) -> Any:
-    """``base`` with this ``name``, which ``default`` makes optional, and the arguments of ``function`` as ``args``."""
-    arguments = _arguments(name, function)
+def section_of(
+    base: type[Section],
+    name: str,
+    function: Function,
+    default: bool,
+    passed: tuple[str, ...],
+    by_run: tuple[str, ...] = (),
+) -> Any:
+    """``base`` with this ``name``, which ``default`` makes optional, and the arguments of ``function`` as ``args``,
+    without those that the harness has ``passed``; those ``by_run`` are null unless the configuration sets them."""
+    arguments = _arguments(name, function, passed, by_run)
     description = base.model_fields["name"].description
     named: Any = (Literal[name], Field(default=name if default else ..., description=description))
     args: Any = (
@@ -74,20 +84,23 @@ def section_of(base: type[Section], name: str, function: Function, default: bool
     )
 
 
-def _arguments(name: str, function: Function) -> type[Section]:
-    """Return the parameters of ``function`` after the first, which the harness passes, as a section. Raises
-    ConfigError."""
+def _arguments(name: str, function: Function, passed: tuple[str, ...], by_run: tuple[str, ...]) -> type[Section]:
+    """Return the parameters of ``function``, which may be a class, as a section. Raises ConfigError."""
     try:
-        hints = get_type_hints(function, include_extras=True)
         described = " ".join((inspect.getdoc(function) or name).partition("\n\n")[0].split())
-        fields: dict[str, Any] = {
-            parameter.name: (
-                hints.get(parameter.name, Any),
-                Field(... if parameter.default is parameter.empty else parameter.default, description=described),
+        parameters = [
+            one for one in inspect.signature(function).parameters.values()
+            if one.name not in passed and one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)
+        ]  # fmt: skip
+        hints = _hints(function, parameters)
+        fields: dict[str, Any] = {}
+        for one in parameters:
+            required = one.default is one.empty
+            kind, default = (hints[one.name] | None, None) if one.name in by_run else (hints[one.name], one.default)
+            fields[one.name] = (
+                kind,
+                Field(... if required and one.name not in by_run else default, description=described),
             )
-            for parameter in list(inspect.signature(function).parameters.values())[1:]
-            if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        }  # fmt: skip
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a parameter may have the name of a method of pydantic
             return create_model(f"{function.__name__}_arguments", __base__=Section, **fields)
@@ -96,3 +109,11 @@ def _arguments(name: str, function: Function) -> type[Section]:
             f"the parameters of {name} cannot be settings: {type(error).__name__}: {first_line(error)}",
             hint="annotate them with types that YAML can express, such as float, bool, str or list[float]",
         ) from error
+
+
+def _hints(function: Function, parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
+    """The types of ``parameters`` by name. torch imports some of them for type checkers only."""
+    made = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)  # type: ignore[misc]
+    annotations = {one.name: Any if one.annotation is one.empty else one.annotation for one in parameters}
+    known = {**vars(collections.abc), **getattr(made, "__globals__", {}), "Iterable": list, "Sequence": list}
+    return get_type_hints(SimpleNamespace(__annotations__=annotations), known, include_extras=True)

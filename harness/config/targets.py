@@ -56,7 +56,7 @@ class LabelsSection(Section):
     each row has a number in each column. null: multi_label if separator is set, else single_label.
     """
     column: str | Annotated[tuple[str, ...], Field(strict=False)] | None = None
-    """Column of the labels; for regression also a list of columns. null: task.label_column."""
+    """Column of the labels; for regression also a list of columns, such as [width, height]. null: task.label_column."""
     separator: Annotated[str, Field(min_length=1)] | None = None
     """Text between the labels of a row, such as "|", for multi_label."""
     empty: Literal["error", "allow"] = "error"
@@ -85,8 +85,8 @@ class LossSection(Section):
 
     name: str | None = None
     """For one class per row: cross_entropy, bce or focal. For several labels per row: bce or focal. For numbers: mse,
-    l1 or huber. Or your own package.module.Class (or function), which returns the mean over the rows. null: the first
-    one listed for the kind of labels.
+    l1 or huber. Or your own package.module.Class (or function), which returns the mean over the rows, such as
+    torch.nn.MSELoss. null: the first one listed for the kind of labels.
     """
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """For cross_entropy and bce: share of the target spread evenly over all classes, in training."""
@@ -94,15 +94,16 @@ class LossSection(Section):
         None
     )
     """Weight of the rows with each class: a list in the order of the classes, or {class: weight} (others 1), or
-    balanced: the rarer the class, the larger its weight. With several labels per row: the weight of rows that
-    have the label.
+    balanced, for imbalanced classes: the rarer the class, the larger its weight. With several labels per row: the
+    weight of rows that have the label.
     """
     gamma: Annotated[float, Field(ge=0)] | None = None
-    """For focal: how strongly the weight of easy rows is reduced; null: 2."""
+    """For focal: how strongly the weight of easy rows is reduced, such as 3.0; null: 2."""
     delta: Annotated[float, Field(gt=0)] | None = None
-    """For huber: errors above this value, in standard deviations of the column, count linearly; null: 1."""
+    """For huber: errors above this value, in standard deviations of the column, such as 0.5, count linearly; null: 1.
+    """
     args: Arguments = {}
-    """Keyword arguments of a loss of your own."""
+    """Keyword arguments of a loss of your own, such as {margin: 0.2}."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -118,7 +119,7 @@ class MetricSection(Section):
     name: str
     """A built-in metric, or package.module.Class (or function) such as torchmetrics.classification.MulticlassAUROC."""
     key: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
-    """Its name in the log; null: the last part of name."""
+    """Its name in the log, such as auroc; null: the last part of name."""
     better: Better | None = None
     """max: higher is better; min: lower is better. Required for a dotted name."""
     args: Arguments = {}
@@ -135,8 +136,8 @@ class LabelledTask(TaskSection):
     loss: LossSection = LossSection()
     """The training loss."""
     chosen_metrics: tuple[str | MetricSection, ...] = Field(default=(), strict=False, alias="metrics")
-    """Evaluation metrics by name; the first one picks the best checkpoint. []: the defaults for the kind of labels. A
-    metric of torchmetrics, or of your own, is a section {name, better, args}.
+    """Evaluation metrics by name, such as [top1, macro_f1]; the first one picks the best checkpoint. []: the defaults
+    for the kind of labels. A metric of torchmetrics, or of your own, is a section {name, better, args}.
     """
 
     @property
@@ -166,9 +167,9 @@ class TableTask(LabelledTask):
     """Base class of the options of a task that reads annotation tables."""
 
     train_csv: Place
-    """Annotations to train on: .csv, .csv.gz or .parquet, local or an fsspec URL."""
+    """Annotations to train on, such as photos.train.csv: .csv, .csv.gz or .parquet, local or an fsspec URL."""
     eval_csv: Place
-    """Annotations to evaluate on; every label must occur in train_csv."""
+    """Annotations to evaluate on, the validation data, such as photos.eval.csv; every label must occur in train_csv."""
     label_column: str = "label"
     """Column of the CSV with the labels."""
     labels: LabelsSection = LabelsSection()

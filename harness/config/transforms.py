@@ -41,9 +41,11 @@ class TransformsSection(Section):
     """
 
     train: Steps = Field(default=(), strict=False)
-    """Applied to training images in this order. Random numbers depend on the seed, the epoch and the row."""
+    """Augmentation: applied to training images in this order, such as [RandomHorizontalFlip]. Random numbers depend on
+    the seed, the epoch and the row.
+    """
     eval: Steps = Field(default=(), strict=False)
-    """Applied to the images of validation, prediction and export."""
+    """Applied to the images of validation, prediction and export, such as [{CenterCrop: 224}]."""
 
 
 def name_and_arguments(step: str | dict[str, Any]) -> tuple[str, Any]:

@@ -37,6 +37,16 @@ def raised_at(error: BaseException) -> str:
     return describe(trace.tb_frame) if trace else ""
 
 
+def users_line(error: BaseException) -> str:
+    """Return "FILE:LINE" of the innermost call in the user's own code that led to ``error``; empty if there is none."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        if _place(trace.tb_frame):
+            found = f"{os.path.relpath(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
 def describe(frame: FrameType | None) -> str:
     """Return the innermost function of the harness on the stack of ``frame``, and the innermost function of all."""
     innermost = frame.f_code.co_name + _place(frame) if frame else ""

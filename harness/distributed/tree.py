@@ -5,7 +5,7 @@ up in one binary tree: node (k, i) covers the leaves i * 2^k to (i + 1) * 2^k - 
 (k - 1, 2i) and (k - 1, 2i + 1), or equals the first where the second has no leaves. Process r of W holds the leaves of
 ``block``. It adds up what it can, like a binary counter, and keeps the roots of its subtrees. The processes then
 exchange pieces of these, each completes the tree for one piece, and all gather the pieces: 2 * (W - 1) / W of the size,
-as a ring does, where each block is one subtree.
+as a ring does, where each block is one subtree. Few numbers are gathered whole.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+_SMALL_BYTES = 1 << 20  # of all processes together, up to which messages cost more than bytes
 
 
 class Node(NamedTuple):
@@ -90,12 +92,15 @@ class TreeSum:
 def exchanged(roots: Sequence[Tensor], num_leaves: int, num_processes: int, group: Any = None) -> Tensor:
     """Return the sum over all logical ranks, where ``roots``, flat tensors, are what this process can add up alone.
     Every process completes the tree for one piece. Collective."""
+    plans = [plan(num_leaves, process, num_processes) for process in range(num_processes)]
+    same = all(len(of_process) == len(roots) for of_process in plans)
+    if same and roots[0].nbytes * len(roots) * num_processes <= _SMALL_BYTES:
+        return _gathered(roots, plans, num_leaves, group)
     length, dtype_bytes = len(roots[0]), roots[0].element_size()
     longest = -(-length // num_processes)
     firsts = range(0, longest * num_processes, longest)
     pieces = [root[first : first + longest] for first in firsts for root in roots]
     own = roots[0] if len(roots) == 1 else torch.cat(pieces)
-    plans = [plan(num_leaves, process, num_processes) for process in range(num_processes)]
     received = own.new_empty(sum(map(len, plans)), len(pieces[dist.get_rank(group) * len(roots)]))
     dist.all_to_all_single(
         _bytes(received),
@@ -104,14 +109,28 @@ def exchanged(roots: Sequence[Tensor], num_leaves: int, num_processes: int, grou
         [len(piece) * len(roots) * dtype_bytes for piece in pieces[:: len(roots)]],
         group=group,
     )
-    tree: list[Node] = []
-    everyone: Iterable[Node] = (node for of_process in plans for node in of_process)
-    for node, value in zip(everyone, received, strict=True):
-        grow(tree, node._replace(value=value), num_leaves, Tensor.add_)
-    total = nn.functional.pad(tree[0].value, (0, longest - received.shape[1]))
+    total = nn.functional.pad(_grown(plans, received, num_leaves), (0, longest - received.shape[1]))
     gathered = own.new_empty(num_processes * longest)
     dist.all_gather(list(_bytes(gathered).view(num_processes, -1)), _bytes(total), group=group)
     return gathered[:length]
+
+
+def _gathered(roots: Sequence[Tensor], plans: Sequence[list[Node]], num_leaves: int, group: Any) -> Tensor:
+    """``exchanged`` of few numbers, for which one message of all of them is quicker than two of their pieces."""
+    own = roots[0] if len(roots) == 1 else torch.cat(list(roots))
+    received = own.new_empty(len(plans) * len(roots), len(roots[0]))
+    dist.all_gather(list(_bytes(received).view(len(plans), -1)), _bytes(own), group=group)
+    return _grown(plans, received, num_leaves)
+
+
+def _grown(plans: Sequence[list[Node]], values: Tensor, num_leaves: int) -> Tensor:
+    """Return the root of the tree, of which ``values`` are the rows in the order of ``plans``."""
+    tree: list[Node] = []
+    everyone: Iterable[Node] = (node for of_process in plans for node in of_process)
+    for node, value in zip(everyone, values, strict=True):
+        grow(tree, node._replace(value=value), num_leaves, Tensor.add_)
+    total: Tensor = tree[0].value
+    return total
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from harness.errors import LaunchError
 VERB = "launch"
 HELP = "train on an engine, such as local, torchrun, slurm or dask"
 
-_RANGES = {"nnodes": ("torchrun", "min_nodes"), "nproc": ("local", "min_ranks")}  # the engine, and its setting
+_RANGES = {"nnodes": (("torchrun", "slurm"), "min_nodes"), "nproc": (("local",), "min_ranks")}  # engines; their setting
 _ON_THIS_MACHINE = ("local", "torchrun")  # engines that start ranks here
 
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--nnodes", type=_machines, metavar="N|MIN:MAX",
-        help="number of machines; MIN:MAX lets machines join and leave (torchrun)",
+        help="number of machines; MIN:MAX lets machines join and leave (torchrun), or restarts with fewer (slurm)",
     )  # fmt: skip
     parser.add_argument(
         "--nproc", type=_ranks, metavar="N|MIN:MAX|auto[:MAX]",
@@ -80,9 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
         most = _fitting(config, count.most) if count.auto else count.most
         words.append(f"launch.{name}={most}")
         if count.least:
-            engine, least = _RANGES[name]
-            _require((engine,), config, f"--{name} MIN:MAX is")
-            words.append(f"launch.{engine}.{least}={count.least}")
+            engines, least = _RANGES[name]
+            _require(engines, config, f"--{name} MIN:MAX is")
+            words.append(f"launch.{config.launch.engine}.{least}={count.least}")
     return launch.main(arguments.config, words, arguments.dry_run, arguments.detach)
 
 

@@ -77,6 +77,7 @@ def own_code(config: Config) -> OwnCode:
         "parallel.strategy": config.parallel.strategy,
         "checkpoint.format": config.checkpoint.format,
         "train.on_gradients": config.train.on_gradients or "",
+        **{f"hooks.{number}": hook.name for number, hook in enumerate(config.hooks)},
     }
     for key, name in named.items():
         top = name.partition(".")[0]

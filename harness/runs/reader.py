@@ -12,7 +12,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,6 +104,13 @@ class Record:
                     found[key] = kept if kept and kept[-1][1] == value else [*kept, (step, value)]
         found.pop("step", None)
         return found
+
+    def as_json(self) -> dict[str, Any]:
+        """The state and the results: what ``harness report --json`` prints."""
+        results = {key: self.summary.get(key) for key in ("epoch", "step", "evaluation", "best", "wall_s")}
+        return {"path": str(self.path), "name": self.name, "state": self.state, "world_sizes": self.world_sizes,
+                **results, "failure": self.failure or None, "trial": asdict(self.trial) if self.trial else None,
+                "problems": self.problems}  # fmt: skip
 
     def metrics(self) -> pa.Table:
         """``metrics.jsonl``, one row per line; keys that a line does not have are null.

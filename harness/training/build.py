@@ -23,7 +23,7 @@ from harness.distributed.stop import Stop
 from harness.errors import first_line
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
-from harness.training import checkpointing, determinism, memory, mixing, rng
+from harness.training import checkpointing, determinism, hooks, memory, mixing, rng
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.console import ProgressBar
 from harness.training.division import Sizes, sizes, too_few_rows, warn_of_skew
@@ -61,6 +61,8 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         ranks, size = divide(config, task, runtime)
         copy_files(config, task, runtime)
         parallel, model = strategy_and_model(config, task, ranks)
+        with runtime.together("making the hooks"):
+            own_hooks = hooks.build(config.hooks)
         start_weights = load_start_weights(config, runtime, folder, model)
         model = place(config, parallel, model, has_start_weights=bool(start_weights))
         optimizer, ema, gradient_hook = with_optimizer(config, parallel, model, size)
@@ -72,7 +74,8 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
             train_data=train_data, eval_data=eval_data, parallel=parallel, start_weights=start_weights,
             optimizer=optimizer, ema=ema, gradient_hook=gradient_hook, writer=writer, tracker=tracker,
             health=Health(config, runtime, parallel.precision, parallel.module, ema, optimizer, folder.where),
-            progress=ProgressBar(runtime.rank), meter=Meter(runtime.device, len(ranks.own)), state=State(),
+            progress=ProgressBar(runtime.rank, size.total_steps), state=State(),
+            meter=Meter(runtime.device, len(ranks.own)), hooks=own_hooks,
             coverage=Coverage(len(task.train), config.seed), started=time.perf_counter(), num_threads=num_threads,
         )  # fmt: skip
         checkpointing.resume(run)
@@ -218,8 +221,8 @@ def copy_files(config: Config, task: OpenedTask, runtime: Runtime, train: bool =
 
 
 def rehearse(config: Config, world_size: int) -> None:
-    """Raise the error of the data, the batch, the model, the optimizer or the schedule with which ``config`` could not
-    start on ``world_size`` ranks."""
+    """Raise the error of the data, the batch, the model, the optimizer, the schedule or a hook with which ``config``
+    could not start on ``world_size`` ranks."""
     find(config.parallel).check_world(config.parallel, world_size)
     task = _opened(config)
     size = sizes(config, len(task.train), config.parallel.num_ranks(world_size))
@@ -227,6 +230,7 @@ def rehearse(config: Config, world_size: int) -> None:
     optimizer = optim.build(config.optimizer, optim.groups(config.optimizer, model, size.lr), size.lr)
     size.schedule.require_momentum(optimizer)
     on_gradients.of_run(config, model, optimizer, torch.device("cpu"))
+    hooks.build(config.hooks)
     require_mixable(config, task)
 
 

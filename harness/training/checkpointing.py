@@ -17,6 +17,7 @@ from harness.data.seeds import TRAINING
 from harness.errors import CheckpointError, first_line
 from harness.runs import checkpoint
 from harness.runs.weights_file import on_host
+from harness.training import hooks
 from harness.training.logical_ranks import kernels
 from harness.training.optimizer.optim import Ema, class_name, with_settings_of
 from harness.training.progress import State
@@ -32,7 +33,9 @@ def save(run: Run) -> None:
     if run.saved_step == run.state.step:
         return
     start = time.perf_counter()
-    _save(run)
+    run.hooks.call(hooks.BEFORE_CHECKPOINT, run)
+    with run.progress.during("writing a checkpoint"):
+        _save(run)
     if run.state.in_epoch:  # otherwise it is not part of the training time
         run.meter.costs.add({"checkpoint": time.perf_counter() - start})
 
@@ -63,6 +66,8 @@ def _save(run: Run) -> None:
         "backend": run.precision.backend,
         "opt_level": run.config.precision.opt_level,
         "ema": ema,
+        "schedule": run.schedule.state_dict(),
+        "hooks": run.hooks.state_dict(),
         "ranks": ranks,
         "seen": seen,
         "log_offset": log_offset,
@@ -162,6 +167,8 @@ def restore(run: Run, path: Path, is_own: bool = True) -> None:
         run.ema.load_state_dict(content["ema"])
     elif run.ema:  # the other run had none: that of the initial weights, which it was built with, is wrong
         run.ema.start(run.precision.master_params(run.optimizer))
+    run.schedule.load_state_dict(content.get("schedule", {}))
+    run.hooks.load_state_dict(content.get("hooks", []))
     run.state = state
     _restore_ranks(run, content)
     run.saved_step, run.log_offset, run.log_digest = state.step, content["log_offset"], content["log_sha256"]

@@ -1,11 +1,14 @@
-"""Output: log records on rank 0's terminal and in each rank's log file, and a progress bar on terminals."""
+"""Output: log records on rank 0's terminal and in each rank's log file, and progress as a bar or as lines."""
 
 from __future__ import annotations
 
 import logging
+import math
+import os
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,11 @@ from harness.runs import layout
 
 log = logging.getLogger("harness")
 
-PLAIN_PERIOD_S = 10.0  # between two progress lines if no terminal is attached
+# Without a terminal: seconds after which new numbers, or else the position alone, are worth a line.
+PLAIN_PERIOD_S, SILENT_S = 10.0, 30.0
+OF_NODE = {"of_node": True}  # of records about a machine: that it joined, and how it ended
+COLUMNS = 80  # of a terminal that does not tell its width, as in docker and kubectl
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
 
 
 class _ProgressBarHandler(logging.Handler):
@@ -24,6 +31,16 @@ class _ProgressBarHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
         sys.stderr.flush()
+
+
+class _Line(logging.Formatter):
+    """A message after the time of day. Errors, and lines of a list ("%14s: %s"), stand alone."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno >= logging.ERROR or str(record.msg).startswith("%14s"):
+            return text
+        return f"{self.formatTime(record, '%H:%M:%S')} {text}"
 
 
 class _LogFile(logging.FileHandler):
@@ -37,15 +54,18 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-def to_terminal(rank: int) -> None:
-    """Log to the terminal: rank 0 everything, other ranks only errors, with the number of the rank."""
+def to_terminal(rank: int, of_node: bool = False) -> None:
+    """Log to the terminal: rank 0 everything, other ranks only errors, with the number of the rank. ``of_node``: this
+    rank is the first of its machine, and also says what is logged with the extra ``OF_NODE``."""
     log.setLevel(logging.INFO)
     log.propagate = False
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
-    handler = _ProgressBarHandler(logging.INFO if rank == 0 else logging.ERROR)
-    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
+    handler = _ProgressBarHandler()
+    if rank != 0:
+        handler.addFilter(lambda record: record.levelno >= logging.ERROR or of_node and hasattr(record, "of_node"))
+    handler.setFormatter(_Line() if rank == 0 else logging.Formatter(f"rank {rank}: %(message)s"))
     log.addHandler(handler)
 
 
@@ -62,36 +82,115 @@ def to_file(folder: Path, rank: int) -> None:
 
 
 class ProgressBar:
-    """Progress of the epoch on rank 0: a bar on a terminal, otherwise a log line every few seconds."""
+    """Progress on rank 0: of an epoch, with the time left of the whole run, of an evaluation, and of a checkpoint.
 
-    def __init__(self, rank: int) -> None:
+    A bar on a terminal; otherwise log lines, the first after one step, then every few seconds, however long a step is.
+    """
+
+    def __init__(self, rank: int, total_steps: int = 0) -> None:
         self._bar: Any = None
-        self._rank, self._plain_at = rank, time.monotonic()
+        self._shows, self._total_steps = rank == 0, total_steps
+        self._plain_at = -math.inf  # so that the first step is due
+        self._began: tuple[float, int] | None = None  # when the first step of this process had ended, and its number
+        self._step = 0  # of the run
+        self._text = ""
+        self._where, self._unit, self._done, self._of = "", "step", 0, 0  # a loop of the user's own may open nothing
 
     def start(self, epoch: int, epochs: int, done: int, steps: int) -> None:
-        if self._rank == 0 and sys.stderr.isatty():
-            self._bar = tqdm(
-                total=steps, initial=done, desc=f"epoch {epoch + 1}/{epochs}", unit="step", leave=False, file=sys.stderr
-            )
-        self._where, self._done, self._steps = f"epoch {epoch + 1}/{epochs}", done, steps
+        """Begin to show an epoch."""
+        self._step = epoch * steps + done
+        self._open(f"epoch {epoch + 1}/{epochs}", "step", done, steps)
+
+    def start_evaluation(self, batches: int) -> None:
+        self._open("validation", "batch", 0, batches)
+
+    def _open(self, where: str, unit: str, done: int, total: int) -> None:
+        self._where, self._unit, self._done, self._of = where, unit, done, total
+        if self._shows and sys.stderr.isatty():
+            self._bar = tqdm(total=total, initial=done, desc=where, leave=False, file=sys.stderr, bar_format=_BAR,
+                             ncols=_columns(), dynamic_ncols=bool(_width()))  # fmt: skip
 
     def step(self) -> None:
+        """Count a step of the epoch, or a batch of the evaluation."""
+        if not self._shows:
+            return
         self._done += 1
+        now = time.monotonic()
+        if self._unit == "step":
+            self._step += 1
+            self._began = self._began or (now, self._step)
         if self._bar is not None:
+            self._bar.set_postfix_str(self._described(now), refresh=False)
             self._bar.update()
+        elif now - self._plain_at > SILENT_S:
+            self._write(now)
 
     def show(self, text: str) -> None:
         """Show ``text``, the newest numbers, next to the bar, or as a line."""
-        due = self._rank == 0 and time.monotonic() - self._plain_at > PLAIN_PERIOD_S
-        if self._bar is None and not due:
-            return
+        self._text, now = text, time.monotonic()
         if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-        else:
+            self._bar.set_postfix_str(self._described(now), refresh=False)
+        elif self._shows and self._where and now - self._plain_at > PLAIN_PERIOD_S:
+            self._write(now)
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Show ``what`` is done in this context, such as "writing a checkpoint"; as a line if the last one is long
+        ago."""
+        bar, own = self._bar, None
+        if bar is not None:
+            bar.set_description_str(f"{self._where}, {what}")
+        elif self._shows and sys.stderr.isatty():
+            own = tqdm(desc=what, leave=False, file=sys.stderr, bar_format="{desc}", ncols=_columns())
+        elif self._shows and time.monotonic() - self._plain_at > SILENT_S:
             self._plain_at = time.monotonic()
-            log.info("%s  step %d/%d  %s", self._where, self._done, self._steps, text)
+            log.info("%s", what)
+        try:
+            yield
+        finally:
+            if own is not None:
+                own.close()
+            elif bar is not None:
+                bar.set_description_str(self._where, refresh=False)
 
     def stop(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+    def _write(self, now: float) -> None:
+        self._plain_at = now
+        position = f"{self._where}  {self._unit} {self._done}/{self._of}"
+        log.info("%s", "  ".join(filter(None, (position, self._described(now)))))
+
+    def _described(self, now: float) -> str:
+        left = self._left_s(now)
+        shown = [] if left is None else [f"{in_words(left)} left"]
+        return "  ".join([self._text, *shown] if self._unit == "step" and self._text else shown)
+
+    def _left_s(self, now: float) -> float | None:
+        """Seconds to the end of the run at the pace of this process so far, evaluations and checkpoints included."""
+        if self._began is None or self._step <= self._began[1] or not self._total_steps:
+            return None
+        since, first = self._began
+        return (now - since) / (self._step - first) * max(0, self._total_steps - self._step)
+
+
+def in_words(seconds: float) -> str:
+    """ "45 s", "12 min", "3 h 20 min"."""
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _width() -> int:
+    """The columns of the terminal; 0 if it does not tell."""
+    with suppress(OSError, ValueError):
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    return 0
+
+
+def _columns() -> int | None:
+    """What tqdm needs to know of the width: nothing if it can ask the terminal."""
+    return None if _width() else COLUMNS

@@ -9,6 +9,7 @@ import torch
 
 from harness.config import presets
 from harness.config.schema import Config
+from harness.distributed.runtime import Runtime
 from harness.runs import provenance
 from harness.training import determinism
 from harness.training.division import Sizes
@@ -25,8 +26,12 @@ def announce(run: Run) -> None:
     card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
     facts = describe(config, run.task, run.size, run.ranks.num, runtime.device, run.precision.backend)
-    facts |= optim.described(run.optimizer, run.module)
-    facts |= {"parallel": run.parallel.described(), "launcher": runtime.launch.by, "run folder": run.folder.where}
+    facts |= optim.described(run.optimizer, run.module) | run.hooks.described()
+    facts |= {
+        "parallel": run.parallel.described(),
+        "launcher": _launcher(config, runtime),
+        "run folder": run.folder.where,
+    }
     for name, value in facts.items():
         log.info("%14s: %s", name, value)
     first = runtime.rank == 0
@@ -51,7 +56,15 @@ def announce(run: Run) -> None:
                 log.warning("%s", warning)
             run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
     if run.finished():
-        log.info("nothing left to train: step %d was the last; raise train.epochs to train longer", run.state.step)
+        longer = f"a hook ended it: {run.state.ended}" if run.state.ended else "raise train.epochs to train longer"
+        log.info("nothing left to train: step %d was the last; %s", run.state.step, longer)
+
+
+def _launcher(config: Config, runtime: Runtime) -> str:
+    """What started the ranks. One process alone says so if the configuration asks ``harness launch`` for more."""
+    ranks = config.launch.nnodes * config.launch.nproc
+    alone = runtime.launch.alone and ranks > 1
+    return f"none (one process; harness launch starts the {ranks} ranks of launch)" if alone else runtime.launch.by
 
 
 def describe(

@@ -11,7 +11,7 @@ from harness.config.schema import Config
 from harness.data.shards import bounds, num_steps
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, DataError, plural
-from harness.training.optimizer import optim
+from harness.training.optimizer import optim, own_schedule
 from harness.training.optimizer.schedule import Schedule
 from harness.training.task import OpenedTask
 
@@ -59,7 +59,7 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
     total = steps * config.train.epochs
     num_steps_of_run = min(total, config.train.max_steps or total)
     lr = optim.scaled_lr(config.optimizer, per_rank * world_size)
-    schedule = Schedule(config.schedule, config.optimizer.lr, lr / config.optimizer.lr, steps, num_steps_of_run)
+    schedule = own_schedule.of_run(config, lr / config.optimizer.lr, steps, num_steps_of_run)
     schedule.require_fit(total)
     schedule.require_call()
     return Sizes(

@@ -44,7 +44,7 @@ from harness.errors import (
 )  # fmt: skip
 from harness.runs import exit_files, layout
 from harness.runs.run_dir import RunFolder
-from harness.training import determinism, memory
+from harness.training import console, determinism, memory
 from harness.training.run import Run
 
 log = logging.getLogger("harness")
@@ -117,7 +117,7 @@ class ExitReporter:
         code = self._write(first if is_own else replace(exit, exit_code=first.exit_code))
         if first != reported:
             see = f"; see {self._folder.where}/{layout.FAILURE}" if self._folder else ""
-            log.info("exiting: rank %s failed first%s", first.rank, see)
+            log.info("exiting: rank %s failed first%s", first.rank, see, extra=console.OF_NODE)
             return code
         if self._shown:
             self._show(reported, shown)

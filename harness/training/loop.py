@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from harness.data.loader import MicroBatch
 from harness.training.checkpointing import keep_best, save
 from harness.training.evaluation.evaluate import evaluate, is_number, prepare
+from harness.training.hooks import AFTER_EVALUATION, AFTER_STEP
 from harness.training.meter import Reading, end_backward_before_exchange
 from harness.training.mixing import mixed, mixed_loss
 from harness.training.optimizer.optim import clear_gradients
@@ -57,16 +58,16 @@ def epoch(run: Run) -> None:
     for number, group in enumerate(data.groups(state.epoch, state.segments), state.step + 1):
         left -= 1
         logs = number % config.train.log_every == 0
+        data.advance(state.segments)
         with run.compiling("the last step" if left == 0 else "the first step"):  # which may be smaller
             step(run, group, measured=logs or number == config.train.max_steps or left == 0)
-        data.advance(state.segments)
         run.progress.step()
         if logs:
             run.end_window()
         if left and config.checkpoint.every_steps and number % config.checkpoint.every_steps == 0:
             count_last_step(run)
             save(run)
-        if run.stop.poll() or number == config.train.max_steps:
+        if run.stop.poll() or number == config.train.max_steps or state.ended:
             break
     count_last_step(run)
     run.progress.stop()
@@ -123,9 +124,13 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
         params = precision.master_params(run.optimizer)
         run.meter.norm = get_total_norm([param.grad for param in params if param.grad is not None])
     run.optimizer.step()  # amp has replaced it: after an overflow it does nothing, as any does without gradients
-    clear_gradients(run.optimizer)
     end_step(run, losses, skip)
     timer.end("optimizer")
+    if run.hooks.after_step:
+        count_last_step(run)
+        run.hooks.call(AFTER_STEP, run)  # which may look at the gradients
+        timer.start()  # their time is not part of the step
+    clear_gradients(run.optimizer)
 
 
 def finite_everywhere(run: Run, norm: Tensor, losses: Losses) -> bool:
@@ -208,3 +213,4 @@ def evaluation(run: Run) -> None:
     log.info("%s: validation: %s  (%s)%s", when, shown, rows, "  best so far" if better else "")
     if lowered:
         log.info("learning rate lowered to %.3g", run.schedule.lr(state.applied, state.plateau.reductions))
+    run.hooks.call(AFTER_EVALUATION, run, found)

@@ -62,12 +62,17 @@ def main(
     with ExitStack() as stack:
         try:
             launch = detect(environ, local_rank)
-            console.to_terminal(launch.rank)
+            console.to_terminal(launch.rank, launch.local_rank == 0)
             with exits_without_launcher(launch, parent):
                 with telling_peers(launch):
                     config = config or loader.load(path, overrides)
                 determinism.require(config.train.deterministic)  # before CUDA starts
                 runtime = stack.enter_context(connected(launch, config))
+            if launch.rank:  # rank 0 describes the run
+                log.info(
+                    "joined the run: %s of %d on this machine, %s; rank 0 prints the log",
+                    plural(launch.local_world_size, "rank"), launch.world_size, runtime.host, extra=console.OF_NODE,
+                )  # fmt: skip
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit of the user's code, too
@@ -276,6 +281,8 @@ def deliver(folder: RunFolder, runtime: Runtime, done: bool) -> None:
 def finish(run: Run, done: bool) -> None:
     """Log the results, or how to resume."""
     state, config = run.state, run.config
+    if run.runtime.rank:
+        log.info("%s at step %d", "done" if done else "stopped with a checkpoint", state.step, extra=console.OF_NODE)
     if not done:
         launch = run.runtime.launch
         if launch.supervised and not launch.elastic and run.stop.signal is not None:

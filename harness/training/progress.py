@@ -44,6 +44,7 @@ class State:
     train_s: float = 0.0  # the part of it spent in training, on this rank
     history: list[dict[str, float]] = field(default_factory=list)  # one entry per evaluation
     plateau: Plateau = field(default_factory=Plateau)
+    ended: str = ""  # why a hook has ended training
 
     def add_step(self, skipped: bool) -> None:
         self.step += 1
@@ -61,7 +62,8 @@ class State:
         self.best, self.best_step, self.since_best = value, self.step, 0
 
     def forget_evaluations(self) -> None:
-        """Make the next evaluation the first, and so the best so far."""
+        """Make the next evaluation the first, and so the best so far; train on if a hook had ended it."""
+        self.ended = ""
         self.history, self.best, self.best_step, self.since_best = [], None, 0, 0
         self.plateau.forget_best()
 

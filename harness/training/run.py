@@ -23,6 +23,7 @@ from harness.training.console import ProgressBar
 from harness.training.division import Sizes
 from harness.training.evaluation.metrics import Report
 from harness.training.health import Health
+from harness.training.hooks import Hooks
 from harness.training.logical_ranks import LogicalRanks
 from harness.training.meter import Meter, Reading
 from harness.training.optimizer.on_gradients import OnGradients
@@ -58,6 +59,7 @@ class Run:
     stop: Stop
     state: State
     meter: Meter
+    hooks: Hooks
     coverage: Coverage  # the rows of this epoch's steps so far
     saved_step: int = -1
     log_digest: str = ""  # the SHA-256 of the bytes below
@@ -105,12 +107,13 @@ class Run:
         return self.state.rows / self.state.train_s if self.state.train_s else 0.0
 
     def finished(self) -> bool:
-        """Return True if training is over, by epochs, steps or patience. The same on every rank."""
+        """Return True if training is over, by epochs, steps, patience or a hook. The same on every rank."""
         state, train = self.state, self.config.train
         return (
             state.epoch >= train.epochs
             or (train.max_steps is not None and state.step >= train.max_steps)
             or (train.patience is not None and state.since_best >= train.patience)
+            or bool(state.ended)
         )
 
     def evaluation_due(self) -> bool:

@@ -297,6 +297,25 @@ trackers: [wandbb]
     assert message.count("\n") == len(expected) + 1
 
 
+def test_values_of_other_tools_are_answered_with_ours(tmp_path):
+    answers = {
+        "runtime.device=gpu": "'gpu' is not allowed; use runtime.device=cuda",
+        "runtime.device=cuda:1": "'cuda:1' is not allowed; use runtime.device=cuda; CUDA_VISIBLE_DEVICES=1 selects the",
+        "task.image_size=32": "it should be a list, [height, width]: use task.image_size=[32,32]",
+    }
+    for override, answer in answers.items():
+        assert f"{override.partition('=')[0]}: {answer}" in refused(tmp_path, GOOD, override)
+
+
+def test_empty_braces_empty_a_section(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(GOOD + "model: {name: mlp, args: {hidden: 8}}\n")
+    assert loader.load(path).model.args == {"hidden": 8}
+    assert loader.load(path, ["model.args={}"]).model.args == {}
+    assert loader.load(path, ["model.args={}", "model.args.depth=2"]).model.args == {"depth": 2}
+    assert loader.load(path, ["model={}"]).model.name == "small_cnn"
+
+
 def test_nested_list_of_transforms(tmp_path):
     text = GOOD.replace("task:", "task:\n  transforms: {train: [[RandomHorizontalFlip]]}")
     assert "task.transforms.train.0: it should be a name such as RandomHorizontalFlip" in refused(tmp_path, text)

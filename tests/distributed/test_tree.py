@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.distributed import tree
 from harness.distributed.tree import Node, TreeSum, block, grow, plan
 from tests.ranks import run_ranks
 
@@ -51,24 +53,26 @@ def leaves(num_leaves: int, length: int, dtype: torch.dtype) -> list[torch.Tenso
     return [(torch.randn(length, generator=generator) * 100).to(dtype) for _ in range(num_leaves)]
 
 
-def sums(num_leaves: int, length: int) -> list[list[int]]:
+def sums(num_leaves: int, length: int, gathered: bool = False) -> list[list[int]]:
     """The bytes of the sums in a group of processes, or in this process alone."""
     rank, num_processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     found = []
-    for dtype in DTYPES:
-        tree = TreeSum(num_leaves, rank, num_processes)
-        for _ in range(2):  # the second sum has nothing of the first
-            for leaf in block(num_leaves, rank, num_processes):
-                tree.add(leaves(num_leaves, length, dtype)[leaf].clone())
-            total = tree.total()
-        found.append(total.view(torch.uint8).tolist())
+    with patch.object(tree, "_SMALL_BYTES", (1 << 20) * gathered):
+        for dtype in DTYPES:
+            total_sum = TreeSum(num_leaves, rank, num_processes)
+            for _ in range(2):  # the second sum has nothing of the first
+                for leaf in block(num_leaves, rank, num_processes):
+                    total_sum.add(leaves(num_leaves, length, dtype)[leaf].clone())
+                total = total_sum.total()
+            found.append(total.view(torch.uint8).tolist())
     return found
 
 
+@pytest.mark.parametrize("gathered", [False, True], ids=["in-pieces", "whole"])
 @pytest.mark.parametrize(("num_leaves", "num_processes", "length"), [(6, 2, 37), (6, 4, 37), (8, 3, 2), (5, 5, 1)])
-def test_processes_compute_the_bits_of_one(num_leaves, num_processes, length):
+def test_processes_compute_the_bits_of_one(num_leaves, num_processes, length, gathered):
     expected = sums(num_leaves, length)
-    assert run_ranks(num_processes, sums, num_leaves, length) == [expected] * num_processes
+    assert run_ranks(num_processes, sums, num_leaves, length, gathered) == [expected] * num_processes
 
 
 def test_another_grouping_has_other_bits():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -65,6 +66,8 @@ def test_two_nodes_train_like_two_ranks_of_one_node(tmp_path, data, monkeypatch)
             assert codes == [1, 1]
             for node in (one, two):
                 assert f"exitcode  : {EXIT_STOPPED}" in node.text(), node.text()
+            assert "rank 1: joined the run: 1 rank of 2 on this machine, " in two.text()
+            assert re.search(r"rank 1: stopped with a checkpoint at step \d+\n", two.text())
         with (
             master_has_a_name(nodes),
             launched(nodes, config, tmp_path, LAUNCHER="torchrun", MASTER_ADDR="master") as (one, two),
@@ -72,6 +75,8 @@ def test_two_nodes_train_like_two_ranks_of_one_node(tmp_path, data, monkeypatch)
             codes = [node.wait(START_S) for node in (one, two)]
             assert codes == [0, 0], one.text() + two.text()
             assert "resumed from" in one.text()
+            assert re.search(r"rank 1: done at step \d+\n", two.text())
+            assert "rank 1: " not in one.text()
 
     local = write_config(tmp_path / "local", data, **slow)
     assert wait_for(drivers(2, ["-c", str(local)], tmp_path / "local.txt"), START_S) == [0, 0]

@@ -124,6 +124,26 @@ def test_plateau_is_resumed_exactly_also_with_more_epochs(tmp_path, data):
 
 
 @pytest.mark.slow
+def test_scheduler_of_ones_own_is_resumed_exactly(tmp_path, data):
+    """Its state cannot be computed from the number of updates. Gradients that overflow do not advance it."""
+    settings = {
+        "schedule": {"name": "tests.end_to_end.schedules.Walk", "args": {"factor": 0.9}, "warmup_epochs": 0.5},
+        "precision": {"opt_level": "O1"}, "checkpoint": {"every_steps": 3}, "train": {"epochs": 2, "log_every": 1},
+    }  # fmt: skip
+    unbroken = train(tmp_path / "unbroken", data, **settings)
+    rates = [line["lr"] for line in of_split(unbroken, "train")]
+    assert len(set(rates)) > 8
+    broken = write_config(tmp_path / "broken", data, **settings)
+    for step in (5, 10):
+        run(broken, kill=Kill(0, step))
+    assert run(broken) == [0]
+    assert_same_run(unbroken, run_folder(broken))
+    longer = train(tmp_path / "longer", data, **{**settings, "train": {"epochs": 1, "log_every": 1}})
+    assert run(tmp_path / "longer" / "config.yaml", 1, "train.epochs=2") == [0]
+    assert [line["lr"] for line in of_split(longer, "train")][8:] == rates[8:]
+
+
+@pytest.mark.slow
 def test_resume_with_another_number_of_loader_workers_is_exact(tmp_path, data):
     settings = {"optimizer": {"name": "adam", "lr": 0.01, "momentum": None}, "checkpoint": {"every_steps": 3}}
     unbroken = train(tmp_path / "unbroken", data, **settings)

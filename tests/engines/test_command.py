@@ -38,6 +38,7 @@ def words_of(tmp_path, stripes, monkeypatch):
         ("--nproc auto", "nproc=8"),
         ("--engine torchrun --nproc auto:2 --nnodes 2", "engine=torchrun nnodes=2 nproc=2"),
         ("--engine torchrun --nnodes 1:2", "engine=torchrun nnodes=2 torchrun.min_nodes=1"),
+        ("--engine slurm --nnodes 1:2", "engine=slurm nnodes=2 slurm.min_nodes=1"),
         ("--engine slurm --nnodes 2 --nproc 4 train.epochs=1", "train.epochs=1 engine=slurm nnodes=2 nproc=4"),
     ],
 )
@@ -57,7 +58,7 @@ def test_numbers_that_are_none(words_of, capsys, options):
     [
         ("--engine slurm --nproc auto", "counts the GPUs of this machine, which is for engine local or torchrun"),
         ("--nproc auto launch.engine=dask", "not dask"),
-        ("--engine slurm --nnodes 1:2", "--nnodes MIN:MAX is for engine torchrun, not slurm"),
+        ("--engine dask --nnodes 1:2", "--nnodes MIN:MAX is for engine torchrun or slurm, not dask"),
         ("--engine torchrun --nproc 1:2", "--nproc MIN:MAX is for engine local, not torchrun"),
     ],
 )

@@ -50,11 +50,12 @@ def slow(folder: Path, step_s: float):
     return {"name": f"{MODELS}.Slow", "args": {"step_s": step_s, "until": str(folder / "fast")}}
 
 
-def configured(folder, data, step_s=1.0, model=None, **options):
+def configured(folder, data, step_s=1.0, model=None, parallel=None, **options):
     """A configuration for two nodes; ``options`` are those of launch.slurm."""
     options = {"cpus_per_task": 1, "output": f"{folder}/%j.txt"} | options
     section = {"engine": "slurm", "nnodes": 2, "slurm": options}
-    return write_config(folder, data, model=model or slow(folder, step_s), launch=section, train=EACH_STEP)
+    more = {"parallel": parallel} if parallel else {}
+    return write_config(folder, data, model=model or slow(folder, step_s), launch=section, train=EACH_STEP, **more)
 
 
 def launched(cluster, config, *words):
@@ -210,6 +211,26 @@ def test_lost_node(cluster, tmp_path, stripes, unbroken):
         assert run_.wait(START_S) == 0, run_.text()
         assert not run_.alive()
     assert_same_run(unbroken, folder)
+
+
+def test_lost_node_is_not_replaced(cluster, tmp_path, stripes):
+    """With --nnodes 1:2 the job starts again on the node that is left, with the bits of two."""
+    same, folder = {"logical_ranks": 2}, tmp_path / "runs" / "run"
+    (tmp_path / "whole").mkdir()
+    config = write_config(tmp_path / "whole", stripes, model=slow(tmp_path, 0.0), parallel=same, train=EACH_STEP)
+    assert run(config, 2) == [0, 0]
+    config = configured(tmp_path, stripes, parallel=same)
+    with launched(cluster, config, "--nnodes", "1:2", "--max-restarts", "1") as run_:
+        wait_for_steps(folder, 3, START_S)
+        cluster.lose_node("n1")
+        (tmp_path / "fast").touch()
+        assert run_.wait(START_S) == 0, run_.text()
+        assert not run_.alive()
+    assert re.search(r"start 1, on n\[0-1\]", run_.text()), run_.text()
+    assert re.search(r"start 2, on n0\n", run_.text()), run_.text()
+    cluster.start_node("n1")
+    wait_until(lambda: set(cluster.states().values()) == {"idle"}, 180, "both nodes")
+    assert_same_run(tmp_path / "whole" / "runs" / "run", folder)
 
 
 def test_detached_job(cluster, tmp_path, stripes, monkeypatch, capsys):

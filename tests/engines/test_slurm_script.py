@@ -30,11 +30,13 @@ def planned(tmp_path, monkeypatch):
     write_config(tmp_path, tmp_path / "data", output="runs", data={"cache_dir": None})
     shutil.copy(ROOT / "driver.py", tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     return lambda *words: launch.plan("config.yaml", ["launch.engine=slurm", *words])
 
 
 EVERYTHING = [
-    "launch.nnodes=2", "launch.nproc=4", "launch.threads=3", "launch.max_restarts=2", "launch.interface=ib0",
+    "launch.nnodes=2", "launch.slurm.min_nodes=1",
+    "launch.nproc=4", "launch.threads=3", "launch.max_restarts=2", "launch.interface=ib0",
     "launch.python=/opt/conda/bin/python", "launch.env={NOTE: it's here}", "launch.slurm.partition=gpu",
     "launch.slurm.account=physics", "launch.slurm.qos=high", "launch.slurm.constraint=a100|h100",
     "launch.slurm.time=1-12:00:00", "launch.slurm.gpus_per_node=4", "launch.slurm.mem=64G",
@@ -48,6 +50,29 @@ def test_script(planned, golden, words):
     text = engine.render(planned(*words)).replace(shlex.quote(sys.executable), "PYTHON")
     assert text == (GOLDEN / f"slurm_{golden}.txt").read_text()
     assert_shell(text)
+
+
+def test_script_names_no_place_of_this_machine(planned, tmp_path, monkeypatch):
+    """What the job finds by its environment or from its working folder."""
+
+    def command(job) -> list[str]:
+        (line,) = re.findall(r"^rank=\(.*\)$", engine.script(job), re.M)
+        shown = 'printf "%s\\n" "${rank[@]}"'
+        done = subprocess.run(["bash", "-uc", f"{line}\n{shown}"], capture_output=True, text=True, check=False)
+        return done.stdout.splitlines() or [done.stderr]
+
+    job = launch.plan(str(tmp_path / "config.yaml"), ["launch.engine=slurm"])
+    assert command(job) == [sys.executable, "driver.py", "-c", "config.yaml", "launch.engine=slurm"]
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    assert command(job)[0] == ".venv/bin/python"
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / ".venv"))
+    assert str(tmp_path) not in engine.script(job)
+    assert command(job)[0] == sys.executable  # by the variable, which may differ on the node
+    assert command(planned("launch.python=python3.12"))[0] == "python3.12"
+    text = engine.script(job)
+    monkeypatch.delenv("VIRTUAL_ENV")
+    monkeypatch.setattr(engine, "script", lambda job: text)
+    assert "VIRTUAL_ENV: is not set: activate the environment, or set launch.python" in command(job)[0]
 
 
 @pytest.mark.parametrize(("restarts", "resume"), [("", "never"), ("0", "never"), ("1", "auto")])
@@ -120,6 +145,7 @@ def test_trials_of_the_array_in_launch_are_valid():
     [
         (["launch.slurm.time='2'"], "signal_s=120 must be less than the time limit, 2 \\(120 s\\)"),
         (["launch.slurm.requeue=false", "launch.max_restarts=1"], "contradict each other"),
+        (["launch.nnodes=2", "launch.slurm.min_nodes=3"], "min_nodes=3 is more than launch.nnodes=2"),
     ],
 )
 def test_contradicting_settings_are_refused(planned, words, message):
@@ -171,9 +197,9 @@ def test_job_state_is_parsed():
 
 SAID = """\
 any words about a start
-harness-record: {"start": 1}
+harness-record: {"start": 1, "nodes": 2}
 srun: error: n1: task 3: Killed
-harness-record: {"start": 2}
+harness-record: {"start": 2, "nodes": 1}
 epoch 1: 61 of 61 rows used
 srun: error: n1: tasks 2-3: Segmentation fault (core dumped)
 srun: error: n0: tasks 0,3: Exited with exit code 70
@@ -208,7 +234,7 @@ def test_output_is_shown_while_it_grows_and_parsed(tmp_path, capsys):
     assert not output.over
 
 
-PREFIX = ['harness-record: {"start": 1}']
+PREFIX = ['harness-record: {"start": 1, "nodes": 2}']
 END = 'harness-record: {{"last_exit_code": {}}}'
 SRUN_KILLED = "srun, which started the ranks, was killed by SIGKILL"
 

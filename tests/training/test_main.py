@@ -96,7 +96,7 @@ def test_unexpected_error_before_rendezvous_is_recorded(tmp_path, monkeypatch, c
 
     monkeypatch.setattr(main, "open_runtime", fail)
     monkeypatch.setattr(main.determinism, "require", lambda level: None)  # it changes settings of the whole process
-    monkeypatch.setattr(main.console, "to_terminal", lambda rank: None)  # it replaces the log's handlers
+    monkeypatch.setattr(main.console, "to_terminal", lambda *words: None)  # it replaces the log's handlers
     file = tmp_path / "error.json"
     environ = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
                "TORCHELASTIC_ERROR_FILE": str(file)}  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as of_torch
 
-from harness.config import loader, signatures
+from harness.config import loader, schedules, signatures
 from harness.config.schema import ScheduleSection
 from harness.errors import ConfigError
 from harness.training.optimizer.schedule import Plateau, Schedule
@@ -22,8 +22,9 @@ BUILT_IN = signatures.functions("harness.training.optimizer.schedule")
 
 def section(name="constant", warmup_steps=0, warmup_epochs=0.0, **args) -> ScheduleSection:
     """The section with its arguments checked, as in a loaded configuration."""
-    cls = signatures.section_of(ScheduleSection, name, BUILT_IN[name])
-    found: ScheduleSection = cls(name=name, warmup_steps=warmup_steps, warmup_epochs=warmup_epochs, args=args)
+    found: ScheduleSection = schedules.section(name)(
+        name=name, warmup_steps=warmup_steps, warmup_epochs=warmup_epochs, args=args
+    )
     return found
 
 
@@ -226,7 +227,7 @@ TASK = "task: {name: mnist}\nname: x\nbatch: {global: 8}\n"
         ("{name: wsd, args: {decay_type: linea}}", "did you mean linear?"),
         ("{name: OneCycleLR}", "schedule.name: unknown schedule 'OneCycleLR'; did you mean one_cycle?"),
         ("{name: 3}", "schedule.name: it should be text"),
-        ("{name: math.tau}", "schedule.name: the schedule 'math.tau' is not a function"),
+        ("{name: math.tau}", "schedule.name: the schedule 'math.tau' is neither a function nor a torch LRScheduler"),
         ("{name: math.no}", "schedule.name: the schedule 'math.no' cannot be imported"),
     ],
 )
@@ -239,47 +240,6 @@ def test_arguments_are_checked_with_the_configuration(tmp_path, written, problem
     assert problem in str(caught.value)
     assert f"{path}:4: schedule" in str(caught.value)
     assert f"{path}:5: train.epoch: unknown key" in str(caught.value)
-
-
-STRANGER = """
-from harness.training.optimizer.schedule import Point
-
-def triangle(at: Point, *, low: float = 0.0, broken: bool = False) -> float:
-    if broken:
-        return float("nan")
-    return low + (at.lr - low) * (1 - abs(2 * at.progress - 1))
-
-class Other: ...
-
-def odd(at: Point, *, other: Other) -> float:
-    return at.lr
-"""
-
-
-def test_schedule_of_a_stranger(tmp_path, monkeypatch):
-    """One function in the working folder, with settings of its own."""
-    (tmp_path / "stranger_schedules.py").write_text(STRANGER)
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def loaded(args: str, name: str = "triangle"):
-        path = tmp_path / "x.yaml"
-        path.write_text(f"{TASK}schedule: {{name: stranger_schedules.{name}, args: {args}, warmup_steps: 2}}\n")
-        return loader.load(path)
-
-    config = loaded("{low: 0.2}")
-    rates = Schedule(config.schedule, 1.0, 2.0, 10, 12)
-    assert [rates.lr(step) for step in (0, 1, 2, 7, 12)] == pytest.approx([1.0, 2.0, 0.4, 2.0, 0.4])
-    rates.require_call()
-    assert "low: 0.2" in loader.to_text(config)
-    assert loader.load(tmp_path / "x.yaml") == config
-    with pytest.raises(ConfigError, match=r"schedule.args.lo: unknown key; did you mean schedule.args.low\?"):
-        loaded("{lo: 0.2}")
-    with pytest.raises(ConfigError, match="schedule.args.low: it should be a valid number"):
-        loaded("{low: x}")
-    with pytest.raises(ConfigError, match="the parameters of stranger_schedules.odd cannot be settings"):
-        loaded("{}", "odd")
-    with pytest.raises(ConfigError, match="the schedule stranger_schedules.triangle returns nan"):
-        Schedule(loaded("{broken: true}").schedule, 1.0, 1.0, 10, 12).require_call()
 
 
 @pytest.mark.parametrize(

@@ -183,13 +183,23 @@ def needed_columns(text: Text, label: LabelColumns | None) -> dict[str, str]:
 
 def problems(places: Iterable[str], needed: Mapping[str, str], root: str = "") -> Iterator[DataError]:
     """Yield the problems of the annotation files ``places``, as far as their headers show them, and of ``root``, to
-    which paths in the rows are relative. URLs are not asked."""
+    which paths in the rows are relative. URLs are not asked. A folder that does not exist is one problem."""
+    absent: set[Path] = set()
 
     def require_file(place: str) -> None:
+        folder = Path(place).absolute().parent
+        if folder in absent:
+            return
+        if not folder.exists():
+            absent.add(folder)
         require_header(Path(locate(place).identity), place, needed)
 
+    def require_folder() -> None:
+        if Path(root).absolute() not in absent:
+            require_root(root)
+
     checks = [partial(require_file, place) for place in places if not is_url(place)]
-    yield from failures([*checks, partial(require_root, root)])
+    yield from failures([*checks, require_folder])
 
 
 def require_header(path: Path, name: str, needed: Mapping[str, str]) -> list[str]:

@@ -149,7 +149,8 @@ def _nearest_file(path: Path) -> str:
     if near := did_you_mean(path):
         return near
     if not path.parent.is_dir():
-        return f"the folder {path.parent} does not exist either; relative paths are resolved against {Path.cwd()}"
+        demo = f"; harness data digits {path.parent} writes the digits" if path.parent.name == "digits" else ""
+        return f"the folder {path.parent} does not exist either; relative paths are resolved against {Path.cwd()}{demo}"
     return _files_in(path.parent)
 
 

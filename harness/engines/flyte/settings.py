@@ -20,9 +20,11 @@ class Settings(Section):
     """The section ``launch.flyte``."""
 
     image: str | None = None
-    """Container image with the project in it; null: Flyte's own. Runs on this machine use none."""
+    """Container image with the project in it, such as ghcr.io/me/train:1; null: Flyte's own. Runs on this machine use
+    none.
+    """
     cpu: Quantity | None = None
-    """CPU cores per machine, such as 4 or 500m; null: the cluster's default."""
+    """CPU cores per machine, such as 500m or 4; null: the cluster's default."""
     memory: Quantity | None = None
     """Memory per machine, such as 16Gi; null: the cluster's default."""
     gpu: Annotated[int, Field(ge=0)] = 0

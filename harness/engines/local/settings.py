@@ -9,4 +9,6 @@ class Settings(Section):
     """The section ``launch.local``."""
 
     min_ranks: Positive | None = None
-    """Continue on this many ranks when others are lost, and on more at a later checkpoint; null: launch.nproc."""
+    """Continue on this many ranks, such as 2, when others are lost, and on more at a later checkpoint; null:
+    launch.nproc.
+    """

@@ -69,11 +69,11 @@ before=$(newest)
 rm -f "$folder"/@RANK_EXITS@ # of an earlier start
 start=$((${SLURM_RESTART_COUNT:-0} + 1))
 echo "harness: job $SLURM_JOB_ID, start $start, on $SLURM_JOB_NODELIST"
-echo "@RECORD@{\"start\": $start}" # for harness launch, as at the end
+echo "@RECORD@{\"start\": $start, \"nodes\": $SLURM_JOB_NUM_NODES}" # for harness launch, as at the end
 
 # One rank per task. When one fails, the others exit by themselves, each with a report; --wait ends a rank that cannot.
 # srun waits for a lost node until Slurm marks it as down, which takes minutes; harness launch ends srun with USR2.
-srun --kill-on-bad-exit=0 --wait=20 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${rank[@]}" &
+srun --kill-on-bad-exit=0 --wait=20 "${tasks[@]:---cpus-per-task=$SLURM_CPUS_PER_TASK}" "${rank[@]}" &
 trap 'kill -KILL $!' USR2
 wait $!
 code=$?
@@ -216,7 +216,8 @@ class SlurmRun:
     def _lost(self, state: JobState | None, nodes: str) -> str:
         """Return the reason why some ranks left no record, if the job was not stopped on request."""
         known = self._exit_files.read()
-        silent = [rank for rank in range(self._job.world_size) if rank not in known]
+        num_nodes = self._output.num_nodes or self._job.settings.nnodes
+        silent = [rank for rank in range(num_nodes * self._job.settings.nproc) if rank not in known]
         if self._num_stops or not silent:
             return ""
         lost = self._output.lost
@@ -291,23 +292,68 @@ def script(job: Job) -> str:
         list(slurm.setup),
         [f"export {name}={shlex.quote(value)}" for name, value in job.environ().items()],
         [
-            f"rank=({shlex.join(job.command())})",
+            f"rank=({_command(job)})",
             *([_RESUME] if job.config.checkpoint.resume == "never" else []),
             f"folder={shlex.quote(str(job.folder))}",
             f"max_restarts={settings.max_restarts}",
+            *_tasks(job),
         ],
     ]
     return "\n\n".join(["\n".join(block) for block in blocks if block] + [BODY])
 
 
+def _command(job: Job) -> str:
+    """The command of each rank, without the places of this machine where the job can find them otherwise. It runs in
+    the working folder, with the environment of this process."""
+    python, *words = job.command()
+    place = Path(job.path)
+    if place.is_absolute() and place.is_relative_to(Path.cwd()):
+        words[words.index("-c") + 1] = str(place.relative_to(Path.cwd()))
+    return f"{_python(job, python)} {shlex.join(words)}"
+
+
+def _python(job: Job, python: str) -> str:
+    """The interpreter, quoted: that of the settings, of the activated environment, in the working folder, or its
+    path."""
+    active = os.environ.get("VIRTUAL_ENV")
+    if job.settings.python:
+        return shlex.quote(python)
+    if active and Path(python).is_relative_to(active):
+        inside = Path(python).relative_to(active)
+        return f'"${{VIRTUAL_ENV:?is not set: activate the environment, or set launch.python}}/{inside}"'
+    if Path(python).is_relative_to(Path.cwd()):
+        return shlex.quote(str(Path(python).relative_to(Path.cwd())))
+    return shlex.quote(python)
+
+
+def _may_shrink(job: Job) -> bool:
+    least = settings_of(job).min_nodes
+    return least is not None and least < job.settings.nnodes
+
+
+def _cpus(job: Job) -> int:
+    """Return the CPU cores of a rank."""
+    return settings_of(job).cpus_per_task or job.settings.threads + job.config.data.num_workers
+
+
+def _tasks(job: Job) -> list[str]:
+    """Return the line that distributes the ranks over as many nodes as there are."""
+    if not _may_shrink(job):
+        return []
+    num = job.settings.nproc
+    return [f"tasks=(--ntasks=$((SLURM_JOB_NUM_NODES * {num})) --ntasks-per-node={num} --cpus-per-task={_cpus(job)})"]
+
+
 def _options(job: Job) -> list[str]:
     """Return the options of sbatch, without their dashes."""
     settings, slurm = job.settings, settings_of(job)
-    cpus = slurm.cpus_per_task or settings.threads + job.config.data.num_workers
+    # With ntasks-per-node, Slurm would choose the fewest nodes of a range. So the job has one large task on each node.
+    shape = {"nodes": settings.nnodes, "ntasks-per-node": settings.nproc, "cpus-per-task": _cpus(job)}
+    if _may_shrink(job):
+        nodes = f"{slurm.min_nodes}-{settings.nnodes}"
+        shape = {"nodes": nodes, "cpus-per-task": settings.nproc * _cpus(job)}
     values = {
-        "nodes": settings.nnodes,
-        "ntasks-per-node": settings.nproc,
-        "cpus-per-task": cpus,
+        **shape,
         "gpus-per-node": slurm.gpus_per_node,
         "mem": slurm.mem,
         "partition": slurm.partition,
@@ -328,6 +374,12 @@ def _options(job: Job) -> list[str]:
 
 def _check(job: Job) -> None:
     slurm = settings_of(job)
+    if (slurm.min_nodes or 1) > job.settings.nnodes:
+        raise LaunchError(
+            f"launch.slurm.min_nodes={slurm.min_nodes} is more than launch.nnodes={job.settings.nnodes}",
+            where=job.path,
+            hint="use --nnodes MIN:MAX, which sets both",
+        )
     if not re.search(r"%\d*[jA]", slurm.output):
         raise LaunchError(
             f"launch.slurm.output={slurm.output}: that file would also receive the output of other jobs",
@@ -376,6 +428,8 @@ class JobOutput:
         """The report that srun itself was killed, for when nothing else explains the end."""
         self.start = 0
         """Number of the newest start, from 1."""
+        self.num_nodes: int | None = None
+        """Nodes of the newest start."""
         self.over = False
         """The script has ended and does not ask for another start."""
         self._offset, self._rest = 0, b""
@@ -403,7 +457,7 @@ class JobOutput:
     def _read(self, record: dict[str, int]) -> None:
         if "start" in record:
             self.exits, self.lost, self.killed, self.over = {}, "", "", False
-            self.start = record["start"]
+            self.start, self.num_nodes = record["start"], record["nodes"]
         else:
             number = record["last_exit_code"] - 128
             self.over = True

@@ -23,12 +23,16 @@ def _not_a_number(value: Any) -> Any:
 class Settings(Section):
     """The section ``launch.slurm``."""
 
+    min_nodes: Positive | None = None
+    """Start with this many nodes or more, such as 1, if Slurm has no launch.nnodes for a requeued job; null:
+    launch.nnodes.
+    """
     partition: Word | None = None
-    """Partition to submit to; null: the cluster's default."""
+    """Partition to submit to, such as gpu; null: the cluster's default."""
     account: Word | None = None
-    """Account to charge; null: the user's default."""
+    """Account to charge, such as my_lab; null: the user's default."""
     qos: Word | None = None
-    """Quality of service; null: the account's default."""
+    """Quality of service, such as high; null: the account's default."""
     constraint: Word | None = None
     """Required node features, such as a100|h100; null: any node."""
     time: (
@@ -41,9 +45,9 @@ class Settings(Section):
     ) = None
     """Time limit with days, such as 0-12:00:00, since YAML reads 12:00:00 as a number; null: the partition's limit."""
     gpus_per_node: Positive | None = None
-    """GPUs per node, all of them visible to each of its ranks; null: none requested."""
+    """GPUs per node, such as 4, all of them visible to each of its ranks; null: none requested."""
     cpus_per_task: Positive | None = None
-    """CPU cores per rank; null: launch.threads, plus one for each of data.num_workers."""
+    """CPU cores per rank, such as 8; null: launch.threads, plus one for each of data.num_workers."""
     mem: Annotated[str, Matching(r"\d+[KMGT]?", "write a size, such as 64G")] | None = None
     """Memory per node, such as 64G; 0: all of it; null: the cluster's default."""
     requeue: bool = True

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from harness.config.base import NullIsEmpty
 from harness.config.targets import TableTask
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from harness.errors import DataError
 
 _CHANNELS = {"rgb": 3, "gray": 1}
+
+
+def _height_and_width(value: Any) -> Any:
+    if type(value) is int:
+        raise ValueError(f"it should be a list, [height, width]: use task.image_size=[{value},{value}]")
+    return value
+
+
 Side = Annotated[int, Field(ge=1, le=2**16)]  # pixels
 
 
@@ -25,25 +33,29 @@ class ImageCsvSettings(TableTask):
     name: Literal["image_csv"]
     """Predicts labels or numbers for the images that an annotation CSV names."""
     root: str = ""
-    """Folder or fsspec URL (s3://bucket/images) that image paths are relative to; empty: the working directory."""
+    """Folder, such as photos, or fsspec URL (s3://bucket/images) that image paths are relative to; empty: the working
+    directory.
+    """
     cache_gib: Annotated[float, Field(gt=0)] = 50.0
     """Maximum size, in GiB, of the copies of files behind URLs in data.cache_dir on this machine."""
     path_column: str = "path"
     """Column of the CSV with the paths of the images."""
-    image_size: tuple[Side, Side] | None = Field(default=None, strict=False)
-    """[height, width] of the images that the model gets. An image that still has a different size after `transforms` is
-    center-cropped to this aspect ratio and scaled; null: all images have the same size already.
+    image_size: Annotated[tuple[Side, Side] | None, BeforeValidator(_height_and_width)] = Field(
+        default=None, strict=False
+    )
+    """[height, width] of the images that the model gets, such as [224, 224]. An image that still has a different size
+    after `transforms` is center-cropped to this aspect ratio and scaled; null: all images have the same size already.
     """
     transforms: Annotated[TransformsSection, NullIsEmpty] = TransformsSection()
     """Transforms of each image, as lists of torchvision.transforms.v2 classes (docs/augmentation.md)."""
     color: Literal["rgb", "gray"] = "rgb"
     """Channels that images are converted to: three (rgb) or one (gray)."""
     mean: tuple[float, ...] | None = Field(default=None, strict=False)
-    """One value per channel, subtracted from pixels scaled to [0, 1]; null: 0.5. Not for transforms that return
-    floats, which must normalize images themselves.
+    """One value per channel, such as [0.485, 0.456, 0.406], subtracted from pixels scaled to [0, 1]; null: 0.5. Not for
+    transforms that return floats, which must normalize images themselves.
     """
     std: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(default=None, strict=False)
-    """One value per channel that pixels are then divided by; null: 0.5."""
+    """One value per channel, such as [0.229, 0.224, 0.225], that pixels are then divided by; null: 0.5."""
     decode: Literal["full", "reduced"] = "full"
     """reduced: a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the first transform scales it down by at least as
     much, which is several times faster for large photos. Pixels differ slightly from those of full.

@@ -17,9 +17,9 @@ class MnistSettings(LabelledTask):
     root: LocalPlace = "data/mnist"
     """The folder given to `harness data`. The images are in root/MNIST/raw, as in torchvision."""
     train_rows: Positive | None = None
-    """Train on the first N images only; null: all."""
+    """Train on the first N images only, such as 1000; null: all."""
     eval_rows: Positive | None = None
-    """Evaluate on the first N images only; null: all."""
+    """Evaluate on the first N images only, such as 500; null: all."""
     transforms: Annotated[TransformsSection, NullIsEmpty] = TransformsSection()
     """Transforms of each image, as lists of torchvision.transforms.v2 classes (docs/augmentation.md). Images that are
     not 28x28 afterwards are center-cropped and scaled to this size.

@@ -30,9 +30,9 @@ class TokenizerSection(Section):
     pad: Literal["batch", "max_length"] = "batch"
     """Pad shorter texts to the length of the longest in the batch, or to max_length, which torch.compile prefers."""
     num_tokens: Positive | None = None
-    """For a tokenizer of your own: its largest id plus one."""
+    """For a tokenizer of your own: its largest id plus one, such as 30522."""
     args: Arguments = {}
-    """Keyword arguments of a tokenizer of your own."""
+    """Keyword arguments of a tokenizer of your own, such as {lowercase: true}."""
 
     @field_validator("name")
     @classmethod

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "harness verify-resume [options] -c CONFIG [key=value ...]\n       harness verify-resume [options] -- COMMAND"
     )
-    shared.add_config(parser, required=False)
+    shared.add_config(parser)
     parser.add_argument(
         "--kills",
         type=_kills,

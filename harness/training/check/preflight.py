@@ -22,7 +22,7 @@ from harness.errors import HarnessError, TrainingError, first_line, plural, read
 from harness.runs import remote
 from harness.runs.files import is_url
 from harness.trackers import metrics_log
-from harness.training import build, description, determinism, division, logical_ranks, memory
+from harness.training import build, description, determinism, division, hooks, logical_ranks, memory
 from harness.training.determinism import Audit, OutOfTime
 from harness.training.evaluation import evaluate
 from harness.training.evaluation.metrics import Sums
@@ -101,11 +101,13 @@ class _Examination:
         attempt(_require_output, config)
         if config.train.on_gradients:
             attempt(on_gradients.find, config.train.on_gradients)
+        own_hooks = attempt(hooks.build, config.hooks)
         if model is not None and task is not None:
             self._examine_model(model, task, device)
         optimizer = self._build_optimizer(model, size)
         if size is not None and amp is not None and task is not None and device is not None:
             self._plan(task, size, device, amp.backend)
+            self.facts |= own_hooks.described() if own_hooks else {}
             if model is not None:
                 self.facts["same bits"] = _same_bits(config, model, self.world_size)
                 readable_rows = self._sample(task)

@@ -36,6 +36,7 @@ def evaluate(run: Run) -> Report | None:
     module.eval()
     turns = data.turns()
     start = time.perf_counter()
+    run.progress.start_evaluation(data.num_turns())
     try:
         with run.compiling("the evaluation"), torch.no_grad(), run.averaged():
             for _ in range(data.num_turns()):
@@ -51,9 +52,11 @@ def evaluate(run: Run) -> Report | None:
                     ranks.activate(rank)
                     outputs = module(prepare(run, batch.inputs))
                     sums[rank].add(run.task.evaluate(outputs, batch.targets))
+                run.progress.step()
     except StoppedWaiting:
         return None
     finally:
+        run.progress.stop()
         module.train()
         ranks.activate(ranks.own.start)
     total = reduced([*sums.values()], ranks)

@@ -356,7 +356,8 @@ def write_for_run(run: Run) -> bool:
     run.module.load_state_dict(sharding.model_parts(run.module, weights))
     run.module.eval()
     predictor = Predictor(run.config, run.runtime, run.task, run.parallel.evaluated, run.parallel.sharded)
-    written = write(predictor, run.eval_data.loader, run.stop, run.folder.path / layout.PREDICTIONS)
+    with run.progress.during("writing predictions.csv"):
+        written = write(predictor, run.eval_data.loader, run.stop, run.folder.path / layout.PREDICTIONS)
     if written is None:
         return False
     if written.head is not None:

@@ -1,9 +1,8 @@
 """The learning rate over time: the schedules, one function each, and what applies them to an optimizer.
 
 A schedule returns the learning rate at a ``Point`` of the training, or the pair (learning rate, momentum). Its further
-parameters are its settings, ``schedule.args``. Every public function of this module is a schedule by its name, and
-``package.module.function`` is one of the user's own. Torch is not imported: the arguments are checked with the
-configuration.
+parameters are its settings, ``schedule.args``. Every public function of this module is a schedule by its name; the
+user's own are in ``own_schedule.py``. Torch is not imported: the arguments are checked with the configuration.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from harness.config import signatures
+from harness.config import schedules
 from harness.config.base import Positive
 from harness.config.schema import ScheduleSection
-from harness.errors import ConfigError, first_line, plural
+from harness.errors import ConfigError, plural
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +76,8 @@ def cosine(at: Point, *, min_lr: AtLeast0 = 0.0) -> float:
 
 
 def cosine_restarts(at: Point, *, cycle_epochs: Above0, cycle_mult: Positive = 1, min_lr: AtLeast0 = 0.0) -> float:
-    """Half cosines down to min_lr, the first of cycle_epochs, each cycle_mult times as long as the one before."""
+    """Half cosines down to min_lr, the first of cycle_epochs, such as 10, each cycle_mult times as long as the one
+    before."""
     step, length = at.update, max(1, round(cycle_epochs * at.steps_per_epoch))
     while cycle_mult > 1 and step >= length:
         step, length = step - length, length * cycle_mult
@@ -148,7 +148,7 @@ def step(
     milestones: Annotated[tuple[Above0, ...], Field(strict=False), AfterValidator(_increasing)],
     gamma: Share = 0.1,
 ) -> float:
-    """The learning rate is multiplied by gamma at each of the milestones, in epochs."""
+    """The learning rate is multiplied by gamma at each of the milestones, in epochs, such as [30, 60]."""
     return at.lr * gamma ** sum(at.applied >= round(epoch * at.steps_per_epoch) for epoch in milestones)
 
 
@@ -205,7 +205,7 @@ class Schedule:
 
     @cached_property
     def _function(self) -> Callable[..., float | tuple[float, float]]:
-        return signatures.find("schedule", self.section.name, "schedule.name", signatures.functions(__name__))
+        return schedules.find(self.section.name).function
 
     @cached_property
     def _args(self) -> dict[str, Any]:
@@ -225,23 +225,7 @@ class Schedule:
             )
 
     def require_call(self) -> None:
-        """Raise ConfigError if the user's own function fails for the first update after the warm-up, or returns
-        anything but a learning rate."""
-        try:
-            rate, momentum = self._at(self.warmup_steps)
-            usable = math.isfinite(rate) and rate >= 0 and (momentum is None or math.isfinite(momentum))
-        except Exception as error:  # of the user's own code
-            raise self._unusable(f"fails: {type(error).__name__}: {first_line(error)}") from error
-        if not usable:
-            raise self._unusable(f"returns {rate if momentum is None else (rate, momentum)}")
-
-    def _unusable(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"the schedule {self.section.name} {what}",
-            where="schedule.name",
-            hint="it is called with a harness.training.optimizer.schedule.Point and schedule.args, and returns a "
-            "learning rate or (learning rate, momentum)",
-        )
+        """Raise ConfigError if a schedule of the user's own fails."""
 
     def lr(self, applied: int, reductions: int = 0) -> float:
         """Return the learning rate of the update after ``applied`` others and ``reductions`` of a plateau."""
@@ -304,19 +288,36 @@ class Schedule:
         plateau.num_bad, plateau.cooldown, plateau.reductions = 0, self._args["cooldown"], plateau.reductions + 1
         return self.lr(applied, plateau.reductions) < before
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to continue the schedule, apart from the number of applied updates."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``. One of another schedule is not used."""
+
+    @property
+    def num_foreseen(self) -> int:
+        """The updates whose learning rates are known before the run."""
+        return self.total_steps
+
+    def foreseen(self, applied: int) -> float:
+        """``lr``, which does not change the state of the schedule."""
+        return self.lr(applied)
+
     def described(self) -> str:
         """Return the learning rate at the start, at its peak and at the end, for the log and ``harness check``."""
-        name, total = self.section.name, self.total_steps
+        name, last = self.section.name, self.num_foreseen - 1
         if name == "constant" and not self.warmup_steps:
             return "constant"
-        peak = next(step for step in range(total) if step + 1 == total or self.lr(step + 1) <= self.lr(step))
-        points = [f"{self.lr(0):.3g} at the start"]
-        points += [f"{self.lr(peak):.3g} at the peak (update {peak + 1})"] if peak else []
+        peak = next(at for at in range(last + 1) if at == last or self.foreseen(at + 1) <= self.foreseen(at))
+        points = [f"{self.foreseen(0):.3g} at the start"]
+        points += [f"{self.foreseen(peak):.3g} at the peak (update {peak + 1})"] if peak else []
         if name == "plateau":
             evaluations = plural(self._args["patience"] + 1, "evaluation")
             points.append(f"multiplied by {self._args['factor']:g} after {evaluations} without improvement")
         else:
-            points.append(f"{self.lr(total - 1):.3g} at the end (update {total})")
+            end = "at the end (update" if last + 1 == self.total_steps else "later (update"
+            points.append(f"{self.foreseen(last):.3g} {end} {last + 1})")
         return f"{name}, {', '.join(points)}"
 
 

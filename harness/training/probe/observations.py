@@ -2,7 +2,7 @@
 
     draws-RANK-PID.jsonl        a line for each place in the user's code that draws numbers that no checkpoint holds
     changes-RANK-PID.jsonl      attributes of a dataset that changed in a loader process while it loaded a batch
-    attributes-RANK-STEP.json   attributes of model, task and optimizer that no state_dict holds, after a step
+    attributes-RANK-STEP.json   attributes of model, task, optimizer and hooks that no state_dict holds, after a step
 
 Python calls a profile function at every call of a C function, so it detects a draw under any imported name.
 It makes a run a few times slower, so only a short run is observed.
@@ -134,6 +134,7 @@ class _Observer:
         if run.state.step not in self.steps:
             return
         roots = {"model": run.module, "task": run.task, "optimizer": run.optimizer}
+        roots |= {f"hook {hook.name.rpartition('.')[2]}": hook.object for hook in run.hooks.all}
         modules = {type(root).__module__ for root in (*roots.values(), run.task.train, run.task.eval)}
         roots |= {
             name: vars(sys.modules[name]) for name in sorted(modules) if _is_users(sys.modules[name].__file__ or "<")

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.data.table import csv_reader, labels
+from harness.data.table.convert import problems
 from harness.data.table.labels import LabelColumns
 from harness.data.table.table import open_table
 from harness.errors import DataError
@@ -56,6 +57,17 @@ def test_missing_file_and_folder(refused, tmp_path):
         open_table(tmp_path / "nowhere" / "a.csv", cache_dir=tmp_path)
     with pytest.raises(DataError, match="a folder, not an annotation file\n.*train_v2.csv"):
         open_table(tmp_path / "data", cache_dir=tmp_path / "cache")
+
+
+def test_missing_folder_is_one_problem(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (found,) = problems(
+        ["data/digits/train.csv", "data/digits/eval.csv"], {"label": "task.label_column"}, "data/digits"
+    )
+    assert str(found).startswith("data/digits/train.csv: no such annotation file\n  -> the folder data/digits does not")
+    assert found.hint.endswith("; harness data digits data/digits writes the digits")
+    first, second = problems(["data/digits/train.csv"], {}, "photos")
+    assert "the folder photos does not exist" in str(second)
 
 
 def test_paths_that_are_no_files(tmp_path):

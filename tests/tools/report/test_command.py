@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -20,6 +21,21 @@ def test_the_page_is_written_and_its_path_printed(tmp_path, capsys):
     assert capsys.readouterr().out == f"{sweep / 'report.html'}\n"
     assert (sweep / "report.html").read_text().startswith("<!doctype html>")
     assert page.write([sweep], tmp_path / "mine").is_file()
+
+
+def test_records_of_runs_and_trials_for_programs(tmp_path, capsys):
+    run = write_run(tmp_path / "run", Fake())
+    sweep = write_sweep(tmp_path / "sweep", [Fake(), Fake(world=2)])
+    assert cli.main(["report", "--json", str(run), str(sweep)]) == 0
+    one, *trials = json.loads(capsys.readouterr().out)
+    assert (one["path"], one["state"], one["failure"], one["trial"]) == (str(run), "finished", None, None)
+    assert one["best"].keys() == {"top1", "step"}
+    assert [trial["trial"]["number"] for trial in trials] == [0, 1]
+    assert trials[1]["world_sizes"] == [2]
+    assert not (run / "report.html").exists()
+    with pytest.raises(SystemExit):
+        cli.main(["report", "--json", "-o", "x.html", str(run)])
+    assert cli.main(["report", "--json", str(tmp_path / "none")]) == 2
 
 
 @pytest.mark.parametrize(

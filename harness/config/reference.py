@@ -1,0 +1,330 @@
+"""All settings with their descriptions, from the schema: ``docs/settings.md``, and ``harness settings`` to search them.
+
+The texts are the docstrings of the sections, so a word that users search for, such as "early stopping", belongs there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from harness.config import loader
+from harness.config.schema import Config
+from harness.errors import ConfigError, similar
+
+REQUIRED = "required"
+_FULL = 5  # so many settings are shown with their whole text
+_ENDING = re.compile(r"(?:ing|ed|es|s|e)$")
+_CHOSEN = ("task", "schedule")  # sections that have the settings of the part that they name
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting. ``parts``: the tasks or schedules that have it; empty if all do."""
+
+    key: str
+    kind: str
+    default: str
+    text: str
+    example: str
+    parts: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """``key=default`` and the first sentence."""
+        sentence = re.split(r"(?<=[.;:])\s", self.text, maxsplit=1)[0].rstrip(".;:")
+        return f"{self.key} ({self.default})  {sentence}"
+
+    @property
+    def value(self) -> str:
+        """What may be written, and what holds if nothing is."""
+        return f"{self.kind}; required" if self.default == REQUIRED else f"{self.kind}; default: {self.default}"
+
+    @property
+    def full(self) -> str:
+        of = f"\n  only of {', '.join(self.parts)}" if self.parts else ""
+        example = f"\n  example: {self.example}" if self.example else ""
+        return f"{self.key}\n  {self.value}{of}\n  {self.text}{example}"
+
+    def as_record(self) -> dict[str, Any]:
+        return {**vars(self), "parts": list(self.parts)}
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A top-level key of the file, with the settings under it."""
+
+    key: str
+    text: str
+    settings: tuple[Setting, ...]
+
+
+def chapters() -> list[Chapter]:
+    """Return every setting of every built-in part, in the order of the schema."""
+    schema = loader.schema_tree()
+    found = []
+    for key, node in schema["properties"].items():
+        settings: dict[tuple[str, str, str], Setting] = {}
+        for part, setting in _walk(key, node, schema["$defs"], ""):
+            known = settings.setdefault((setting.key, setting.kind, setting.text), setting)
+            if part and known.parts != (part,):
+                settings[setting.key, setting.kind, setting.text] = _with_part(known, part)
+        count = len(_parts(node, schema["$defs"]))
+        unique = [each if len(each.parts) != count else _of_all(each) for each in settings.values()]
+        found.append(Chapter(key, _joined(node.get("description", "")), tuple(unique)))
+    return found
+
+
+def _with_part(setting: Setting, part: str) -> Setting:
+    return Setting(**{**vars(setting), "parts": (*setting.parts, part)})
+
+
+def _of_all(setting: Setting) -> Setting:
+    return Setting(**{**vars(setting), "parts": ()})
+
+
+def _parts(node: dict[str, Any], defs: dict[str, Any]) -> list[str]:
+    """The names of the tasks or schedules among which ``node`` chooses."""
+    sections = [_resolved(each, defs) for each in node.get("anyOf", ())]
+    names = [each.get("properties", {}).get("name", {}).get("const") for each in sections]
+    return [name for name in names if name]
+
+
+def _walk(key: str, node: dict[str, Any], defs: dict[str, Any], part: str) -> Iterator[tuple[str, Setting]]:
+    """Yield (task or schedule, setting) for ``node`` and what is under it."""
+    choices = [_resolved(each, defs) for each in _choices(node)]
+    sections = [each for each in choices if "properties" in each]
+    if key in _CHOSEN:
+        for section in sections:
+            if name := section["properties"]["name"].get("const"):
+                yield from _children(key, section, defs, name)
+        return
+    if len(choices) > 1 or not sections:  # what has one kind, a section, is what is under it
+        yield part, _setting(key, node, defs)
+    for section in sections:
+        yield from _children(key, section, defs, part)
+    for items in [_resolved(each, defs) for each in choices if "items" in each]:
+        for item in [_resolved(each, defs) for each in _choices(items["items"])]:
+            if "properties" in item:
+                yield from _children(f"{key}[]", item, defs, part)
+
+
+def _children(key: str, section: dict[str, Any], defs: dict[str, Any], part: str) -> Iterator[tuple[str, Setting]]:
+    for name, child in section["properties"].items():
+        if "default" not in child and name in section.get("required", ()):
+            child = {**child, "required": True}
+        if name == "name" and key == "schedule":  # each is described by its function
+            child = {**child, "description": f"{section['description']} {child['description']}"}
+        yield from _walk(f"{key}.{name}", child, defs, part)
+
+
+def _setting(key: str, node: dict[str, Any], defs: dict[str, Any]) -> Setting:
+    text = _joined(node.get("description", ""))
+    required = node.get("required") or (key in Config.model_fields and "default" not in node)
+    default = REQUIRED if required else _yaml(node["default"]) if "default" in node else "none"
+    return Setting(key, _kind(node, defs), default, text, _example(key, node, text))
+
+
+def _choices(node: dict[str, Any]) -> list[dict[str, Any]]:
+    choices: list[dict[str, Any]] = node.get("anyOf") or [node]
+    return choices
+
+
+def _resolved(node: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
+    if "$ref" in node:
+        found: dict[str, Any] = defs[node["$ref"].rpartition("/")[2]]
+        return found
+    return node
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _kind(node: dict[str, Any], defs: dict[str, Any]) -> str:
+    """What may be written, in words."""
+    node = _resolved(node, defs)
+    if "anyOf" in node:
+        return " or ".join(dict.fromkeys(_kind(each, defs) for each in node["anyOf"]))
+    if "const" in node:
+        return _yaml(node["const"])
+    if "enum" in node:
+        return " or ".join(map(_yaml, node["enum"]))
+    kind = node.get("type")
+    if kind in ("integer", "number"):
+        return ("whole number" if kind == "integer" else "number") + _limits(node)
+    if kind == "array":
+        return f"list of {_kind(node['items'], defs)}" if "items" in node else _fixed_list(node, defs)
+    if kind == "object":
+        return "section" if "properties" in node else "settings by name"
+    if kind == "string":
+        return "package.module" if node.get("pattern") == r"\." else "text"
+    return {"boolean": "true or false", "null": "null"}.get(str(kind), "any value")
+
+
+def _fixed_list(node: dict[str, Any], defs: dict[str, Any]) -> str:
+    items = [_kind(each, defs) for each in node.get("prefixItems", ())]
+    return f"list of {len(items)}: {items[0]}" if items else "list"
+
+
+def _limits(node: dict[str, Any]) -> str:
+    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    found = [f"{word} {_number(node[key])}" for key, word in words.items() if key in node]
+    return f" {', '.join(found)}" if found else ""
+
+
+def _number(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) else str(value)
+
+
+def _yaml(value: Any) -> str:
+    """``value`` as it is written in a file, on one line."""
+    if isinstance(value, str):
+        return value or '""'
+    return json.dumps(value) if not isinstance(value, dict | list) else _flow(value)
+
+
+def _flow(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()
+
+
+def _example(key: str, node: dict[str, Any], text: str) -> str:
+    """An override with the value that the text names after "such as", or another one than the default, or the
+    default. Empty for what is in a list, of which the list is the example."""
+    if "[]" in key:
+        return ""
+    value = None if key.startswith("schedule.args.") and "default" in node else _named(node, text)
+    if value is None:
+        default = node.get("default")
+        others = [each for each in _values(node) if each is not None and each != default]
+        value = _yaml(others[0] if others else default)
+    word = f"{key}={value}"
+    return word if re.fullmatch(r"[\w.=/:,+%@-]+", word) else f"'{word}'"
+
+
+def _named(node: dict[str, Any], text: str) -> str | None:
+    """The first value after "such as" that ``node`` may have, as it is written in a list if it has to be in one."""
+    kinds = {each.get("type", "string" if "enum" in each or "const" in each else "") for each in _choices(node)}
+    for match in re.finditer(r"[Ss]uch as (\[.*?\]|\{.*?\}|\".*?\"|[^\s,;)]+)", text):
+        word = match[1].rstrip(".:")
+        value = yaml.safe_load(word)
+        word = word.strip('"') if yaml.safe_load(word.strip('"')) == value else word
+        if isinstance(value, str) and "array" in kinds and "string" not in kinds and "layer" in word:
+            return f'["{word}"]'
+        fits = {str: "string", list: "array", dict: "object", int: "integer", float: "number"}[type(value)]
+        if fits in kinds or (fits == "object" and "" in kinds) or (fits == "integer" and "number" in kinds):
+            return word
+    return None
+
+
+def _values(node: dict[str, Any]) -> list[Any]:
+    """The values that the schema lists."""
+    if "anyOf" in node:
+        return [value for each in node["anyOf"] for value in _values(each)]
+    if node.get("type") == "boolean":
+        return [True, False]
+    return [node["const"]] if "const" in node else list(node.get("enum", ()))
+
+
+# Searching
+
+
+def search(words: Sequence[str]) -> list[Setting]:
+    """Return the settings that ``words`` name: a key, a section, or words of the description. Best first.
+
+    If no setting has all words, those with the most of them. Raises ConfigError if none has any.
+    """
+    settings = [each for chapter in chapters() for each in chapter.settings]
+    words = [part for word in words for part in word.lower().split()]
+    if len(words) == 1 and (
+        found := [each for each in settings if f"{each.key}.".startswith(f"{words[0].rstrip('.')}.")]
+    ):
+        return found
+    scored = [(_score(each, words), each) for each in settings]
+    most = max(count for (count, _), _ in scored)
+    found = [each for (count, _), each in sorted(scored, key=lambda pair: -pair[0][1]) if count == most]
+    if not most:
+        known = {word for each in settings for word in re.findall(r"[a-z]{4,}", f"{each.key} {each.text}".lower())}
+        near = next((near for word in words if (near := similar(word, known))), None)
+        hint = f"did you mean {near}?" if near else "try another word; harness settings lists all"
+        raise ConfigError(f"no setting mentions {' '.join(words)!r}", hint=hint)
+    return found
+
+
+def key_of(name: str, exact: bool = False) -> str | None:
+    """Return the key that an option of another tool, such as "batch-size", means; None if there is none.
+
+    ``exact``: only a key with this name.
+    """
+    settings = [each for chapter in chapters() for each in chapter.settings if "[]" not in each.key]
+    wanted = name.replace("-", "_")
+    if same := [each.key for each in settings if each.key.rpartition(".")[2] == wanted]:
+        return min(same, key=lambda key: key.count("."))
+    words = name.split("-")
+    fit = [] if exact else [each for each in settings if _score(each, words)[0] == len(words)]
+    fit = [each for each in fit if any(word in each.key for word in words)]
+    return max(fit, key=lambda each: _score(each, words)[1]).key if fit else None
+
+
+def _score(setting: Setting, words: Sequence[str]) -> tuple[int, float]:
+    """How many of ``words`` occur, and how well: those of the key count most, then those at the start of the text."""
+    key, text = setting.key.lower(), setting.text.lower()
+    text = f"{text} {text.replace('-', '')}"
+    count, total = 0, 0.0
+    for word in words:
+        stem = re.escape(_ENDING.sub("", word) if len(word) > 4 else word).replace(r"\-", "-?")
+        in_key = re.search(rf"(?<![a-z]){stem}", key)
+        in_text = re.search(rf"(?<![a-z]){stem}", text)
+        count += bool(in_key or in_text)
+        total += 2.0 * bool(in_key) + (1 / (1 + in_text.start() / 20) if in_text else 0)
+    return count, total
+
+
+def as_text(settings: Sequence[Setting]) -> str:
+    """A few settings in full; more as a line each."""
+    if len(settings) <= _FULL:
+        return "\n\n".join(each.full for each in settings)
+    return "\n".join(each.line for each in settings)
+
+
+# The page
+
+_HEAD = """# Settings
+
+<!-- Do not edit: `harness settings --markdown > docs/settings.md` writes this page from the docstrings of
+harness/config/schema.py and of the tasks, schedules and engines. -->
+
+Every setting of an experiment. `harness settings early stopping` searches this page in the terminal, and
+`harness settings train` lists a section. Set one in the YAML file, or for one command: `train.patience=5`. A setting of
+a [sweep file](sweeps.md) is described by `harness schema --of sweep`.
+"""
+
+
+def markdown() -> str:
+    """Return ``docs/settings.md``."""
+    found = chapters()
+    links = ", ".join(f"[{each.key}](#{each.key})" for each in found)
+    return "\n".join([_HEAD, f"{links}.\n", *map(_chapter, found)])
+
+
+def _chapter(chapter: Chapter) -> str:
+    entries = [] if [each.key for each in chapter.settings] == [chapter.key] else [f"{chapter.text}\n"]
+    return "\n".join([f"## {chapter.key}\n", *entries, *map(_entry, chapter.settings)])
+
+
+def _entry(setting: Setting) -> str:
+    of = f" · only of {', '.join(f'`{part}`' for part in setting.parts)}" if setting.parts else ""
+    example = f"  \nExample: `{setting.example}`" if setting.example else ""
+    first = f"**`{setting.key}`** · {_escaped(setting.value)}{of}"
+    return f"{first}  \n{_escaped(setting.text)}{example}\n"
+
+
+def _escaped(text: str) -> str:
+    """Keep what Markdown would interpret outside of code."""
+    return "".join(part if part.startswith("`") else re.sub(r"([*<>_|\[\]])", r"\\\1", part)
+                   for part in re.split(r"(`[^`]*`)", text))  # fmt: skip

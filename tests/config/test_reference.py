@@ -1,0 +1,115 @@
+"""docs/settings.md and ``harness settings``: current, complete, with examples that load, and found by usual words."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from harness import cli
+from harness.config import loader, reference
+from tests.conftest import ROOT
+
+SETTINGS = [setting for chapter in reference.chapters() for setting in chapter.settings]
+TABLE = ["task.train_csv=a.csv", "task.eval_csv=b.csv"]
+# What another setting must be, so that an example is not refused.
+WITH = {
+    "batch.per_rank": ["batch.global=null"],
+    "checkpoint.format": ["parallel.strategy=fsdp"],
+    "optimizer.lr_base_batch": ["optimizer.lr_scaling=linear"],
+    "optimizer.lr_scaling": ["optimizer.lr_base_batch=256"],
+    "optimizer.args": ["optimizer.momentum=0.9"],
+    "parallel.param_dtype": ["parallel.strategy=fsdp", "precision.opt_level=O0"],
+    "precision.keep_batchnorm_fp32": ["precision.opt_level=O2"],
+    "task.labels.column": ["task.labels.kind=regression"],
+    "task.labels.empty": ["task.labels.separator=;"],
+    "task.labels.separator": ["task.labels.kind=multi_label"],
+    "task.loss.args": ["task.loss.name=torch.nn.TripletMarginLoss"],
+    "task.loss.delta": ["task.labels.kind=regression", "task.loss.name=huber"],
+    "task.loss.gamma": ["task.loss.name=focal"],
+    "task.tokenizer.args": ["task.tokenizer.name=mine.tokens", "task.tokenizer.num_tokens=9"],
+    "task.tokenizer.num_tokens": ["task.tokenizer.name=mine.tokens"],
+}
+# The arguments without which a schedule is refused.
+ARGUMENTS = {"cosine_restarts": ["schedule.args.cycle_epochs=10"], "step": ["schedule.args.milestones=[30, 60]"]}
+
+
+def test_page_is_current():
+    hint = "run: harness settings --markdown > docs/settings.md"
+    assert (ROOT / "docs" / "settings.md").read_text() == reference.markdown(), hint
+
+
+def test_every_setting_of_the_schema_is_there_once():
+    keys = {setting.key for setting in SETTINGS}
+    assert {"name", "extends", "task.loss.gamma", "optimizer.groups[].match", "optimizer.larc.clip"} <= keys
+    assert {"schedule.args.milestones", "launch.slurm.partition", "trackers", "task.tokenizer.pad"} <= keys
+    assert len({(setting.key, setting.kind, setting.text) for setting in SETTINGS}) == len(SETTINGS)
+    one = {setting.key: setting for setting in SETTINGS}
+    assert one["task.tokenizer.pad"].parts == ("text_csv",)
+    assert one["train.patience"].value == "whole number at least 1 or null; default: null"
+    assert one["task.train_csv"].value == "text; required"
+    assert [setting.key for setting in SETTINGS if not setting.text] == []
+
+
+def test_examples_are_accepted(tmp_path):
+    path = tmp_path / "experiment.yaml"
+    path.write_text("name: x\nbatch: {global: 256}\n")
+    for setting in SETTINGS:
+        if "[]" in setting.key or setting.key == "extends":  # shown by the list, and written in the file
+            continue
+        (word,) = shlex.split(setting.example)
+        assert word.startswith(f"{setting.key}=")
+        assert word.partition("=")[2] != "null", f'{setting.key}: say "such as VALUE" in the docstring'
+        part = setting.parts[0] if setting.parts else ""
+        task = part if setting.key.startswith("task.") and part and "image_csv" not in setting.parts else "image_csv"
+        words = [f"task.name={task}", *(TABLE if task.endswith("_csv") else []), *WITH.get(setting.key, [])]
+        if setting.key.startswith("schedule.") and part:
+            words += [f"schedule.name={part}", *ARGUMENTS.get(part, [])]
+        loader.load(path, [*words, word])
+
+
+@pytest.mark.parametrize(("words", "key"), [
+    ("early stopping", "train.patience"),
+    ("batch size", "batch.global"),
+    ("gradient accumulation", "batch.accumulate"),
+    ("gradient clipping", "train.clip_norm"),
+    ("gradient checkpointing", "model.activation_checkpointing"),
+    ("learning rate", "optimizer.lr"),
+    ("weight decay", "optimizer.weight_decay"),
+    ("warm-up", "schedule.warmup_epochs"),
+    ("mixed precision", "precision.opt_level"),
+    ("pretrained", "model.weights"),
+    ("fine-tuning", "model.weights"),
+    ("augmentation", "task.transforms.train"),
+    ("imbalanced classes", "task.loss.class_weights"),
+    ("validation data", "task.eval_csv"),
+    ("dataloader workers", "data.num_workers"),
+    ("moving average", "train.ema_decay"),
+    ("distributed training", "parallel.strategy"),
+    ("torch.compile", "model.compile"),
+    ("tensorboard", "trackers"),
+    ("processes per gpu", "launch.nproc"),
+    ("train.patience", "train.patience"),
+])  # fmt: skip
+def test_usual_words_find_the_setting(words, key):
+    assert key in [each.key for each in reference.search(words.split())[:5]]
+
+
+def test_command_prints_text_lines_and_records(capsys):
+    assert cli.main(["settings", "early", "stopping"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("train.patience\n  whole number at least 1 or null; default: null\n  Early stopping: ")
+    assert shown.endswith("  example: train.patience=5\n")
+    assert cli.main(["settings", "train"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 5
+    assert all(line.startswith("train.") for line in lines)
+    assert cli.main(["settings"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(SETTINGS)
+    assert cli.main(["settings", "--json", "train.patience"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert list(record) == ["key", "kind", "default", "text", "example", "parts"]
+    assert (record["key"], record["default"], record["parts"]) == ("train.patience", "null", [])
+    assert cli.main(["settings", "pacience"]) == 2
+    assert "did you mean patience?" in capsys.readouterr().err

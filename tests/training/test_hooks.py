@@ -1,0 +1,206 @@
+"""Hooks: what is refused early, when they are called, how they end training, and errors in them.
+
+tests/end_to_end/test_hooks.py kills and resumes runs with hooks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from harness.config import loader
+from harness.errors import ConfigError, TrainingError
+from harness.training import checkpointing, hooks, loop
+from harness.training.check import preflight
+from tests.fixtures import make_config, write_rows
+
+HERE = "tests.training.test_hooks"
+seen: list[tuple] = []
+
+
+class Records:
+    def __init__(self, ends=()):
+        self.ends = dict(ends)
+
+    def after_step(self, run):
+        grads = [param.grad for param in run.module.parameters() if param.grad is not None]
+        seen.append(("step", run.state.step, run.state.skipped, len(grads)))
+        return self.ends.get("step") if run.state.step == 4 else None
+
+    def after_evaluation(self, run, report):
+        seen.append(("evaluation", run.state.step, round(report["loss"], 6)))
+        return self.ends.get("evaluation")
+
+    def before_checkpoint(self, run):
+        seen.append(("checkpoint", run.state.step))
+        return self.ends.get("checkpoint")
+
+
+class Fails:
+    def __init__(self, early=False):
+        if early:
+            raise ValueError("no such file")
+
+    def after_step(self, run):
+        return {}["absent"]
+
+
+class Stateful:
+    value = 3
+
+    def after_step(self, run): ...
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+class Nothing: ...
+
+
+class Misspelled:
+    def after_steps(self, run): ...
+
+
+class OfNoArguments:
+    def after_step(self): ...
+
+
+class HalfState:
+    def after_step(self, run): ...
+
+    def state_dict(self): ...
+
+
+def function(run): ...
+
+
+@pytest.fixture
+def start(tmp_path, built):
+    """A function that builds a run of 3 epochs of 3 steps with hooks."""
+    seen.clear()
+    write_rows(tmp_path, "train", 12)
+    write_rows(tmp_path, "eval", 4)
+    train = {"epochs": 3, "deterministic": False, "log_every": 2}
+    return lambda *listed, **sections: built(
+        make_config(tmp_path, **{"hooks": list(listed), "train": train, "batch": {"global": 4}, **sections})
+    )
+
+
+def test_when_they_are_called(start):
+    run = start(f"{HERE}.Records", f"{HERE}.Stateful", checkpoint={"every_steps": 2})
+    assert run.hooks.described() == {
+        "hooks": f"{HERE}.Records (after_step, after_evaluation, before_checkpoint), {HERE}.Stateful (after_step, "
+        "state_dict)"
+    }
+    assert loop.train(run)
+    assert [entry[:2] for entry in seen[:7]] == [
+        ("step", 1), ("step", 2), ("checkpoint", 2), ("step", 3), ("checkpoint", 3), ("evaluation", 3), ("step", 4)
+    ]  # fmt: skip
+    assert all(entry[3] > 0 for entry in seen if entry[0] == "step"), "the gradients are there"
+    assert [entry[1] for entry in seen if entry[0] == "step"] == list(range(1, 10))
+
+
+@pytest.mark.parametrize(("when", "step", "lines"), [("step", 4, [2, 3, 4]), ("evaluation", 3, [2, 3])])
+def test_a_reason_ends_training(start, when, step, lines):
+    """With a checkpoint, a last line of the log, and an evaluation of that step."""
+    run = start({"name": f"{HERE}.Records", "args": {"ends": {when: "long enough"}}})
+    assert loop.train(run)
+    assert (run.state.step, run.state.ended) == (step, "long enough")
+    assert run.finished()
+    assert run.state.history[-1]["step"] == step
+    log = [json.loads(line) for line in (run.folder.path / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in log if entry["split"] == "train"] == lines
+    content = run.checkpoints.read(run.checkpoints.newest(), False, [])
+    assert content["state"]["step"] == step
+    assert content["state"]["ended"] == ("long enough" if when == "step" else "")
+    run.state.forget_evaluations()
+    assert not run.finished()
+
+
+@pytest.mark.parametrize("when", ["step", "evaluation", "checkpoint"])
+def test_what_they_must_not_return(start, when):
+    value = "now" if when == "checkpoint" else True
+    run = start({"name": f"{HERE}.Records", "args": {"ends": {when: value}}})
+    named = {"step": "after_step", "evaluation": "after_evaluation", "checkpoint": "before_checkpoint"}[when]
+    with pytest.raises(TrainingError, match=f"hooks.0: {named} of the hook {HERE}.Records returned {value!r}"):
+        loop.train(run)
+
+
+def test_their_state_is_plain_data(start, monkeypatch):
+    run = start(f"{HERE}.Stateful", f"{HERE}.Stateful")
+    run.hooks.all[0].object.value, run.hooks.all[1].object.value = 4, [5]
+    saved = run.hooks.state_dict()
+    run.hooks.all[1].object.value.append(6)
+    again = start({"name": f"{HERE}.Stateful", "args": None}, f"{HERE}.Stateful", name="again")
+    again.hooks.load_state_dict(saved)
+    assert [hook.object.value for hook in again.hooks.all] == [4, [5]]
+    run.hooks.all[0].object.value = deque([1])
+    what = re.escape(f"hooks.0: state_dict() of the hook {HERE}.Stateful['value'] is a collections.deque")
+    with pytest.raises(TrainingError, match=what):
+        checkpointing.save(run)
+
+
+def test_an_error_names_the_line(start):
+    lines = Path(__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if text.endswith('return {}["absent"]'))
+    with pytest.raises(TrainingError, match="KeyError: 'absent'") as caught:
+        loop.train(start(f"{HERE}.Fails"))
+    assert str(caught.value).startswith(
+        f"tests/training/test_hooks.py:{line}: the hook {HERE}.Fails fails in after_step: KeyError"
+    )
+
+
+@pytest.mark.parametrize(
+    ("hook", "problem"),
+    [
+        ("mine.Absent", "hooks.0: the hook 'mine.Absent' cannot be imported (ModuleNotFoundError"),
+        (f"{HERE}.function", f"hooks.0: {HERE}.function is not a class"),
+        (HERE, f"hooks.0: {HERE} is not a class"),
+        (f"{HERE}.Nothing", f"hooks.0: {HERE}.Nothing has no method of a hook\n  -> define any of after_step(run)"),
+        (f"{HERE}.Misspelled", "has after_steps, which is never called\n  -> did you mean after_step?"),
+        (f"{HERE}.OfNoArguments", "after_step of tests.training.test_hooks.OfNoArguments cannot be called with 1 argu"),
+        (f"{HERE}.HalfState", "has only one of state_dict and load_state_dict\n  -> define both"),
+        ({"name": f"{HERE}.Records", "args": {"end": 1}}, "hooks.0.args: tests.training.test_hooks.Records has no arg"),
+        ({"name": "tests.end_to_end.hooks.SavedDrift", "args": {"end": 1, "of": 2}}, "has no argument of"),
+        ({"name": f"{HERE}.Fails", "args": {"early": True}}, "tests.training.test_hooks.Fails cannot be made: "),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_hook(tmp_path, hook, problem):
+    """``check`` finds it, beside other problems."""
+    write_rows(tmp_path, "train", 12)
+    write_rows(tmp_path, "eval", 4)
+    config = make_config(tmp_path, hooks=[f"{HERE}.Records", hook], train={"deterministic": False})
+    with pytest.raises(ConfigError) as caught:
+        hooks.build(config.hooks[1:])
+    assert problem in str(caught.value)
+    path = tmp_path / "x.yaml"
+    path.write_text(loader.to_text(config))
+    assert loader.load(path) == config
+    assert hooks.build(config.hooks[:1]).all
+    _, errors = preflight.examine(str(path), ["model.name=absent"], 1, 0.0)
+    assert len(errors) == 2, errors
+    assert any(problem.replace("hooks.0", "hooks.1") in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ("[Unfreeze]", "hooks.0: 'Unfreeze' is not allowed; name your class with its module, as in my_module.Unfreeze"),
+        ("[{name: Unfreeze}]", "hooks.0: 'Unfreeze' is not allowed; name"),
+        ("mine.Unfreeze", "hooks: it should be a list"),
+        ("[{name: mine.Unfreeze, arg: {}}]", "hooks.0.arg: unknown key; did you mean hooks.0.args?"),
+        ("[3]", "hooks.0: it should be a section of settings"),
+    ],
+)
+def test_the_setting_is_checked_at_its_line(tmp_path, written, problem):
+    (tmp_path / "x.yaml").write_text(f"task: {{name: mnist}}\nname: x\nbatch: {{global: 8}}\nhooks: {written}\n")
+    with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
+        loader.load(tmp_path / "x.yaml")
+    assert "x.yaml:4: hooks" in str(caught.value)
