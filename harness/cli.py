@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if rest:
             arguments.overrides += rest
-        if program is None and (arguments.overrides or not takes_program):
+        if program is None and (not takes_program or arguments.overrides):
             settle(arguments, arguments.parser)
         arguments.words = words
         if _output is not None:

@@ -170,17 +170,19 @@ class _Audit:
             raise _CannotTellError("not-killed", f"the start ended before it could be killed {chosen.text}")
         differences = self._resumed(resumed, killed, chosen)
         if any(finding.code not in UNDECIDED for finding in differences):
-            self._resumed(again, killed, chosen)
+            self._resumed(again, killed, chosen, draws=True)
             if diagnosis.deterministic(self._records[resumed], self._records[again]):
                 raise _CannotTellError("resumes-differ", f"two starts after the kill {chosen.text} differ")
+            draws = records.draws(self._session.records(again), self._session.work)
+            differences = [finding.with_draws(draws) for finding in differences]
         return differences
 
-    def _resumed(self, name: str, killed: str, chosen: ChosenKill) -> list[Finding]:
+    def _resumed(self, name: str, killed: str, chosen: ChosenKill, draws: bool = False) -> list[Finding]:
         self._session.restore(killed)
         checkpoint = self._latest(killed, chosen)
         until = self._records[UNDISTURBED].steps[-1].weights if self._request.steps else None
         text = f"from {checkpoint.relative_to(self._session.folder)}" if checkpoint else ""
-        done = self._start(name, replace(self._plan, until=until), text, checkpoint, resumed=True)
+        done = self._start(name, replace(self._plan, until=until, draws=draws), text, checkpoint, resumed=True)
         if done.late:
             raise self._failed(done)
         first, again, before = (self._records[other] for other in (UNDISTURBED, AGAIN, killed))

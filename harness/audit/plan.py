@@ -41,6 +41,7 @@ class AuditPlan:
     steps: every process ends after so many optimizer steps
     until: digests of weights by name; every process ends after the step that began with these weights
     roots: the folders that checkpoints belong in
+    draws: also record which lines draw random numbers, which makes the start a few times slower
     """
 
     records: str
@@ -50,6 +51,7 @@ class AuditPlan:
     signal: HowKilled = "KILL"
     detail: Detail = "tensors"
     roots: tuple[str, ...] = ()
+    draws: bool = False
 
     def write(self, path: Path) -> Path:
         write_atomically(path, json.dumps(asdict(self)) + "\n")

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.audit.verdict import Draw
+
 Digests = dict[str, str]
 _COLORS, _WIDTH = re.compile(r"\x1b\[[0-9;]*m"), 240  # of lines of output
 
@@ -281,3 +283,17 @@ def _step(entry: dict[str, Any]) -> Step:
         samples=entry.get("samples") or {},
         others=entry.get("others"),
     )
+
+
+def draws(folder: Path, work: Path) -> list[Draw]:
+    """Return the lines that drew random numbers in a start whose plan asked for them; files in ``work`` by their names
+    there."""
+    found: list[Draw] = []
+    for path in sorted(folder.glob("draws-*.jsonl")):
+        for entry in _entries(path):
+            file = Path(entry["file"])
+            name = file.relative_to(work) if file.is_relative_to(work) else file
+            draw = Draw(entry["stream"], entry["function"], f"{name}:{entry['line']}", entry["worker"])
+            if draw not in found:
+                found.append(draw)
+    return found

@@ -123,7 +123,8 @@ def beside_the_model(undisturbed: Process, resumed: Process, offset: int, until:
     """Compare modules that are not trained, such as an average of the weights, where both starts recorded them.
 
     A copy that a start made for a moment, or a sum for its log, is not evidence: what is blamed differs at the first
-    resumed step and ever after. Tensors outside of modules have no names, and one start may hold more of them.
+    resumed step and ever after. Tensors outside of modules have no names: they must be as many in both starts, and must
+    move, since a copy of the first weights is no average.
     """
     pairs = [
         (ours.others, theirs.others)
@@ -137,12 +138,23 @@ def beside_the_model(undisturbed: Process, resumed: Process, offset: int, until:
     names = set(known.without("others", unequal(*pairs[0], in_both=True)))
     for ours, theirs in pairs[1:]:
         names -= {name for name in names if name in ours and ours[name] == theirs.get(name)}
-    names = {name for name in names if not name.startswith("a tensor") and "andom" not in name}
+    names = {name for name in names if "andom" not in name}
+    names -= {
+        name
+        for name in names
+        if name.startswith("a tensor")
+        and not (len(pairs[0][0][name]) == len(pairs[0][1][name]) and _moves(undisturbed, name))
+    }
     if not names:
         return None
-    text = f"before step {offset + 1}, modules beside the trained one differ: {named(sorted(names))}"
+    text = f"before step {offset + 1}, tensors beside the trained model differ: {named(sorted(names))}"
     evidence = (f"they differ at {plural(len(pairs), 'place')} that both starts recorded",)
     return Finding("buffers", text, evidence, (offset + 1,), tuple(sorted(names)))
+
+
+def _moves(process: Process, name: str) -> bool:
+    seen = [step.others[name] for step in process.steps if step.others and name in step.others]
+    return any(value != seen[0] for value in seen)
 
 
 def generators(undisturbed: Process, resumed: Process, offset: int, known: Noise) -> Sequence[str]:

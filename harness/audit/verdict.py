@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 EXACT, NOT_EXACT, COULD_NOT_TELL = "exact", "not exact", "could not tell"
+_DRAWS = 5  # lines that are named
 EXIT_CODES = {EXACT: 0, NOT_EXACT: 1, COULD_NOT_TELL: 3}
 FAULTS = {
     "rows": ("rows are repeated or skipped", "save the position in the epoch, and skip the rows before it"),
@@ -44,6 +45,16 @@ UNDECIDED = {
 
 
 @dataclass(frozen=True)
+class Draw:
+    """A line of the script that draws from a global random stream. ``worker``: in a loader process."""
+
+    stream: str
+    function: str
+    place: str
+    worker: bool = False
+
+
+@dataclass(frozen=True)
 class Finding:
     """``text``: a sentence with the evidence in a nutshell; ``evidence``: further lines. ``steps`` are numbers of steps
     of the undisturbed start, ``names`` those of tensors, streams, counters or files, ``place`` is a file:line."""
@@ -55,6 +66,15 @@ class Finding:
     names: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     place: str = ""
+
+    def with_draws(self, draws: Sequence[Draw]) -> Finding:
+        """Name the lines that draw from the streams in question: those of ``names``, and for the order of rows those of
+        loader processes too, whose streams nothing restores."""
+        if self.code not in ("random-streams", "row-order"):
+            return self
+        lines = [draw for draw in draws if draw.stream in self.names or draw.worker]
+        shown = [f"{draw.place}: {draw.function}{' in a loader process' if draw.worker else ''}" for draw in lines]
+        return replace(self, evidence=(*self.evidence, *shown[:_DRAWS]), place=lines[0].place if lines else self.place)
 
     @property
     def title(self) -> str:

@@ -361,9 +361,14 @@ class Recorder:
             for name, buffer in root.named_buffers()
         }
 
-    def _scales(self) -> list[float]:
+    def _scales(self) -> list[Any]:
+        """[scale, steps since it last grew] of each scaler."""
         scalers = [each() for each in self._scalers]
-        return [float(each.get_scale()) for each in scalers if each is not None and each.is_enabled()]
+        return [
+            [float(each.get_scale()), int(each._get_growth_tracker())]
+            for each in scalers
+            if each is not None and each.is_enabled()
+        ]
 
     def _after_step(self) -> None:
         if _compiling() or not self.mine():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 def streams() -> dict[str, Any]:
     """Digests of the global random streams."""
     found = {
-        "torch": digest.tensor(torch.random.default_generator.get_state()),
+        "torch": digest.tensor(torch.get_rng_state()),
         "random": digest.text(random.getstate()),
     }
     numpy = sys.modules.get("numpy")
@@ -62,7 +62,7 @@ def others(recorder: Any, *optimizers: Any) -> dict[str, Any]:
             label = named.get(id(value), f"a tensor {list(value.shape)}")
             groups.setdefault(label, []).append(digest.tensor(value))
     for label, digests in groups.items():
-        found[label] = digest.text(sorted(digest.resolve(digests)))
+        found[label] = sorted(digest.resolve(digests))
     return found
 
 
