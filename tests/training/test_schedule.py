@@ -242,6 +242,7 @@ def test_arguments_are_checked_with_the_configuration(tmp_path, written, problem
     with pytest.raises(ConfigError) as caught:
         loader.load(path)
     assert problem in str(caught.value)
+    assert "task.name" not in str(caught.value)
     assert f"{path}:4: schedule" in str(caught.value)
     assert f"{path}:5: train.epoch: unknown key" in str(caught.value)
 
