@@ -11,7 +11,7 @@ KILLS ?= 1000
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: train test test-all test-versions check bench bench-peers campaign oracle gpu-check clean
+.PHONY: train test test-all test-versions check bench bench-peers campaign oracle gpu-check dist clean
 
 train: $(VENV)/.train data/digits/train.csv  ## train the digits on NPROC processes
 	$(BIN)/harness launch -c configs/digits.yaml --nproc $(NPROC)
@@ -71,6 +71,9 @@ $(VENV)/.peers: setup.cfg | $(VENV)/bin/python
 $(VENV)/.dev: setup.cfg | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(VENV)/.test $(VENV)/.train
+
+dist:  ## build wheel and sdist, install each in an empty environment and train there; several GB; OFFLINE=1: with the packages of .venv
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.release $(if $(OFFLINE),--offline)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -216,7 +216,7 @@ def harness(recipe: Recipe, *overrides: str) -> Steps:
         [f"output={folder}", f"task.train_csv={data}/train.csv", f"task.eval_csv={data}/eval.csv", f"task.root={data}",
          f"model.name={name}", args, "optimizer.name=sgd", *optimizer,
          f"precision.opt_level={'O4' if recipe.bf16 else 'O0'}", "schedule.warmup_epochs=0", "train.epochs=100000",
-         "train.log_every=50", "checkpoint.every_steps=null", "data.num_workers=0", "batch.global=64",
+         "train.log_every=50", "checkpoint.every=null", "data.num_workers=0", "batch.global=64",
          f"model.compile={str(recipe.compiled).lower()}", *overrides],
     )  # fmt: skip
     run_folder = RunFolder(folder / "run")

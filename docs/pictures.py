@@ -23,7 +23,7 @@ KILLS = ((1, 30), (0, 81), (1, 120), (0, 171))  # rank, first logged step at whi
 SETTINGS = (
     "task.transforms={train: [{RandomCrop: {size: 8, padding: 1}}]}", "model.args={width: 32, batch_norm: true}",
     "batch.global=64", "optimizer.lr=0.1", "schedule.warmup_epochs=1.0", "precision.opt_level=O1", "train.epochs=10",
-    "train.log_every=3", "checkpoint.every_steps=10", "data.num_workers=0",
+    "train.log_every=3", "checkpoint.every=10", "data.num_workers=0",
 )  # fmt: skip
 INK, QUIET, BLUE, RED = "#1f2430", "#8a93a6", "#2f6fde", "#d1453b"
 

@@ -112,7 +112,7 @@ def chain(seed: int, number: int, logical_ranks: bool = False) -> Chain:
         },
         "train": train,
         "checkpoint": {
-            "every_steps": every,
+            "every": every,
             "keep": rng.choice([1, 2]),
             "async_save": behind,
             "format": "sharded" if shards else "whole",

@@ -22,6 +22,11 @@ class Conflict(NamedTuple):
 
 def conflicts(config: Config) -> Iterator[Conflict]:
     """Every contradiction in ``config``, but for the number of ranks, which ``check_world`` of the strategy checks."""
+    if config.train.epochs is None and config.train.max_steps is None:
+        keys = ("train.epochs", "train.max_steps")
+        yield Conflict(
+            keys, "both are null, so training would never end", "set one of them, for example train.epochs=10"
+        )
     yield from _batch(config)
     yield from _optimizer(config)
     yield from _schedule(config)
@@ -99,7 +104,7 @@ def _schedule(config: Config) -> Iterator[Conflict]:
             f"learning rate would fall only after {args['patience'] + 1}",
             f"raise train.patience above {args['patience']}, or lower schedule.args.patience",
         )
-    if schedule.warmup_epochs > epochs:
+    if epochs is not None and schedule.warmup_epochs > epochs:
         yield Conflict(
             ("schedule.warmup_epochs", "train.epochs"),
             f"a warm-up of {schedule.warmup_epochs} epochs is longer than the run of {epochs}",

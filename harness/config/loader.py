@@ -45,7 +45,7 @@ def load(
     """
     raw, origins = merged(Path(path), overrides, written_at or {})
     cls, problems = _config_class(raw, launching)
-    config, found = _validated(cls, raw if not problems else {**raw, "task": {"name": "unknown.task"}})
+    config, found = _validated(cls, raw if cls is not Config else {**raw, "task": {"name": "unknown.task"}})
     problems += found
     if config is not None and not problems:
         problems = [_as_problem(conflict) for conflict in conflicts(config)]

@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from harness.config import plugins
 from harness.config.base import Arguments, LocalPlace, Name, NameOf, Place, Positive, Seconds, Section
+from harness.config.duration import Bare, Duration
 from harness.config.launch import LaunchSection
 from harness.errors import plural
 
@@ -252,8 +253,8 @@ class ParallelSection(Section):
 
 
 class TrainSection(Section):
-    epochs: Positive = 10
-    """Epochs to train."""
+    epochs: Positive | None = 10
+    """Epochs to train; null, or max_steps alone: as many as max_steps takes."""
     max_steps: Positive | None = None
     """Stop after this many optimizer steps, such as 1000, with a checkpoint and a final evaluation; null: after
     `epochs`.
@@ -267,8 +268,9 @@ class TrainSection(Section):
     clipped: noise(gradients, generator, step), with a list of (name, tensor), averaged over ranks and without loss
     scale; null: none. On a GPU it also sees the infinite gradients of a step that is skipped because of an overflow.
     """
-    log_every: Positive = 10
-    """Optimizer steps per line of metrics.jsonl. The loss of a line is the mean over all rows since the last line.
+    log_every: Annotated[Duration, Bare("steps")] = Field(default=10, validate_default=True)
+    """Optimizer steps per line of metrics.jsonl, or a length, such as "0.1 epochs". The loss of a line is the mean over
+    all rows since the last line.
     """
     deterministic: bool | Literal["warn"] = True
     """Use only deterministic algorithms; a bitwise-exact resume on a GPU requires them. true: refuse operations
@@ -293,13 +295,23 @@ class TrainSection(Section):
     step on all ranks, as one whose gradients are (the host waits for the device once per step). Either way a run fails
     if its weights or its validation loss become infinite or NaN, or if no step of an epoch updates the weights.
     """
-    evaluate_every: Positive = 1
-    """Epochs between evaluations on the validation data; the last epoch is always evaluated."""
+    evaluate_every: Annotated[Duration, Bare("epochs")] = Field(default=1, validate_default=True)
+    """Epochs between evaluations on the validation data, or a length, such as "500 steps" or "0.25 epochs"; the end of
+    the run is always evaluated.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_alone_suffice(cls, values: Any) -> Any:
+        alone = isinstance(values, dict) and values.get("max_steps") is not None and "epochs" not in values
+        return {**values, "epochs": None} if alone else values
 
 
 class CheckpointSection(Section):
-    every_steps: Positive | None = None
-    """Optimizer steps between checkpoints within an epoch, such as 100; null: only at the end of each epoch."""
+    every: Annotated[Duration, Bare("steps")] | None = None
+    """Optimizer steps between checkpoints within an epoch, such as 100, or a length, such as "0.25 epochs"; null: only
+    at the end of each epoch, and before evaluations.
+    """
     format: Annotated[str, NameOf("format")] = "whole"
     """whole: one file, written by rank 0. sharded: for fsdp, one file per rank (torch.distributed.checkpoint), so
     no host has to hold the whole model; all machines must share the folder. Either format resumes on any number of
@@ -427,7 +439,7 @@ class Config(Section):
 # Keys, and whole sections, that may change when a run is resumed without making it another experiment.
 NOT_THE_RECIPE = frozenset(
     ["name", "output", "train.epochs", "train.max_steps", "train.log_every", "train.evaluate_every", "train.patience",
-     "data.num_workers", "data.cache_dir", "task.cache_gib", "checkpoint.every_steps",
+     "data.num_workers", "data.cache_dir", "task.cache_gib", "checkpoint.every",
      "checkpoint.keep", "checkpoint.resume", "checkpoint.format", "checkpoint.async_save", "runtime",
      "batch.eval_per_rank", "model.activation_checkpointing", "trackers", "launch"]
 )  # fmt: skip

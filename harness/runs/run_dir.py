@@ -291,7 +291,7 @@ def _new_length(saved: dict[str, Any], config: Config) -> str:
     pairs = {key: (saved[key], getattr(now, key)) for key in ("epochs", "max_steps") if key in saved}
     changes = [f"train.{key} {was or 'null'} -> {new or 'null'}" for key, (was, new) in pairs.items() if was != new]
     limit = f", at most {plural(now.max_steps, 'step')}" if now.max_steps else ""
-    spans = f"the schedule now spans {plural(now.epochs, 'epoch')}{limit}"
+    spans = f"the schedule now spans {plural(now.epochs, 'epoch') if now.epochs else 'as many epochs'}{limit}"
     return f"{', '.join(changes)} since the last start; {spans}" if changes else ""
 
 

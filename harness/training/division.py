@@ -31,6 +31,8 @@ class Sizes:
     eval_batch: int
     steps_per_epoch: int
     total_steps: int
+    log_every: int
+    save_every: int | None
     lr: float
     schedule: Schedule
 
@@ -56,8 +58,9 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
             where="batch",
             hint="make the batch smaller, or set data.tail=use",
         )
-    total = steps * config.train.epochs
-    num_steps_of_run = min(total, config.train.max_steps or total)
+    lengths = [config.train.epochs and steps * config.train.epochs, config.train.max_steps]
+    num_steps_of_run = min(filter(None, lengths))
+    total = lengths[0] or num_steps_of_run
     lr = optim.scaled_lr(config.optimizer, per_rank * world_size)
     schedule = own_schedule.of_run(config, lr / config.optimizer.lr, steps, num_steps_of_run)
     schedule.require_fit(total)
@@ -69,6 +72,8 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
         eval_batch=batch.eval_per_rank or per_rank // batch.accumulate,
         steps_per_epoch=steps,
         total_steps=num_steps_of_run,
+        log_every=config.train.log_every.steps(steps),
+        save_every=None if config.checkpoint.every is None else config.checkpoint.every.steps(steps),
         lr=lr,
         schedule=schedule,
     )

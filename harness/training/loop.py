@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 
 import torch
@@ -48,33 +49,35 @@ def train(run: Run) -> bool:
 
 
 def epoch(run: Run) -> None:
-    """Train to the end of the current epoch, or until all ranks agree to stop. Collective."""
+    """Train to the end of the current epoch, to an evaluation in it, or until all ranks agree to stop. Collective."""
     state, config, data = run.state, run.config, run.train_data
     run.parallel.model.train()
     run.meter.restart_clock()
     left = data.steps_left(state.segments)
-    run.progress.start(state.epoch, config.train.epochs, data.steps_per_epoch() - left, data.steps_per_epoch())
+    epochs = config.train.epochs or -(-run.size.total_steps // data.steps_per_epoch())
+    run.progress.start(state.epoch, epochs, data.steps_per_epoch() - left, data.steps_per_epoch())
     run.lr = run.schedule.lr(state.applied, state.plateau.reductions)
+    last = min(state.step + run.steps_to_evaluation(), config.train.max_steps or sys.maxsize)
     for number, group in enumerate(data.groups(state.epoch, state.segments), state.step + 1):
         left -= 1
-        logs = number % config.train.log_every == 0
+        logs = number % run.size.log_every == 0
         data.advance(state.segments)
         with run.compiling("the last step" if left == 0 else "the first step"):  # which may be smaller
-            step(run, group, measured=logs or number == config.train.max_steps or left == 0)
+            step(run, group, measured=logs or number == last or left == 0)
         run.progress.step()
         if logs:
             run.end_window()
-        if left and config.checkpoint.every_steps and number % config.checkpoint.every_steps == 0:
+        if left and run.size.save_every and number % run.size.save_every == 0:
             count_last_step(run)
             save(run)
-        if run.stop.poll() or number == config.train.max_steps or state.ended:
+        if run.stop.poll() or number == last or state.ended:
             break
     count_last_step(run)
     run.progress.stop()
+    if run.meter.steps and (left == 0 or run.evaluation_due()):
+        run.end_window()
+        count_last_step(run)
     if left == 0 or run.finished():
-        if run.meter.steps:
-            run.end_window()
-            count_last_step(run)
         run.health.updates(state, run.writer.complete)
     if left == 0:
         run.log_coverage()

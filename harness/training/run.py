@@ -110,16 +110,22 @@ class Run:
         """Return True if training is over, by epochs, steps, patience or a hook. The same on every rank."""
         state, train = self.state, self.config.train
         return (
-            state.epoch >= train.epochs
+            (train.epochs is not None and state.epoch >= train.epochs)
             or (train.max_steps is not None and state.step >= train.max_steps)
             or (train.patience is not None and state.since_best >= train.patience)
             or bool(state.ended)
         )
 
     def evaluation_due(self) -> bool:
-        state = self.state
-        after_epoch = not state.in_epoch and state.epoch % self.config.train.evaluate_every == 0
-        return state.step > state.evaluated and (after_epoch or self.finished())
+        return self.state.step > self.state.evaluated and (self.finished() or self.steps_to_evaluation(before=1) == 1)
+
+    def steps_to_evaluation(self, before: int = 0) -> int:
+        """Return the steps to the next evaluation, counted from ``before`` steps ago."""
+        state, data = self.state, self.train_data
+        done = sum(segment.steps for segment in state.segments)
+        per_epoch = done + data.steps_left(state.segments) if done else data.steps_per_epoch()
+        every = self.config.train.evaluate_every
+        return every.steps_left(state.step - before, state.epoch, done - before, per_epoch)
 
     def set_lr(self) -> None:
         """Give the optimizer the learning rates of the next step."""

@@ -26,6 +26,7 @@ CASES = {
     "warm-up longer than the run": (
         {"schedule": {"warmup_epochs": 11}}, ["schedule.warmup_epochs"], "warm-up of 11.0 epochs", "train.epochs",
     ),
+    "no end": ({"train": {"epochs": None}}, ["train.epochs"], "both are null", "set one of them"),
     "two warm-ups": (
         {"schedule": {"warmup_epochs": 1, "warmup_steps": 10}}, ["schedule.warmup_epochs"], "only one warm-up", "to 0",
     ),

@@ -54,7 +54,7 @@ def test_changes_that_keep_the_recipe():
         output="elsewhere",
         train={"epochs": 20, "max_steps": 5, "log_every": 1, "evaluate_every": 2, "patience": 1},
         data={"num_workers": 0, "cache_dir": "/tmp"},
-        checkpoint={"every_steps": 5, "keep": 1, "resume": "never"},
+        checkpoint={"every": 5, "keep": 1, "resume": "never"},
         runtime={"device": "cpu", "timeout_s": 5.0},
         batch={"global": 8, "eval_per_rank": 3},
     )

@@ -337,7 +337,7 @@ def test_noise_on_gradients_is_the_same_after_a_kill(tmp_path):
         "optimizer": {"name": "adam", "lr": 0.1},
         "precision": {"opt_level": "O2", "max_loss_scale": 64.0}, "trackers": [], "launch": {"nproc": 2},
         "train": {"epochs": 4, "log_every": 1, "clip_norm": 1.0, "on_gradients": "mine.noise.gaussian"},
-        "checkpoint": {"every_steps": 3},
+        "checkpoint": {"every": 3},
     }  # fmt: skip
     (tmp_path / "line.yaml").write_text(yaml.safe_dump(config))
 
@@ -393,7 +393,7 @@ def test_a_checkpoint_format_is_one_file(tmp_path, monkeypatch):
         **CONFIG, "task": {"name": "packed.task", "rows": 16},
         "model": {"name": "mlp", "args": {"num_classes": 1, "hidden": 4}},
         "optimizer": {"name": "adam", "lr": 0.1}, "trackers": [], "launch": {},
-        "checkpoint": {"every_steps": 3, "format": "packed.gz"},
+        "checkpoint": {"every": 3, "format": "packed.gz"},
     }  # fmt: skip
     (tmp_path / "line.yaml").write_text(yaml.safe_dump(config))
 

@@ -31,7 +31,7 @@ def test_layers_are_unfrozen_after_an_epoch(tmp_path, data):
     settings = {
         "hooks": [f"{HERE}.Unfreeze", {"name": f"{HERE}.Gradients", "args": {"every": 4, "bins": 5}}],
         "optimizer": {"groups": [{"match": "c*", "lr_scale": 0.0}]}, "schedule": {"name": "constant"},
-        "train": {"epochs": 2, "log_every": 1}, "checkpoint": {"every_steps": 1, "keep": 50},
+        "train": {"epochs": 2, "log_every": 1}, "checkpoint": {"every": 1, "keep": 50},
     }  # fmt: skip
     folder = train(tmp_path, data, **settings)
     rates = [line["lr_group_1"] for line in of_split(folder, "train") if "lr_group_1" in line]
@@ -66,7 +66,7 @@ def test_a_hook_ends_training_on_all_ranks(tmp_path, data):
 def test_state_of_a_hook_is_resumed_exactly(tmp_path, data, world_size):
     settings = {
         "hooks": [{"name": f"{HERE}.SavedDrift", "args": {"end": 14}}], "precision": {"opt_level": "O1"},
-        "train": {"epochs": 3, "log_every": 3}, "checkpoint": {"every_steps": 3},
+        "train": {"epochs": 3, "log_every": 3}, "checkpoint": {"every": 3},
     }  # fmt: skip
     unbroken = train(tmp_path / "unbroken", data, world_size, **settings)
     assert last_checkpoint(unbroken)["state"]["ended"] == "enough"

@@ -91,7 +91,7 @@ def test_nan_stops_all_ranks_and_keeps_the_last_good_checkpoint(tmp_path, data, 
     """A NaN on one rank under O1 is no overflow that a smaller loss scale could cure."""
     model = {"name": f"{MODELS}.NanAtStep", "args": {"step": 11, "rank": 1}}
     config = write_config(
-        tmp_path, data, model=model, checkpoint={"every_steps": 1}, parallel={"strategy": strategy},
+        tmp_path, data, model=model, checkpoint={"every": 1}, parallel={"strategy": strategy},
         precision={"opt_level": level},
     )  # fmt: skip
     assert run(config, 2) == [70, 70]

@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {
     "model": {"name": "small_cnn", "args": {"width": 2, "dropout": 0.2}},
     "batch": {"global": 16},
     "train": {"epochs": 2, "log_every": 1},
-    "checkpoint": {"every_steps": 2, "keep": 1},
+    "checkpoint": {"every": 2, "keep": 1},
 }
 WAYS = ("nothing", "entries", "zeros", "torn", "any", "any")
 NUM_RESUMED = 4

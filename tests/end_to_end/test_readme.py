@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
 import re
@@ -11,9 +12,12 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from pathlib import Path
 
 import pytest
 
+from benchmarks import release
+from harness.version import __version__
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import write_images
 
@@ -39,6 +43,45 @@ def test_measured_figures_are_those_of_the_results():
     figures = re.findall(r"\b\d+\.\d+\b", section)
     assert figures
     assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", results)] == []
+
+
+def test_version_and_changelog_agree():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    release.require_changelog(text)
+    for other in (text.replace(f"## [{__version__}]", "## [9.9.9]"), "# Changelog\n"):
+        with pytest.raises(SystemExit, match="error: CHANGELOG.md begins with "):
+            release.require_changelog(other)
+
+
+def test_package_data_names_every_file_that_is_no_module():
+    """A wheel leaves out the others: presets, templates, ``py.typed``, the configuration of the demo."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    patterns = [
+        f"{package.replace('.', '/')}/{pattern.strip()}"
+        for package, listed in setup["options.package_data"].items()
+        for pattern in listed.split(",")
+    ]
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "harness").rglob("*") if path.is_file()]
+    others = [name for name in files if not name.endswith(".py") and "__pycache__" not in name]
+    assert {"harness/py.typed", "harness/config/preset_files/modern.yaml", "harness/tools/data/digits.yaml"} <= {
+        *others
+    }
+    assert [name for name in others if not any(Path(name).match(pattern) for pattern in patterns)] == []
+
+
+@pytest.mark.slow
+def test_release_trains_in_an_empty_environment(tmp_path):
+    """As ``make dist OFFLINE=1`` does, from the wheel."""
+    pytest.importorskip("setuptools", minversion="77")
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+    try:
+        files = release.files_of_repository()
+    except subprocess.CalledProcessError:
+        pytest.skip("git does not list the files of the repository here")
+    for file in release.build(files, tmp_path / "clone", tmp_path / "dist", offline=True):
+        assert set(release.packaged()) <= release.names(file)
+    release.train(next((tmp_path / "dist").glob("*.whl")), tmp_path / "wheel", offline=True)
 
 
 @pytest.mark.slow

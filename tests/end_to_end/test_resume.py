@@ -34,7 +34,7 @@ SETTINGS = {
         "groups": [{"match": "1d", "weight_decay": 0}, {"match": "c*", "lr_scale": 0.5}],
     },
     "train": {"epochs": 5, "log_every": 3, "clip_norm": 1.0, "ema_decay": 0.9, "mixup": 0.4, "cutmix": 1.0},
-    "checkpoint": {"every_steps": 2, "keep": 2},
+    "checkpoint": {"every": 2, "keep": 2},
 }
 NUM_KILLS = 10
 
@@ -76,7 +76,7 @@ def test_kill_in_each_place_is_resumed_exactly(tmp_path, data, level, world_size
 @pytest.mark.slow
 def test_modern_preset_is_resumed_exactly_on_a_cpu(tmp_path, data):
     """Channels-last bfloat16 with overlapped reduction and a fused optimizer: only a GPU may round differently."""
-    settings = {"extends": "preset:modern", "precision": {"opt_level": "O4"}, "checkpoint": {"every_steps": 3}}
+    settings = {"extends": "preset:modern", "precision": {"opt_level": "O4"}, "checkpoint": {"every": 3}}
     unbroken = train(tmp_path / "unbroken", data, 2, **settings)
     assert "preset: modern\n" in (tmp_path / "unbroken" / "terminal-0.txt").read_text()
     broken = write_config(tmp_path / "broken", data, **settings)
@@ -93,7 +93,7 @@ def test_compiled_model_is_resumed_exactly(tmp_path, data, level, strategy, worl
     """One resume begins with the smaller last batch of an epoch, the other one after it."""
     settings = {
         "model": {"name": "small_cnn", "args": {"width": 4, "batch_norm": True}, "compile": True},
-        "precision": {"opt_level": level}, "parallel": {"strategy": strategy}, "checkpoint": {"every_steps": 1},
+        "precision": {"opt_level": level}, "parallel": {"strategy": strategy}, "checkpoint": {"every": 1},
         "train": {"epochs": 2}, "runtime": {"timeout_s": 200},
     }  # fmt: skip
     unbroken = train(tmp_path / "unbroken", data, world_size, limit_s=280, **settings)
@@ -109,7 +109,7 @@ def test_plateau_is_resumed_exactly_also_with_more_epochs(tmp_path, data):
     """A rate too small to learn from is lowered at every second evaluation, equally on both ranks."""
     settings = {
         "schedule": {"name": "plateau", "args": {"patience": 1}, "warmup_epochs": 0.5}, "optimizer": {"lr": 1e-6},
-        "checkpoint": {"every_steps": 3}, "train": {"epochs": 7},
+        "checkpoint": {"every": 3}, "train": {"epochs": 7},
     }  # fmt: skip
     unbroken = train(tmp_path / "unbroken", data, 2, **settings)
     rates = [line["lr"] for line in of_split(unbroken, "train")]
@@ -124,11 +124,31 @@ def test_plateau_is_resumed_exactly_also_with_more_epochs(tmp_path, data):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_evaluations_in_an_epoch_are_resumed_exactly(tmp_path, data, world_size):
+    """Of 8 steps, during them, after them, and with early stopping in an epoch."""
+    settings = {
+        **SETTINGS, "precision": {"opt_level": "O1"}, "data": {"num_workers": 1}, "schedule": {"name": "constant"},
+        "train": {"evaluate_every": "0.4 epochs", "max_steps": 22, "log_every": "0.3 epochs", "patience": 5},
+        "optimizer": {"lr": 1e-6}, "checkpoint": {"every": "0.6 epochs", "keep": 2},
+    }  # fmt: skip
+    unbroken = train(tmp_path / "unbroken", data, world_size, **settings)
+    steps = [line["step"] for line in of_split(unbroken, "eval")]
+    assert steps[:6] == [4, 7, 10, 13, 16, 20][: len(steps)]
+    assert len(steps) >= 6
+    broken = write_config(tmp_path / "broken", data, **settings)
+    for kill in (Kill(0, 4, "evaluation"), Kill(0, 5), Kill(0, 10, "save"), Kill(0, 13, "evaluation"), Kill(0, 18)):
+        run(broken, world_size, kill=kill)
+    assert run(broken, world_size) == [0] * world_size
+    assert_same_run(unbroken, run_folder(broken))
+
+
+@pytest.mark.slow
 def test_scheduler_of_ones_own_is_resumed_exactly(tmp_path, data):
     """Its state cannot be computed from the number of updates. Gradients that overflow do not advance it."""
     settings = {
         "schedule": {"name": "tests.end_to_end.schedules.Walk", "args": {"factor": 0.9}, "warmup_epochs": 0.5},
-        "precision": {"opt_level": "O1"}, "checkpoint": {"every_steps": 3}, "train": {"epochs": 2, "log_every": 1},
+        "precision": {"opt_level": "O1"}, "checkpoint": {"every": 3}, "train": {"epochs": 2, "log_every": 1},
     }  # fmt: skip
     unbroken = train(tmp_path / "unbroken", data, **settings)
     rates = [line["lr"] for line in of_split(unbroken, "train")]
@@ -145,7 +165,7 @@ def test_scheduler_of_ones_own_is_resumed_exactly(tmp_path, data):
 
 @pytest.mark.slow
 def test_resume_with_another_number_of_loader_workers_is_exact(tmp_path, data):
-    settings = {"optimizer": {"name": "adam", "lr": 0.01, "momentum": None}, "checkpoint": {"every_steps": 3}}
+    settings = {"optimizer": {"name": "adam", "lr": 0.01, "momentum": None}, "checkpoint": {"every": 3}}
     unbroken = train(tmp_path / "unbroken", data, **settings)
     broken = write_config(tmp_path / "broken", data, **settings)
     assert run(broken, 1, "data.num_workers=2", kill=Kill(0, 13)) == [-signal.SIGKILL]
@@ -162,7 +182,7 @@ def test_resume_on_another_world_size_uses_every_row_once(tmp_path, data, rule):
         "train": {"epochs": 1, "log_every": 1},
         "schedule": {"warmup_epochs": 0.0},
     }
-    config = write_config(tmp_path / "run", data, **settings, checkpoint={"every_steps": 1})
+    config = write_config(tmp_path / "run", data, **settings, checkpoint={"every": 1})
     run(config, 2, kill=Kill(0, 4))
     run(config, 1, kill=Kill(0, 7))
     assert run(config, 3) == [0, 0, 0]
@@ -225,7 +245,7 @@ def test_starting_a_finished_run_changes_nothing_and_more_epochs_continue_it(tmp
 @pytest.mark.slow
 def test_resume_from_an_earlier_checkpoint_of_the_same_run_needs_a_new_name(tmp_path, data):
     """The run's own folder keeps its content; under another name the earlier checkpoint starts a new run."""
-    folder = train(tmp_path / "run", data, checkpoint={"every_steps": 5, "keep": 9})
+    folder = train(tmp_path / "run", data, checkpoint={"every": 5, "keep": 9})
     config = tmp_path / "run" / "config.yaml"
     earlier = f"checkpoint.resume={folder}/checkpoints/step-10"
     assert run(config, 1, earlier) == [2]
@@ -239,7 +259,7 @@ def test_resume_from_an_earlier_checkpoint_of_the_same_run_needs_a_new_name(tmp_
 
 def test_changed_annotations_are_refused(tmp_path):
     data = write_images(tmp_path / "data")
-    config = write_config(tmp_path / "run", data, checkpoint={"every_steps": 2})
+    config = write_config(tmp_path / "run", data, checkpoint={"every": 2})
     run(config, kill=Kill(0, 5))
     with open(data / "train.csv", "a") as file:
         file.write("images/train0.png,row\n")

@@ -35,7 +35,7 @@ FOUR = {
     "batch": {"global": 16, "accumulate": 2},  # 61 rows: some ranks have one row less, and the last step few
     "precision": {"opt_level": "O1"},
     "train": {"epochs": 3, "log_every": 3, "mixup": 0.4, "clip_norm": 1.0, "ema_decay": 0.9},
-    "checkpoint": {"every_steps": 1},
+    "checkpoint": {"every": 1},
 }
 
 

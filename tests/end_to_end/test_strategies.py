@@ -69,7 +69,7 @@ EVERYTHING = {
     "model": {"name": "small_cnn", "args": {"width": 48, "dropout": 0.2, "batch_norm": True}},
     "batch": {"global": 8, "accumulate": 2},
     "train": {"epochs": 2, "log_every": 3, "clip_norm": 1.0, "ema_decay": 0.9},
-    "checkpoint": {"every_steps": 2, "keep": 2},
+    "checkpoint": {"every": 2, "keep": 2},
 }
 ADAM = {"name": "adamw", "lr": 0.01, "momentum": None, "args": {"betas": [0.8, 0.9]}}
 ASYNC = {"async_save": True}
@@ -161,7 +161,7 @@ def test_sharded_checkpoint_resumes_on_one_rank_on_four_and_as_ddp(tmp_path, dat
         "train": {"epochs": 2, "log_every": 1, "ema_decay": 0.9},
         "optimizer": {"name": "adam", "lr": 0.01, "momentum": None},
     }
-    saved = {"every_steps": 5, "keep": 9, "format": form}
+    saved = {"every": 5, "keep": 9, "format": form}
     folder = train(tmp_path / "two", data, 2, parallel=FSDP, **settings, checkpoint=saved)
     names = {path.name for path in (folder / "checkpoints" / "step-5").iterdir()}
     shards = {"__0_0.distcp", "__1_0.distcp", ".metadata"} if form == "sharded" else set()
@@ -175,7 +175,7 @@ def test_sharded_checkpoint_resumes_on_one_rank_on_four_and_as_ddp(tmp_path, dat
     assert {name: tuple(tensor.shape) for name, tensor in load_file(folder / "weights.safetensors").items()} == shapes
     earlier = f"checkpoint.resume={folder}/checkpoints/step-5"
     for name, ranks, parallel in (("one", 1, FSDP), ("four", 4, FSDP), ("ddp", 2, {"strategy": "ddp"})):
-        often = {"every_steps": 6, "keep": 9}
+        often = {"every": 6, "keep": 9}
         other = train(tmp_path / name, data, ranks, earlier, parallel=parallel, **settings, checkpoint=often)
         assert losses(other) == pytest.approx(expected[5:], abs=1e-5), name
     from_ddp = f"checkpoint.resume={tmp_path}/ddp/runs/run/checkpoints/step-6"

@@ -37,7 +37,7 @@ def write_sweep(folder: Path, data: Path, space: dict[str, list[Any]], epochs: i
         "batch": {"global": 8},
         "model": {"name": "tests.end_to_end.models.Slow", "args": {"step_s": 0.03}},
         "train": {"epochs": epochs, "log_every": 1},
-        "checkpoint": {"every_steps": 3, "keep": 2},
+        "checkpoint": {"every": 3, "keep": 2},
     }
     write_config(folder, data, **sections)
     sweep = {"name": "tried", "output": str(folder), "base": "config.yaml", "space": space, "comparable": False}

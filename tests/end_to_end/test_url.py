@@ -21,7 +21,7 @@ from tests.ranks import free_port, launch_environment, start, wait_for
 SETTINGS: dict[str, Any] = {
     "model": {"name": "small_cnn", "args": {"width": 4, "dropout": 0.2, "batch_norm": True}},
     "train": {"epochs": 2, "log_every": 2},
-    "checkpoint": {"every_steps": 3, "keep": 2},
+    "checkpoint": {"every": 3, "keep": 2},
 }
 
 

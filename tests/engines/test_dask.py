@@ -306,7 +306,7 @@ def others_task(tmp_path, dask_cluster):
 def test_two_submissions_make_one_run(tmp_path, stripes, unbroken, dask_cluster, others_task, mark, capfd):
     """An exception on rank 1 ends the first with one report, and the second resumes it. Other work continues."""
     model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 13}}  # of a process: the second trains only 12
-    config = write_config(tmp_path, stripes, model=model, **CONSTANT, **TWO, checkpoint={"every_steps": 4})
+    config = write_config(tmp_path, stripes, model=model, **CONSTANT, **TWO, checkpoint={"every": 4})
     first = Running(dask_cluster.client, loader.load(config, ()), marking(mark))
     text = first.end(START_S).text
     assert first.conclusion.exit_code == 70
@@ -403,7 +403,7 @@ def test_killed_rank_and_worker_and_an_exact_restart_without_a_shared_disk(
     its nanny, their rank ends, and so do its peers."""
     hurry = tmp_path / "hurry"  # until it exists, no run ends before its kill, however busy the machine
     model = {**SLOW, "args": {"step_s": 2.0, "until": str(hurry)}}
-    config = write_config(tmp_path, stripes, model=model, **CONSTANT, **TWO, checkpoint={"every_steps": 2})
+    config = write_config(tmp_path, stripes, model=model, **CONSTANT, **TWO, checkpoint={"every": 2})
     marker, unseen = cluster_run._marker, nullcontext(str(tmp_path / "unseen"))
     monkeypatch.setattr(cluster_run, "_marker", lambda job: unseen)
     folder, before = tmp_path / "runs" / "run", scratch(dask_cluster)

@@ -45,7 +45,7 @@ needs_flytekit = pytest.mark.skipif(
 
 
 SLOW = {"model": {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1}}, "train": {"log_every": 1, "epochs": 5},
-        "checkpoint": {"every_steps": 4}}  # fmt: skip
+        "checkpoint": {"every": 4}}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

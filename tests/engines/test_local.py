@@ -91,7 +91,7 @@ def elastic(folder, data, **settings):
     """A run of four logical ranks whose steps take a while until the file ``go`` exists; with that file."""
     go = folder / "go"
     model = {"name": f"{MODELS}.Slow", "args": {"step_s": 0.1, "until": str(go)}}
-    parallel, every = {"logical_ranks": 4}, {"every_steps": 2}
+    parallel, every = {"logical_ranks": 4}, {"every": 2}
     return write_config(folder, data, model=model, parallel=parallel, checkpoint=every, **settings), go
 
 
@@ -250,7 +250,7 @@ def test_numbers_of_ranks_that_fit(tmp_path, stripes):
 
 @pytest.mark.slow
 def test_stop_writes_a_checkpoint(tmp_path, stripes):
-    config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000}, checkpoint={"every_steps": 1000})
+    config = write_config(tmp_path, stripes, model=SLOW, train={"epochs": 1000}, checkpoint={"every": 1000})
     folder = tmp_path / "runs" / "run"
     with started(command(config), tmp_path / "terminal.txt", fork=True) as run_:
         wait_for_steps(folder, 1)

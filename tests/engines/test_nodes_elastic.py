@@ -35,7 +35,7 @@ class Experiment:
             "model": {"name": "tests.end_to_end.models.Slow", "args": {"step_s": 0.25, "until": str(self.go)}},
             "data": {"shard": "global"},
             "train": {"epochs": 12, "log_every": 1},
-            "checkpoint": {"every_steps": 2},
+            "checkpoint": {"every": 2},
             "runtime": {"device": "cpu", "timeout_s": timeout_s},
             **settings,
         }

@@ -47,7 +47,7 @@ def slow(folder, data):
     go = folder / "go"
     model = {"name": f"{MODELS}.Slow", "args": {"step_s": 0.2, "until": str(go)}}
     train, runtime = {"epochs": 6, "log_every": 1}, {"device": "cpu", "timeout_s": 100}  # nothing ends by this limit
-    checkpoint = {"every_steps": 2}
+    checkpoint = {"every": 2}
     return write_config(folder, data, model=model, train=train, runtime=runtime, checkpoint=checkpoint), go
 
 

@@ -94,7 +94,7 @@ def start(tmp_path, built):
 
 
 def test_when_they_are_called(start):
-    run = start(f"{HERE}.Records", f"{HERE}.Stateful", checkpoint={"every_steps": 2})
+    run = start(f"{HERE}.Records", f"{HERE}.Stateful", checkpoint={"every": 2})
     assert run.hooks.described() == {
         "hooks": f"{HERE}.Records (after_step, after_evaluation, before_checkpoint), {HERE}.Stateful (after_step, "
         "state_dict)"

@@ -324,7 +324,7 @@ def test_the_machine_is_looked_at_rarely(monkeypatch):
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_records_shares_and_costs(tmp_path, world_size):
     data = write_images(tmp_path / "data")
-    settings = {"train": {"epochs": 1, "log_every": 1}, "checkpoint": {"every_steps": 1}}
+    settings = {"train": {"epochs": 1, "log_every": 1}, "checkpoint": {"every": 1}}
     config = write_config(tmp_path, data, batch={"global": 8, "accumulate": 2}, **settings)
     assert run(config, world_size) == [0] * world_size
     folder = tmp_path / "runs" / "run"

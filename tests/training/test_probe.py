@@ -23,7 +23,7 @@ from tests.ranks import free_port, launch_environment, wait_for
 SETTINGS = {
     "train": {"epochs": 3, "log_every": 1},
     "model": {"name": "small_cnn", "args": {"width": 4, "dropout": 0.2, "batch_norm": True}},
-    "checkpoint": {"every_steps": 3, "keep": 50},
+    "checkpoint": {"every": 3, "keep": 50},
 }
 
 

@@ -172,6 +172,8 @@ def test_step_at_its_milestones():
     steps = schedule(name="step", milestones=[1, 2.5], gamma=0.5, warmup_epochs=0.2)
     assert [steps.lr(step) for step in (1, 2, 9, 10, 24, 25, 49)] == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
     assert steps.lr(0) == 0.5
+    steps = schedule(name="step", milestones=["10 steps", "25 steps"], gamma=0.5)
+    assert [steps.lr(step) for step in (9, 10, 24, 25, 49)] == [1.0, 0.5, 0.5, 0.25, 0.25]
 
 
 def test_set_lr_reaches_all_groups():
@@ -221,6 +223,8 @@ TASK = "task: {name: mnist}\nname: x\nbatch: {global: 8}\n"
     [
         ("{name: step}", "schedule.args.milestones: required, but not set"),
         ("{name: step, args: {milestones: [2, 1]}}", "schedule.args.milestones: it should be epochs that increase"),
+        ("{name: step, args: {milestones: [1, 20 steps]}}", "schedule.args.milestones: it should be epochs that incr"),
+        ("{name: step, args: {milestones: [fast]}}", "schedule.args.milestones.0: 'fast' is not allowed; write a numb"),
         ("{name: plateau, args: {gamma: 0.5}}", "schedule.args.gamma: unknown key; "),
         ("{name: cosine, args: {minlr: 0.01}}", "schedule.args.minlr: unknown key; did you mean schedule.args.min_lr?"),
         ("{name: cosine, args: {min_lr: low}}", "schedule.args.min_lr: it should be a valid number"),
@@ -238,6 +242,7 @@ def test_arguments_are_checked_with_the_configuration(tmp_path, written, problem
     with pytest.raises(ConfigError) as caught:
         loader.load(path)
     assert problem in str(caught.value)
+    assert "task.name" not in str(caught.value)
     assert f"{path}:4: schedule" in str(caught.value)
     assert f"{path}:5: train.epoch: unknown key" in str(caught.value)
 

@@ -348,7 +348,11 @@ def _options(job: Job) -> list[str]:
     """Return the options of sbatch, without their dashes."""
     settings, slurm = job.settings, settings_of(job)
     # With ntasks-per-node, Slurm would choose the fewest nodes of a range. So the job has one large task on each node.
-    shape = {"nodes": settings.nnodes, "ntasks-per-node": settings.nproc, "cpus-per-task": _cpus(job)}
+    shape: dict[str, object] = {
+        "nodes": settings.nnodes,
+        "ntasks-per-node": settings.nproc,
+        "cpus-per-task": _cpus(job),
+    }
     if _may_shrink(job):
         nodes = f"{slurm.min_nodes}-{settings.nnodes}"
         shape = {"nodes": nodes, "cpus-per-task": settings.nproc * _cpus(job)}

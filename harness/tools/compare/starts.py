@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from harness.config import loader
 from harness.config.schema import Config, flatten
@@ -65,11 +65,12 @@ def shortened(
         steps = FEW_STEPS if length.per_epoch > LONG_EPOCH else length.per_epoch + max(6, length.per_epoch // 2)
     steps = min(steps, length.total)
     every = max(2, steps // _CHECKPOINTS)  # so that a kill loses some steps
-    wanted = {
+    often, saved = config.train.evaluate_every, config.checkpoint.every
+    wanted: dict[str, Any] = {
         "train.max_steps": steps if steps < length.total else config.train.max_steps,
         "train.log_every": 1,
-        "train.evaluate_every": 1,
-        "checkpoint.every_steps": min(every, config.checkpoint.every_steps or every),
+        "train.evaluate_every": often.written if often.steps(length.per_epoch) < length.per_epoch else 1,
+        "checkpoint.every": min(every, saved.steps(length.per_epoch)) if saved else every,
         "checkpoint.keep": 1000,
     }
     given = {override.partition("=")[0] for override in overrides}

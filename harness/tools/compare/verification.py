@@ -168,7 +168,7 @@ def _why_not_tested(num_kills: int, resumed: set[int], done: Progress) -> str:
     if any(step < done.last for step in resumed):
         return ""
     if done.checkpoints[:1] == [done.last]:
-        return "the run has no checkpoint before its last step; set checkpoint.every_steps to fewer steps"
+        return "the run has no checkpoint before its last step; set checkpoint.every to fewer steps"
     return "no start resumed from a checkpoint before the last step; add kills with --kills N, or try another --seed"
 
 

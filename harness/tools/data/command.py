@@ -89,7 +89,7 @@ def _download(dataset: str, folder: Path, source: str | None) -> str:
             raise ConfigError(
                 "the digits come with scikit-learn and have no other source", where="--from", hint="remove --from"
             )
-        return digits.write(folder)
+        return f"{digits.write(folder)}\nto train on them: harness train {digits.write_config(folder)}"
     from harness.tools.data import published
 
     written: str = getattr(published, dataset)(folder, source)

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from harness.errors import ConfigError, DataError, reason, remedy
-from harness.runs.files import commit
+from harness.runs.files import commit, write_atomically
 
 NUM_EVAL = 360
 
@@ -42,6 +45,26 @@ def write(folder: Path) -> str:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return f"wrote {train} training and {validation} validation rows to {folder}"
+
+
+def write_config(folder: Path) -> str:
+    """Write a configuration for the digits in ``folder`` there, unless there is one; return its path for a shell.
+
+    It is ``configs/digits.yaml`` of a clone, which an installed package does not have.
+    """
+
+    def own(line: re.Match[str]) -> str:
+        place = f"{folder}{line[1]}"
+        return f": {place if re.fullmatch('[A-Za-z0-9_./-]+', place) else json.dumps(place)}\n"
+
+    path = folder / "digits.yaml"
+    text = Path(__file__).with_name("digits.yaml").read_text()
+    if not path.exists():
+        try:
+            write_atomically(path, re.sub(r": data/digits(\S*)\n", own, text))
+        except OSError as error:
+            raise DataError(f"it cannot be written: {reason(error)}", where=str(path), hint=remedy(error)) from None
+    return shlex.quote(str(path))
 
 
 def _load() -> tuple[np.ndarray, pd.DataFrame, pd.DataFrame]:

@@ -179,8 +179,8 @@ def saving(slow: bool) -> Callable[[RunFacts], float]:
 
 
 def num_saves(facts: RunFacts) -> int:
-    every = facts.setting("checkpoint.every_steps")
-    return facts.epochs + (facts.steps // int(every) if every else 0)
+    every = facts.setting("checkpoint.every") and facts.steps_of("checkpoint.every", None, "steps")
+    return facts.epochs + (facts.steps // every if every else 0)
 
 
 def save_s(facts: RunFacts) -> float:
@@ -261,8 +261,9 @@ def accumulate_change(facts: RunFacts) -> Change:
 def evaluate_change(facts: RunFacts) -> Change:
     each, epoch_s = facts.spent["evaluation"] / max(1, facts.evaluations), facts.train_s / facts.epochs
     every = max(2, math.ceil(each / (_KEPT * epoch_s)))
-    now = int(facts.setting("train.evaluate_every", 1))
-    return Change(f"Set train.evaluate_every={every} (now {now})", {"train.evaluate_every": every}, now / every)
+    now = facts.setting("train.evaluate_every", 1)
+    gain = facts.steps_of("train.evaluate_every", 1, "epochs") * facts.epochs / facts.steps / every
+    return Change(f"Set train.evaluate_every={every} (now {now})", {"train.evaluate_every": every}, gain)
 
 
 def slow_evaluation_change(facts: RunFacts) -> Change:
@@ -275,11 +276,11 @@ def slow_evaluation_change(facts: RunFacts) -> Change:
 
 
 def saving_change(facts: RunFacts) -> Change:
-    every = facts.setting("checkpoint.every_steps")
-    if not every or facts.setting("checkpoint.async_save"):
+    if not facts.setting("checkpoint.every") or facts.setting("checkpoint.async_save"):
         return async_change(facts)
-    best = max(2 * int(every), math.ceil(save_s(facts) / (_KEPT * facts.step_s)))
-    return Change(f"Set checkpoint.every_steps={best} (now {every})", {"checkpoint.every_steps": best}, every / best)
+    every = facts.steps_of("checkpoint.every", None, "steps")
+    best = max(2 * every, math.ceil(save_s(facts) / (_KEPT * facts.step_s)))
+    return Change(f"Set checkpoint.every={best} (now {every})", {"checkpoint.every": best}, every / best)
 
 
 def async_change(facts: RunFacts) -> Change:
@@ -288,12 +289,12 @@ def async_change(facts: RunFacts) -> Change:
 
 
 def log_text(facts: RunFacts) -> str:
-    every = int(facts.setting("train.log_every", 10))
+    every = facts.steps_of("train.log_every", 10, "steps")
     return "writes a log line every " + ("step" if every == 1 else f"{every} steps")
 
 
 def log_change(facts: RunFacts) -> Change:
-    now = int(facts.setting("train.log_every", 10))
+    now = facts.steps_of("train.log_every", 10, "steps")
     best = max(10 * now, 50)
     return Change(f"Set train.log_every={best} (now {now})", {"train.log_every": best}, now / best)
 
@@ -319,7 +320,7 @@ CAUSES = (
     SlowCause(
         "trackers", 0.25, lambda f: f.tracker_s / f.total_s,
         lambda f: f"competes with its trackers ({', '.join(f.setting('trackers', []))}) for the Python interpreter",
-        lambda f: Change(f"Set trackers=[] or train.log_every={10 * int(f.setting('train.log_every', 10))}",
+        lambda f: Change(f"Set trackers=[] or train.log_every={10 * f.steps_of('train.log_every', 10, 'steps')}",
                          {"trackers": []}, 0.5),
     ),
     SlowCause(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.config.duration import Duration, Unit
 from harness.config.schema import flatten
 from harness.errors import ConfigError
 from harness.runs import layout, reader
@@ -129,6 +130,10 @@ class RunFacts:
     def setting(self, key: str, default: Any = None) -> Any:
         value = self.settings.get(key)
         return default if value is None else value
+
+    def steps_of(self, key: str, default: Any, bare: Unit) -> int:
+        """A length of the configuration in steps. ``bare``: the unit of a number without one."""
+        return Duration.parse(self.setting(key, default), bare).steps(round(self.steps / max(1, self.epochs)))
 
     @property
     def workers(self) -> int:

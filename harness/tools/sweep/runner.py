@@ -7,6 +7,7 @@ fails is reported and left. Neither stops the others.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -118,7 +119,7 @@ class Runner:
             self._message(trial, f"failed: {lacking}")
             return None
         reported = self._study.reported(trial.number)
-        if reported and max(reported) < config.train.epochs and self._study.should_prune(trial.number):
+        if reported and max(reported) < (config.train.epochs or math.inf) and self._study.should_prune(trial.number):
             self._study.prune(trial.number)
             self._message(trial, f"pruned after epoch {max(reported)}")
             return None
@@ -155,7 +156,7 @@ class Runner:
             running.reported.add(epoch)
             self._study.report(running.trial.number, epoch, value)
             # After the last epoch pruning would save nothing.
-            if epoch < running.config.train.epochs and self._study.should_prune(running.trial.number):
+            if epoch < (running.config.train.epochs or math.inf) and self._study.should_prune(running.trial.number):
                 running.pruned = True
                 running.stop()
 

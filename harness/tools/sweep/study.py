@@ -254,10 +254,10 @@ def _sampler(spec: SweepSpec, seed: int, number: int) -> optuna.samplers.BaseSam
     return _make(_SAMPLERS[spec.sampler], {"seed": own, **spec.sampler_args}, "sampler_args")
 
 
-def _pruner(spec: SweepSpec, epochs: int) -> optuna.pruners.BasePruner:
+def _pruner(spec: SweepSpec, epochs: int | None) -> optuna.pruners.BasePruner:
     """Return the pruner for trials of ``epochs`` epochs. Raises ConfigError for arguments that Optuna does not
     accept."""
-    known = {"max_resource": epochs} if spec.pruner == "hyperband" else {}
+    known = {"max_resource": epochs} if spec.pruner == "hyperband" and epochs else {}
     return _make(_PRUNERS[spec.pruner], {**known, **spec.pruner_args}, "pruner_args")
 
 

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, Field
 
 from harness.config import schedules
 from harness.config.base import Positive
+from harness.config.duration import Bare, Duration
 from harness.config.schema import ScheduleSection
 from harness.errors import ConfigError, plural
 
@@ -136,20 +137,25 @@ def polynomial(at: Point, *, power: Above0 = 1.0, min_lr: AtLeast0 = 0.0) -> flo
     return float(min_lr + (at.lr - min_lr) * (1 - at.progress) ** power)
 
 
-def _increasing(milestones: tuple[float, ...]) -> tuple[float, ...]:
-    if not milestones or list(milestones) != sorted(set(milestones)):
-        raise ValueError(f"it should be epochs that increase, such as [30, 60] (found: {list(milestones)})")
+def _increasing(milestones: tuple[Duration, ...]) -> tuple[Duration, ...]:
+    amounts = [each.amount for each in milestones]
+    if not milestones or amounts != sorted(set(amounts)) or len({each.unit for each in milestones}) > 1:
+        found = [each.written for each in milestones]
+        raise ValueError(f"it should be epochs that increase, such as [30, 60], or steps (found: {found})")
     return milestones
 
 
 def step(
     at: Point,
     *,
-    milestones: Annotated[tuple[Above0, ...], Field(strict=False), AfterValidator(_increasing)],
+    milestones: Annotated[
+        tuple[Annotated[Duration, Bare("epochs")], ...], Field(strict=False), AfterValidator(_increasing)
+    ],
     gamma: Share = 0.1,
 ) -> float:
-    """The learning rate is multiplied by gamma at each of the milestones, in epochs, such as [30, 60]."""
-    return at.lr * gamma ** sum(at.applied >= round(epoch * at.steps_per_epoch) for epoch in milestones)
+    """The learning rate is multiplied by gamma at each of the milestones, in epochs, such as [30, 60], or each in
+    steps, "500 steps"."""
+    return at.lr * gamma ** sum(at.applied >= each.steps(at.steps_per_epoch) for each in milestones)
 
 
 def wsd(

@@ -25,7 +25,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare")
     data = write_images(folder / "data")
     settings = {
-        "checkpoint": {"every_steps": DIVERGED_AFTER, "keep": 50},
+        "checkpoint": {"every": DIVERGED_AFTER, "keep": 50},
         "train": {"epochs": 3, "log_every": 1},
         "output": str(folder),
     }

@@ -21,9 +21,7 @@ LAST = 16
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exactness")
-    return train(
-        folder, write_images(folder / "data"), train={"epochs": 2, "log_every": 4}, checkpoint={"every_steps": 5}
-    )
+    return train(folder, write_images(folder / "data"), train={"epochs": 2, "log_every": 4}, checkpoint={"every": 5})
 
 
 def edit_checkpoint(folder, change):

@@ -80,8 +80,8 @@ def test_sound_configuration_is_exact(tmp_path):
 @pytest.mark.timeout(280)
 def test_without_a_resume_in_the_middle_nothing_was_tested(tmp_path):
     config = write_config(tmp_path, write_images(tmp_path / "data"))
-    code, out = verify_resume(config, "--kills", "1", "--steps", "3", "checkpoint.every_steps=100")
-    assert "not tested: the run has no checkpoint before its last step; set checkpoint.every_steps" in out
+    code, out = verify_resume(config, "--kills", "1", "--steps", "3", "checkpoint.every=100")
+    assert "not tested: the run has no checkpoint before its last step; set checkpoint.every" in out
     assert "exact:" not in out
     assert code == 1
 
@@ -192,12 +192,12 @@ def test_run_is_shortened_to_an_epoch_and_a_half(tmp_path):
         return {key: now for key, (_, now) in changes.items()}
 
     assert short(Length(20, 2000)) == {
-        "train.max_steps": "30", "checkpoint.every_steps": "4", "checkpoint.keep": "1000"
+        "train.max_steps": "30", "checkpoint.every": "4", "checkpoint.keep": "1000"
     }  # fmt: skip
     assert short(Length(5000, 500000))["train.max_steps"] == "24"
-    assert short(Length(5000, 500000), steps=70)["checkpoint.every_steps"] == "10"
+    assert short(Length(5000, 500000), steps=70)["checkpoint.every"] == "10"
     assert "train.max_steps" not in short(Length(4, 8))
-    assert "checkpoint.every_steps" not in short(Length(20, 2000), "checkpoint.every_steps=1")
+    assert "checkpoint.every" not in short(Length(20, 2000), "checkpoint.every=1")
 
 
 class Done:

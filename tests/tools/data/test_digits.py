@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ import pandas as pd
 import pytest
 from torchvision.io import ImageReadMode, decode_image, read_file
 
+from harness.config import loader
 from harness.errors import ConfigError, DataError
 from harness.tools.data import digits
+from tests.conftest import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,23 @@ def test_complete_folder_is_not_changed(folder):
     before = (folder / "train.csv").stat().st_mtime_ns
     assert digits.write(folder) == f"{folder} already has the digits"
     assert (folder / "train.csv").stat().st_mtime_ns == before
+
+
+def test_configuration_for_the_digits_is_that_of_a_clone(folder, tmp_path, monkeypatch):
+    """An installed package has no folder ``configs``."""
+    packaged = (ROOT / "harness" / "tools" / "data" / "digits.yaml").read_text()
+    assert (ROOT / "configs" / "digits.yaml").read_text() == f"# yaml-language-server: $schema=schema.json\n{packaged}"
+    monkeypatch.chdir(tmp_path)
+    for name in ("digits", "my: digits"):
+        (tmp_path / name).symlink_to(folder)
+        path = digits.write_config(Path(name))
+        config = loader.load(shlex.split(path)[0])
+        assert (config.task.root, config.task.train_csv) == (name, f"{name}/train.csv")
+        assert list(config.task.problems()) == []
+        (folder / "digits.yaml").write_text("mine")
+        digits.write_config(Path(name))
+        assert (folder / "digits.yaml").read_text() == "mine"
+        (folder / "digits.yaml").unlink()
 
 
 def test_empty_working_directory_is_used(tmp_path, monkeypatch):

@@ -56,8 +56,8 @@ PLANTED = {
     "small layers": facts(layers=4000),
     "frequent evaluation": facts({}, {"evaluation": 60.0}, evaluations=40, epochs=40),
     "slow evaluation": facts({}, {"evaluation": 60.0}, eval_row_s=0.02, eval_data_s=50.0),
-    "frequent checkpoints": facts({}, {"checkpoint": 60.0}, settings={"checkpoint.every_steps": 1}),
-    "slow checkpoints": facts({}, {"checkpoint": 60.0}, settings={"checkpoint.every_steps": 100}),
+    "frequent checkpoints": facts({}, {"checkpoint": 60.0}, settings={"checkpoint.every": 1}),
+    "slow checkpoints": facts({}, {"checkpoint": 60.0}, settings={"checkpoint.every": 100}),
     "log lines": facts({}, {"log": 60.0}, settings={"train.log_every": 1}),
     "optimizer": facts({}, {"optimizer": 60.0}, settings={"optimizer.args.foreach": False}),
     "loop": facts({}, {"host": 60.0}),
@@ -119,7 +119,7 @@ def test_a_configuration_of_an_older_version_lacks_settings():
 
 
 def test_the_causes_after_the_main_one():
-    both = facts({}, {"checkpoint": 30.0, "evaluation": 40.0}, settings={"checkpoint.every_steps": 1})
+    both = facts({}, {"checkpoint": 30.0, "evaluation": 40.0}, settings={"checkpoint.every": 1})
     found = explain(both)
     assert (found.cause, [other.cause for other in found.then]) == ("frequent evaluation", ["frequent checkpoints"])
     (then,) = found.as_json()["then"]

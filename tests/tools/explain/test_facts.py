@@ -53,7 +53,7 @@ def test_a_planted_cause_is_found(tmp_path, data, capsys, plants, expected, text
     world_size, port = len(plants), free_port()
     config = write_config(
         tmp_path, data, train={"max_steps": 7, "log_every": 1}, batch={"global": 8},
-        checkpoint={"every_steps": 1 if expected == "slow checkpoints" else 100},
+        checkpoint={"every": 1 if expected == "slow checkpoints" else 100},
     )  # fmt: skip
     ranks = [
         start(_train, (str(config), *plant), launch_environment(rank, world_size, port) if world_size > 1 else {})

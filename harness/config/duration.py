@@ -1,0 +1,77 @@
+"""Lengths of training that may be written in steps or in epochs, such as an interval between evaluations.
+
+They are parsed with the configuration, and become steps where the number of steps per epoch is known.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+Unit = Literal["steps", "epochs"]
+_TEXT = r"(\d+(?:\.\d+)?) ?(step|epoch)s?"
+
+
+@dataclass(frozen=True)
+class Duration:
+    """An amount of steps or epochs, more than 0, as it was ``written``."""
+
+    amount: Fraction
+    unit: Unit
+    written: int | float | str
+
+    @classmethod
+    def parse(cls, value: Any, bare: Unit) -> Duration:
+        """Return what ``value`` means, if a number without a unit means ``bare``. Raises ValueError."""
+        found = re.fullmatch(_TEXT, value) if isinstance(value, str) else None
+        unit: Unit = bare if found is None else "steps" if found[2] == "step" else "epochs"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not (found or is_number):
+            raise ValueError(_refusal(value, bare))
+        amount = Fraction(found[1] if found else str(value))
+        if amount <= 0 or (unit == "steps" and amount.denominator != 1):
+            raise ValueError(_refusal(value, bare))
+        return cls(amount, unit, value)
+
+    def steps(self, per_epoch: int) -> int:
+        """Return it in steps, at least 1."""
+        return max(1, round(self.amount * per_epoch)) if self.unit == "epochs" else int(self.amount)
+
+    def steps_left(self, step: int, epoch: int, done: int, per_epoch: int) -> int:
+        """Return the steps from a position of the run to the next end of an interval of this length, at least 1.
+
+        ``done``: steps of the ``epoch`` so far, of ``per_epoch``. Whole epochs end with epochs, even if the number of
+        their steps has changed.
+        """
+        length = self.amount * per_epoch if self.unit == "epochs" else self.amount
+        position = epoch * per_epoch + done if self.unit == "epochs" else step
+        return math.ceil((position // length + 1) * length) - position
+
+
+def _refusal(value: Any, bare: Unit) -> str:
+    number = "a whole number of steps" if bare == "steps" else "a number of epochs"
+    return f'{value!r} is not allowed; write {number} above 0, "500 steps", "2 epochs" or "0.25 epochs"'
+
+
+@dataclass(frozen=True)
+class Bare:
+    """The unit of a number without one: ``Annotated[Duration, Bare("steps")]``."""
+
+    unit: Unit
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            lambda value: value if isinstance(value, Duration) else Duration.parse(value, self.unit),
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda duration: duration.written),
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        whole = {"type": "integer", "minimum": 1}
+        number = whole if self.unit == "steps" else {"type": "number", "exclusiveMinimum": 0}
+        return {"anyOf": [number, {"type": "string", "pattern": f"^{_TEXT}$"}]}
