@@ -11,6 +11,7 @@ import configparser
 import csv
 import importlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -269,6 +270,8 @@ def typed(line: str, folder: Path, more: Sequence[str]) -> tuple[int, str]:
         environ["PYTHONWARNINGS"] = "ignore"
     if words[0] == "torchrun":
         words[:1] = ["python", "-m", "torch.distributed.run"]
+    if "--" in words:  # a command of an activated environment
+        environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     code = shell(words, terminal, folder, APEX_HARNESS_CACHE=str(folder / "cache"), **environ)
     return code, terminal.read_text(errors="replace")[before:]
 
