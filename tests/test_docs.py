@@ -177,7 +177,7 @@ def test_settings_that_are_named_exist(page):
 
 def test_inline_commands_are_understood():
     """Their verbs and options exist."""
-    parser = cli._parser([])
+    parser = cli._parser([], cli._commands([]))
     verbs = next(action.choices for action in parser._actions if isinstance(action.choices, dict))
     for page, text in PAGES.items():
         prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)

@@ -1,6 +1,6 @@
 """What one start of a script did, read from the records of its processes.
 
-The hook (``harness/audit/hook``) writes a file per process, a JSON object a line; the runner adds ``start.json``.
+The hook (``harness/audit/hook``) writes a file per process, a JSON object a line; the runner adds ``ended.json``.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class StartRecord:
 def read(folder: Path) -> StartRecord:
     """Read the records of one start. Lines that a kill tore are left out, and what is missing is empty."""
     about: dict[str, Any] = {}
-    if (folder / "start.json").is_file():
-        about = json.loads((folder / "start.json").read_text(encoding="utf-8"))
+    if (folder / "ended.json").is_file():
+        about = json.loads((folder / "ended.json").read_text(encoding="utf-8"))
     processes = [_process(path) for path in sorted(folder.glob("rank*-*.jsonl"))]
     chosen = [process for process in processes if process.steps]
     chosen = chosen or [process for process in processes if process.checkpoints or process.torn or process.loaded]

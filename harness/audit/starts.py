@@ -32,7 +32,7 @@ _TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class CommandStart:
-    """The end of one start, also as ``start.json`` in the folder of its records.
+    """The end of one start, also as ``ended.json`` in the folder of its records.
 
     code: exit code of the launcher, or minus a signal; None if the auditor ended it
     killed: the mark of the recorder, if the start reached the place of its kill
@@ -132,7 +132,7 @@ class CommandStarts:
             name, command, watch.code, time.monotonic() - began, watch.mark(), str(output), self._session.written(),
             late,
         )  # fmt: skip
-        write_atomically(records / "start.json", json.dumps(asdict(done)) + "\n")
+        write_atomically(records / "ended.json", json.dumps(asdict(done)) + "\n")
         self._session.keep(name)
         return done
 

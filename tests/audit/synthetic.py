@@ -175,5 +175,5 @@ class Starts:
             "name": name, "command": ["python", "train.py"], "code": self.codes[name], "wall_s": 1.5,
             "killed": killed if name == "killed" else None, "output": str(records / "output.txt"),
         }  # fmt: skip
-        (records / "start.json").write_text(json.dumps(about))
+        (records / "ended.json").write_text(json.dumps(about))
         return read(records)

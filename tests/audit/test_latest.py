@@ -147,5 +147,5 @@ def test_events_of_the_process_that_trains(tmp_path):
     (tmp_path / "rank0-1.jsonl").write_text('{"event": "process"}\n{"event": "end"}\n{"event": "loaded"}\n')
     (tmp_path / "rank0-2.jsonl").write_text('{"event": "step", "number": 1}\n{"event": "st')
     (tmp_path / "rank1-3.jsonl").write_text('{"event": "process"}\n')
-    (tmp_path / "start.json").write_text("{}")
+    (tmp_path / "ended.json").write_text("{}")
     assert latest.events(tmp_path) == {0: [{"event": "step", "number": 1}], 1: [{"event": "process"}]}

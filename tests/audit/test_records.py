@@ -93,7 +93,7 @@ def test_start_of_the_runner(tmp_path: Path):
     (tmp_path / "output.txt").write_text("one\n\ntwo\n")
     about = {"name": "resumed", "command": ["python", "a b.py"], "code": 3, "wall_s": 2, "killed": None,
              "output": str(tmp_path / "output.txt"), "late": "it hung"}  # fmt: skip
-    (tmp_path / "start.json").write_text(json.dumps(about))
+    (tmp_path / "ended.json").write_text(json.dumps(about))
     start = read(tmp_path)
     assert (start.name, start.command, start.code, start.late) == ("resumed", ["python", "a b.py"], 3, "it hung")
     assert start.last_lines(1) == ["two"]

@@ -72,7 +72,7 @@ def is_running(pid: int) -> bool:
 def test_a_start_that_ends(session):
     done = commands(session, "fake_training.py", "--out", "{out}").start("undisturbed", plan(session, "undisturbed"))
     assert (done.code, done.killed, done.late) == (0, None, "")
-    assert json.loads((session.records("undisturbed") / "start.json").read_text()) == {**vars(done)}
+    assert json.loads((session.records("undisturbed") / "ended.json").read_text()) == {**vars(done)}
     assert sorted(done.files) == [f"out/step-{step}.pt" for step in (12, 3, 6, 9)]
     assert (session.kept("undisturbed") / "out" / "step-12.pt").exists()
     assert not session.out.exists()

@@ -70,6 +70,8 @@ def test_run_folder_names_are_spelled_in_one_module():
 def test_files_are_replaced_in_one_module():
     """Files that must be complete or absent are written by ``harness.runs.files``."""
     allowed = {
+        "audit.folders",  # moves the folders of a start aside
+        "audit.hook.resume_recorder",  # runs in scripts that do not have the harness
         "runs.files",
         "runs.run_dir",  # moves an earlier run aside
         "runs.weights_file",  # names the file that safetensors has written
