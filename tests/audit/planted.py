@@ -195,6 +195,7 @@ def _run(words: list[str], work: str, records: str, kill: Kill | None) -> None:
 
     register_optimizer_step_pre_hook(before_step)
     torch.save = save
+    os.environ["OMP_NUM_THREADS"] = "1"  # torchrun sets it, and a rank with another environment would not be forked
     forked.fork_commands()
     code: Any = 1
     try:
