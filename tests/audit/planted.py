@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tests import forked, ranks
 from tests.audit.scripts.labels import Label
 
-FOLDER = Path(__file__).parent / "scripts"
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tar", ".bin")
 # In the names of values that differ between two equal runs.
 DIFFERENT = ("time", "second", "date", "elapsed", "pid", "run_name", "previous_run", "args", "resume")
@@ -55,7 +54,7 @@ class Session:
         for folder in (self.work, self.out):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-        shutil.copy(FOLDER / self.label.file, self.work)
+        (self.work / self.label.file).write_text(self.label.source)
 
     def start(self, resume: bool = False, kill: Kill | None = None, timeout_s: float = 150) -> Start:
         """Start the script, as after a kill with ``resume``; ``kill`` is ("step" or "write", which one)."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.audit.planted import FOLDER, Session, differences, different_values, kill_step
-from tests.audit.scripts.labels import COULD_NOT_TELL, EXACT, NOT_EXACT, SCRIPTS, Label
+from tests.audit.planted import Session, differences, different_values, kill_step
+from tests.audit.scripts.labels import COULD_NOT_TELL, EXACT, FOLDER, NOT_EXACT, SCRIPTS, Label
 
 # What a fault of each class shows to ``differences``; any of them does.
 SHOWN_BY = {
@@ -120,4 +120,15 @@ def test_hash_seed_decides(tmp_path: Path):
 
 def test_every_script_has_one_label():
     files = [label.file for label in SCRIPTS]
-    assert sorted(files) == sorted({path.name for path in FOLDER.glob("*.py")} - {"__init__.py", "labels.py"})
+    whole = {path.name for path in FOLDER.glob("*.py")} - {"__init__.py", "labels.py"}
+    assert sorted(files) == sorted(whole | {f"{path.stem}.py" for path in (FOLDER / "faults").iterdir()})
+
+
+@pytest.mark.parametrize("label", [label for label in SCRIPTS if label.classes], ids=lambda label: label.name)
+def test_a_fault_is_a_change_of_an_exact_script(label: Label):
+    changes = (FOLDER / "faults" / f"{label.name}.diff").read_text()
+    base = next(each for each in SCRIPTS if each.file == changes.splitlines()[0].removeprefix("--- "))
+    assert base.verdict == EXACT
+    compile(label.source, label.file, "exec")
+    assert label.source != base.source
+    assert label.line in label.source

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+FOLDER = Path(__file__).parent
 EXACT, NOT_EXACT, COULD_NOT_TELL = "exact", "not exact", "could not tell"
 
 
@@ -33,6 +35,20 @@ class Label:
     @property
     def name(self) -> str:
         return self.file.removesuffix(".py")
+
+    @property
+    def source(self) -> str:
+        """The script: a file here or, with a fault, another one with the changes of ``faults/NAME.diff``."""
+        if (FOLDER / self.file).exists():
+            return (FOLDER / self.file).read_text()
+        header, *hunks = (FOLDER / "faults" / f"{self.name}.diff").read_text().split("@@\n")
+        text = (FOLDER / header.splitlines()[0].removeprefix("--- ")).read_text()
+        for hunk in hunks:
+            lines = hunk.splitlines(keepends=True)
+            old, new = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
+            assert text.count(old) == 1, f"{self.name}.diff fits at {text.count(old)} places"
+            text = text.replace(old, new)
+        return text
 
     @property
     def python(self) -> tuple[str, ...]:
