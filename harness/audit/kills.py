@@ -62,8 +62,8 @@ def why_none(shape: RunShape) -> str:
         return ""
     if not shape.checkpoints:
         return (
-            "the run wrote no checkpoint: turn them on, or let it save more often. Seen are files of torch.save, "
-            "safetensors and torch.distributed.checkpoint"
+            "the run wrote no checkpoint: turn them on, or let it save more often. The recorder sees what torch.save, "
+            "pickle, safetensors and torch.distributed.checkpoint write"
         )
     return (
         f"the only checkpoint is written at the very end, after step {shape.steps}: let the script save more often, or "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from harness.audit import records
 
 Events = Sequence[Mapping[str, Any]]
 
@@ -139,14 +139,8 @@ def events(folder: Path) -> dict[int, list[dict[str, Any]]]:
     found: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for path in sorted(folder.glob("rank*-*.jsonl")):
         rank = int(path.stem.removeprefix("rank").partition("-")[0])
-        found[rank] = max(found[rank], list(_parsed(path)), key=_weight)
+        found[rank] = max(found[rank], list(records.entries(path)), key=_weight)
     return found
-
-
-def _parsed(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError):  # torn by the kill
-            yield json.loads(line)
 
 
 def _weight(events: Events) -> tuple[int, int]:

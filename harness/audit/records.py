@@ -46,7 +46,8 @@ class Step:
     scale: tuple[Any, ...]
     streams: Digests
     samples: dict[str, list[Any]]
-    others: Digests | None
+    others: dict[str, Any] | None
+    """Digests, or for tensors without a name lists of them."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -205,12 +206,13 @@ def _lend_checkpoints(chosen: list[Process], processes: list[Process]) -> None:
 def _process(path: Path) -> Process:
     rank, _, pid = path.stem.removeprefix("rank").partition("-")
     process = Process(int(rank) if rank.isdigit() else 0, int(pid) if pid.isdigit() else 0)
-    for entry in _entries(path):
+    for entry in entries(path):
         _add(process, entry)
     return process
 
 
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
+def entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file of the recorder, but for one that a kill tore."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
@@ -290,7 +292,7 @@ def draws(folder: Path, work: Path) -> list[Draw]:
     there."""
     found: list[Draw] = []
     for path in sorted(folder.glob("draws-*.jsonl")):
-        for entry in _entries(path):
+        for entry in entries(path):
             file = Path(entry["file"])
             name = file.relative_to(work) if file.is_relative_to(work) else file
             draw = Draw(entry["stream"], entry["function"], f"{name}:{entry['line']}", entry["worker"])

@@ -123,8 +123,7 @@ def beside_the_model(undisturbed: Process, resumed: Process, offset: int, until:
     """Compare modules that are not trained, such as an average of the weights, where both starts recorded them.
 
     A copy that a start made for a moment, or a sum for its log, is not evidence: what is blamed differs at the first
-    resumed step and ever after. Tensors outside of modules have no names: they must be as many in both starts, and must
-    move, since a copy of the first weights is no average.
+    resumed step and ever after.
     """
     pairs = [
         (ours.others, theirs.others)
@@ -139,12 +138,7 @@ def beside_the_model(undisturbed: Process, resumed: Process, offset: int, until:
     for ours, theirs in pairs[1:]:
         names -= {name for name in names if name in ours and ours[name] == theirs.get(name)}
     names = {name for name in names if "andom" not in name}
-    names -= {
-        name
-        for name in names
-        if name.startswith("a tensor")
-        and not (len(pairs[0][0][name]) == len(pairs[0][1][name]) and _moves(undisturbed, name))
-    }
+    names = {name for name in names if not name.startswith("a tensor") or _is_average(undisturbed, pairs, name)}
     if not names:
         return None
     text = f"before step {offset + 1}, tensors beside the trained model differ: {named(sorted(names))}"
@@ -152,9 +146,13 @@ def beside_the_model(undisturbed: Process, resumed: Process, offset: int, until:
     return Finding("buffers", text, evidence, (offset + 1,), tuple(sorted(names)))
 
 
-def _moves(process: Process, name: str) -> bool:
-    seen = [step.others[name] for step in process.steps if step.others and name in step.others]
-    return any(value != seen[0] for value in seen)
+def _is_average(undisturbed: Process, pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], name: str) -> bool:
+    """Return True if tensors without a name are as many in both starts wherever both were looked at, which is at least
+    twice, and move in the undisturbed one."""
+    both = [(ours[name], theirs[name]) for ours, theirs in pairs if name in ours and name in theirs]
+    seen = [step.others[name] for step in undisturbed.steps if step.others and name in step.others]
+    moves = any(value != seen[0] for value in seen)
+    return len(both) > 1 and all(len(ours) == len(theirs) for ours, theirs in both) and moves
 
 
 def generators(undisturbed: Process, resumed: Process, offset: int, known: Noise) -> Sequence[str]:

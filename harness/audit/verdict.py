@@ -68,13 +68,14 @@ class Finding:
     place: str = ""
 
     def with_draws(self, draws: Sequence[Draw]) -> Finding:
-        """Name the lines that draw from the streams in question: those of ``names``, and for the order of rows those of
-        loader processes too, whose streams nothing restores."""
-        if self.code not in ("random-streams", "row-order"):
-            return self
-        lines = [draw for draw in draws if draw.stream in self.names or draw.worker]
-        shown = [f"{draw.place}: {draw.function}{' in a loader process' if draw.worker else ''}" for draw in lines]
-        return replace(self, evidence=(*self.evidence, *shown[:_DRAWS]), place=lines[0].place if lines else self.place)
+        """Add the lines that draw from the streams in question: those of ``names`` or, where the order of rows is
+        another, those of loader processes, whose streams no checkpoint holds."""
+        if self.code == "random-streams":
+            lines = [draw for draw in draws if draw.stream in self.names]
+        else:
+            lines = [draw for draw in draws if draw.worker and self.code == "row-order"]
+        shown = [f"{draw.place} calls {draw.function}{' in a loader process' * draw.worker}" for draw in lines]
+        return replace(self, evidence=(*self.evidence, *shown[:_DRAWS]))
 
     @property
     def title(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -73,19 +73,11 @@ def chapters() -> list[Chapter]:
         for part, setting in _walk(key, node, schema["$defs"], ""):
             known = settings.setdefault((setting.key, setting.kind, setting.text), setting)
             if part and known.parts != (part,):
-                settings[setting.key, setting.kind, setting.text] = _with_part(known, part)
+                settings[setting.key, setting.kind, setting.text] = replace(known, parts=(*known.parts, part))
         count = len(_parts(node, schema["$defs"]))
-        unique = [each if len(each.parts) != count else _of_all(each) for each in settings.values()]
+        unique = [each if len(each.parts) != count else replace(each, parts=()) for each in settings.values()]
         found.append(Chapter(key, _joined(node.get("description", "")), tuple(unique)))
     return found
-
-
-def _with_part(setting: Setting, part: str) -> Setting:
-    return Setting(**{**vars(setting), "parts": (*setting.parts, part)})
-
-
-def _of_all(setting: Setting) -> Setting:
-    return Setting(**{**vars(setting), "parts": ()})
 
 
 def _parts(node: dict[str, Any], defs: dict[str, Any]) -> list[str]:

@@ -58,14 +58,14 @@ class Training:
             "state": {f"{name}.momentum": f"momentum {name} {updates}" for name in names if updates},
             "groups": [{"lr": round(0.1 * 0.9 ** ((number - 1) // self.optimizers), 9), "momentum": 0.9}],
             "gradients": {name: f"gradient {name} {number}" for name in names},
-            "scale": [65536.0 / 2 ** sum(skipped < number for skipped in self.skipped)],
+            "scale": [[65536.0 / 2 ** sum(skipped < number for skipped in self.skipped), number]],
             "streams": {
                 "torch": f"torch {rank}.{number}",
                 "numpy": f"numpy {rank}.{epoch}",
                 "random": f"random {rank}",
             },
             "samples": {name: samples(name, updates) for name in names},
-            "others": {"EMA.weight": f"ema {number}", "a tensor [2]": f"copy {number}"}
+            "others": {"EMA.weight": f"ema {number}", "a tensor [2]": [f"copy {number}"]}
             if number % self.save == 1
             else None,
         }

@@ -204,6 +204,39 @@ torch.load("ck.pt")
     assert end["weights"] not in [step["weights"] for step in steps]
 
 
+def test_checkpoints_of_every_kind_are_seen(tmp_path):
+    saves = """
+import io, pickle
+import safetensors.torch
+import torch.distributed.checkpoint
+state = net.state_dict()
+with open("plain.pkl", "wb") as file:
+    pickle.dump([1, 2], file)  # no checkpoint
+with open("state.pkl", "wb") as file:
+    pickle.dump({"net": state, "epoch": 1}, file)
+safetensors.torch.save_file(state, "state.safetensors")
+torch.distributed.checkpoint.save({"net": state}, checkpoint_id="sharded")
+buffer = io.BytesIO()
+torch.save({"net": state, "epoch": 1}, buffer)
+with open("memory.tmp", "wb") as file:
+    file.write(buffer.getvalue())
+os.replace("memory.tmp", "memory.pt")
+train(net, epochs=1)
+safetensors.torch.load_file("state.safetensors")
+"""
+    run = Run(tmp_path, BEGIN + "train(net, epochs=1)\n" + saves + END, {})
+    run.finish()
+    seen = {Path(line["path"]).name: line for line in run.lines("written")}
+    assert list(seen) == ["state.pkl", "state.safetensors", "sharded", "memory.pt"]
+    assert {line["after"] for line in seen.values()} == {4}
+    digests = {name: line["content"] for name, line in seen.items()}
+    assert digests["state.pkl"] == digests["memory.pt"]
+    assert digests["state.pkl"]["epoch"] == 1
+    weight = digests["state.safetensors"]["0.weight"]
+    assert digests["state.pkl"]["net.0.weight"] == digests["sharded"]["net.0.weight"] == weight
+    assert [Path(line["path"]).name for line in run.lines("loaded")] == ["state.safetensors"]
+
+
 @pytest.mark.parametrize(("place", "number", "steps"), [("step", 6, 5), ("checkpoint", 2, 8), ("write", 2, 8)])
 def test_stops_itself_at_the_planned_place(tmp_path, place, number, steps):
     body = "for name in ('a.pt', 'b.pt'):\n    train(net, epochs=1)\n    torch.save(net.state_dict(), name)\n"

@@ -136,13 +136,15 @@ class Saves:
             path, mode = arguments[:2]
             if self._buffers and isinstance(mode, str) and mode[:1] in "wx" and isinstance(path, (str, bytes)):
                 self._opened.append(os.path.abspath(os.fsdecode(path)))
-        elif name == "os.rename" and self._paths:
+        elif name == "os.rename" and (self._paths or self._opened):
             self._renamed(arguments[0], arguments[1])
 
     def _renamed(self, source: Any, target: Any) -> None:
         if not isinstance(source, (str, bytes, os.PathLike)) or not self._recorder.mine():
             return
         old, new = (os.path.abspath(os.fsdecode(each)) for each in (source, target))
+        if old in self._opened:  # the temporary name of a checkpoint that was made in memory
+            self._opened[self._opened.index(old)] = new
         moved = {path for path in self._paths if path == old or path.startswith(old + os.sep)}
         if moved:
             self._paths = (self._paths - moved) | {new + path[len(old) :] for path in moved}
