@@ -283,7 +283,7 @@ def _of_state(names: Names, one: Step, other: Step) -> Finding:
     number = one.number
     if one.state and not other.state:
         text = f"before step {number}, the optimizer's state is missing: {named(tuple(one.state))}"
-        return Finding("optimizer-state", text, ("the optimizer starts anew",), (number,), names)
+        return Finding("optimizer-state", text, ("the optimizer starts without state",), (number,), names)
     text = f"before step {number}, the optimizer's state differs: {named(names)}"
     return Finding("optimizer-state", text, steps=(number,), names=names)
 

@@ -22,7 +22,7 @@ def complete(killed: StartRecord, undisturbed: StartRecord) -> list[Checkpoint]:
 
     def is_complete(checkpoint: Checkpoint) -> bool:
         due = wanted.get(checkpoint.after, {})
-        if due.keys() & checkpoint.files.keys() or (killed.killed or {}).get("place") == "rename":
+        if due.keys() & checkpoint.files.keys():
             return due.keys() <= checkpoint.files.keys()
         return len(due) <= len(checkpoint.files)  # names that differ by chance, such as those with the time
 
@@ -79,7 +79,7 @@ def torn(
     whole = complete(killed, undisturbed)
     parts = [path for each in killed.checkpoints if each.after and each not in whole for path in each.files]
     broken = [*killed.torn, *parts]
-    if place.get("place") not in ("write", "rename", "checkpoint") or not broken or not found:
+    if place.get("place") not in ("write", "checkpoint") or not broken or not found:
         return None
     printed = "\n".join(resumed.last_lines(60))
     folders = {os.path.dirname(path) for path in broken} - {

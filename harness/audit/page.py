@@ -65,8 +65,7 @@ def _facts(start: StartSummary) -> Iterator[str]:
 def _kill(start: StartSummary) -> str:
     killed = start.killed or {}
     path = str(killed.get("path") or "").rpartition("/")[2]
-    places = {"checkpoint": f"right after {path} was written", "write": f"while {path} was being written",
-              "rename": f"before {path} was renamed"}  # fmt: skip
+    places = {"checkpoint": f"right after {path} was written", "write": f"while {path} was being written"}
     return places.get(str(killed.get("place")), f"before step {start.steps + 1}")
 
 

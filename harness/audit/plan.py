@@ -13,7 +13,7 @@ from harness.runs.files import write_atomically
 
 PLAN = "RESUME_AUDIT"
 
-KillPlace = Literal["step", "checkpoint", "write", "rename"]
+KillPlace = Literal["step", "checkpoint", "write"]
 Detail = Literal["tensors", "sums"]
 HowKilled = Literal["KILL", "TERM"]
 
@@ -25,7 +25,6 @@ class PlannedKill:
     step: before the ``number``-th optimizer step begins
     checkpoint: right after the ``number``-th checkpoint file is complete
     write: in the middle of the ``number``-th checkpoint file, after ``fraction`` of its data
-    rename: before the ``number``-th rename of a checkpoint
     """
 
     place: KillPlace

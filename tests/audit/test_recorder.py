@@ -193,6 +193,8 @@ torch.load("ck.pt")
     assert steps[0]["state"] == {}
     assert set(steps[1]["state"]) >= {"0.weight.exp_avg", "0.weight.step"}
     assert [step["eval"] is not None for step in steps] == [False] * 4 + [True] + [False] * 3
+    assert [bool(step["samples"]) for step in steps] == [True] + [False] * 7  # again after a checkpoint
+    assert [step["others"] is not None for step in steps] == [True] + [False] * 7
     (written,) = run.lines("written")
     assert written["after"] == 8
     assert written["content"]["epoch"] == 2

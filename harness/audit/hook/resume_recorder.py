@@ -87,7 +87,7 @@ class Recorder:
         self._scalers: list[weakref.ref[Any]] = []
         self._new_epoch: int | None = -1  # the batches of a loader whose pass has begun; -1: none
         self._exception: str | None = None
-        self.scan_due = True
+        self.looked_at: set[int] = set()  # optimizers with a step since the process began, or since the last checkpoint
         self._waiting.append(self._process())
 
     def install(self) -> None:
@@ -323,7 +323,7 @@ class Recorder:
         if not any(each is optimizer for each in self._kept):
             self._kept.append(optimizer)
         names = self._named(optimizer)
-        sums = self.plan.get("detail") == "sums"
+        looks, sums = index not in self.looked_at, self.plan.get("detail") == "sums"
         keep: Callable[[dict[str, Any]], dict[str, Any]] = _summed if sums else dict
         weights = keep({name: digest.tensor(parameter) for name, parameter in names.items()})
         self.write(
@@ -340,10 +340,10 @@ class Recorder:
             gradients=keep({name: digest.tensor(p.grad) for name, p in names.items() if p.grad is not None}),
             scale=self._scales(),
             streams=resume_scan.streams(),
-            samples={} if sums else {name: _samples(parameter) for name, parameter in names.items()},
-            others=resume_scan.others(self, optimizer) if self.scan_due else None,
+            samples={name: _samples(parameter) for name, parameter in names.items()} if looks and not sums else {},
+            others=None if self.looked_at else resume_scan.others(self, optimizer),
         )
-        self.scan_due = False
+        self.looked_at.add(index)
         self._last = bool(self.plan.get("until")) and digest.resolve(weights) == self.plan["until"]
         self._calls, self._evaluated = [], digest.Parts()
 

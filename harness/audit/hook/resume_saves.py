@@ -94,7 +94,7 @@ class Saves:
         self._paths.add(path)
         size = os.path.getsize(path) if os.path.isfile(path) else None
         self._recorder.write("written", path=path, how=how, after=after, bytes=size, content=content)
-        self._recorder.scan_due = True
+        self._recorder.looked_at.clear()
         if self._inside(path):
             self._count += 1
             self._recorder.reach("checkpoint", self._count, path)

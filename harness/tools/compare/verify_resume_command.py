@@ -68,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     program.add_argument(
         "--resume",
         metavar="TEXT",
-        help="what a resumed start adds, such as an option and {latest} (default: nothing; "
+        help="what a resumed start adds, such as an option and {latest}; write --resume=TEXT if TEXT is one option "
+        "(default: nothing; "
         "the command resumes by itself)",
     )
     program.add_argument(

@@ -218,7 +218,7 @@ SCRIPTS = (
     faulty(
         "loss_scale_not_saved",
         "loss-scale",
-        "The scaler starts anew.",
+        "The scaler starts with its first scale.",
         *OUTPUT,
         resume=("--resume", "{latest}"),
     ),
@@ -381,7 +381,7 @@ SCRIPTS = (
     faulty(
         "buffers_average_restarts",
         "buffers",
-        "The averaged model is not saved, so that the average starts anew.",
+        "The averaged model is not saved, so the average starts from the loaded weights.",
         "--dir",
         "{out}",
         resume=("--resume", "{latest}"),
