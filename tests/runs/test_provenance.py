@@ -63,10 +63,12 @@ def test_own_code_is_identified_with_and_without_git(own_model):
 
 
 def test_own_schedule_is_identified(tmp_path, monkeypatch):
-    (tmp_path / "own_rates.py").write_text("def half(update, total):\n    return 0.5\n")
+    (tmp_path / "rates_of_this_test.py").write_text("def half(update, total):\n    return 0.5\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = loader.load(write_yaml(tmp_path / "c.yaml", settings(tmp_path, schedule={"name": "own_rates.half"})))
-    assert list(start(config)["own_code"][str(tmp_path)]["source"]) == ["own_rates"]
+    config = loader.load(
+        write_yaml(tmp_path / "c.yaml", settings(tmp_path, schedule={"name": "rates_of_this_test.half"}))
+    )
+    assert list(start(config)["own_code"][str(tmp_path)]["source"]) == ["rates_of_this_test"]
 
 
 def test_harness_is_identified_from_any_folder(own_model, tmp_path, monkeypatch):
