@@ -35,7 +35,7 @@ bench: $(VENV)/.test  ## benchmarks; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.open_shard --rows 10000000 --world 8
 	$(BIN)/python -m benchmarks.start
 
-bench-peers: $(VENV)/.peers  ## time per step against hand-written loops, Fabric, Lightning and accelerate, with the goals
+bench-peers: $(VENV)/.peers  ## time per step against hand-written loops and other libraries, with the goals
 	$(BIN)/python -m benchmarks.peers
 
 campaign: $(VENV)/.test  ## kill runs at random moments, resume and compare them; CHAIN=NAME repeats one; LOGICAL=1: on other numbers of ranks

@@ -229,14 +229,11 @@ class Plan:
                         limit_s=limit_s)  # fmt: skip
 
     def tests(self) -> Iterator[Check]:
-        """Those that need a GPU, then amp on large models, then those of harness.apex in parts of their own."""
+        """Those that need a GPU, then those of harness.apex in parts of their own."""
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", self.device]
         missing = "" if importlib.util.find_spec("pytest") else "pytest is not installed"
         where = "tests/apex" if self.missing else "tests"  # which needs torch and pytest only
         yield Check("tests marked gpu", [[*command, "-m", "gpu", where]], skipped=missing, limit_s=300)
-        tiny = ["--tiny", "--steps", "2", "--rounds", "1"] if self.device == "cpu" else []
-        models = [sys.executable, "-m", "benchmarks.apex_models", "--device", self.device, *tiny]
-        yield Check("amp on large models", [models])
         for path in sorted((ROOT / "tests" / "apex").glob("test_*.py")):
             name = f"tests of harness.apex: {path.stem.removeprefix('test_')}"
             test = [*command, "-m", "not slow", str(path.relative_to(ROOT))]

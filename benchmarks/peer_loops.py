@@ -1,4 +1,4 @@
-"""The training loops that benchmarks/peers.py compares: by hand, Fabric, accelerate, Lightning, and the harness."""
+"""The training loops that benchmarks/peers.py compares: by hand, with other libraries, and the harness."""
 
 from __future__ import annotations
 
@@ -175,6 +175,47 @@ def lightning(recipe: Recipe) -> Steps:
     return steps
 
 
+def hf_trainer(recipe: Recipe) -> Steps:
+    """Trainer of transformers, without logging, checkpoints and clipping. Its start is not measured."""
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    model, folder = recipe.model(), tempfile.mkdtemp()
+    batches: Any = [{"images": images, "labels": labels} for images, labels in recipe.batches()]
+
+    class Clock(TrainerCallback):
+        started = seconds = 0.0
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.started = self.started or time.perf_counter()
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self.seconds = time.perf_counter() - self.started
+
+    class OnBatches(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return Repeated(batches, self.args.max_steps)
+
+        def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
+            return F.cross_entropy(model(inputs["images"]), inputs["labels"])
+
+    def steps(count: int) -> float:
+        model.__dict__.pop("forward", None)  # else the autocast of the Trainer before is around that of this one
+        arguments = TrainingArguments(
+            folder, max_steps=count, use_cpu=True, bf16=recipe.bf16, max_grad_norm=0, logging_strategy="no",
+            save_strategy="no", report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        clock = Clock()
+        trainer = OnBatches(model, arguments, callbacks=[clock], optimizers=(recipe.optimizer(model), None))
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        assert trainer.state.global_step == count, "it ended before all steps were taken"
+        return clock.seconds
+
+    return steps
+
+
 @dataclass(frozen=True)
 class InMemory:
     """Replaces ``TrainData``: the groups of an endless epoch, created once."""
@@ -216,7 +257,8 @@ def harness(recipe: Recipe, *overrides: str) -> Steps:
         [f"output={folder}", f"task.train_csv={data}/train.csv", f"task.eval_csv={data}/eval.csv", f"task.root={data}",
          f"model.name={name}", args, "optimizer.name=sgd", *optimizer,
          f"precision.opt_level={'O4' if recipe.bf16 else 'O0'}", "schedule.warmup_epochs=0", "train.epochs=100000",
-         "train.log_every=50", "checkpoint.every=null", "data.num_workers=0", "batch.global=64",
+         "train.evaluate_every=100000", "train.log_every=50", "checkpoint.every=null", "data.num_workers=0",
+         "batch.global=64",
          f"model.compile={str(recipe.compiled).lower()}", *overrides],
     )  # fmt: skip
     run_folder = RunFolder(folder / "run")
@@ -238,9 +280,11 @@ def harness(recipe: Recipe, *overrides: str) -> Steps:
 
     def steps(count: int) -> float:
         run.train_data, run.state.segments = InMemory(data_of_run, groups, count), []
-        start = time.perf_counter()
+        before, start = run.state.step, time.perf_counter()
         loop.epoch(run)
-        return time.perf_counter() - start
+        duration_s = time.perf_counter() - start
+        assert run.state.step == before + count, "the loop ended before all steps were taken"
+        return duration_s
 
     steps.stack = stack  # type: ignore[attr-defined]  # else it ends here, and the process group with it
     return steps

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import machine
-from benchmarks.peer_loops import Recipe, accelerate, by_hand, fabric, harness, lightning
+from benchmarks.peer_loops import Recipe, accelerate, by_hand, fabric, harness, hf_trainer, lightning
 from benchmarks.turns import STARTS, Case, Result, Steps, measure, timed
 
 
@@ -32,7 +32,7 @@ def at_most(ratio: float, name: str) -> tuple[str, Callable[[Result], bool]]:
 
 
 def loops() -> Iterator[Case]:
-    peers = {"Fabric": fabric, "accelerate": accelerate, "Lightning, barebones": lightning}
+    peers = {"Fabric": fabric, "accelerate": accelerate, "Lightning, barebones": lightning, "HF Trainer": hf_trainer}
     for network, num_steps in (("mlp", 200), ("cnn", 20)):
         for bf16 in (False, True):
             recipe = Recipe(network, bf16)
@@ -52,9 +52,11 @@ def loops() -> Iterator[Case]:
         yield Case(f"{network}, float32, compiled", two, {"harness": at_most(1.0, "harness")}, 50)
     for network in ("cnn", "transformer"):
         recipe = Recipe(network)
-        two = {"ddp": partial(harness, recipe), "2 logical ranks": partial(harness, recipe, "parallel.logical_ranks=2")}
-        goals = {"2 logical ranks": at_most(1.05, "2 logical ranks")}
-        yield Case(f"{network}, logical ranks on two processes", two, goals, 20, world=2)
+        for world in (2, 4, 8):
+            name = f"{world} logical ranks"
+            two = {"ddp": partial(harness, recipe), name: partial(harness, recipe, f"parallel.logical_ranks={world}")}
+            goals = {name: at_most(1.05, name)}
+            yield Case(f"{network}, logical ranks on {world} processes", two, goals, 20, world=world)
         two = {"4 micro-batches": partial(harness, recipe, "batch.accumulate=4"),
                "4 logical ranks": partial(harness, recipe, "parallel.logical_ranks=4")}  # fmt: skip
         goals = {"4 logical ranks": at_most(1.05, "4 logical ranks")}
@@ -171,20 +173,32 @@ def parts() -> Iterator[Case]:
     yield Case("normalization, two ranks", two, {"SyncBatchNorm": at_most(1.15, "SyncBatchNorm")}, 20, world=2)
 
 
+def with_only(case: Case, names: Sequence[str]) -> Case:
+    first = next(iter(case.contenders))
+    kept = {name: make for name, make in case.contenders.items() if name == first or name in names}
+    return dataclasses.replace(case, contenders=kept, goals={})
+
+
 HEADER = ["measured", "contender", "us per step", "overhead, us", "ratio", "quartiles", "goal", "reached"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=18)
+    parser.add_argument("--starts", type=int, default=STARTS, help="of each contender's process")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names; the results are printed, not written")
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", help="besides the first; printed as well")
     arguments = parser.parse_args()
     cases = [case for case in (*loops(), *parts()) if any(text in case.name for text in arguments.only)]
+    if arguments.contenders:
+        cases = [
+            with_only(case, arguments.contenders) for case in cases if set(arguments.contenders) & {*case.contenders}
+        ]
     rows: list[list[str]] = []
     for case in cases:
-        rows += measure(case, arguments.rounds).rows()
+        rows += measure(case, arguments.rounds, arguments.starts).rows()
         print(json.dumps(rows[-len(case.contenders) - 1 :], indent=None).replace("], [", "],\n ["), flush=True)
-    if arguments.only == [""]:
+    if arguments.only == [""] and not arguments.contenders:
         machine.write("peers", "Training steps against hand-written loops and other libraries", page(rows, arguments))
 
 
@@ -192,14 +206,14 @@ def page(rows: Sequence[Sequence[str]], arguments: argparse.Namespace) -> str:
     from importlib.metadata import version
 
     elsewhere = machine.table(["page", "measured", "found", "goal", "reached"], machine.goals(without="peers"))
-    versions = ", ".join(f"{name} {version(name)}" for name in ("lightning", "accelerate"))
+    versions = ", ".join(f"{name} {version(name)}" for name in ("lightning", "accelerate", "transformers"))
     return machine.table(HEADER, [list(row) for row in rows]) + (
         f"\n\n{versions}; Fabric is part of lightning. {arguments.rounds} alternating rounds, one thread per rank, "
         "batches of 64 images of 8x8 pixels in all, SGD with momentum and weight decay. The harness logs, counts and "
         "times; the others do only the step. The harness also uses torch's fused optimizers and, on a CPU, keeps freed "
         'memory for the next step; of the others, only "by hand, tuned" does both. Ratios are to the mean of the first '
         'contender of each case and of "again", its code in a second process: how far these two differ is the noise. '
-        f"All are started {STARTS} times."
+        f"All are started {arguments.starts} times."
         f"\n\n## Goals on other pages\n\n{elsewhere}"
     )
 

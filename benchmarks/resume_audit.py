@@ -57,6 +57,8 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     os.environ["OMP_NUM_THREADS"] = "1"
     chosen = [label for label in SCRIPTS if any(text in label.name for text in arguments.only)]
+    if not chosen:
+        parser.error(f"no script has {' or '.join(arguments.only)} in its name")
     rows, right = [], 0
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for label, (verdict, wall_s) in zip(chosen, pool.map(audited, chosen), strict=True):

@@ -72,7 +72,7 @@ def main() -> None:
         with opened(config, Path(folder) / str(launch.rank), runtime) as run:
             found = rows_per_s(run, arguments.steps)
         if launch.rank == 0:
-            text = f"{run.parallel.described()} on {plural(launch.world_size, 'rank')}: {found:.0f} rows/s\n"
+            text = f"{run.parallel.describe()} on {plural(launch.world_size, 'rank')}: {found:.0f} rows/s\n"
             print(text, end="", flush=True)
             if arguments.out:
                 arguments.out.write_text((arguments.out.read_text() if arguments.out.exists() else "") + text)

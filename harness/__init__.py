@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from harness.version import __version__
 
 if TYPE_CHECKING:
-    from harness.api import TrainResult, load_config, open_run, predict, train
+    from harness.api import TrainResult, load_config, load_model, open_run, predict, train
 
-__all__ = ["TrainResult", "__version__", "load_config", "open_run", "predict", "train"]
+__all__ = ["TrainResult", "__version__", "load_config", "load_model", "open_run", "predict", "train"]
 
 
 def __getattr__(name: str) -> Any:

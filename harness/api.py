@@ -7,7 +7,6 @@ its log handlers, signal handlers, random streams and settings of torch. docs/py
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import logging
@@ -20,12 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import HarnessError
-
 if TYPE_CHECKING:
     import pandas as pd
 
     from harness.config.schema import Config
+    from harness.inference.trained_model import TrainedModel
     from harness.training.run import Run
 
 # Environment variables that a run sets for libraries in its process.
@@ -68,14 +66,14 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] | Mapping
 
 
 def _words(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """``overrides`` as words of the command line."""
+    """Return ``overrides`` as words of the command line."""
     if isinstance(overrides, Mapping):
         return [f"{key}={_yaml(value)}" for key, value in overrides.items()]
     return list(overrides)
 
 
 def _yaml(value: Any) -> str:
-    """``value`` as ASCII JSON that is also YAML, in which a character above U+FFFF must not be two escapes."""
+    """Return ``value`` as ASCII JSON that is also YAML, in which a character above U+FFFF must not be two escapes."""
     text = json.dumps(value, ensure_ascii=False, default=os.fspath)
     return re.sub(r"[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -103,12 +101,21 @@ def train(config: Config) -> TrainResult:
 def open_run(config: Config) -> Iterator[Run]:
     """The parts of a run, for a training loop of your own: a context with the ``harness.training.run.Run``.
 
-    The run is restored from its newest checkpoint, if there is one. Leave the context when ``run.finished()``, or after
-    a checkpoint (``harness.training.checkpointing.save``). Every rank of a launcher enters it. Raises HarnessError.
+    The run is restored from its newest checkpoint, if there is one. Once the body has taken steps
+    (``run.state.add_step``) and ends, the run is done: what is due of checkpoint, evaluation and summary is made up,
+    and predictions are written. After a request to stop, by a signal or ``run.stop.request(why)``, there is a
+    checkpoint only, and the same call resumes. Every rank of a launcher enters it. Raises HarnessError.
     """
+    from harness.training import checkpointing, loop
+    from harness.training.evaluation import predictions
+
     with _started(config) as start, start as run:
+        before = run.state.step
         yield run
-        start.done = run.finished()
+        if run.finished() or run.state.step > before:
+            checkpointing.save(run)  # without the reason for the end, so that a longer loop resumes from it
+            run.state.ended = run.state.ended or "its loop has ended"
+            start.done = loop.train(run) and predictions.write_for_run(run)
 
 
 def predict(
@@ -122,42 +129,42 @@ def predict(
     ``run``: a run folder or its URL; its best weights are used. ``rows``: a CSV or Parquet file, or a table, with the
     columns that the run was trained on; labels are optional. ``overrides`` change settings of the run
     (``["task.root=photos"]`` or ``{"task.root": "photos"}``). ``trust``: import code that a run of someone else names.
-    The columns are those of predictions.csv: ``id``, ``label``, ``prediction``, scores. Raises HarnessError.
+    The columns are those of predictions.csv: ``id``, ``label``, ``prediction``, scores; those of files have the arrays.
+    Raises HarnessError.
     """
     import pandas as pd
 
     from harness.inference import predict as inference
+    from harness.inference.rows import as_file
+    from harness.runs import fetched
+    from harness.training.evaluation import prediction_files
+
+    with tempfile.TemporaryDirectory(prefix="harness-") as folder, as_file(rows) as (source, cache):
+        out = Path(folder, "predictions.parquet")
+        words = [*_words({"data.cache_dir": cache} if cache else {}), *_words(overrides)]
+        request = inference.PredictRequest(fetched.local_copy(str(run)), source, out, words, trust)
+        with _as_before():
+            inference.in_this_process(request)
+        table = pd.read_parquet(out)
+        for column in table if prediction_files.folder_of(out).is_dir() else ():
+            if (prediction_files.folder_of(out) / str(column).replace("/", "_")).is_dir():
+                table[column] = [prediction_files.read(Path(folder, path)) if path else None for path in table[column]]
+        return table
+
+
+def load_model(
+    run: str | os.PathLike[str], overrides: Sequence[str] | Mapping[str, Any] = (), trust: bool = False
+) -> TrainedModel:
+    """Return the trained model of a run as a ``torch.nn.Module`` in eval mode, with its best weights, in float32.
+
+    ``model.preprocess(rows)`` returns its inputs for a file or a table, ``model.classes`` are the labels of its
+    outputs, and ``model.description`` explains both. ``run``, ``overrides`` and ``trust`` are as for ``predict``; for a
+    task that cannot predict new files, the data of the training must still be there. Raises HarnessError.
+    """
+    from harness.inference import trained_model
     from harness.runs import fetched
 
-    with tempfile.TemporaryDirectory(prefix="harness-") as folder:
-        out = Path(folder, "predictions.parquet")
-        if isinstance(rows, pd.DataFrame):
-            source = str(Path(folder, "rows.csv"))
-            rows.to_csv(source, index=False, quoting=csv.QUOTE_ALL)  # pandas alone does not quote a carriage return
-            words = [*_words({"data.cache_dir": folder}), *_words(overrides)]
-        else:
-            source, words = os.fspath(rows), _words(overrides)
-        request = inference.PredictRequest(fetched.local_copy(str(run)), source, out, words, trust)
-        try:
-            with _as_before():
-                inference.in_this_process(request)
-        except HarnessError as error:
-            if isinstance(rows, pd.DataFrame):
-                error.message, error.where = (_of_table(text, source) for text in (error.message, error.where))
-            raise
-        return pd.read_parquet(out)
-
-
-def _of_table(text: str, file: str) -> str:
-    """``text`` with places in ``file`` as rows of the table that it was written from: "rows.csv:2" is row 0."""
-
-    def row(place: re.Match[str]) -> str:
-        with open(file, encoding="utf-8", newline="") as stream:
-            rows = csv.reader(stream)  # of which one may have several lines
-            number = next((number for number, _ in enumerate(rows, -1) if rows.line_num >= int(place[1])), 0)
-        return f"row {number} of the table"
-
-    return re.sub(rf"{re.escape(file)}:(\d+)", row, text).replace(file, "the table")
+    return trained_model.load(fetched.local_copy(str(run)), _words(overrides), trust)
 
 
 @contextmanager
@@ -165,7 +172,8 @@ def _started(config: Config) -> Iterator[Any]:
     """A ``RunStart`` that is not entered yet, in a process that is restored afterwards."""
     from harness.distributed.launch_env import detect
     from harness.distributed.meeting import telling_peers
-    from harness.training import console, determinism, main
+    from harness.runs import console
+    from harness.training import determinism, main
     from harness.training.exit_report import explained
 
     with _as_before(), ExitStack() as stack:

@@ -28,6 +28,7 @@ import select
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -42,8 +43,11 @@ from harness.errors import (
     EXIT_USAGE,
     ConfigError,
     HarnessError,
+    exit_code_of,
     first_line,
+    readable,
     similar,
+    users_line,
 )
 from harness.version import __version__
 
@@ -101,11 +105,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if signals.interrupted_by() is not None:  # as which the error began
             return _interrupted()
-        if not isinstance(error, HarnessError):
+        if _output is not None and error is _output.lost:
             raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        _report(error)
+        return exit_code_of(error)
     return code
+
+
+def _report(error: Exception) -> None:
+    """Print ``error``; after one that is no HarnessError, its traceback."""
+    if isinstance(error, HarnessError):
+        print(f"error: {error}", file=sys.stderr)
+        return
+    where = users_line(error) or "a fault of the harness; please report it with this traceback"
+    print(f"error: {where}: {type(error).__name__}: {first_line(readable(error), '')}", file=sys.stderr)
+    traceback.print_exception(error)
 
 
 def _interrupted() -> int:

@@ -1,7 +1,7 @@
 """Errors that users see: the place, what was found, and what to type instead.
 
 Each class has the exit code of the process: 2 for configuration or usage, 65 for bad data, 70 for other failures. Any
-other exception is a bug.
+other exception is a fault of the user's own code (1), if that is in its traceback, or else of the harness (70).
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from itertools import islice
 from pathlib import Path
 
 EXIT_DONE = 0
+EXIT_OWN_CODE = 1  # as Python's own: code that the configuration names raised an error
 EXIT_USAGE = 2
 EXIT_DATA = 65
 EXIT_FAILURE = 70
 EXIT_STOPPED = 75  # stopped early with a checkpoint; the same command resumes the run
 EXITS_BY_SIGNAL = (130, 143, 129)  # stopped without one, by SIGINT, SIGTERM or SIGHUP: 128 + number, as in shells
+
+
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 
 class HarnessError(Exception):
@@ -46,7 +50,7 @@ class HarnessError(Exception):
 
 
 def readable(error: BaseException) -> BaseException:
-    """``error``, or another of the same cause if its text cannot be read."""
+    """Return ``error``, or another of the same cause if its text cannot be read."""
     try:
         str(error)
         return error
@@ -59,6 +63,33 @@ def readable(error: BaseException) -> BaseException:
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
     """Return the first line of ``error``; ``otherwise``, or the name of its class, if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__ if otherwise is None else otherwise)
+
+
+def users_line(error: BaseException) -> str:
+    """Return "FILE:LINE" of the innermost call in the user's own code that led to ``error``; empty if there is none. A
+    script that calls the harness did not lead to an error that the harness made by itself."""
+    if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
+        return f"{os.path.relpath(error.filename)}:{error.lineno}"
+    found, trace, in_harness = "", error.__traceback__, False
+    while trace is not None:
+        if is_users(file := trace.tb_frame.f_code.co_filename):
+            found = f"{os.path.relpath(file)}:{trace.tb_lineno}"
+        elif file.startswith(_PACKAGE) and not in_harness:
+            found, in_harness = "", True
+        trace = trace.tb_next
+    return found or getattr(error.__cause__, "users_line", "")  # of an error that comes from another process
+
+
+def is_users(file: str) -> bool:
+    """Return True for a source file that is neither of the harness nor of an installed package."""
+    return not file.startswith((_PACKAGE, "<", sys.prefix, sys.base_prefix)) and "site-packages" not in file
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a process that ends with ``error``."""
+    if isinstance(error, HarnessError):
+        return error.exit_code
+    return EXIT_OWN_CODE if users_line(error) else EXIT_FAILURE
 
 
 def plural(amount: int, noun: str) -> str:
@@ -144,7 +175,7 @@ def require_regular_file(path: str | os.PathLike[str]) -> None:
 
 
 def similar(name: str, names: Iterable[str]) -> str | None:
-    """The most similar of ``names``, ignoring case; None if there is none.
+    """Return the most similar of ``names``, ignoring case; None if there is none.
 
     Names with other numbers are left out: img_0001.png and img_0002.png are two files, not two spellings of one.
     """
@@ -159,8 +190,8 @@ def similar(name: str, names: Iterable[str]) -> str | None:
 
 
 def similar_path(path: str | os.PathLike[str], wanted: Callable[[Path], bool] = os.path.exists) -> Path | None:
-    """The existing path that is most similar to ``path``, of which any part may be misspelled. ``wanted`` chooses among
-    the names of its last part, for example only folders."""
+    """Return the existing path that is most similar to ``path``, of which any part may be misspelled. ``wanted``
+    chooses among the names of its last part, for example only folders."""
     path = Path(path)
     missing = [part for part in (path, *path.parents) if not os.path.exists(part)]
     if not missing:
@@ -203,7 +234,8 @@ def require_posix() -> None:
 
 
 def portable(error: Exception) -> Exception:
-    """``error`` if another process can unpickle it, else its text as the nearest class that survives pickling."""
+    """Return ``error`` if another process can unpickle it, else its text as the nearest class that survives
+    pickling."""
     import pickle  # late: the command line imports this module
 
     try:
@@ -246,6 +278,12 @@ class TrainingError(HarnessError):
     """Training failed: the loss is not finite, or another rank died."""
 
     exit_code = EXIT_FAILURE
+
+
+class OwnCodeError(TrainingError):
+    """Code of the user's own, such as a model, a task, a schedule or a hook, failed; ``where`` is its line."""
+
+    exit_code = EXIT_OWN_CODE
 
 
 class WorkerKilled(TrainingError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,10 @@ import pytest
 import torch
 
 import harness
-from harness import load_config, open_run, predict, train
+from harness import load_config, load_model, open_run, predict, train
 from harness.errors import ConfigError, DataError, HarnessError
 from harness.runs import reader
+from harness.training import parts
 from tests.conftest import ROOT
 from tests.fixtures import settings, write_rows, write_yaml
 from tests.ranks import run_ranks
@@ -151,6 +154,176 @@ def test_two_ranks(path):
     assert (first[0], first[2]) == (8, 2.0)
 
 
+def test_a_trained_model(path, tmp_path):
+    """It computes what predict writes, without the training data, and leaves the process as it was."""
+    result = train(load_config(path, {"precision.opt_level": "O0"}))
+    expected = predict(result.folder, path.parent / "eval.csv")
+    for name in ("train.csv", "eval.csv"):
+        (tmp_path / name).rename(tmp_path / f"moved_{name}")
+    before = process_state()
+    model = load_model(result.folder)
+    assert process_state() == before
+    assert (model.training, list(model.classes), model.description["preprocessing"]["size"]) == (
+        False,
+        [0, 1, 2],
+        [8, 8],
+    )
+    rows = pd.read_csv(tmp_path / "moved_eval.csv")[["path"]]
+    inputs = model.preprocess(rows)
+    assert inputs.shape == (9, 1, 8, 8)
+    with torch.no_grad():
+        scores = model(inputs).softmax(1)
+    torch.testing.assert_close(
+        scores.double(), torch.tensor(expected.filter(like="score_").to_numpy(np.float64)), atol=1e-6, rtol=0
+    )
+    assert torch.equal(model.preprocess(tmp_path / "moved_eval.csv"), inputs)
+    with pytest.raises(DataError, match="rows are a list"):
+        model.preprocess([rows["path"][0]])
+    with pytest.raises(DataError, match="^row 1 of the table: image not found: .*gone.png"):
+        model.preprocess(pd.DataFrame({"path": [rows["path"][0], "gone.png"]}))
+    skipping = load_model(result.folder, {"task.on_bad_row": "skip"})
+    with pytest.raises(DataError, match="these rows cannot be read: '1'"):
+        skipping.preprocess(pd.DataFrame({"path": [rows["path"][0], "gone.png"]}))
+
+
+def test_numbers_of_a_trained_model_are_in_the_unit_of_their_column(tmp_path):
+    for split, number in (("train", 12), ("eval", 5)):
+        lines = [f"{'a b' if row % 2 else 'c'},{1000 + row},{row / 1000}" for row in range(number)]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["text,x,y", *lines]) + "\n")
+    tree = settings(tmp_path, train={"epochs": 1}, model={"name": "text_cnn"}, precision={"opt_level": "O0"})
+    tree["task"] = {"name": "text_csv", "labels": {"kind": "regression", "column": ["x", "y"]}}
+    tree["task"] |= {f"{split}_csv": str(tmp_path / f"{split}.csv") for split in ("train", "eval")}
+    result = train(load_config(write_yaml(tmp_path / "n.yaml", tree)))
+    expected = predict(result.folder, tmp_path / "eval.csv")[["prediction_x", "prediction_y"]]
+    model = load_model(result.folder)
+    with torch.no_grad():
+        found = model(model.preprocess(tmp_path / "eval.csv"))
+        bare = model.module(model.preprocess(tmp_path / "eval.csv"))
+    np.testing.assert_allclose(found.numpy(), expected.to_numpy(), rtol=1e-5)
+    assert bare.abs().max() < 100
+    assert list(model.description["columns"]) == ["x", "y"]
+    assert "postprocessing" not in model.description
+
+
+def test_a_trained_model_of_a_task_that_needs_its_data(tmp_path):
+    """mnist cannot open other rows, but its model can be loaded while the images are there."""
+    from tests.datasets import write_idx
+
+    for split in ("train", "t10k"):
+        write_idx(tmp_path / "MNIST" / "raw", split, 20)
+    tree = settings(tmp_path, train={"epochs": 1})
+    tree["task"] = {"name": "mnist", "root": str(tmp_path)}
+    result = train(load_config(write_yaml(tmp_path / "m.yaml", tree)))
+    model = load_model(result.folder)
+    assert list(model.classes) == [str(digit) for digit in range(10)]
+    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    with pytest.raises(ConfigError, match="the task mnist cannot predict the rows of a file"):
+        model.preprocess("eval.csv")
+
+
+def own_loop(path: str, steps: int, stop: bool = False, **overrides: object) -> int:
+    """Take ``steps`` steps in a loop that neither saves nor evaluates."""
+    with open_run(load_config(path, overrides)) as run:
+        for _, group in zip(range(steps), run.train_data.groups(run.state.epoch, run.state.segments), strict=False):
+            for micro in group:
+                run.task.loss(run.module(run.task.prepare(micro.batch.inputs)), micro.batch.targets).backward()
+            run.optimizer.step()
+            run.train_data.advance(run.state.segments)
+            run.state.add_step(False)
+        if stop:
+            run.stop.request("enough for today")
+    return run.state.step
+
+
+def test_an_own_loop_ends_as_done(path, tmp_path, capsys):
+    """With summary, best weights and predictions, wherever it ends; a loop that is stopped can resume."""
+    folder, overrides = tmp_path / "runs" / "small", {"precision.opt_level": "O0", "train.ema_decay": None}
+    assert own_loop(path, 0, **overrides) == 0
+    assert reader.read(folder).state != "finished", "nothing was trained"
+    assert own_loop(path, 1, stop=True, **overrides) == 1
+    assert "enough for today" in capsys.readouterr().err
+    assert (reader.read(folder).state, (folder / "predictions.csv").exists()) == ("stopped", False)
+    assert own_loop(path, 1, **overrides) == 2
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (reader.read(folder).state, summary["step"], summary["best"]["step"]) == ("finished", 2, 2)
+    assert len(pd.read_csv(folder / "predictions.csv")) == 9
+    assert own_loop(path, 2, **overrides) == 4, "a longer loop goes on from there"
+    assert (folder / "checkpoints" / "latest").read_text() == "step-4\n"
+
+
+EXAMPLE = textwrap.dedent(parts.__doc__.partition("::\n")[2].rpartition("\n    with open_runtime")[0])
+
+
+def in_parts(folder: str, stop_at: int = 99, epochs: int = 2) -> tuple[float, list[torch.Tensor], list[int]]:
+    """``epochs`` on each rank with the functions of the docstring; ``stop_at``: the step after which it dies."""
+    from torch.nn.functional import cross_entropy
+    from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 50 * ranks.world_size
+
+        def __getitem__(self, row):
+            seen.append(int(row))
+            return data[row]
+
+    names = {"torch": torch, "DataLoader": DataLoader, "cross_entropy": cross_entropy}
+    exec(EXAMPLE, names)
+    step, seen = names["one_step"], []
+
+    def counted(*arguments):
+        nonlocal stop_at
+        if stop_at == 0:
+            raise RuntimeError("planted")
+        stop_at -= 1
+        step(*arguments)
+
+    names["one_step"] = counted
+    with parts.open_runtime() as ranks:
+        generator = torch.Generator().manual_seed(5)
+        size = 50 * ranks.world_size
+        data = TensorDataset(torch.randn(size, 6, generator=generator), torch.arange(size) % 3)
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = parts.amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        averaged = (
+            torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False) if ranks.world_size > 1 else model
+        )
+        torch.manual_seed(100 + ranks.rank)
+        checkpoints = parts.Checkpoints(Path(folder), keep=2)
+        try:
+            for _ in range(epochs):
+                names["one_epoch"](averaged, optimizer, Rows(), ranks, checkpoints)
+            right = names["accuracy"](model.eval(), Rows(), ranks)
+        except RuntimeError as error:
+            if str(error) != "planted":
+                raise
+            right = 0.0
+        finally:
+            parts.amp.reset()
+    tensors = [tensor.detach().clone().numpy() for tensor in (*model.state_dict().values(), torch.rand(3))]
+    return right, tensors, seen
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parts_without_a_task(tmp_path, world):
+    """An interrupted script resumes bit for bit, within an epoch too; each row is read once, in each epoch and in the
+    evaluation."""
+    whole = run_ranks(world, in_parts, str(tmp_path / "whole"), group=False)
+    run_ranks(world, in_parts, str(tmp_path / "killed"), 7, group=False)
+    resumed = run_ranks(world, in_parts, str(tmp_path / "killed"), 99, 1, group=False)  # the second epoch
+    for rank in range(world):
+        assert whole[rank][0] == resumed[rank][0] == whole[0][0]
+        assert all(np.array_equal(a, b) for a, b in zip(whole[rank][1], resumed[rank][1], strict=True))
+    rows = 50 * world
+    read = [[of_rank[2][first : first + 50] for of_rank in whole] for first in (0, 50, 100)]
+    assert all(sorted(sum(of_ranks, [])) == [*range(rows)] for of_ranks in read)
+    assert read[0] != read[1]
+
+
 @pytest.fixture
 def digits(tmp_path, monkeypatch):
     from harness.tools.data import digits
@@ -170,7 +343,9 @@ def test_the_script_of_the_page(digits, capsys):
         exec(block.replace('"data/', f'"{digits}/data/'), names)
     out, err = capsys.readouterr()
     assert re.search(r"^runs/notebook 46 0\.\d+\n\d+ of 360 wrong\n", out), out
-    assert (err.count("throughput:"), err.count("last validation")) == (1, 1), "the own loop counts neither"
+    assert (err.count("throughput:"), err.count("last validation")) == (1, 2), "the own loop does not count rows"
+    own = reader.read(Path("runs/my_loop"))
+    assert (own.state, len(pd.read_csv("runs/my_loop/predictions.csv"))) == ("finished", 360)
     assert len(predict("runs/my_loop", digits / "data" / "digits" / "eval.csv")) == 360
     config = load_config("configs/digits.yaml", {"name": "killed", "train.epochs": 1})
     one_step, steps = names["one_step"], []

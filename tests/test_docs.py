@@ -111,9 +111,9 @@ ELSEWHERE = {
     "harness predict s3://": ("end_to_end/test_url.py", '"predict"'),
     "pip wheel": ("end_to_end/test_readme.py", "build_wheel"),
 }
-OTHER_TOOLS = ("tensorboard ", "wandb ", "mlflow ")
+OTHER_TOOLS = ("tensorboard ", "wandb ", "mlflow ", "trackio ")
 # Blocks of Python with a test of their own, by mark; those of python_api.md are run by tests/test_api.py.
-OWN_TESTS = {"recipe", "setup", "convert", "launcher"}
+OWN_TESTS = {"recipe", "setup", "convert", "launcher", "tracker"}
 
 
 def needs_gpu(line: str) -> bool:
@@ -455,9 +455,8 @@ def for_explain(folder: Path) -> None:
 
 
 def check_explain(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
-    plain, as_json = output.values()
+    (plain,) = output.values()
     assert plain.startswith("runs/digits waits for rank 1")
-    assert json.loads(as_json)["text"] == plain.strip()
 
 
 def check_hooks(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
@@ -554,7 +553,8 @@ def check_same_bits(folder: Path, output: dict[str, str], names: dict[str, Any])
     texts = {line.split()[1]: text for line, text in output.items() if line.startswith("harness ")}
     assert "Bitwise equal: checkpoints, weights, log" in texts["compare"]
     assert "on 1 to 4 processes; on 2: 2 passes per step in each" in texts["check"]
-    assert "exact: killed 1 time and continued on other numbers of ranks (1, 2, 4)" in texts["verify-resume"]
+    assert "exact: killed 1 time and resumed" in texts["verify-resume"]
+    assert "on 4 ranks" in texts["verify-resume"]
 
 
 def for_sweeps(folder: Path) -> None:
@@ -639,7 +639,7 @@ ATTEMPTS = {
     "targets": Attempt(for_targets, training("train.max_steps=1"), check=check_targets),
     "verify_resume": Attempt(
         for_verify_resume, lambda words: ["--kills", "1", "--steps", "4"] if "-c" in words else [],
-        check=check_verify_resume, marks=[pytest.mark.slow, pytest.mark.timeout(600)],
+        check=check_verify_resume, marks=[pytest.mark.slow, pytest.mark.timeout(1200)],
     ),
 }  # fmt: skip
 

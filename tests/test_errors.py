@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 
@@ -70,7 +71,22 @@ def test_other_errors_have_their_own_text():
 
 def test_exit_codes_differ():
     codes = [getattr(errors, name) for name in dir(errors) if name.startswith("EXIT_")]
-    assert sorted(codes) == [0, 2, 65, 70, 75]
+    assert sorted(codes) == [0, 1, 2, 65, 70, 75]
+
+
+def test_exit_code_of_an_error_by_whose_code_raised_it():
+    """A fault of the harness or of an installed package alone is none of the user's."""
+    with pytest.raises(ValueError, match="Expecting value") as raised:
+        json.loads("[")
+    error = raised.value
+    assert errors.users_line(error).startswith("tests/test_errors.py:")
+    assert errors.exit_code_of(error) == errors.EXIT_OWN_CODE
+    error.__traceback__ = error.__traceback__.tb_next
+    assert (errors.users_line(error), errors.exit_code_of(error)) == ("", errors.EXIT_FAILURE)
+    with pytest.raises(SyntaxError) as raised:
+        compile("x =", "own.py", "exec")
+    assert errors.users_line(raised.value) == "own.py:1"
+    assert errors.exit_code_of(errors.DataError("x")) == errors.EXIT_DATA
 
 
 def test_first_line_of_another_librarys_error():

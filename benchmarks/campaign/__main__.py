@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.campaign import chain, job, page, plan
+from benchmarks.campaign import chain, page, plan, start
 from harness.distributed import processes
 
 
@@ -119,7 +119,7 @@ def _all(folder: Path, arguments: argparse.Namespace) -> bool:
         return True
     finally:
         for pid in running:
-            for child in [*job.descendants(pid), pid]:
+            for child in [*start.descendants(pid), pid]:
                 processes.send(signal.SIGKILL, [child])
     return False
 
@@ -165,7 +165,7 @@ def _commit() -> str:
 
     def ask(*command: str) -> str:
         return subprocess.run(
-            ["git", *command], capture_output=True, text=True, check=True, cwd=job.ROOT
+            ["git", *command], capture_output=True, text=True, check=True, cwd=start.ROOT
         ).stdout.strip()
 
     changed = ask("status", "--porcelain", "--untracked-files=no", "--", "harness", "benchmarks/*.py", "driver.py")

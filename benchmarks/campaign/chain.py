@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from benchmarks.campaign import plan, verdict
-from benchmarks.campaign.job import End, Job
 from benchmarks.campaign.plan import Chain
-from benchmarks.campaign.trigger import Kill
+from benchmarks.campaign.start import End, start
+from harness.audit.plan import HowKilled, PlannedKill
 from harness.runs.files import write_atomically
 from harness.tools.compare.exactness import differences
 
@@ -52,20 +52,22 @@ class _Runner:
         chain = self._chain
         unbroken, broken = self._config("unbroken"), self._config("broken")
         sizes = chain.sizes()
-        whole = Job(unbroken, "bare", next(sizes), None).run()
-        if not whole.done:
-            self.problem(
-                "failed", f"the uninterrupted run: {self._codes(None, whole)}; see {unbroken.parent}/terminal.txt"
-            )
+        whole = start(unbroken, "bare", next(sizes), None)
+        if whole.hung or any(whole.codes):
+            codes = whole.hung or f"exit codes {whole.codes}"
+            self.problem("failed", f"the uninterrupted run: {codes}; see {unbroken.parent}/terminal.txt")
             return
+        num_steps = sum(event["event"] == "step" for event in whole.events[0])
         is_hit = True
-        starts = [next(sizes) for _ in range(chain.num_kills)]
-        for size, kill in plan.kills(chain, starts, whole.counts):
-            if is_hit or kill.place in plan.OF_EVERY_START:
-                is_hit = self._start(broken, size, kill)
+        for number, place in enumerate(plan.places(chain)):
+            size = next(sizes)
+            if is_hit or place in plan.OF_EVERY_START:
+                left = num_steps - _steps_done(self._place(broken.parent))
+                kill, how = plan.kill(chain, number, place, size, whole.events, left)
+                is_hit = self._start(broken, size, place, kill, how)
             if self.problems:
                 return
-        self._start(broken, next(sizes), None)
+        self._start(broken, next(sizes))
         self._compare(unbroken.parent, broken.parent)
 
     def _config(self, name: str) -> Path:
@@ -75,42 +77,54 @@ class _Runner:
         path.write_text(yaml.safe_dump(self._chain.config(folder, self._data), sort_keys=False))
         return path
 
-    def _start(self, config: Path, size: int, kill: Kill | None) -> bool:
+    def _start(
+        self, config: Path, size: int, place: str = "", kill: PlannedKill | None = None, how: HowKilled = "KILL"
+    ) -> bool:
         """Start the run on ``size`` ranks, record the kill, and check its end; False if it ended before it could be
         killed."""
-        end = Job(config, self._chain.engine, size, kill).run()
-        if end.fired and kill:
+        end = start(config, self._chain.engine, size, kill, how)
+        words = "the last start" if kill is None else "a start that ended before its kill"
+        if end.killed and kill:
+            operation = _operation(end, kill)
+            words = (f"{how} to {kill.target} at {kill.place} {kill.number} ({operation}) after {kill.after} steps on "
+                     f"rank {kill.rank}, kill {len(self.kills) + 1}")  # fmt: skip
             self.kills.append(
-                {"signal": kill.how, "target": kill.target, "place": kill.place, "operation": end.fired["fired"],
-                 "rank": kill.rank, "ranks at the kill": size, "codes": end.codes, "end_s": round(end.end_s, 3)}
+                {"signal": how, "target": kill.target, "place": place, "operation": operation, "rank": kill.rank,
+                 "ranks at the kill": size, "codes": end.codes, "end_s": round(end.end_s, 3)}
             )  # fmt: skip
         if end.hung:
-            what = f"after {self._words(kill, end)}" if end.fired else "a start that nothing killed"
-            self.problem("hang", f"{what}: still running: {'; '.join(end.hung)}")
-        if wrong := verdict.wrong_codes(self._chain, kill, end):
-            self.problem("exit code", f"{self._words(kill, end)}: {wrong}")
-        return end.fired is not None
-
-    def _words(self, kill: Kill | None, end: End) -> str:
-        if kill is None or end.fired is None:
-            return "the last start" if kill is None else "a start that ended before its kill"
-        return (
-            f"{kill.how} to {kill.target} at operation {kill.number} ({end.fired['fired']}) of {kill.place} "
-            f"on rank {kill.rank}, kill {len(self.kills)}"
-        )
-
-    def _codes(self, kill: Kill | None, end: End) -> str:
-        return verdict.wrong_codes(self._chain, kill, end) or "hung"
+            self.problem("hang", f"{words}: {end.hung}")
+        elif wrong := verdict.wrong_codes(self._chain, kill if end.killed else None, how, place, end.codes):
+            self.problem("exit code", f"{words}: {wrong}")
+        return end.killed is not None
 
     def _compare(self, unbroken: Path, broken: Path) -> None:
-        place = "url/run" if self._chain.at_url else "runs/run"
-        expected, found = (verdict.digests(folder / place) for folder in (unbroken, broken))
+        runs = self._place(unbroken), self._place(broken)
+        expected, found = map(verdict.digests, runs)
         different = verdict.wrong_bits(expected, found)
-        places = differences(unbroken / place, broken / place)
+        places = differences(*runs)
         if different or places:
             self.problem("wrong bits", "; ".join([", ".join(different) or "equal digests", *map(str, places[:3])]))
         if strays := verdict.stray_files(unbroken, broken, self._chain):
             self.problem("stray file", ", ".join(strays))
+
+    def _place(self, folder: Path) -> Path:
+        return folder / ("url/run" if self._chain.at_url else "runs/run")
+
+
+def _steps_done(run: Path) -> int:
+    """The step of the newest checkpoint of a run."""
+    newest = run / "checkpoints" / "latest"
+    return int(newest.read_text().strip().rpartition("-")[2]) if newest.exists() else 0
+
+
+def _operation(end: End, kill: PlannedKill) -> str:
+    """What the kill interrupted."""
+    assert end.killed is not None
+    if kill.place != "operation":
+        return kill.place
+    operations = (event for event in end.events[kill.rank] if event["event"] == "operation")
+    return next(event["name"] for event in operations if event["number"] == end.killed["number"])
 
 
 def record(folder: Path, number: int, run_chain: Callable[[], Result]) -> None:

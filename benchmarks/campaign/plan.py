@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,17 @@ from typing import Any
 import torch
 from torchvision.io import write_png
 
-from benchmarks.campaign.trigger import Kill
+from harness.audit.latest import Events
+from harness.audit.plan import HowKilled, KillTarget, PlannedKill
 
 NAMES = "bella luna max lucy charlie cooper daisy buddy sadie molly bailey lola stella tucker zoe milo leo jasper"
 LAUNCHED = 0.08  # share of the chains with real launchers, whose ranks take seconds to start
 COMPILED = 0.06  # share of the chains with torch.compile, whose first steps take many seconds
 OF_EVERY_START = ("start-up", "end")  # also of a run that has nothing left to train
+_HOW: list[tuple[HowKilled, KillTarget]] = [
+    ("KILL", "rank"), ("KILL", "all"), ("TERM", "rank"), ("TERM", "all"), ("INT", "all"), ("INT", "rank"),
+]  # fmt: skip
+_HOW_OFTEN = [10, 6, 2, 2, 2, 1]
 _SCHEDULES: list[dict[str, Any]] = [
     {"name": "constant"}, {"name": "cosine", "warmup_epochs": 0.5}, {"name": "one_cycle"},
     {"name": "plateau", "args": {"patience": 0, "threshold": 0.1, "factor": 0.5}},
@@ -154,38 +158,51 @@ def _task(rng: random.Random, strategy: str, level: str) -> tuple[str, dict[str,
     return "image_csv", images, model, {"augmentation": augment, "dropout": dropout > 0, "batch norm": norm}
 
 
-def kills(chain: Chain, sizes: Sequence[int], counts: Mapping[int, Mapping[str, int]]) -> list[tuple[int, Kill]]:
-    """(ranks, kill) for each start that is killed. ``sizes``: the numbers of ranks; ``counts``: {rank: {place:
-    operations}} of the uninterrupted run."""
-    rng = random.Random(f"kills {chain.name}")
-    drawn = [(size, _kill(rng, chain, size, counts)) for size in sizes]
-    return sorted(drawn, key=lambda pair: pair[1].place == "end")  # a run that has reached its end has no steps left
+def places(chain: Chain) -> list[str]:
+    """What each kill of a chain hits. A run that has reached its end has no steps left, so that comes last."""
+    rng = random.Random(f"places {chain.name}")
+    weights = {"start-up": 2, "step": 4, "file": 7, "evaluation": 2, "end": 2}
+    drawn = rng.choices([*weights], [*weights.values()], k=chain.num_kills)
+    return sorted(drawn, key=lambda place: place == "end")
 
 
-def _kill(rng: random.Random, chain: Chain, size: int, counts: Mapping[int, Mapping[str, int]]) -> Kill:
+def kill(
+    chain: Chain, number: int, place: str, size: int, events: Mapping[int, Events], steps_left: int
+) -> tuple[PlannedKill, HowKilled]:
+    """Kill ``number`` of a chain. ``size``: ranks of this start; ``events``: by rank of the uninterrupted run, which
+    may have had fewer; ``steps_left``: of this start."""
+    rng = random.Random(f"kill {chain.name} {number}")
     rank = rng.choices(range(size), [2.0] + [1.0] * (size - 1))[0]
-    weights = {"start-up": 2, "step": 4, "checkpoint": 4, "evaluation": 2, "end": 2, "upload": 3}
-    # The uninterrupted run may have had fewer ranks. Rank 0 also writes files, which others do not.
-    known = counts.get(rank) or {place: counts[0].get(place, 0) for place in ("step", "evaluation")}
-    places = [place for place in weights if known.get(place)]
-    place = rng.choices(places, [weights[place] for place in places])[0]
+    own = events[min(rank, max(events))]
     # The run must not end before its last kill.
-    share = 1.0 if place in OF_EVERY_START else 0.8 / chain.num_kills
-    number = rng.randint(1, max(1, round(share * known[place])))
-    how, target = rng.choices(
-        [("KILL", "one rank"), ("KILL", "all ranks"), ("TERM", "one rank"), ("TERM", "all ranks"), ("INT", "all ranks"),
-         ("INT", "one rank"), ("STOP", "one rank")],
-        [8, 6, 2, 2, 2, 1, 2],
-    )[0]  # fmt: skip
-    if chain.engine != "bare" and (target == "all ranks" or rng.random() < 0.3):
+    most = max(1, round(0.8 / chain.num_kills * sum(event["event"] == "step" for event in own)))
+    how, target = rng.choices(_HOW, _HOW_OFTEN)[0]
+    if chain.engine != "bare" and rng.random() < 0.4:
         target = "launcher"
-    elif size == 1:
-        target = "all ranks"
-    if how == "STOP" and target == "launcher":
-        how = "KILL"
     delay_s = rng.choice([0.0, 0.0, rng.uniform(0, 0.003), rng.uniform(0, 0.1)])
-    then_s = rng.uniform(0.05, 1.0) if how == "STOP" else 0.0
-    return Kill(rank, place, number, int(signal.Signals[f"SIG{how}"]), target, delay_s, then_s)
+    where: tuple[Any, ...]
+    if place == "step":
+        where = "step", rng.randint(1, most), 0
+    elif place == "evaluation":
+        where = "evaluation", rng.randint(1, 3), rng.randint(1, most)
+    elif place == "start-up":
+        where = "operation", rng.randint(1, max(1, _operations(own)[0])), 0
+    elif place == "end":
+        where = "operation", rng.randint(1, max(1, _operations(own)[-1])), steps_left
+    else:
+        most_operations = max(_operations(own)[1:-1], default=1)
+        where = "operation", rng.randint(1, max(1, most_operations)), rng.randint(1, most)
+    return PlannedKill(where[0], where[1], rank=rank, target=target, after=where[2], delay_s=delay_s), how
+
+
+def _operations(events: Events) -> list[int]:
+    """Operations on files before the first step, after it, ..., and after the last."""
+    found = [0]
+    for event in events:
+        if event["event"] == "step":
+            found.append(0)
+        found[-1] += event["event"] == "operation"
+    return found
 
 
 def write_data(folder: Path) -> None:

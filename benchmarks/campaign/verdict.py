@@ -6,22 +6,21 @@ import hashlib
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.campaign.job import End
 from benchmarks.campaign.plan import Chain
-from benchmarks.campaign.trigger import Kill
+from harness.audit.plan import HowKilled, PlannedKill
 from harness.runs import checkpoint
 from harness.runs.files import read_sealed
 from harness.trackers.metrics_log import TIMES
 
 _KILLED, _STOPPED, _LOST = -signal.SIGKILL, 75, 70
-_OF_CAMPAIGN = {"config.yaml", "terminal.txt", "report.jsonl", "python"}
+_OF_CAMPAIGN = {"config.yaml", "terminal.txt", "plan.json", "records"}
 
 
 def digests(run: Path) -> dict[str, str]:
@@ -94,34 +93,32 @@ def _names(folder: Path) -> set[str]:
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     for pattern, same in ((r"/step-\d+(?=/|$)", "/step-N"), (r"(?<=cache/runs/run-)\w+", "URL")):
         names = {re.sub(pattern, same, name) for name in names}
-    return {name for name in names - _OF_CAMPAIGN if not re.search(r"/tables/.*\.tmp$", name)}
+    return {name for name in names - _OF_CAMPAIGN if not re.search(r"^records/|/tables/.*\.tmp$", name)}
 
 
-def wrong_codes(chain: Chain, kill: Kill | None, end: End) -> str:
+def wrong_codes(chain: Chain, kill: PlannedKill | None, how: HowKilled, place: str, codes: Sequence[int]) -> str:
     """The reason why the exit codes of a start do not fit its end; empty if they do.
 
     A stopped rank exits with 75, or with 130 (SIGINT) or 143 (SIGTERM) before there is a checkpoint; a rank that lost
     a peer with 70. A run may also have been done already when the signal came.
     """
-    if end.hung:
-        return ""  # reported as such
-    allowed = {0} if kill is None or end.fired is None else _allowed(chain, kill, end)
-    if all(code in allowed for code in end.codes):
+    allowed = {0} if kill is None else _allowed(chain, kill, how, place)
+    if all(code in allowed for code in codes):
         return ""
-    return f"exit codes {end.codes} instead of {sorted(allowed)}"
+    return f"exit codes {codes} instead of {sorted(allowed)}"
 
 
-def _allowed(chain: Chain, kill: Kill, end: End) -> set[int]:
-    early = kill.place == "start-up"
-    if kill.signal in (signal.SIGKILL, signal.SIGSTOP):
-        done = {0} if kill.place == "end" or kill.delay_s else set()
+def _allowed(chain: Chain, kill: PlannedKill, how: HowKilled, place: str) -> set[int]:
+    number = signal.Signals[f"SIG{how}"]
+    if number == signal.SIGKILL:
+        done = {0} if place == "end" or kill.delay_s else set()
         if chain.engine != "bare":
             # torch's launcher exits with 1 for a rank that failed.
             return {_KILLED, *done} if kill.target == "launcher" else {0, 1, _LOST}
         return {_KILLED, *done, *({_LOST} if chain.world_size > 1 else ())}
     allowed = {0, _STOPPED}
-    if early:
-        allowed |= {130 if kill.signal == signal.SIGINT else 143}
+    if place == "start-up":
+        allowed |= {130 if number == signal.SIGINT else 143}
     if chain.engine.startswith("torch"):
-        allowed |= {1, -kill.signal, 128 + kill.signal}  # of torch's launcher, whatever its ranks return
+        allowed |= {1, -number, 128 + number}  # of torch's launcher, whatever its ranks return
     return allowed

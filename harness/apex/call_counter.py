@@ -78,7 +78,7 @@ _WRAPPERS = {each.__code__ for each in (around(print, print), counted("", print)
 
 
 def counts(option: str = ON_CPU) -> dict[str, int]:
-    """The number of redirected calls, or of what ``option`` does, in this process, by name."""
+    """Return the number of redirected calls, or of what ``option`` does, in this process, by name."""
     return dict(_counts[option])
 
 
@@ -115,7 +115,7 @@ def save_at_exit(directory: str) -> None:
 
 
 def shared_directory() -> str | None:
-    """The directory to which processes of this script write their counts."""
+    """Return the directory to which processes of this script write their counts."""
     return str(_directory) if _directory is not None else None
 
 

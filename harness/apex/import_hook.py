@@ -159,7 +159,7 @@ def _add_missing_names(name: str, module: ModuleType) -> None:
 
 
 def _is_called_by_find_spec() -> bool:
-    """True during ``importlib.util.find_spec``, which expects None where an import expects an error."""
+    """Return True during ``importlib.util.find_spec``, which expects None where an import expects an error."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap":
         frame = frame.f_back

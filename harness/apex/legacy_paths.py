@@ -21,10 +21,12 @@ _MODULES = {
     "amp.frontend": "O0 O1 O2 O3 O4 O5 Properties initialize load_state_dict opt_levels state_dict",
     "amp.handle": "AmpHandle NoOpHandle disable_casts scale_loss",
     "amp.opt": "OptimWrapper",
+    "contrib.clip_grad.clip_grad": "clip_grad_norm_",
     "contrib.optimizers.fp16_optimizer": "FP16_Optimizer",
     "contrib.optimizers.fused_adam": "FusedAdam",
     "contrib.optimizers.fused_lamb": "FusedLAMB",
     "contrib.optimizers.fused_sgd": "FusedSGD",
+    "contrib.xentropy.softmax_xentropy": "SoftmaxCrossEntropyLoss",
     "fp16_utils.fp16_optimizer": "FP16_Optimizer",
     "fp16_utils.fp16util": "BN_convert_float FP16Model clip_grad_norm convert_module convert_network "
     "master_params_to_model_params model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",

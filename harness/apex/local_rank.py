@@ -64,7 +64,7 @@ def _with_declared_spelling(parser: argparse.ArgumentParser, args: Sequence[str]
     declared = _declared(parser)
     if len(declared) == 1:
         options = len(words[: words.index("--")] if "--" in words else words)
-        matches = [_OPTION.fullmatch(word) for word in words[:options] if isinstance(word, str)]
+        matches = [_OPTION.fullmatch(word) if isinstance(word, str) else None for word in words[:options]]
         words[:options] = [
             declared[0] + (match[2] or "") if match else word
             for word, match in zip(words[:options], matches, strict=True)

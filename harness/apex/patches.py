@@ -59,7 +59,7 @@ class Patches:
 
 
 def around(original: Any, replacement: Callable[..., Any]) -> Any:
-    """A function in place of ``original`` that calls ``replacement(original, *args, **kwargs)``."""
+    """Return a function in place of ``original`` that calls ``replacement(original, *args, **kwargs)``."""
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -72,7 +72,7 @@ class ScriptContext:
         patches.set(spawn, "get_preparation_data", around(spawn.get_preparation_data, self._sent_to_child))
 
     def _sent_to_child(self, original: Any, name: str) -> dict[str, Any]:
-        """``multiprocessing.spawn.get_preparation_data``, extended to send this context to the child."""
+        """Return ``multiprocessing.spawn.get_preparation_data``, extended to send this context to the child."""
         data: dict[str, Any] = original(name)
         data.pop("init_main_from_path", None)
         data["init_main_from_name"] = "harness.apex.spawn_main"

@@ -14,7 +14,7 @@ _ROW = 4096  # elements that may be summed in a row in float32: the error is the
 
 
 def by_device_and_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """``tensors`` in lists of one device and dtype each, in the order in which the kinds first appear."""
+    """Return ``tensors`` in lists of one device and dtype each, in the order in which the kinds first appear."""
     listed = list(tensors)
     return [[listed[i] for i in indices] for indices in indices_by_kind(listed)]
 
@@ -51,7 +51,7 @@ def indices_by_kind(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 
 def chosen(vector: Tensor, indices: Sequence[int]) -> Tensor:
-    """``vector[indices]``, without the wait for the copy of a list of indices to the device."""
+    """Return ``vector[indices]``, without the wait for the copy of a list of indices to the device."""
     return vector if list(indices) == list(range(len(vector))) else torch.stack([vector[i] for i in indices])
 
 

@@ -6,17 +6,18 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 
 from harness.audit import diagnosis, kills, latest, records
 from harness.audit.folders import Session
 from harness.audit.kills import ChosenKill, RunShape
-from harness.audit.plan import AuditPlan, Detail, HowKilled
+from harness.audit.plan import AuditPlan, HowKilled
 from harness.audit.records import StartRecord
 from harness.audit.starts import LATEST, CommandStart, CommandStarts
-from harness.audit.verdict import UNDECIDED, Finding, Verdict, conclude
+from harness.audit.verdict import NOT_EXACT, UNDECIDED, Draw, Finding, Verdict, conclude
 from harness.errors import ConfigError, plural, reason, remedy
 
 UNDISTURBED, AGAIN, KILLED, RESUMED = "undisturbed", "again", "killed", "resumed"
@@ -30,7 +31,11 @@ class AuditRequest:
     resume: what a resumed start adds to ``command``, with ``{latest}`` for the newest checkpoint
     checkpoints: glob of the checkpoints, instead of what the records show
     kills: "middle", "all" or a number
-    folder: where everything is kept; None: a temporary folder, removed at the end
+    folder: where everything is kept; None: a temporary folder, removed at the end unless the resume is not exact
+    copies: False if the command writes only to ``{out}``, so that the working folder need not be copied
+    variants: words for the end of the command, others for each start in turn: with another number of ranks
+    ranks, alone: how many ranks there are at least, and the share of random kills that hit only one of them
+    results: compares what two starts left in ``{out}``, and returns the places that differ
     """
 
     command: Sequence[str]
@@ -42,8 +47,12 @@ class AuditRequest:
     signal: HowKilled = "KILL"
     timeout_s: float = 600.0
     folder: Path | None = None
-    detail: Detail = "tensors"
     source: Path = field(default_factory=Path.cwd)
+    copies: bool = True
+    variants: Sequence[Sequence[str]] = ((),)
+    ranks: int = 1
+    alone: float = 0.0
+    results: Callable[[Path, Path], list[str]] | None = None
 
 
 def audit(request: AuditRequest, say: Callable[[str], None]) -> Verdict:
@@ -56,9 +65,13 @@ def audit(request: AuditRequest, say: Callable[[str], None]) -> Verdict:
             f"{LATEST} stands in the command itself", where="command",
             hint=f"only a resumed start has a checkpoint: write --resume '--my_option {LATEST}' before the --",
         )  # fmt: skip
-    with _folder(request.folder) as folder:
+    with _folder(request.folder) as (folder, keep):
         try:
-            return _Audit(request, Session(request.source, folder), say).run()
+            verdict = _Audit(request, Session(request.source, folder, request.copies), say).run()
+            if verdict.kind == NOT_EXACT and request.folder is None:
+                keep()
+                verdict = replace(verdict, notes=[*verdict.notes, f"all starts are kept in {folder}"])
+            return verdict
         except OSError as error:
             raise ConfigError(
                 f"the working folder cannot be copied to {folder}: {reason(error)}",
@@ -68,18 +81,18 @@ def audit(request: AuditRequest, say: Callable[[str], None]) -> Verdict:
 
 
 @contextmanager
-def _folder(wanted: Path | None) -> Iterator[Path]:
+def _folder(wanted: Path | None) -> Iterator[tuple[Path, Callable[[], object]]]:
+    """Give a folder, and a function that keeps it if it is a temporary one."""
     if wanted is None:
         folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with ExitStack() as at_end:
+            at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+            yield folder, at_end.pop_all
         return
     if wanted.exists() and any(wanted.iterdir()):
         raise ConfigError("the folder is not empty", where=str(wanted), hint="choose a new one with --folder")
     wanted.mkdir(parents=True, exist_ok=True)
-    yield wanted
+    yield wanted, lambda: None
 
 
 class _CannotTellError(Exception):
@@ -102,12 +115,14 @@ class _Audit:
     def __init__(self, request: AuditRequest, session: Session, say: Callable[[str], None]) -> None:
         self._request, self._session, self._say = request, session, say
         self._starts = CommandStarts(session, request.command, request.resume, os.environ, request.timeout_s)
-        self._roots = (session.work, session.out)
-        self._plan = AuditPlan(
-            "", steps=request.steps, signal=request.signal, detail=request.detail, roots=tuple(map(str, self._roots))
-        )
+        self._roots = session.folders
+        self._variants = cycle(request.variants)
+        self._variant = next(self._variants)
+        self._plan = AuditPlan("", steps=request.steps, signal=request.signal, roots=tuple(map(str, self._roots)))
         self._records: dict[str, StartRecord] = {}
-        self._notes = session.copy.described()
+        self._notes = session.copy.describe() if session.copy else []
+        if request.results is not None:
+            self._notes.append("compared at the end as well: checkpoints, log, summary, weights and predictions")
 
     def run(self) -> Verdict:
         findings: list[Finding] = []
@@ -118,7 +133,7 @@ class _Audit:
             with _adding_reason(findings):
                 findings += self._killed(kill, "" if number == 1 else f"-{number}")
         findings = self._merged(findings)
-        if changed := self._session.copy.changed_links():
+        if self._session.copy and (changed := self._session.copy.changed_links()):
             text = f"the command changed {changed[0]}, which is linked and not copied, since it looked like data"
             findings = [Finding("outside", text)]
         return conclude(findings, diagnosis.summaries(list(self._records.values())), self._notes)
@@ -153,40 +168,93 @@ class _Audit:
         shape = RunShape(events, self._roots)
         if why := kills.why_none(shape):
             raise _CannotTellError("no-checkpoint", why)
-        chosen = kills.choose(shape, self._request.kills, self._request.seed)
+        chosen = kills.choose(shape, self._request.kills, self._request.seed, self._request.ranks, self._request.alone)
         self._session.fresh()
         self._require_success(self._start(AGAIN, self._plan))
         if differences := diagnosis.deterministic(first, self._records[AGAIN]):
-            raise _CannotTellError(differences[0].code, differences[0].text, differences[0].evidence)
+            evidence = (*differences[0].evidence, *self._chance(max(differences[0].steps, default=1)))
+            raise _CannotTellError(differences[0].code, differences[0].text, evidence)
         return chosen
+
+    def _chance(self, step: int) -> list[str]:
+        """Start the command until ``step``, where two undisturbed starts differ, and return what can be the cause."""
+        plan = replace(self._plan, steps=step)
+        self._observe("observed", replace(plan, chance=True), "to find the lines that chance comes from")
+        draws = records.draws(self._session.records("observed"), self._session.work)
+        if found := [draw for draw in draws if draw.stream in ("entropy", "operation")]:
+            return [self._of_chance(draw) for draw in found]
+        for name in ("hashes", "hashes-again"):
+            self._observe(name, plan, "with the order of sets fixed", hashes=False)
+        if not diagnosis.deterministic(self._records["hashes"], self._records["hashes-again"]):
+            return [
+                "the order of a set or the hash of a string is the cause: with PYTHONHASHSEED=0, two starts are equal"
+            ]
+        return [self._of_chance(draw) for draw in draws if draw.stream == "clock"]
+
+    @staticmethod
+    def _of_chance(draw: Draw) -> str:
+        if draw.stream == "operation":
+            place = "" if draw.place.endswith(":0") else f"{draw.place} calls "
+            return f"{place}{draw.function}, which is not deterministic"
+        return draw.described + (", which reads a clock" if draw.stream == "clock" else ", which is not seeded")
+
+    def _observe(self, name: str, plan: AuditPlan, text: str, hashes: bool = True) -> None:
+        self._session.fresh()
+        self._start(name, plan, text, hashes=hashes)
 
     def _killed(self, chosen: ChosenKill, suffix: str) -> list[Finding]:
         """Kill a start, resume it, and return what differs from the undisturbed one."""
         killed, resumed, again = f"{KILLED}{suffix}", f"{RESUMED}{suffix}", f"{RESUMED}-again{suffix}"
         self._session.fresh()
+        self._variant = next(self._variants)
         done = self._start(killed, replace(self._plan, kill=chosen.kill), f"to kill it {chosen.text}")
+        if done.late and done.killed is not None:
+            return [Finding("hang", f"after the kill {chosen.text}, {done.late}", tuple(done.tail()))]
         if done.killed is None:
             self._require_success(done)
             raise _CannotTellError("not-killed", f"the start ended before it could be killed {chosen.text}")
+        self._variant = next(self._variants)  # also of the second resume, which must repeat the first
         differences = self._resumed(resumed, killed, chosen)
         if any(finding.code not in UNDECIDED for finding in differences):
             self._resumed(again, killed, chosen, draws=True)
-            if diagnosis.deterministic(self._records[resumed], self._records[again]):
-                raise _CannotTellError("resumes-differ", f"two starts after the kill {chosen.text} differ")
+            if chance := diagnosis.deterministic(self._records[resumed], self._records[again]):
+                text = f"two starts after the kill {chosen.text} differ"
+                raise _CannotTellError("resumes-differ", text, (chance[0].text, *chance[0].evidence))
             draws = records.draws(self._session.records(again), self._session.work)
             differences = [finding.with_draws(draws) for finding in differences]
+            differences[0] = differences[0].with_lines(self._forgotten(killed, again))
         return differences
+
+    def _forgotten(self, killed: str, resumed: str) -> list[str]:
+        """Start the command twice up to where the resumed start began, and return which attributes it has not got."""
+        names = UNDISTURBED, AGAIN, killed, resumed
+        step = diagnosis.offset(*(self._records[name] for name in names)) + 1
+        if step == 1 or "observed" in self._records or not self._records[resumed].steps:
+            return []
+        for name in ("observed", "observed-again"):
+            plan = replace(self._plan, steps=step + 1, attributes=(1, step, step + 1))
+            self._observe(name, plan, f"to see what changes until step {step}")
+        return diagnosis.forgotten(*(self._records[name] for name in ("observed", "observed-again", resumed)))
 
     def _resumed(self, name: str, killed: str, chosen: ChosenKill, draws: bool = False) -> list[Finding]:
         self._session.restore(killed)
         checkpoint = self._latest(killed, chosen)
         until = self._records[UNDISTURBED].steps[-1].weights if self._request.steps else None
         text = f"from {checkpoint.relative_to(self._session.folder)}" if checkpoint else ""
-        done = self._start(name, replace(self._plan, until=until, draws=draws), text, checkpoint, resumed=True)
+        plan = replace(self._plan, until=until, draws=draws, attributes=(1, 2) if draws else ())
+        done = self._start(name, plan, text, checkpoint, resumed=True)
         if done.late:
             raise self._failed(done)
-        first, again, before = (self._records[other] for other in (UNDISTURBED, AGAIN, killed))
-        return diagnosis.compare(first, again, before, self._records[name])
+        first, again, before, after = (self._records[other] for other in (UNDISTURBED, AGAIN, killed, name))
+        if len({*map(tuple, self._request.variants)}) > 1:
+            found = diagnosis.failure(first, before, after)
+        else:
+            found = diagnosis.compare(first, again, before, after)
+        if not found and self._request.results is not None:
+            places = self._request.results(*(self._session.kept(other) / "out" for other in (UNDISTURBED, name)))
+            if places:
+                found = [Finding("files", places[0], tuple(places[1:]))]
+        return found
 
     def _latest(self, killed: str, chosen: ChosenKill) -> Path | None:
         """Return the checkpoint for ``{latest}``; None if the resume does not ask for one."""
@@ -204,11 +272,17 @@ class _Audit:
         return found
 
     def _start(
-        self, name: str, plan: AuditPlan, text: str = "", checkpoint: Path | None = None, resumed: bool = False
+        self,
+        name: str,
+        plan: AuditPlan,
+        text: str = "",
+        checkpoint: Path | None = None,
+        resumed: bool = False,
+        hashes: bool = True,
     ) -> CommandStart:
         plan = replace(plan, records=str(self._session.records(name)))
         self._say(f"starting '{name}'" + (f", {text}" if text else ""))
-        done = self._starts.start(name, plan, checkpoint, resumed)
+        done = self._starts.start(name, plan, checkpoint, resumed, self._variant, hashes)
         self._records[name] = records.read(self._session.records(name))
         return done
 

@@ -27,7 +27,7 @@ from harness.audit.matching import FULL, PART, ROUNDED, StepMatch
 from harness.audit.records import Process, StartRecord, Step
 from harness.audit.verdict import Finding, StartSummary
 
-__all__ = ["compare", "deterministic", "summaries"]
+__all__ = ["compare", "deterministic", "failure", "forgotten", "offset", "summaries"]
 
 _HARMLESS = {"buffers", "scale", "streams"}  # parts that may differ while training stays equal
 _NEVER = float("inf")
@@ -82,6 +82,41 @@ def compare(undisturbed: StartRecord, again: StartRecord, killed: StartRecord, r
     return _some(endings.torn(killed, undisturbed, resumed, found)) or found
 
 
+def failure(undisturbed: StartRecord, killed: StartRecord, resumed: StartRecord) -> list[Finding]:
+    """Return what is wrong with the end of a resume on another number of ranks, whose steps are not comparable."""
+    found = endings.failure(undisturbed, resumed, len(killed.steps)) or endings.exit_code(undisturbed, resumed)
+    return _some(found)
+
+
+def offset(undisturbed: StartRecord, again: StartRecord, killed: StartRecord, resumed: StartRecord) -> int:
+    """Return the steps that the undisturbed start had done where the resumed one begins."""
+    loaded = matching.loaded_after(killed, resumed)
+    if not (undisturbed.steps and resumed.steps):
+        return loaded or 0
+    return matching.find(undisturbed.processes[0], resumed.processes[0], loaded).offset
+
+
+def forgotten(observed: StartRecord, again: StartRecord, resumed: StartRecord) -> list[str]:
+    """Return a sentence for each attribute that training changes and that the resumed start does not have as the
+    undisturbed one. ``observed`` and ``again``, both undisturbed, show which attributes are equal in equal starts."""
+    found: dict[str, str] = {}
+    for one, same, other in by_rank(observed, again, resumed):
+        recorded = [
+            [step.attributes for step in process.steps if step.attributes] if process else []
+            for process in (one, same, other)
+        ]
+        if not all(recorded):
+            continue
+        first = recorded[0][0]
+        for mine, mine_again, yours in zip(recorded[0][1:], recorded[1][1:], recorded[2], strict=False):
+            for name in mine.keys() & mine_again.keys() & yours.keys() & first.keys():
+                if first[name] != mine[name] == mine_again[name] != yours[name]:
+                    found.setdefault(
+                        name, f"{name} is {yours[name]} instead of {mine[name]}: no checkpoint restores it"
+                    )
+    return sorted(found.values())
+
+
 def _some(finding: Finding | None) -> list[Finding]:
     return [finding] if finding else []
 
@@ -99,7 +134,8 @@ def _without_steps(
 
 
 def _explained(found: Sequence[Finding]) -> int | None:
-    """The steps by which a run becomes longer since rows are trained again, or shorter since they are left out."""
+    """Return the steps by which a run becomes longer since rows are trained again, or shorter since they are left
+    out."""
     for finding in found:
         if finding.code == "rows":
             return len(finding.steps) if "trained again" in finding.text else -len(finding.steps)

@@ -79,7 +79,7 @@ def torn(
     whole = complete(killed, undisturbed)
     parts = [path for each in killed.checkpoints if each.after and each not in whole for path in each.files]
     broken = [*killed.torn, *parts]
-    if place.get("place") not in ("write", "checkpoint") or not broken or not found:
+    if place.get("place") not in ("write", "checkpoint", "operation") or not broken or not found:
         return None
     printed = "\n".join(resumed.last_lines(60))
     folders = {os.path.dirname(path) for path in broken} - {

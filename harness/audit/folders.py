@@ -101,7 +101,7 @@ class WorkCopy:
                 yield below.size, path
         yield content.size - sum(below.size for below in content.folders.values()), folder
 
-    def described(self) -> list[str]:
+    def describe(self) -> list[str]:
         """Return a line for each thing that is linked."""
         return [
             f"linked instead of copied: {path.relative_to(self.source)}" + (f" ({_gigabytes(size)})" if size else "")
@@ -149,10 +149,18 @@ class Session:
     ``kept/NAME`` has what the start NAME left of both, and its output; ``records/NAME`` what the recorder wrote.
     """
 
-    def __init__(self, source: Path, folder: Path) -> None:
+    def __init__(self, source: Path, folder: Path, copies: bool = True) -> None:
+        """``copies``: False for a command that writes only to ``{out}``: ``work`` is the working folder itself."""
         self.folder = folder.resolve()
-        self.work, self.out, self._snapshot = self.folder / "work", self.folder / "out", self.folder / "source"
+        self.out, self._snapshot = self.folder / "out", self.folder / "source"
         (self.folder / _MARK).touch()
+        if not copies:
+            self.work, self.copy = source.resolve(), None
+            self.folders: tuple[Path, ...] = (self.out,)
+            """Those that each start finds as they should be, and whose content is kept."""
+            return
+        self.work = self.folder / "work"
+        self.folders = (self.work, self.out)
         self.copy = WorkCopy(source.resolve(), self.work)
         if (free := shutil.disk_usage(self.folder).free) < _COPIES * self.copy.size:
             raise ConfigError(
@@ -173,19 +181,20 @@ class Session:
     def fresh(self) -> None:
         """Give the next start the working folder as it was, and an empty ``{out}``."""
         self._clear()
-        _duplicate(self._snapshot, self.work)
+        if self.copy is not None:
+            _duplicate(self._snapshot, self.work)
         self.out.mkdir()
 
     def restore(self, name: str) -> None:
         """Give the next start what the start ``name`` left."""
         self._clear()
-        for folder in (self.work, self.out):
+        for folder in self.folders:
             _duplicate(self.kept(name) / folder.name, folder)
 
     def keep(self, name: str) -> None:
         """Move what a start left to ``kept(name)``."""
         self.kept(name).mkdir(parents=True, exist_ok=True)
-        for folder in (self.work, self.out):
+        for folder in self.folders:
             if folder.exists():  # a script may even remove it
                 folder.rename(self.kept(name) / folder.name)
             else:
@@ -195,13 +204,17 @@ class Session:
         """Return {path in S: bytes} of the files that the start has created or changed, while they are in place."""
         return {
             path.relative_to(self.folder).as_posix(): path.stat().st_size
-            for folder in (self.work, self.out)
+            for folder in self.folders
             for path in _files(folder)
             if _time(path) != _time(self._snapshot / path.relative_to(folder)) or folder == self.out
         }
 
+    def moved(self, path: str | Path) -> Path:
+        """Return where a start finds ``path``."""
+        return Path(path) if self.copy is None else self.copy.moved(path)
+
     def _clear(self) -> None:
-        for folder in (self.work, self.out):
+        for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
 
 

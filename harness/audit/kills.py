@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.audit.latest import Events, SavedFile, SavedFiles
@@ -31,11 +31,27 @@ class RunShape:
         self.steps = sum(event["event"] == "step" for event in events)
         self.epochs = sorted({int(event["after"]) for event in events if event["event"] == "epoch"})
         """Numbers of steps after which a pass over the data began."""
+        self.operations: list[ChosenKill] = []
+        self.evaluations: list[ChosenKill] = []
+        self._read(events)
         self.checkpoints: dict[int, list[SavedFile]] = {}
         """{steps done: its files}, without those written before the first step"""
         for file in SavedFiles(events).all:
             if file.after and file.within(folders):
                 self.checkpoints.setdefault(file.after, []).append(file)
+
+    def _read(self, events: Events) -> None:
+        """Find the kills before operations on files and before calls in evaluations."""
+        done = 0
+        for event in events:
+            if event["event"] == "operation":
+                text = f"before it {event['name']}s {Path(event['path']).name}, after step {done}"
+                self.operations.append(ChosenKill(PlannedKill("operation", event["number"]), done, text))
+            elif event["event"] in ("step", "end"):
+                for number in range(len(self.evaluations) + 1, event.get("evaluations", 0) + 1):
+                    text = f"in an evaluation after step {done}"
+                    self.evaluations.append(ChosenKill(PlannedKill("evaluation", number), done, text))
+                done += event["event"] == "step"
 
     def usable(self) -> list[int]:
         """Return the checkpoints that training goes on from."""
@@ -71,8 +87,9 @@ def why_none(shape: RunShape) -> str:
     )
 
 
-def choose(shape: RunShape, how: str, seed: int) -> list[ChosenKill]:
-    """Return the kills for ``--kills``: "middle", "all", or a number of random places. Empty if ``why_none``."""
+def choose(shape: RunShape, how: str, seed: int, ranks: int = 1, alone: float = 0.0) -> list[ChosenKill]:
+    """Return the kills for ``--kills``: "middle", "all", or a number of random places. Empty if ``why_none``. The share
+    ``alone`` of the random ones kills only one of the ``ranks``."""
     if not shape.usable():
         return []
     if how == MIDDLE:
@@ -81,7 +98,18 @@ def choose(shape: RunShape, how: str, seed: int) -> list[ChosenKill]:
         wanted = [_after_checkpoint(shape), _in_the_middle(shape), _end_of_epoch(shape), _torn(shape)]
         unique = {kill.kill: kill for kill in wanted if kill is not None}
         return list(unique.values())
-    return _at_random(shape, int(how), random.Random(seed))
+    chance = random.Random(seed)
+    return [
+        _of_one_rank(kill, chance, ranks) if chance.random() < alone else kill
+        for kill in _at_random(shape, int(how), chance)
+    ]
+
+
+def _of_one_rank(chosen: ChosenKill, chance: random.Random, ranks: int) -> ChosenKill:
+    rank = chance.randrange(ranks) if chosen.kill.place == "step" else 0  # the others may write nothing
+    return replace(
+        chosen, kill=replace(chosen.kill, rank=rank, target="rank"), text=f"{chosen.text}, rank {rank} alone"
+    )
 
 
 def _in_the_middle(shape: RunShape) -> ChosenKill:
@@ -145,8 +173,10 @@ def _at_random(shape: RunShape, number: int, chance: random.Random) -> list[Chos
         [_after_checkpoint(shape, after) for after in usable],
         [kill for after in sorted(shape.checkpoints)[1:] if (kill := _torn(shape, after))],
     ]
+    surely = pools[:2]  # the first one is after a checkpoint
+    pools += [[*shape.operations], [*shape.evaluations]]
     chosen: list[ChosenKill] = []
     while len(chosen) < number and any(pools):
-        pool = chance.choice([pool for pool in pools if pool])
+        pool = chance.choice([pool for pool in (pools if chosen else surely) if pool])
         chosen.append(pool.pop(chance.randrange(len(pool))))
     return chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ class SavedFile:
     after: optimizer steps before it
     number, write: its place, from 1, among the files that this process completed, and among those it began
     is_moved: it was renamed before the next step, as a file that is written under a temporary name
+    has_weights: it holds a tensor that is a weight before some step, and no results of an evaluation alone
     """
 
     path: Path
@@ -31,6 +33,7 @@ class SavedFile:
     write: int
     size: int
     is_moved: bool = False
+    has_weights: bool = False
 
     def within(self, folders: Iterable[Path]) -> bool:
         return any(self.path.is_relative_to(folder) for folder in folders)
@@ -47,7 +50,7 @@ class SavedFiles:
         self.torn: dict[Path, int] = {}
         """{path: place among the files that were begun} of those that are not complete"""
         self._before_step = 0  # files that were completed before the newest step
-        begun = 0
+        begun, weights = 0, _saved_weights(events)
         for event in events:
             if event["event"] == "step":
                 self._before_step = len(self.all)
@@ -59,7 +62,10 @@ class SavedFiles:
             elif event["event"] == "written":
                 path = Path(event["path"])
                 write = self.torn.pop(path, begun)
-                new = SavedFile(path, int(event["after"]), len(self.all) + 1, write, int(event.get("bytes") or 0))
+                new = SavedFile(
+                    path, int(event["after"]), len(self.all) + 1, write, int(event.get("bytes") or 0),
+                    has_weights=any(isinstance(each, str) and each in weights for each in _values(event)),
+                )  # fmt: skip
                 self.all.append(new)
                 self.present[path] = new
             elif event["event"] == "renamed":
@@ -80,6 +86,16 @@ class SavedFiles:
             self.present[new.path] = self.all[file.number - 1] = new
 
 
+def _saved_weights(events: Events) -> set[str]:
+    """Return the digests that the content of a checkpoint has for the weights before all steps."""
+    weights = {each for event in events if event["event"] == "step" for each in event.get("weights", {}).values()}
+    return {hashlib.sha1(f"tensor|{each}".encode(), usedforsecurity=False).hexdigest()[:16] for each in weights}
+
+
+def _values(event: Mapping[str, Any]) -> Iterable[Any]:
+    return (event.get("content") or {}).values()
+
+
 def latest(
     killed: Mapping[int, Events], undisturbed: Mapping[int, Events], folders: Sequence[Path], torn: bool = False
 ) -> Path | None:
@@ -87,8 +103,8 @@ def latest(
     whose files were all written at one moment.
 
     ``killed`` and ``undisturbed``: events by rank. A moment is complete if rank 0 wrote as many files as in the
-    undisturbed run, and gave them their final names. ``torn``: if there is no complete one, return the newest that was
-    begun.
+    undisturbed run, and gave them their final names. Files with weights come before others. ``torn``: if there is no
+    complete one, return the newest that was begun.
     """
     files, wanted = SavedFiles(killed.get(0, ())), _moments(SavedFiles(undisturbed.get(0, ())))
     got = _moments(files)
@@ -101,7 +117,8 @@ def latest(
         begun = [path for path in files.torn if torn and path.exists() and any(map(path.is_relative_to, folders))]
         return begun[-1] if begun else None
     everything = [file for rank in (*killed.values(), *undisturbed.values()) for file in SavedFiles(rank).all]
-    return _with_its_folder(max(complete, key=lambda file: file.number), everything, folders)
+    newest = max(complete, key=lambda file: (file.has_weights, file.number))
+    return _with_its_folder(newest, everything, folders)
 
 
 def _moments(files: SavedFiles) -> Counter[int]:

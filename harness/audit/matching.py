@@ -135,7 +135,7 @@ def _in_common(ours: Mapping[int, Step], theirs: Mapping[int, Step]) -> int:
 
 
 def _trained(steps: Sequence[Step]) -> set[str]:
-    """The names of weights that change during training."""
+    """Return the names of weights that change during training."""
     values: dict[tuple[int, str], set[str]] = defaultdict(set)
     for step in steps:
         for name, digest in step.weights.items():
@@ -151,7 +151,7 @@ def _float16(value: float) -> float:
 
 
 def _bfloat16(value: float) -> float:
-    """The upper half of a float32, rounded to even."""
+    """Return the upper half of a float32, rounded to even."""
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     return float(struct.unpack("<f", struct.pack("<I", bits & 0xFFFFFFFF))[0])

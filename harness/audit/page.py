@@ -40,7 +40,7 @@ def summary(verdict: Verdict) -> str:
     steps = verdict.starts[0].steps if verdict.starts else 0
     return (
         f"exact: killed {plural(kills, 'time')} and resumed, the training equals the undisturbed one bit for bit "
-        f"({plural(steps, 'step')})"
+        f"({plural(steps, 'step')}{'; --kills tries other places' if kills == 1 else ''})"
     )
 
 
@@ -65,8 +65,12 @@ def _facts(start: StartSummary) -> Iterator[str]:
 def _kill(start: StartSummary) -> str:
     killed = start.killed or {}
     path = str(killed.get("path") or "").rpartition("/")[2]
-    places = {"checkpoint": f"right after {path} was written", "write": f"while {path} was being written"}
-    return places.get(str(killed.get("place")), f"before step {start.steps + 1}")
+    places = {
+        "checkpoint": f"right after {path} was written", "write": f"while {path} was being written",
+        "operation": f"before an operation on {path}", "evaluation": f"in an evaluation after step {start.steps}",
+    }  # fmt: skip
+    place = places.get(str(killed.get("place")), f"before step {int(killed.get('step', start.steps)) + 1}")
+    return place + (f", rank {killed['rank']} alone" if killed.get("target") == "rank" else "")
 
 
 # The page

@@ -13,23 +13,34 @@ from harness.runs.files import write_atomically
 
 PLAN = "RESUME_AUDIT"
 
-KillPlace = Literal["step", "checkpoint", "write"]
-Detail = Literal["tensors", "sums"]
-HowKilled = Literal["KILL", "TERM"]
+KillPlace = Literal["step", "checkpoint", "write", "evaluation", "operation"]
+KillTarget = Literal["all", "rank", "launcher"]
+Detail = Literal["tensors", "places"]
+HowKilled = Literal["KILL", "TERM", "INT"]
 
 
 @dataclass(frozen=True)
 class PlannedKill:
-    """The moment at which a start is killed, counted from 1 in this start, by rank 0.
+    """The moment at which a start is killed, counted from 1 in this start, by the rank ``rank``.
 
     step: before the ``number``-th optimizer step begins
     checkpoint: right after the ``number``-th checkpoint file is complete
     write: in the middle of the ``number``-th checkpoint file, after ``fraction`` of its data
+    evaluation: before the ``number``-th call of the outermost module outside of training
+    operation: before the ``number``-th time that a file in ``roots`` is opened to write, renamed or removed, or a
+        folder made, since the process has an optimizer
+    after: optimizer steps before which nothing is counted; not for "step"
+    target: all processes; this rank alone, and its launcher has to notice; or the process that started it
+    delay_s: seconds from the place to the kill, in which the process goes on
     """
 
     place: KillPlace
     number: int
     fraction: float = 0.5
+    rank: int = 0
+    target: KillTarget = "all"
+    after: int = 0
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -39,8 +50,13 @@ class AuditPlan:
     records: the folder for its records, and for the mark of the kill
     steps: every process ends after so many optimizer steps
     until: digests of weights by name; every process ends after the step that began with these weights
+    detail: digests of each tensor; or none, only the places of kills
     roots: the folders that checkpoints belong in
+    thorough: every change of a file in ``roots`` is an operation, from the start of the process on: also each part that
+        is written, in the middle of which it is killed, and each fsync
     draws: also record which lines draw random numbers, which makes the start a few times slower
+    chance: also record the sources of chance: draws of entropy, clocks, and operations that are not deterministic
+    attributes: steps before which the attributes of models, optimizers and the script's own objects are recorded
     """
 
     records: str
@@ -50,7 +66,10 @@ class AuditPlan:
     signal: HowKilled = "KILL"
     detail: Detail = "tensors"
     roots: tuple[str, ...] = ()
+    thorough: bool = False
     draws: bool = False
+    chance: bool = False
+    attributes: tuple[int, ...] = ()
 
     def write(self, path: Path) -> Path:
         write_atomically(path, json.dumps(asdict(self)) + "\n")

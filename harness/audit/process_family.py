@@ -96,7 +96,7 @@ def _process(pid: int) -> _Process | None:
 
 
 def _table_of_ps() -> dict[int, _Process]:
-    """``_table`` on systems without /proc, such as macOS."""
+    """Return ``_table`` on systems without /proc, such as macOS."""
     command = ["ps", "-axo", "pid=,ppid=,stat=,lstart="]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=KILL_S, check=True)
     rows = [line.split(None, 3) for line in done.stdout.splitlines()]

@@ -48,6 +48,8 @@ class Step:
     samples: dict[str, list[Any]]
     others: dict[str, Any] | None
     """Digests, or for tensors without a name lists of them."""
+    attributes: dict[str, str] = field(default_factory=dict)
+    """Of models, optimizers and the script's own objects, as text; only where the plan asks for them."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -157,7 +159,7 @@ class StartRecord:
         return any(process.stopped for process in self.processes)
 
     def last_lines(self, count: int = 20) -> list[str]:
-        """The end of what the start printed."""
+        """Return the end of what the start printed."""
         if self.output is None or not self.output.is_file():
             return []
         with open(self.output, "rb") as file:
@@ -284,12 +286,13 @@ def _step(entry: dict[str, Any]) -> Step:
         streams=entry.get("streams") or {},
         samples=entry.get("samples") or {},
         others=entry.get("others"),
+        attributes=entry.get("attributes") or {},
     )
 
 
 def draws(folder: Path, work: Path) -> list[Draw]:
-    """Return the lines that drew random numbers in a start whose plan asked for them; files in ``work`` by their names
-    there."""
+    """Return the lines that drew random numbers in a start whose plan asked for them; those of files in ``work`` first,
+    by their names there."""
     found: list[Draw] = []
     for path in sorted(folder.glob("draws-*.jsonl")):
         for entry in entries(path):
@@ -298,4 +301,4 @@ def draws(folder: Path, work: Path) -> list[Draw]:
             draw = Draw(entry["stream"], entry["function"], f"{name}:{entry['line']}", entry["worker"])
             if draw not in found:
                 found.append(draw)
-    return found
+    return sorted(found, key=lambda draw: Path(draw.place).is_absolute())

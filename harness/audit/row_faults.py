@@ -42,7 +42,8 @@ def diagnose(
         return _unknown(undisturbed, resumed, offset, index, drawn, before)
     place = ours[found].step
     again = tuple(name for name in drawn if _stream(undisturbed, place, name) == _stream(resumed, index, name))
-    if again and place == index:
+    longer = surplus == offset + index - place  # by just these rows, whatever draws their order
+    if again and place == index and not longer:
         text = f"random stream {named(again)} starts from its seed again: {before}, on the rows of step {place + 1}"
         return Finding("random-streams", text, steps=(number,), names=again)
     kept = _kept_up(ours, theirs, found, first)
@@ -58,7 +59,10 @@ def diagnose(
         which = f"{plural(len(passed), 'micro-batch')} of {which}"
     what = "trained again" if found < due else "never trained"
     text = f"the rows of {which} ({rows} rows) are {what}: {before}, but reads those of step {place + 1}"
-    return Finding("rows", text, (f"{plural(kept, 'batch')} in a row show it",), tuple(range(steps[0], steps[1] + 1)))
+    evidence: tuple[str, ...] = (f"{plural(kept, 'batch')} in a row show it",)
+    if again and place == index:
+        evidence += (f"random stream {named(again)} is at step {place + 1} again as well",)
+    return Finding("rows", text, evidence, tuple(range(steps[0], steps[1] + 1)))
 
 
 def _calls(steps: Sequence[Step]) -> list[_PlacedCall]:

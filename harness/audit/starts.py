@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,15 @@ _STRAYS_S = 10.0  # for what the launcher leaves behind, without new records
 _LOOK_S, _POLL_S = 0.1, 0.02  # between looks at all processes and records; at the launcher and the mark
 _LOOK_SHARE = 20  # between looks, times what one takes
 _TAIL_LINES = 15
+
+
+def record_this_process(plan: Path) -> None:
+    """Start the recorder here, as ``sitecustomize`` does in a process that is started with the ``plan``."""
+    sys.path.insert(0, str(HOOK))
+    import resume_recorder  # type: ignore[import-not-found]
+
+    sys.path.remove(str(HOOK))
+    resume_recorder.start(str(plan), {})
 
 
 @dataclass(frozen=True)
@@ -78,9 +88,12 @@ class CommandStarts:
         self.limit_s = float("inf")
         """Seconds for one start, even if it makes progress."""
 
-    def words(self, latest: Path | None = None, resumed: bool = False) -> list[str]:
-        """Return the command of a start. Its paths lead to the copy of the working folder, and from there to the same
-        places as before."""
+    def words(
+        self, latest: Path | None = None, resumed: bool = False, more: Sequence[str] = (), plan: Path | None = None
+    ) -> list[str]:
+        """Return the command of a start, with ``more`` words at its end. Its paths lead to the copy of the working
+        folder, and from there to the same places as before. ``{plan}`` and ``{hook}`` are what its processes need as
+        RESUME_AUDIT and first in PYTHONPATH, if they do not inherit the environment."""
         adds = self._resume if resumed and (latest is not None or LATEST not in " ".join(self._resume)) else []
         found: list[str] = []
         for number, word in enumerate(self._command):
@@ -91,22 +104,37 @@ class CommandStarts:
                 found.append(self._in_copy(word) if number else word)
         if not any(RESUME in word for word in self._command):
             found += adds
-        return [word.replace(OUT, str(self._session.out)).replace(LATEST, str(latest or "")) for word in found]
+        values = {OUT: self._session.out, LATEST: latest or "", "{plan}": plan or "", "{hook}": HOOK}
+        for name, value in values.items():
+            found = [word.replace(name, str(value)) for word in found]
+        return [*found, *more]
 
     def _in_copy(self, word: str) -> str:
         """Return ``word``, or ``--name=word``, with the path that a start has to use."""
         option, equals, path = word.rpartition("=")
+        if self._session.copy is None:
+            return word
         source = self._session.copy.source
         if path.startswith("../") and (source / path).exists() or path == str(source) or path.startswith(f"{source}/"):
-            return f"{option}{equals}{self._session.copy.moved(path)}"
+            return f"{option}{equals}{self._session.moved(path)}"
         return word
 
-    def environ(self, plan: Path) -> dict[str, str]:
+    def environ(self, plan: Path, hashes: bool = True) -> dict[str, str]:
+        """``hashes``: False fixes the order of sets and the hashes of strings."""
         entries = [entry for entry in self._environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-        path = os.pathsep.join([str(HOOK), *(str(self._session.copy.moved(entry)) for entry in entries)])
-        return {**self._environ, "PYTHONPATH": path, "PWD": str(self._session.work), PLAN: str(plan)}
+        path = os.pathsep.join([str(HOOK), *(str(self._session.moved(entry)) for entry in entries)])
+        fixed = {} if hashes else {"PYTHONHASHSEED": "0"}
+        return {**self._environ, "PYTHONPATH": path, "PWD": str(self._session.work), PLAN: str(plan), **fixed}
 
-    def start(self, name: str, plan: AuditPlan, latest: Path | None = None, resumed: bool = False) -> CommandStart:
+    def start(
+        self,
+        name: str,
+        plan: AuditPlan,
+        latest: Path | None = None,
+        resumed: bool = False,
+        more: Sequence[str] = (),
+        hashes: bool = True,
+    ) -> CommandStart:
         """Start the command in the folders as they are, and wait until none of its processes is left. Then move what it
         left to ``kept(name)``. Raises ConfigError if the command cannot be started."""
         records = Path(plan.records)
@@ -114,19 +142,21 @@ class CommandStarts:
         self._session.kept(name).mkdir(parents=True)
         output = self._session.kept(name) / "output.txt"
         path = plan.write(self._session.folder / "records" / f"{name}.plan.json")
-        command, began = self.words(latest, resumed), time.monotonic()
+        command, began = self.words(latest, resumed, more, path), time.monotonic()
         with open(output, "wb") as file:
             try:
                 launcher = subprocess.Popen(
-                    command, cwd=self._session.work, env=self.environ(path), stdin=subprocess.DEVNULL, stdout=file,
-                    stderr=file, start_new_session=True, preexec_fn=processes.terminated_with_parent(),
+                    command, cwd=self._session.work, env=self.environ(path, hashes), stdin=subprocess.DEVNULL,
+                    stdout=file, stderr=file, start_new_session=True, preexec_fn=processes.terminated_with_parent(),
                 )  # fmt: skip
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     f"the command cannot be started: {reason(error)}", where=command[0],
-                    hint="type it after -- as in a shell, such as -- python train.py",
+                    hint="type it after -- as in a shell, such as -- python train.py; torchrun is also python -m "
+                    "torch.distributed.run",
                 ) from None  # fmt: skip
-        with _Watch(launcher, ProcessFamily(launcher.pid, str(path)), records, plan.signal) as watch:
+        how = "" if plan.kill and plan.kill.target != "all" else plan.signal
+        with Watch(launcher, ProcessFamily(launcher.pid, str(path)), records, how) as watch:
             late = watch.wait(self._timeout_s, self.limit_s, self._grace_s)
         done = CommandStart(
             name, command, watch.code, time.monotonic() - began, watch.mark(), str(output), self._session.written(),
@@ -137,14 +167,17 @@ class CommandStarts:
         return done
 
 
-class _Watch:
-    """The processes of a start until none of them is left. An error, such as Ctrl-C, ends them."""
+class Watch:
+    """The processes of a start until none of them is left. An error, such as Ctrl-C, ends them.
+
+    ``how``: the signal that they get when one of them has reached the place of the kill; empty if it kills itself.
+    """
 
     def __init__(self, launcher: subprocess.Popen[bytes], family: ProcessFamily, records: Path, how: str) -> None:
         self._launcher, self._family, self._records, self._how = launcher, family, records, how
         self.code: int | None = None
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -162,17 +195,21 @@ class _Watch:
             return content
         return None
 
-    def wait(self, timeout_s: float, limit_s: float, grace_s: float) -> str:
-        """Wait for the kill or the end of all processes, and set ``code``. Returns why they are ended before, if so."""
+    def wait(self, timeout_s: float, limit_s: float, grace_s: float, end_s: float = float("inf")) -> str:
+        """Wait for the kill or the end of all processes, and set ``code``. Returns why they are ended before, if so:
+        they made no progress for ``timeout_s``, or had not ended ``limit_s`` after the start or ``end_s`` after a rank
+        had killed itself."""
         began = progress = look = time.monotonic()
-        size = 0
-        while self.mark() is None:
+        size, killed = 0, float("inf")  # when the mark was first seen
+        while not self._how or self.mark() is None:
             code, now = self._launcher.poll(), time.monotonic()
             if self.code is None and code is not None:
                 self.code, progress, look = code, now, now
             if now >= look:
                 if size != (size := self._size()):
                     progress = now
+                    if killed == float("inf") and self.mark() is not None:
+                        killed = now
                 if not self._family.alive() and code is not None:
                     return ""
                 look = now + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - now))
@@ -181,15 +218,17 @@ class _Watch:
                 return ""
             if quiet_s > timeout_s:
                 return f"it made no progress for {timeout_s:.0f} s"
+            if now - killed > end_s:
+                return f"it had not ended {end_s:.0f} s after the kill"
             if now - began > limit_s:
                 return f"it had not ended after {limit_s:.0f} s"
             time.sleep(_POLL_S)
-        self.code = self._terminate(grace_s) if self._how == "TERM" else None
+        self.code = None if self._how == "KILL" else self._terminate(grace_s)
         return ""
 
     def _terminate(self, grace_s: float) -> int | None:
-        """Send SIGTERM, and leave the processes ``grace_s`` seconds. Returns the launcher's exit code if it ended."""
-        self._family.send(signal.SIGTERM)
+        """Send the signal, and wait ``grace_s`` seconds for the end. Returns the launcher's exit code if it ended."""
+        self._family.send(signal.Signals[f"SIG{self._how}"])
         (self._records / "mark.seen").touch()
         deadline = time.monotonic() + grace_s
         while self._launcher.poll() is None or self._family.alive():

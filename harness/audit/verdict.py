@@ -27,6 +27,8 @@ FAULTS = {
     "from-scratch": ("the resumed start begins from scratch", "check that it finds the checkpoint, and fail if not"),
     "length": ("the resumed run has another length", "count steps and epochs from those of the checkpoint"),
     "exit-code": ("the exit code does not tell the outcome", "let the error end the process"),
+    "hang": ("the other ranks wait for one that was killed", "give the process group a timeout"),
+    "files": ("what the run leaves differs, though its training is equal", ""),
     "other": ("the runs part for an unknown reason", ""),
 }  # fmt: skip
 """Codes of faults: what is wrong, and what usually helps."""
@@ -46,12 +48,17 @@ UNDECIDED = {
 
 @dataclass(frozen=True)
 class Draw:
-    """A line of the script that draws from a global random stream. ``worker``: in a loader process."""
+    """A line of the script that draws from a global random stream, or is a source of chance. ``worker``: in a loader
+    process."""
 
     stream: str
     function: str
     place: str
     worker: bool = False
+
+    @property
+    def described(self) -> str:
+        return f"{self.place} calls {self.function}{' in a loader process' * self.worker}"
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,10 @@ class Finding:
             lines = [draw for draw in draws if draw.stream in self.names]
         else:
             lines = [draw for draw in draws if draw.worker and self.code == "row-order"]
-        shown = [f"{draw.place} calls {draw.function}{' in a loader process' * draw.worker}" for draw in lines]
-        return replace(self, evidence=(*self.evidence, *shown[:_DRAWS]))
+        return self.with_lines([draw.described for draw in lines])
+
+    def with_lines(self, lines: Sequence[str]) -> Finding:
+        return replace(self, evidence=(*self.evidence, *lines[:_DRAWS]))
 
     @property
     def title(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 from collections.abc import Callable, Sequence
 
 from harness.errors import ConfigError, similar
@@ -41,7 +42,7 @@ def settle(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
 def unknown_option(
     arguments: argparse.Namespace, parser: argparse.ArgumentParser, option: str, words: Sequence[str]
 ) -> ConfigError:
-    """The error for an ``option`` that the verb does not have, with what to type instead."""
+    """Return the error for an ``option`` that the verb does not have, with what to type instead."""
     typed, _, value = option.partition("=")
     after = [*words[words.index(option) + 1 :], "-"][0]
     value = value or ("" if after.startswith("-") or "=" in after else after)
@@ -54,7 +55,9 @@ def unknown_option(
         key = reference.key_of(name, exact=near is not None)
     if trains and name in _OF_LAUNCH and verb != "launch":
         config = arguments.config or next((word for word in arguments.overrides if "=" not in word), "CONFIG")
-        hint = f"type: harness launch -c {config} --{_OF_LAUNCH[name]} {value or 'N'}"
+        settings = [word for word in words if "=" in word and not word.startswith("-")]
+        command = ["harness", "launch", "-c", config, f"--{_OF_LAUNCH[name]}", value or "N", *settings]
+        hint = f"type: {shlex.join(command)}"
     elif key:
         hint = f"settings are written as key=value: {key}={value or 'VALUE'}"
     else:

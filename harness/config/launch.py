@@ -55,7 +55,7 @@ def _key(engine: str) -> str:
 
 
 def _is_common(key: str) -> bool:
-    """True for the name of a setting that every engine has."""
+    """Return True for the name of a setting that every engine has."""
     return key in LaunchSection.model_fields
 
 
@@ -97,7 +97,7 @@ def with_engines(**kinds: Any) -> type[LaunchSection]:
 
 
 def built_in() -> dict[str, type[Section]]:
-    """The settings of the built-in engines that have some."""
+    """Return the settings of the built-in engines that have some."""
     return {name: plugins.find("engine settings", name, "launch") for name in plugins.names("engine settings")}
 
 

@@ -57,7 +57,7 @@ def merged(path: Path, overrides: Sequence[str], written_at: Mapping[str, str]) 
 
 
 def overridden(tree: Any, override: str, origin: str = COMMAND_LINE) -> tuple[Any, dict[str, Any]]:
-    """``tree`` with ``override`` ("key=value"), and what that sets, by dotted key. Raises ConfigError."""
+    """Return ``tree`` with ``override`` ("key=value"), and what that sets, by dotted key. Raises ConfigError."""
     key, separator, value = override.partition("=")
     if not separator or not key or key.startswith("-"):
         raise ConfigError(f"{override!r} is not an override", where=COMMAND_LINE, hint=_EXAMPLE)
@@ -110,7 +110,7 @@ def _unresolved(
 
 
 def origin_of(key: str, origins: dict[str, str], default: str) -> str:
-    """The place where ``key`` was written, or else the nearest section around it, or else a key inside it."""
+    """Return the place where ``key`` was written, or else the nearest section around it, or else a key inside it."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         if found := origins.get(".".join(parts[:length])):
@@ -201,8 +201,8 @@ def _parse(text: str, path: Path) -> tuple[Any, dict[str, str]]:
 
 
 def load(text: str) -> Any:
-    """The content of a YAML file that may be a stranger's. Raises YAMLError, RecursionError, or ValueError if its seal
-    does not match or its aliases expand to more than MAX_VALUES."""
+    """Return the content of a YAML file that may be a stranger's. Raises YAMLError, RecursionError, or ValueError if
+    its seal does not match or its aliases expand to more than MAX_VALUES."""
     require_intact(text)
     loader = (yaml.SafeLoader if text.count("[") + text.count("{") > _DEEP else _Fast)(text)
     try:
@@ -232,7 +232,7 @@ def _no_sections(path: Path) -> ConfigError:
 
 
 def _invalid(error: Exception, text: str, path: Path) -> ConfigError:
-    """The error for a file that is not YAML, at the wrong line."""
+    """Return the error for a file that is not YAML, at the wrong line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
     line, hint = mark.line + 1 if mark else None, ""
     opened = getattr(error, "context_mark", None)

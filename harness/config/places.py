@@ -1,8 +1,10 @@
-"""Places of files: paths and URLs."""
+"""Places of files: paths, URLs, and names of Hugging Face."""
 
 from __future__ import annotations
 
+HUB = "hf:"  # before a folder or a name of Hugging Face
+
 
 def is_url(place: str) -> bool:
-    """True for a URL of any scheme, such as s3://bucket/run; False for a path."""
+    """Return True for a URL of any scheme, such as s3://bucket/run; False for a path."""
     return "://" in place

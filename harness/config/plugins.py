@@ -28,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
 
-from harness.errors import ConfigError, first_line, readable
+from harness.errors import ConfigError, first_line, readable, similar, users_line
 
 _HARNESS = Path(__file__).parents[1]
 
@@ -44,9 +44,10 @@ class Kind(NamedTuple):
     files: bool = True  # a part may be a single file
 
 
+_NO_MODELS = frozenset({"compiled", "huggingface", "lora", "model_builder", "recompute", "weights"})
 KINDS = {
     "task": Kind("tasks", "Task", "config"),
-    "model": Kind("training/models", "Model", "", frozenset({"compiled", "model_builder", "recompute", "weights"})),
+    "model": Kind("training/models", "Model", "", _NO_MODELS),
     "strategy": Kind(
         "training/strategies",
         "Strategy",
@@ -103,11 +104,22 @@ def import_own(kind: str, name: str, where: str, holds: str = "") -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the user's module may raise anything, and may call sys.exit
+        place = f"{line}: " if (line := users_line(error)) else ""
         raise ConfigError(
-            f"the {kind} {name!r} cannot be imported ({type(error).__name__}: {first_line(readable(error))})",
+            f"the {kind} {name!r} cannot be imported ({place}{type(error).__name__}: {first_line(readable(error))})",
             where=where,
-            hint="write package.module or package.module.Class, importable from the working folder",
+            hint=_nearest(name, error)
+            or "write package.module or package.module.Class, importable from the working folder",
         ) from error
+
+
+def _nearest(name: str, error: BaseException) -> str:
+    """Return a hint with the nearest name of the module that lacks ``name``, if that is why its import failed."""
+    package, _, attribute = name.rpartition(".")
+    if not (isinstance(error, AttributeError) and inspect.ismodule(error.obj) and error.name == attribute):
+        return ""
+    near = similar(attribute, vars(error.obj)) if error.obj.__name__ == package else None
+    return f"did you mean {package}.{near}?" if near else ""
 
 
 def makes(part: Any, base: type) -> bool:
@@ -128,7 +140,7 @@ def makes(part: Any, base: type) -> bool:
 
 
 def wrong_kind(name: str, base: str, where: str) -> ConfigError:
-    """The error for a part that is not a ``base``, such as torch.nn.Module, and is therefore not called."""
+    """Return the error for a part that is not a ``base``, such as torch.nn.Module, and is therefore not called."""
     return ConfigError(
         f"{name} is not a {base}",
         where=where,
@@ -137,8 +149,8 @@ def wrong_kind(name: str, base: str, where: str) -> ConfigError:
 
 
 def unknown(kind: str, name: str, known: Iterable[str], where: str, otherwise: str = "") -> ConfigError:
-    """The error for a name that is not built in, with the nearest spelling; if there is none, with ``otherwise`` as
-    hint, or the known names."""
+    """Return the error for a name that is not built in, with the nearest spelling; if there is none, with ``otherwise``
+    as hint, or the known names."""
     known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=1)
     otherwise = otherwise or f"use one of {', '.join(known)}, or your own package.module"

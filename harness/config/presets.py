@@ -31,7 +31,7 @@ def changes(config: Config, name: str) -> dict[str, tuple[Any, Any]]:
 
 
 def nearest(config: Config) -> str:
-    """The preset that ``config`` follows, with the settings in which it differs."""
+    """Return the preset that ``config`` follows, with the settings in which it differs."""
     found = {name: changes(config, name) for name in names()}
     name = min(found, key=lambda name: (len(found[name]), name != DEFAULT))
     differing = [f"{key}={_shown(own)}" for key, (own, _) in found[name].items()]

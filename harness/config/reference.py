@@ -81,7 +81,7 @@ def chapters() -> list[Chapter]:
 
 
 def _parts(node: dict[str, Any], defs: dict[str, Any]) -> list[str]:
-    """The names of the tasks or schedules among which ``node`` chooses."""
+    """Return the names of the tasks or schedules among which ``node`` chooses."""
     sections = [_resolved(each, defs) for each in node.get("anyOf", ())]
     names = [each.get("properties", {}).get("name", {}).get("const") for each in sections]
     return [name for name in names if name]
@@ -175,7 +175,7 @@ def _number(value: float) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """``value`` as it is written in a file, on one line."""
+    """Return ``value`` as it is written in a file, on one line."""
     if isinstance(value, str):
         return value or '""'
     return json.dumps(value) if not isinstance(value, dict | list) else _flow(value)
@@ -186,7 +186,7 @@ def _flow(value: Any) -> str:
 
 
 def _example(key: str, node: dict[str, Any], text: str) -> str:
-    """An override with the value that the text names after "such as", or another one than the default, or the
+    """Return an override with the value that the text names after "such as", or another one than the default, or the
     default. Empty for what is in a list, of which the list is the example."""
     if "[]" in key:
         return ""
@@ -200,7 +200,8 @@ def _example(key: str, node: dict[str, Any], text: str) -> str:
 
 
 def _named(node: dict[str, Any], text: str) -> str | None:
-    """The first value after "such as" that ``node`` may have, as it is written in a list if it has to be in one."""
+    """Return the first value after "such as" that ``node`` may have, as it is written in a list if it has to be in
+    one."""
     kinds = {each.get("type", "string" if "enum" in each or "const" in each else "") for each in _choices(node)}
     for match in re.finditer(r"[Ss]uch as (\[.*?\]|\{.*?\}|\".*?\"|[^\s,;)]+)", text):
         word = match[1].rstrip(".:")
@@ -215,7 +216,7 @@ def _named(node: dict[str, Any], text: str) -> str | None:
 
 
 def _values(node: dict[str, Any]) -> list[Any]:
-    """The values that the schema lists."""
+    """Return the values that the schema lists."""
     if "anyOf" in node:
         return [value for each in node["anyOf"] for value in _values(each)]
     if node.get("type") == "boolean":
@@ -278,7 +279,7 @@ def _score(setting: Setting, words: Sequence[str]) -> tuple[int, float]:
 
 
 def as_text(settings: Sequence[Setting]) -> str:
-    """A few settings in full; more as a line each."""
+    """Return a few settings in full; more as a line each."""
     if len(settings) <= _FULL:
         return "\n\n".join(each.full for each in settings)
     return "\n".join(each.line for each in settings)

@@ -7,6 +7,7 @@ under ``harness/tasks``.
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +19,7 @@ from harness.config import plugins
 from harness.config.base import Arguments, LocalPlace, Name, NameOf, Place, Positive, Seconds, Section
 from harness.config.duration import Bare, Duration
 from harness.config.launch import LaunchSection
+from harness.config.places import HUB
 from harness.errors import plural
 
 if TYPE_CHECKING:
@@ -34,7 +36,18 @@ class TaskSection(Section):
 
     def open(self, seed: int, cache_dir: Path | None) -> object:
         """Open the data; return an OpenedTask (``harness.training.task``), which a configuration does not know. Called
-        once per rank; raises DataError. ``cache_dir`` is ``data.cache_dir``."""
+        once per rank; raises DataError. ``cache_dir`` is ``data.cache_dir``. A task with its data in another module
+        does not override it: ``beside`` has a function ``open_data(section, seed, cache_dir)``."""
+        opened: object = self.beside().open_data(self, seed, cache_dir)
+        return opened
+
+    def beside(self) -> Any:
+        """Import the module ``task`` next to the module ``config`` of this class, or of a base class. A configuration
+        is read without it, since it imports torch."""
+        for kind in type(self).__mro__:
+            package, _, module = kind.__module__.rpartition(".")
+            if module == "config":
+                return importlib.import_module(f"{package}.task")
         raise NotImplementedError(f"{type(self).__module__}.Task does not define open(seed, cache_dir)")
 
     def problems(self) -> Iterable[HarnessError]:
@@ -60,16 +73,33 @@ class DataSection(Section):
     """
 
 
+class LoraSection(Section):
+    """Low-rank adaptation (Hu et al. 2021): the weights are frozen but for the last layers, and small matrices beside
+    them are trained."""
+
+    r: Positive = 8
+    """Rank of the matrices."""
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """What the matrices add is multiplied by alpha / r."""
+    targets: tuple[str, ...] = Field(default=(), strict=False)
+    """The layers to adapt, such as [query, value]: the ends of their names, or patterns such as "encoder.*.dense". []:
+    all linear layers but the last ones.
+    """
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout of the inputs of the matrices."""
+
+
 class ModelSection(Section):
     name: str = "small_cnn"
-    """A built-in model (small_cnn, mlp, linear, ...), a torchvision model such as resnet18, timm:NAME, or
-    package.module.Class.
+    """A built-in model (small_cnn, mlp, linear, ...), a torchvision model such as resnet18, timm:NAME,
+    hf:FOLDER_OR_NAME of Hugging Face for the classification of texts or images, or package.module.Class.
     """
     args: Arguments = {}
     """Keyword arguments of the model, such as {width: 64}; null: none."""
     weights: str | None = None
     """Weights to start from, for fine-tuning: a file (.safetensors, .pth), a run folder such as runs/pets, a URL, or
-    DEFAULT, the best pretrained weights that torchvision or timm publishes for this model; null: random ones.
+    DEFAULT, the best pretrained weights that torchvision or timm publishes for this model. null or `random`: random
+    ones, but for hf:FOLDER_OR_NAME, null: those in that folder.
     """
     strict: bool = True
     """true: the weights must match the model exactly; false: missing weights are initialized at random."""
@@ -89,6 +119,16 @@ class ModelSection(Section):
     true: in the model's blocks, such as the layers of a transformer; or a list of patterns such as "layer1.*" for
     the names of modules.
     """
+    lora: LoraSection | None = None
+    """LoRA, for fine-tuning with few trained parameters, such as {r: 8, targets: [query, value]}; needs peft. {}: on,
+    with the defaults; null: off.
+    """
+
+    @property
+    def start_weights(self) -> str | None:
+        """``weights``, or those of the folder that ``name`` is; None for random ones."""
+        given = self.weights or ("DEFAULT" if self.name.startswith(HUB) else None)
+        return None if given == "random" else given
 
 
 class BatchSection(Section):
@@ -349,8 +389,9 @@ class HookSection(Section):
     """An object of your own that a run calls; its class alone may stand for it."""
 
     name: Annotated[str, Field(pattern=r"\.")]
-    """Your class, such as my_module.Unfreeze, with any of after_step(run), after_evaluation(run, report) and
-    before_checkpoint(run), and with state_dict() and load_state_dict(state) if it has state.
+    """Your class, such as my_module.Unfreeze, with any of before_training(run), after_step(run),
+    after_evaluation(run, report) and before_checkpoint(run), and with state_dict() and load_state_dict(state) if it has
+    state.
     """
     args: Arguments = {}
     """Keyword arguments of the class; null: none."""
@@ -416,7 +457,7 @@ class Config(Section):
     of your own. Names of classes, such as [my_module.Unfreeze], or {name, args}.
     """
     trackers: tuple[Annotated[str, NameOf("tracker")], ...] = Field(default=(), strict=False)
-    """Tools that mirror metrics.jsonl, which is always written: tensorboard, wandb, mlflow, or your own
+    """Tools that mirror metrics.jsonl, which is always written: tensorboard, wandb, mlflow, trackio, or your own
     package.module, such as [tensorboard].
     """
     runtime: RuntimeSection = RuntimeSection()

@@ -70,8 +70,9 @@ def section_of(
     passed: tuple[str, ...],
     by_run: tuple[str, ...] = (),
 ) -> Any:
-    """``base`` with this ``name``, which ``default`` makes optional, and the arguments of ``function`` as ``args``,
-    without those that the harness has ``passed``; those ``by_run`` are null unless the configuration sets them."""
+    """Return ``base`` with this ``name``, which ``default`` makes optional, and the arguments of ``function`` as
+    ``args``, without those that the harness has ``passed``; those ``by_run`` are null unless the configuration sets
+    them."""
     arguments = _arguments(name, function, passed, by_run)
     description = base.model_fields["name"].description
     named: Any = (Literal[name], Field(default=name if default else ..., description=description))
@@ -112,7 +113,7 @@ def _arguments(name: str, function: Function, passed: tuple[str, ...], by_run: t
 
 
 def _hints(function: Function, parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
-    """The types of ``parameters`` by name. torch imports some of them for type checkers only."""
+    """Return the types of ``parameters`` by name. torch imports some of them for type checkers only."""
     made = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)  # type: ignore[misc]
     annotations = {one.name: Any if one.annotation is one.empty else one.annotation for one in parameters}
     known = {**vars(collections.abc), **getattr(made, "__globals__", {}), "Iterable": list, "Sequence": list}

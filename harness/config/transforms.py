@@ -49,5 +49,5 @@ class TransformsSection(Section):
 
 
 def name_and_arguments(step: str | dict[str, Any]) -> tuple[str, Any]:
-    """The name of an entry and what follows it: a dictionary, another value for the first argument, or None."""
+    """Return the name of an entry and what follows it: a dictionary, another value for the first argument, or None."""
     return (step, None) if isinstance(step, str) else next(iter(step.items()))

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.config import presets
 from harness.config.merge import parsed
-from harness.config.places import is_url
+from harness.config.places import HUB, is_url
 from harness.errors import ConfigError
 
 # Settings that name code which a command on a trained run imports. A name under ``harness.`` needs trust as well: it
@@ -51,6 +51,8 @@ def _problems(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"{value} reads a value from outside this file"
         elif url := next((text for text in texts if is_url(text) and key.startswith(("task.", "model.args."))), None):
             yield key, f"reads {url}, and sends requests there"
+        elif place := next((text for text in texts if text.startswith(HUB)), None):
+            yield key, f"reads {place}, a folder or a download"
         elif _CODE.fullmatch(key):
             yield from ((key, f"imports {text}, which runs its code") for text in texts if "." in text)
         elif key.startswith("model.args."):

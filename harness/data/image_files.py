@@ -56,7 +56,7 @@ class ImageFiles:
         self._urls = UrlCache(self.cache_dir / "urls", int(self.cache_gib * 2**30))
 
     def place(self, path: str) -> str:
-        """The file or URL that ``path`` names."""
+        """Return the file or URL that ``path`` names."""
         if is_url(path):
             return path.removeprefix("file://")
         if not is_url(self.root):
@@ -108,7 +108,8 @@ class ImageFiles:
             list(pool.map(copied, urls))
 
     def exists(self, path: str) -> bool:
-        """False if the file does not exist. Of an archive, only the file itself is looked for; URLs are not asked."""
+        """Return False if the file does not exist. Of an archive, only the file itself is looked for; URLs are not
+        asked."""
         place = self.place(path)
         return is_url(place) or os.path.exists(place.partition(_TAR)[0] + ".tar" if _TAR in place else place)
 

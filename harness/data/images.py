@@ -40,7 +40,7 @@ _MOST = 20_000  # images of a table that are decoded before training
 _THREADS = 8  # that decode a sample
 _NAMED = 8  # further missing images in a message
 _NAMED_UNREADABLE = 4
-_SKIP = "or set task.on_bad_image=skip"
+_SKIP = "or set task.on_bad_row=skip"
 _UNREADABLE = (RuntimeError, OSError)  # raised by torchvision and the file system
 
 
@@ -55,7 +55,7 @@ class ImageTable:
     files: where the images are
     channels: vision.RGB or vision.GRAY, to which images are converted
     reduced: decode JPEGs at a reduced size where the transforms scale them down; these are then Pipelines
-    on_bad_image: "error", or "skip" to replace an unreadable image by the next readable row (omit it in evaluation)
+    on_bad_row: "stop", or "skip" to replace an unreadable image by the next readable row (omit it in evaluation)
     is_new: True for rows to predict, which have not been trained on
     channels_last: deliver batches in this memory format
     """
@@ -68,7 +68,7 @@ class ImageTable:
     channels: int
     for_training: Transform
     for_evaluation: Transform
-    on_bad_image: str = "error"
+    on_bad_row: str = "stop"
     is_new: bool = False
     reduced: bool = False
     channels_last: bool = False
@@ -91,7 +91,7 @@ class ImageTable:
             try:
                 image, transform = self._loaded(row, path, epoch, clock)
             except _UNREADABLE as error:
-                if self.on_bad_image == "error":
+                if self.on_bad_row == "stop":
                     found = self._unreadable(row, path, error)
                     found.hint += "" if self.is_new else "; harness check -c FILE finds the others"
                     raise found from None
@@ -112,7 +112,7 @@ class ImageTable:
         most ``limit_s`` seconds: a network disk has thousands of files per second, a local one hundreds of thousands.
         """
         require_root(self.files.root)
-        if self.on_bad_image != "error":
+        if self.on_bad_row != "stop":
             return
         missing: list[tuple[int, str]] = []
         until = time.monotonic() + limit_s
@@ -127,6 +127,20 @@ class ImageTable:
         first = self._unreadable(*missing[0], FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
         raise self._with_others(first, missing[1:], _NAMED)
 
+    def require_decodable(self, rows: range, ended: Callable[[], bool]) -> None:
+        """Raise DataError for the first of ``rows`` whose image cannot be decoded, unless ``ended()`` before."""
+        for part in range(rows.start, rows.stop, _AT_ONCE):
+            numbers = np.arange(part, min(part + _AT_ONCE, rows.stop))
+            for row, path in zip(numbers.tolist(), self.table.strings(self.path_column, numbers), strict=True):
+                if ended():
+                    return
+                try:
+                    self._decoded(self._content(row, path))
+                except _UNREADABLE as error:
+                    found = self._unreadable(row, path, error)
+                    found.hint += "; harness check -c FILE finds the others"
+                    raise found from None
+
     def archives(self, start: int, stop: int) -> set[str]:
         """Return the archives behind URLs that rows in [start, stop) name; none if the first row's path is on this
         machine."""
@@ -137,7 +151,7 @@ class ImageTable:
         return set().union(*map(self.files.archives, parts))
 
     def _with_others(self, first: DataError, others: Sequence[tuple[int, str]], limit: int) -> DataError:
-        """``first`` with the line and path of up to ``limit`` other rows, and the number of the rest."""
+        """Return ``first`` with the line and path of up to ``limit`` other rows, and the number of the rest."""
         named = [f"{self.table.where(row)}: {path.strip() or 'no path'}" for row, path in others[:limit]]
         more = f" and {len(others) - limit} more" if len(others) > limit else ""
         also = f"; also {', '.join(named)}{more}" if named else ""
@@ -170,7 +184,7 @@ class ImageTable:
                         scaled.append(tuple(self._transformed(image, row, epoch).shape[1:]))
                         if scaled[-1] != scaled[0] and not bad:
                             raise self._differ(row, scaled[0], scaled[-1])
-        if bad and (self.on_bad_image == "error" or not sizes):
+        if bad and (self.on_bad_row == "stop" or not sizes):
             bad.sort(key=lambda one: one[0])
             first = self._unreadable(*bad[0])
             raise self._with_others(first, [(row, path) for row, path, _ in bad[1:]], _NAMED_UNREADABLE)
@@ -204,7 +218,7 @@ class ImageTable:
         return _converted(vision.decode(content, self.channels), self.channels)
 
     def _reduced(self, content: torch.Tensor, row: int, epoch: int | None) -> tuple[torch.Tensor, Transform] | None:
-        """``_loaded`` of a JPEG whose first transform scales it down by 2 or more; None for other images."""
+        """Return ``_loaded`` of a JPEG whose first transform scales it down by 2 or more; None for other images."""
         pipeline = self.for_evaluation if epoch is None else self.for_training
         assert isinstance(pipeline, Pipeline)
         file = reduced_jpeg.opened(content) if pipeline.scales_first else None
@@ -273,7 +287,7 @@ class ImageTable:
         return DataError(
             f"image cannot be decoded: {file}: {reason}",
             where=where,
-            hint="replace the file, or set task.on_bad_image=skip to count and replace such rows",
+            hint="replace the file, or set task.on_bad_row=skip to count and replace such rows",
         )
 
     def _skip_missing(self) -> list[str]:
@@ -283,7 +297,8 @@ class ImageTable:
         return [] if self.is_new or not self.files.exists(first) else [_SKIP]
 
     def _other_root(self, path: str) -> str:
-        """The hint for a file that is not below the root, with a folder in which ``path`` is, if that is near."""
+        """Return the hint for a file that is not below the root, with a folder in which ``path`` is, if that is
+        near."""
         root = self.files.root or "the working folder"
         folder = next((place for place in (self.table.folder, ".") if place and self.files.is_below(place, path)), None)
         found = f"task.root={folder}" if folder else "task.root=FOLDER"
@@ -316,12 +331,12 @@ class ImageTable:
 
 
 def spread(rows: np.ndarray, count: int) -> np.ndarray:
-    """``count`` of ``rows``, evenly spread, or all of them."""
+    """Return ``count`` of ``rows``, evenly spread, or all of them."""
     return rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(np.int64))]
 
 
 def in_order(rows: np.ndarray, first: int) -> np.ndarray:
-    """``first`` of ``rows``, evenly spread, and then up to _MOST others in an order that is always the same."""
+    """Return ``first`` of ``rows``, evenly spread, and then up to _MOST others in an order that is always the same."""
     start = spread(rows, first)
     rest = np.setdiff1d(spread(rows, _MOST), start)
     return np.concatenate([start, np.random.default_rng(0).permutation(rest)])

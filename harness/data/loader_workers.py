@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from harness.data.batch import Batch
 from harness.distributed.threads import thread
-from harness.errors import ConfigError, HarnessError, TrainingError, WorkerKilled, first_line, portable
+from harness.errors import ConfigError, HarnessError, TrainingError, WorkerKilled, first_line, portable, users_line
 
 SHARED_MEMORY = "/dev/shm"
 PREFETCH = 2  # batches that each worker keeps ready
@@ -45,7 +45,10 @@ _CRASH = ("a crash in a library that the dataset uses", "set data.num_workers=0 
 
 
 class WorkerTraceback(Exception):
-    """The traceback of a loader worker, to be printed as the cause of its error."""
+    """The traceback of a loader worker, to be printed as the cause of its error; ``errors.users_line`` reads its
+    ``users_line``."""
+
+    users_line = ""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -57,14 +60,19 @@ class LoadError:
 
     error: Exception
     trace: str
+    users_line: str = ""
 
     @classmethod
     def of(cls, error: Exception) -> LoadError:
-        return cls(portable(error), "".join(traceback.format_exception(error)))
+        return cls(portable(error), "".join(traceback.format_exception(error)), users_line(error))
 
     def reraise(self) -> NoReturn:
         """Raise the exception. Only one that is not a HarnessError needs the traceback of the worker, as its cause."""
-        raise self.error from None if isinstance(self.error, HarnessError) else WorkerTraceback(self.trace)
+        if isinstance(self.error, HarnessError):
+            raise self.error from None
+        cause = WorkerTraceback(self.trace)
+        cause.users_line = self.users_line
+        raise self.error from cause
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ class PickledResult:
 
 
 def sent(found: Batch | LoadError) -> PickledResult:
-    """``found``, or the error for which it cannot be sent."""
+    """Return ``found``, or the error for which it cannot be sent."""
     try:
         return PickledResult(bytes(ForkingPickler.dumps(found)))
     except Exception as error:

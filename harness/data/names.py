@@ -52,7 +52,7 @@ def read(path: Path, hint: str) -> tuple[list[str], int]:
 
 
 def is_validation(name: str) -> bool:
-    """True for one name in ten, by a hash of its letters: independent of the seed and of the other names."""
+    """Return True for one name in ten, by a hash of its letters: independent of the seed and of the other names."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % VALIDATION_SHARE == 0
 
 
@@ -63,7 +63,7 @@ def split(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def encode(text: str) -> np.ndarray:
-    """The uint8 codes of a text whose characters are in ALPHABET."""
+    """Return the uint8 codes of a text whose characters are in ALPHABET."""
     return _CODES[np.frombuffer(text.encode("ascii"), dtype=np.uint8)]
 
 

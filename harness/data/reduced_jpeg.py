@@ -53,7 +53,8 @@ def opened(content: torch.Tensor) -> JpegImageFile | None:
 
 
 def decoded(file: JpegImageFile, region: Region, channels: int) -> torch.Tensor | None:
-    """``region`` of the file, uint8 (channels, *region.size); None if it is damaged. ``region.factor`` is at least 2.
+    """Return ``region`` of the file, uint8 (channels, *region.size); None if it is damaged. ``region.factor`` is at
+    least 2.
 
     The edges of the region keep their place: they may be between the pixels of the reduced image.
     """

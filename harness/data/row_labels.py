@@ -132,7 +132,7 @@ def column_names(name: str, columns: Sequence[str]) -> list[str]:
 
 
 def by_column(name: str, columns: Sequence[str], numbers: np.ndarray) -> dict[str, Any]:
-    """``numbers`` (rows, columns) as columns of a table of predictions."""
+    """Return ``numbers`` (rows, columns) as columns of a table of predictions."""
     return dict(zip(column_names(name, columns), numbers.T.tolist(), strict=True))
 
 
@@ -162,7 +162,7 @@ def _unknown(table: Table, train: str, unknown: list[Any], classes: Sequence[Any
 
 
 def _first_with(table: Table, rows: np.ndarray, code: int) -> int | None:
-    """The first of ``rows`` that has the label ``code``."""
+    """Return the first of ``rows`` that has the label ``code``."""
     if table.label is not None:
         places = np.flatnonzero(table.labels(rows) == code)
     else:

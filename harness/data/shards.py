@@ -14,7 +14,7 @@ another world size, only the remaining rows are assigned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -65,6 +65,11 @@ class RowOrder:
             return self._chunk(first)[start - first * _CHUNK : stop - first * _CHUNK]
         return self.at(np.arange(start, stop))
 
+    def __iter__(self) -> Iterator[int]:
+        """Yield the row numbers, as a sampler of torch's DataLoader does."""
+        for start in range(0, self._length, _CHUNK):
+            yield from self[start : start + _CHUNK].tolist()
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self[:].astype(dtype or np.int64)
 
@@ -101,7 +106,7 @@ def _share(rule: str, rows: RowOrder, rank: int, world_size: int, key: tuple[int
 
 
 def _left(rule: str, rows: RowOrder, segment: Segment, key: tuple[int, int, int]) -> RowOrder:
-    """The rows that ``segment`` has not used, in the order in which they are assigned next: what is left of the
+    """Return the rows that ``segment`` has not used, in the order in which they are assigned next: what is left of the
     permutation (global), or of each rank in turn."""
     most = segment.steps * segment.per_rank
     if rule == "global":
@@ -169,7 +174,7 @@ def hashed(value: np.ndarray, key: np.uint64) -> np.ndarray:
 
 
 def rows_of(num_rows: int, segment: Segment) -> int:
-    """The number of rows of ``num_rows`` that ``segment`` uses, over all ranks."""
+    """Return the number of rows of ``num_rows`` that ``segment`` uses, over all ranks."""
     short, num_long = divmod(num_rows, segment.world_size)  # ``num_long`` ranks have one row more than ``short``
     most = segment.steps * segment.per_rank  # of a rank
     return num_long * min(most, short + 1) + (segment.world_size - num_long) * min(most, short)

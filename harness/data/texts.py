@@ -19,9 +19,11 @@ import pyarrow.compute as pc
 import torch
 
 from harness.data.batch import Batch
+from harness.data.hub import HubTokenizer
 from harness.data.row_labels import RowLabels
 from harness.data.table.table import Table
 from harness.errors import DataError
+from harness.runs.console import working
 from harness.runs.fetch import made_once
 from harness.runs.files import cache_folder, read_sealed, write_sealed
 
@@ -133,10 +135,12 @@ def learn_words(table: Table, column: str, max_words: int, cache_dir: Path | Non
 
 def _most_frequent(table: Table, column: str, max_words: int) -> list[str]:
     counts: Counter[str] = Counter()
-    for start in range(0, len(table), _CHUNK_ROWS):
-        for chunk in table.slice(column, start, start + _CHUNK_ROWS).chunks:
-            found = words_of(chunk)[0].value_counts()
-            counts.update(dict(zip(found.field("values").to_pylist(), found.field("counts").to_pylist(), strict=True)))
+    with working(f"counting the words of {table.name}", "rows", len(table)) as work:
+        for work.done in range(0, len(table), _CHUNK_ROWS):
+            for chunk in table.slice(column, work.done, work.done + _CHUNK_ROWS).chunks:
+                found = words_of(chunk)[0].value_counts()
+                words, numbers = found.field("values").to_pylist(), found.field("counts").to_pylist()
+                counts.update(dict(zip(words, numbers, strict=True)))
     if not counts:
         raise DataError(
             f"no row has a word in column {column!r}",
@@ -149,16 +153,16 @@ def _most_frequent(table: Table, column: str, max_words: int) -> list[str]:
 @dataclass(frozen=True)
 class TextTable:
     """The texts and labels of a table, as a dataset: inputs are ids, int64 (batch, positions), padded with 0 on the
-    right.
+    right. Of a tokenizer of transformers, which takes texts or pairs of them, they are (batch, positions, inputs).
 
     max_length: of a text in tokens; what follows is cut off
     fixed: pad all batches to ``max_length`` instead of to their longest text
     """
 
     table: Table
-    column: str
+    columns: tuple[str, ...]
     labels: RowLabels
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | HubTokenizer
     max_length: int
     fixed: bool
 
@@ -167,21 +171,31 @@ class TextTable:
 
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
         """These rows in order; the same in every epoch."""
-        ids, counts = self.tokenizer.encode(self.table.strings(self.column, rows))
+        texts = [self.table.strings(column, rows) for column in self.columns]
+        if isinstance(self.tokenizer, HubTokenizer):
+            inputs = self.tokenizer.padded(texts, self.max_length, self.fixed)
+        else:
+            inputs = self._padded(*self.tokenizer.encode(texts[0]))
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(self.labels.targets(rows)), rows)
+
+    def _padded(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
         kept = np.minimum(counts, self.max_length)
         width = self.max_length if self.fixed else max(1, int(kept.max(initial=0)))
         places = np.arange(width)
         inside = places < kept[:, None]
         starts = np.cumsum(counts) - counts
-        padded = np.zeros((len(rows), width), dtype=np.int64)
+        padded = np.zeros((len(counts), width), dtype=np.int64)
         padded[inside] = ids[(starts[:, None] + places)[inside]]
-        return Batch(torch.from_numpy(padded), torch.from_numpy(self.labels.targets(rows)), rows)
+        return padded
 
-    def note(self) -> str:
-        """Return a warning about rows without text; empty if there are none."""
+    def notes(self) -> list[str]:
+        """Return a warning for each column with rows without text."""
+        return list(filter(None, map(self._note, self.columns)))
+
+    def _note(self, column: str) -> str:
         count, first = 0, -1
         for start in range(0, len(self), _CHUNK_ROWS):
-            texts = self.table.slice(self.column, start, start + _CHUNK_ROWS)
+            texts = self.table.slice(column, start, start + _CHUNK_ROWS)
             blank = pc.equal(pc.utf8_trim_whitespace(texts), "").to_numpy()
             if blank.any():
                 first = start + int(blank.argmax()) if first < 0 else first
@@ -189,4 +203,4 @@ class TextTable:
         if not count:
             return ""
         where = self.table.where(first)
-        return f"rows without text in column {self.column!r}: {count} of {len(self)}, the first at {where}"
+        return f"rows without text in column {column!r}: {count} of {len(self)}, the first at {where}"

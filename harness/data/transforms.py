@@ -24,7 +24,7 @@ from harness.config import plugins, signatures
 from harness.config.transforms import TransformsSection, name_and_arguments
 from harness.data.reduced_jpeg import FILTERS, Region
 from harness.data.seeds import EVALUATION_SEED, seeded_torch
-from harness.errors import ConfigError, first_line, plural, similar
+from harness.errors import ConfigError, first_line, plural, similar, users_line
 
 Transform = Callable[[Any], Any]
 _NOT_FOR_LISTS = {
@@ -151,7 +151,7 @@ class Pipeline:
             ) from error
 
     def _usable(self, image: Any) -> Tensor:
-        """``image`` if a batch can be made of it. Raises ConfigError."""
+        """Return ``image`` if a batch can be made of it. Raises ConfigError."""
         if not isinstance(image, Tensor):
             kind = type(image)
             found, hint = f"a {kind.__module__}.{kind.__name__}, not a tensor", "add PILToTensor at the end"
@@ -219,7 +219,7 @@ def require_match(train: Tensor, evaluated: Tensor, section: TransformsSection) 
         )
 
 
-def described(section: TransformsSection, example: Tensor, mean: list[float], std: list[float]) -> dict[str, Any]:
+def describe(section: TransformsSection, example: Tensor, mean: list[float], std: list[float]) -> dict[str, Any]:
     """Return the preprocessing of evaluation, for ``harness export``. ``example``: an image after ``section.eval``."""
     facts: dict[str, Any] = {"transforms": list(section.eval)} if section.eval else {}  # of torchvision.transforms.v2
     facts |= {"size": list(example.shape[-2:]), "resize": "none: images already have this size"}
@@ -302,6 +302,7 @@ def _made(entry: str | dict[str, Any], where: str) -> Transform:
     except Exception as error:  # of many types
         shown = ", ".join(f"{key}={value!r}" for key, value in given.items())
         hint = f"its arguments are: {', '.join(parameters)}"
+        where = users_line(error) or where
         raise ConfigError(f"cannot build {name}({shown}): {first_line(error)}", where=where, hint=hint) from error
     return _Own(transform) if "." in name else transform
 
@@ -330,7 +331,7 @@ def _hints(found: Any) -> dict[str, Any]:
 
 
 def _converted(key: str, value: Any, hint: Any, where: str) -> Any:
-    """``value`` as the parameter ``key`` wants it: texts as members of an Enum or as a torch.dtype, entries as
+    """Return ``value`` as the parameter ``key`` wants it: texts as members of an Enum or as a torch.dtype, entries as
     transforms."""
     if key == "transforms" and isinstance(value, list | tuple):
         return [_made(entry, f"{where}.{key}.{number}") for number, entry in enumerate(value)]

@@ -76,7 +76,7 @@ def read(error: BaseException) -> CollectiveError | None:
 
 
 def _short(error: BaseException, text: str) -> str:
-    """``text`` without places in C++ code, stacks and advice."""
+    """Return ``text`` without places in C++ code, stacks and advice."""
     if nccl := re.search(r"NCCL error(?: in)?: (?:\S+:\d+, )?(.+?)(?: \(run with [^)]*\))?, NCCL version (\S+)", text):
         last = re.search(r"Last error: *\n?(.*?)(?:\nException raised|\Z)", text, re.DOTALL)
         lines = [line.strip() for line in last[1].splitlines() if line.strip()] if last else []

@@ -69,8 +69,8 @@ def _usable(wanted: str) -> int:
 
 
 def count_devices() -> tuple[int, str]:
-    """The number of CUDA devices that torch can use, and its warnings if it can use none. torch gives them only the
-    first time that it is asked in a process."""
+    """Return the number of CUDA devices that torch can use, and its warnings if it can use none. torch gives them only
+    the first time that it is asked in a process."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -71,12 +71,12 @@ def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
 
 
 def may_be_first(environ: Mapping[str, str]) -> bool:
-    """False if, by its environment, this process is not its machine's first rank."""
+    """Return False if, by its environment, this process is not its machine's first rank."""
     return all(environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))
 
 
 def environment(launch: Launch) -> dict[str, str]:
-    """The variables from which ``detect`` reads ``launch``; ``by`` is among them for a supervised rank."""
+    """Return the variables from which ``detect`` reads ``launch``; ``by`` is among them for a supervised rank."""
     return {
         "RANK": str(launch.rank),
         "LOCAL_RANK": str(launch.local_rank),
@@ -91,7 +91,7 @@ def environment(launch: Launch) -> dict[str, str]:
 
 
 def local_environment(rank: int, world_size: int, port: int, by: str) -> dict[str, str]:
-    """The variables of a rank on this machine whose parent holds the store at ``port``."""
+    """Return the variables of a rank on this machine whose parent holds the store at ``port``."""
     launch = Launch(rank, rank, world_size, world_size, "127.0.0.1", port, by, supervised=True, store_is_held=True)
     return environment(launch)
 

@@ -19,7 +19,7 @@ def memory_of(root: Path = Path("/")) -> tuple[int, int, bool]:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(root)
     return min(allowed, math.ceil(quota)) if quota else allowed

@@ -111,7 +111,7 @@ class _Meeting:
     """Time (time.monotonic) at which this rank gives up."""
 
     def run(self, device: str, failed: BaseException | None) -> HarnessError | None:
-        """The error that ends this start; None if all ranks agree."""
+        """Return the error that ends this start; None if all ranks agree."""
         mine = self._arrive(device, failed)
         verdict = self._verdict(mine)
         if verdict.error:
@@ -172,7 +172,7 @@ def _arrivals(known: LimitedStore) -> dict[int, _Arrival]:
 
 
 def _problem(arrivals: dict[int, _Arrival]) -> HarnessError | None:
-    """The error of the lowest rank that cannot start, or the differences between the ranks."""
+    """Return the error of the lowest rank that cannot start, or the differences between the ranks."""
     for rank in sorted(arrivals):
         if error := arrivals[rank].error:
             return _to_error(error)

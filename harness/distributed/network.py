@@ -14,7 +14,7 @@ _ANYWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737), so the route t
 
 
 def interface_towards(host: str, outward: bool = False) -> str | None:
-    """The name of the interface that sends packets to ``host``, or None if it is unknown.
+    """Return the name of the interface that sends packets to ``host``, or None if it is unknown.
 
     ``outward``: other machines must reach it. A host's own name often resolves to a loopback address on that host. Then
     the result is the interface of the default route, or the first one that is not loopback.

@@ -101,7 +101,7 @@ def driver_version(root: Path) -> str | None:
 
 
 def _too_old(driver: str, built: str) -> str | None:
-    """The oldest driver for the CUDA that torch is built for, if ``driver`` is older."""
+    """Return the oldest driver for the CUDA that torch is built for, if ``driver`` is older."""
     major = re.match(r"CUDA (\d+)", built)
     needed = OLDEST_DRIVERS.get(int(major[1])) if major else None
     return needed if needed and _numbers(driver) and _numbers(driver) < _numbers(needed) else None

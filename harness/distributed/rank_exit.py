@@ -92,23 +92,23 @@ class RankExit:
 _RECORD = TypeAdapter(RankExit)
 
 
-def to_torch_error_file(exit: RankExit, world_size: int) -> str:
-    """``exit`` in the format of torch.distributed.elastic, whose summary then shows this error.
+def to_torch_error_file(record: RankExit, world_size: int) -> str:
+    """Return ``record`` in the format of torch.distributed.elastic, whose summary then shows this error.
 
     torch reports the error file with the earliest timestamp as the root cause, and compares whole seconds. A peer often
     notices a failure within the same second, so a consequence is dated one second later.
     """
-    is_consequence = exit.cause in (Cause.PEER_LOST, Cause.LAUNCHER_LOST)
-    error = f"{exit.error or exit.cause.value}: {exit.message}"
-    text = error if is_consequence else "".join(exit.traceback) or error
-    if exit.cause is Cause.HUNG:
+    is_consequence = record.cause in (Cause.PEER_LOST, Cause.LAUNCHER_LOST)
+    error = f"{record.error or record.cause.value}: {record.message}"
+    text = error if is_consequence else "".join(record.traceback) or error
+    if record.cause is Cause.HUNG:
         text += f"\n{error}"
-    timestamp = int(exit.time) + is_consequence
+    timestamp = int(record.time) + is_consequence
     message = {
-        "message": exit.message.partition("\n")[0],
+        "message": record.message.partition("\n")[0],
         "extraInfo": {"py_callstack": text, "timestamp": str(timestamp)},
     }
-    return json.dumps({"message": message, "exit": asdict(exit), "world_size": world_size})
+    return json.dumps({"message": message, "exit": asdict(record), "world_size": world_size})
 
 
 def from_torch_error_file(text: str) -> tuple[RankExit, int]:

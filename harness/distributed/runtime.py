@@ -31,13 +31,22 @@ from torch.distributed.distributed_c10d import _world
 
 from harness.distributed import devices, stack
 from harness.distributed.agreement import Facts, disagreement
-from harness.distributed.launch_env import Launch
+from harness.distributed.launch_env import Launch, detect
 from harness.distributed.meeting import meet, telling_peers
 from harness.distributed.network import interface_towards
 from harness.distributed.processes import Identity
 from harness.distributed.store import LimitedStore, PeersMissing, address
 from harness.distributed.threads import Background
-from harness.errors import HarnessError, LaunchError, TrainingError, first_line, portable, readable
+from harness.errors import (
+    HarnessError,
+    LaunchError,
+    OwnCodeError,
+    TrainingError,
+    first_line,
+    portable,
+    readable,
+    users_line,
+)
 
 Value = TypeVar("Value")
 
@@ -103,7 +112,7 @@ class Runtime:
         return tensor
 
     def sum_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``sum`` for a tensor on the CPU, which nccl cannot reduce."""
+        """Return ``sum`` for a tensor on the CPU, which nccl cannot reduce."""
         if self.world_size > 1:
             dist.all_reduce(tensor, group=self._control)
         return tensor
@@ -196,7 +205,7 @@ class Runtime:
         return self.await_work(doing, Background(work, "harness-work"), limit_s)
 
     def await_work(self, doing: str, work: Background[Value], limit_s: float | None = None) -> Value:
-        """``patiently`` for work that every rank has already started."""
+        """Return ``patiently`` for work that every rank has already started."""
         limit_s = self.work_timeout_s if limit_s is None else limit_s
         if self.world_size == 1:
             with self.limited(doing, limit_s):
@@ -268,7 +277,7 @@ class Runtime:
 
 
 def main_groups() -> list[Any]:
-    """The process groups whose collectives the main thread starts."""
+    """Return the process groups whose collectives the main thread starts."""
     return [group for group in list(_world.pg_names) if group.group_desc != _OF_THREADS]
 
 
@@ -284,7 +293,7 @@ def _timedelta(seconds: float) -> timedelta:
 
 
 def _overdue(rank: int, where: str, doing: str, limit_s: float) -> TrainingError:
-    """The error of all ranks because ``rank`` still works, in ``where``."""
+    """Return the error of all ranks because ``rank`` still works, in ``where``."""
     error = TrainingError(
         f"rank {rank} has not finished after {limit_s:g} s: {doing}, in {where}",
         hint="if this work is merely slow, raise runtime.work_timeout_s; otherwise look at the disk or the server that "
@@ -295,28 +304,33 @@ def _overdue(rank: int, where: str, doing: str, limit_s: float) -> TrainingError
 
 
 def _portable(error: BaseException, doing: str) -> HarnessError:
-    """``error`` as a HarnessError that can be pickled."""
+    """Return ``error`` as a HarnessError that can be pickled."""
     known = portable(error) if isinstance(error, HarnessError) else None
-    text = f"{doing}: {type(error).__name__}: {readable(error)}"
-    return known if isinstance(known, HarnessError) else HarnessError(text)
+    if isinstance(known, HarnessError):
+        return known
+    text, where = f"{doing}: {type(error).__name__}: {readable(error)}", users_line(error)
+    is_own = where and not isinstance(error, OSError)  # of a disk, more often than of the code that reads it
+    return OwnCodeError(text, where=where) if is_own else HarnessError(text)
 
 
 @contextmanager
 def open_runtime(
-    launch: Launch,
+    launch: Launch | None = None,
     device: str = "auto",
     timeout_s: float = 600.0,
     work_timeout_s: float = 1800.0,
     *,
     facts: Callable[[torch.device], Sequence[Facts]] = lambda target: (),
 ) -> Iterator[Runtime]:
-    """A Runtime for ``launch``, with a process group if there are several ranks; closed at the end of the body.
+    """A Runtime for ``launch``, by default that of the environment, with a process group if there are several ranks;
+    closed at the end of the body.
 
     One group uses gloo for CPU tensors and nccl for CUDA tensors. ``timeout_s`` bounds every wait for a peer,
     ``work_timeout_s`` work that the ranks have announced to each other.
     ``facts(device)``: the values that must be equal on all ranks. Raises LaunchError if they are not, or share a
     device; PeersMissing if they do not connect.
     """
+    launch = launch or detect(os.environ)
     with telling_peers(launch):
         target = devices.choose(device, launch.local_rank, launch.local_world_size, may_be_isolated=launch.by == "srun")
         if target.type == "cuda":

@@ -91,8 +91,8 @@ def install(quiet: bool = False) -> None:
 
 
 def interrupted_by() -> int | None:
-    """The signal for which KeyboardInterrupt was raised. A library may have raised an error of its own from it, or may
-    have ignored it."""
+    """Return the signal for which KeyboardInterrupt was raised. A library may have raised an error of its own from it,
+    or may have ignored it."""
     return _state.raised
 
 

@@ -9,6 +9,8 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+from harness.errors import is_users
+
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _HELPERS = ("wait", "main_thread_at")  # frames of the wait itself, not of what the rank was doing
 
@@ -30,21 +32,11 @@ def main_thread_lines() -> list[str]:
 
 
 def raised_at(error: BaseException) -> str:
-    """The location at which ``error`` was raised, in the same form."""
+    """Return the location at which ``error`` was raised, in the same form."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return describe(trace.tb_frame) if trace else ""
-
-
-def users_line(error: BaseException) -> str:
-    """Return "FILE:LINE" of the innermost call in the user's own code that led to ``error``; empty if there is none."""
-    found, trace = "", error.__traceback__
-    while trace is not None:
-        if _place(trace.tb_frame):
-            found = f"{os.path.relpath(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
 
 
 def describe(frame: FrameType | None) -> str:
@@ -62,6 +54,4 @@ def describe(frame: FrameType | None) -> str:
 def _place(frame: FrameType) -> str:
     """File and line of code of the user; empty for installed packages and the harness."""
     file = frame.f_code.co_filename
-    if file.startswith((_PACKAGE, "<", sys.prefix, sys.base_prefix)) or "site-packages" in file:
-        return ""
-    return f" ({Path(file).name}:{frame.f_lineno})"
+    return f" ({Path(file).name}:{frame.f_lineno})" if is_users(file) else ""

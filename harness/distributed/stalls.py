@@ -127,8 +127,8 @@ class Stalls:
                 self._runtime.store.delete(_ASKED)
 
     def silent(self, rank: int) -> RankExit | None:
-        """``rank``, whose process has not given a sign of life for ``timeout_s``: HUNG, or NODE_LOST if it is gone or
-        out of reach."""
+        """Return ``rank``, whose process has not given a sign of life for ``timeout_s``: HUNG, or NODE_LOST if it is
+        gone or out of reach."""
         return self._silent([other for other in range(self._runtime.world_size) if other != rank])
 
     def release(self) -> None:
@@ -143,7 +143,7 @@ class Stalls:
         return Position(self.step(), num_started(), doing, stack.main_thread_lines(), self.waited_s())
 
     def _ask(self, question: str, positions: dict[int, Position]) -> dict[int, Position]:
-        """``positions`` and those of all ranks that answer ``question`` in time."""
+        """Return ``positions`` and those of all ranks that answer ``question`` in time."""
         store, deadline = self._runtime.store, time.monotonic() + ANSWER_S
         assert store is not None
         while time.monotonic() < deadline:
@@ -159,20 +159,20 @@ class Stalls:
         return [rank for rank in range(self._runtime.world_size) if rank not in ranks]
 
     def _silent(self, answered: Collection[int]) -> RankExit | None:
-        """The first rank that has not ``answered``, and why."""
+        """Return the first rank that has not ``answered``, and why."""
         for rank in self._others(answered):
             process = self._runtime.peers[rank]
             state, name = process.state(), f"its process {process.pid}"
             if state == _ENDED:
-                return self._exit(rank, Cause.NODE_LOST, f"{name} ended without a report")
+                return self._record(rank, Cause.NODE_LOST, f"{name} ended without a report")
             if state == "":
                 reason = f"{name} does not answer: it is stopped, blocked or gone, or its machine is out of reach"
-                return self._exit(rank, Cause.NODE_LOST, reason)
+                return self._record(rank, Cause.NODE_LOST, reason)
             self._frozen = process
             if state in _STOPPED:
-                return self._exit(rank, Cause.HUNG, f"{name} is stopped, by SIGSTOP or a debugger")
+                return self._record(rank, Cause.HUNG, f"{name} is stopped, by SIGSTOP or a debugger")
             reason = f"{name} does not answer: it is running C code that does not release the GIL"
-            return self._exit(rank, Cause.HUNG, reason)
+            return self._record(rank, Cause.HUNG, reason)
         return None
 
     def _behind(self, positions: Mapping[int, Position], timed_out: bool) -> RankExit | None:
@@ -190,15 +190,15 @@ class Stalls:
         if behind := positions.keys() - ahead:
             rank = min(behind, key=lambda rank: (sum(counts[rank]), rank))
             waiting = f"rank {min(ahead)} waited for it in {positions[min(ahead)].doing}"
-            return self._exit(rank, Cause.HUNG, f"it was in {positions[rank].doing}; {waiting}", positions[rank])
+            return self._record(rank, Cause.HUNG, f"it was in {positions[rank].doing}; {waiting}", positions[rank])
         # Each one is ahead in some group: they wait in different collectives. The odd one out is named.
         common = Counter(map(tuple, counts.values()))
         rank = min(counts, key=lambda rank: (common[tuple(counts[rank])], -rank))
         other = next(other for other in sorted(counts) if counts[other] != counts[rank])
         reason = f"its collective, in {positions[rank].doing}, does not match that of rank {other}"
-        return self._exit(rank, Cause.HUNG, f"{reason}, in {positions[other].doing}", positions[rank])
+        return self._record(rank, Cause.HUNG, f"{reason}, in {positions[other].doing}", positions[rank])
 
-    def _exit(self, rank: int, cause: Cause, message: str, at: Position | None = None) -> RankExit:
+    def _record(self, rank: int, cause: Cause, message: str, at: Position | None = None) -> RankExit:
         host = self._runtime.peers[rank].host
         if cause is not Cause.HUNG:  # an engine may have seen more
             text = f"{message} (on {host})"

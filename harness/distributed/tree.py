@@ -29,7 +29,7 @@ class Node(NamedTuple):
 
 
 def block(num_leaves: int, process: int, num_processes: int) -> range:
-    """The leaves of ``process``. Every process has at least one if there are no more processes than leaves."""
+    """Return the leaves of ``process``. Every process has at least one if there are no more processes than leaves."""
     return range(process * num_leaves // num_processes, (process + 1) * num_leaves // num_processes)
 
 
@@ -116,7 +116,7 @@ def exchanged(roots: Sequence[Tensor], num_leaves: int, num_processes: int, grou
 
 
 def _gathered(roots: Sequence[Tensor], plans: Sequence[list[Node]], num_leaves: int, group: Any) -> Tensor:
-    """``exchanged`` of few numbers, for which one message of all of them is quicker than two of their pieces."""
+    """Return ``exchanged`` of few numbers, for which one message of all of them is quicker than two of their pieces."""
     own = roots[0] if len(roots) == 1 else torch.cat(list(roots))
     received = own.new_empty(len(plans) * len(roots), len(roots[0]))
     dist.all_gather(list(_bytes(received).view(len(plans), -1)), _bytes(own), group=group)
@@ -134,5 +134,5 @@ def _grown(plans: Sequence[list[Node]], values: Tensor, num_leaves: int) -> Tens
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """``tensor`` as bytes, which every back end moves, whatever the dtype."""
+    """Return ``tensor`` as bytes, which every back end moves, whatever the dtype."""
     return tensor.view(-1).view(torch.uint8)

@@ -15,11 +15,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from harness.distributed import stack, stalls
-from harness.distributed.heartbeat import Heartbeat
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.distributed.store import StoreTimeout
+from harness.distributed.store import LIMIT_S, StoreTimeout
 from harness.distributed.threads import thread
 
 log = logging.getLogger("harness")
@@ -33,6 +32,9 @@ STOP_GRACE_S = 5.0  # likewise, once another rank has stopped without a checkpoi
 NEWS_S = 3.0  # for all ranks to be notified of a failure before the failing one closes its connections
 _POLL_S = 0.1
 _STORE_LOST = "rank 0, or the launcher, is gone"
+_BEAT_S = 5.0  # between two heartbeats
+_BUSY_S = stalls.ANSWER_S + LIMIT_S  # that the watchdog may need between two, to ask where the ranks are
+_IN_ORDER = "ended"  # in place of a count of heartbeats: the rank has ended in order, maybe before others
 _GRACES_S = {Cause.HUNG: NEWS_S, Cause.STOPPED: STOP_GRACE_S}
 
 
@@ -49,12 +51,12 @@ class Watchdog:
         stop: Stop,
         *,
         parent: int | None = None,
-        on_blocked: Callable[[RankExit, RankExit | None], None] = lambda exit, first: None,
+        on_blocked: Callable[[RankExit, RankExit | None], None] = lambda record, first: None,
         step: Callable[[], int | None] = lambda: None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         """``parent``: the process that started this one, as seen at its start; it may have died since.
-        ``on_blocked(exit, first)`` is called before a blocked rank is ended with the record ``exit``; ``first`` is the
+        ``on_blocked(record, first)`` is called before a blocked rank is ended with ``record``; ``first`` is the
         launch's first failure, if it is known. ``step()`` returns the present step."""
         self._runtime, self._stop = runtime, stop
         self._on_blocked, self._exit_process = on_blocked, exit_process
@@ -64,7 +66,7 @@ class Watchdog:
         self.stalls = stalls.Stalls(runtime, step)
         self._heartbeat = Heartbeat(runtime)
         self._answered = time.monotonic()  # when the store last answered
-        self.first: RankExit | None = None
+        self.first_failure: RankExit | None = None
         """The launch's first failure, or the stop of a rank that waited for data, once this rank has learned of it."""
         self._published: RankExit | None = None  # the first failure, if it is another rank's and this one published it
         self._stop_is_shared = False
@@ -87,14 +89,14 @@ class Watchdog:
         with suppress(Exception):
             self._heartbeat.end()
 
-    def report(self, failure: RankExit) -> RankExit | None:
+    def publish_failure(self, failure: RankExit) -> RankExit | None:
         """Publish ``failure`` and return the launch's first one: this, or an earlier one of a peer. None if the store
         is gone or there is none. Never raises, so that the failure itself gets reported."""
         with suppress(Exception):
-            if self._runtime.store is not None and self.first is None:
-                self.first = RankExit.from_json(self._runtime.store.compare_set(_KEY, "", failure.to_json()))
+            if self._runtime.store is not None and self.first_failure is None:
+                self.first_failure = RankExit.from_json(self._runtime.store.compare_set(_KEY, "", failure.to_json()))
         self.acknowledge()
-        return self.first
+        return self.first_failure
 
     def acknowledge(self) -> None:
         """Publish that this rank has seen the failure."""
@@ -111,7 +113,7 @@ class Watchdog:
         """Return the rank that a collective of this rank, in ``doing``, waited for, as ``Stalls.missing``, or that this
         rank has found before. None if another rank has published the first failure, or is looking for it."""
         self._peer_failure()
-        if self.first:
+        if self.first_failure:
             return self._published
         found = self.stalls.missing(doing, timed_out)
         if found is None and self._wait_for([_KEY], stalls.ANSWER_S + NEWS_S):
@@ -119,7 +121,7 @@ class Watchdog:
         return found
 
     def _wait_for(self, keys: Sequence[str], limit_s: float) -> bool:
-        """True once the store has all ``keys``; False after ``limit_s``, or if the store does not answer."""
+        """Return True once the store has all ``keys``; False after ``limit_s``, or if the store does not answer."""
         store, deadline = self._runtime.store, time.monotonic() + limit_s
         with suppress(Exception):
             while store is not None and time.monotonic() < deadline:
@@ -134,29 +136,29 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._finished.wait(PERIOD_S):
-            if exit := self._reason_to_end():
-                self._end(exit)
+            if record := self._reason_to_end():
+                self._end(record)
                 return
             with suppress(Exception):
                 self._share_stop()
                 self.stalls.answer()
 
     def _reason_to_end(self) -> RankExit | None:
-        """The record with which this rank ends, if it has to."""
+        """Return the record with which this rank ends, if it has to."""
         if self._parent is not None and os.getppid() != self._parent:
-            return self._exit(Cause.LAUNCHER_LOST, "LauncherLost", "the launcher is gone")
+            return self._record(Cause.LAUNCHER_LOST, "LauncherLost", "the launcher is gone")
         if self._overdue():
-            return self.first
+            return self.first_failure
         if message := self._peer_failure() or self._silent_peer() or self._stalled():
-            first = self.first
+            first = self.first_failure
             if first is not None and first.rank == self._runtime.rank and first.cause is Cause.HUNG:
                 return first  # as the other ranks have found
             if first is not None and first.cause is Cause.STOPPED:
-                return replace(self._exit(Cause.STOPPED, "", first.message), exit_code=first.exit_code)
-            return self._exit(Cause.PEER_LOST, "PeerLost", message)
+                return replace(self._record(Cause.STOPPED, "", first.message), exit_code=first.exit_code)
+            return self._record(Cause.PEER_LOST, "PeerLost", message)
         return None
 
-    def _exit(self, cause: Cause, error: str, message: str) -> RankExit:
+    def _record(self, cause: Cause, error: str, message: str) -> RankExit:
         self.doing = self.doing or stack.main_thread_at()
         step = self.stalls.step()
         return RankExit.now(self._runtime.rank, cause, step=step, error=error, message=message, doing=self.doing)
@@ -170,7 +172,7 @@ class Watchdog:
             return False
         self.doing = stack.main_thread_at()
         message = f"{within[0]} has not ended within {within[1]:g} s: it was in {self.doing}"
-        self.first = replace(self._exit(Cause.HUNG, "Hung", message), traceback=stack.main_thread_lines())
+        self.first_failure = replace(self._record(Cause.HUNG, "Hung", message), traceback=stack.main_thread_lines())
         return True
 
     def _share_stop(self) -> None:
@@ -202,10 +204,10 @@ class Watchdog:
         self.doing = self.doing or stack.main_thread_at()
         self.acknowledge()
         try:
-            self.first = RankExit.from_json(record)
+            self.first_failure = RankExit.from_json(record)
         except ValueError:
             return "another rank failed, and its record cannot be read"
-        return f"rank {self.first.rank} failed"
+        return f"rank {self.first_failure.rank} failed"
 
     def _silent_peer(self) -> str:
         """Find and publish a rank whose process is gone, stopped or out of reach. The main thread may be waiting for it
@@ -235,26 +237,83 @@ class Watchdog:
     def _publish(self, found: RankExit) -> str:
         """Publish the failure of another rank that cannot report it itself; return the message."""
         self.doing = stack.main_thread_at()
-        self.first = self.report(found) or found
-        self._published = found if self.first == found else None
-        return f"rank {self.first.rank} failed: {self.first.message}"
+        self.first_failure = self.publish_failure(found) or found
+        self._published = found if self.first_failure == found else None
+        return f"rank {self.first_failure.rank} failed: {self.first_failure.message}"
 
-    def _end(self, exit: RankExit) -> None:
-        """End this rank, which is blocked, with the record ``exit``, unless it ends by itself."""
-        overdue = exit.cause is Cause.HUNG and self._runtime.world_size == 1
+    def _end(self, record: RankExit) -> None:
+        """End this rank, which is blocked, with ``record``, unless it ends by itself."""
+        overdue = record.cause is Cause.HUNG and self._runtime.world_size == 1
         if not overdue:
-            self._stop.request(exit.message)
-            if self._finished.wait(_GRACES_S.get(exit.cause, GRACE_S)):
+            self._stop.request(record.message)
+            if self._finished.wait(_GRACES_S.get(record.cause, GRACE_S)):
                 return
         if overdue:
-            log.error("error: %s\n%s", exit.message, "".join(exit.traceback).rstrip())
-        elif exit.cause is Cause.HUNG:  # the others print what they have found
+            log.error("error: %s\n%s", record.message, "".join(record.traceback).rstrip())
+        elif record.cause is Cause.HUNG:  # the others print what they have found
             log.error("the other ranks are no longer waiting for this one: exiting")
-        elif exit.cause is Cause.STOPPED:
-            log.info(exit.message)
+        elif record.cause is Cause.STOPPED:
+            log.info(record.message)
         else:
-            log.error("exiting, because this rank is blocked: %s", exit.message)
-        self._on_blocked(exit, self.first)
+            log.error("exiting, because this rank is blocked: %s", record.message)
+        self._on_blocked(record, self.first_failure)
         self.stalls.release()
         logging.shutdown()
-        self._exit_process(exit.exit_code)
+        self._exit_process(record.exit_code)
+
+
+class Heartbeat:
+    """The heartbeats of this rank, through the store, and those of the rank that it watches: they tell a rank that is
+    gone from one that is slow.
+
+    The watchdog thread publishes them, so they continue while the main thread computes, waits or is blocked in C code
+    that releases the GIL. They stop if the process ends, is stopped, or its machine is out of reach. Each rank watches
+    the next one, so that the store answers two requests per rank and period, however many ranks there are.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._period_s = min(_BEAT_S, runtime.timeout_s / 4)
+        self._count, self._at = 0, -self._period_s
+        self._watched = (runtime.rank + 1) % runtime.world_size
+        self._heard, self._silent_s = "", 0.0
+        self._ended, self._publishing = False, threading.Lock()
+
+    def beat(self) -> int | None:
+        """Publish that this rank is alive, and look at the watched one, at most once per period. Returns the watched
+        rank once its process has been silent for ``timeout_s``. Raises what the store raises."""
+        store, now = self._runtime.store, time.monotonic()
+        if store is None or self._runtime.world_size == 1 or now - self._at < self._period_s:
+            return None
+        passed_s, self._at = now - self._at, now
+        if passed_s > 2 * self._period_s + _BUSY_S:  # this process was stopped, and maybe the other as well
+            passed_s = self._silent_s = 0.0
+        passed_s = min(passed_s, 2 * self._period_s)
+        self._count += 1
+        with self._publishing:
+            if self._ended:  # while this thread waited for the store
+                return None
+            store.set(_beat_of(self._runtime.rank), str(self._count))
+        if self._watched == self._runtime.rank:  # all others have ended
+            return None
+        heard = store.compare_set(_beat_of(self._watched), "", "0")  # this creates the key if it does not exist
+        if heard == _IN_ORDER:
+            self._watched = (self._watched + 1) % self._runtime.world_size
+            self._heard, self._silent_s = "", 0.0
+        elif heard != self._heard:
+            self._heard, self._silent_s = heard, 0.0
+        else:
+            self._silent_s += passed_s
+        return self._watched if self._silent_s >= self._runtime.timeout_s else None
+
+    def end(self) -> None:
+        """Publish that this rank ends in order: nobody waits for it. ``beat`` publishes nothing more. Raises what the
+        store raises."""
+        if self._runtime.store is not None and self._runtime.world_size > 1:
+            with self._publishing:
+                self._ended = True
+                self._runtime.store.set(_beat_of(self._runtime.rank), _IN_ORDER)
+
+
+def _beat_of(rank: int) -> str:
+    return f"beat/{rank}"

@@ -137,7 +137,7 @@ class WorkerGroup:
         return self.exits
 
     def follow(self, meanwhile: Callable[[], None] = lambda: None) -> EngineReport:
-        """``wait`` as an engine reports it, for processes that are ranks."""
+        """Return ``wait`` as an engine reports it, for processes that are ranks."""
         exits = [
             RankExit(rank, Cause.PEER_LOST, code, message=_LATE)
             if rank in self._late and code < 0

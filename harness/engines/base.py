@@ -122,6 +122,6 @@ def refuse(job: Job, engine: str, **reasons: str) -> None:
 
 
 def shell(command: Sequence[str], environ: dict[str, str]) -> str:
-    """``command`` with its variables, as typed in a shell."""
+    """Return ``command`` with its variables, as typed in a shell."""
     words = [f"{name}={shlex.quote(value)}" for name, value in environ.items()]
     return " ".join([*words, shlex.join(command)])

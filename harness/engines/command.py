@@ -53,7 +53,7 @@ def _ranks(text: str) -> Count:
 
 
 def _count(text: str, known: str, may_be_auto: bool = False) -> Count:
-    """``text`` as a Count. Raises ArgumentTypeError with the forms that are ``known``."""
+    """Return ``text`` as a Count. Raises ArgumentTypeError with the forms that are ``known``."""
     word, colon, last = text.partition(":")
     positive: Any = shared.positive(int)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,13 +19,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, DataError, HarnessError
 from harness.inference.formats import FORMATS, Exported
+from harness.inference.trained_model import in_units, scale_of, with_training_data
 from harness.runs import trained_run
-from harness.runs.files import output_error, replacing, require_output
+from harness.runs.console import working
+from harness.runs.files import new_folder, output_error, replacing, require_output
 from harness.training import build
-from harness.training.task import OpenedTask, SupportsLearned, SupportsSignature
+from harness.training.task import OpenedTask, SupportsSignature
 
 if TYPE_CHECKING:
     from harness.inference.formats import Function
@@ -57,14 +59,8 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
         )
     config = trained_run.configuration(run, overrides, trust)
     out = out or run / f"model{form.suffix}"
-    require_output(out, trained_run.inputs(config), also=".json")
-    task = build.open_task(config, Runtime())
-    if isinstance(task, SupportsLearned) and task.learned != trained_run.learned(run):
-        raise ConfigError(
-            "the classes or the image size of the training data differ from the run's task.json",
-            where=str(run),
-            hint="restore the files that changed after the training",
-        )
+    require_output(out, trained_run.inputs(config), also=".json", folder=form.folder)
+    task = with_training_data(run, config)
     model = build.build_model(config, task)
     trained_run.load(model, trained_run.best(run), run)
     samples = _samples(model.float().eval(), task)  # an error of the model's own code is not one of writing
@@ -76,11 +72,22 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
         signature.pop("input", "inputs"),
         signature.pop("output", "outputs"),
         samples[0].inputs,
-        signature.pop("variable_length", False),
+        signature.pop("max_length", None),
+        signature,
+        getattr(getattr(task, "tokenizer", None), "tokenizer", None),
     )
+    scale = scale_of(signature)
+    has_units = scale is not None and form.to_units(subject, *scale)
+    if scale and has_units:
+        mean, std = scale
+        samples = [CheckedRows(inputs, outputs * std + mean) for inputs, outputs in samples]
+        signature = in_units(signature)
+        subject = replace(subject, signature=signature)
+    writing = new_folder if form.folder else replacing
     try:  # the description gets its name after the file that it describes
-        with replacing(out.with_name(out.name + ".json")) as description, replacing(out) as temporary:
-            difference = _compare(samples, form.write(subject, temporary), form.tolerance)
+        with replacing(out.with_name(out.name + ".json")) as description, writing(out) as temporary:
+            with working(f"exporting the model to {out.name}"):
+                difference = _compare(samples, form.write(subject, temporary), form.tolerance)
             facts = {"name": config.name, "format": kind, **_facts(subject, samples), **signature}
             facts["checked"] = {
                 "rows": sum(len(sample.inputs) for sample in samples),
@@ -95,6 +102,14 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
         "%s: outputs differ by at most %.2g (allowed: %g); %s.json describes inputs and outputs",
         out, difference, form.tolerance, out.name,
     )  # fmt: skip
+    if has_units:
+        log.info("its numbers are in the unit of their column")
+    elif scale:
+        place, prefix = (out / "config.json", "output_") if form.folder else (f"{out.name}.json", "")
+        log.info(
+            "its numbers are standardized: multiply them by %sstd and add %smean, which are in %s",
+            prefix, prefix, place,
+        )  # fmt: skip
     if kind == "safetensors":
         log.info("the exported file has the same tensors as %s, in float32", trained_run.weights(run))
     return out
@@ -114,7 +129,7 @@ def _samples(model: nn.Module, task: OpenedTask) -> list[CheckedRows]:
         raise DataError(
             f"none of the first {start} validation rows can be read, on which the exported model is checked",
             where="task",
-            hint="restore their files; task.on_bad_image=error names the first",
+            hint="restore their files; task.on_bad_row=stop names the first",
         )
     return sorted(samples, key=lambda sample: -len(sample.inputs))
 
@@ -146,7 +161,7 @@ def _compare(samples: Sequence[CheckedRows], loaded: Function, tolerance: float)
 
 def _facts(subject: Exported, samples: Sequence[CheckedRows]) -> dict[str, object]:
     inputs, outputs = samples[0]
-    length = ["length"] if subject.variable_length else []
+    length = ["length"] if subject.max_length is not None else []
     tensors = {
         "inputs": (subject.input, inputs, ["batch", *length, *inputs.shape[1 + len(length) :]]),
         "outputs": (subject.output, outputs, ["batch", *outputs.shape[1:]]),

@@ -16,7 +16,9 @@ HELP = "export a trained model to a file that other programs can load"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_run(parser)
     parser.add_argument("--format", required=True, choices=[*FORMATS], help="kind of file")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: model.* in the run folder)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="file or folder to write (default: model.* in the run folder)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -26,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     run = fetched.local_copy(arguments.folder)
     trained_run.configuration(run, arguments.overrides, arguments.trust)  # errors come before the import of torch
     from harness.inference import export
-    from harness.training import console
+    from harness.runs import console
 
     console.to_terminal(0)
     print(export.export(run, arguments.format, arguments.out, arguments.overrides, arguments.trust))

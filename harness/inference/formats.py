@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from harness.errors import HarnessError, first_line
+from harness.errors import HarnessError, OwnCodeError, users_line
 from harness.runs.files import temporary_for
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Exported:
     """A model to export. ``new`` builds one like it with other weights, ``facts`` are its name and arguments, ``input``
-    and ``output`` the names of its tensors, and ``example`` is an input."""
+    and ``output`` the names of its tensors, and ``example`` is an input. ``max_length``: the largest length of a row,
+    if batches differ in their length."""
 
     model: nn.Module
     new: Callable[[], nn.Module]
@@ -32,7 +33,9 @@ class Exported:
     input: str
     output: str
     example: Tensor
-    variable_length: bool
+    max_length: int | None
+    signature: Mapping[str, Any] = field(default_factory=dict)  # what else the task tells of inputs and outputs
+    tokenizer: Any = None  # of transformers, if the task has one
 
 
 class ExportFormat:
@@ -41,6 +44,13 @@ class ExportFormat:
     """The largest difference of an output that is allowed, relative to the largest output, or to 1."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Packages of the extra of the same name, which may be missing."""
+    folder: ClassVar[bool] = False
+    """True if it writes a folder."""
+
+    def to_units(self, subject: Exported, mean: Tensor, std: Tensor) -> bool:
+        """Change the weights of ``subject``, whose numbers are standardized, so that they are in the unit of their
+        column; return False if the format or the model does not allow it."""
+        return False
 
     def write(self, subject: Exported, path: Path) -> Function:
         """Write ``subject`` to ``path``; return the model that other programs load from there."""
@@ -99,18 +109,47 @@ class Onnx(ExportFormat):
         return lambda inputs: torch.from_numpy(session.run([subject.output], {subject.input: inputs.numpy()})[0])
 
 
-FORMATS: Mapping[str, ExportFormat] = {"safetensors": Safetensors(), "torch_export": TorchExport(), "onnx": Onnx()}
+class HuggingFace(ExportFormat):
+    """A folder that ``from_pretrained`` of transformers loads, with the tokenizer; matrices of LoRA are added to the
+    weights."""
+
+    suffix, tolerance, packages, folder = ".huggingface", 1e-5, ("transformers",), True
+
+    def to_units(self, subject: Exported, mean: Tensor, std: Tensor) -> bool:
+        from harness.training.models import huggingface
+
+        return huggingface.to_units(subject.model, mean, std)
+
+    def write(self, subject: Exported, path: Path) -> Function:
+        from harness.training.models import huggingface
+
+        return huggingface.save(subject.model, path, subject.signature, subject.tokenizer)
+
+
+FORMATS: Mapping[str, ExportFormat] = {
+    "safetensors": Safetensors(),
+    "torch_export": TorchExport(),
+    "onnx": Onnx(),
+    "huggingface": HuggingFace(),
+}
 
 
 def _traced(subject: Exported) -> torch.export.ExportedProgram:
     import torch
 
-    sizes = {0: torch.export.Dim("batch")} | ({1: torch.export.Dim("length")} if subject.variable_length else {})
+    sizes, hint = {0: torch.export.Dim("batch")}, "remove branches on tensor values from forward"
     several = torch.cat([subject.example, subject.example])  # a single row would be traced as a constant
+    if subject.max_length is not None:
+        sizes[1] = torch.export.Dim("length", max=subject.max_length)
+        several = torch.cat([several, several], dim=1) if several.shape[1] == 1 else several
+        hint += "; if it cannot take every length, add task.tokenizer.pad=max_length"
     try:
         return torch.export.export(subject.model, (several,), dynamic_shapes=(sizes,), strict=False)
     except Exception as error:  # of many types
-        raise HarnessError(
-            f"torch.export cannot trace this model: {first_line(error)}",
-            hint="remove branches on tensor values from forward, or use --format safetensors, which needs no tracing",
+        where = users_line(error)
+        kind = OwnCodeError if where else HarnessError
+        raise kind(
+            f"torch.export cannot trace this model: {error}",
+            where=where,
+            hint=f"{hint}; or use --format safetensors, which needs no tracing",
         ) from error

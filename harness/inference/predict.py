@@ -34,9 +34,9 @@ from harness.errors import (
     LaunchError,
     plural,
 )
-from harness.runs import trained_run
+from harness.runs import console, trained_run
 from harness.runs.files import output_error, require_output
-from harness.training import build, console
+from harness.training import build
 from harness.training.evaluation import predictions
 from harness.training.evaluation.evaluate import laid_out
 from harness.training.evaluation.predictions import Predictor
@@ -71,7 +71,7 @@ def main(request: PredictRequest, world_size: int | None, environ: Mapping[str, 
     console.to_terminal(launch.rank)
     if launch.world_size == 1 and (world_size or 1) > 1:
         # So that errors are reported once, and the file is converted once.
-        open_task(request, _configuration(request, world_size, launch))
+        open_task(_configuration(request, world_size, launch), request.run, request.source)
         return _start_ranks(world_size or 1, environ, words)
     return _rank(request, world_size, launch)
 
@@ -92,17 +92,17 @@ def _configuration(request: PredictRequest, world_size: int | None, launch: Laun
     return config
 
 
-def open_task(request: PredictRequest, config: Config) -> PredictingTask:
-    """Open the task of the run with the rows of ``request.source`` as ``eval``."""
+def open_task(config: Config, run: Path, source: str, cache_dir: str | None = None) -> PredictingTask:
+    """Open the task of ``run`` with the rows of ``source`` as ``eval``. ``cache_dir``: instead of data.cache_dir."""
     section = config.task
     if not isinstance(section, SupportsNewData):
         raise ConfigError(
             f"the task {section.name} cannot predict the rows of a file",
-            where=str(request.run),
+            where=str(run),
             hint="image_csv and text_csv can; for pet_names use harness generate",
         )
-    cache = Path(config.data.cache_dir) if config.data.cache_dir else None
-    return section.open_new(trained_run.learned(request.run), request.source, cache)
+    cache = cache_dir or config.data.cache_dir
+    return section.open_new(trained_run.learned(run), source, Path(cache) if cache else None)
 
 
 def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> int:
@@ -143,9 +143,13 @@ def in_this_process(request: PredictRequest) -> None:
 
 def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: Stop) -> int:
     start = time.perf_counter()
-    task = runtime.patiently("opening the data", lambda: open_task(request, config))
+    task = runtime.patiently("opening the data", lambda: open_task(config, request.run, request.source))
     runtime.all_equal(task.fingerprint, request.source, "give every machine the same file")
+    for note in task.notes:
+        log.warning("%s", note)
     build.copy_files(config, task, runtime, train=False)
+    if runtime.rank == 0 and (told := trained_run.unfinished(request.run, config)):
+        log.info("%s: %s", request.run, told)
     best = predictions.best_weights(runtime, trained_run.weights(request.run))
     with runtime.announced("building the model"), runtime.together("building the model"):
         model = _model(request, config, task, best, runtime.device)
@@ -153,8 +157,9 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     loader = Loader(
         rows, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait, runtime.limited
     )
+    predictor, progress = Predictor(config, runtime, task, model.eval()), console.ProgressBar(runtime.rank)
     try:
-        written = predictions.write(Predictor(config, runtime, task, model.eval()), loader, stop, request.out)
+        written = predictions.write(predictor, loader, stop, request.out, progress)
     except predictions.TableError as error:
         raise output_error(request.out, error) from None
     finally:

@@ -45,7 +45,7 @@ from harness.runs.weights_file import save_weights
 
 log = logging.getLogger("harness")
 
-VERSION = 6  # of the manifest and of what a checkpoint contains
+VERSION = 7  # of the manifest and of what a checkpoint contains
 FROM_SCRATCH = "start from scratch with checkpoint.resume=never, which keeps this folder as NAME.1"
 _MAX_LISTED = 8  # damaged checkpoints in a message
 _GLOBAL = re.compile(r"(?:GLOBAL:?|refers to) ([\w.]+)")  # in refusals to load a file
@@ -117,7 +117,7 @@ class Checkpoints:
             yield
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             if isinstance(error, FileNotFoundError) and not self.folder.is_dir():
-                raise folder_gone(self.folder.parent) from None
+                raise _folder_gone(self.folder.parent) from None
             again = "resumes from the previous checkpoint" if self.exist() else "starts from the beginning"
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written: {reason(error)} ({_free(self.folder)})",
@@ -126,7 +126,7 @@ class Checkpoints:
             ) from None
 
     def read(self, path: Path, mapped: bool, own: formats.Own) -> dict[str, Any]:
-        """``read``, for a user who has named the format of this run."""
+        """Return ``read``, for a user who has named the format of this run."""
         return read(path, mapped, own, named=self.form)
 
     def mark_best(self, step: int, weights: dict[str, Tensor], path: Path) -> None:
@@ -148,7 +148,7 @@ class Checkpoints:
     def _require_run(self) -> None:
         """Raise CheckpointError if the run folder was removed or renamed. Writing would make one without a recipe."""
         if self.run is not None and not (self.run / layout.CONFIG).is_file():
-            raise folder_gone(self.run)
+            raise _folder_gone(self.run)
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint; None if there has been none. A damaged one is logged and skipped.
@@ -231,7 +231,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def folder_gone(path: Path) -> CheckpointError:
+def _folder_gone(path: Path) -> CheckpointError:
     return CheckpointError(
         "the run folder was removed or renamed during the run",
         where=str(path),
@@ -264,7 +264,7 @@ def digest(path: Path) -> str:
 
 
 def damage(path: Path) -> str:
-    """The reason why the checkpoint folder ``path`` is unusable; empty if it is intact."""
+    """Return the reason why the checkpoint folder ``path`` is unusable; empty if it is intact."""
     try:
         manifest = _manifest(path)
     except CheckpointError as error:

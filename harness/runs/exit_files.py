@@ -16,17 +16,17 @@ from harness.runs import layout
 from harness.runs.files import read_json, write_atomically
 
 
-def write(logs: Path, exit: RankExit) -> None:
+def write(logs: Path, record: RankExit) -> None:
     """Write the record of a rank. Never raises: the exit itself matters more."""
     with suppress(OSError):
-        write_atomically(logs / layout.rank_exit(exit.rank), exit.to_json() + "\n")
+        write_atomically(logs / layout.rank_exit(record.rank), record.to_json() + "\n")
 
 
-def write_for_torch(launch: Launch, exit: RankExit) -> None:
+def write_for_torch(launch: Launch, record: RankExit) -> None:
     """Write the record where torch's launcher reads it, if that started this rank. Never raises."""
     if launch.error_file:
         with suppress(OSError):
-            write_atomically(Path(launch.error_file), to_torch_error_file(exit, launch.world_size))
+            write_atomically(Path(launch.error_file), to_torch_error_file(record, launch.world_size))
 
 
 def write_first(folder: Path, first: RankExit) -> RankExit:
@@ -50,9 +50,9 @@ def read(logs: Path) -> dict[int, RankExit]:
     found = {}
     for path in logs.glob(layout.RANK_EXITS):
         with suppress(OSError, ValueError):
-            exit = RankExit.from_dict(read_json(path))
-            if exit.rank is not None:
-                found[exit.rank] = exit
+            record = RankExit.from_dict(read_json(path))
+            if record.rank is not None:
+                found[record.rank] = record
     return dict(sorted(found.items()))
 
 
@@ -73,4 +73,4 @@ class ExitFiles:
         self._logs, self._earlier = logs, read(logs)
 
     def read(self) -> dict[int, RankExit]:
-        return {rank: exit for rank, exit in read(self._logs).items() if exit != self._earlier.get(rank)}
+        return {rank: record for rank, record in read(self._logs).items() if record != self._earlier.get(rank)}

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from harness.distributed.threads import thread
 from harness.errors import DataError, HarnessError, has_remedy, reason, remedy
+from harness.runs.console import working
 from harness.runs.files import is_url, replacing
 from harness.runs.locks import locked
 
@@ -58,7 +59,13 @@ def fetched(
             log.warning("%s is damaged; copying it again", target)
         log.info("copying %s", url)
         with replacing(target, secrets.token_hex(8)) as temporary:
-            attempted(url, lambda: _transfer(url, temporary, accept))
+            with working(f"copying {url}", "MiB", measure=lambda: temporary.stat().st_size >> 20) as work:
+
+                def accepted(size: int) -> None:
+                    work.total = size >> 20
+                    accept(size)
+
+                attempted(url, lambda: _transfer(url, temporary, accepted))
             if not is_intact(temporary):
                 hint = "try another source, or the same one again: the transfer or the file there is damaged"
                 raise DataError("its content is not the published one: the digest differs", where=url, hint=hint)

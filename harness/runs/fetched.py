@@ -17,7 +17,8 @@ _LATEST = f"{layout.CHECKPOINTS}/{layout.LATEST}"
 
 
 def local_copy(place: str, checkpoint: bool = False) -> Path:
-    """``place`` itself if it is a folder; for a URL, a copy of its results, with the newest ``checkpoint`` on request.
+    """Return ``place`` itself if it is a folder; for a URL, a copy of its results, with the newest ``checkpoint`` on
+    request.
 
     Downloads only what has changed since the last call. Raises ConfigError if the URL cannot be read or holds no run.
     """

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -26,8 +27,8 @@ _reported: set[str] = set()  # why the cache is a temporary folder
 
 
 def temporary_for(path: Path, mark: str = "") -> Path:
-    """The name under which ``path`` is written until it is complete. Readers of a folder skip ``*.tmp``. A ``mark``
-    tells apart writers of the same file that no lock excludes."""
+    """Return the name under which ``path`` is written until it is complete. Readers of a folder skip ``*.tmp``. A
+    ``mark`` tells apart writers of the same file that no lock excludes."""
     return path.with_name(f"{path.name}{mark and '.'}{mark}.tmp")
 
 
@@ -37,9 +38,19 @@ def commit(temporary: Path, path: Path) -> None:
     A reader finds either the old content or the new, even after a power cut. The files inside a folder must be synced
     already.
     """
-    _sync(temporary)
+    sync(temporary)
     os.replace(temporary, path)
-    _sync(path.parent)
+    sync(path.parent)
+
+
+def replace_folder(temporary: Path, path: Path) -> None:
+    """``commit`` of a folder, in the place of an earlier one, which is removed."""
+    before = temporary_for(path, "before")
+    shutil.rmtree(before, ignore_errors=True)
+    if path.exists():
+        os.replace(path, before)
+    commit(temporary, path)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 @contextmanager
@@ -60,6 +71,23 @@ def replacing(path: Path, mark: str = "") -> Iterator[Path]:
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write files into; at the end of the block it is renamed to ``path``, which does not
+    exist. An error removes it."""
+    temporary = temporary_for(path)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        yield temporary
+        for file in temporary.iterdir():
+            sync(file)
+        commit(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
@@ -84,17 +112,21 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing or [path]:  # an existing one may be of a start that was killed just now
         with suppress(PermissionError):  # a folder may be open for writing, but not for reading
-            _sync(folder.parent)
+            sync(folder.parent)
 
 
-def require_output(out: Path, inputs: Iterable[str | Path], also: str = "") -> None:
-    """Raise ConfigError if a command cannot write ``out``, and the file with ``also`` appended to that name.
+def require_output(out: Path, inputs: Iterable[str | Path], also: str = "", folder: bool = False) -> None:
+    """Raise ConfigError if a command cannot write ``out``, a file or a new ``folder``, and the file with ``also``
+    appended to that name.
 
     That is if there is no such folder, or if they would replace a folder, a device, one of ``inputs`` (under any name),
     or a file that training wrote.
     """
     written = [out, *([out.with_name(out.name + also)] if also else [])]
     written += [temporary_for(path) for path in written]
+    if folder and (out.exists() or out.is_symlink()):
+        hint = "remove it, or choose another folder with --out FOLDER"
+        raise ConfigError("cannot write the output: it exists already", where=str(out), hint=hint)
     if problem := _no_output(out, written, [place for place in map(str, inputs) if place]):
         hint = did_you_mean(out.parent, os.path.isdir) or _OTHER_OUTPUT
         raise ConfigError(f"cannot write the output: {problem}", where=str(out), hint=hint)
@@ -110,7 +142,7 @@ _OTHER_OUTPUT = "choose another file with --out FILE"
 
 
 def _no_output(out: Path, written: list[Path], inputs: list[str]) -> str:
-    """The reason why the paths ``written`` must not be written; empty if there is none."""
+    """Return the reason why the paths ``written`` must not be written; empty if there is none."""
     if not out.parent.is_dir():
         return f"there is no folder {out.parent}"
     if out.is_dir():
@@ -142,7 +174,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """``read_bytes`` as text. Raises ValueError if it is not UTF-8."""
+    """Return ``read_bytes`` as text. Raises ValueError if it is not UTF-8."""
     return read_bytes(path).decode("utf-8")
 
 
@@ -157,7 +189,7 @@ def write_sealed(path: Path, fields: dict[str, Any], mark: str = "") -> None:
 
 
 def read_sealed(path: Path) -> Any:
-    """``read_json`` without the seal. Raises ValueError as well if that does not match."""
+    """Return ``read_json`` without the seal. Raises ValueError as well if that does not match."""
     return seals.unsealed(read_json(path))
 
 
@@ -169,7 +201,8 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make the content of a file or a folder survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -181,7 +214,7 @@ def _sync(path: Path) -> None:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with null for numbers that are not finite, which JSON does not have."""
+    """Return ``value`` with null for numbers that are not finite, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -205,7 +238,7 @@ def cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """``path`` with the home folder in place of ``~``. Raises ConfigError if this user has none."""
+    """Return ``path`` with the home folder in place of ``~``. Raises ConfigError if this user has none."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

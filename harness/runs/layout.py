@@ -1,6 +1,7 @@
 """The file names of a run folder, each defined only here.
 
 config.yaml  provenance.json  metrics.jsonl  summary.json  task.json  failure.json  confusion.csv  predictions.csv
+predictions_files/COLUMN/ROW.{png, npz}
 weights.safetensors  report.html  trackers.json  start.json (runs at a URL)
 checkpoints/step-N/{state.pt, manifest.json, and shards}  checkpoints/{latest, best}
 logs/rank-N.log  logs/rank-N.exit.json  logs/losses.jsonl
@@ -18,6 +19,7 @@ TASK = "task.json"  # what the task learned from the training data
 FAILURE = "failure.json"
 CONFUSION = "confusion.csv"
 PREDICTIONS = "predictions.csv"
+PREDICTED = "predictions_files"  # folder of the arrays that predictions.csv names
 WEIGHTS = "weights.safetensors"  # of the best step
 REPORT = "report.html"
 TRACKERS = "trackers.json"  # the run's identity in the trackers

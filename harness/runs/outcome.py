@@ -240,7 +240,7 @@ class ExitCollector:
         lock.release()
 
     def preview(self, report: EngineReport) -> RunOutcome:
-        """``conclude`` without writing anything about it, for a run that may start again."""
+        """Return ``conclude`` without writing anything about it, for a run that may start again."""
         self._fetch()
         return self._outcome(report)
 

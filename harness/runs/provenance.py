@@ -66,8 +66,8 @@ def facts(config: Config) -> list[Facts]:
 
 
 def own_code(config: Config) -> OwnCode:
-    """The modules of the parts with dotted names, such as the model, and all that are loaded from the same folders. Of
-    an installed package, only its own modules."""
+    """Return the modules of the parts with dotted names, such as the model, and all that are loaded from the same
+    folders. Of an installed package, only its own modules."""
     found: OwnCode = {}
     named = {
         "task.name": config.task.name,
@@ -89,7 +89,7 @@ def own_code(config: Config) -> OwnCode:
 
 
 def _folder(module: Any) -> Path | None:
-    """The folder from which the top-level ``module`` is imported."""
+    """Return the folder from which the top-level ``module`` is imported."""
     place = next(iter(getattr(module, "__path__", None) or ()), None) or getattr(module, "__file__", None)
     return Path(place).parent if place else None
 
@@ -177,9 +177,9 @@ def of_start(
 
 
 def commit(folder: Path, until: float, files: Iterable[Path] = ()) -> dict[str, Any] | None:
-    """The commit of the repository that ``folder`` is in, and whether files have changed since, or some of ``files``
-    were never committed. None outside a repository, if it holds none of ``files``, or without an answer of git by the
-    time ``until`` (time.monotonic)."""
+    """Return the commit of the repository that ``folder`` is in, and whether files have changed since, or some of
+    ``files`` were never committed. None outside a repository, if it holds none of ``files``, or without an answer of
+    git by the time ``until`` (time.monotonic)."""
     names = [str(file) for file in files]
     head = _git(folder, until, "rev-parse", "HEAD")
     status = _git(folder, until, "status", "--porcelain", "--untracked-files=no")

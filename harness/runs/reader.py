@@ -106,14 +106,14 @@ class Record:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """The state and the results: what ``harness report --json`` prints."""
+        """Return the state and the results: what ``harness report --json`` prints."""
         results = {key: self.summary.get(key) for key in ("epoch", "step", "evaluation", "best", "wall_s")}
         return {"path": str(self.path), "name": self.name, "state": self.state, "world_sizes": self.world_sizes,
                 **results, "failure": self.failure or None, "trial": asdict(self.trial) if self.trial else None,
                 "problems": self.problems}  # fmt: skip
 
     def metrics(self) -> pa.Table:
-        """``metrics.jsonl``, one row per line; keys that a line does not have are null.
+        """Return ``metrics.jsonl``, one row per line; keys that a line does not have are null.
 
         The columns of training lines always exist. Lines that are not JSON are left out and reported in ``problems``.
         """
@@ -132,7 +132,7 @@ def ranks(start: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def changes(values: Iterable[Any]) -> list[Any]:
-    """``values`` without those that equal the one before."""
+    """Return ``values`` without those that equal the one before."""
     found: list[Any] = []
     for value in values:
         if not found or found[-1] != value:
@@ -141,7 +141,7 @@ def changes(values: Iterable[Any]) -> list[Any]:
 
 
 def over_starts(values: Iterable[Any]) -> Any:
-    """The value that all starts of a run have; "first, then second" if it was resumed with another one."""
+    """Return the value that all starts of a run have; "first, then second" if it was resumed with another one."""
     found = changes(values)
     return found[0] if len(found) == 1 else ", then ".join(map(str, found))
 
@@ -170,7 +170,7 @@ def read(path: Path) -> Record:
 
 
 def find(paths: Iterable[Path]) -> list[Record]:
-    """The runs at ``paths``, each once. A path is a run folder, a sweep folder, or a folder of these.
+    """Return the runs at ``paths``, each once. A path is a run folder, a sweep folder, or a folder of these.
 
     Raises ConfigError for a path without runs.
     """
@@ -347,7 +347,7 @@ def read_metrics(path: Path) -> tuple[pa.Table, str]:
 
 
 def incomplete(path: Path) -> str:
-    """The problem of a file that ends in mid-line; empty for any other."""
+    """Return the problem of a file that ends in mid-line; empty for any other."""
     try:
         require_regular_file(path)
         with open(path, "rb") as file:

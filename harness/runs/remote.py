@@ -134,6 +134,8 @@ class RemoteRunFolder(RunFolder):
         text = json.dumps(start) + "\n"
         self.store.write(layout.START, text)
         self._scratch.write(layout.START, text)
+        torn = self.store.files(unfinished=True)
+        self.store.remove(name for name in torn if not name.startswith(layout.START))  # which another start may write
         return text
 
     def attach(self, rank: int, start: Any) -> None:

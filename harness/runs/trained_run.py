@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from harness.config import loader
 from harness.config.schema import Config, flatten
 from harness.config.trust import require_harmless
-from harness.errors import CheckpointError, ConfigError, reason
+from harness.errors import CheckpointError, ConfigError, plural, reason
 from harness.runs import layout, ownership
 from harness.runs.files import read_sealed
 from harness.runs.reader import run_hint
@@ -45,7 +45,7 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> C
 
 
 def inputs(config: Config) -> list[str]:
-    """The files and folders that the task of ``config`` may read, by the texts among its options."""
+    """Return the files and folders that the task of ``config`` may read, by the texts among its options."""
     options = flatten(config.task.model_dump(mode="json"))
     return [value for value in options.values() if isinstance(value, str)]
 
@@ -60,6 +60,26 @@ def best(run: Path) -> dict[str, Tensor]:
     from harness.runs.weights_file import load_weights
 
     return load_weights(weights(run))
+
+
+def unfinished(run: Path, config: Config) -> str:
+    """Return how far a run is that has not finished, and of which step its best weights are, in words; empty if it has
+    finished, or if its files do not tell."""
+    from safetensors import SafetensorError, safe_open
+
+    from harness.runs.weights_file import weights_metadata
+
+    try:
+        summary = read_sealed(run / layout.SUMMARY)
+        if summary["finished"] is not False:
+            return ""
+        with safe_open(weights(run), "pt") as file:
+            of = int(weights_metadata(file)["step"])
+        lengths = ("epoch", config.train.epochs), ("step", config.train.max_steps)
+        done = [f"{int(summary[unit])} of {plural(total, unit)}" for unit, total in lengths if total]
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError):
+        return ""
+    return f"the run is not finished, its newest evaluation was after {' and '.join(done)}: weights of step {of}"
 
 
 def learned(run: Path) -> dict[str, Any]:

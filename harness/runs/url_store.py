@@ -47,7 +47,11 @@ class UrlStore:
         """Return the folder ``name`` next to this one."""
         return UrlStore(f"{self.where.rpartition('/')[0]}/{name}")
 
-    def files(self) -> dict[str, str]:
+    def files(self, unfinished: bool = False) -> dict[str, str]:
+        """Return {name: a mark that changes with the content}. ``unfinished``: of the files that a start has not
+        finished writing, or that its end left behind, instead."""
+        if unfinished and not self.has_folders:
+            return {}
         with _explaining(self.where):
             self._fs.invalidate_cache()
             try:
@@ -60,7 +64,7 @@ class UrlStore:
             for path, facts in found.items()
             if facts.get("type") == "file"
             and path.startswith(start)
-            and not path.endswith(".part")
+            and path.endswith(".part") == unfinished
             and ".." not in path.split("/")  # which an object may be named, but no file of a run
         }
 

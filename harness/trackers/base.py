@@ -43,7 +43,7 @@ class Sample:
     rows: list[list[Any]]
     images: np.ndarray | None
     name: str = "predictions"
-    """``predictions``: the first rows; ``wrong``: the first whose prediction is not the label."""
+    """``predictions``: some rows of each class; ``wrong``: some whose prediction is not the label."""
     confusion: LabelPairs | None = None
     """With the first rows of a classification: the counts over all rows."""
 
@@ -78,7 +78,7 @@ _ONLY_IF_NOT_ALL = frozenset(["rows_used", "rows_updated"])  # of ``rows``
 
 
 def scalars(entry: Entry) -> dict[str, float]:
-    """The finite numbers of an entry that are worth a chart, as {"train/loss": 0.5, ...}."""
+    """Return the finite numbers of an entry that are worth a chart, as {"train/loss": 0.5, ...}."""
     return {
         f"{entry['split']}/{name}": value
         for name, value in entry.items()

@@ -19,8 +19,7 @@ from harness.config import plugins
 from harness.config.schema import Config, flatten, in_recipe
 from harness.errors import CheckpointError, ConfigError, reason, remedy
 from harness.runs import layout
-from harness.runs.checkpoint import folder_gone
-from harness.runs.files import finite, identity, read_json, write_atomically
+from harness.runs.files import finite, read_json, write_atomically
 from harness.runs.followed import read_entry
 from harness.trackers.base import RunInfo, Sample, Tracker
 from harness.trackers.forwarder import Forwarder
@@ -87,7 +86,7 @@ def _run_info(folder: Path, config: Config, config_yaml: str) -> RunInfo:
 
 
 def _open(path: Path) -> TextIO:
-    return open(path, "a+", encoding="utf-8")  # can be read even if it is removed
+    return open(path, "a+", encoding="utf-8")
 
 
 class MetricsLog:
@@ -115,8 +114,6 @@ class MetricsLog:
             forwarder.log(entry)
 
     def _write_error(self, error: OSError) -> CheckpointError:
-        if self._path is not None and not self._path.parent.is_dir():
-            return folder_gone(self._path.parent)
         return CheckpointError(
             f"cannot write: {reason(error)}",
             where=str(self._path),
@@ -129,28 +126,11 @@ class MetricsLog:
         if self._file is None:
             return 0
         try:
-            self._restore()
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
             raise self._write_error(error) from None
         return self._file.tell()
-
-    def _restore(self) -> None:
-        """Write the log again if it was removed or replaced, and keep the file that replaced it under another name."""
-        if self._file is None or self._path is None:
-            return
-        self._file.flush()
-        if identity(self._path) is not None and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
-            return
-        if not self._path.parent.is_dir():
-            raise FileNotFoundError(self._path)  # ``_write_error`` names the cause
-        if self._path.exists():
-            os.replace(self._path, self._path.with_name(f"{self._path.name}.replaced"))
-        log.warning("%s was removed or replaced during the run: writing it again", self._path)
-        write_atomically(self._path, os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0))
-        self._file.close()
-        self._file = _open(self._path)
 
     def digest(self) -> str:
         """Return the SHA-256 of the log so far, which ``rewind`` checks; empty on ranks other than 0."""
@@ -215,7 +195,6 @@ class MetricsLog:
         if self._file is None or self._path is None:
             return
         with contextlib.suppress(OSError):  # an entry that did not fit on the disk; ``log`` has raised for it
-            self._restore()
             self._file.close()
         files = [path for name in ARTIFACTS if (path := self._path.parent / name).exists()]
         for forwarder in self._forwarders:

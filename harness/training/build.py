@@ -21,13 +21,14 @@ from harness.data.shards import bounds
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import first_line
+from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
 from harness.training import checkpointing, determinism, hooks, memory, mixing, rng
 from harness.training.checkpoint_writer import CheckpointWriter
-from harness.training.console import ProgressBar
 from harness.training.division import Sizes, sizes, too_few_rows, warn_of_skew
 from harness.training.evaluation.evaluate import laid_out
+from harness.training.first_look import FirstLook
 from harness.training.health import Health
 from harness.training.logical_ranks import LogicalRanks, kernels
 from harness.training.meter import Meter
@@ -37,8 +38,8 @@ from harness.training.optimizer.on_gradients import OnGradients
 from harness.training.progress import Coverage, State
 from harness.training.run import Run
 from harness.training.strategies import sharding
-from harness.training.strategies.base import ParallelStrategy, find
-from harness.training.task import OpenedTask, SupportsFileCheck, SupportsFileCopies, open_data
+from harness.training.strategies.base import ParallelStrategy, strategy_class
+from harness.training.task import OpenedTask, SupportsFileCheck, SupportsFileCopies, SupportsLook, open_data
 
 log = logging.getLogger("harness")
 
@@ -79,6 +80,9 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
             coverage=Coverage(len(task.train), config.seed), started=time.perf_counter(), num_threads=num_threads,
         )  # fmt: skip
         checkpointing.resume(run)
+        if not run.state.evaluated and isinstance(task, SupportsLook):
+            shares = [bounds(len(task.eval), rank, ranks.num) for rank in (ranks.own[0], ranks.own[-1])]
+            run.first_look = FirstLook(task, range(shares[0][0], shares[-1][1]))
         opened.pop_all()
     return run
 
@@ -86,7 +90,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
 def divide(config: Config, task: OpenedTask, runtime: Runtime) -> tuple[LogicalRanks, Sizes]:
     """Divide the rows among the ranks; warn if there are few, or if the shards differ in their labels. Collective."""
     with runtime.together("dividing the batch"):
-        find(config.parallel).check_world(config.parallel, runtime.world_size)
+        strategy_class(config.parallel).check_world(config.parallel, runtime.world_size)
         ranks = LogicalRanks(runtime, config.parallel.logical_ranks)
         size = sizes(config, len(task.train), ranks.num)
     if ranks.fixed:
@@ -106,7 +110,7 @@ def strategy_and_model(config: Config, task: OpenedTask, ranks: LogicalRanks) ->
     runtime = ranks.runtime
     with runtime.announced("building the model"), runtime.together("building the model"):
         amp = precision.choose(config.precision, runtime.device, config.needs_our_amp)
-        parallel = find(config.parallel)(config.parallel, amp, ranks)
+        parallel = strategy_class(config.parallel)(config.parallel, amp, ranks)
         model = _without_values(config, task) if parallel.sharded and runtime.rank else build_model(config, task)
         determinism.require_restorable(model, runtime.device, config.train.deterministic)
         recompute.apply(model, config.model.activation_checkpointing)
@@ -116,7 +120,7 @@ def strategy_and_model(config: Config, task: OpenedTask, ranks: LogicalRanks) ->
 
 def load_start_weights(config: Config, runtime: Runtime, folder: RunFolder, model: nn.Module) -> dict[str, object]:
     """Load ``model.weights`` on rank 0, if this start is the first; return their source and hash. Collective."""
-    if config.model.weights is None:
+    if config.model.start_weights is None:
         return {}
     from harness.training.models import weights  # late: few runs need it
 
@@ -223,7 +227,7 @@ def copy_files(config: Config, task: OpenedTask, runtime: Runtime, train: bool =
 def rehearse(config: Config, world_size: int) -> None:
     """Raise the error of the data, the batch, the model, the optimizer, the schedule or a hook with which ``config``
     could not start on ``world_size`` ranks."""
-    find(config.parallel).check_world(config.parallel, world_size)
+    strategy_class(config.parallel).check_world(config.parallel, world_size)
     task = _opened(config)
     size = sizes(config, len(task.train), config.parallel.num_ranks(world_size))
     model = build_model(config, task)
@@ -245,12 +249,17 @@ def build_model(config: Config, task: OpenedTask) -> nn.Module:
     """Build the model on the CPU in float32. Its initial weights depend only on the seed."""
     rng.seed_all(INITIAL_WEIGHTS, config.seed)
     model = task.model(config.model)
+    if config.model.lora is not None:
+        from harness.training.models import lora  # late: few runs need it
+
+        lora.apply(model, config.model.lora)
     optim.freeze(model, config.model.freeze)
     return model
 
 
 def _without_values(config: Config, task: OpenedTask) -> nn.Module:
-    """``build_model`` without memory for the values, which come from rank 0; with values if that is impossible."""
+    """Return ``build_model`` without memory for the values, which come from rank 0; with values if that is
+    impossible."""
     try:
         with sharding.without_values():
             return build_model(config, task)

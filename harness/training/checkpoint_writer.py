@@ -85,9 +85,9 @@ class CheckpointWriter:
 
 
 def copied(tree: Any, before: Any, pinned: bool = True) -> Any:
-    """``tree`` (of dictionaries and lists) with its tensors copied to the CPU, into the memory of the earlier copy
-    ``before`` where it fits, else into new memory, ``pinned`` for tensors of a GPU. Copies
-    from CUDA are not complete before the device is synchronized."""
+    """Return ``tree`` (of dictionaries and lists) with its tensors copied to the CPU, into the memory of the earlier
+    copy ``before`` where it fits, else into new memory, ``pinned`` for tensors of a GPU. Copies from CUDA are not
+    complete before the device is synchronized."""
     if isinstance(tree, Tensor):
         return _copied_tensor(tree.detach(), before, pinned)
     if isinstance(tree, dict):

@@ -15,7 +15,7 @@ from torch import nn
 
 from harness.data.seeds import TRAINING
 from harness.errors import CheckpointError, first_line
-from harness.runs import checkpoint
+from harness.runs import checkpoint, layout
 from harness.runs.weights_file import on_host
 from harness.training import hooks
 from harness.training.logical_ranks import kernels
@@ -99,7 +99,7 @@ def keep_best(run: Run) -> None:
 def resume(run: Run) -> None:
     """Restore the newest checkpoint of this run, or else the one that checkpoint.resume names; else start at zero.
     Collective."""
-    path, is_own = find(run)
+    path, is_own = checkpoint_to_resume(run)
     first = run.runtime.from_first(path and checkpoint.digest(path))
 
     def work() -> None:
@@ -111,6 +111,8 @@ def resume(run: Run) -> None:
                     hint="copy rank 0's run folder to this machine, or set output to a shared disk or a URL",
                 )
             restore(run, path, is_own)
+            if is_own and run.runtime.rank == 0 and run.checkpoints.named(layout.LATEST) == path.name:
+                run.checkpoints.sweep()  # a kill may have come after the checkpoint, before the removal of older ones
         # Later lines of metrics.jsonl will be written again.
         before = (run.log_offset, run.log_digest, run.state.history) if is_own else (0,)
         run.tracker.rewind(*before)
@@ -125,7 +127,7 @@ def resume(run: Run) -> None:
         run.writer.wait()
 
 
-def find(run: Run) -> tuple[Path | None, bool]:
+def checkpoint_to_resume(run: Run) -> tuple[Path | None, bool]:
     """Return (the checkpoint to restore, whether it is this run's own). Collective."""
     runtime, section = run.runtime, run.config.checkpoint
     looks = runtime.rank == 0 and section.resume != "never"  # which verifies it
@@ -167,8 +169,8 @@ def restore(run: Run, path: Path, is_own: bool = True) -> None:
         run.ema.load_state_dict(content["ema"])
     elif run.ema:  # the other run had none: that of the initial weights, which it was built with, is wrong
         run.ema.start(run.precision.master_params(run.optimizer))
-    run.schedule.load_state_dict(content.get("schedule", {}))
-    run.hooks.load_state_dict(content.get("hooks", []))
+    run.schedule.load_state_dict(content["schedule"])
+    run.hooks.load_state_dict(content["hooks"])
     run.state = state
     _restore_ranks(run, content)
     run.saved_step, run.log_offset, run.log_digest = state.step, content["log_offset"], content["log_sha256"]
@@ -185,16 +187,15 @@ def _check_fit(run: Run, content: dict[str, Any], path: Path) -> None:
             where=str(path),
             hint=f"use precision.opt_level={content['opt_level']}, or start a new run with checkpoint.resume=never",
         )
-    before, now = content.get("optimizer_class"), class_name(run.optimizer)
-    if before is not None and before != now:
+    before, now = content["optimizer_class"], class_name(run.optimizer)
+    if before != now:
         raise CheckpointError(
             f"it holds the state of the optimizer {before}, but this run uses {now}",
             where=str(path),
             hint="use the optimizer it was written with, or start from the other run's weights alone: "
             "model.weights=RUN_FOLDER checkpoint.resume=never",
         )
-    order = content.get("order", _order(run))  # earlier versions did not keep it
-    changed = [f"{key}={value}" for key, value in order.items() if value != _order(run)[key]]
+    changed = [f"{key}={value}" for key, value in content["order"].items() if value != _order(run)[key]]
     if changed and content["state"]["segments"]:
         kept = " ".join(changed)
         raise CheckpointError(
@@ -266,7 +267,8 @@ def _restore_ranks(run: Run, content: dict[str, Any]) -> None:
         several = {name: torch.stack([of_rank["buffers"][name] for of_rank in saved]) for name in saved[0]["buffers"]}
         ranks.set_buffers({name: b.double().mean(0) for name, b in several.items() if b.is_floating_point()})
     meters = [of_rank["meter"] for of_rank in saved]
-    nothing = {**dict.fromkeys(meters[0], 0), "steps": meters[0]["steps"]}
-    whole = {key: sum(meter[key] for meter in meters) for key in meters[0]} | {"steps": meters[0]["steps"]}
+    nothing = {key: type(value)() for key, value in meters[0].items()} | {"steps": meters[0]["steps"]}
+    whole = {key: sum((meter[key] for meter in meters), start=nothing[key]) for key in meters[0]}
+    whole["steps"] = meters[0]["steps"]
     # Sums do not depend on which rank holds them.
     run.meter.load_state([whole if rank == 0 else nothing for rank in ranks.own])

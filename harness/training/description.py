@@ -26,15 +26,18 @@ def announce(run: Run) -> None:
     card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
     facts = describe(config, run.task, run.size, run.ranks.num, runtime.device, run.precision.backend)
-    facts |= optim.described(run.optimizer, run.module) | run.hooks.described()
+    facts |= optim.describe(run.optimizer, run.module) | run.hooks.describe()
     facts |= {
-        "parallel": run.parallel.described(),
+        "parallel": run.parallel.describe(),
         "launcher": _launcher(config, runtime),
         "run folder": run.folder.where,
     }
     for name, value in facts.items():
         log.info("%14s: %s", name, value)
     first = runtime.rank == 0
+    slow = precision.warning(config.precision, runtime.device) if first and not run.state.step else ""
+    if slow:
+        log.warning("%s", slow)
     code = runtime.patiently("asking git for commits", lambda: provenance.code(config) if first else {})
     with runtime.together("recording provenance"):
         if runtime.rank == 0:
@@ -83,9 +86,9 @@ def describe(
         "steps per epoch": size.steps_per_epoch,
         "steps": size.total_steps,
         "learning rate": f"{size.lr:g}{scaled}",
-        "schedule": size.schedule.described(),
-        "amp": precision.described(config.precision, device, backend),
-        "preset": presets.nearest(config),
-        "deterministic": determinism.described(config.train.deterministic),
+        "schedule": size.schedule.describe(),
+        "amp": precision.describe(config.precision, device, backend),
+        "nearest preset": presets.nearest(config),
+        "deterministic": determinism.describe(config.train.deterministic),
         "shards": config.data.shard,
     }

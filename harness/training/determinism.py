@@ -130,7 +130,7 @@ def require(level: Level) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def described(level: Level, operations: set[str] | None = None) -> str:
+def describe(level: Level, operations: set[str] | None = None) -> str:
     """Return the strictness ``level`` in words, with the ``operations`` of the model that it is about, if they are
     known."""
     words = {
@@ -166,13 +166,14 @@ def require_restorable(model: nn.Module, device: torch.device, level: Level) -> 
 
 
 def refused(operations: set[str]) -> ConfigError:
-    """The error for a model that calls ``operations`` on CUDA under ``train.deterministic: true``."""
+    """Return the error for a model that calls ``operations`` on CUDA under ``train.deterministic: true``."""
     names = ", ".join(sorted(operations))
     return _error(f"on CUDA, torch has no deterministic implementation of {names}", operations)
 
 
 def explained(error: BaseException) -> ConfigError | None:
-    """The error for a ``RuntimeError`` by which torch refuses an operation that is not deterministic, else None."""
+    """Return the error for a ``RuntimeError`` by which torch refuses an operation that is not deterministic, else
+    None."""
     text = str(error)
     if isinstance(error, RuntimeError) and _CUBLAS in text:
         return ConfigError(

@@ -80,7 +80,7 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
 
 
 def too_few_rows(size: Sizes, num_rows: int) -> str:
-    """A warning if the training rows do not fill one global batch, else empty."""
+    """Return a warning if the training rows do not fill one global batch, else empty."""
     if num_rows >= size.global_batch:
         return ""
     return (

@@ -33,18 +33,21 @@ from harness.distributed.store import PeersMissing
 from harness.distributed.watchdog import Watchdog
 from harness.errors import (
     EXIT_DONE,
-    EXIT_FAILURE,
     EXIT_STOPPED,
     HarnessError,
+    OwnCodeError,
     TrainingError,
+    exit_code_of,
+    first_line,
     has_remedy,
     readable,
     reason,
     remedy,
+    users_line,
 )  # fmt: skip
-from harness.runs import exit_files, layout
+from harness.runs import console, exit_files, layout
 from harness.runs.run_dir import RunFolder
-from harness.training import console, determinism, memory
+from harness.training import determinism, memory
 from harness.training.run import Run
 
 log = logging.getLogger("harness")
@@ -72,16 +75,16 @@ class ExitReporter:
     def _claimed(self) -> RunFolder | None:
         return self._folder if self._folder and self._folder.claimed else None
 
-    def ended(self, done: bool, reason: str) -> int:
+    def ended(self, done: bool, why: str) -> int:
         """Report that training is done or was stopped; return the exit code."""
         cause, code = (Cause.DONE, EXIT_DONE) if done else (Cause.STOPPED, EXIT_STOPPED)
-        return self._write(self._exit(cause, code, message=reason))
+        return self._write(self._record(cause, code, message=why))
 
-    def blocked(self, exit: RankExit, first: RankExit | None) -> None:
-        """Record ``exit``, with which the watchdog is about to end this rank. ``first``: the launch's first failure, if
-        it is known."""
-        self._write(exit)
-        if first and self._claimed and exit.cause is not Cause.STOPPED:
+    def blocked(self, record: RankExit, first: RankExit | None) -> None:
+        """Write ``record``, with which the watchdog is about to end this rank. ``first``: the launch's first failure,
+        if it is known."""
+        self._write(record)
+        if first and self._claimed and record.cause is not Cause.STOPPED:
             exit_files.write_first(self._claimed.path, first)
         if self._folder:
             self._folder.detach(self._runtime.rank, done=False)
@@ -91,30 +94,30 @@ class ExitReporter:
         Returns the exit code, which is that of the first failure."""
         self._runtime.failed, error = True, readable(error)
         missing, shown = self._reason(error, watchdog)
-        lost, first = lost_peer(error), watchdog.first
+        lost, first = lost_peer(error), watchdog.first_failure
         if isinstance(error, StoppedAlone):
             alone, lost = self._stopped_alone(error), True
-            first = watchdog.report(alone) or alone
+            first = watchdog.publish_failure(alone) or alone
         if lost and first and first.cause is Cause.STOPPED:  # by a rank that waited for data
             log.info("%s", first.message)
-            code = self._write(self._exit(Cause.STOPPED, first.exit_code, message=first.message))
+            code = self._write(self._record(Cause.STOPPED, first.exit_code, message=first.message))
             watchdog.linger()
             return code
         by_peer = isinstance(error, HarnessError) and error.origin_rank not in (None, self._runtime.rank)
-        exit = self._exit(
+        record = self._record(
             Cause.PEER_LOST if by_peer or (lost and not isinstance(shown, Paused)) else Cause.ERROR,
-            shown.exit_code if isinstance(shown, HarnessError) else EXIT_FAILURE,
-            error=type(shown).__name__, message=str(shown), doing=watchdog.doing or stack.raised_at(error),
+            exit_code_of(shown),
+            error=type(shown).__name__, message=_text(shown), doing=watchdog.doing or stack.raised_at(error),
             traceback=traceback.format_exception(error),
         )  # fmt: skip
         if by_peer:  # all ranks raise this error, and the rank that it comes from reports it
             watchdog.acknowledge()
-            return self._write(exit)
-        reported = missing or exit
+            return self._write(record)
+        reported = missing or record
         first = self._first_failure(reported, watchdog)
         watchdog.stalls.release()
-        is_own = first.rank == exit.rank and first.cause is Cause.HUNG  # as the other ranks have found
-        code = self._write(first if is_own else replace(exit, exit_code=first.exit_code))
+        is_own = first.rank == record.rank and first.cause is Cause.HUNG  # as the other ranks have found
+        code = self._write(first if is_own else replace(record, exit_code=first.exit_code))
         if first != reported:
             see = f"; see {self._folder.where}/{layout.FAILURE}" if self._folder else ""
             log.info("exiting: rank %s failed first%s", first.rank, see, extra=console.OF_NODE)
@@ -133,7 +136,7 @@ class ExitReporter:
         if saved >= 0:
             again = f"the same command resumes from the checkpoint of step {saved}, or from a later one"
         message = f"{error}; {again if self.run else 'nothing was written'}"
-        return self._exit(Cause.STOPPED, code, message=message)
+        return self._record(Cause.STOPPED, code, message=message)
 
     def _reason(self, error: BaseException, watchdog: Watchdog) -> tuple[RankExit | None, BaseException]:
         """Return the rank that this one waited for, if it can be determined, and ``error`` as it is shown."""
@@ -150,34 +153,36 @@ class ExitReporter:
             return missing, TrainingError(f"lost contact with rank {missing.rank}")
         return None, explained(error, self.run)
 
-    def _show(self, exit: RankExit, error: BaseException) -> None:
+    def _show(self, record: RankExit, error: BaseException) -> None:
         """Print the launch's first failure: that of another rank that cannot report it itself, or ``error``."""
-        if exit.cause is Cause.HUNG:
-            trace = "".join(exit.traceback).rstrip()
-            log.error("error: rank %s on %s: %s%s", exit.rank, exit.host, exit.message, f"\n{trace}" if trace else "")
-        elif exit.cause is Cause.NODE_LOST:
-            log.error("error: lost contact with the other ranks: rank %s: %s", exit.rank, exit.message)
+        if record.cause is Cause.HUNG:
+            trace = "".join(record.traceback).rstrip()
+            log.error(
+                "error: rank %s on %s: %s%s", record.rank, record.host, record.message, f"\n{trace}" if trace else ""
+            )
+        elif record.cause is Cause.NODE_LOST:
+            log.error("error: lost contact with the other ranks: rank %s: %s", record.rank, record.message)
         else:
-            show(error, exit.traceback)
+            show(error, record.traceback)
 
-    def _first_failure(self, exit: RankExit, watchdog: Watchdog) -> RankExit:
+    def _first_failure(self, record: RankExit, watchdog: Watchdog) -> RankExit:
         """Return the launch's first failure, from the store, or from failure.json if the store is closed."""
-        known = watchdog.report(exit)
+        known = watchdog.publish_failure(record)
         if known and known.cause is Cause.STOPPED:  # while this rank failed by itself
-            known = exit
-        first = known or exit
+            known = record
+        first = known or record
         written = exit_files.write_first(self._claimed.path, first) if self._claimed else first
         return known or written
 
-    def _exit(self, cause: Cause, code: int, **others: Any) -> RankExit:
+    def _record(self, cause: Cause, code: int, **others: Any) -> RankExit:
         return RankExit.now(self._runtime.rank, cause, code, step=self.step(), **others)
 
-    def _write(self, exit: RankExit) -> int:
+    def _write(self, record: RankExit) -> int:
         """Write the record of this rank; return its exit code."""
         if self._claimed:
-            exit_files.write(self._claimed.logs, exit)
-        exit_files.write_for_torch(self._runtime.launch, exit)
-        return exit.exit_code
+            exit_files.write(self._claimed.logs, record)
+        exit_files.write_for_torch(self._runtime.launch, record)
+        return record.exit_code
 
 
 def failed_early(launch: Launch, error: BaseException) -> int:
@@ -185,35 +190,43 @@ def failed_early(launch: Launch, error: BaseException) -> int:
     only local rank 0 prints it, and a rank that may have been started without one."""
     error = readable(error)
     shown = explained(error)
-    exit = RankExit.now(
+    record = RankExit.now(
         launch.rank, Cause.PEER_LOST if lost_peer(error) or isinstance(error, PeersMissing) else Cause.ERROR,
-        shown.exit_code if isinstance(shown, HarnessError) else EXIT_FAILURE,
-        error=type(shown).__name__, message=str(shown),
+        exit_code_of(shown), error=type(shown).__name__, message=_text(shown),
     )  # fmt: skip
-    exit_files.write_for_torch(launch, exit)
+    exit_files.write_for_torch(launch, record)
     if not isinstance(shown, HarnessError) or launch.local_rank == 0 or (shown.unmet and not launch.supervised):
         show(shown, traceback.format_exception(error))
     elif launch.elastic:
         time.sleep(_PRINT_S)  # the launcher ends all ranks at the first exit, also local rank 0 before it has printed
-    return exit.exit_code
+    return record.exit_code
 
 
 def show(error: BaseException, trace: Sequence[str]) -> None:
-    """Print ``error``, or its traceback ``trace`` unless its text explains it."""
+    """Print ``error``, and its traceback ``trace`` unless its text explains it. Of an error in the user's own code, the
+    first line names its place."""
     if isinstance(error, HarnessError):
         log.error("error: %s", error)
         log.debug("%s", "".join(trace).rstrip())
     else:
-        log.error("%s", "".join(trace).rstrip())
+        where = users_line(error)
+        place = f"error: {where}: {type(error).__name__}: {first_line(error, '')}\n" if where else ""
+        log.error("%s%s", place, "".join(trace).rstrip())
+
+
+def _text(error: BaseException) -> str:
+    """Return the text of ``error``, after the line of the user's code that it comes from."""
+    where = "" if isinstance(error, HarnessError) else users_line(error)
+    return f"{where}: {error}" if where else str(error)
 
 
 def explained(error: BaseException, run: Run | None = None) -> BaseException:
-    """``error``, or another that explains it if its own text does not. ``run``: in which it was raised, if it is
+    """Return ``error``, or another that explains it if its own text does not. ``run``: in which it was raised, if it is
     built."""
     if isinstance(error, SystemExit):
-        return TrainingError(
-            f"the code called sys.exit({error.code!r}) before the end", where=stack.raised_at(error),
-            hint="raise an error instead",
+        return OwnCodeError(
+            f"the code called sys.exit({error.code!r}) before the end",
+            where=users_line(error) or stack.raised_at(error), hint="raise an error instead",
         )  # fmt: skip
     if failure := collective_errors.read(error):
         if failure.fault is Fault.OWN:
@@ -237,6 +250,6 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """True for the error of a collective in which this rank waited for another one."""
+    """Return True for the error of a collective in which this rank waited for another one."""
     failure = collective_errors.read(error)
     return failure is not None and failure.fault is not Fault.OWN

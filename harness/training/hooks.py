@@ -1,4 +1,4 @@
-"""The user's own objects that a run calls after steps, after evaluations and before checkpoints (``hooks``).
+"""The user's own objects that a run calls when it starts, after steps and evaluations, and before checkpoints.
 
 Every rank has its own objects. Without hooks a step only looks at an empty tuple.
 """
@@ -14,14 +14,18 @@ from typing import Any, Protocol
 
 from harness.config import plugins, signatures
 from harness.config.schema import HookSection
-from harness.distributed import collective_errors, stack
+from harness.distributed import collective_errors
 from harness.distributed.runtime import Runtime
-from harness.errors import ConfigError, HarnessError, TrainingError, first_line, plural, similar
+from harness.errors import ConfigError, HarnessError, OwnCodeError, first_line, plural, similar, users_line
 from harness.training.own_state import require_plain
 from harness.training.progress import State
 
-AFTER_STEP, AFTER_EVALUATION, BEFORE_CHECKPOINT = "after_step", "after_evaluation", "before_checkpoint"
-_CALLS = {AFTER_STEP: "run", AFTER_EVALUATION: "run, report", BEFORE_CHECKPOINT: "run"}  # with these arguments
+BEFORE_TRAINING, AFTER_STEP = "before_training", "after_step"
+AFTER_EVALUATION, BEFORE_CHECKPOINT = "after_evaluation", "before_checkpoint"
+_CALLS = {  # with these arguments
+    BEFORE_TRAINING: "run", AFTER_STEP: "run", AFTER_EVALUATION: "run, report", BEFORE_CHECKPOINT: "run",
+}  # fmt: skip
+_MAY_END = (AFTER_STEP, AFTER_EVALUATION)
 _STATE = {"state_dict": "", "load_state_dict": "state"}
 
 log = logging.getLogger("harness")
@@ -54,9 +58,9 @@ class Hook:
         except Exception as error:
             if collective_errors.read(error):  # another rank failed
                 raise
-            raise TrainingError(
+            raise OwnCodeError(
                 f"the hook {self.name} fails in {method}: {type(error).__name__}: {first_line(error)}",
-                where=stack.users_line(error) or self.where,
+                where=users_line(error) or self.where,
                 hint="the traceback is in failure.json of the run folder",
             ) from error
 
@@ -80,19 +84,17 @@ class Hooks:
         ends = ""
         for hook in called:
             reason = hook.call(method, run, *more)
-            if reason is not None and (method == BEFORE_CHECKPOINT or not isinstance(reason, str) or not reason):
-                allowed = (
-                    "return nothing" if method == BEFORE_CHECKPOINT else "return a text to end training, or nothing"
-                )
+            if reason is not None and (method not in _MAY_END or not isinstance(reason, str) or not reason):
+                allowed = "return a text to end training, or nothing" if method in _MAY_END else "return nothing"
                 what = f"{method} of the hook {hook.name} returned {reason!r}"
-                raise TrainingError(what, where=hook.where, hint=f"{allowed}: a run ends after a step or an evaluation")
+                raise OwnCodeError(what, where=hook.where, hint=f"{allowed}: a run ends after a step or an evaluation")
             ends = ends or reason or ""
-        if method != BEFORE_CHECKPOINT and run.runtime.max_async([bool(ends)])()[0]:
+        if method in _MAY_END and run.runtime.max_async([bool(ends)])()[0]:
             run.state.ended = next(filter(None, run.runtime.gather(ends)))
             log.info("training ends at step %d: %s", run.state.step, run.state.ended)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The state of each hook that has one."""
+        """Return the state of each hook that has one."""
         found = []
         for hook in self._with_state:
             state = hook.call("state_dict")
@@ -109,8 +111,8 @@ class Hooks:
                 left.remove(mine)
                 hook.call("load_state_dict", mine["state"])
 
-    def described(self) -> dict[str, str]:
-        """The hooks, for the log and ``harness check``; empty if there are none."""
+    def describe(self) -> dict[str, str]:
+        """Return the hooks, for the log and ``harness check``; empty if there are none."""
         shown = [f"{hook.name} ({', '.join(filter(hook.has, (*_CALLS, 'state_dict')))})" for hook in self.all]
         return {"hooks": ", ".join(shown)} if shown else {}
 
@@ -135,7 +137,7 @@ def _made(section: HookSection, where: str) -> Hook:
         return Hook(name, where, made(**section.args))
     except Exception as error:  # of the user's own code
         what = f"the hook {name} cannot be made: {type(error).__name__}: {first_line(error)}"
-        raise ConfigError(what, where=stack.users_line(error) or where, hint="see its __init__") from error
+        raise ConfigError(what, where=users_line(error) or where, hint="see its __init__") from error
 
 
 def _require_methods(made: type, name: str, where: str) -> None:

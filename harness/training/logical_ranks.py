@@ -26,7 +26,7 @@ from harness.training import rng
 _ALIGNMENT = 64  # bytes: kernels may take another path for other offsets
 
 
-def described(num: int, num_processes: int, gradient_bytes: int) -> str:
+def describe(num: int, num_processes: int, gradient_bytes: int) -> str:
     """Return what ``num`` logical ranks cost on ``num_processes``, in words."""
     most = -(-num // num_processes)
     sums = max(_most_sums(num, process, num_processes) for process in range(num_processes))
@@ -38,7 +38,7 @@ def described(num: int, num_processes: int, gradient_bytes: int) -> str:
 
 
 def _most_sums(num: int, process: int, num_processes: int) -> int:
-    """The largest number of sums that ``process`` keeps at a time."""
+    """Return the largest number of sums that ``process`` keeps at a time."""
     nodes: list[Node] = []
     most = 0
     for leaf in block(num, process, num_processes):
@@ -60,6 +60,7 @@ class LogicalRanks:
         self._devices: Sequence[torch.device] = ()
         self._buffers: dict[str, Tensor] = {}
         self._others: dict[int, _Owned] = {}  # of the ranks that are not active
+        self._spare: dict[str, Tensor] = {}  # memory for the buffers of the rank that is active
 
     @property
     def most(self) -> int:
@@ -76,20 +77,24 @@ class LogicalRanks:
             rng.seed_all(*key, rank)
             self._others[rank] = self._of_active()
         self.active = self.own.start
-        del self._others[self.active]
+        self._spare = self._others.pop(self.active).buffers
 
     def activate(self, rank: int) -> None:
         """Let this process compute as ``rank`` from now on, with its streams and buffers."""
         if rank != self.active:
-            self._others[self.active] = self._of_active()
-            self._restore(self._others.pop(rank))
-            self.active = rank
+            _assign(self._spare, self._buffers)
+            self._others[self.active] = _Owned(rng.get_state(*self._devices), self._spare)
+            owned = self._others.pop(rank)
+            self._restore(owned)
+            self.active, self._spare = rank, owned.buffers
 
     def state(self) -> list[dict[str, Any]]:
         """Return what each of this process's ranks owns: its random streams and, if there are several ranks, buffers.
         Loads with ``weights_only=True``."""
-        owned = [self._of_active() if rank == self.active else self._others[rank] for rank in self.own]
-        return [{"rng": of_rank.rng.plain(), "buffers": of_rank.buffers} for of_rank in owned]
+        return [
+            {"rng": of_rank.rng.plain(), "buffers": {name: buffer.clone() for name, buffer in of_rank.buffers.items()}}
+            for of_rank in (self._of_active() if rank == self.active else self._others[rank] for rank in self.own)
+        ]
 
     def load_state(self, ranks: Sequence[dict[str, Any]]) -> None:
         """Restore the ``state`` of all ranks, in order."""
@@ -97,7 +102,7 @@ class LogicalRanks:
             self._restore(_Owned(rng.Streams.from_plain(ranks[rank]["rng"]), ranks[rank]["buffers"]))
             self._others[rank] = self._of_active()
         self.active = self.own.start
-        del self._others[self.active]
+        self._spare = self._others.pop(self.active).buffers
 
     def set_buffers(self, values: dict[str, Tensor]) -> None:
         """Give all ranks of this process the buffers ``values``."""
@@ -129,10 +134,7 @@ class LogicalRanks:
 
     def _restore(self, owned: _Owned) -> None:
         rng.set_state(owned.rng, *self._devices)
-        # With fixed ranks, a checkpoint holds integers, too, of which other runs keep no copies.
-        pairs = [(self._buffers[name], value) for name, value in owned.buffers.items() if name in self._buffers]
-        if pairs:
-            torch._foreach_copy_([own for own, _ in pairs], [value for _, value in pairs])
+        _assign(self._buffers, owned.buffers)
 
 
 class _Owned(NamedTuple):
@@ -140,6 +142,14 @@ class _Owned(NamedTuple):
 
     rng: rng.Streams
     buffers: dict[str, Tensor]
+
+
+def _assign(targets: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    """Copy ``values`` into the tensors of ``targets`` of the same names. With fixed ranks, a checkpoint holds integers,
+    too, of which other runs keep no copies."""
+    pairs = [(targets[name], value) for name, value in values.items() if name in targets]
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
 
 
 class GradientTree:
@@ -173,8 +183,8 @@ Gradients = list[Tensor | None]
 
 
 def _merged(left: Gradients, right: Gradients) -> Gradients:
-    """``left`` plus ``right``, in the memory of either. An absent gradient counts as zeros: adding them makes 0.0 of
-    -0.0."""
+    """Return ``left`` plus ``right``, in the memory of either. An absent gradient counts as zeros: adding them makes
+    0.0 of -0.0."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
@@ -215,7 +225,7 @@ class _Layout:
         return gradients
 
     def flat(self, gradients: Gradients) -> Tensor:
-        """``gradients`` in a flat tensor; what is absent is zeros."""
+        """Return ``gradients`` in a flat tensor; what is absent is zeros."""
         flat = self.parameters[0].new_empty(self._length + len(self.parameters))
         pairs = list(zip(self._views(flat), gradients, strict=True))
         present = [(view, gradient) for view, gradient in pairs if gradient is not None]

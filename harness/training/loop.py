@@ -14,13 +14,14 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from harness.data.loader import MicroBatch
 from harness.training.checkpointing import keep_best, save
 from harness.training.evaluation.evaluate import evaluate, is_number, prepare
-from harness.training.hooks import AFTER_EVALUATION, AFTER_STEP
+from harness.training.hooks import AFTER_EVALUATION, AFTER_STEP, BEFORE_TRAINING
 from harness.training.meter import Reading, end_backward_before_exchange
 from harness.training.mixing import mixed, mixed_loss
 from harness.training.optimizer.optim import clear_gradients
 from harness.training.progress import Used
 from harness.training.run import Run
 from harness.training.strategies.sharding import full
+from harness.training.task import Report
 
 Losses = list[tuple[Tensor, MicroBatch]]  # of the micro-batches of a step
 
@@ -33,6 +34,7 @@ def train(run: Run) -> bool:
     Collective, like everything it calls: all decisions come from reduced values. A checkpoint is written before its
     evaluation, so that a crash in the evaluation loses nothing: it is due again after the resume.
     """
+    run.hooks.call(BEFORE_TRAINING, run)
     while not run.stop.decide_now():
         if run.evaluation_due():
             evaluation(run)
@@ -65,6 +67,8 @@ def epoch(run: Run) -> None:
         with run.compiling("the last step" if left == 0 else "the first step"):  # which may be smaller
             step(run, group, measured=logs or number == last or left == 0)
         run.progress.step()
+        if run.first_look is not None:
+            run.first_look.poll()
         if logs:
             run.end_window()
         if left and run.size.save_every and number % run.size.save_every == 0:
@@ -115,7 +119,7 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     count_last_step(run)
     run.set_lr()
     host_decides = train.on_nan == "skip"
-    skip = precision.skips(run.optimizer) if host_decides else precision.overflow(run.optimizer)
+    skip = precision.will_skip(run.optimizer) if host_decides else precision.skip_flag(run.optimizer)
     if run.gradient_hook and skip is not True:  # where only the device knows of an overflow, they may be infinite
         run.gradient_hook(precision.master_params(run.optimizer), run.state.step)
     if train.clip_norm is not None or host_decides:
@@ -147,13 +151,13 @@ def finite_everywhere(run: Run, norm: Tensor, losses: Losses) -> bool:
 def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
     """Add the losses, on the device, and count the step, at once if the host knows whether it was skipped. ``skip`` is
     a tensor, not 0 for a skipped step, where only the device knows."""
-    used = Used([], [0] * len(run.ranks.own), [0] * len(run.ranks.own))
+    used = Used([], [0] * len(run.ranks.own), [[] for _ in run.ranks.own])
     for loss, micro in losses:
         if micro.num_rows:  # otherwise it only kept this rank in step
             place = micro.rank - run.ranks.own.start
             used.rows.append(micro.rows)
             used.num_rows[place] += micro.num_rows
-            used.bad[place] += min(len(micro.batch.bad), micro.num_rows)  # padding rows are not counted
+            used.bad[place] += micro.batch.bad[: micro.num_rows]  # without padding rows
             if run.config.train.on_nan == "stop" or skip is not True:
                 run.meter.add_loss(loss, micro.num_rows, skip, place)
     run.uncounted = used, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip
@@ -183,21 +187,25 @@ def count(run: Run, used: Used, skip: bool) -> None:
         run.coverage.add(rows, skip)
 
 
-def evaluation(run: Run) -> None:
-    """Evaluate, log, and keep the weights if they are the best so far. Collective."""
+def evaluation(run: Run) -> Report | None:
+    """Evaluate, log, and keep the weights if they are the best so far. Return the report; None if the run was stopped
+    before its end. Collective."""
     state, name = run.state, run.config.best_metric
     run.progress.stop()
+    run.end_look()
     start = time.perf_counter()
     found = evaluate(run)
     if found is None:
-        return  # stopped; the evaluation is still due, and comes first after a resume
+        return None  # stopped; the evaluation is still due, and comes first after a resume
     state.evaluated = state.step
     plain = {key: value for key, value in found.items() if is_number(value)}
+    named = {key: value for key, value in found.items() if key == "unreadable"}
     metrics = {key: plain[key] for key in run.config.task.metrics}
     waited_s, spent_s = run.eval_data.loader.take_times()
     run.meter.costs.add({"cpu": spent_s.get("cpu", 0.0)})
     cost = {"evaluation": time.perf_counter() - start, "data": waited_s}
-    run.tracker.log("eval", {"step": state.step, "epoch": state.epoch, **plain, "cost": cost, "wall_s": run.wall_s()})
+    line = {"step": state.step, "epoch": state.epoch, **plain, **named, "cost": cost, "wall_s": run.wall_s()}
+    run.tracker.log("eval", line)
     run.health.validation(metrics, state)
     state.history.append({"step": state.step, "epoch": state.epoch, **metrics})
     value = plain[name]
@@ -208,8 +216,8 @@ def evaluation(run: Run) -> None:
         keep_best(run)
     else:
         state.since_best += 1
-    lowered = run.schedule.evaluated(state.plateau, value, increases, state.applied)
-    run.report(found)
+    lowered = run.schedule.after_evaluation(state.plateau, value, increases, state.applied)
+    run.write_summary(found)
     when = f"step {state.step}" if state.in_epoch else f"epoch {state.epoch}"
     shown = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
     rows = f"{found['rows_used']} of {found['rows']} rows"
@@ -217,3 +225,4 @@ def evaluation(run: Run) -> None:
     if lowered:
         log.info("learning rate lowered to %.3g", run.schedule.lr(state.applied, state.plateau.reductions))
     run.hooks.call(AFTER_EVALUATION, run, found)
+    return found

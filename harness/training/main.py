@@ -30,10 +30,10 @@ from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop, on_signals
 from harness.distributed.watchdog import Watchdog
 from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError, plural
-from harness.runs import provenance
+from harness.runs import console, provenance
 from harness.runs.files import is_url
 from harness.runs.run_dir import RunFolder, cannot_write
-from harness.training import build, console, description, determinism, loop
+from harness.training import build, description, determinism, loop
 from harness.training.evaluation import predictions
 from harness.training.exit_report import ExitReporter, failed_early
 from harness.training.optimizer import precision
@@ -139,7 +139,7 @@ class RunStart:
     def __enter__(self) -> Run:
         reporter = self._reporter
         with ExitStack() as stack:
-            stack.enter_context(on_signals(self._stop))
+            stack.enter_context(on_signals(self._stop, rest=lambda: self.run.progress.rest() if self.run else ""))
             watching = Watchdog(
                 self.runtime, self._stop, parent=self._parent, on_blocked=reporter.blocked, step=reporter.step
             )

@@ -9,14 +9,17 @@ import sys
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 
 from harness.config.schema import Config
 from harness.distributed import stack
 from harness.errors import TrainingError, plural
 from harness.training.models import recompute
 from harness.training.run import Run
-from harness.training.strategies.base import find
+from harness.training.strategies.base import strategy_class
 from harness.training.strategies.sharding import local
 
 GIB, MIB = 2**30, 2**20
@@ -54,6 +57,47 @@ def held(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer, average
     }
 
 
+class KeptForBackward(saved_tensors_hooks):
+    """Context that measures what a forward pass of ``num_rows`` rows keeps for its backward pass, in ``num_bytes``: the
+    activations, but not ``others``, such as the parameters."""
+
+    def __init__(self, num_rows: int, others: Iterable[Tensor]) -> None:
+        super().__init__(self._pack, self._unpack)
+        self.num_rows = num_rows
+        self._others = {tensor.untyped_storage()._cdata for tensor in others}
+        self._sizes: dict[int, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._others:
+            self._sizes[storage._cdata] = storage.nbytes()
+        return tensor, tensor._version
+
+    def _unpack(self, packed: tuple[Tensor, int]) -> Tensor:
+        tensor, version = packed
+        if tensor._version != version:  # which autograd itself checks without hooks
+            raise RuntimeError("a tensor that the backward pass needs has been modified by an inplace operation")
+        return tensor
+
+
+def kept_of_shapes(model: nn.Module, inputs: Tensor, num_rows: int) -> KeptForBackward:
+    """Return what ``model`` keeps of ``num_rows`` rows like those of ``inputs``, from the shapes alone, without
+    computing anything. Raises what the model raises for tensors without values. The model must not be used
+    afterwards."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        state: dict[str, Tensor] = {name: mode.from_tensor(each, static_shapes=True) for name, each in tensors.items()}
+        kept = KeptForBackward(num_rows, state.values())
+        rows = torch.zeros(num_rows, *inputs.shape[1:], dtype=inputs.dtype)
+        with kept:
+            functional_call(model.train(), state, (rows,))
+    return kept
+
+
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(part.numel() * part.element_size() for part in (local(tensor.detach()) for tensor in tensors))
 
@@ -75,11 +119,16 @@ def explained(error: BaseException, run: Run | None) -> TrainingError | None:
         )
     when = "training" if run.module.training else "evaluation"
     has_blocks = bool(recompute.blocks(run.module))
-    ways = [*_settings(run.config, run.runtime.world_size, when, has_blocks)]
     return TrainingError(
         f"out of memory on {run.runtime.device} during {when}: {what}. Largest: {'; '.join(_largest(run, when))}",
-        hint=f"use one of: {'; '.join(ways[:_NUM_SETTINGS])}",
+        hint=remedies(run.config, run.runtime.world_size, when, has_blocks),
     )
+
+
+def remedies(config: Config, world_size: int, when: str, has_blocks: bool) -> str:
+    """Return settings that need less memory, in words. ``when``: "training" or "evaluation"."""
+    ways = [*_settings(config, world_size, when, has_blocks)]
+    return f"use one of: {'; '.join(ways[:_NUM_SETTINGS])}"
 
 
 def _largest(run: Run, when: str) -> Iterator[str]:
@@ -109,7 +158,7 @@ def _rows(config: Config, world_size: int, when: str) -> int:
 
 def _settings(config: Config, world_size: int, when: str, has_blocks: bool) -> Iterator[str]:
     """Settings that need less memory, those that change the training least first."""
-    batch, rows, strategy = config.batch, _rows(config, world_size, when), find(config.parallel)
+    batch, rows, strategy = config.batch, _rows(config, world_size, when), strategy_class(config.parallel)
     per_rank = rows * batch.accumulate
     if when == "evaluation" and rows > 1:
         yield f"batch.eval_per_rank={rows // 2} (the same metrics)"

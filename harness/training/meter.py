@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,7 +167,7 @@ class Costs:
 
 
 def summed(values: Sequence[float], world_size: int) -> dict[str, float]:
-    """The sums over ranks of what ``take`` returned, by name: those in _SUMS that are not zero, and
+    """Return the sums over ranks of what ``take`` returned, by name: those in _SUMS that are not zero, and
 
     slowest, wait, slowest_data: with several ranks, the one with the most time of its own; the seconds that the others
     waited for it, summed over them; and how much longer than the median rank it waited for data
@@ -245,6 +246,7 @@ class Window(NamedTuple):
     rows: int  # of all steps
     rows_skipped: int  # of skipped steps
     bad: int
+    bad_rows: list[int]  # their numbers
     waited: float  # fraction of the time that hosts waited for data
     shares: dict[str, float]  # fraction of the time by phase, including data and host; they add up to 1
     cost: dict[str, float]  # from ``summed``
@@ -263,7 +265,7 @@ class Meter:
         self.losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(num_ranks)]
         self.rows = [0] * num_ranks  # of each rank, in applied steps
         self.rows_skipped = [0] * num_ranks  # in skipped steps
-        self.bad = [0] * num_ranks
+        self.bad: list[list[int]] = [[] for _ in range(num_ranks)]  # the rows that could not be read
         self.steps = 0
         self.wait_s = 0.0
         self.time_s = 0.0
@@ -342,16 +344,18 @@ class Meter:
         costs = self.costs.take(ranks.runtime, spent)
         own = [self.wait_s, *spent.values(), *costs]  # of the process: its first rank has them
         parts = [
-            [seen[f"loss {place}"], self.rows[place], self.rows_skipped[place], self.bad[place]]
+            [seen[f"loss {place}"], self.rows[place], self.rows_skipped[place], len(self.bad[place])]
             + (own if place == 0 else [0.0] * len(own))
             for place in range(len(self.losses))
         ]
         sums = ranks.sum([torch.tensor(part, dtype=torch.float64) for part in parts], on_host=True).tolist()
         total, rows, skipped, bad, wait_s, *rest = sums
         times, costs = rest[: len(spent)], rest[len(spent) :]
+        bad_rows = ranks.runtime.gather([*chain(*self.bad)]) if bad else []  # by all or none: ``bad`` is reduced
         for of_rank in self.losses:
             of_rank.zero_()
-        self.rows, self.rows_skipped, self.bad = ([0] * len(self.losses) for _ in range(3))
+        self.rows, self.rows_skipped = ([0] * len(self.losses) for _ in range(2))
+        self.bad = [[] for _ in self.losses]
         self.steps = 0
         self.wait_s = self.time_s = 0.0
         self.timer.spent_s = dict.fromkeys(PHASES, 0.0)
@@ -360,18 +364,18 @@ class Meter:
         loss = total / rows if rows else math.nan
         cost = summed(costs, ranks.runtime.world_size)
         return Window(
-            total, loss, int(rows + skipped), int(skipped), int(bad), wait_s / time_s, shares, cost,
-            seen.get("norm"), seen["scale"],
+            total, loss, int(rows + skipped), int(skipped), int(bad), sorted({*chain(*bad_rows)}), wait_s / time_s,
+            shares, cost, seen.get("norm"), seen["scale"],
         )  # fmt: skip
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what each rank of this process has measured, as plain numbers, which can be summed over ranks. The
+        """Return what each rank of this process has measured, as numbers and a list, which can be added over ranks. The
         first has the times of the process."""
         self.tick()
         spent = {f"{phase}_s": seconds for phase, seconds in self.timer.spent_s.items()}
         times = {"wait_s": self.wait_s, "time_s": self.time_s, **spent}
         return [
-            {"loss": loss.item(), "rows": rows, "rows_skipped": skipped, "bad": bad, "steps": self.steps,
+            {"loss": loss.item(), "rows": rows, "rows_skipped": skipped, "bad": [*bad], "steps": self.steps,
              **(times if place == 0 else dict.fromkeys(times, 0.0))}
             for place, (loss, rows, skipped, bad) in enumerate(
                 zip(self.losses, self.rows, self.rows_skipped, self.bad, strict=True)
@@ -383,9 +387,8 @@ class Meter:
         for loss, of_rank in zip(self.losses, ranks, strict=True):
             loss.fill_(of_rank["loss"])
         self.steps = ranks[0]["steps"]
-        self.rows, self.rows_skipped, self.bad = (
-            [of_rank[key] for of_rank in ranks] for key in ("rows", "rows_skipped", "bad")
-        )
+        self.rows, self.rows_skipped = ([of_rank[key] for of_rank in ranks] for key in ("rows", "rows_skipped"))
+        self.bad = [[*of_rank["bad"]] for of_rank in ranks]
         times = {key: sum(of_rank[key] for of_rank in ranks) for key in ranks[0] if key.endswith("_s")}
         self.wait_s, self.time_s = times["wait_s"], times["time_s"]
         self.timer.spent_s = {phase: times[f"{phase}_s"] for phase in PHASES}

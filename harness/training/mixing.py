@@ -40,7 +40,8 @@ def mixed(train: TrainSection, seed: int, step: int, inputs: Tensor) -> tuple[Te
 
 
 def mixed_loss(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor, own: float) -> Tensor:
-    """The loss of ``outputs`` for the targets of both rows that each input was mixed from, weighted by their shares."""
+    """Return the loss of ``outputs`` for the targets of both rows that each input was mixed from, weighted by their
+    shares."""
     if own == 1.0:
         return loss(outputs, targets)
     return own * loss(outputs, targets) + (1 - own) * loss(outputs, targets.roll(1, 0))

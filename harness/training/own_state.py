@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.errors import TrainingError
+from harness.errors import OwnCodeError
 
 _PLAIN = frozenset(
     [type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, Tensor, nn.Parameter]
@@ -16,7 +16,7 @@ _PLAIN = frozenset(
 
 
 def require_plain(state: Any, what: str, where: str) -> None:
-    """Raise TrainingError if ``state`` holds anything that a checkpoint could not restore."""
+    """Raise OwnCodeError if ``state`` holds anything that a checkpoint could not restore."""
     if type(state) in _PLAIN:
         return
     if type(state) in (dict, OrderedDict, Counter) and all(type(key) in _PLAIN for key in state):
@@ -27,7 +27,7 @@ def require_plain(state: Any, what: str, where: str) -> None:
             require_plain(value, f"{what}[{place}]", where)
     else:
         kind = f"{type(state).__module__}.{type(state).__qualname__}".removeprefix("builtins.")
-        raise TrainingError(
+        raise OwnCodeError(
             f"{what} is a {kind}, which a checkpoint cannot hold",
             where=where,
             hint="return tensors, numbers, texts, lists, tuples, sets and dicts, for example int(value) or list(names)",

@@ -107,14 +107,15 @@ class Coverage:
         self.width = 1 if self._marked else -(-num_rows // _BLOCKS)  # rows per block
         num_blocks = -(-num_rows // self.width)
         self._rows = np.zeros(num_blocks, dtype=bool) if self._marked else np.zeros((2, num_blocks), dtype=np.uint64)
-        self._uses = np.zeros(2, dtype=np.int64)  # all, and those in skipped steps
+        self._uses = [0, 0]  # all, and those in skipped steps
         self._pending: list[np.ndarray] = []  # batched: hashing a few rows at a time would dominate a small step
         self._key = np.uint64(derive(COVERAGE, seed))
         self._whole: np.ndarray | None = None  # the sums of complete blocks, over all ranks, once they are needed
 
     def add(self, rows: np.ndarray, skipped: bool = False) -> None:
         """Count the ``rows`` of a step, int64."""
-        self._uses += len(rows), len(rows) * skipped
+        self._uses[0] += len(rows)
+        self._uses[1] += len(rows) * skipped
         if self._marked:
             self._rows[rows] = True
             return
@@ -126,7 +127,7 @@ class Coverage:
         """Return the record of all ranks, as ``load`` takes it: int64, of shape (2 + rows / 64,) or (2 + 2 * blocks,).
         Collective."""
         self._flush()
-        uses = runtime.sum_on_host(torch.from_numpy(self._uses.copy()))
+        uses = runtime.sum_on_host(torch.tensor(self._uses))
         if not self._marked:
             return torch.cat(
                 [uses, runtime.sum_on_host(torch.from_numpy(self._rows.view(np.int64).reshape(-1).copy()))]
@@ -137,8 +138,7 @@ class Coverage:
 
     def load(self, reduced: Tensor) -> None:
         """Continue from ``reduced``, on one rank; the others start empty."""
-        uses, record = reduced[:2].numpy(), reduced[2:].numpy()
-        self._uses[:] = uses
+        self._uses, record = reduced[:2].tolist(), reduced[2:].numpy()
         self._rows[:] = self._unpacked(record) if self._marked else record.view(np.uint64).reshape(2, -1)
 
     def covered(self, runtime: Runtime, name: Callable[[int], str] = str) -> Covered:
@@ -156,7 +156,7 @@ class Coverage:
     def clear(self) -> None:
         """Start the next epoch."""
         self._pending.clear()
-        self._uses[:] = 0
+        self._uses = [0, 0]
         self._rows[:] = 0
 
     def _unpacked(self, words: np.ndarray) -> np.ndarray:
@@ -181,7 +181,7 @@ class Coverage:
         return used, missing
 
     def _sums(self, runtime: Runtime) -> np.ndarray:
-        """The sums of complete blocks, of which each rank computes a part, once per run. Collective."""
+        """Return the sums of complete blocks, of which each rank computes a part, once per run. Collective."""
         if self._whole is None:
             found, at_once = np.zeros_like(self._rows[0]), max(_CHUNK // self.width, 1)
             first, stop = bounds(len(found), runtime.rank, runtime.world_size)
@@ -209,4 +209,4 @@ class Used(NamedTuple):
 
     rows: list[np.ndarray]  # of each micro-batch of all
     num_rows: list[int]
-    bad: list[int]  # unreadable ones among them
+    bad: list[list[int]]  # the numbers of those that could not be read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -11,17 +12,19 @@ import torch
 from torch import nn
 
 from harness.config.schema import Config
+from harness.data.batch import Dataset
 from harness.data.loader import EvalData, TrainData
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import plural
 from harness.runs.checkpoint import Checkpoints
+from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
 from harness.trackers.metrics_log import MetricsLog
 from harness.training.checkpoint_writer import CheckpointWriter
-from harness.training.console import ProgressBar
 from harness.training.division import Sizes
 from harness.training.evaluation.metrics import Report
+from harness.training.first_look import FirstLook
 from harness.training.health import Health
 from harness.training.hooks import Hooks
 from harness.training.logical_ranks import LogicalRanks
@@ -61,6 +64,7 @@ class Run:
     meter: Meter
     hooks: Hooks
     coverage: Coverage  # the rows of this epoch's steps so far
+    first_look: FirstLook | None = None  # until the first evaluation
     saved_step: int = -1
     log_digest: str = ""  # the SHA-256 of the bytes below
     log_offset: int = 0  # bytes of metrics.jsonl that were written before the restored checkpoint
@@ -164,7 +168,7 @@ class Run:
             {"step": state.step, "epoch": state.epoch, "loss": seen.loss, "lr": lr, **self._group_rates(),
              "grad_norm": seen.norm, "loss_scale": seen.scale, "skipped": state.skipped, "samples": state.rows,
              "samples_skipped": state.rows_skipped, "samples_per_s": rows_per_s,
-             "memory_mib": meter.peak_mib(), "data_wait": seen.waited,
+             **unreadable(self.task.train, seen.bad_rows), "memory_mib": meter.peak_mib(), "data_wait": seen.waited,
              **{f"time_{phase}": round(share, 6) for phase, share in seen.shares.items()}, "cost": seen.cost,
              "wall_s": self.wall_s()},
         )  # fmt: skip
@@ -185,7 +189,7 @@ class Run:
             )  # fmt: skip
 
     def _group_rates(self) -> dict[str, float]:
-        """The learning rates of the groups that have their own, numbered as in the log at the start."""
+        """Return the learning rates of the groups that have their own, numbered as in the log at the start."""
         groups = self.optimizer.param_groups
         return {f"lr_group_{n}": group["lr"] for n, group in enumerate(groups) if group.get("lr_scale", 1.0) != 1.0}
 
@@ -210,8 +214,9 @@ class Run:
         text += f"; {plural(repeated, 'more use')} of rows that were used before" if repeated else ""
         if missing and self.config.data.tail == "use":
             text += f"; rows not used: {', '.join(missing)}{', ...' if rows - used > len(missing) else ''}"
-        unreadable = f"; {plural(state.bad_rows, 'unreadable image')} so far" if state.bad_rows else ""
-        log.info("epoch %d: %s%s", state.epoch + 1, text, unreadable)
+        if state.bad_rows:
+            text += f"; {plural(state.bad_rows, 'unreadable row')} so far, which metrics.jsonl names"
+        log.info("epoch %d: %s", state.epoch + 1, text)
         self.coverage.clear()
 
     def average_buffers(self) -> None:
@@ -238,7 +243,7 @@ class Run:
         self._compiled.add(stage)
         return self.runtime.announced(f"compiling {stage}")
 
-    def report(self, evaluation: Report) -> None:
+    def write_summary(self, evaluation: Report) -> None:
         """Write summary.json, and the confusion matrix, of the newest evaluation. Collective."""
         state = self.state
         with self.runtime.together("writing the summary"):
@@ -254,9 +259,22 @@ class Run:
                 )  # fmt: skip
                 self.folder.publish()
 
+    def end_look(self) -> None:
+        """End the first look at the evaluation rows, if it still runs."""
+        if self.first_look is not None:
+            self.first_look.end()
+            self.first_look = None
+
     def close(self) -> None:
+        self.end_look()
         self.progress.stop()
         self.writer.close()
         self.tracker.close(done=self.finished() and not self.runtime.failed)
         self.train_data.loader.close()
         self.eval_data.loader.close()
+
+
+def unreadable(dataset: Dataset, rows: Iterable[int]) -> dict[str, list[str]]:
+    """Return the field of a log line that names the ``rows`` of ``dataset`` that could not be read; none without."""
+    name = getattr(dataset, "row_name", str)
+    return {"unreadable": found} if (found := [name(row) for row in rows]) else {}

@@ -13,7 +13,7 @@ and ``Columns`` are types of ``harness.training.evaluation.metrics``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
@@ -27,11 +27,14 @@ from harness.data.seeds import row_seed, seeded_torch
 from harness.errors import ConfigError
 from harness.training.evaluation.metrics import Columns, Pairs, Report, Sums
 from harness.training.evaluation.objective import Classification, Supervised
+from harness.training.evaluation.prediction_files import RowFiles
 from harness.training.models import model_builder
 
 __all__ = [
-    "Arrays", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs", "Report", "Sums",
-    "Supervised", "SupportsErrors", "SupportsFileCheck", "SupportsFileCopies", "SupportsLearned", "SupportsNewData",
+    "Arrays", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs", "Report",
+    "RowFiles", "Sums",
+    "Supervised", "SupportsErrors", "SupportsFileCheck", "SupportsFileCopies", "SupportsLearned", "SupportsLook",
+    "SupportsNewData",
     "SupportsPredictions", "SupportsSample", "SupportsSignature", "TaskSection", "model_builder", "row_seed",
     "seeded_torch",
 ]  # fmt: skip
@@ -94,8 +97,9 @@ class OpenedTask(Protocol):
 class SupportsPredictions(Protocol):
     """An opened task with a table of predictions for its evaluation rows, ``predictions.csv``."""
 
-    def predictions(self, outputs: Tensor) -> Columns:
-        """Columns that the model adds: ``prediction`` and scores."""
+    def predictions(self, outputs: Tensor) -> Mapping[str, Sequence[object] | np.ndarray | Tensor | RowFiles]:
+        """Columns that the model adds: ``prediction`` and scores. A column of ``RowFiles`` has an array for each row,
+        such as a mask, which is written to a file of its own; the table has the path."""
         ...
 
     def known(self, rows: np.ndarray) -> Columns:
@@ -137,6 +141,16 @@ class SupportsFileCheck(Protocol):
 
 
 @runtime_checkable
+class SupportsLook(Protocol):
+    """An opened task whose evaluation rows may be damaged, which a run would otherwise notice after its first epoch."""
+
+    def look(self, rows: range, ended: Callable[[], bool]) -> None:
+        """Raise DataError if one of these rows of ``eval`` cannot be read. Until the first evaluation, a thread calls
+        it while the run trains: it draws no random numbers, and returns soon after ``ended()`` is true."""
+        ...
+
+
+@runtime_checkable
 class SupportsFileCopies(Protocol):
     """An opened task that reads files for which loader workers would wait long at their first use."""
 
@@ -171,7 +185,8 @@ class SupportsSignature(Protocol):
 
     @property
     def signature(self) -> Mapping[str, object]:
-        """{"input": name, "output": name, "classes": [...], "preprocessing": {...}}, all optional."""
+        """{"input": name, "output": name, "max_length": of a row, if batches differ in their length, "classes": [...],
+        "preprocessing": {...}}, all optional."""
         ...
 
 

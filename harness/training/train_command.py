@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import time
 from typing import TYPE_CHECKING
 
 from harness.config import arguments as shared
 from harness.distributed import signals
 from harness.errors import LaunchError
-from harness.runs.probe_plan import PROBE
 
 if TYPE_CHECKING:
     from harness.config.schema import Config
@@ -28,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train as the rank that the environment describes; return the exit code."""
-    parent, began = os.getppid(), time.monotonic()  # before the imports, which take seconds
+    parent = os.getppid()  # before the imports, which take seconds
     with signals.ending_the_process("before the run began; the same command starts it again"):
-        return _run(arguments, parent, began)
+        return _run(arguments, parent)
 
 
 def _checked_config(arguments: argparse.Namespace) -> Config | None:
@@ -50,7 +48,7 @@ def _checked_config(arguments: argparse.Namespace) -> Config | None:
     return config
 
 
-def _run(arguments: argparse.Namespace, parent: int, began: float) -> int:
+def _run(arguments: argparse.Namespace, parent: int) -> int:
     # The imports create half a million objects that live until the end. Collecting garbage among them takes a quarter
     # of the import time, and later a quarter of a second each time in the middle of training.
     gc.disable()
@@ -61,8 +59,4 @@ def _run(arguments: argparse.Namespace, parent: int, began: float) -> int:
         gc.freeze()
     finally:
         gc.enable()
-    if plan := os.environ.get(PROBE):
-        from harness.training.probe import probe
-
-        probe.arm(plan, os.environ, arguments.local_rank, began)
     return main.main(arguments.config, arguments.overrides, os.environ, arguments.local_rank, parent, config)

@@ -29,6 +29,8 @@ OLD_MODULES = {
     "amp.frontend": "O0 O1 O2 O3 Properties initialize load_state_dict opt_levels state_dict",
     "amp.handle": "AmpHandle NoOpHandle disable_casts scale_loss",
     "amp.opt": "OptimWrapper",
+    "contrib.clip_grad.clip_grad": "clip_grad_norm_",
+    "contrib.xentropy.softmax_xentropy": "SoftmaxCrossEntropyLoss",
     "contrib.optimizers": "FP16_Optimizer FusedAdam FusedLAMB FusedSGD",
     "contrib.optimizers.fp16_optimizer": "FP16_Optimizer",
     "contrib.optimizers.fused_adam": "FusedAdam",

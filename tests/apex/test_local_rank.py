@@ -98,6 +98,7 @@ def test_subclasses_subcommands_and_double_dashes(launched):
     words.add_argument("--local_rank")
     words.add_argument("rest", nargs="*")
     assert words.parse_args(["--local_rank=1", "--", "--local-rank=2"]).rest == ["--local-rank=2"]
+    assert parser("--local_rank", "--start").parse_args(["--start", 0]).start == 0
 
 
 @pytest.mark.parametrize("declared", SPELLINGS)

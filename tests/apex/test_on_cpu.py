@@ -425,7 +425,9 @@ def test_device_queries(monkeypatch):
 
 def test_memory_and_profiling_calls():
     assert torch.cuda.memory_allocated() == torch.cuda.max_memory_allocated() / 2**20 == 0
-    assert torch.cuda.memory_stats().get("allocated_bytes.all.peak", 0) == 0
+    assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
+    assert torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] == 0
+    assert torch.cuda.current_stream() == torch.cuda.default_stream(0)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.nvtx.range_push("forward")

@@ -2,8 +2,8 @@
 
     python fake_training.py [--out FOLDER] [--resume FILE] [--steps N] [--save-every N] [--fault NAME]
 
-Its weight is a hash of all rows so far. Faults: forget (a resume skips a row), chance (draws from the clock), fail,
-hang, quiet (no records), absolute:FOLDER (saves there).
+Its weight is a hash of all rows so far. Faults: forget (a resume skips a row), refuse (to resume), chance (draws from
+the clock), fail, hang, quiet (no records), absolute:FOLDER (saves there).
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ def main() -> int:
     recorder, weight, row = FakeRecorder(), "start", 0
     if options.resume:
         recorder.write("loaded", path=str(options.resume), how="fake")
+        if options.fault == "refuse":
+            raise SystemExit("the checkpoint is of another version")
         state = json.loads(options.resume.read_text())
         weight, row = state["weight"], state["row"] + (options.fault == "forget")
     options.out.mkdir(exist_ok=True)

@@ -68,7 +68,32 @@ def test_every_kind_of_kill(project, tmp_path):
 def test_not_exact_after_a_second_look(project):
     verdict, printed = run(project, "--fault", "forget")
     assert verdict.kind == NOT_EXACT
+    observed = ["observed", "observed-again"]
+    assert names(printed) == ["undisturbed", "again", "killed", "resumed", "resumed-again", *observed]
+    kept = Path(verdict.notes[-1].rpartition(" ")[2])
+    assert (kept / "kept" / "resumed").is_dir()
+
+
+def test_a_resume_without_a_step_is_not_compared_further(project):
+    verdict, printed = run(project, "--fault", "refuse")
+    assert (verdict.kind, verdict.findings[0].code) == (NOT_EXACT, "other")
     assert names(printed) == ["undisturbed", "again", "killed", "resumed", "resumed-again"]
+
+
+def test_two_resumes_that_differ_are_not_blamed(project):
+    verdict, _ = run(project, resume="--resume {latest} --fault chance")
+    assert (verdict.kind, verdict.findings[0].code) == (COULD_NOT_TELL, "resumes-differ")
+    assert "differ first after step 1: the weights" in verdict.findings[0].evidence[0]
+
+
+def test_a_second_resume_repeats_the_first_on_as_many_ranks(project):
+    """Starts whose words differ, as with ``--nproc 2,1``, and results that differ."""
+    variants = [["--steps", "12"], ["--steps=12"]]
+    verdict, _ = run(project, variants=variants, results=lambda one, other: [f"{one.name} differs"])
+    assert (verdict.kind, verdict.findings[0].code) == (NOT_EXACT, "files")
+    joined = {start.name: "--steps=12" in start.command for start in verdict.starts}
+    names = ("undisturbed", "again", "killed", "resumed", "resumed-again")
+    assert [joined[name] for name in names] == [False, False, True, False, False]
 
 
 def test_kills_that_show_the_same_or_nothing(project):
@@ -78,13 +103,13 @@ def test_kills_that_show_the_same_or_nothing(project):
     assert finding.evidence[-1] == "the same fault after 3 more kills"
     verdict, _ = run(project, "--fault", "forget", kills="all", checkpoints="results/step-6.pt")
     assert verdict.kind == NOT_EXACT
-    assert verdict.notes[-1].startswith("another kill tells nothing: after the kill at the end of an epoch")
+    assert verdict.notes[-2].startswith("another kill tells nothing: after the kill at the end of an epoch")
 
 
 def test_a_run_that_differs_by_chance_is_not_blamed(project):
     verdict, printed = run(project, "--fault", "chance")
     assert (verdict.kind, verdict.findings[0].code) == (COULD_NOT_TELL, "not-deterministic")
-    assert names(printed) == ["undisturbed", "again"]
+    assert names(printed) == ["undisturbed", "again", "observed", "hashes", "hashes-again"]
 
 
 @pytest.mark.parametrize(

@@ -110,29 +110,6 @@ def test_summaries_of_further_kills(tmp_path: Path):
         assert (summary.name, summary.offset, summary.differs) == (name, 12, 14)
 
 
-def test_sums_in_place_of_tensors(tmp_path: Path):
-    """``--detail sums``: one digest for all weights, one for the state."""
-
-    def summed(starts: Starts) -> Starts:
-        for name in ("undisturbed", "again", "killed", "resumed"):
-            for step in starts.steps(name):
-                step["samples"] = {}
-                for part in ("weights", "state", "buffers", "gradients"):
-                    step[part] = {"all": str(sorted(step[part].items()))} if step[part] else {}
-        return starts
-
-    assert codes(summed(Starts(Training())), tmp_path / "exact") == []
-    starts = faulty()
-    starts.steps("resumed")[0]["state"] = {}
-    assert codes(summed(starts), tmp_path / "state") == ["optimizer-state"]
-    starts = faulty()
-    set_inputs(starts, 13, 11)
-    assert codes(summed(starts), tmp_path / "rows") == ["rows"]
-    starts = Starts(Training())
-    starts.apart(13)
-    assert codes(summed(starts), tmp_path / "weights") == ["other"]
-
-
 # Rows
 
 
@@ -229,6 +206,21 @@ def test_rows_of_a_stream_that_starts_from_its_seed(tmp_path: Path):
     set_inputs(starts, 13, 1)
     starts.from_step(13, lambda step: step["streams"].update(torch=f"torch 0.{step['number']}"))
     assert only(starts, tmp_path).code == "random-streams"
+
+
+def test_an_epoch_is_trained_again_whatever_draws_its_order(tmp_path: Path):
+    """The sampler counts epochs, the unsaved stream starts from its seed: the longer run shows what is the cause."""
+    starts = faulty()
+    set_inputs(starts, 13, 1)
+    starts.from_step(13, lambda step: step["streams"].update(torch=f"torch 0.{step['number']}"))
+    last = starts.resumed[0].index(starts.steps("resumed")[-1])
+    for number in range(13, 25):
+        step = {**starts.training.step(number), "weights": {"net0.weight": "x", "net0.bias": "y"}}
+        starts.resumed[0].insert(last + number - 12, step)
+    finding = only(starts, tmp_path)
+    assert (finding.code, finding.steps) == ("rows", tuple(range(1, 13)))
+    assert "trained again" in finding.text
+    assert finding.evidence[-1] == "random stream torch is at step 1 again as well"
 
 
 def test_outputs_with_a_stream(tmp_path: Path):

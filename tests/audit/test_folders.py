@@ -48,7 +48,7 @@ def test_links_data_and_copies_the_rest(source, small):
         assert (made.work / name).read_bytes() == (source / name).read_bytes()
         assert not (made.work / name).samefile(source / name)
     assert made.copy.size == 10 + 10 + 200 + 200
-    assert any("data" in line for line in made.copy.described())
+    assert any("data" in line for line in made.copy.describe())
 
 
 def test_links_lead_where_they_did(source):

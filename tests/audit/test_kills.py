@@ -107,3 +107,32 @@ def test_random_places_are_usable_and_repeatable(number):
         assert kill.kill.place != "step" or 5 < kill.after < 20
         assert kill.kill.place != "write" or kill.after > 5
         assert kill.kill.place != "checkpoint" or kill.after < 20
+
+
+def test_random_kills_before_operations_and_in_evaluations():
+    events = [
+        {"event": "step", "evaluations": 0},
+        {"event": "operation", "number": 1, "name": "rename", "path": "/out/a.tmp"},
+        {"event": "step", "evaluations": 1},
+        {"event": "end", "evaluations": 3},
+    ]
+    read = kills.RunShape(events, [])
+    assert [(kill.kill, kill.after) for kill in read.operations] == [(PlannedKill("operation", 1), 1)]
+    assert read.operations[0].text == "before it renames a.tmp, after step 1"
+    assert [(kill.kill.number, kill.after) for kill in read.evaluations] == [(1, 1), (2, 2), (3, 2)]
+    whole = shape(30, [10, 20, 30])
+    whole.operations, whole.evaluations = read.operations, read.evaluations
+    hit: set[int] = set()
+    for seed in range(20):
+        chosen = kills.choose(whole, "100", seed, ranks=3, alone=0.5)
+        assert chosen[0].kill.place in ("step", "checkpoint"), "the first one is after a checkpoint"
+        assert {kill.kill.place for kill in chosen} == {"step", "checkpoint", "write", "operation", "evaluation"}
+        steps = [kill.kill for kill in chosen if kill.kill.place == "step"]
+        assert {kill.target for kill in steps} == {"rank", "all"}
+        hit |= {kill.rank for kill in steps if kill.target == "rank"}
+        assert not any(kill.kill.rank for kill in chosen if kill.kill.target == "all" or kill.kill.place != "step")
+        assert all(
+            kill.text.endswith(f"rank {kill.kill.rank} alone") == (kill.kill.target == "rank") for kill in chosen
+        )
+    assert hit == {0, 1, 2}
+    assert all(kill.kill.target == "all" for kill in kills.choose(whole, "100", 0))

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.audit import latest
 from harness.audit.latest import SavedFiles
+from harness.audit.starts import HOOK
+
+sys.path.insert(0, str(HOOK))
+import resume_digest as digest  # noqa: E402
+
+sys.path.remove(str(HOOK))
+WEIGHT = torch.arange(3.0)
 
 
 class Saves:
@@ -55,6 +64,16 @@ def newest(out: Path, saves: Saves, undisturbed: Saves | None = None, *others: S
 def test_a_file(out):
     assert newest(out, Saves(out).save(5, "5.pt").save(10, "10.pt")) == "10.pt"
     assert newest(out, Saves(out)) is None
+
+
+def test_results_of_an_evaluation_are_no_checkpoint(out):
+    """The digest of a weight before a step, as a checkpoint has it, tells which file a resume needs."""
+    saves = Saves(out).save(5, "5.pt", "results.pt")
+    saves.events[2]["content"] = {"model.w": digest.resolve(digest.content({"w": WEIGHT})["w"]), "epoch": 1}
+    saves.events[4]["content"] = {"precision": "0123456789abcdef", "epoch": 1}
+    assert newest(out, saves) == "results.pt"  # of two files without a known weight, the newest
+    saves.events.append({"event": "step", "weights": {"w": digest.tensor(WEIGHT)}})
+    assert newest(out, saves) == "5.pt"
 
 
 def test_a_folder_of_one_moment(out):

@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+
+from harness.audit.plan import AuditPlan, PlannedKill
 
 HOOK = Path(__file__).parents[2] / "harness" / "audit" / "hook"
 TIME_LIMIT_S = 240
@@ -76,7 +79,20 @@ torch.distributed.init_process_group("gloo")
 model = nn.parallel.DistributedDataParallel(net)
 loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=torch.utils.data.DistributedSampler(data))
 train(model)
+net.eval()(x)
 torch.distributed.destroy_process_group()
+""",
+    "masters": """
+masters = [each.detach().clone().requires_grad_() for each in net.parameters()]
+optimizer = torch.optim.SGD(masters, lr=0.01)
+for inputs, labels in loader:
+    nn.functional.cross_entropy(net(inputs), labels).backward()
+    for master, each in zip(masters, net.parameters()):
+        master.grad, each.grad = each.grad, None
+    optimizer.step()
+    with torch.no_grad():
+        torch._foreach_copy_([*net.parameters()], masters)
+net.eval()(x)
 """,
     "accelerate": """
 accelerate = __import__("accelerate").Accelerator(cpu=True)
@@ -115,7 +131,8 @@ arguments = transformers.TrainingArguments("out", num_train_epochs=2, save_steps
 transformers.Trainer(Model(), arguments, train_dataset=Rows()).train()
 """,
 }
-STEPS = {"closure": 3, "scaler": 4, "accelerate": 4, "compiled step": 4, "transformers": 16}
+STEPS = {"closure": 3, "scaler": 4, "accelerate": 4, "compiled step": 4, "masters": 4, "transformers": 16}
+EVALUATIONS = {"plain": 2, "ddp": 3, "masters": 1}
 LIBRARIES = {"accelerate", "lightning", "transformers"}
 
 
@@ -128,7 +145,7 @@ class Run:
         (folder / "train.py").write_text(script)
         environ = {**os.environ, "RESULT": str(folder / "result"), "OMP_NUM_THREADS": "1"}
         if plan is not None:
-            plan = {"records": str(self.records), "kill": None, "steps": None, "roots": [str(folder)], **plan}
+            plan = {**asdict(AuditPlan(str(self.records), roots=(str(folder),))), **plan}
             (folder / "plan.json").write_text(json.dumps(plan))
             environ["RESUME_AUDIT"] = str(folder / "plan.json")
             environ["PYTHONPATH"] = os.pathsep.join([str(HOOK), os.environ.get("PYTHONPATH", "")])
@@ -173,7 +190,10 @@ def test_recorder_changes_no_result(tmp_path, name):
         weights = {json.dumps(step["weights"]) for step in steps if not step["skipped"]}
         assert len(weights) == len(steps) - (name == "scaler")
         if name != "compiled step":
-            assert all(step["calls"] and step["calls"][0]["rows"] and step["calls"][0]["out"] for step in steps)
+            seen = steps[name == "masters" :]  # whose model is known only once the optimizer has copies of its weights
+            assert all(step["calls"] and step["calls"][0]["rows"] and step["calls"][0]["out"] for step in seen)
+        if name in EVALUATIONS:
+            assert run.lines("end", rank)[-1]["evaluations"] == EVALUATIONS[name]
 
 
 def test_records_tell_what_happened(tmp_path):
@@ -242,7 +262,7 @@ safetensors.torch.load_file("state.safetensors")
 @pytest.mark.parametrize(("place", "number", "steps"), [("step", 6, 5), ("checkpoint", 2, 8), ("write", 2, 8)])
 def test_stops_itself_at_the_planned_place(tmp_path, place, number, steps):
     body = "for name in ('a.pt', 'b.pt'):\n    train(net, epochs=1)\n    torch.save(net.state_dict(), name)\n"
-    run = Run(tmp_path, BEGIN + body + END, {"kill": {"place": place, "number": number, "fraction": 0.5}})
+    run = Run(tmp_path, BEGIN + body + END, {"kill": asdict(PlannedKill(place, number))})
     deadline = time.monotonic() + TIME_LIMIT_S
     mark = run.records / "mark.json"
     while not mark.exists() and time.monotonic() < deadline and run.process.poll() is None:
@@ -271,7 +291,8 @@ def test_ends_after_the_planned_step(tmp_path):
 
 
 def test_names_the_lines_that_draw_random_numbers(tmp_path):
-    body = "noise = np.random.rand()\n" + BODIES["plain"] + "\nrandom.shuffle([1, 2])\n"
+    own = "random.Random(0).random()"
+    body = "noise = np.random.rand()\n" + BODIES["plain"] + f"\nrandom.shuffle([1, 2])\n{own}\n"
     run = Run(tmp_path, BEGIN + body + END, {"draws": True})
     run.finish()
     draws = [json.loads(line) for path in run.records.glob("draws-*") for line in path.read_text().splitlines()]
@@ -280,6 +301,7 @@ def test_names_the_lines_that_draw_random_numbers(tmp_path):
     assert ("numpy", "noise = np.random.rand()") in lines
     assert ("random", "random.shuffle([1, 2])") in lines
     assert "torch" in dict(lines)
+    assert own not in dict(map(reversed, lines))  # a generator of its own, no global stream
 
 
 def test_a_digest_shows_every_bit_on_any_device():
@@ -304,3 +326,36 @@ def test_a_digest_shows_every_bit_on_any_device():
     strided = torch.arange(12.0).reshape(3, 4).t()
     assert digest.tensor(strided) == digest.tensor(strided.contiguous())
     assert isinstance(digest.resolve([digest.tensor(torch.empty(2, device="meta"))])[0], str)
+
+
+EVALUATES = """
+import torch
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model.train()
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    open(f"out/{step}", "w").close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "left"), [("evaluation", ["0", "1"]), ("operation", ["0", "1"]), ("step", ["0", "1"])]
+)
+def test_a_rank_that_is_killed_alone(tmp_path, place, left):
+    """At its third evaluation, file and step."""
+    for name in ("records", "out"):
+        (tmp_path / name).mkdir()
+    kill = PlannedKill(place, 3, target="rank")
+    path = AuditPlan(str(tmp_path / "records"), kill, roots=(str(tmp_path / "out"),)).write(tmp_path / "plan.json")
+    environ = {**os.environ, "PYTHONPATH": str(HOOK), "RESUME_AUDIT": str(path)}
+    done = subprocess.run([sys.executable, "-c", EVALUATES], cwd=tmp_path, env=environ, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == left
+    mark = json.loads((tmp_path / "records" / "mark.json").read_text())
+    assert (mark["place"], mark["number"], mark["target"]) == (place, 3, "rank")

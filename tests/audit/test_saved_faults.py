@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.audit import saved_faults
 from tests.audit.synthetic import Event, Starts, Training
 from tests.audit.test_diagnosis import codes, faulty, only
 
@@ -161,3 +162,9 @@ def test_evaluations_are_no_training(tmp_path: Path):
     starts = Starts(Training())
     starts.from_step(13, lambda step: step.update(eval="another one"))
     assert codes(starts, tmp_path) == []
+
+
+def test_the_length_of_a_log_is_no_counter():
+    """It varies with the digits of the times in it."""
+    assert saved_faults._kind("state.pt", "log_offset", 2354, 2310) is None
+    assert saved_faults._kind("state.pt", "offset", 2354, 2310) == "counter"

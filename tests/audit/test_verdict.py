@@ -28,14 +28,15 @@ def test_lines_that_draw_are_evidence(code, names, evidence):
     assert finding.place == ""
 
 
-def test_draws_are_read_once_each(tmp_path):
+def test_draws_are_read_once_each_those_of_the_script_first(tmp_path):
+    library = Draw("torch", "torch.randperm", f"{tmp_path}/library/sampler.py:8")
     work = tmp_path / "work"
     for pid in (1, 2):  # two loader processes draw at the same line
         lines = [
             {"event": "draw", "stream": draw.stream, "function": draw.function, "worker": draw.worker,
              "file": str(work / draw.place.partition(":")[0]), "line": int(draw.place.partition(":")[2])}
-            for draw in (NOISE, AUGMENT)
+            for draw in (library, NOISE, AUGMENT)
         ]  # fmt: skip
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / f"draws-{pid}.jsonl").write_text(text + '{"torn')
-    assert records.draws(tmp_path, work) == [NOISE, AUGMENT]
+    assert records.draws(tmp_path, work) == [NOISE, AUGMENT, library]

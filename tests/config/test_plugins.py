@@ -11,7 +11,7 @@ BUILT_IN = {
     "task": ["fashion_mnist", "image_csv", "mnist", "pet_names", "text_csv"],
     "model": ["char_gru", "char_lstm", "fashion_cnn", "linear", "mlp", "mnist_net", "small_cnn", "text_cnn"],
     "strategy": ["ddp", "dp", "fsdp", "none"],
-    "tracker": ["mlflow", "tensorboard", "wandb"],
+    "tracker": ["mlflow", "tensorboard", "trackio", "wandb"],
     "format": ["sharded", "whole"],
     "engine": ["dask", "flyte", "local", "slurm", "torchrun"],
     "engine settings": ["dask", "flyte", "local", "slurm", "torchrun"],
@@ -22,7 +22,7 @@ BUILT_IN = {
 def test_built_in_parts_are_found(kind):
     assert plugins.names(kind) == BUILT_IN[kind]
     for name in plugins.names(kind):
-        if name not in ("dask", "flyte", "mlflow", "tensorboard", "wandb"):  # which import optional packages
+        if name not in ("dask", "flyte", "mlflow", "tensorboard", "trackio", "wandb"):  # which import optional packages
             part = plugins.find(kind, name, "here")
             held = ("Task", "Model", "Format", "Strategy", "Settings", "engine", name)
             assert getattr(part, "__name__", "").rpartition(".")[2] in held
@@ -41,7 +41,7 @@ def test_leftover_folder_of_an_earlier_version_is_ignored(tmp_path, monkeypatch,
 def test_unknown_part_names_the_nearest_or_all():
     with pytest.raises(ConfigError, match="here: unknown engine 'Slurmm'\n  -> did you mean slurm"):
         plugins.find("engine", "Slurmm", "here")
-    with pytest.raises(ConfigError, match="use one of mlflow, tensorboard, wandb, or your own package.module"):
+    with pytest.raises(ConfigError, match="use one of mlflow, tensorboard, trackio, wandb, or your own package.module"):
         plugins.find("tracker", "zzz", "here")
     names = ["linear", "mlp"]
     assert plugins.unknown("model", "liner", names, "here", "or install it").hint == "did you mean linear?"

@@ -29,6 +29,7 @@ WITH = {
     "task.loss.delta": ["task.labels.kind=regression", "task.loss.name=huber"],
     "task.loss.gamma": ["task.loss.name=focal"],
     "task.tokenizer.args": ["task.tokenizer.name=mine.tokens", "task.tokenizer.num_tokens=9"],
+    "task.text_column": ["task.tokenizer.name=hf:folder"],
     "task.tokenizer.num_tokens": ["task.tokenizer.name=mine.tokens"],
 }
 # The arguments without which a schedule is refused.

@@ -33,13 +33,13 @@ from tests.tools.data.test_command import write_table, write_tar
 ROWS = 12
 
 
-def table(folder: Path, root: str, paths: list[str], on_bad_image="error", cache_gib=1.0) -> ImageTable:
+def table(folder: Path, root: str, paths: list[str], on_bad_row="stop", cache_gib=1.0) -> ImageTable:
     source = write_table(folder / "t.csv", [(path, row % 3) for row, path in enumerate(paths)])
     opened = open_table(source, text=("path",), label="label", cache_dir=folder / "cache")
     return ImageTable(
         table=opened, files=ImageFiles(root, folder / "cache", cache_gib), path_column="path",
         labels=ClassLabels(opened, np.arange(3), 3), seed=0, channels=1, for_training=v2.Identity(),
-        for_evaluation=v2.Identity(), on_bad_image=on_bad_image,
+        for_evaluation=v2.Identity(), on_bad_row=on_bad_row,
     )  # fmt: skip
 
 
@@ -224,9 +224,9 @@ def test_bad_members_and_archives(folder, shards):
         (twice, "the archive has two members named a.png"),
     ):
         archive.write_bytes(content)
-        for on_bad_image in ("error", "skip"):
+        for on_bad_row in ("stop", "skip"):
             with pytest.raises(DataError) as caught:
-                table(folder, str(folder / "my shards"), shards, on_bad_image).batch(np.arange(1), 0)
+                table(folder, str(folder / "my shards"), shards, on_bad_row).batch(np.arange(1), 0)
             assert f"{folder}/t.csv:2: {archive}: {message}" in str(caught.value)
 
 
@@ -284,9 +284,9 @@ def test_failures_of_a_url(folder, server, monkeypatch):
     assert table(folder, server.url, [PATHS[0], "gone.png"], "skip").batch(np.arange(2), None).bad == [1]
     server.asked.clear()
     server.answer = lambda handler: handler.send_error(503) or True
-    for on_bad_image in ("error", "skip"):
+    for on_bad_row in ("stop", "skip"):
         with pytest.raises(DataError) as caught:
-            table(folder, server.url, ["1.png"], on_bad_image).batch(np.arange(1), 0)
+            table(folder, server.url, ["1.png"], on_bad_row).batch(np.arange(1), 0)
         assert f"t.csv:2: {server.url}/1.png: the file cannot be read: ClientResponseError: 503" in str(caught.value)
     assert server.asked == ["/1.png"] * 2 * fetch.ATTEMPTS
     monkeypatch.setattr(fetch, "TIMEOUT_S", 0.2)
@@ -370,7 +370,7 @@ def test_a_slow_archive_does_not_end_the_run(folder, server, shards):
     server.answer = slowly
     train(
         folder / "experiment", folder, 1, "data.num_workers=1", f"runtime.timeout_s={limit_s:g}",
-        f"task.root={server.url}", "task.on_bad_image=skip", "task.transforms={}", "train.epochs=1",
+        f"task.root={server.url}", "task.on_bad_row=skip", "task.transforms={}", "train.epochs=1",
     )  # fmt: skip
 
 

@@ -25,13 +25,13 @@ GRAY, RGB = 1, 3
 PIXELS = np.add.outer(np.arange(16), np.arange(12)).astype(np.uint8) * 9  # (height, width)
 
 
-def table(folder: Path, channels=GRAY, on_bad_image="error", augment=None, name="train", seed=0) -> ImageTable:
+def table(folder: Path, channels=GRAY, on_bad_row="stop", augment=None, name="train", seed=0) -> ImageTable:
     opened = open_table(folder / f"{name}.csv", text=("path",), label="label", cache_dir=folder / "cache")
     return ImageTable(
         table=opened, files=ImageFiles(str(folder)), path_column="path",
         labels=ClassLabels(opened, np.arange(len(opened.vocabulary)) * 10, 10 * len(opened.vocabulary)), seed=seed,
         channels=channels,
-        for_training=augment or v2.Identity(), for_evaluation=v2.Identity(), on_bad_image=on_bad_image,
+        for_training=augment or v2.Identity(), for_evaluation=v2.Identity(), on_bad_row=on_bad_row,
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_broken_image_is_reported_with_line_and_file(tmp_path, kind):
         table(tmp_path).batch(np.arange(5), epoch=0)
     text = str(caught.value)
     assert text.startswith(f"{csv}:5: image cannot be decoded: {tmp_path}/train_images/3.png: ")
-    assert "task.on_bad_image=skip" in text
+    assert "task.on_bad_row=skip" in text
     assert ".cpp" not in text
     assert caught.value.exit_code == 65
 
@@ -135,9 +135,9 @@ def test_all_missing_images_are_found_before_training(tmp_path):
     place = f"{csv}:5: image not found: {tmp_path}/train_images/3.jpg"
     assert first == f"{place}; also {csv}:11: no path, {csv}:12: gone/10.png"
     assert "3.png" in hint
-    assert hint.endswith("; or set task.on_bad_image=skip")
+    assert hint.endswith("; or set task.on_bad_row=skip")
     table(tmp_path).require_files(np.arange(4, 9), 5)
-    table(tmp_path, on_bad_image="skip").require_files(np.arange(12), 5)
+    table(tmp_path, on_bad_row="skip").require_files(np.arange(12), 5)
     table(tmp_path).require_files(np.arange(0), 5)
 
 
@@ -151,7 +151,7 @@ def test_damaged_images_are_named(tmp_path):
     assert first.startswith(f"{csv}:2: image cannot be decoded: {tmp_path}/train_images/0.png: ")
     named = ", ".join(f"{csv}:{row + 2}: train_images/{row}.png" for row in damaged[1:5])
     assert first.endswith(f"; also {named} and 2 more")
-    assert hint == "  -> replace the file, or set task.on_bad_image=skip to count and replace such rows"
+    assert hint == "  -> replace the file, or set task.on_bad_row=skip to count and replace such rows"
 
 
 def test_missing_folder_suggests_task_root(tmp_path):
@@ -206,15 +206,15 @@ def test_paths_that_are_no_image_files(tmp_path, path, message):
         table(tmp_path).batch(np.arange(1), None)
     assert message.format(folder=tmp_path) in str(caught.value)
     assert str(caught.value).startswith(f"{tmp_path}/train.csv:2: ")
-    assert ("task.on_bad_image=skip" in caught.value.hint) == ("not found" not in message)  # there, the root is wrong
+    assert ("task.on_bad_row=skip" in caught.value.hint) == ("not found" not in message)  # there, the root is wrong
 
 
 def test_different_sizes_suggest_image_size(tmp_path):
     csv = write_rows(tmp_path, "train", 4)
     GRAY_IMAGE.save(tmp_path / "train_images" / "2.png")
-    for on_bad_image in ("error", "skip"):  # the images are readable: a setting is missing
+    for on_bad_row in ("stop", "skip"):  # the images are readable: a setting is missing
         with pytest.raises(DataError) as caught:
-            table(tmp_path, on_bad_image=on_bad_image).batch(np.arange(4), epoch=0)
+            table(tmp_path, on_bad_row=on_bad_row).batch(np.arange(4), epoch=0)
         assert str(caught.value).startswith(f"{csv}:4: images differ in size: (8, 8) and (16, 12) (height, width)")
         assert "task.image_size=[height,width]" in str(caught.value)
 
@@ -246,7 +246,7 @@ def test_skip_replaces_by_the_next_readable_row_in_training(tmp_path):
     write_rows(tmp_path, "train", 6)
     for bad in (2, 3, 5):
         (tmp_path / "train_images" / f"{bad}.png").unlink()
-    batch = table(tmp_path, on_bad_image="skip").batch(np.asarray([1, 2, 5]), epoch=0)
+    batch = table(tmp_path, on_bad_row="skip").batch(np.asarray([1, 2, 5]), epoch=0)
     assert batch.rows.tolist() == [1, 4, 0]  # row 5 continues at row 0
     assert batch.inputs[:, 0, 0, 0].tolist() == [1, 4, 0]
     assert batch.targets.tolist() == [10, 10, 0]
@@ -256,10 +256,10 @@ def test_skip_replaces_by_the_next_readable_row_in_training(tmp_path):
 def test_skip_omits_the_row_in_evaluation(tmp_path):
     write_rows(tmp_path, "train", 4)
     (tmp_path / "train_images" / "2.png").write_bytes(b"")
-    batch = table(tmp_path, on_bad_image="skip").batch(np.arange(4), epoch=None)
+    batch = table(tmp_path, on_bad_row="skip").batch(np.arange(4), epoch=None)
     assert batch.rows.tolist() == [0, 1, 3]
     assert batch.bad == [2]
-    batch = table(tmp_path, on_bad_image="skip").batch(np.asarray([2]), epoch=None)
+    batch = table(tmp_path, on_bad_row="skip").batch(np.asarray([2]), epoch=None)
     assert len(batch) == 0
     assert (batch.bad, batch.targets.dtype, batch.rows.tolist()) == ([2], torch.int64, [])
 
@@ -269,7 +269,7 @@ def test_skip_fails_if_no_row_is_readable(tmp_path):
     for row in range(3):
         (tmp_path / "train_images" / f"{row}.png").unlink()
     with pytest.raises(DataError) as caught:
-        table(tmp_path, on_bad_image="skip").batch(np.asarray([1]), epoch=0)
+        table(tmp_path, on_bad_row="skip").batch(np.asarray([1]), epoch=0)
     assert str(caught.value).startswith(f"{csv}:3: ")
     assert "task.root" in str(caught.value)
 
@@ -313,7 +313,7 @@ def test_augmentation_does_not_advance_the_training_streams(tmp_path, monkeypatc
 def test_skipped_rows_do_not_read_the_csv(tmp_path, monkeypatch):
     write_rows(tmp_path, "train", 4)
     (tmp_path / "train_images" / "2.png").unlink()
-    images = table(tmp_path, on_bad_image="skip")
+    images = table(tmp_path, on_bad_row="skip")
     monkeypatch.setattr(
         type(images.table), "where", lambda *_: pytest.fail("finding a line takes seconds in a large CSV")
     )

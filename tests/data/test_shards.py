@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.data import shards
 from harness.data.shards import RULES, Segment, bounds, hashed, num_steps, permutation, rows_of, shard, step_rows
 from tests.conftest import ROOT
 
@@ -171,3 +172,10 @@ def test_hash_is_that_of_splitmix64():
     golden = np.uint64(0x9E3779B97F4A7C15)
     states = np.array([1234567], np.uint64) + golden * np.arange(3, dtype=np.uint64)
     assert hashed(states, golden).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_an_order_is_a_sampler(monkeypatch):
+    monkeypatch.setattr(shards, "_CHUNK", 7)
+    order = shards.shard("global", 40, 1, 2, 3, 0)
+    assert [*order] == np.asarray(order).tolist()
+    assert len({*order}) == len(order) == 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,29 @@ def _early_word() -> None:
         signals.finish(0)
         signal.raise_signal(number)
     raise SystemExit(0 if heard else 1)
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_signal_is_answered_at_once_with_what_has_to_end_first(supervised, tmp_path):
+    """Also by a rank whose launcher has said the rest, and while the main thread is in C code."""
+    process, result = start(_answer, (supervised, str(tmp_path / "log")))
+    assert wait_for([(process, result)], 30) == [0]
+    left = "after this step (about 50 s)"
+    alone = f"stopping (SIGTERM): a checkpoint is written first, {left}; press Ctrl-C again to exit immediately"
+    assert (tmp_path / "log").read_text().splitlines() == [f"stopping (SIGTERM) {left}" if supervised else alone]
+
+
+def _answer(supervised: bool, path: str) -> None:
+    signals.install()
+    log = logging.getLogger("harness")
+    log.addHandler(logging.FileHandler(path))
+    log.setLevel(logging.INFO)
+    runtime = Runtime()
+    runtime.launch = replace(runtime.launch, supervised=supervised)
+    with on_signals(Stop(runtime), rest=lambda: "after this step (about 50 s)"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: Path(path).read_text(), 20, "the answer")
+    raise SystemExit(0)
 
 
 def test_handlers_are_left_alone_outside_the_main_thread():

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from harness.distributed import heartbeat, orphan, stalls
+from harness.distributed import orphan, stalls
 from harness.distributed import watchdog as module
-from harness.distributed.heartbeat import Heartbeat
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.orphan import exits_without_launcher
 from harness.distributed.processes import Identity
@@ -23,7 +22,7 @@ from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
 from harness.distributed.store import LimitedStore, StoreTimeout
-from harness.distributed.watchdog import Watchdog
+from harness.distributed.watchdog import Heartbeat, Watchdog
 from harness.errors import EXIT_FAILURE
 from tests.end_to_end.processes import wait_until
 from tests.ranks import run_ranks, start
@@ -77,14 +76,14 @@ def test_peer_failure_requests_a_stop_and_ends_a_blocked_rank(quick):
     with mine.dog:
         mine.wait_for_rounds()
         assert not mine.stop.text
-        assert peer.dog.report(failure(3)) == failure(3)
+        assert peer.dog.publish_failure(failure(3)) == failure(3)
         mine.wait_for_exit()
     assert mine.stop.text == "rank 3 failed"
     assert (mine.exits, mine.causes) == ([EXIT_FAILURE], [Cause.PEER_LOST])
     (record,) = mine.records
     assert (record.error, record.message, record.by_rank) == ("PeerLost", "rank 3 failed", True)
     assert record.doing
-    assert mine.dog.report(failure(5)) == failure(3)  # the first failure of the launch
+    assert mine.dog.publish_failure(failure(5)) == failure(3)  # the first failure of the launch
 
 
 @pytest.mark.parametrize(("peer_knows", "news_s"), [(True, 60.0), (False, 0.3)])
@@ -92,7 +91,7 @@ def test_linger_waits_until_all_peers_know(monkeypatch, peer_knows, news_s):
     monkeypatch.setattr(module, "NEWS_S", news_s)
     store = dist.HashStore()
     mine, peer = (Watched(store, rank=rank, world_size=2).dog for rank in range(2))
-    mine.report(failure(0))
+    mine.publish_failure(failure(0))
     if peer_knows:
         peer.acknowledge()
     begin = time.monotonic()
@@ -104,7 +103,7 @@ def test_rank_that_ends_in_time_is_left_alone(quick, monkeypatch):
     monkeypatch.setattr(module, "GRACE_S", 60.0)
     mine = Watched(dist.HashStore())
     with mine.dog:
-        mine.dog.report(failure(0))
+        mine.dog.publish_failure(failure(0))
         wait_until(lambda: mine.stop.text, 30, "the request to stop")
     wait_until(lambda: not watching(), 30, "the watchdog ends")
     assert not mine.exits
@@ -118,7 +117,7 @@ def test_lost_store_counts_as_a_failure(quick):
         set = compare_set = check
 
     mine = Watched(Gone())
-    assert mine.dog.report(failure(1)) is None  # and never raises
+    assert mine.dog.publish_failure(failure(1)) is None  # and never raises
     mine.dog.linger()
     with mine.dog:
         mine.wait_for_exit()
@@ -130,7 +129,7 @@ def test_lost_store_counts_as_a_failure(quick):
 def test_single_rank_with_a_living_launcher_is_left_alone(quick, launch):
     """However long it runs: it starts no collectives by which to see that it lives."""
     mine = Watched(None, timeout_s=0.01, **launch)
-    assert mine.dog.report(failure(0)) is None
+    assert mine.dog.publish_failure(failure(0)) is None
     mine.dog.linger()
     with mine.dog, mine.runtime.limited("uploading", math.inf):
         wait_until(lambda: mine.rounds >= 10, 30, "the watchdog looks often")
@@ -262,7 +261,7 @@ def _fail_on_one():
         with Watchdog(runtime, stop, exit_process=exits.append) as dog:
             runtime.barrier()
             if runtime.rank == 1:
-                dog.report(failure(1))
+                dog.publish_failure(failure(1))
             wait_until(lambda: stop.text and exits, 30, "the watchdog ends the process")
         runtime.barrier()
         return stop.text, exits
@@ -315,7 +314,7 @@ def test_heartbeat_after_the_end_is_not_published(monkeypatch):
     """Of a watchdog thread that was waiting for the store when its rank ended: the neighbor would miss the next one."""
     ranks = pair(dist.HashStore(), timeout_s=20.0)
     clock = {"now": 0.0}
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock["now"])
     mine, other = (Heartbeat(rank.runtime) for rank in ranks)
     mine.end()
     mine.beat()
@@ -336,7 +335,7 @@ def test_silence_counts_only_while_this_process_runs(monkeypatch):
     """A laptop that sleeps, and all ranks on it."""
     ranks = pair(dist.HashStore(), timeout_s=20.0)
     clock = {"now": 0.0}
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock["now"])
     mine, other = (Heartbeat(rank.runtime) for rank in ranks)
 
     def beats(beat: Heartbeat, *seconds: float) -> list[int | None]:

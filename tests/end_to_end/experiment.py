@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 import yaml
 from torchvision.io import write_png
 
+from harness.audit.plan import AuditPlan, KillPlace, PlannedKill
+from harness.audit.starts import record_this_process
 from harness.runs import checkpoint
 from harness.tools.compare.exactness import differences
 from harness.trackers.metrics_log import TIMES
@@ -99,7 +101,7 @@ def run(
 
 def drive_until_killed(arguments: list[str], terminal: str, kill: Kill | None) -> None:
     if kill is not None:
-        kill.arm()
+        kill.arm(Path(arguments[1]))
     drive_in_terminal(arguments, terminal)
 
 
@@ -114,53 +116,31 @@ def train(
     return run_folder(config)
 
 
+@dataclass(frozen=True)
 class Kill:
-    """Kills a rank with SIGKILL.
+    """Kills a rank with SIGKILL, by the recorder of ``harness verify-resume``.
 
-    ``where``: "step" (at the end of optimizer step ``step``), "save" (while its checkpoint is being written) or
-    "evaluation" (in the evaluation that follows it).
+    ``where``: "step" (once optimizer step ``step`` is done), "save" (while the first checkpoint from there on is being
+    written) or "evaluation" (in the first evaluation from there on).
     """
 
-    def __init__(self, rank: int, step: int, where: str = "step") -> None:
-        self.rank, self.step, self.where = rank, step, where
+    rank: int
+    step: int
+    where: str = "step"
 
-    def arm(self) -> None:
-        from harness.training import loop
-        from harness.training.evaluation import evaluate
-        from harness.training.run import Run
-
-        def die() -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
+    def arm(self, config: Path) -> None:
+        """Arm this process, a rank that is about to train ``config``."""
+        latest = run_folder(config) / "checkpoints" / "latest"
+        # A start counts its own steps.
+        after = self.step - (int(latest.read_text().strip().rpartition("-")[2]) if latest.exists() else 0)
         if self.where == "step":
-            count_rows = loop.count
-
-            def count(run: Run, *args: Any) -> None:
-                count_rows(run, *args)
-                if run.state.step >= self.step:
-                    die()
-
-            loop.count = count
-        elif self.where == "save":
-            save = torch.save
-
-            def half_save(content: Any, file: Any, **options: Any) -> None:
-                if isinstance(content, dict) and "state" in content and content["state"]["step"] >= self.step:
-                    file.write(b"half a checkpoint")
-                    file.flush()
-                    die()
-                save(content, file, **options)
-
-            torch.save = half_save
+            kill = PlannedKill("step", after + 1, rank=self.rank, target="rank")
         else:
-            prepare = evaluate.prepare
-
-            def die_in_evaluation(run: Run, inputs: Any) -> Any:
-                if not run.module.training and run.state.step >= self.step:
-                    die()
-                return prepare(run, inputs)
-
-            evaluate.prepare = die_in_evaluation
+            place: KillPlace = "write" if self.where == "save" else "evaluation"
+            kill = PlannedKill(place, 1, rank=self.rank, target="rank", after=after)
+        records = Path(tempfile.mkdtemp(prefix="records-", dir=config.parent))
+        plan = AuditPlan(str(records), kill, detail="places", roots=(str(config.parents[1]),))
+        record_this_process(plan.write(records / "plan.json"))
 
 
 def record(folder: Path) -> list[dict[str, Any]]:

@@ -233,7 +233,7 @@ def shell(words: Sequence[str], terminal: Path, cwd: Path, **environ: str) -> in
     with; ``test_launch.py`` runs them as they are."""
     program, *rest = words
     if program == "harness":
-        return python([Path(sys.executable).with_name(program), *rest], terminal, cwd, **environ)
+        return python([Path(sys.executable).with_name(program), *rest], terminal, cwd, 600, **environ)
     if program == "python":
         return python([ROOT / word if word == "driver.py" else word for word in rest], terminal, cwd, **environ)
     (shim := cwd / "print_words").write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")

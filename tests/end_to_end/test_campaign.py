@@ -15,7 +15,7 @@ PROGRAM = """
 import dataclasses, json, os, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from benchmarks.campaign import __main__ as campaign, chain, job, plan
+from benchmarks.campaign import __main__ as campaign, chain, plan, start
 campaign.preload()
 from harness.distributed.stop import Stop
 from harness.runs.run_dir import RunFolder
@@ -35,7 +35,7 @@ def file_left_behind():
     RunFolder.claim = claim_and_leave
 
 def rank_that_never_ends():
-    job.END_S = 3.0
+    start.END_S = 3.0
     def request(self, reason):
         time.sleep(1000)
     Stop.request = request
@@ -53,20 +53,20 @@ def first(signal, place, **traits):
                   and "dropout" in (option := plan.chain(1, n).traits["option"])
                   and "compiled" not in option
                   and "asynchronous" not in option)  # a kill in the first evaluation could leave no checkpoint
-    real = plan.kills
-    kill = plan.Kill(0, place, 2, int(getattr(plan.signal, signal)), "one rank", 0.0, 0.0)
-    plan.kills = lambda _, sizes, __: [(sizes[0], kill)] * (2 if traits["ranks"] == "2" else 1)
+    kill = plan.PlannedKill(place, 2, target="rank", after=0 if place == "step" else 2)
+    plan.places = lambda _: [place] * (2 if traits["ranks"] == "2" else 1)
+    plan.kill = lambda *_: (kill, signal)
     return plan.chain(1, number)
 
 folder = Path(sys.argv[1])
 local = {"engine": "bare", "run folder": "local", "level": "O0"}
 data = campaign._data(folder)
-CASES = [(nothing, "SIGKILL", "step", local | {"ranks": "2"}),
-         (nothing, "SIGTERM", "step", local | {"ranks": "1", "engine": "harness launch", "level": "O1"}),
-         (lost_random_stream, "SIGKILL", "evaluation", local | {"ranks": "1"}),
-         (file_left_behind, "SIGKILL", "checkpoint", local | {"ranks": "1"}),
-         (rank_that_never_ends, "SIGTERM", "step", local | {"ranks": "1"}),
-         (wrong_exit_code, "SIGTERM", "step", local | {"ranks": "1"})]
+CASES = [(nothing, "KILL", "step", local | {"ranks": "2"}),
+         (nothing, "TERM", "step", local | {"ranks": "1", "engine": "harness launch", "level": "O1"}),
+         (lost_random_stream, "KILL", "evaluation", local | {"ranks": "1"}),
+         (file_left_behind, "KILL", "operation", local | {"ranks": "1"}),
+         (rank_that_never_ends, "TERM", "step", local | {"ranks": "1"}),
+         (wrong_exit_code, "TERM", "step", local | {"ranks": "1"})]
 for index, (plant, signal, place, traits) in enumerate(CASES):
     def work():
         plant()

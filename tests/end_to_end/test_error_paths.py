@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import EXIT_DATA, EXIT_FAILURE, EXIT_USAGE
+from harness import cli
+from harness.errors import EXIT_DATA, EXIT_FAILURE, EXIT_OWN_CODE, EXIT_USAGE
 from harness.runs import layout
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run_folder, write_config, write_images
@@ -249,12 +250,6 @@ def disk(folder: Path, options: str):
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_output_inside_a_file_is_refused(tmp_path, data):
-    (tmp_path / "file").write_text("")
-    ended = train(write_config(tmp_path, data), 2, f"output={tmp_path}/file/runs")
-    assert_reported_once(ended, EXIT_USAGE, "cannot write to the run folder: Not a directory", "output=FOLDER")
-
-
 LARGE = {"model": {"name": "mlp", "args": {"hidden": 512}}}  # a checkpoint of about 290 KB, weights of 145 KB
 
 
@@ -325,8 +320,6 @@ LIMIT_S = 30.0  # for a verb on a damaged folder
 def faults_of(folder: str, cases: list[tuple[str, str, str]]) -> list[str]:
     """Damage a copy of the run in ``folder`` for each (file, damage, verb), run the verb in a forked process, and
     return what it should not have done."""
-    from harness import cli
-
     faults, base = [], Path(folder)
     for number, (file, damage, verb) in enumerate(cases):
         runs = base / "copies" / str(number)
@@ -408,10 +401,12 @@ def test_any_damaged_file_of_a_run_is_one_message(tmp_path, data, turn):
 def test_exception_on_the_last_rank_is_reported_with_rank_and_step(tmp_path, data):
     model = {"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 11}}
     ended = train(write_config(tmp_path, data, model=model), 2)
-    assert ended.codes == [EXIT_FAILURE] * 2
+    assert ended.codes == [EXIT_OWN_CODE] * 2
     assert ended.seconds < END_S
     assert ended.terminal.count("Traceback") == 1
-    assert ended.terminal.count("ArithmeticError: a layer went wrong, only here") == 1
+    said = re.findall("^.*ArithmeticError: a layer went wrong, only here", ended.terminal, re.MULTILINE)
+    assert len(said) == 2  # and at the end of the traceback
+    assert re.match(r"rank 1: error: tests/end_to_end/models\.py:\d+: ", said[0])
     failure = ended.failure
     assert (failure["rank"], failure["step"], failure["error"]) == (1, 10, "ArithmeticError")
     assert failure["host"] == socket.gethostname()
@@ -430,7 +425,7 @@ def test_unusual_exceptions_are_failures_of_the_run(tmp_path, data, kind, ranks)
     """One that is no Exception, and one whose text cannot be read."""
     config = write_config(tmp_path, data, model={"name": f"{MODELS}.RaisesUnusual", "args": {"kind": kind}})
     ended = train(config, ranks)
-    assert ended.codes == [EXIT_FAILURE] * ranks
+    assert ended.codes == [EXIT_OWN_CODE] * ranks
     assert kind in ended.failure["message" if kind == "Mute" else "error"]
     assert ended.failure["step"] == 2
     assert "Traceback" in ended.terminal
@@ -459,9 +454,9 @@ def test_errors_through_the_launcher(tmp_path, data):
     command = [ROOT / "launch" / "single_node.sh", "2", config]
     terminal = tmp_path / "raised.txt"
     assert shell(["launch/single_node.sh", "2", str(config)], terminal, tmp_path) == 1
-    # Once from the rank, once in the summary of torch's launcher.
-    assert terminal.read_text().count("ArithmeticError: a layer went wrong, only here") == 2
-    assert "exitcode  : 70" in terminal.read_text()
+    # Twice from the rank, once in the summary of torch's launcher.
+    assert terminal.read_text().count(": a layer went wrong, only here") == 3
+    assert "exitcode  : 1 " in terminal.read_text()
     assert json.loads((tmp_path / "runs" / "run" / "failure.json").read_text())["rank"] == 1
 
     (tmp_path / "sitecustomize.py").write_text(SLOW_FIRST_RANK)  # local rank 0 still prints the error
@@ -483,3 +478,110 @@ def test_rank_without_a_first_rank_says_so(tmp_path, data, override, code):
     (line, *_) = terminal.read_text().splitlines()
     assert line.startswith("rank 1: error: ")
     assert "Traceback" not in terminal.read_text()
+
+
+# The user's own code
+
+
+OWN = """
+import os
+
+import torch
+from torch import nn
+
+
+def broken(what):
+    return os.environ.get("BROKEN") == what
+
+
+class Model(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.layer = nn.LazyLinear(num_classes)
+
+    def forward(self, images):
+        if broken("step" if torch.is_grad_enabled() else "evaluation"):
+            raise LookupError("of forward")  # forward
+        return self.layer(images.flatten(1))
+
+
+def loss(outputs, targets):
+    if broken("loss"):
+        raise LookupError("of loss")  # loss
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def metric(outputs, targets):
+    if broken("metric"):
+        raise LookupError("of metric")  # metric
+    return outputs.argmax(1).eq(targets).float().mean()
+
+
+def schedule(update, total):
+    if broken("schedule"):
+        raise LookupError("of schedule")  # schedule
+    return 1.0
+
+
+if broken("import"):
+    raise LookupError("of import")  # import
+"""
+
+
+def _verb(folder, words, terminal):
+    os.chdir(folder)
+    file = os.open(terminal, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    raise SystemExit(cli.main(words))
+
+
+@pytest.fixture(scope="module")
+def own_run(tmp_path_factory):
+    """A folder with a run of parts of the user's own."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_parts.py").write_text(OWN)
+    write_config(
+        folder, write_images(folder / "data"), model={"name": "own_parts.Model", "args": {}},
+        train={"epochs": 1, "log_every": 3}, schedule={"name": "own_parts.schedule", "warmup_epochs": 0},
+        task={"loss": {"name": "own_parts.loss"},
+              "metrics": [{"name": "own_parts.metric", "better": "max", "key": "mine"}]},
+    )  # fmt: skip
+    assert ended_with(folder, "train")[0] == 0
+    return folder
+
+
+def ended_with(folder: Path, verb: str, broken: str = "") -> tuple[int, str]:
+    """(exit code, terminal output) of ``verb`` with ``own_parts.py`` broken in one place."""
+    config = str(folder / "config.yaml")
+    words = {
+        "train": ["-c", config, *(["name=broken"] if broken else [])], "check": ["-c", config],
+        "predict": ["runs/run", "--csv", str(folder / "data" / "eval.csv"), "--out", "out.csv"],
+        "export": ["runs/run", "--format", "safetensors", "--out", "model.safetensors"],
+    }[verb]  # fmt: skip
+    terminal = folder / "terminal.txt"
+    codes = wait_for([start(_verb, (folder, [verb, *words], terminal), {"BROKEN": broken})], END_S)
+    return codes[0], terminal.read_text()
+
+
+@pytest.mark.parametrize(
+    ("verb", "broken", "line", "code"),
+    [
+        ("train", "step", "forward", EXIT_OWN_CODE), ("train", "evaluation", "forward", EXIT_OWN_CODE),
+        ("train", "schedule", "schedule", EXIT_USAGE), ("train", "loss", "loss", EXIT_USAGE),
+        ("train", "metric", "metric", EXIT_USAGE), ("train", "import", "import", EXIT_USAGE),
+        ("check", "step", "forward", EXIT_OWN_CODE), ("check", "schedule", "schedule", EXIT_USAGE),
+        ("check", "metric", "metric", EXIT_USAGE), ("predict", "evaluation", "forward", EXIT_OWN_CODE),
+        ("export", "evaluation", "forward", EXIT_OWN_CODE),
+    ],
+)  # fmt: skip
+def test_an_error_in_own_code_begins_with_its_file_and_line(own_run, verb, broken, line, code):
+    """In every verb that runs it. What is found before the start is an error of the configuration."""
+    number = next(n for n, text in enumerate(OWN.splitlines(), 1) if text.endswith(f"# {line}"))
+    found, text = ended_with(own_run, verb, broken)
+    errors = [each for each in text.splitlines() if "error: " in each]
+    assert found == code, text
+    assert len(errors) == 1, text
+    if broken == "import":  # among all problems of the configuration, each with its line
+        errors = [f"error: {text.partition('cannot be imported (')[2]}"]
+    assert re.match(rf"(rank 0: )?error: own_parts\.py:{number}: .*LookupError: of {line}", errors[0]), text

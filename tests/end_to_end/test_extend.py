@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import yaml
 from harness.cli import main
 from harness.errors import CheckpointError
 from harness.runs import checkpoint
+from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, record
 from tests.end_to_end.processes import python
 
+TRACKERS = (ROOT / "docs" / "trackers.md").read_text()
 PARTS = {
     "task": '''
 import numpy as np
@@ -76,23 +79,7 @@ class SignDescent(torch.optim.Optimizer):
                 if param.grad is not None:
                     param.mul_(group["shrink"]).sub_(param.grad.sign(), alpha=group["lr"])
 """,
-    "tracker": """
-class Tracker:
-    def start(self, info, entries):
-        self.file = open(info.folder / "tracked.txt", "w")
-        self.file.writelines(f"{entry['split']} {entry['step']}\\n" for entry in entries)
-        return f"cat {info.folder / 'tracked.txt'}"
-
-    def log(self, entry):
-        self.file.write(f"{entry['split']} {entry['step']}\\n")
-
-    def show(self, sample):
-        pass
-
-    def finish(self, files, done):
-        self.file.write(f"finished {done}\\n")
-        self.file.close()
-""",
+    "tracker": re.search(r"<!-- tracker -->\n```python\n(.*?)^```$", TRACKERS, re.M | re.S)[1],
     "child": """
 import os
 import subprocess
@@ -207,9 +194,11 @@ def test_task_model_and_optimizer_train(folder):
 
 
 def test_tracker_gets_every_entry(folder):
-    tracked = (folder / "runs" / "line" / "tracked.txt").read_text().splitlines()
+    """The one of docs/trackers.md."""
+    tracked = (folder / "runs" / "line" / "loss.txt").read_text().splitlines()
     logged = (folder / "runs" / "line" / "metrics.jsonl").read_text().splitlines()
-    assert tracked == [f"{e['split']} {e['step']}" for e in map(json.loads, logged)] + ["finished True"]
+    assert tracked == [f"{e['step']} {e['loss']}" for e in map(json.loads, logged) if e["split"] == "train"]
+    assert tracked
 
 
 def test_engine_brings_its_settings(harness, folder):

@@ -81,8 +81,7 @@ def test_most_telling_checks_come_first_and_fit_into_the_time(plan):
     names = [check.name for check in alone]
     first = names[: len(names) // 3]
     for name in ("all-reduce", "level O1", "level O2", "level O4", "resume after kills, 1 rank", "tests marked gpu",
-                 "modern preset", "compile", "speed of resnet50, 224 x 224, modern preset", "predict",
-                 "amp on large models"):  # fmt: skip
+                 "modern preset", "compile", "speed of resnet50, 224 x 224, modern preset", "predict"):  # fmt: skip
         assert name in first
     assert all(check.limit_s * len(check.commands) <= gpu_check.LIMIT_S / 3 for check in alone)
     assert gpu_check.LIMIT_S <= 25 * 60
@@ -107,7 +106,6 @@ def test_missing_packages_are_named_and_leave_the_apex_tests(tmp_path):
     assert checks["level O1"].skipped == "pydantic not installed"
     assert checks["tests marked gpu"].commands[0][-1] == "tests/apex"
     assert not checks["tests of harness.apex: o1"].skipped
-    assert not checks["amp on large models"].skipped
     plan = Plan("cuda", 1, 4, tmp_path, ["pydantic"])
     text = gpu_check.announced(plan, list(checks.values()), 1500, tmp_path / "gpu.md")
     assert "at most 25 minutes" in text

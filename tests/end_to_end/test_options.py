@@ -139,12 +139,15 @@ def test_unreadable_images_are_counted_and_skipped(tmp_path):
     broken = write_images(tmp_path / "broken")
     (broken / "images" / "train5.png").write_bytes(b"not an image")
     (broken / "images" / "eval3.png").unlink()
-    folder = train(tmp_path, broken, 2, task={"on_bad_image": "skip"}, train={"epochs": 2})
+    folder = train(tmp_path, broken, 2, task={"on_bad_row": "skip"}, train={"epochs": 2})
     counts = {
         split: [(line["rows_used"], line["rows"], line["bad_rows"]) for line in of_split(folder, split)]
         for split in ("epoch", "eval")
     }
     assert counts == {"epoch": [(60, 61, 1), (60, 61, 2)], "eval": [(22, 23, 1)] * 2}
+    named = {split: [line["unreadable"] for line in of_split(folder, split) if "unreadable" in line]
+             for split in ("train", "eval")}  # fmt: skip
+    assert named == {"train": [["5 (images/train5.png)"]] * 2, "eval": [["3 (images/eval3.png)"]] * 2}
 
 
 @pytest.mark.slow

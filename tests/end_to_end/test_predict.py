@@ -15,14 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.campaign.job import descendants
+from benchmarks.campaign.start import descendants
 from harness import cli
 from harness.apex import amp
+from harness.config import loader
 from harness.errors import HarnessError
 from harness.inference import export
 from harness.inference import predict as predict_module
 from harness.inference.formats import FORMATS
-from harness.runs.files import read_sealed
+from harness.runs import trained_run
+from harness.runs.files import read_sealed, write_sealed
 from harness.runs.weights_file import save_weights
 from harness.training.evaluation import predictions
 from harness.training.models import small_cnn
@@ -112,6 +114,23 @@ def test_tensorboard_shows_metrics_and_images(trained):
         ]  # fmt: skip
 
 
+def test_run_that_is_not_finished_says_so(trained, tmp_path):
+    copy = shutil.copytree(trained[0], tmp_path / "copy")
+    summary = read_sealed(copy / "summary.json")
+    write_sealed(copy / "summary.json", {**summary, "finished": False, "epoch": 2, "step": 16})
+    codes, output = predict(copy, tmp_path / "rows.csv", "--csv", trained[1] / "eval.csv")
+    assert codes == [0], output
+    told = f"the run is not finished, its newest evaluation was after 2 of {EPOCHS} epochs: weights of step "
+    assert f"{copy}: {told}{summary['best']['step']}\n" in output
+    config = loader.load(copy / "config.yaml", ["train.max_steps=1000"])
+    both = f"after 2 of {EPOCHS} epochs and 16 of 1,000 steps: "
+    assert both in trained_run.unfinished(copy, config)
+    assert trained_run.unfinished(trained[0], config) == ""
+    for damaged in ({}, {"finished": False}, {**summary, "finished": False, "epoch": None}):
+        write_sealed(copy / "summary.json", damaged)
+        assert trained_run.unfinished(copy, config) == ""
+
+
 def test_predictions_are_those_of_training_at_any_world_size(trained, tmp_path):
     folder, data = trained
     codes, output = predict(folder, tmp_path / "3.csv", "--csv", data / "eval.csv", world=3)
@@ -153,7 +172,7 @@ def test_predict_starts_its_own_ranks(trained, tmp_path):
     (elsewhere / "new.csv").write_text("photographer,path\n" + "".join(f"me,{name}\n" for name in names))
     words = [
         "-m", "harness.cli", "predict", "run", "--csv", "new.csv", "--out", "new.parquet",
-        "--world", "2", "task.on_bad_image=skip", "task.root=.", "task.train_csv=gone.csv", "task.eval_csv=gone.csv",
+        "--world", "2", "task.on_bad_row=skip", "task.root=.", "task.train_csv=gone.csv", "task.eval_csv=gone.csv",
     ]  # fmt: skip
     terminal = tmp_path / "terminal.txt"
     assert python(words, terminal, cwd=elsewhere) == 0, terminal.read_text()

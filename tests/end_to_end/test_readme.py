@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import release
+from benchmarks import machine, release
+from benchmarks.side_by_side.__main__ import TRAINERS, saving_often
+from harness.config import loader
 from harness.version import __version__
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import write_images
@@ -150,7 +152,7 @@ def test_wheel_trains_without_a_clone(tmp_path):
 
 def test_every_cell_of_the_peers_page_has_a_source_with_a_date():
     page = (ROOT / "docs" / "peers.md").read_text()
-    table, _, sources = page.partition("## Sources")
+    table, sources = page.partition("\n## ")[0], page.partition("## Sources")[2]
     header, _, *rows = (
         [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")
     )
@@ -170,3 +172,29 @@ def test_every_cell_of_the_peers_page_has_a_source_with_a_date():
         len(re.findall(r"^\*\*[\w ]+\*\*, (?:\w{7} \(\d+ \w+ 20\d\d\)|[\w ]*[\d.]+\d):", sources, re.M))
         == len(header) - 2
     )
+
+
+def test_the_same_job_is_as_measured_and_as_long_as_its_files():
+    page = (ROOT / "docs" / "peers.md").read_text().partition("## The same job")[2].partition("\n## ")[0]
+    header, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")
+    )
+    lines, first, step, each_epoch, each_8 = (dict(zip(header[1:], row[1:], strict=True)) for row in rows[:5])
+    measured = {row["trainer"]: row for row in machine.rows("side_by_side")}
+    assert lines.keys() | {TRAINERS[0].name} == measured.keys() == {trainer.name for trainer in TRAINERS}
+    for trainer in TRAINERS[1:]:
+        row, name = measured[trainer.name], trainer.name
+        assert lines[name] == row["lines"] == str(trainer.lines), "run python -m benchmarks.side_by_side again"
+        assert [first[name], step[name], each_epoch[name], each_8[name]] == list(row.values())[3:5] + list(
+            row.values()
+        )[7:9]
+
+
+def test_changes_of_the_same_job_fit_its_files(tmp_path):
+    for trainer in TRAINERS[1:]:
+        shutil.copy(ROOT / "benchmarks" / "side_by_side" / trainer.files[0], tmp_path)
+        text = (saving_often(trainer, tmp_path) / trainer.files[0]).read_text()
+        if trainer.package == "harness":
+            assert loader.load(tmp_path / trainer.files[0]).checkpoint.every.written == 8
+        else:
+            compile(text, trainer.files[0], "exec")

@@ -173,6 +173,22 @@ def test_resume_with_another_number_of_loader_workers_is_exact(tmp_path, data):
     assert_same_run(unbroken, run_folder(broken))
 
 
+def test_rows_that_are_skipped_are_named_in_the_record_also_after_a_kill(tmp_path):
+    """Once per epoch, of those before the checkpoint too, on any number of ranks."""
+    broken, bad = write_images(tmp_path / "broken"), (2, 17, 33, 58)
+    for row in bad:
+        (broken / "images" / f"train{row}.png").write_bytes(b"no image")
+    settings = {"task": {"on_bad_row": "skip"}, "checkpoint": {"every": 2}, "train": {"epochs": 2, "log_every": 50}}
+    config = write_config(tmp_path, broken, **settings)
+    for ranks, kill in ((2, Kill(0, 5)), (1, Kill(0, 7)), (2, Kill(1, 13)), (2, None)):
+        run(config, ranks, kill=kill)
+    lines = of_split(run_folder(config), "train")
+    named = {epoch: [name for line in lines if line["epoch"] == epoch for name in line.get("unreadable", ())]
+             for epoch in (0, 1)}  # fmt: skip
+    names = [f"{row} (images/train{row}.png)" for row in bad]
+    assert named == {0: names, 1: names}
+
+
 @pytest.mark.parametrize("rule", ["global", pytest.param("contiguous", marks=pytest.mark.slow)])
 def test_resume_on_another_world_size_uses_every_row_once(tmp_path, data, rule):
     """2 ranks, then 1, then 3, all within one epoch: the log still counts each row of the epoch once."""
@@ -228,11 +244,14 @@ def test_a_run_is_never_erased(tmp_path, data):
 
 @pytest.mark.slow
 def test_starting_a_finished_run_changes_nothing_and_more_epochs_continue_it(tmp_path, data):
-    config = write_config(tmp_path / "run", data)
+    config = write_config(tmp_path / "run", data, checkpoint={"keep": 1})
     folder = run_folder(config)
     assert run(config, 1, "train.epochs=2") == [0]
     shutil.copytree(folder, tmp_path / "before")
+    # As if a kill had come before the removal of this one.
+    outdated = shutil.copytree(newest_checkpoint(folder), folder / "checkpoints" / "step-1")
     assert run(config, 1, "train.epochs=2") == [0]
+    assert not outdated.exists()
     assert (config.parent / "terminal-0.txt").read_text().count("nothing left to train: ") == 1
     assert_same_run(tmp_path / "before", folder)
     assert run(config, 1, "train.epochs=1", "train.max_steps=5") == [0]

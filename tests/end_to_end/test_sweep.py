@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.campaign.job import descendants
+from benchmarks.campaign.start import descendants
 from tests.end_to_end.experiment import write_config
 from tests.end_to_end.processes import (
     END_S,

@@ -49,19 +49,21 @@ def test_exception_on_rank_1(tmp_path, stripes, engine):
     config = write_config(tmp_path, stripes, model=model)
     command = [sys.executable, "-m", "harness", "launch", "-c", config, "--engine", engine, "--nproc", "2"]
     with started(command, tmp_path / "terminal.txt") as run_:
-        assert run_.wait(90 + END_S) == 70, run_.text()  # one import of torch after the other
+        assert run_.wait(90 + END_S) == 1, run_.text()  # one import of torch after the other
         assert not run_.alive()
     text = run_.text()
     assert text.count("failed: rank 1 on") == 1
     report = text[text.index("failed: rank 1 on") :]
-    assert re.search(r"at step 10: ArithmeticError(, printed above|: a layer went wrong)", report), report
+    assert re.search(r"at step 10: ArithmeticError(, printed above|: \S+models\.py:\d+: a layer went wrong)", report), (
+        report
+    )
     assert re.search(r"  rank 0: [\w ]+ on .* at step \d+", report), report
     assert set(json.loads((tmp_path / "runs" / "run" / "failure.json").read_text())["ranks"]) == {"0", "1"}
     own = text.partition("Root Cause (first observed failure)")[0]  # of torchrun, whose summary repeats the error
     once = (
         "Traceback (most recent call last)" if engine == "flyte" else "ArithmeticError: a layer went wrong, only here"
     )
-    assert own.count(once) == 1
+    assert own.count(once) == (1 if engine == "flyte" else 2)  # first with its place, then after the traceback
     if engine == "torchrun":
-        assert re.search(r"rank      : 1 \(local_rank: 1\)\n\s+exitcode  : 70", text)
+        assert re.search(r"rank      : 1 \(local_rank: 1\)\n\s+exitcode  : 1 ", text)
         assert "error_file: <N/A>" not in text

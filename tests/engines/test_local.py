@@ -124,7 +124,7 @@ def test_a_run_goes_on_without_the_ranks_it_has_lost(tmp_path, stripes, alone):
         wait_until(lambda: (folder / "checkpoints" / "latest").read_text() != newest, END_S, "a step of the four")
         for pid in run_.ranks()[1:3]:
             run_.signal(signal.SIGKILL, pid)
-        wait_until(lambda: "restart 2 of 2" in run_.text(), END_S, "the second restart")
+        wait_until(lambda: "in 1 s, restart 2 of 2" in run_.text(), END_S, "the second restart")
         go.touch()
         assert run_.wait(60) == 0
         assert not run_.alive()
@@ -137,17 +137,17 @@ def test_a_run_goes_on_without_the_ranks_it_has_lost(tmp_path, stripes, alone):
 
 
 @pytest.mark.parametrize(
-    ("model", "starts", "said"),
+    ("model", "starts", "said", "code"),
     [
-        ({"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 3}}, 1, "ArithmeticError"),
-        ({"name": f"{MODELS}.Hangs", "args": {"rank": 1, "step": 3, "how": "killed"}}, 2, "has failed twice"),
+        ({"name": f"{MODELS}.Raises", "args": {"rank": 1, "step": 3}}, 1, "ArithmeticError", 1),
+        ({"name": f"{MODELS}.Hangs", "args": {"rank": 1, "step": 3, "how": "killed"}}, 2, "has failed twice", 70),
     ],
 )
-def test_what_would_fail_again_is_not_repeated(tmp_path, stripes, model, starts, said):
+def test_what_would_fail_again_is_not_repeated(tmp_path, stripes, model, starts, said, code):
     """An error of the code, and a loss that occurs again at the same step."""
     config = write_config(tmp_path, stripes, model=model)
     with started(command(config, "--max-restarts", "5"), tmp_path / "terminal.txt", fork=True) as run_:
-        assert run_.wait(60) == 70
+        assert run_.wait(60) == code
         assert not run_.alive()
     assert said in run_.text()
     assert len(json.loads((tmp_path / "runs" / "run" / "provenance.json").read_text())) == starts
@@ -155,14 +155,19 @@ def test_what_would_fail_again_is_not_repeated(tmp_path, stripes, model, starts,
 
 
 @pytest.mark.slow
-def test_a_signal_ends_a_run_that_waits_for_its_restart(tmp_path, stripes, monkeypatch):
+def test_a_signal_ends_a_run_that_waits_for_its_restart(tmp_path, stripes):
+    program = tmp_path / "patient.py"
+    program.write_text(
+        "import sys\nfrom harness import cli\nfrom harness.engines.local import engine\n"
+        "engine._LEAST_WAIT_S = 60.0\nsys.exit(cli.main(sys.argv[1:]))\n"
+    )
     config, _ = elastic(tmp_path, stripes)
-    with started(command(config, "--max-restarts", "9"), tmp_path / "terminal.txt", fork=True) as run_:
-        for number in range(1, 4):  # the fourth start waits for four seconds
-            wait_until(lambda: len(run_.ranks()) == 2, END_S, "two ranks")
-            wait_for_steps(tmp_path / "runs" / "run", 2 * number)
-            run_.signal(signal.SIGKILL, run_.ranks()[0])
-            wait_until(lambda number=number: f"restart {number} of 9" in run_.text(), END_S, "a restart")
+    words = command(config, "--max-restarts", "9")
+    start = [words[0], str(program), *words[words.index("launch") :]]
+    with started(start, tmp_path / "terminal.txt") as run_:
+        wait_for_steps(tmp_path / "runs" / "run", 2)
+        run_.signal(signal.SIGKILL, run_.ranks()[0])
+        wait_until(lambda: "in 60 s, restart 1 of 9" in run_.text(), END_S, "the restart")
         run_.signal(signal.SIGTERM)
         assert run_.wait(10) == 70
         assert not run_.alive()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from harness.config import loader
 from harness.data.batch import Batch
 from harness.distributed.runtime import Runtime
 from harness.errors import DataError, HarnessError
 from harness.inference import export
+from harness.inference.formats import FORMATS
 from harness.runs.weights_file import save_weights
 from harness.training import build
 from harness.training.models import linear
@@ -24,7 +27,7 @@ def run(tmp_path):
     """A run of a linear model on 12 validation rows, of which those that are unreadable are skipped."""
     write_rows(tmp_path, "train", 6)
     write_rows(tmp_path, "eval", 12)
-    run, bad = tmp_path / "run", {"on_bad_image": "skip"}
+    run, bad = tmp_path / "run", {"on_bad_row": "skip"}
     run.mkdir()
     task = build.open_task(make_config(tmp_path), Runtime())
     (run / "task.json").write_text(json.dumps(task.learned))
@@ -36,8 +39,95 @@ def run(tmp_path):
     return run
 
 
+class Positions(torch.nn.Module):
+    """Looks up a vector for each position, of which it has 12, as BERT does."""
+
+    def __init__(self, num_tokens: int, num_classes: int, same_length: bool = False) -> None:
+        super().__init__()
+        self.words, self.places = torch.nn.Embedding(num_tokens, 4), torch.nn.Embedding(12, 4)
+        self.output, self.same_length = torch.nn.Linear(4, num_classes), same_length
+        self.register_buffer("numbers", torch.arange(12).expand(1, -1))
+
+    def forward(self, ids):
+        if self.same_length:
+            ids = ids.view(-1, 6)
+        return self.output((self.words(ids) + self.places(self.numbers[:, : ids.shape[1]])).mean(1))
+
+
+class Bert(torch.nn.Module):
+    """A tiny model of transformers with random weights."""
+
+    def __init__(self, num_tokens: int, num_classes: int) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForSequenceClassification
+
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        config = BertConfig(vocab_size=num_tokens, num_labels=num_classes, max_position_embeddings=12, **sizes)
+        self.bert = BertForSequenceClassification(config)
+
+    def forward(self, ids):
+        return self.bert(input_ids=ids, attention_mask=(ids > 0).long()).logits
+
+
+def run_of_texts(folder, texts, model, tokenizer=None, **args):
+    """The folder of a run of ``model`` on ``texts``, whose weights were not trained."""
+    lines = ["text,label", *(f"{text},{row % 2}" for row, text in enumerate(texts))]
+    tables = {f"{split}_csv": str(folder / f"{split}.csv") for split in ("train", "eval")}
+    for table in tables.values():
+        with open(table, "w") as file:
+            file.write("\n".join(lines) + "\n")
+    tree = settings(folder, model={"name": f"{__name__}.{model}", "args": args})
+    tree["task"] = {"name": "text_csv", **tables, "tokenizer": {"name": "words", "max_length": 12, **(tokenizer or {})}}
+    (run := folder / "run").mkdir()
+    config = loader.load(write_yaml(run / "config.yaml", tree))
+    task = build.open_task(config, Runtime())
+    (run / "task.json").write_text(json.dumps(task.learned))
+    weights = task.model(config.model).state_dict()
+    save_weights(
+        {name: value.clone() for name, value in weights.items()}, run / "weights.safetensors", {}, folder / "x"
+    )
+    return run
+
+
+TEXTS = ["a b c", "a d", "e f g h", "b", "c d e"] * 3
+
+
+@pytest.mark.parametrize("texts", [TEXTS, ["a", "b"] * 6])
+def test_a_model_with_a_bound_on_the_length(tmp_path, texts):
+    """The bound of what is traced is the task's max_length; also if all texts of the trace have one token."""
+    run = run_of_texts(tmp_path, texts, "Positions")
+    assert checked(run, "torch_export")["rows"] == 12
+    model = torch.export.load(tmp_path / "model").module()
+    assert [len(model(torch.ones(3, length, dtype=torch.int64))) for length in (2, 12)] == [3, 3]
+    with pytest.raises(AssertionError, match="12"):
+        model(torch.ones(3, 13, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("kind", ["torch_export", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_bert(tmp_path, kind):
+    for name in ("transformers", *(FORMATS[kind].packages)):
+        pytest.importorskip(name)
+    run = run_of_texts(tmp_path, TEXTS, "Bert")
+    assert checked(run, kind)["rows"] == 12
+    described = json.loads((tmp_path / "model.json").read_text())
+    assert described["inputs"] == [{"name": "tokens", "type": "int64", "shape": ["batch", "length"]}]
+    assert "max_length" not in described
+
+
+def test_a_model_of_one_length(tmp_path):
+    """All of torch's message is shown, and what to type then works."""
+    texts, same = [" ".join("abcdef")] * 12, {"max_length": 6}
+    run = run_of_texts(tmp_path, texts, "Positions", same, same_length=True)
+    with pytest.raises(HarnessError) as caught:
+        checked(run, "torch_export")
+    assert len(caught.value.message.splitlines()) > 2
+    assert "length" in caught.value.message.partition("\n")[2]
+    word = re.search(r"add (task\.tokenizer\.pad=max_length);", caught.value.hint)[1]
+    assert export.export(run, "torch_export", tmp_path / "model", [word], trust=True).exists()
+
+
 def checked(run, kind="safetensors"):
-    out = export.export(run, kind, run.parent / "model")
+    out = export.export(run, kind, run.parent / "model", trust=True)  # nobody started it: it was made by hand
     return json.loads(out.with_name("model.json").read_text())["checked"]
 
 

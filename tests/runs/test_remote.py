@@ -502,6 +502,18 @@ def test_kill_before_the_best_checkpoint_is_uploaded(config, bucket, monkeypatch
         check_pointers(bucket, tmp_path)
 
 
+def test_a_start_removes_what_a_kill_left_half_written(config, tmp_path):
+    folder = started(config(output=f"file://{tmp_path}/runs"))
+    save(folder, 1)
+    whole = set((tmp_path / "runs").rglob("*"))
+    for name in ("checkpoints/latest.1a2b.part", "checkpoints/step-2/state.pt.part", "metrics.jsonl.part"):
+        path = tmp_path / "runs/digits" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("torn")
+    assert resumed_step(started(config("elsewhere", output=f"file://{tmp_path}/runs"))) == 1
+    assert set((tmp_path / "runs").rglob("*")) == whole
+
+
 @pytest.mark.slow
 def test_kill_while_a_start_takes_over(config, bucket, monkeypatch, tmp_path):
     def prepare():

@@ -116,12 +116,17 @@ def test_image_size_is_that_of_the_first_readable_image(folder):
     (folder / "train_images" / "0.png").unlink()
     with pytest.raises(DataError, match="not found"):
         opened(folder).model(ModelSection(name="linear"))
-    assert opened(folder, on_bad_image="skip").model(ModelSection(name="linear")).layer.in_features == 64
+    assert opened(folder, on_bad_row="skip").model(ModelSection(name="linear")).layer.in_features == 64
 
 
 def test_model_with_other_channels_is_rejected(folder):
     with pytest.raises(ConfigError, match="cannot process a batch of shape"):
         opened(folder).model(ModelSection(name="resnet18"))  # gray images, three channels wanted
+
+
+def test_model_with_other_outputs_is_rejected(folder):
+    with pytest.raises(ConfigError, match=r"Flatten returns \(2, 64\) for 2 rows, not 3 outputs for each"):
+        opened(folder).model(ModelSection(name="torch.nn.Flatten"))
 
 
 def test_prepare(folder):
@@ -396,7 +401,7 @@ def test_reduced_decoding_is_full_decoding_where_no_reduction_fits(photos):
 @pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0), (3, 1)])
 def test_reduced_decoding_depends_on_seed_epoch_and_row_only(photos, world, workers):
     """Also not on what is left of an epoch after a resume, nor on the image that a row replaces."""
-    images = opened(photos, decode="reduced", transforms=SCALING, on_bad_image="skip").train
+    images = opened(photos, decode="reduced", transforms=SCALING, on_bad_row="skip").train
     whole = images.batch(np.arange(14), 5).inputs
     seen = []
     for rank in range(world):
@@ -415,7 +420,7 @@ def test_reduced_decoding_depends_on_seed_epoch_and_row_only(photos, world, work
         batch = images.batch(np.arange(2), 5)
         assert (batch.rows.tolist(), batch.bad) == ([1, 1], [0])
         assert torch.equal(batch.inputs, whole[[1, 1]])
-        images.on_bad_image = "error"
+        images.on_bad_row = "stop"
         with pytest.raises(DataError, match=r"train.csv:2: image cannot be decoded: .*/3_plain.jpg: "):
             images.batch(np.arange(2), 5)
     finally:

@@ -95,6 +95,8 @@ def test_fingerprint_depends_on_the_images(task):
 def test_model_loss_and_report(task):
     opened = task.open(0, None)
     name = {"mnist": "mnist_net", "fashion_mnist": "fashion_cnn"}[task.name]
+    with pytest.raises(ConfigError, match=r"Flatten returns \(2, 784\) for 2 rows, not 10 outputs for each"):
+        opened.model(ModelSection(name="torch.nn.Flatten"))
     model = opened.model(ModelSection(name=name))
     batch = opened.train.batch(np.arange(4), 0)
     inputs = opened.prepare(batch.inputs)

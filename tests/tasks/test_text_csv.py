@@ -99,6 +99,17 @@ def test_padding_and_length(folder):
     assert fixed.known(np.asarray([0])) == {"id": [0], "label": ["pos"], "text": ["Good, GOOD film"]}
 
 
+@pytest.mark.parametrize(
+    ("column", "shown"), [("answer", "answer"), ("id", "text_id"), ("prediction", "text_prediction")]
+)
+def test_texts_keep_the_name_of_their_column(tmp_path, column, shown):
+    """Unless another column of the predictions has it."""
+    for split in ("train", "eval"):
+        write(tmp_path, split, [("one", "a"), ("two", "b")], (column, "label"))
+    task = opened(tmp_path, text_column=column)
+    assert task.known(np.asarray([1])) == {"id": [1], "label": ["b"], shown: ["two"]}
+
+
 def test_padding_does_not_change_the_outputs(folder):
     task = opened(folder)
     model = task.model(ModelSection(name="text_cnn")).eval()
@@ -107,6 +118,8 @@ def test_padding_does_not_change_the_outputs(folder):
     torch.testing.assert_close(model(inputs), model(padded))
     with pytest.raises(ConfigError, match="use a model that takes token ids, such as text_cnn"):
         task.model(ModelSection(name="small_cnn"))
+    with pytest.raises(ConfigError, match=r"Flatten returns \(2, 16\) for 2 rows, not 2 outputs for each"):
+        task.model(ModelSection(name="torch.nn.Flatten"))
     with pytest.raises(ConfigError, match="kernels must be odd"):
         build("text_cnn", {"kernels": [2]}, {"num_tokens": 9, "num_classes": 2}, inputs)
 
@@ -200,6 +213,16 @@ def test_train_predict_export(folder, tokenizer, capsys, monkeypatch):
     assert facts["preprocessing"]["tokenizer"] == tokenizer
     model = torch.export.load("model.pt2").module()
     assert model(torch.ones(3, 7, dtype=torch.int64)).shape == (3, 4)
+    write(folder, "new", [("sun", ""), ("", ""), (" ", "")], ("text", "tags"))
+    capsys.readouterr()
+    assert cli.main(["predict", str(run), "--csv", "new.csv", "--out", "new2.csv"]) == 0
+    told = capsys.readouterr().err
+    assert told.count("rows without text in column 'text': 2 of 3, the first at new.csv:3") == 1, told
     (run / "task.json").write_text("{}")
-    assert cli.main(["predict", str(run), "--csv", str(folder / "eval.csv"), "--out", "new2.csv"]) == 2
+    assert cli.main(["predict", str(run), "--csv", str(folder / "eval.csv"), "--out", "new3.csv"]) == 2
     assert "task.json lacks" in capsys.readouterr().err
+
+
+def test_unreadable_rows_are_refused_with_the_reason(folder):
+    with pytest.raises(ConfigError, match="text_csv has no on_bad_row, since the texts are in the table"):
+        opened(folder, on_bad_row="skip")

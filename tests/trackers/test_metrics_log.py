@@ -35,30 +35,6 @@ def test_entries_are_flushed_exact_and_valid_json(path):
     assert entries(path)[1] == {"split": "eval", "a": None, "b": None, "c": None, "d": None, "e": 2}
 
 
-@pytest.mark.parametrize("how", ["removed", "replaced"])
-def test_log_that_was_removed_is_written_again(path, monkeypatch, how):
-    warnings: list[str] = []
-    monkeypatch.setattr(metrics_log.log, "warning", lambda text, *_: warnings.append(text))
-    log, again = MetricsLog(path), path.with_name("metrics.jsonl.replaced")
-    log.log("train", {"step": 1})
-    path.unlink()
-    if how == "replaced":  # as editors do
-        path.write_text("edited\n")
-    log.log("train", {"step": 2})
-    assert log.offset() == path.stat().st_size
-    assert [entry["step"] for entry in entries(path)] == [1, 2]
-    assert again.exists() == (how == "replaced")
-    log.log("train", {"step": 3})
-    path.unlink()
-    log.close(done=True)
-    assert [entry["step"] for entry in entries(path)] == [1, 2, 3]
-    assert warnings == ["%s was removed or replaced during the run: writing it again"] * 2
-    log = MetricsLog(path)
-    path.parent.rename(f"{path.parent}-renamed-{how}")  # pytest reuses the name of a folder that is gone
-    with pytest.raises(CheckpointError, match="the run folder was removed or renamed during the run"):
-        log.offset()
-
-
 def test_rewind_deletes_later_entries(path):
     log = MetricsLog(path)
     log.log("train", {"step": 1, "word": "ü"})

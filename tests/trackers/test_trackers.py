@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -238,6 +240,88 @@ def test_wandb_with_an_api_key_resumes_the_online_run(start, monkeypatch, caplog
     assert (seen["mode"], seen["resume"]) == ("online", "allow")
     assert logged == [{"step": 13, "train/step": 13, "train/loss": 0.5}]
     assert "view at https://wandb.example/run" in caplog.text
+
+
+class FakeTrackio:
+    """What the tracker uses of trackio 0.36, with its signatures; the runs are in memory."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, dict[str, Any]] = {}
+
+    def Api(self) -> FakeTrackio:
+        return SimpleNamespace(runs=self._of)
+
+    def _of(self, project: str) -> list[Any]:
+        if not self.runs:
+            raise ValueError(f"Project '{project}' does not exist")
+        return [SimpleNamespace(name=name, delete=lambda name=name: self.runs.pop(name)) for name in self.runs]
+
+    def init(self, project: str, name: str | None = None, group: str | None = None, config: dict | None = None,
+             resume: str = "never", embed: bool = True) -> Any:  # fmt: skip
+        assert resume == "allow" or name not in self.runs
+        run = self.runs.setdefault(name, {"config": config, "rows": [], "project": project, "group": group})
+        step = max((row["step"] for row in run["rows"]), default=-1)
+        return SimpleNamespace(
+            log=lambda metrics, step=None: run["rows"].append({**metrics, "step": step}),
+            finish=lambda: None, _next_step=step + 1,
+        )  # fmt: skip
+
+    def Image(self, value: np.ndarray, caption: str | None = None) -> Any:
+        assert (value.dtype, value.ndim, value.shape[-1]) == (np.uint8, 3, 3)
+        return {"_type": "trackio.image"}
+
+    def Table(self, columns=None, data=None, dataframe=None) -> Any:
+        return {"_type": "trackio.table", "_value": dataframe.to_dict("records")}
+
+
+@pytest.fixture(params=["installed", "fake"])
+def trackio_runs(request, tmp_path, monkeypatch):
+    """Returns {name of a run: rows} of a project."""
+    monkeypatch.delitem(sys.modules, "harness.trackers.trackio", raising=False)
+    if request.param == "fake":
+        fake = FakeTrackio()
+        monkeypatch.setitem(sys.modules, "trackio", fake)
+        monkeypatch.setattr(metrics_log.importlib.util, "find_spec", lambda name: object())
+        return lambda project: {name: run["rows"] for name, run in fake.runs.items() if run["project"] == project}
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio", reason="install the extra trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    return lambda project: {run.name: SQLiteStorage.get_logs(project, run.name) for run in trackio.Api().runs(project)}
+
+
+def test_trackio(tmp_path, start, trackio_runs):
+    """One run for both starts, which shows the log and the predictions."""
+    lines = killed_and_resumed(start, tmp_path / "runs" / "small", "trackio")
+    run_id = json.loads((tmp_path / "runs" / "small" / "trackers.json").read_text())["id"]
+    found = trackio_runs("apex-harness")
+    assert list(found) == [f"small-{run_id}"]
+    (rows,) = found.values()
+    for name in ("train/loss", "eval/top1"):
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        assert points == [(step, pytest.approx(value)) for step, value in expected(lines, name)], name
+    (shown,) = [row for row in rows if "predictions" in row]
+    table = shown["predictions"]["_value"]
+    assert [row["id"] for row in table] == ["a.png", "b.png", "c.png"]
+    assert all(row["image"]["_type"] == "trackio.image" for row in table)
+    assert shown["confusion"]["_type"] == "trackio.image"
+    assert sum("wrong" in row for row in rows) == 1
+
+
+@pytest.mark.parametrize("trackio_runs", ["fake"], indirect=True)
+def test_trackio_of_a_space_resumes_its_run(start, trackio_runs, monkeypatch, caplog):
+    """What is there cannot be removed, so only steps from the last one on are sent."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "me/space")
+    monkeypatch.setenv("TRACKIO_PROJECT", "mine")
+    for last in (12, 14):
+        log = start("trackio", 0)
+        for step in range(10, last + 1):
+            log.log("train", {"step": step, "epoch": 0, "loss": 0.5})
+        log.close(done=True)
+    (rows,) = trackio_runs("mine").values()
+    assert [row["step"] for row in rows] == [10, 11, 12, 12, 13, 14]
+    assert "view at me/space" in caplog.text
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from harness.runs import trained_run
 from harness.runs.checkpoint import Checkpoints
 from harness.runs.weights_file import load_weights
 from harness.training import loop
-from harness.training.checkpointing import find, restore, resume, save
+from harness.training.checkpointing import checkpoint_to_resume, restore, resume, save
 from tests.fixtures import make_config, settings, write_rows, write_yaml
 from tests.ranks import run_ranks
 
@@ -26,9 +26,9 @@ def test_own_checkpoint_comes_first(tmp_path, resume):
     checkpoints.write(8, {"state": {}})
     run = SimpleNamespace(config=make_config(tmp_path, [f"checkpoint.resume={resume}"]), runtime=Runtime(),
                           checkpoints=checkpoints)  # fmt: skip
-    assert find(run) == (tmp_path / "checkpoints" / "step-8", True)
+    assert checkpoint_to_resume(run) == (tmp_path / "checkpoints" / "step-8", True)
     run.config = make_config(tmp_path, ["checkpoint.resume=never"])
-    assert find(run) == (None, False)
+    assert checkpoint_to_resume(run) == (None, False)
 
 
 def test_a_state_of_another_version_is_named_with_its_checkpoint(tmp_path, built):

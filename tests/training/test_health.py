@@ -231,7 +231,7 @@ def test_evaluation_without_a_readable_row(start, tmp_path):
         image.write_bytes(b"not an image")
     error = r"cannot be read, and no readable image replaces it \(rows tried: 5\)"
     with pytest.raises(DataError, match=error) as caught:
-        loop.train(start("", 1, task={"on_bad_image": "skip"}))
+        loop.train(start("", 1, task={"on_bad_row": "skip"}))
     assert "which are damaged or not images" in caught.value.hint
 
 

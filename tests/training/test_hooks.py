@@ -26,6 +26,10 @@ class Records:
     def __init__(self, ends=()):
         self.ends = dict(ends)
 
+    def before_training(self, run):
+        seen.append(("start", run.state.step))
+        return self.ends.get("training")
+
     def after_step(self, run):
         grads = [param.grad for param in run.module.parameters() if param.grad is not None]
         seen.append(("step", run.state.step, run.state.skipped, len(grads)))
@@ -95,13 +99,14 @@ def start(tmp_path, built):
 
 def test_when_they_are_called(start):
     run = start(f"{HERE}.Records", f"{HERE}.Stateful", checkpoint={"every": 2})
-    assert run.hooks.described() == {
-        "hooks": f"{HERE}.Records (after_step, after_evaluation, before_checkpoint), {HERE}.Stateful (after_step, "
-        "state_dict)"
+    assert run.hooks.describe() == {
+        "hooks": f"{HERE}.Records (before_training, after_step, after_evaluation, before_checkpoint), "
+        f"{HERE}.Stateful (after_step, state_dict)"
     }
     assert loop.train(run)
-    assert [entry[:2] for entry in seen[:7]] == [
-        ("step", 1), ("step", 2), ("checkpoint", 2), ("step", 3), ("checkpoint", 3), ("evaluation", 3), ("step", 4)
+    assert [entry[:2] for entry in seen[:8]] == [
+        ("start", 0), ("step", 1), ("step", 2), ("checkpoint", 2), ("step", 3), ("checkpoint", 3), ("evaluation", 3),
+        ("step", 4),
     ]  # fmt: skip
     assert all(entry[3] > 0 for entry in seen if entry[0] == "step"), "the gradients are there"
     assert [entry[1] for entry in seen if entry[0] == "step"] == list(range(1, 10))
@@ -124,11 +129,11 @@ def test_a_reason_ends_training(start, when, step, lines):
     assert not run.finished()
 
 
-@pytest.mark.parametrize("when", ["step", "evaluation", "checkpoint"])
+@pytest.mark.parametrize("when", ["training", "step", "evaluation", "checkpoint"])
 def test_what_they_must_not_return(start, when):
-    value = "now" if when == "checkpoint" else True
+    value = "now" if when in ("training", "checkpoint") else True
     run = start({"name": f"{HERE}.Records", "args": {"ends": {when: value}}})
-    named = {"step": "after_step", "evaluation": "after_evaluation", "checkpoint": "before_checkpoint"}[when]
+    named = f"{'before' if value == 'now' else 'after'}_{when}"
     with pytest.raises(TrainingError, match=f"hooks.0: {named} of the hook {HERE}.Records returned {value!r}"):
         loop.train(run)
 
@@ -160,10 +165,11 @@ def test_an_error_names_the_line(start):
 @pytest.mark.parametrize(
     ("hook", "problem"),
     [
-        ("mine.Absent", "hooks.0: the hook 'mine.Absent' cannot be imported (ModuleNotFoundError"),
+        ("no_package.Absent", "hooks.0: the hook 'no_package.Absent' cannot be imported (ModuleNotFoundError"),
         (f"{HERE}.function", f"hooks.0: {HERE}.function is not a class"),
         (HERE, f"hooks.0: {HERE} is not a class"),
-        (f"{HERE}.Nothing", f"hooks.0: {HERE}.Nothing has no method of a hook\n  -> define any of after_step(run)"),
+        (f"{HERE}.Nothing", f"hooks.0: {HERE}.Nothing has no method of a hook\n  -> define any of before_training"),
+        (f"{HERE}.Mispelled", f"{HERE}' has no attribute 'Mispelled')\n  -> did you mean {HERE}.Misspelled?"),
         (f"{HERE}.Misspelled", "has after_steps, which is never called\n  -> did you mean after_step?"),
         (f"{HERE}.OfNoArguments", "after_step of tests.training.test_hooks.OfNoArguments cannot be called with 1 argu"),
         (f"{HERE}.HalfState", "has only one of state_dict and load_state_dict\n  -> define both"),

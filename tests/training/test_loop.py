@@ -91,7 +91,7 @@ def finished(run: Run) -> tuple[list[dict], dict]:
 def test_late_decisions_give_the_same_bits(start, optimizer):
     late = finished(start("late", optimizer=optimizer))
     with (
-        mock.patch.object(Precision, "overflow", Precision.skips),
+        mock.patch.object(Precision, "skip_flag", Precision.will_skip),
         mock.patch.object(Run, "end_window", _at_once),
     ):
         at_once = finished(start("at-once", optimizer=optimizer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.distributed.store import LimitedStore
 from harness.distributed.watchdog import Watchdog
-from harness.errors import EXIT_FAILURE, DataError, LaunchError
+from harness.errors import EXIT_OWN_CODE, DataError, LaunchError
 from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
 from harness.training import main
@@ -100,9 +101,9 @@ def test_unexpected_error_before_rendezvous_is_recorded(tmp_path, monkeypatch, c
     file = tmp_path / "error.json"
     environ = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
                "TORCHELASTIC_ERROR_FILE": str(file)}  # fmt: skip
-    assert main.main(str(ROOT / "configs" / "digits.yaml"), [], environ, None) == 70
+    assert main.main(str(ROOT / "configs" / "digits.yaml"), [], environ, None) == EXIT_OWN_CODE
     exit, _ = from_torch_error_file(file.read_text())
-    assert (exit.rank, exit.cause, exit.exit_code) == (1, Cause.ERROR, 70)
+    assert (exit.rank, exit.cause, exit.exit_code) == (1, Cause.ERROR, EXIT_OWN_CODE)
     assert message in exit.message
     assert message in caplog.text
     assert ("Traceback" in caplog.text) == (not isinstance(error, SystemExit))
@@ -206,4 +207,5 @@ def test_error_that_is_no_exception_is_recorded_while_a_run_is_built(tmp_path, m
     with pytest.raises(Odd), start:
         pytest.fail("the run was built")
     failure = json.loads((tmp_path / "runs" / "small" / "failure.json").read_text())
-    assert (failure["error"], failure["message"], start.code) == ("Odd", "of the user's own code", EXIT_FAILURE)
+    assert (failure["error"], start.code) == ("Odd", EXIT_OWN_CODE)
+    assert re.fullmatch(r"tests/training/test_main\.py:\d+: of the user's own code", failure["message"])

@@ -9,10 +9,12 @@ import sys
 
 import pytest
 import torch
+import torchvision
+from torch import nn
 
 from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
-from harness.training import build, loop
+from harness.training import build, loop, memory
 from harness.training.exit_report import explained
 from tests.fixtures import make_config, write_rows
 
@@ -105,3 +107,33 @@ def test_a_step_reuses_the_memory_of_the_one_before(tmp_path, monkeypatch, built
     monkeypatch.setattr(build.determinism, "require", lambda level: None)  # it changes settings of the whole process
     run_out_of_memory(built, tmp_path, ["precision.opt_level=O0"])  # builds a run
     assert min(step() for _ in range(30)) < 1000  # the heap takes up to six steps to settle
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torchvision.models.resnet18(num_classes=3),
+    lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(3)),
+])  # fmt: skip
+def test_activations_follow_from_the_shapes(make):
+    """Without computing anything, equal to those of a real pass; and the model's buffers stay as they were."""
+    model, rows = make(), torch.randn(6, 3, 64, 64)
+    model(rows)
+    kept = memory.KeptForBackward(6, [*model.parameters(), *model.buffers()])
+    with kept:
+        loss = model(rows).sum()
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    assert memory.kept_of_shapes(model, rows[:2], 6).num_bytes == kept.num_bytes > 6 * 4 * 62 * 62 * 4
+    assert memory.kept_of_shapes(model, rows[:2], 600).num_bytes > 90 * kept.num_bytes
+    assert all(map(torch.equal, buffers, model.buffers()))
+    loss.backward()
+
+
+def test_a_change_in_place_is_still_an_error():
+    """Which autograd does not look for in tensors that a hook has packed."""
+    weight = torch.ones(3, requires_grad=True)
+    with memory.KeptForBackward(1, [weight]):
+        scaled = weight * 2
+        loss = (scaled**2).sum()
+    with torch.no_grad():
+        scaled.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -219,20 +220,22 @@ def of_losses(losses: list[tuple[float, int]]) -> Meter:
     return meter
 
 
-def add(meter: Meter, mean: float, rows: int, skip: bool = False, tolerated: bool = False) -> None:
+def add(
+    meter: Meter, mean: float, rows: int, skip: bool = False, tolerated: bool = False, bad: Sequence[int] = ()
+) -> None:
     if not tolerated:
         meter.add_loss(torch.tensor(mean, requires_grad=True), rows, skip)
-    meter.count(Used([], [rows], [0]), skip)
+    meter.count(Used([], [rows], [[*bad]]), skip)
 
 
 def test_loss_is_the_mean_over_rows():
     meter = of_losses([(1.0, 4), (3.0, 1)])
-    meter.bad, meter.wait_s, meter.time_s = [2], 0.25, 1.0
-    add(meter, 9.0, 3, skip=True)
+    meter.wait_s, meter.time_s = 0.25, 1.0
+    add(meter, 9.0, 3, skip=True, bad=[8, 5])
     seen = meter.reduce(LogicalRanks(Runtime()))
     assert (seen.loss, seen.rows, seen.rows_skipped) == (pytest.approx(7 / 5), 8, 3)
-    assert (seen.bad, seen.waited) == (2, 0.25)
-    assert (meter.rows, meter.bad, meter.steps, meter.wait_s, meter.time_s) == ([0], [0], 0, 0, 0)
+    assert (seen.bad, seen.bad_rows, seen.waited) == (2, [5, 8], 0.25)
+    assert (meter.rows, meter.bad, meter.steps, meter.wait_s, meter.time_s) == ([0], [[]], 0, 0, 0)
     assert meter.losses[0].item() == 0
     seen = meter.reduce(LogicalRanks(Runtime()))
     assert math.isnan(seen.loss)
@@ -244,13 +247,13 @@ def test_loss_is_the_mean_over_rows():
 
 def test_loss_resumes_exactly():
     whole, first = of_losses([(0.1, 3), (0.2, 3), (0.3, 2)]), of_losses([(0.1, 3)])
-    add(first, 1.0, 5, skip=True, tolerated=True)
+    add(first, 1.0, 5, skip=True, tolerated=True, bad=[7])
     second = Meter(CPU)
     second.load_state(first.state())
     for mean, rows in [(0.2, 3), (0.3, 2)]:
         add(second, mean, rows)
     assert torch.equal(second.losses[0], whole.losses[0])
-    assert (second.rows, second.rows_skipped, second.steps, second.bad) == (whole.rows, [5], 4, [0])
+    assert (second.rows, second.rows_skipped, second.steps, second.bad) == (whole.rows, [5], 4, [[7]])
 
 
 def test_time_outside_training_is_excluded(monkeypatch):
@@ -267,13 +270,12 @@ def test_time_outside_training_is_excluded(monkeypatch):
 def _reduce():
     with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
         meter = of_losses([(1.0, 4)] if runtime.rank == 0 else [])
-        meter.bad = [runtime.rank]
-        add(meter, 1.0, 2, skip=True, tolerated=True)
-        return meter.reduce(LogicalRanks(runtime))[1:5]
+        add(meter, 1.0, 2, skip=True, tolerated=True, bad=[6] * runtime.rank)
+        return meter.reduce(LogicalRanks(runtime))[1:6]
 
 
 def test_loss_over_ranks():
-    assert run_ranks(2, _reduce, group=False, timeout_s=30) == [(1.0, 8, 4, 1)] * 2
+    assert run_ranks(2, _reduce, group=False, timeout_s=30) == [(1.0, 8, 4, 1, [6])] * 2
 
 
 # Costs

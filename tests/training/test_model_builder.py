@@ -148,8 +148,20 @@ def test_first_weights_depend_on_the_seed_alone():
 )
 def test_model_that_cannot_be_built(name, args, message):
     with pytest.raises(ConfigError) as caught:
-        build(name, args, KNOWN, GRAY)
+        build(name, args, KNOWN, GRAY, outputs=4)
     assert message in str(caught.value)
+
+
+class Segmentation(nn.Conv2d):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(1, num_classes, 3, padding=1)
+
+
+@pytest.mark.parametrize(("name", "outputs"), [("Segmentation", None), ("Dictionary", None), ("Own", 4)])
+def test_shape_of_the_outputs_is_only_for_the_task_to_declare(name, outputs):
+    """That a model takes num_classes says nothing about what it returns."""
+    model = build(f"{__name__}.{name}", {}, KNOWN, GRAY, outputs)
+    assert next(model.parameters()).shape[0] == 4
 
 
 @pytest.mark.parametrize(

@@ -373,13 +373,13 @@ def surest(probabilities, targets):
 
 
 def test_strangers_loss_and_metric_are_a_function_each(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "own_objective.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     for split, rows in (("train", 8), ("eval", 6)):
         write_rows(tmp_path, split, rows)
     task = {
-        "loss": {"name": "mine.brier", "args": {"factor": 2.0}},
-        "metrics": [{"name": "mine.surest", "better": "max"}],
+        "loss": {"name": "own_objective.brier", "args": {"factor": 2.0}},
+        "metrics": [{"name": "own_objective.surest", "better": "max"}],
     }
     config = write_yaml(
         tmp_path / "config.yaml", settings(tmp_path, task=task, train={"epochs": 1, "deterministic": False})

@@ -12,7 +12,7 @@ from torch import nn
 
 from harness.config.schema import GroupSection, OptimizerSection
 from harness.errors import ConfigError
-from harness.training.optimizer.optim import Ema, build, built_in, clear_gradients, described, freeze, groups, scaled_lr
+from harness.training.optimizer.optim import Ema, build, built_in, clear_gradients, describe, freeze, groups, scaled_lr
 from tests.training.test_schedule import schedule
 
 
@@ -60,7 +60,7 @@ def test_groups_and_frozen_parameters():
     ]
     assert schedule(warmup_epochs=1).set_lr(optimizer, 4) == 0.5
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5, 0.25]
-    assert described(optimizer, model) == {
+    assert describe(optimizer, model) == {
         "frozen": "20 of 39 parameters in 2 tensors",
         "group 0": "lr 0.5, weight_decay 0.1: the others (6 parameters in 1 tensor)",
         "group 1": "lr 0.5, weight_decay 0: 1d (9 parameters in 4 tensors)",

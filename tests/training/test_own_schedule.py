@@ -86,7 +86,7 @@ def test_a_function_returns_the_factor_after_the_warm_up(made):
     rates = made("{name: own_rates.triangle, args: {low: 0.2}, warmup_steps: 2}")
     assert [rates.lr(step) for step in (0, 1, 2, 7, 12)] == pytest.approx([1.0, 2.0, 0.4, 2.0, 0.4])
     assert (
-        rates.described() == "own_rates.triangle, 1 at the start, 2 at the peak (update 2), 0.72 at the end (update 12)"
+        rates.describe() == "own_rates.triangle, 1 at the start, 2 at the peak (update 2), 0.72 at the end (update 12)"
     )
 
 
@@ -175,7 +175,7 @@ def test_a_scheduler_counts_after_the_warm_up_and_stretches(made):
     longer = made(section, total=22)
     longer.load_state_dict(schedule.state_dict())  # of a run of another length: it starts anew
     assert longer.lr(12) == pytest.approx(1.0)
-    assert schedule.described().endswith("0.2 at the end (update 12)")
+    assert schedule.describe().endswith("0.2 at the end (update 12)")
 
 
 def test_a_skipped_step_does_not_advance_it(tmp_path, built, monkeypatch):
@@ -189,7 +189,7 @@ def test_a_skipped_step_does_not_advance_it(tmp_path, built, monkeypatch):
         "train": {"epochs": 1, "deterministic": False},
     }
     run = built(make_config(tmp_path, **sections))
-    monkeypatch.setattr(type(run.precision), "overflow", lambda self, optimizer: run.state.step in (1, 2))
+    monkeypatch.setattr(type(run.precision), "skip_flag", lambda self, optimizer: run.state.step in (1, 2))
     rates = []
     for group in run.train_data.groups(0, []):
         loop.step(run, group)

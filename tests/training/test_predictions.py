@@ -19,6 +19,7 @@ from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError
+from harness.runs.console import ProgressBar
 from harness.training.evaluation import predictions
 from harness.training.evaluation.objective import Classification
 from harness.training.evaluation.predictions import GROUP_ROWS, ROW, SAMPLE_ROWS, PredictionFile
@@ -73,7 +74,7 @@ def write(folder, name, rows, runtime=None, stop=None):
     runtime = runtime or Runtime()
     config = loader.load(folder / "config.yaml")
     predictor = predictions.Predictor(config, runtime, ThreeClasses(rows), model())
-    return predictions.write(predictor, Loader(rows, 0, CPU), stop or Stop(runtime), folder / name)
+    return predictions.write(predictor, Loader(rows, 0, CPU), stop or Stop(runtime), folder / name, ProgressBar(1))
 
 
 def on_ranks(folder, name, rows):
@@ -101,7 +102,7 @@ def on_sharded_ranks(folder, name, rows, fails=None):
         if fails and runtime.rank == 1:
             setattr(task, fails, lambda _: 1 / 0)
         predictor = predictions.Predictor(loader.load(folder / "config.yaml"), runtime, task, Sharded(), sharded=True)
-        return predictions.write(predictor, Loader(rows, 0, CPU), Stop(runtime), folder / name).bad
+        return predictions.write(predictor, Loader(rows, 0, CPU), Stop(runtime), folder / name, ProgressBar(1)).bad
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_number_of_values_of_a_task_is_checked(folder, monkeypatch):
 
 def test_file_that_another_process_writes_is_left_alone(folder):
     first = PredictionFile(folder / "x.csv")
-    block = (pa.table({"id": [1] * GROUP_ROWS, "prediction": [2] * GROUP_ROWS}), 0)
+    block = (pa.table({"id": [1] * GROUP_ROWS, "prediction": [2] * GROUP_ROWS}), 0, {})
     first.add(*block)
     with pytest.raises(HarnessError, match="x.csv: cannot write the output: another process is writing it"):
         PredictionFile(folder / "x.csv").add(*block)
@@ -131,20 +132,45 @@ def test_file_that_another_process_writes_is_left_alone(folder):
 
 
 def test_wrong_rows_and_pairs_for_trackers(folder):
-    """Over all rows of the file; the samples leave out rows that cannot be read."""
+    """Over all rows of the file; the samples have the first rows of each class, but for those that cannot be read."""
     rows = Rows(500, frozenset([3, 77]))
     written = write(folder, "x.csv", rows)
     table = pd.read_csv(folder / "x.csv")
     read = table.dropna(subset="prediction")
     wrong = read[read["prediction"] != read["label"]]
-    assert written.wrong[ROW].to_pylist() == wrong.index[:SAMPLE_ROWS].tolist()
+
+    def first_of_each(table: pd.DataFrame) -> list[int]:
+        number, extra = divmod(SAMPLE_ROWS, 3)
+        places = table.groupby("label").cumcount()
+        more = table[places == number].index[:extra].tolist()
+        return sorted([*table[places < number].index.tolist(), *more])
+
+    assert written.wrong.table()[ROW].to_pylist() == first_of_each(wrong)
     pairs = read.groupby(["label", "prediction"]).size()
     assert written.pairs == {(str(label), prediction): count for (label, prediction), count in pairs.items()}
     first, second = predictions._samples(rows, written)
     assert (first.name, second.name) == ("predictions", "wrong")
     assert (first.confusion.counts.sum(), second.confusion) == (498, None)
-    assert len(first.rows) == SAMPLE_ROWS - 1  # row 3
-    assert [row[0] for row in second.rows] == [f"row {row}" for row in wrong.index[:SAMPLE_ROWS]]
+    assert [row[0] for row in first.rows] == [f"row {row}" for row in first_of_each(read)]
+    assert [row[0] for row in second.rows] == [f"row {row}" for row in first_of_each(wrong)]
+
+
+@pytest.mark.parametrize("order", ["by class", "mixed"])
+@pytest.mark.parametrize("num_classes", [1, 2, 5, 32, 100])
+def test_samples_come_from_all_classes(order, num_classes):
+    """Also of a table that is sorted by class, and of one with more classes than there are samples."""
+    rows = np.arange(40 * num_classes)
+    labels = rows // 40 if order == "by class" else rows % num_classes
+    some, table = predictions.SomeRows(), pa.table({ROW: rows, "label": labels})
+    for start in range(0, len(rows), 64):
+        some.add(table.slice(start, 64), [str(label) for label in labels[start : start + 64]])
+    found = some.table()
+    assert len(found) == SAMPLE_ROWS
+    assert found[ROW].to_pylist() == sorted(found[ROW].to_pylist())
+    counts = np.bincount(found["label"].to_numpy(), minlength=num_classes)
+    assert counts.max() - counts.min() <= 1
+    if num_classes == 100:
+        assert np.flatnonzero(counts)[[0, -1]].tolist() == [0, 99]
 
 
 @pytest.mark.parametrize("kind", ["csv", pytest.param("parquet", marks=pytest.mark.slow)])
@@ -233,7 +259,7 @@ def test_only_an_error_of_the_file_is_one_of_writing(folder, monkeypatch):
 
 
 def test_a_file_that_cannot_be_opened_leaves_no_lock(folder):
-    block = (pa.table({"id": [1] * GROUP_ROWS, "prediction": [2] * GROUP_ROWS}), 0)
+    block = (pa.table({"id": [1] * GROUP_ROWS, "prediction": [2] * GROUP_ROWS}), 0, {})
     table = PredictionFile(folder / "x.csv")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.open", lambda *_: (_ for _ in ()).throw(PermissionError))
@@ -261,7 +287,7 @@ def test_unreadable_rows_only_is_an_error(folder):
 def test_input_shape_that_does_not_fit_the_model(folder):
     predictor = predictions.Predictor(make_config(folder), Runtime(), ThreeClasses(Rows(5)), torch.nn.Linear(36, 3))
     with pytest.raises(DataError, match=r"cannot process inputs of shape \(37,\)"):
-        predictions.write(predictor, Loader(Rows(5), 0, CPU), Stop(Runtime()), folder / "out.csv")
+        predictions.write(predictor, Loader(Rows(5), 0, CPU), Stop(Runtime()), folder / "out.csv", ProgressBar(1))
 
 
 def test_out_of_memory_suggests_a_batch_size(folder):
@@ -272,7 +298,7 @@ def test_out_of_memory_suggests_a_batch_size(folder):
     config = make_config(folder, batch={"global": 192})
     predictor = predictions.Predictor(config, Runtime(), ThreeClasses(Rows(5)), Greedy())
     with pytest.raises(HarnessError, match=r"batch\.eval_per_rank=16"):
-        predictions.write(predictor, Loader(Rows(5), 0, CPU), Stop(Runtime()), folder / "out.csv")
+        predictions.write(predictor, Loader(Rows(5), 0, CPU), Stop(Runtime()), folder / "out.csv", ProgressBar(1))
 
 
 @pytest.mark.parametrize(

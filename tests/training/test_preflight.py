@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 
 import pytest
@@ -12,7 +13,7 @@ from torchvision.io import write_png
 
 from harness.data import loader_workers
 from harness.distributed import machine
-from harness.errors import EXIT_FAILURE, ConfigError, DataError, TrainingError
+from harness.errors import EXIT_OWN_CODE, ConfigError, DataError, TrainingError
 from harness.tasks.image_csv.task import ImageCsv
 from harness.training.check import preflight
 from tests.fixtures import settings, write_rows, write_yaml
@@ -107,12 +108,94 @@ def test_files_and_one_batch(folder):
     assert facts["files"] == "training: 20 of 20 images decoded (8x8); validation: 6 of 6 images decoded (8x8)"
     assert "4 training rows through prepare, model, loss 1." in facts["one batch"]
     assert "4 validation rows through prepare, model and metrics" in facts["one batch"]
+    assert re.fullmatch(
+        r"at most \d+ (s|min) for [\d,]+ training rows per rank, at the pace of 4 here", facts["duration"]
+    )
     for part in ("parameters 0.0", "gradients 0.0", "optimizer state 0.0", "moving average 0.0"):
         assert part in facts["memory"]
-    facts, _ = preflight.examine(str(folder / "x.yaml"), (), 1, limit_s=0.0)
+    facts, _ = preflight.examine(str(folder / "x.yaml"), ("optimizer.name=adam",), 1, limit_s=0.0)
     assert "stopped after 0 s" in facts["one batch"]
     assert "8 of 20 images" in facts["files"]
-    assert "memory" not in facts
+    assert facts["not tried"].startswith(
+        "a training step and an evaluation (stopped after 0 s, in prepare() of the task"
+    )
+    for part in (
+        "optimizer state 0.0 MiB",
+        "about 0.0 MiB of activations for 4 rows at a time (computed from the shapes)",
+    ):
+        assert part in facts["memory"]
+
+
+def slow_backward(self, outputs, targets):
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(context, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            raise preflight.OutOfTime
+
+    return Waits.apply(nn.functional.cross_entropy(outputs, targets))
+
+
+def test_what_was_not_tried_is_named_with_the_reason(folder, monkeypatch):
+    facts, _ = examine(folder, "precision.opt_level=O0")
+    assert "not tried" not in facts
+    facts, _ = examine(folder, "precision.opt_level=O4", "model.compile=true", world=2)
+    assert (
+        facts["not tried"]
+        == "O4 on cpu (the trial is in float32 on the CPU); 2 ranks (the trial is of one); model.compile"
+    )
+    facts, problems = examine(folder, "optimizer.name=adamm")
+    assert len(problems) == 1
+    assert facts["not tried"] == "a training step and an evaluation (because of the errors)"
+    monkeypatch.setattr(ImageCsv, "loss", slow_backward)
+    facts, problems = examine(folder, "precision.opt_level=O0", "optimizer.name=adam")
+    assert problems == []
+    assert facts["not tried"] == (
+        "a training step and an evaluation (stopped after 2 s, in the backward pass on the training data)"
+    )
+    assert "optimizer state 0.0 MiB per rank; about 0.0 MiB of activations" in facts["memory"]
+    assert "measured on 4 rows" in facts["memory"]
+
+
+class Deep(nn.Sequential):
+    """It keeps 11 times the bytes of a row, with the input."""
+
+    def __init__(self, num_classes: int) -> None:
+        layers = [layer for _ in range(10) for layer in (nn.Conv2d(1, 1, 3, padding=1), nn.Sigmoid())]
+        super().__init__(*layers, nn.Flatten(), nn.LazyLinear(num_classes))
+
+
+class Branches(Deep):
+    """It needs the values of a tensor."""
+
+    def forward(self, images):
+        return super().forward(images * 2 if images.sum().item() > 3 else images)
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 60.0])
+def test_more_memory_than_the_device_has_is_an_error(folder, monkeypatch, limit_s):
+    """Also if nothing was computed: a batch of 20 rows of 512 x 512 needs 220 MiB."""
+    model = {"name": "tests.training.test_preflight.Deep"}
+    words = ("task.image_size=[512,512]", "batch.global=20", "precision.opt_level=O0")
+    path = str(write_yaml(folder / "x.yaml", settings(folder, model=model)))
+    monkeypatch.setattr(machine, "memory_of", lambda: (2**27, 2**27, False))
+    _, problems = preflight.examine(path, words, 1, limit_s)
+    (problem,) = problems
+    assert "a rank needs about 2" in problem.message
+    assert "MiB are activations of 20 rows, but has 128.0 MiB of memory on cpu here" in problem.message
+    assert problem.hint.startswith("use one of: batch.accumulate=2 (10 rows at a time; the same batch size)")
+    assert preflight.examine(path, (*words, "batch.accumulate=5"), 1, limit_s)[1] == []
+
+
+def test_memory_of_a_model_that_needs_values(folder):
+    model = {"name": "tests.training.test_preflight.Branches"}
+    path = str(write_yaml(folder / "x.yaml", settings(folder, model=model)))
+    facts, problems = preflight.examine(path, (), 1, 0.0)
+    assert problems == []
+    assert "come on top (not known: the model cannot run without values: " in facts["memory"]
 
 
 def damaged(folder):
@@ -138,8 +221,8 @@ def no_outputs(self, outputs):
         (damaged, (), DataError, "eval.csv:6: image cannot be decoded: "),
         (of_another_size, (), DataError, "eval.csv:7: images differ in size: (8, 8) and (9, 8) (height, width)\n"
          "  -> set task.image_size"),
-        (all_missing, ("task.on_bad_image=skip",), DataError, "eval.csv:2: the image of this row cannot be read, and"),
-        (None, ("task.on_bad_image=skip", "task.root=/nowhere/photos"), DataError,
+        (all_missing, ("task.on_bad_row=skip",), DataError, "eval.csv:2: the image of this row cannot be read, and"),
+        (None, ("task.on_bad_row=skip", "task.root=/nowhere/photos"), DataError,
          "task.root: the folder /nowhere/photos does not exist"),
         (None, ("model.name=tests.training.test_preflight.Pair", "train.deterministic=false"),
          TrainingError, "loss() of the task fails on the training data: AttributeError: "),
@@ -194,7 +277,7 @@ def test_every_damaged_image_is_named(folder):
 
 def test_few_unreadable_images_may_be_skipped(folder):
     damaged(folder)
-    facts, problems = examine(folder, "task.on_bad_image=skip")
+    facts, problems = examine(folder, "task.on_bad_row=skip")
     assert problems == []
     assert facts["files"].endswith("5 of 6 images decoded (8x8); skipped 1 image that cannot be decoded")
 
@@ -304,7 +387,7 @@ def test_unusual_error_of_an_own_model_is_one_of_the_errors(folder, monkeypatch,
 
     monkeypatch.setattr(preflight.build, "build_model", fail)
     (problem,) = examine(folder)[1]
-    assert problem.exit_code == EXIT_FAILURE
+    assert problem.exit_code == EXIT_OWN_CODE
     assert type(error).__name__ in problem.message
 
 
@@ -319,7 +402,7 @@ def test_error_of_an_own_task_is_one_of_the_errors(folder, monkeypatch):
     monkeypatch.setattr("harness.tasks.image_csv.config.Task.problems", fails_too)
     _, errors = examine(folder, "trackers=[wandb]")
     text = "\n".join(map(str, errors))
-    assert "fails (test_preflight.py:" in text
+    assert "tests/training/test_preflight.py:" in text
     assert "KeyError: 'planned'" in text
     assert "ZeroDivisionError: of problems()" in text
 

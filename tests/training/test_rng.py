@@ -55,6 +55,36 @@ def test_state_is_restored_exactly_through_a_file():
     assert draw() + draw() == expected
 
 
+def test_two_ranks_that_take_turns_draw_as_each_alone():
+    """Of NumPy, whatever each draws in its turn: nothing, words, or one of a pair of normal numbers."""
+    draws = [lambda: None, np.random.randint, np.random.randn, np.random.rand, lambda: np.random.rand(700)[-1]]
+    choices = random.Random(0)
+    turns = [[[choices.randrange(len(draws)) for _ in range(choices.randrange(4))] for _ in range(100)] for _ in "ab"]
+
+    def drawn(turn):
+        return [np.random.randint(9) if draw == 1 else draws[draw]() for draw in turn]
+
+    before = np.random.get_bit_generator()
+    try:
+        alone = []
+        for of_rank, number in zip(turns, (1, 2), strict=True):
+            np.random.set_bit_generator(np.random.MT19937(number))
+            alone.append([drawn(turn) for turn in of_rank])
+        states = []
+        for number in (1, 2):
+            np.random.set_bit_generator(np.random.MT19937(number))
+            states.append(rng.get_state(CPU))
+        found = [[], []]
+        for turn in range(100):
+            for rank in (0, 1):
+                rng.set_state(states[rank], CPU)
+                found[rank].append(drawn(turns[rank][turn]))
+                states[rank] = rng.get_state(CPU)
+        assert found == alone
+    finally:
+        np.random.set_bit_generator(before)
+
+
 def test_state_of_a_rank_with_several_devices_is_that_of_each():
     devices = [torch.device("cuda", index) for index in range(3)]
     streams = {device: torch.full((4,), device.index, dtype=torch.uint8) for device in devices}

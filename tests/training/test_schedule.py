@@ -146,7 +146,7 @@ def test_plateau_equals_torch(number):
     for evaluation in range(60):
         value *= rng.choice([0.9, 0.99, 1.0, 1.01, 1.1])
         shown = math.nan if rng.random() < 0.05 else value
-        lowered = found.evaluated(plateau, shown, increases, evaluation)
+        lowered = found.after_evaluation(plateau, shown, increases, evaluation)
         before = optimizer.param_groups[0]["lr"]
         theirs.step(shown)
         after = optimizer.param_groups[0]["lr"]
@@ -184,10 +184,10 @@ def test_set_lr_reaches_all_groups():
 
 def test_plateau_leaves_out_the_warm_up():
     found, plateau = schedule(name="plateau", patience=0, warmup_epochs=1), Plateau()
-    assert not found.evaluated(plateau, 1.0, True, 9)
+    assert not found.after_evaluation(plateau, 1.0, True, 9)
     assert plateau == Plateau()
-    found.evaluated(plateau, 1.0, True, 10)
-    assert found.evaluated(plateau, 0.5, True, 20)
+    found.after_evaluation(plateau, 1.0, True, 10)
+    assert found.after_evaluation(plateau, 0.5, True, 20)
     assert found.lr(20, plateau.reductions) == 0.1
     plateau.forget_best()  # a new run that starts from this one's checkpoint keeps the learning rate
     assert (plateau.best, plateau.reductions) == (None, 1)
@@ -257,7 +257,7 @@ def test_arguments_are_checked_with_the_configuration(tmp_path, written, problem
     ],
 )  # fmt: skip
 def test_described(settings, text):
-    assert schedule(**settings).described() == text
+    assert schedule(**settings).describe() == text
 
 
 def test_page_names_every_schedule_and_setting():

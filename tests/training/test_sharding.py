@@ -103,12 +103,12 @@ def _overflow_in_one_shard(level):
     from harness.distributed.runtime import Runtime
     from harness.training.logical_ranks import LogicalRanks
     from harness.training.optimizer import optim, precision
-    from harness.training.strategies.base import find
+    from harness.training.strategies.base import strategy_class
 
     torch.manual_seed(0)
     section, runtime = ParallelSection(strategy="fsdp"), Runtime(Launch(world_size=2))
     amp = precision.choose(PrecisionSection(opt_level=level, loss_scale="dynamic"), runtime.device)
-    parallel = find(section)(section, amp, LogicalRanks(runtime))
+    parallel = strategy_class(section)(section, amp, LogicalRanks(runtime))
     model = parallel.prepare(nn.Linear(3, 2, bias=False))
     optimizer = optim.build(OptimizerSection(), model.parameters(), 0.1)
     model, optimizer = amp.initialize(model, optimizer)
@@ -123,7 +123,7 @@ def _overflow_in_one_shard(level):
                 with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled:
                     scaled.backward()
         finite = bool(local(model.weight.grad).isfinite().all())
-        skips = amp.skips(optimizer)
+        skips = amp.will_skip(optimizer)
         optimizer.step()
         optimizer.zero_grad()
         moved = not torch.equal(before, local(model.weight.detach()))
@@ -254,7 +254,7 @@ def test_model_that_needs_its_values_is_built_with_them(caplog):
 
     caplog.set_level("INFO", logger="harness")
     task = SimpleNamespace(model=lambda section: Needy())
-    config = SimpleNamespace(model=SimpleNamespace(freeze=[]), seed=0)
+    config = SimpleNamespace(model=SimpleNamespace(freeze=[], lora=None), seed=0)
     model = build._without_values(config, task)
     assert not model.weight.is_meta
     assert torch.equal(model.weight, build.build_model(config, task).weight)

@@ -16,7 +16,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError
 from harness.training.logical_ranks import LogicalRanks
 from harness.training.optimizer.precision import choose
-from harness.training.strategies.base import ParallelStrategy, find
+from harness.training.strategies.base import ParallelStrategy, strategy_class
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -24,15 +24,15 @@ CPU = torch.device("cpu")
 
 def made(section: ParallelSection, world_size: int, device: torch.device = CPU) -> ParallelStrategy:
     ranks = LogicalRanks(Runtime(Launch(world_size=world_size), device))
-    return find(section)(section, choose(PrecisionSection(opt_level="O0"), CPU), ranks)
+    return strategy_class(section)(section, choose(PrecisionSection(opt_level="O0"), CPU), ranks)
 
 
 @pytest.mark.parametrize("name", ["none", "dp"])
 def test_strategy_for_one_process(name):
     section = ParallelSection(strategy=name)
-    find(section).check_world(section, 1)
+    strategy_class(section).check_world(section, 1)
     with pytest.raises(ConfigError, match="runs in one process, but 2 were started\n  -> use parallel.strategy=ddp"):
-        find(section).check_world(section, 2)
+        strategy_class(section).check_world(section, 2)
 
 
 @pytest.mark.parametrize("name", ["none", "ddp", "fsdp", "dp"])
@@ -42,7 +42,7 @@ def test_one_process_with_one_device_uses_the_bare_model(name, caplog):
     parallel = made(section, 1)
     assert parallel.prepare(model) is model
     parallel.wrap(model)
-    assert parallel.model is parallel.module is parallel.evaluated is model
+    assert parallel.model is parallel.module is parallel.eval_model is model
     assert not parallel.sharded
     assert isinstance(parallel.sync_gradients(False), nullcontext)
     expected = (
@@ -60,9 +60,9 @@ def test_dp_on_several_devices(monkeypatch):
     parallel = made(ParallelSection(strategy="dp"), 1, torch.device("cuda", 0))
     parallel.wrap(model)
     assert isinstance(parallel.model, nn.DataParallel)
-    assert parallel.evaluated is parallel.model
+    assert parallel.eval_model is parallel.model
     assert parallel.module is model
-    assert parallel.described() == "dp on 2 devices"
+    assert parallel.describe() == "dp on 2 devices"
     parallel.model.device_ids = [0, 1]  # as it finds with CUDA
     assert parallel.devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]
     other = made(ParallelSection(strategy="none"), 1, torch.device("cuda", 1))

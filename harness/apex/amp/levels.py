@@ -117,7 +117,8 @@ def _why_not(properties: Properties, name: str, value: Any) -> str | None:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value of an override in the form in which ``Properties`` has it; raises for one that no level allows."""
+    """Return the value of an override in the form in which ``Properties`` has it; raises for one that no level
+    allows."""
     if name == "cast_model_type" and value is not False:
         if not (isinstance(value, torch.dtype) and value.is_floating_point):
             raise TypeError(

@@ -60,7 +60,7 @@ class AmpStash(MasterWeights):
             self.skips |= overflow
 
     def take_flag(self) -> Tensor | None:
-        """The flag that decides on the device whether the coming step is skipped; None if the host knows."""
+        """Return the flag that decides on the device whether the coming step is skipped; None if the host knows."""
         flag, self.flag = self.flag, None
         return flag
 

@@ -137,7 +137,7 @@ class FusedLayerNorm(_InputDtype, nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """``(..., *normalized_shape)`` to the same shape."""
+        """Normalize a tensor of shape ``(..., *normalized_shape)``."""
         return _layer_norm(input, self.weight, self.bias, self.normalized_shape, self.eps, self._result_dtype(input))
 
 
@@ -150,7 +150,7 @@ class FusedRMSNorm(_InputDtype, nn.RMSNorm):
     eps: float
 
     def forward(self, input: Tensor) -> Tensor:
-        """``(..., *normalized_shape)`` to the same shape."""
+        """Normalize a tensor of shape ``(..., *normalized_shape)``."""
         return _rms_norm(input, self.weight, self.normalized_shape, self.eps, self._result_dtype(input))
 
 

@@ -314,7 +314,7 @@ class _StandIn(type):
 
 
 def _stand_in(path: str, cpu_class: Any, kind: type[_StandIn] = _StandIn) -> Any:
-    """A class that replaces ``path`` and whose instances are those of ``cpu_class``."""
+    """Return a class that replaces ``path`` and whose instances are those of ``cpu_class``."""
     module, _, name = path.rpartition(".")
     return kind(name, (), {"cpu_class": cpu_class, "path": path, "__module__": module})
 
@@ -331,7 +331,7 @@ def _cpu_type(dtype: Any) -> Any:
 
 
 def _place_of_type(kind: Any) -> int:
-    """The place that a tensor type names, given as a class or by name."""
+    """Return the place that a tensor type names, given as a class or by name."""
     name = kind if isinstance(kind, str) else kind.path if isinstance(kind, _StandIn) else ""
     return current_device() if name.startswith("torch.cuda.") else HOST
 

@@ -18,7 +18,8 @@ _OPERATIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_back
 
 
 def slow_dtypes() -> set[torch.dtype]:
-    """The dtypes for which this process needs ``register``. Some of torch's float16 kernels are slow on any CPU."""
+    """Return the dtypes for which this process needs ``register``. Some of torch's float16 kernels are slow on any
+    CPU."""
     return {torch.float16} if has_bfloat16() else {torch.float16, torch.bfloat16}
 
 

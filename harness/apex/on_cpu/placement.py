@@ -64,7 +64,7 @@ def place_of(device: Any) -> int | None:
 
 
 def default() -> int | None:
-    """The place of tensors that are made without naming a device."""
+    """Return the place of tensors that are made without naming a device."""
     return _default
 
 
@@ -86,7 +86,7 @@ def recorded(value: Any) -> int | None:
 
 
 def assumed(value: Any) -> int:
-    """The place that a script sees."""
+    """Return the place that a script sees."""
     place = recorded(value)
     if place is None:
         place = current_device() if _is_used and get_worker_info() is None else HOST
@@ -104,14 +104,15 @@ def put(value: Any, place: int | None) -> Any:
 
 
 def move(tensor: Tensor, place: int | None) -> Tensor:
-    """``tensor`` if it is at ``place``, else a copy there, with strides and autograd history as in a copy to CUDA."""
+    """Return ``tensor`` if it is at ``place``, else a copy there, with strides and autograd history as in a copy to
+    CUDA."""
     if place is None or recorded(tensor) == place:
         return tensor
     return tensor if parameter.is_lazy(tensor) else put(tensor.clone(), place)  # type: ignore[no-any-return]
 
 
 def move_all(values: Any) -> Any:
-    """``values`` with each tensor in it moved to the current device."""
+    """Return ``values`` with each tensor in it moved to the current device."""
     return tree_map_only(Tensor, lambda tensor: move(tensor, current_device()), values)
 
 
@@ -148,7 +149,7 @@ _TRUE_DEVICE = torch.UntypedStorage.device.__get__
 
 
 def device_of(value: Any) -> torch.device:
-    """The device that a script sees."""
+    """Return the device that a script sees."""
     return _device(assumed(value))
 
 

@@ -32,18 +32,23 @@ def current_device() -> int:
 
 def current_stream(device: Any = None) -> Stream:
     """Return the stream of the innermost ``with torch.cuda.stream(...)``."""
-    return getattr(_current, "stream", None) or default_stream()
+    return getattr(_current, "stream", None) or default_stream(device)
+
+
+def default_stream(device: Any = None) -> Stream:
+    """Return the stream of ``device`` that is current outside of any ``with``."""
+    return _default_stream(_index(device))
 
 
 @functools.cache
-def default_stream(device: Any = None) -> Stream:
-    """The stream that is current outside of any ``with``."""
+def _default_stream(index: int) -> Stream:
     return Stream()
 
 
 def set_stream(stream: Any) -> None:
-    """Make ``stream`` this thread's current stream."""
-    _current.stream = stream
+    """Make ``stream`` this thread's current stream; None changes nothing, as on CUDA."""
+    if stream is not None:
+        _current.stream = stream
 
 
 def _index(device: Any) -> int:

@@ -6,6 +6,7 @@ Streams, events and the current device are in ``streams``, random generators in 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -40,7 +41,6 @@ _RETURN_ZERO = """
     max_memory_allocated max_memory_cached max_memory_reserved memory_allocated memory_cached memory_reserved
     memory_usage utilization
 """
-_RETURN_EMPTY = "memory_stats memory_stats_as_nested_dict"
 
 
 def replacements() -> Iterator[Replacement]:
@@ -58,16 +58,17 @@ def replacements() -> Iterator[Replacement]:
         for name in names.split():
             if name in vars(owner := getattr(torch.cuda, module)):
                 yield owner, name, counted(f"torch.cuda.{module}.{name}", lambda *args, **kwargs: 0)
-    yield torch.cuda.nvtx, "range", _empty_range
-    yield torch.cuda.profiler, "profile", _empty_range
+    yield torch.cuda.nvtx, "range", _empty_range("nvtx.range")
+    yield torch.cuda.profiler, "profile", _empty_range("profiler.profile")
 
 
 def _by_name() -> dict[str, Any]:
-    """Return {name in torch.cuda: its replacement}"""
+    """Return the replacement of each name in torch.cuda."""
     functions: dict[str, Callable[..., Any]] = {
         **dict.fromkeys(_RETURN_NONE.split(), lambda *args, **kwargs: None),
         **dict.fromkeys(_RETURN_ZERO.split(), lambda *args, **kwargs: 0),
-        **dict.fromkeys(_RETURN_EMPTY.split(), lambda *args, **kwargs: {}),
+        "memory_stats": lambda device=None: defaultdict(int),
+        "memory_stats_as_nested_dict": lambda device=None: defaultdict(lambda: defaultdict(lambda: defaultdict(int))),
         **generators.functions(),
         "current_device": current_device,
         "current_stream": current_stream,
@@ -98,7 +99,7 @@ def _by_name() -> dict[str, Any]:
 
 
 def _different_for_torch(name: str, value: Callable[[], Any], for_torch: Any) -> Callable[[], Any]:
-    """A function that returns ``value()`` to scripts and ``for_torch`` to torch, which would try to use CUDA."""
+    """Return a function that returns ``value()`` to scripts and ``for_torch`` to torch, which would try to use CUDA."""
 
     def answer() -> Any:
         if is_called_by_torch():
@@ -123,7 +124,10 @@ def _properties(device: Any = None) -> SimpleNamespace:
     )
 
 
-@contextmanager
-def _empty_range(*args: Any, **kwargs: Any) -> Iterator[None]:
-    count_call("torch.cuda.nvtx.range")
-    yield
+def _empty_range(name: str) -> Callable[..., Any]:
+    @contextmanager
+    def empty(*args: Any, **kwargs: Any) -> Iterator[None]:
+        count_call(f"torch.cuda.{name}")
+        yield
+
+    return empty

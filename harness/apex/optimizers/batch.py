@@ -51,19 +51,19 @@ def parts(batch: ParameterBatch) -> Iterator[ParameterBatch]:
 
 
 def writable(param: Tensor) -> Tensor:
-    """``param``, or an empty wide tensor for it if it is narrow or its memory has gaps."""
+    """Return ``param``, or an empty wide tensor for it if it is narrow or its memory has gaps."""
     dense = param.is_contiguous() or torch.empty_like(param).stride() == param.stride()
     return param if dense and param.dtype is wide(param) else torch.empty_like(param, dtype=wide(param))
 
 
 def like(tensor: Tensor, weight: Tensor) -> Tensor:
-    """``tensor``, or an empty one for it if its dtype or strides are not those of ``weight``."""
+    """Return ``tensor``, or an empty one for it if its dtype or strides are not those of ``weight``."""
     fits = tensor.dtype is weight.dtype and tensor.stride() == weight.stride()
     return tensor if fits else torch.empty_like(weight)
 
 
 def copied_where_new(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
-    """``new``, after copying the old values into every tensor that is not the old one itself."""
+    """Return ``new``, after copying the old values into every tensor that is not the old one itself."""
     pairs = [pair for pair in zip(old, new, strict=True) if pair[0] is not pair[1]]
     if pairs:
         torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])

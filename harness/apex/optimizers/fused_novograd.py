@@ -94,7 +94,7 @@ class FusedNovoGrad(FusedOptimizer):
         return [p for p in known if p.dtype in REDUCED], [p for p in known if p.dtype not in REDUCED]
 
     def _running_norms(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
-        """``group["exp_avg_sq"]`` by parameter."""
+        """Return ``group["exp_avg_sq"]`` by parameter."""
         reduced, others = self._members(group)
         stored = group.get("exp_avg_sq", [])
         sizes, wanted = [vector.numel() for vector in stored], [len(reduced), len(others)]

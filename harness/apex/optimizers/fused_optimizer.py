@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from harness.apex.amp.device_flags import flags
 from harness.apex.dtypes import follow, wide
 from harness.apex.optimizers.batch import ParameterBatch, copied_where_new, like, writable
-from harness.apex.optimizers.step_count import StepCount
 from harness.apex.tensor_groups import by_device_and_dtype
 
 MASTER = "master_param"  # key in the state of a parameter
@@ -179,7 +178,7 @@ class FusedOptimizer(Optimizer):
     # Batches
 
     def _batches(self, group: dict[str, Any]) -> list[ParameterBatch]:
-        """The parameters of ``group`` that have a gradient, sorted by device and dtype."""
+        """Return the parameters of ``group`` that have a gradient, sorted by device and dtype."""
         params = [param for param in group["params"] if param.grad is not None and param.numel() > 0]
         return [self._batch(alike) for alike in by_device_and_dtype(params)]
 
@@ -241,7 +240,7 @@ class FusedOptimizer(Optimizer):
 
 
 def step_for_kernel(group: dict[str, Any], device: torch.device) -> Tensor:
-    """``group["step"]`` for torch's fused Adam kernels.
+    """Return ``group["step"]`` for torch's fused Adam kernels.
 
     Without bias correction it is infinity, at which the kernels' correction ``1 - beta**step`` is 1.
     """
@@ -266,3 +265,37 @@ def _own_tensor(value: Any, group: dict[str, Any], dtype: torch.dtype, shape: tu
     """Return a copy of ``value`` as a tensor, on the device of the group's first parameter."""
     device = group["params"][0].device if group["params"] else None
     return torch.as_tensor(value).detach().to(device, dtype, copy=True).reshape(shape)
+
+
+class StepCount:
+    """Counts the steps of groups for the corrections of Adam and its relatives, in ``group["step"]``, where checkpoints
+    have it:
+
+    - as a number, if the host knows that no step is skipped;
+    - as a number that is corrected later, if only the device knows (``found_inf``) which steps are skipped: the device
+      subtracts those that the host has counted, until ``take_back`` tells the host of each;
+    - in a tensor on the device, which a CUDA graph can capture, for ``capturable`` optimizers.
+    """
+
+    def __init__(self) -> None:
+        self._skipped: dict[int, Tensor] = {}  # by id of a group: skipped steps in its number, as the device knows
+
+    def advance(self, group: dict[str, Any], found_inf: Tensor | None, capturable: bool) -> dict[str, Any]:
+        """Count a step. Returns ``group``, or a copy with the number of this step as the device knows it."""
+        if capturable:
+            if "step" not in group:
+                group["step"] = torch.zeros(1, dtype=torch.int32, device=group["params"][0].device)
+            group["step"] += 1 if found_inf is None else (found_inf == 0).to(group["step"].device)
+            return group
+        group["step"] = group.get("step", 0) + 1
+        if found_inf is None:
+            return group
+        before = self._skipped.get(id(group), found_inf.new_zeros(()))
+        self._skipped[id(group)] = before + (found_inf != 0)
+        return {**group, "step": torch.full((), float(group["step"]), device=found_inf.device) - before}
+
+    def take_back(self, group: dict[str, Any]) -> None:
+        """Correct the number of ``group`` by a step that the device has skipped."""
+        if id(group) in self._skipped:
+            group["step"] -= 1
+            self._skipped[id(group)] = self._skipped[id(group)] - 1

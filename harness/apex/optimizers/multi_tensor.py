@@ -156,7 +156,8 @@ def update_scale_hysteresis(
 
 
 def _scaled(tensors: list[Tensor], scale: float, noop_flag: Tensor | None) -> list[Tensor]:
-    """``tensors`` (of one kind) times ``scale``, as new tensors. Sets ``noop_flag`` if one holds an inf or NaN."""
+    """Return ``tensors`` (of one kind) times ``scale``, as new tensors. Sets ``noop_flag`` if one holds an inf or
+    NaN."""
     scaled = [torch.empty_like(tensor, dtype=wide(tensor)) for tensor in tensors]
     torch._foreach_copy_(scaled, tensors)
     factor = 1.0

@@ -30,7 +30,8 @@ def piece_size(tensors: Sequence[Tensor]) -> int:
 
 
 def strides_in_buffer(tensors: Sequence[Tensor]) -> list[Strides]:
-    """The strides that gradients of ``tensors`` have in a flat buffer: their own, for a copy without transposition."""
+    """Return the strides that gradients of ``tensors`` have in a flat buffer: their own, for a copy without
+    transposition."""
     return [torch.empty_like(tensor, device="meta").stride() for tensor in tensors]  # contiguous if they have gaps
 
 

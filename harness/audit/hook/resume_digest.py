@@ -61,7 +61,7 @@ def _tensor(value: Tensor) -> Any:
 
 
 def _on_device(value: Tensor) -> Tensor:
-    """An integer of all bits and their places. Integer sums have one result in any order."""
+    """Return an integer of all bits and their places. Integer sums have one result in any order."""
     if value.is_complex():
         value = torch.view_as_real(value)
     flat = value.reshape(-1).view(_INTEGERS[value.element_size()])
@@ -160,7 +160,7 @@ def content(value: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON can hold."""
+    """Return a value that JSON can hold."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)

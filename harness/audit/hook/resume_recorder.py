@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -36,17 +37,23 @@ _compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda:
 
 
 def guarded(function: Callable[..., None]) -> Callable[..., None]:
-    """Let a fault of this code end the recording, and not the script."""
+    """Let a fault of this code end the recording, and not the script. A profile function, which ``resume_draws`` sets,
+    is not called for this code: it would take minutes for what is done in a second."""
 
     @functools.wraps(function)
     def tried(recorder: Recorder, *args: Any) -> None:
         if recorder.failed:
             return
+        if profile := sys.getprofile():
+            sys.setprofile(None)
         try:
             function(recorder, *args)
         except Exception:
             recorder.failed = True
             recorder.write("fault", text=traceback.format_exc())
+        finally:
+            if profile:
+                sys.setprofile(profile)
 
     return tried
 
@@ -60,7 +67,7 @@ def start(plan_path: str, actions: dict[str, Callable[[ModuleType], None]]) -> N
     saves = resume_saves.Saves(recorder)
     saves.install(actions)
     recorder.saves = saves
-    if recorder.plan.get("draws"):
+    if recorder.plan.get("draws") or recorder.plan.get("chance"):
         resume_draws.install(recorder)
 
 
@@ -70,8 +77,12 @@ class Recorder:
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan = plan
         self.kill: dict[str, Any] | None = plan["kill"]
+        self.only_places = plan.get("detail") == "places"
+        self._passed = 0  # of the place of the kill, before it counts
         self.saves: Any = None
-        self.steps = 0
+        self.steps = self.evaluations = 0
+        self.has_optimizer = False
+        self._lock = threading.RLock()
         self.failed = self._last = False
         self._pid, self._file, self._waiting = os.getpid(), None, list[dict[str, Any]]()
         self._calls: list[dict[str, Any]] = []
@@ -80,6 +91,8 @@ class Recorder:
         self._window: Any = None  # the global hook, while a module with optimized parameters is to be found
         self._searched: set[int] = set()  # ids of parameters whose outermost module is unknown
         self.roots: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # prefixes of their names
+        self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # in a wrapper among them, and called without it
+        self._candidate: weakref.ref[nn.Module] | None = None  # the first module that was called, if none of them was
         self._prefixes: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._optimizers: list[weakref.ref[Any]] = []
@@ -119,12 +132,13 @@ class Recorder:
     # The file
 
     def mine(self) -> bool:
-        """True in a process that trains: not in one that loads data. A forked rank gets records of its own."""
+        """Return True in a process that trains: not in one that loads data. A forked rank gets records of its own."""
         if os.getpid() == self._pid:
             return True
         if torch.utils.data.get_worker_info() is not None:
             return False
-        self._pid, self._file, self.steps = os.getpid(), None, 0
+        self._pid, self._file, self._lock = os.getpid(), None, threading.RLock()
+        self.steps = self.evaluations = 0
         self._waiting = [self._process()]
         return True
 
@@ -141,7 +155,7 @@ class Recorder:
         }
 
     def rank(self) -> int:
-        """The rank in torch's process group, or of the launcher's environment."""
+        """Return the rank in torch's process group, or of the launcher's environment."""
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized():
             return distributed.get_rank()
@@ -150,6 +164,11 @@ class Recorder:
 
     def write(self, event: str, **fields: Any) -> None:
         """Append a line; a kill loses nothing of what was written before it."""
+        with self._lock:
+            self._open_file()
+            self._line({"event": event, **digest.resolve(fields)})
+
+    def _open_file(self) -> None:
         if self._file is None:
             rank = self.rank()
             path = os.path.join(self.plan["records"], f"rank{rank}-{os.getpid()}.jsonl")
@@ -159,7 +178,6 @@ class Recorder:
                 world = torch.distributed.get_world_size()
             for line in self._waiting:
                 self._line({**line, "rank": rank, "world": world})
-        self._line({"event": event, **digest.resolve(fields)})
 
     def _line(self, content: dict[str, Any]) -> None:
         file: Any = self._file
@@ -169,6 +187,7 @@ class Recorder:
     # Modules: the outermost one that is called, and nothing inside it, which torch.compile may trace
 
     def _optimized(self, optimizer: torch.optim.Optimizer) -> None:
+        self.has_optimizer = True
         known = {id(parameter) for root in self.roots for parameter in root.parameters()}
         self._searched |= {id(each) for each in optimizer.param_groups[-1]["params"]} - known
         self._open()
@@ -187,6 +206,8 @@ class Recorder:
             return
         found = {id(parameter) for parameter in module.parameters()}
         if not found & self._searched:
+            if self._candidate is None and any(each.requires_grad for each in module.parameters()):
+                self._candidate = weakref.ref(module)
             return
         self._searched -= found
         self._register(module)
@@ -203,6 +224,13 @@ class Recorder:
         if getattr(module, "_compiled_call_impl", None) is not None:
             self._compiled(module)
             return
+        self._hook(module)
+        inner = getattr(module, "module", None)  # of DistributedDataParallel
+        if isinstance(inner, nn.Module):
+            self._inner.add(inner)
+            self._hook(inner)
+
+    def _hook(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(_before_call, with_kwargs=True)
         module.register_forward_hook(_after_call, with_kwargs=True, always_call=True)
 
@@ -233,11 +261,13 @@ class Recorder:
 
     @guarded
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._inside is not None or module not in self.roots or not self.mine():
+        if self._inside is not None or not self.mine():
+            return
+        if module not in self.roots and module not in self._inner:
             return
         self._inside = module
         self._close()
-        inputs, rows = digest.nested([args, kwargs])
+        inputs, rows = (None, None) if self.only_places else digest.nested([args, kwargs])
         training = module.training and torch.is_grad_enabled()
         if training:
             if self._new_epoch != -1:
@@ -245,6 +275,8 @@ class Recorder:
             self._calls.append({"module": self._class_of(module), "in": inputs, "rows": rows, "out": None})
         else:
             self._evaluated.append(inputs)
+            self.evaluations += 1
+            self.reach("evaluation", self.evaluations)
         self._new_epoch = -1
         self._training = training
 
@@ -258,7 +290,7 @@ class Recorder:
         if self._inside is not module:
             return
         self._inside = None
-        out = digest.nested(output)[0]
+        out = None if self.only_places else digest.nested(output)[0]
         if self._training:
             self._calls[-1]["out"] = out
         else:
@@ -276,7 +308,7 @@ class Recorder:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _compiling() or not self.mine():
             return None
-        self.saves.settle()
+        self._settle()
         self.reach("step", self.steps + 1)
         closure = kwargs.get("closure") if "closure" in kwargs else next(iter(args[1:2]), None)
         if not callable(closure):
@@ -313,8 +345,20 @@ class Recorder:
         return scaled
 
     @guarded
+    def _settle(self) -> None:
+        self.saves.settle()
+
+    @guarded
     def _step(self, optimizer: Any, skipped: bool) -> None:
         self.steps += 1
+        if not self.roots and self._candidate is not None and (found := self._candidate()) is not None:
+            self._searched.clear()  # the optimizer has copies of the weights, as at amp's O2
+            self._close()
+            self._register(found)
+        if self.only_places:
+            self.write("step", number=self.steps, evaluations=self.evaluations)
+            self._calls, self._evaluated = [], digest.Parts()
+            return
         alive = [each for each in self._optimizers if each() is not None]
         index = next((i for i, each in enumerate(alive) if each() is optimizer), len(alive))
         if index == len(alive):
@@ -323,9 +367,8 @@ class Recorder:
         if not any(each is optimizer for each in self._kept):
             self._kept.append(optimizer)
         names = self._named(optimizer)
-        looks, sums = index not in self.looked_at, self.plan.get("detail") == "sums"
-        keep: Callable[[dict[str, Any]], dict[str, Any]] = _summed if sums else dict
-        weights = keep({name: digest.tensor(parameter) for name, parameter in names.items()})
+        looks = index not in self.looked_at
+        weights = {name: digest.tensor(parameter) for name, parameter in names.items()}
         self.write(
             "step",
             number=self.steps,
@@ -333,19 +376,26 @@ class Recorder:
             skipped=skipped,
             calls=self._calls,
             eval=self._evaluated if self._evaluated else None,
+            evaluations=self.evaluations,
             weights=weights,
-            buffers=keep(self._buffers()),
-            state=keep(_state(optimizer, names)),
+            buffers=self._buffers(),
+            state=_state(optimizer, names),
             groups=[_numbers(group) for group in optimizer.param_groups],
-            gradients=keep({name: digest.tensor(p.grad) for name, p in names.items() if p.grad is not None}),
+            gradients={name: digest.tensor(p.grad) for name, p in names.items() if p.grad is not None},
             scale=self._scales(),
             streams=resume_scan.streams(),
-            samples={name: _samples(parameter) for name, parameter in names.items()} if looks and not sums else {},
+            samples={name: _samples(parameter) for name, parameter in names.items()} if looks else {},
             others=None if self.looked_at else resume_scan.others(self, optimizer),
+            **self._attributes(),
         )
         self.looked_at.add(index)
         self._last = bool(self.plan.get("until")) and digest.resolve(weights) == self.plan["until"]
         self._calls, self._evaluated = [], digest.Parts()
+
+    def _attributes(self) -> dict[str, Any]:
+        if self.steps not in (self.plan.get("attributes") or ()):
+            return {}
+        return {"attributes": resume_scan.attributes([*self.roots], [*self._kept])}
 
     def _named(self, optimizer: Any) -> dict[str, Tensor]:
         return {
@@ -386,6 +436,9 @@ class Recorder:
         if not self.mine():
             return
         self.saves.settle()
+        if self.only_places:
+            self.write("end", evaluations=self.evaluations)
+            return
         weights: dict[str, Any] = {}
         state: dict[str, Any] = {}
         for optimizer in self._kept:
@@ -394,24 +447,48 @@ class Recorder:
             state.update(_state(optimizer, names))
         others = resume_scan.others(self, *self._kept) if self._kept else {}
         self.write(
-            "end", weights=weights, state=state, buffers=self._buffers(), others=others, exception=self._exception
-        )
+            "end", weights=weights, state=state, buffers=self._buffers(), others=others, exception=self._exception,
+            evaluations=self.evaluations,
+        )  # fmt: skip
 
     # The kill
 
     def reach(self, place: str, number: int, path: str | None = None) -> None:
         """Be killed, if this is the planned place."""
-        kill = self.kill
-        if kill is None or (kill["place"], kill["number"]) != (place, number) or self.rank() != 0:
+        if not self.is_due(place, number):
             return
+        kill: Any = self.kill
         self.kill = None
-        mark = {"place": place, "number": number, "step": self.steps, "rank": 0, "pid": os.getpid(), "path": path}
+        mark = {
+            "place": place, "number": number, "step": self.steps, "rank": kill["rank"], "pid": os.getpid(),
+            "path": path, "target": kill["target"], "time": time.time() + kill["delay_s"],
+        }  # fmt: skip
+        if kill["delay_s"]:
+            timer = threading.Timer(kill["delay_s"], self._die, (kill, mark))
+            timer.daemon = True
+            timer.start()
+        else:
+            self._die(kill, mark)
+
+    def is_due(self, place: str, number: int) -> bool:
+        """Return True if the planned kill is here. Must be asked about each ``number`` of a place, in their order."""
+        kill = self.kill
+        if kill is None or kill["place"] != place or self.rank() != kill["rank"]:
+            return False
+        if place != "step" and self.steps < kill["after"]:
+            self._passed = number
+        return number == self._passed + kill["number"]
+
+    def _die(self, kill: dict[str, Any], mark: dict[str, Any]) -> None:
         self.write("killed", **mark)
         target = os.path.join(self.plan["records"], "mark.json")
         with open(target + ".tmp", "w", encoding="utf-8") as file:
             json.dump(mark, file)
         os.replace(target + ".tmp", target)
-        if self.plan.get("signal") == "TERM":
+        how = signal.Signals[f"SIG{self.plan['signal']}"]
+        if kill["target"] != "all":
+            os.kill(os.getpid() if kill["target"] == "rank" else os.getppid(), how)
+        elif how != signal.SIGKILL:
             limit = time.monotonic() + _SEEN_LIMIT_S
             while not os.path.exists(target.replace("mark.json", "mark.seen")) and time.monotonic() < limit:
                 time.sleep(_SEEN_POLL_S)
@@ -447,7 +524,7 @@ def _after(owner: Any, name: str, action: Callable[..., None]) -> None:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without those of wrappers such as DistributedDataParallel."""
+    """Return a parameter's name without those of wrappers such as DistributedDataParallel."""
     for wrapper in _WRAPPERS:
         name = name.replace(f".{wrapper}", ".")
         while name.startswith(wrapper):
@@ -474,12 +551,8 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _summed(digests: dict[str, Any]) -> dict[str, Any]:
-    return {"all": digest.Parts(part for item in digests.items() for part in item)} if digests else {}
-
-
 def _samples(parameter: Tensor) -> list[Any]:
-    """The values at eight places."""
+    """Return the values at eight places."""
     try:
         value = parameter.detach()
         value = value.to_local() if hasattr(value, "to_local") else value

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import io
 import os
 import pickle
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable
 from types import ModuleType
@@ -17,6 +19,12 @@ import torch
 
 Saver = Callable[..., Any]
 _BUFFERS_KEPT, _OPENED_KEPT = 8, 64
+_OPERATIONS = {
+    "os.rename": "rename", "os.remove": "remove", "os.mkdir": "make", "os.rmdir": "remove", "os.chmod": "change",
+    "os.truncate": "truncate",
+}  # fmt: skip
+_OF_THOROUGH = {"os.chmod", "os.truncate"}
+_HAVE_FOLDER = {"os.remove", "os.mkdir", "os.rmdir"}  # whose last argument is a descriptor of the folder, or -1
 
 
 class Saves:
@@ -26,7 +34,10 @@ class Saves:
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
         self._folders = tuple(os.path.realpath(root) + os.sep for root in recorder.plan["roots"])
-        self._count = self._begun = 0
+        self._records = os.path.abspath(recorder.plan["records"]) + os.sep
+        self._count = self._begun = self._operations = 0
+        self._thorough = recorder.plan.get("thorough", False)
+        self._lock = threading.RLock()  # a checkpoint may be written by a thread
         self._busy = False
         self._paths: set[str] = set()
         # A checkpoint may be made in memory and written by other code: a file that is opened next, of the same size.
@@ -42,6 +53,8 @@ class Saves:
         for name in ("safetensors.torch", "torch.distributed.checkpoint"):
             if name in sys.modules:
                 actions.pop(name)(sys.modules[name])
+        if self._thorough:
+            self._count_parts()
         sys.addaudithook(self._event)
 
     def _of_safetensors(self, module: Any) -> None:
@@ -71,16 +84,17 @@ class Saves:
                 result = save(*args, **kwargs)
                 if isinstance(target, io.BytesIO):
                     size = target.getbuffer().nbytes
-                    self._buffers.append((size, self._recorder.steps, digest.resolve(digest.content(value))))
+                    self._buffers.append((size, self._recorder.steps, digest.resolve(self._content(value))))
                 return result
             if how == "pickle.dump" and not _holds_tensors(value):
                 return save(*args, **kwargs)
-            self._begun += self._inside(path)
+            is_inside = self._inside(path)
+            self._begun += is_inside
             self._recorder.write("write", path=path, how=how)
-            content = digest.content(value)
+            content = self._content(value)
             self._busy = True
             try:
-                if self._is_torn():
+                if is_inside and self._recorder.is_due("write", self._begun):
                     self._tear(save, args, kwargs, target, path)
                 result = save(*args, **kwargs)
             finally:
@@ -102,9 +116,8 @@ class Saves:
     def _inside(self, path: str) -> bool:
         return os.path.realpath(path).startswith(self._folders)
 
-    def _is_torn(self) -> bool:
-        kill = self._recorder.kill
-        return bool(kill and kill["place"] == "write" and kill["number"] == self._begun and self._recorder.rank() == 0)
+    def _content(self, value: Any) -> dict[str, Any]:
+        return {} if self._recorder.only_places else digest.content(value)
 
     def _tear(self, save: Callable[..., Any], args: Any, kwargs: Any, target: Any, path: str) -> None:
         """Write a part of the file, and be killed."""
@@ -133,11 +146,70 @@ class Saves:
     def _event(self, name: str, arguments: tuple[Any, ...]) -> None:
         """A file that Python opens to write, or renames."""
         if name == "open":
-            path, mode = arguments[:2]
+            path, mode, flags = arguments
+            if (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                self._operation("write", path)
             if self._buffers and isinstance(mode, str) and mode[:1] in "wx" and isinstance(path, (str, bytes)):
                 self._opened.append(os.path.abspath(os.fsdecode(path)))
-        elif name == "os.rename" and (self._paths or self._opened):
-            self._renamed(arguments[0], arguments[1])
+        elif name in _OPERATIONS and (self._thorough or name not in _OF_THOROUGH):
+            place = arguments[0]
+            if name in _HAVE_FOLDER and arguments[-1] != -1 and isinstance(place, str):
+                place = os.path.join(_opened(arguments[-1]), place)
+            self._operation(_OPERATIONS[name], place)
+            if name == "os.rename" and (self._paths or self._opened):
+                self._renamed(arguments[0], arguments[1])
+
+    def _operation(self, name: str, place: Any) -> None:
+        """Count what is about to be done to a file, and be killed before it."""
+        path = _path(place)
+        if path is not None and self._counts(path):
+            with self._lock:
+                self._count_operation(name, path)
+                self._recorder.reach("operation", self._operations, path)
+
+    def _counts(self, path: str) -> bool:
+        if path.startswith(self._records) or not (self._thorough or self._recorder.has_optimizer):
+            return False
+        return self._inside(path) and self._recorder.mine()
+
+    def _count_operation(self, name: str, path: str) -> None:
+        self._operations += 1
+        self._recorder.write("operation", number=self._operations, name=name, path=path)
+
+    def _count_parts(self) -> None:
+        """Make each fsync, and each part that is written to a file, an operation. A kill comes after half of a part."""
+        saves, sync, real = self, os.fsync, io.open
+
+        class Counted(io.FileIO):
+            def write(self, data: Any, /) -> int:
+                path = os.path.abspath(os.fsdecode(self.name))  # type: ignore[arg-type]
+                if not saves._counts(path):
+                    return super().write(data)
+                data, done = memoryview(data).cast("B"), 0
+                with saves._lock:
+                    saves._count_operation("fill", path)
+                    if saves._recorder.is_due("operation", saves._operations):
+                        done = super().write(data[: len(data) // 2])
+                        saves._recorder.reach("operation", saves._operations, path)
+                return done + super().write(data[done:])
+
+        def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+            path = _path(file)
+            if mode.strip("bt") not in ("w", "a", "x") or path is None or args[:1] not in ((), (-1,)):
+                return real(file, mode, *args, **options)
+            if options.get("buffering", -1) != -1 or options.get("opener") or not saves._counts(path):
+                return real(file, mode, *args, **options)
+            binary = io.BufferedWriter(Counted(os.fspath(file), mode.strip("bt")))
+            if "b" in mode:
+                return binary
+            return io.TextIOWrapper(binary, options.get("encoding"), options.get("errors"), options.get("newline"))
+
+        def synced(file: Any) -> None:
+            sync(file)
+            self._operation("sync", _opened(file if isinstance(file, int) else file.fileno()))
+
+        builtins.open = io.open = opened  # type: ignore[assignment]
+        os.fsync = synced  # type: ignore[assignment]
 
     def _renamed(self, source: Any, target: Any) -> None:
         if not isinstance(source, (str, bytes, os.PathLike)) or not self._recorder.mine():
@@ -154,12 +226,20 @@ class Saves:
         """Find the files of checkpoints that were made in memory."""
         for entry in list(self._buffers):
             size, after, content = entry
-            path = next((each for each in reversed(self._opened) if _size(each) == size), None)
+            path = next((each for each in reversed(self._opened.copy()) if _size(each) == size), None)
             if path is not None:
                 self._buffers.remove(entry)
                 self._opened.remove(path)
                 self._begun += self._inside(path)
                 self._written(path, "torch.save", after, content)
+
+
+def _opened(descriptor: int) -> str:
+    """Return the path of an open file or folder, where the system tells it."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
 
 
 def _path(target: Any) -> str | None:

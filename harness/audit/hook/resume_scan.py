@@ -1,15 +1,30 @@
-"""State of a training script that is in no optimizer: random streams, and tensors such as averages of the weights."""
+"""State of a training script that is in no optimizer: random streams, and tensors such as averages of the weights; and
+plain attributes of models, optimizers and the script's own objects, which no state_dict holds, as text.
+
+``harness verify-resume`` compares them between an undisturbed and a resumed start.
+"""
 
 from __future__ import annotations
 
+import functools
 import gc
+import hashlib
+import os
 import random
 import sys
+import types
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import resume_digest as digest
 import torch
+from resume_draws import is_users
 from torch import Tensor, nn
+
+_DEPTH, _ITEMS, _HASHED_BYTES = 8, 200, 1 << 24
+_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, saved buffers, hooks
+_OF_OPTIMIZERS = frozenset({"state", "param_groups", "defaults"})  # saved, or constant
 
 
 def streams() -> dict[str, Any]:
@@ -34,7 +49,7 @@ def others(recorder: Any, *optimizers: Any) -> dict[str, Any]:
     parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     known = {id(each) for parameter in parameters for each in (parameter, parameter.grad)}
     for optimizer in optimizers:
-        known |= {id(value) for state in optimizer.state.values() for value in _values(state)}
+        known |= {id(value) for state in optimizer.state.values() for value in _state_values(state)}
     for root in list(recorder.roots):
         known |= {id(each) for each in (*root.parameters(), *root.buffers())}
         known |= {id(each.grad) for each in root.parameters()}
@@ -66,9 +81,167 @@ def others(recorder: Any, *optimizers: Any) -> dict[str, Any]:
     return found
 
 
-def _values(state: Any) -> list[Any]:
+def _state_values(state: Any) -> list[Any]:
     if isinstance(state, dict):
-        return [item for value in state.values() for item in _values(value)]
+        return [item for value in state.values() for item in _state_values(value)]
     if isinstance(state, (list, tuple)):
-        return [item for value in state for item in _values(value)]
+        return [item for value in state for item in _state_values(value)]
     return [state]
+
+
+# Attributes
+
+
+def attributes(modules: Sequence[nn.Module], optimizers: Sequence[Any]) -> dict[str, str]:
+    """Return {"name.attribute (module.Class)": value} of everything that is reachable from models, optimizers, objects
+    of the script's own classes and global variables of its files, and not in a state_dict.
+
+    Large arrays are hashed. Objects of libraries are left out, apart from random generators: only modules, optimizers,
+    containers and the user's own classes are searched.
+    """
+    roots: dict[str, Any] = {}
+    numbers: Counter[str] = Counter()
+    for each in (*modules, *optimizers, *_objects()):
+        name = type(each).__name__
+        numbers[name] += 1
+        roots[name + (f" {numbers[name]}" if numbers[name] > 1 else "")] = each
+    for module in list(sys.modules.values()):
+        if _is_users_module(module.__name__):
+            roots[module.__name__] = {key: value for key, value in vars(module).items() if key[:2] != "__"}
+    found: dict[str, str] = {}
+    seen: dict[int, Any] = {}
+    for name, root in roots.items():
+        found.update(_walk(name, root, seen, 0))
+    return found
+
+
+def _objects() -> list[Any]:
+    """Return the objects of the script's own classes, oldest first. ``isinstance`` would run code of objects that stand
+    in for others, such as those that warn of an old name."""
+    left_out = (type, types.ModuleType, BaseException)
+    return [each for each in gc.get_objects() if not issubclass(type(each), left_out) and _own(type(each))]
+
+
+def _walk(name: str, value: Any, seen: dict[int, Any], depth: int) -> Iterator[tuple[str, str]]:
+    if (text := _value(value)) is not None:
+        yield name, text
+        return
+    if depth > _DEPTH or id(value) in seen:
+        return
+    seen[id(value)] = value  # kept, so that the id is not used again
+    if isinstance(value, Mapping):
+        try:
+            items = list(value.items())
+        except Exception:  # of a library's class, which may import what is missing
+            return
+        for key, item in items[:_ITEMS]:
+            yield from _walk(f"{name}[{key!r}]", item, seen, depth + 1)
+        yield f"{name} (length)", str(len(items))
+    elif isinstance(value, (list, tuple, deque)):
+        for index, item in enumerate(list(value)[:_ITEMS]):
+            yield from _walk(f"{name}[{index}]", item, seen, depth + 1)
+        yield f"{name} (length)", str(len(value))
+    elif isinstance(value, nn.Module):
+        yield from _module(name, value, seen, depth)
+    elif isinstance(value, types.GeneratorType):
+        for key, item in (value.gi_frame.f_locals if value.gi_frame else {}).items():
+            yield from _walk(f"{name}<generator>.{key}", item, seen, depth + 1)
+    elif _searched(value):
+        yield from _members(name, value, vars(value), seen, depth)
+        cls = type(value)
+        if _own(cls):
+            yield from _members(cls.__name__, cls, _variables(cls), seen, depth)
+
+
+def _module(name: str, module: nn.Module, seen: dict[int, Any], depth: int) -> Iterator[tuple[str, str]]:
+    plain = {key: item for key, item in vars(module).items() if key not in _OF_MODULES}
+    yield from _members(name, module, plain, seen, depth)
+    for key in module._non_persistent_buffers_set:
+        yield from _walk(f"{name}.{key}", module._buffers.get(key), seen, depth + 1)
+    for key, child in module._modules.items():
+        yield from _walk(f"{name}.{key}", child, seen, depth)  # a deep model is not a deep search
+    if _own(type(module)):
+        yield from _members(type(module).__name__, type(module), _variables(type(module)), seen, depth)
+
+
+def _members(
+    name: str, value: Any, members: Mapping[str, Any], seen: dict[int, Any], depth: int
+) -> Iterator[tuple[str, str]]:
+    cls = value if isinstance(value, type) else type(value)
+    skipped = _OF_OPTIMIZERS if isinstance(value, torch.optim.Optimizer) else ()
+    of_torch = cls.__module__.partition(".")[0] == "torch" or (skipped and not _own(cls))
+    for key, item in list(members.items()):
+        if key not in skipped and not (key.startswith("_") and of_torch):  # flags of torch's own
+            for place, text in _walk(f"{name}.{key}", item, seen, depth + 1):
+                yield place if place.endswith(")") else f"{place} ({cls.__module__}.{cls.__qualname__})", text
+
+
+def _variables(cls: type) -> dict[str, Any]:
+    """Return the class attributes that a method could change."""
+    return {
+        key: item
+        for key, item in vars(cls).items()
+        if not key.startswith("__")
+        and not callable(item)
+        and not isinstance(item, (property, classmethod, staticmethod))
+    }
+
+
+def _searched(value: Any) -> bool:
+    return (
+        hasattr(value, "__dict__")
+        and (isinstance(value, torch.optim.Optimizer) or _own(type(value)))
+        and not isinstance(value, (type, types.ModuleType, types.FunctionType))
+    )
+
+
+def _own(cls: type) -> bool:
+    """Return True for a class in a file of the user's."""
+    return _is_users_module(str(cls.__module__))
+
+
+@functools.cache
+def _is_users_module(name: str) -> bool:
+    return is_users(os.path.realpath(getattr(sys.modules.get(name), "__file__", None) or ""))
+
+
+def _value(value: Any) -> str | None:
+    """Return the text of a value that holds no others; None for anything else."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        text = repr(value)
+        return text if len(text) <= 80 else f"{text[:40]}... ({_hash(text.encode())})"
+    if isinstance(value, Tensor):
+        return f"array of {tuple(value.shape)} ({digest.resolve(digest.tensor(value))})"
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return _array(value) if value.dtype != object and value.flags.writeable else "array"
+    if numpy is not None and isinstance(value, numpy.generic):
+        return repr(value)
+    return _generator(value) or (
+        f"{sorted(map(repr, value))[:_ITEMS]}" if isinstance(value, (set, frozenset)) else None
+    )
+
+
+def _array(value: Any) -> str:
+    flat = value.reshape(-1)
+    if flat.nbytes > _HASHED_BYTES:
+        flat = flat[:: -(-flat.nbytes // _HASHED_BYTES)]
+    return f"array of {value.shape} ({_hash(flat.tobytes())})"
+
+
+def _generator(value: Any) -> str | None:
+    """Return the state of a random generator, or of an iterator that shows its position."""
+    kind = f"{type(value).__module__}.{type(value).__name__}"
+    if isinstance(value, random.Random):
+        return f"random.Random at {_hash(repr(value.getstate()).encode())}"
+    if isinstance(value, torch.Generator):
+        return f"torch.Generator at {digest.resolve(digest.tensor(value.get_state()))}"
+    if kind == "numpy.random._generator.Generator":
+        return f"numpy Generator at {_hash(repr(value.bit_generator.state).encode())}"
+    if kind == "numpy.random.mtrand.RandomState":
+        return f"numpy RandomState at {_hash(repr(value.get_state(legacy=False)).encode())}"
+    return repr(value) if kind == "itertools.count" else None
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]

@@ -37,6 +37,7 @@ from harness.data.table import csv_reader
 from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, failures, kind_of, locate, require_root
 from harness.errors import DataError, listed, similar
+from harness.runs.console import Work, working
 from harness.runs.fetch import fetched, made_once
 from harness.runs.files import cache_folder, is_url, read_sealed, replacing, write_sealed
 
@@ -148,7 +149,8 @@ def convert(source: Source, entry: CacheEntry, text: Text, label: LabelColumns |
             offsets = stack.enter_context(replacing(offsets, mark)) if label.kind == "tags" else offsets
             labels = label_writer(label, codes, offsets, source.name)
             stack.enter_context(contextlib.closing(labels))
-        num_rows = _write_rows(texts, labels, reader.read_batches(path, source.name, columns))
+        with working(f"converting {source.name}", "rows") as work:
+            num_rows = _write_rows(texts, labels, reader.read_batches(path, source.name, columns), work)
         if not num_rows:
             raise DataError(
                 "the file has a header but no rows", where=source.name, hint="check that it was written completely"
@@ -171,7 +173,7 @@ def convert(source: Source, entry: CacheEntry, text: Text, label: LabelColumns |
 
 
 def reader_of(kind: str) -> Any:
-    """The module that reads files of ``kind``, imported."""
+    """Return the module that reads files of ``kind``, imported."""
     return importlib.import_module(f"harness.data.table.{'parquet' if kind == 'parquet' else 'csv'}_reader")
 
 
@@ -244,17 +246,18 @@ def _instead(column: str, columns: Sequence[str], needed: Mapping[str, str]) -> 
     return f"did you mean {typed}?" if near else f"{'use' if option else 'set'} {typed}"
 
 
-def _write_rows(texts: TextWriter, labels: LabelWriter | None, batches: Generator[pa.RecordBatch, None, None]) -> int:
-    """Write all rows; return their number."""
-    num_rows = 0
+def _write_rows(
+    texts: TextWriter, labels: LabelWriter | None, batches: Generator[pa.RecordBatch, None, None], work: Work
+) -> int:
+    """Write all rows, and count them in ``work``; return their number."""
     # Closed explicitly, because after an error the traceback would keep the thread alive.
     with contextlib.closing(_read_ahead(batches)) as ahead:
         for batch in ahead:
-            num_rows += batch.num_rows
+            work.done += batch.num_rows
             if labels is not None:
                 labels.add(batch)
             texts.add(batch)
-    return num_rows
+    return work.done
 
 
 def _read_ahead(batches: Generator[pa.RecordBatch, None, None]) -> Generator[pa.RecordBatch, None, None]:

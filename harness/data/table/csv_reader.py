@@ -35,7 +35,7 @@ MAX_HEADER_BYTES = 1 << 20
 
 
 def read_header(path: Path, name: str) -> list[str]:
-    """The column names, in order. Raises DataError if there are none or two are equal."""
+    """Return the column names, in order. Raises DataError if there are none or two are equal."""
     try:
         raw = _header_of(path)
     except UnicodeDecodeError:
@@ -244,7 +244,7 @@ def _uneven_records(path: Path, num_columns: int, limit: int) -> tuple[int, list
 
 
 def _unclosed_quote(path: Path, num_columns: int) -> int | None:
-    """The line of the record whose quote is still open at the end of the file; None if there is none."""
+    """Return the line of the record whose quote is still open at the end of the file; None if there is none."""
     # Append one more record: if it does not come out as a record, an open quote has swallowed it.
     end = ["\x1aend of file\x1a"] * num_columns
     with _any_field_size(), _text(path) as text:
@@ -267,7 +267,7 @@ def _bad_utf8(path: Path) -> tuple[int, str] | None:
 
 
 def _nul_line(path: Path) -> int:
-    """The line of the first byte 0, which the file must have."""
+    """Return the line of the first byte 0, which the file must have."""
     with open_bytes(path) as stream:
         return next(number for number, line in enumerate(stream, start=1) if b"\0" in line)
 

@@ -22,7 +22,8 @@ _BATCH_ROWS = 16_384
 
 
 def read_header(path: Path, name: str) -> list[str]:
-    """The names of the columns that can be text, in order. Raises DataError if there are none or two are equal."""
+    """Return the names of the columns that can be text, in order. Raises DataError if there are none or two are
+    equal."""
     with _reading(name), pa.parquet.ParquetFile(path) as file:
         schema = file.schema_arrow
     columns = [field.name for field in schema if _can_be_text(field.type)]

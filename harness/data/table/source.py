@@ -63,7 +63,7 @@ class Source:
             time.sleep((unit - age) / 1e9)
 
     def is_current(self) -> bool:
-        """False if the file changed since this object was made. Asks the server about a remote file."""
+        """Return False if the file changed since this object was made. Asks the server about a remote file."""
         try:
             return locate(self.identity).version == self.version
         except DataError:

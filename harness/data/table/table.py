@@ -105,7 +105,7 @@ class Table:
             ) from None
 
     def _read(self, name: str, index: np.ndarray) -> np.ndarray:
-        """``index`` of the array ``name``."""
+        """Return ``index`` of the array ``name``."""
         with self._intact():
             return self._arrays[name][index]
 

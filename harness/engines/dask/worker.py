@@ -170,7 +170,7 @@ def _next(inbox: SimpleQueue[Any], wait_s: float = _POLL_S) -> Any:
 
 
 async def call(folder: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(store, *arguments)`` for ``folder``, in a thread."""
+    """Return ``function(store, *arguments)`` for ``folder``, in a thread."""
     return await asyncio.to_thread(function, LocalStore(Path(folder)), *arguments)
 
 

@@ -28,7 +28,7 @@ from harness.runs.outcome import ExitCollector, RunOutcome
 
 _BY = "harness launch, engine local"
 _ONE_MACHINE = "this engine uses one machine; use launch.engine=torchrun, slurm, dask or flyte"
-_MOST_WAIT_S = 60.0  # before a restart; the first ones wait 1, 2, 4, ... seconds
+_LEAST_WAIT_S, _MOST_WAIT_S = 1.0, 60.0  # before a restart; the wait doubles after starts that saved nothing
 _CHECK_S = 1.0
 # A rank that was killed or hung, or whose device or connection is lost. Its own error would occur again.
 _LOST = frozenset([Cause.SIGNAL, Cause.NODE_LOST, Cause.HUNG, Cause.PEER_LOST])
@@ -98,7 +98,8 @@ class RestartedRun:
 
     def __init__(self, job: Job) -> None:
         self._job, self._lock, self._stopping = job, threading.Lock(), threading.Event()
-        self._num_stops = self._num_restarts = 0
+        self._num_stops = self._num_restarts = self._num_in_vain = 0
+        self._saved_before: str | None = None  # the newest checkpoint at the loss before
         self._lost_at: int | None = None
         self._size = job.world_size
         self._growth = _Growth(job)
@@ -146,7 +147,10 @@ class RestartedRun:
             )
             return False
         self._lost_at, self._num_restarts = step, self._num_restarts + 1
-        wait_s = min(2.0 ** (self._num_restarts - 1), _MOST_WAIT_S)
+        newest = _newest(self._job)
+        self._num_in_vain = self._num_in_vain + 1 if newest == self._saved_before else 0
+        self._saved_before = newest
+        wait_s = min(_LEAST_WAIT_S * 2 ** min(self._num_in_vain, 6), _MOST_WAIT_S)
         self._report(failure, step, size, wait_s)
         self._size = size
         return not self._stopping.wait(wait_s)
@@ -203,8 +207,9 @@ class _Growth:
         self._asked: Future[list[str]] | None = None
 
     def left(self, survivors: int) -> int:
-        """The number of ranks that can be started now: one per device that opens. On a CPU as many as have survived,
-        since a killed rank is usually one too many for the memory, but not fewer than ``launch.local.min_ranks``."""
+        """Return the number of ranks that can be started now: one per device that opens. On a CPU as many as have
+        survived, since a killed rank is usually one too many for the memory, but not fewer than
+        ``launch.local.min_ranks``."""
         from harness.distributed import devices  # late: it imports torch
 
         wanted = self._job.config.runtime.device
@@ -220,8 +225,8 @@ class _Growth:
         self.visible = self.visible[:size]
 
     def due(self) -> bool:
-        """True once there is a new checkpoint and room for more ranks. Never blocks: another thread asks the devices,
-        at each checkpoint."""
+        """Return True once there is a new checkpoint and room for more ranks. Never blocks: another thread asks the
+        devices, at each checkpoint."""
         if self.stopped or self._now == self._job.world_size or time.monotonic() < self._checked + _CHECK_S:
             return False
         self._checked = time.monotonic()

@@ -96,17 +96,13 @@ BODY = _BODY.replace("@LATEST@", f"{layout.CHECKPOINTS}/{layout.LATEST}")
 BODY = BODY.replace("@RANK_EXITS@", f"{layout.LOGS}/{layout.RANK_EXITS}").replace("@RECORD@", RECORD)
 
 
-def render(job: Job) -> str:
-    return script(job)
-
-
 def start(job: Job) -> SlurmRun:
     return SlurmRun(job, submit(job))
 
 
 def submit(job: Job) -> str:
     """Submit the run without following it; return the job id."""
-    text = script(job)
+    text = render(job)
     output = settings_of(job).output
     place = Path(output).parent
     if "%" not in str(place) and not place.is_dir():
@@ -282,7 +278,7 @@ def settings_of(job: Job) -> Settings:
     return settings
 
 
-def script(job: Job) -> str:
+def render(job: Job) -> str:
     """Return the script for ``sbatch``. Raises LaunchError for settings that have no meaning for Slurm."""
     _check(job)
     settings, slurm = job.settings, settings_of(job)
@@ -303,8 +299,8 @@ def script(job: Job) -> str:
 
 
 def _command(job: Job) -> str:
-    """The command of each rank, without the places of this machine where the job can find them otherwise. It runs in
-    the working folder, with the environment of this process."""
+    """Return the command of each rank, without the places of this machine where the job can find them otherwise. It
+    runs in the working folder, with the environment of this process."""
     python, *words = job.command()
     place = Path(job.path)
     if place.is_absolute() and place.is_relative_to(Path.cwd()):
@@ -313,7 +309,7 @@ def _command(job: Job) -> str:
 
 
 def _python(job: Job, python: str) -> str:
-    """The interpreter, quoted: that of the settings, of the activated environment, in the working folder, or its
+    """Return the interpreter, quoted: that of the settings, of the activated environment, in the working folder, or its
     path."""
     active = os.environ.get("VIRTUAL_ENV")
     if job.settings.python:
@@ -362,8 +358,6 @@ def _options(job: Job) -> list[str]:
         "mem": slurm.mem,
         "partition": slurm.partition,
         "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint and shlex.quote(slurm.constraint),
         "time": slurm.time,
         "signal": f"USR1@{slurm.signal_s}" if slurm.requeue else None,
         "output": slurm.output,
@@ -485,7 +479,7 @@ def _code(text: str) -> int | None:
 
 
 def _numbers(listed: str) -> list[int]:
-    """``0,3-5`` is [0, 3, 4, 5]."""
+    """Return ``0,3-5`` is [0, 3, 4, 5]."""
     spans = [part.partition("-") for part in listed.split(",")]
     return [number for low, _, high in spans for number in range(int(low), int(high or low) + 1)]
 

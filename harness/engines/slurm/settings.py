@@ -31,10 +31,6 @@ class Settings(Section):
     """Partition to submit to, such as gpu; null: the cluster's default."""
     account: Word | None = None
     """Account to charge, such as my_lab; null: the user's default."""
-    qos: Word | None = None
-    """Quality of service, such as high; null: the account's default."""
-    constraint: Word | None = None
-    """Required node features, such as a100|h100; null: any node."""
     time: (
         Annotated[
             str,
@@ -61,4 +57,4 @@ class Settings(Section):
     extra: tuple[Annotated[str, Matching(r"--[a-z][^\n]*", "write options of sbatch, such as --exclusive")], ...] = (
         Field(default=(), strict=False)
     )
-    """Other options of sbatch, such as [--exclusive]."""
+    """Other options of sbatch, such as [--qos=high, --exclusive]."""

@@ -100,7 +100,8 @@ def _save(folder: Path, tensors: dict[str, Tensor], group: Any) -> None:
 
 
 def _filled(folder: Path, content: Any, own: base.Own) -> Any:
-    """``content`` of a checkpoint with each mark replaced by its tensor, read from ``folder``. No communication."""
+    """Return ``content`` of a checkpoint with each mark replaced by its tensor, read from ``folder``. No
+    communication."""
     import torch
     from torch.distributed.checkpoint import FileSystemReader, load, load_state_dict  # type: ignore[attr-defined]
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

@@ -1,1 +1,1 @@
-"""Task image_csv: settings.py is its section of the YAML, config.py opens its data, task.py has the rest."""
+"""Task image_csv: config.py is its section of the YAML, task.py has the rest."""

@@ -20,17 +20,17 @@ from harness.data.image_files import ImageFiles
 from harness.data.images import ImageTable, in_order, spread
 from harness.data.shards import bounds
 from harness.errors import ConfigError, DataError
-from harness.tasks.image_csv.settings import ImageCsvSettings
+from harness.tasks.image_csv.config import Task
 from harness.training.evaluation import objective
 from harness.training.evaluation.objective import Objective, Split
 from harness.training.task import ModelSection, Supervised, model_builder
 
-_AT_START = 16  # images that each rank decodes of each split before training
+_AT_START = 16  # images that each rank decodes of each split before training, and more of validation if time is left
 _SAMPLE = 200  # images of each split that harness check decodes first, evenly spread
 _DECODING_S = 5.0  # for as many others as this allows
 
 
-def open_tables(task: ImageCsvSettings, seed: int, cache_dir: Path | None) -> ImageCsv:
+def open_data(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
     """Open ``task.train_csv`` and ``task.eval_csv``. Raises HarnessError."""
     lists = _pipelines(task)  # before tables are converted
     *splits, opened = objective.open_tables(task, cache_dir)
@@ -38,7 +38,7 @@ def open_tables(task: ImageCsvSettings, seed: int, cache_dir: Path | None) -> Im
     return ImageCsv(task, train, eval_, opened)
 
 
-def open_new_table(task: ImageCsvSettings, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
+def open_new(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
     """Open the table ``source`` for prediction with the labels and image size in ``learned``."""
     lists = _pipelines(task)
     split, opened = objective.open_new_table(task, learned, source, cache_dir)
@@ -46,7 +46,7 @@ def open_new_table(task: ImageCsvSettings, learned: dict[str, Any], source: str,
     return ImageCsv(task, images, images, opened, _learned_size(learned))
 
 
-def _pipelines(task: ImageCsvSettings) -> tuple[transforms.Pipeline, transforms.Pipeline]:
+def _pipelines(task: Task) -> tuple[transforms.Pipeline, transforms.Pipeline]:
     """Return the transforms for training and evaluation. Raises ConfigError."""
     lists = transforms.build(task.transforms, task.image_size, task.channels)
     if task.decode == "reduced" and not any(pipeline.scales_first for pipeline in lists):
@@ -71,7 +71,7 @@ def _learned_size(facts: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _images(
-    task: ImageCsvSettings,
+    task: Task,
     split: Split,
     lists: tuple[transforms.Pipeline, transforms.Pipeline],
     seed: int,
@@ -86,7 +86,7 @@ def _images(
         channels=task.channels,
         for_training=lists[0],
         for_evaluation=lists[1],
-        on_bad_image=task.on_bad_image,
+        on_bad_row=task.on_bad_row,
         reduced=task.decode == "reduced",
     )
 
@@ -95,7 +95,7 @@ def _images(
 class ImageCsv(Supervised):
     """The opened task. ``learned_size``: (height, width) of the training images, for a task opened on new data."""
 
-    options: ImageCsvSettings
+    options: Task
     train: ImageTable
     eval: ImageTable
     objective: Objective
@@ -124,15 +124,20 @@ class ImageCsv(Supervised):
             return np.arange(*bounds(len(images), rank, world_size))
 
         def decode(images: ImageTable, epoch: int | None) -> None:
-            images.sample(spread(rows(images), _AT_START), epoch, (until - time.monotonic()) / 2)
+            first = spread(rows(images), _AT_START) if epoch == 0 else in_order(rows(images), _AT_START)
+            images.sample(first, epoch, (until - time.monotonic()) / 2)
 
         self._of_both(lambda images, _: images.require_files(rows(images), limit_s / 2))
-        if self.options.on_bad_image == "error":
+        if self.options.on_bad_row == "stop":
             try:
                 self._of_both(decode)
             except DataError:
                 self.sample(limit_s)  # names the others
                 raise
+
+    def look(self, rows: range, ended: Callable[[], bool]) -> None:
+        if self.options.on_bad_row == "stop":
+            self.eval.require_decodable(rows, ended)
 
     def copy_files(self, train: range, evaluated: range, rank: int) -> None:
         archives = self.train.archives(train.start, train.stop) | self.eval.archives(evaluated.start, evaluated.stop)
@@ -191,10 +196,11 @@ class ImageCsv(Supervised):
         return {**self.objective.labels.learned, "image_size": list(self.image_size)}
 
     def model(self, section: ModelSection) -> nn.Module:
-        known = {"num_classes": len(self.objective.labels.names), "in_channels": self.options.channels}
-        model = model_builder.build(section.name, section.args, known, self._example(self.image_size))
+        outputs, example = len(self.objective.labels.names), self._example(self.image_size)
+        known = {"num_classes": outputs, "in_channels": self.options.channels}
+        model = model_builder.build(section.name, section.args, known, example, outputs)
         if self.learned_size is None and self._first[0].shape != self._first[1].shape:
-            model_builder.try_batch(model, section.name, known, self._example(self._first[0].shape[-2:]))
+            model_builder.try_batch(model, section.name, self._example(self._first[0].shape[-2:]), outputs)
         return model
 
     def _example(self, size: Sequence[int]) -> Tensor:
@@ -227,9 +233,11 @@ class ImageCsv(Supervised):
         }
 
     def _preprocessing(self) -> dict[str, Any]:
-        options = self.options
+        options, size = self.options, self.learned_size
         mean, std = (list(v or [0.5] * options.channels) for v in (options.mean, options.std))
-        facts = transforms.described(options.transforms, self._first[1], mean, std)
+        blank = torch.zeros(options.channels, *size or (), dtype=torch.uint8)
+        first = self.eval.for_evaluation(blank) if size else self._first[1]
+        facts = transforms.describe(options.transforms, first, mean, std)
         if options.image_size:
             facts["resize"] = "the largest centered part with the aspect ratio of size, bilinear with antialiasing"
         if options.decode == "reduced":

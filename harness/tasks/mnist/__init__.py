@@ -1,1 +1,1 @@
-"""Task mnist: settings.py is its section of the YAML, config.py opens its data, task.py has the rest."""
+"""Task mnist: config.py is its section of the YAML, task.py has the rest."""

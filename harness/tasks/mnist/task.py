@@ -16,11 +16,11 @@ from harness.config.transforms import TransformsSection
 from harness.data import transforms
 from harness.data.arrays import ImageArrays, map_idx
 from harness.errors import DataError
-from harness.tasks.mnist.settings import MnistSettings
+from harness.tasks.mnist.config import Task
 from harness.training.task import Arrays, Classification, ModelSection, model_builder
 
 
-def open_images(task: MnistSettings, seed: int) -> Images:
+def open_data(task: Task, seed: int, cache_dir: Path | None) -> Images:
     """Map the images in ``task.root``. Raises HarnessError."""
     from torchvision import datasets  # late: its import takes long
 
@@ -37,7 +37,7 @@ def open_images(task: MnistSettings, seed: int) -> Images:
     return images
 
 
-def _rows(task: MnistSettings, split: str, num_rows: int | None) -> Arrays:
+def _rows(task: Task, split: str, num_rows: int | None) -> Arrays:
     raw = Path(task.root) / task.kind / "raw"
     hint = f"type: harness data {task.name} {shlex.quote(task.root)}"
     images, file = map_idx(raw / f"{split}-images-idx3-ubyte", 3, hint), raw / f"{split}-labels-idx1-ubyte"
@@ -53,7 +53,7 @@ def _rows(task: MnistSettings, split: str, num_rows: int | None) -> Arrays:
 class Images(Classification):
     """The opened task. Images are uint8 (rows, 1, height, width)."""
 
-    options: MnistSettings
+    options: Task
     train: Arrays
     eval: Arrays
     classes: tuple[str, ...]
@@ -79,8 +79,9 @@ class Images(Classification):
         return np.bincount(self.train.targets[start:stop], minlength=len(self.classes))
 
     def model(self, section: ModelSection) -> nn.Module:
-        known = {"num_classes": len(self.classes), "in_channels": 1}
-        return model_builder.build(section.name, section.args, known, torch.zeros(2, *self.train.inputs.shape[1:]))
+        outputs, example = len(self.classes), torch.zeros(2, *self.train.inputs.shape[1:])
+        known = {"num_classes": outputs, "in_channels": 1}
+        return model_builder.build(section.name, section.args, known, example, outputs)
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """uint8 (batch, 1, height, width) -> normalized float32, on the same device; float32 as it is."""
@@ -94,5 +95,5 @@ class Images(Classification):
     @property
     def signature(self) -> dict[str, Any]:
         first = self.eval.batch(np.zeros(1, np.int64), None).inputs[0]
-        facts = transforms.described(self.options.transforms, first, [self.options.mean], [self.options.std])
+        facts = transforms.describe(self.options.transforms, first, [self.options.mean], [self.options.std])
         return {"input": "images", **self.objective.labels.signature, "preprocessing": {"color": "gray", **facts}}

@@ -1,1 +1,1 @@
-"""Task pet_names: settings.py is its section of the YAML, config.py opens its data, task.py has the rest."""
+"""Task pet_names: config.py is its section of the YAML, task.py has the rest."""

@@ -81,7 +81,7 @@ def sample(task: Task, model: nn.Module, start: str, temperature: float, rng: to
 
 
 def _checked(request: NameRequest) -> str:
-    """``request.start`` in lower case. Raises ConfigError if no name can begin with it."""
+    """Return ``request.start`` in lower case. Raises ConfigError if no name can begin with it."""
     start = request.start.lower().lstrip()
     strange = sorted(set(start) - set(ALPHABET) | set(start) & {BLANK, STOP})
     if strange:
@@ -113,7 +113,7 @@ def _trained(run: Path, trust: bool) -> tuple[Task, nn.Module]:
 
 def _existing(task: Task) -> set[str]:
     try:
-        opened = task.open(0, None)
+        opened = pet_names.open_data(task, 0, None)
     except DataError as error:
         hint = f"{error.hint}; or add --keep-existing, which needs no list of names"
         raise DataError(error.message, where=error.where, hint=hint) from None

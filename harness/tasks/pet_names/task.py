@@ -16,11 +16,11 @@ from torch.nn import functional
 
 from harness.data.names import ALPHABET, BLANK_CODE, CodeRows, read, split, whole, windows
 from harness.errors import ConfigError, DataError, plural
-from harness.tasks.pet_names.settings import PetNamesSettings
+from harness.tasks.pet_names.config import Task
 from harness.training.task import Batch, ModelSection, Pairs, Report, Sums, model_builder
 
 
-def read_names(task: PetNamesSettings) -> PetNames:
+def open_data(task: Task, seed: int, cache_dir: Path | None) -> PetNames:
     """Read and split the names of ``task.names``. Raises DataError."""
     hint = "type: harness data pet_names data/pet_names, or set task.names to a text file with one name per line"
     found, num_skipped = read(Path(task.names), hint)
@@ -34,14 +34,15 @@ def read_names(task: PetNamesSettings) -> PetNames:
     return PetNames(task, list(dict.fromkeys(train)), validation, num_skipped)
 
 
-def context(task: PetNamesSettings, prefixes: Tensor) -> Tensor:
-    """The model's input for predicting what follows ``prefixes``, int64 (batch, characters so far, possibly 0)."""
+def context(task: Task, prefixes: Tensor) -> Tensor:
+    """Return the model's input for predicting what follows ``prefixes``, int64 (batch, characters so far, possibly
+    0)."""
     if task.rows == "names":
         return functional.pad(prefixes, (1, 0), value=BLANK_CODE)
     return functional.pad(prefixes, (task.window, 0), value=BLANK_CODE)[:, -task.window :]
 
 
-def build_model(task: PetNamesSettings, section: ModelSection) -> nn.Module:
+def build_model(task: Task, section: ModelSection) -> nn.Module:
     """Build the model, which does not depend on the names. Raises ConfigError."""
     example = torch.full((2, task.window), BLANK_CODE)
     model = model_builder.build(section.name, section.args, {"num_characters": len(ALPHABET)}, example)
@@ -75,7 +76,7 @@ class NameRows:
 class PetNames:
     """The opened task. ``eval_names`` are all different, and none of them is in ``train_names``."""
 
-    options: PetNamesSettings
+    options: Task
     train_names: Sequence[str]
     eval_names: Sequence[str]
     num_skipped: int

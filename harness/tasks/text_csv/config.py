@@ -1,27 +1,116 @@
-"""The task ``text_csv``: its settings, and how its data is opened, by ``task.py``, which imports torch."""
+"""Texts from a CSV: one column of texts, and one of labels or several of numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from harness.tasks.text_csv.settings import TextCsvSettings
+from pydantic import Field, field_validator, model_validator
+
+from harness.config.base import Arguments, Positive, Section
+from harness.config.places import HUB
+from harness.config.targets import TableTask
 
 if TYPE_CHECKING:
-    from harness.tasks.text_csv.task import TextCsv
+    from harness.errors import DataError
+
+BUILT_IN = ("words", "bytes")
 
 
-class Task(TextCsvSettings):
+class TokenizerSection(Section):
+    """How texts are cut into tokens."""
+
+    name: str = "words"
+    """words: the most frequent words of train_csv, in lowercase. bytes: the bytes of the text in UTF-8. Or your own
+    package.module.function from a text to a list of ids, of which 0 is padding, or a class that makes such a function.
+    Or hf:FOLDER_OR_NAME, that of a model of Hugging Face.
+    """
+    max_words: Annotated[int, Field(ge=1, le=10_000_000)] = 20_000
+    """Size of the vocabulary of `words`; all other words are one token."""
+    max_length: Annotated[int, Field(ge=1, le=2**20)] = 256
+    """Maximum number of tokens per text; the rest is cut off."""
+    pad: Literal["batch", "max_length"] = "batch"
+    """Pad shorter texts to the length of the longest in the batch, or to max_length, which torch.compile prefers."""
+    num_tokens: Positive | None = None
+    """For a tokenizer of your own: its largest id plus one, such as 30522."""
+    args: Arguments = {}
+    """Keyword arguments of a tokenizer of your own, such as {lowercase: true}."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if "." not in name and name not in BUILT_IN and not name.startswith(HUB):
+            raise ValueError(
+                f"there is no tokenizer {name!r}; use words, bytes, hf:FOLDER_OR_NAME, or your own "
+                "package.module.function"
+            )
+        return name
+
+    @property
+    def of_hub(self) -> bool:
+        """True for a tokenizer of transformers."""
+        return self.name.startswith(HUB)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TokenizerSection:
+        own = "." in self.name and not self.of_hub
+        if own and self.num_tokens is None:
+            raise ValueError(f"{self.name} needs num_tokens, its largest id plus one")
+        if not own and self.num_tokens is not None:
+            raise ValueError(f"num_tokens is for a tokenizer of your own; the tokenizer {self.name} sets it itself")
+        if self.args and not own:
+            raise ValueError(f"the tokenizer {self.name} takes no args")
+        return self
+
+
+class Task(TableTask):
     """A CSV (or Parquet file) with one text and a label, several labels or numbers per row."""
 
-    def open(self, seed: int, cache_dir: Path | None) -> TextCsv:
-        """Open the annotation tables, converting them first if necessary. Raises DataError."""
-        from harness.tasks.text_csv import task
+    name: Literal["text_csv"]
+    """Predicts labels or numbers for the texts in an annotation CSV."""
+    text_column: str | Annotated[tuple[str, ...], Field(strict=False)] = "text"
+    """Column of the CSV with the texts; for a tokenizer hf:FOLDER_OR_NAME also two, such as [question, answer], whose
+    texts are encoded as pairs.
+    """
+    tokenizer: TokenizerSection = TokenizerSection()
+    """How texts are cut into tokens."""
 
-        return task.open_tables(self, cache_dir)
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_files(cls, values: Any) -> Any:
+        """Texts are read with the table, before training, so none is found to be unreadable later."""
+        if isinstance(values, dict) and "on_bad_row" in values:
+            raise ValueError(
+                "text_csv has no on_bad_row, since the texts are in the table: a run starts only if all of it can be "
+                "read, and names rows without text; remove on_bad_row, and such rows from the table"
+            )
+        return values
 
-    def open_new(self, learned: dict[str, Any], source: str, cache_dir: Path | None) -> TextCsv:
+    @model_validator(mode="after")
+    def _takes_pairs(self) -> Task:
+        most = 2 if self.tokenizer.of_hub else 1
+        if not 1 <= len(self.text_columns) <= most or len(set(self.text_columns)) < len(self.text_columns):
+            raise ValueError(
+                f"text_column {list(self.text_columns)}: the tokenizer {self.tokenizer.name} takes "
+                + ("one column, or a list of two different ones" if most == 2 else "one; hf:FOLDER_OR_NAME takes pairs")
+            )
+        return self
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        return (self.text_column,) if isinstance(self.text_column, str) else self.text_column
+
+    @property
+    def input_columns(self) -> dict[str, str]:
+        return dict.fromkeys(self.text_columns, "task.text_column")
+
+    def open_new(self, learned: dict[str, Any], source: str, cache_dir: Path | None) -> object:
         """Open the table ``source`` for prediction. Its labels are optional and are not interpreted."""
-        from harness.tasks.text_csv import task
+        opened: object = self.beside().open_new(self, learned, source, cache_dir)
+        return opened
 
-        return task.open_new_table(self, learned, source, cache_dir)
+    def problems(self) -> Iterator[DataError]:
+        from harness.data.table import convert
+
+        yield from convert.problems((self.train_csv, self.eval_csv), self.columns)

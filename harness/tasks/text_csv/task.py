@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from harness.config import plugins
+from harness.config.places import HUB
+from harness.data import hub
+from harness.data.hub import HubTokenizer
 from harness.data.texts import RULE, UNKNOWN, Bytes, OwnTokenizer, TextTable, Tokenizer, Words, learn_words
 from harness.errors import ConfigError, first_line
-from harness.tasks.text_csv.settings import TextCsvSettings
+from harness.tasks.text_csv.config import BUILT_IN, Task
 from harness.training.evaluation import objective
 from harness.training.evaluation.objective import Objective, Split
 from harness.training.task import ModelSection, Supervised, model_builder
@@ -25,26 +28,32 @@ _SHOWN = 200  # characters of a text in a table of predictions
 _EXAMPLE_TOKENS = 16
 
 
-def open_tables(task: TextCsvSettings, cache_dir: Path | None) -> TextCsv:
+def open_data(task: Task, seed: int, cache_dir: Path | None) -> TextCsv:
     """Open ``task.train_csv`` and ``task.eval_csv``, and learn the words of the former. Raises DataError."""
     train, eval_, opened = objective.open_tables(task, cache_dir)
-    tokenizer = _built_in(task) or learn_words(train.table, task.text_column, task.tokenizer.max_words, cache_dir)
+    tokenizer = _built_in(task) or learn_words(train.table, task.text_columns[0], task.tokenizer.max_words, cache_dir)
     texts, eval_texts = (_texts(task, split, tokenizer) for split in (train, eval_))
     return TextCsv(task, texts, eval_texts, opened, tokenizer)
 
 
-def open_new_table(task: TextCsvSettings, learned: dict[str, Any], source: str, cache_dir: Path | None) -> TextCsv:
+def open_new(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> TextCsv:
     """Open the table ``source`` for prediction with the labels and words in ``learned``."""
     split, opened = objective.open_new_table(task, learned, source, cache_dir)
     tokenizer = _built_in(task) or _learned_words(learned)
+    if isinstance(tokenizer, HubTokenizer) and learned.get("tokenizer") != tokenizer.digest:
+        raise ConfigError(
+            f"{task.tokenizer.name} is no longer the tokenizer that the run was trained with",
+            where="task.tokenizer.name",
+            hint=f"restore its files, or set it to a copy of them: task.tokenizer.name={HUB}FOLDER",
+        )
     texts = _texts(task, split, tokenizer)
     return TextCsv(task, texts, texts, opened, tokenizer)
 
 
-def _texts(task: TextCsvSettings, split: Split, tokenizer: Tokenizer) -> TextTable:
+def _texts(task: Task, split: Split, tokenizer: Tokenizer | HubTokenizer) -> TextTable:
     options = task.tokenizer
     return TextTable(
-        split.table, task.text_column, split.labels, tokenizer, options.max_length, options.pad == "max_length"
+        split.table, task.text_columns, split.labels, tokenizer, options.max_length, options.pad == "max_length"
     )
 
 
@@ -59,11 +68,13 @@ def _learned_words(facts: dict[str, Any]) -> Words:
     return Words(tuple(found))
 
 
-def _built_in(task: TextCsvSettings) -> Tokenizer | None:
+def _built_in(task: Task) -> Tokenizer | HubTokenizer | None:
     """Return the tokenizer, unless it must be learned. Raises ConfigError."""
     options, where = task.tokenizer, "task.tokenizer.name"
     if options.name == "words":
         return None
+    if options.of_hub:
+        return hub.tokenizer(options.name, where, pairs=len(task.text_columns) > 1)
     if options.num_tokens is None:
         return Bytes()
     function = plugins.import_own("tokenizer", options.name, where)
@@ -85,11 +96,11 @@ def _built_in(task: TextCsvSettings) -> Tokenizer | None:
 class TextCsv(Supervised):
     """The opened task."""
 
-    options: TextCsvSettings
+    options: Task
     train: TextTable
     eval: TextTable
     objective: Objective
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | HubTokenizer
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -100,35 +111,58 @@ class TextCsv(Supervised):
 
     @cached_property
     def notes(self) -> list[str]:
-        notes = [self.train.note(), self.eval.note(), *self.objective.notes]
-        return [*self.train.table.notes, *self.eval.table.notes, *filter(None, notes)]
+        texts = [self.eval] if self.train is self.eval else [self.train, self.eval]  # the same for prediction
+        tables = [note for each in texts for note in each.table.notes]
+        return [*tables, *(note for each in texts for note in each.notes()), *self.objective.notes]
 
     @property
     def fingerprint(self) -> str:
-        return f"{self.train.table.digest} {self.eval.table.digest}"
+        of_tokenizer = [self.tokenizer.digest] if isinstance(self.tokenizer, HubTokenizer) else []
+        return " ".join([self.train.table.digest, self.eval.table.digest, *of_tokenizer])
 
     def label_counts(self, start: int, stop: int) -> np.ndarray | None:
         return self.train.labels.counts(start, stop)
 
     @property
     def learned(self) -> dict[str, Any]:
-        words = {"vocabulary": list(self.tokenizer.vocabulary)} if isinstance(self.tokenizer, Words) else {}
-        return {**self.objective.labels.learned, **words}
+        facts: dict[str, Any] = {}
+        if isinstance(self.tokenizer, Words):
+            facts = {"vocabulary": list(self.tokenizer.vocabulary)}
+        elif isinstance(self.tokenizer, HubTokenizer):
+            facts = {"tokenizer": self.tokenizer.digest}
+        return {**self.objective.labels.learned, **facts}
 
     def model(self, section: ModelSection) -> nn.Module:
         options = self.options.tokenizer
-        length = options.max_length if options.pad == "max_length" else min(_EXAMPLE_TOKENS, options.max_length)
-        known = {"num_classes": len(self.objective.labels.names), "num_tokens": self.tokenizer.num_tokens}
-        return model_builder.build(section.name, section.args, known, torch.ones(2, length, dtype=torch.int64))
+        if section.name.startswith(HUB) and section.start_weights and options.name in BUILT_IN:
+            raise ConfigError(
+                f"{section.name} was not trained on the tokens of the tokenizer {options.name}",
+                where="task.tokenizer.name",
+                hint=f"set task.tokenizer.name={section.name}, or model.weights=random",
+            )
+        whole = options.pad == "max_length" or section.name.startswith(HUB)  # whose places are limited
+        length = options.max_length if whole else min(_EXAMPLE_TOKENS, options.max_length)
+        outputs, example = len(self.objective.labels.names), torch.ones(2, length, dtype=torch.int64)
+        known: dict[str, Any] = {"num_classes": outputs, "num_tokens": self.tokenizer.num_tokens}
+        if isinstance(self.tokenizer, HubTokenizer):
+            if section.name.startswith(HUB) and section.start_weights:
+                hub.require_same(options.name, section.name, self.tokenizer)
+            example = self.tokenizer.example(length)
+            known |= {"tokenizer": self.tokenizer}
+        return model_builder.build(section.name, section.args, known, example, outputs)
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """int64 ids (batch, positions), as they are."""
         return inputs
 
     def known(self, rows: np.ndarray) -> dict[str, Any]:
-        texts = self.eval.table.strings(self.options.text_column, rows)
-        shown = [text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…" for text in texts]
-        return {"id": rows.tolist(), **self.eval.labels.known(rows), "text": shown}
+        known = {"id": rows.tolist(), **self.eval.labels.known(rows)}
+        for column in self.options.text_columns:
+            taken = column in known or column in ("prediction", "label")
+            known[f"text_{column}" if taken else column] = [
+                text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…" for text in self.eval.table.strings(column, rows)
+            ]
+        return known
 
     @property
     def signature(self) -> dict[str, Any]:
@@ -136,10 +170,14 @@ class TextCsv(Supervised):
         facts: dict[str, Any] = {
             "tokenizer": options.name, "max_length": options.max_length, "padding": "0, on the right"
         }  # fmt: skip
-        if isinstance(self.tokenizer, Words):
+        if isinstance(self.tokenizer, HubTokenizer):
+            facts = {
+                "tokenizer": options.name, "max_length": options.max_length, "last_dimension": self.tokenizer.inputs
+            }  # fmt: skip
+        elif isinstance(self.tokenizer, Words):
             words = list(self.tokenizer.vocabulary)
             facts |= {"rule": RULE, "unknown": UNKNOWN, "first": 2, "vocabulary": words}
         elif options.name == "bytes":
             facts |= {"rule": "the bytes of the text in UTF-8, each plus 1"}
-        variable = {} if options.pad == "max_length" else {"variable_length": True}
-        return {"input": "tokens", **self.objective.labels.signature, **variable, "preprocessing": facts}
+        lengths = {"max_length": options.max_length} if options.pad == "batch" and options.max_length > 1 else {}
+        return {"input": "tokens", **self.objective.labels.signature, **lengths, "preprocessing": facts}

@@ -284,7 +284,6 @@ def compare_files(one: Record, other: Record, trust: bool = False) -> Equality:
     """Compare checkpoints, weights, logs and predictions of two runs bit for bit."""
     from harness.runs import checkpoint
     from harness.tools.compare import exactness  # imports torch, which takes seconds
-    from harness.tools.compare.first_difference import FirstDifference
 
     found = exactness.differences(one.path, other.path, trust=trust)
     saved = [checkpoint.steps(run.path / layout.CHECKPOINTS).keys() for run in (one, other)]
@@ -292,7 +291,7 @@ def compare_files(one: Record, other: Record, trust: bool = False) -> Equality:
     if not complete:  # the last line may still be being written
         half = {_half_line(run.path / layout.METRICS) for run in (one, other)}
         found = [item for item in found if item.file not in half]
-    first = FirstDifference(found, sorted(saved[0] & saved[1]))
+    first = exactness.FirstDifference(found, sorted(saved[0] & saved[1]))
     verdict: Verdict = "different"
     if first.step is None and not (found and complete):
         verdict = "equal" if complete else "equal so far"
@@ -300,7 +299,7 @@ def compare_files(one: Record, other: Record, trust: bool = False) -> Equality:
 
 
 def _half_line(path: Path) -> str:
-    """The place of the last line of a log if it is incomplete; empty otherwise."""
+    """Return the place of the last line of a log if it is incomplete; empty otherwise."""
     content = path.read_bytes() if path.is_file() else b""
     return f"{layout.METRICS}:{len(content.splitlines())}" if content and not content.endswith(b"\n") else ""
 

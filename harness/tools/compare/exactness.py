@@ -1,25 +1,47 @@
-"""Two finished run folders compared bit for bit: checkpoints, best weights, log, summary and predictions. Needs torch.
+"""Two finished run folders compared bit for bit: checkpoints, best weights, log, summary and predictions; and the first
+of their differences. Needs torch.
 
 One must repeat the other exactly, so anything missing is a difference, too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
 from harness.config import seals
 from harness.errors import CheckpointError, first_line, require_regular_file
 from harness.runs import checkpoint, layout
 from harness.runs.files import parse_json
-from harness.tools.compare import saved_state
-from harness.tools.compare.saved_state import ABSENT, StateDifference, differing
 from harness.trackers.metrics_log import TIMES
 
 _FILES = (layout.WEIGHTS, layout.PREDICTIONS, layout.CONFUSION, layout.TASK)
 _POINTERS = (layout.LATEST, layout.BEST)
+_FIRST = ("model", "optimizer", "amp", "ema", "state", "ranks")  # the order in which differences are reported
+_IGNORED = ("log_offset", "log_sha256")  # of the log, in which the times vary
+ABSENT = "(absent)"
+_PER_WORLD_SIZE = ("ranks", "world_size")  # always differ between two world sizes
+_PARTS = {
+    "model": "weights", "optimizer": "optimizer state", "amp": "loss scaler", "ema": "moving average",
+    "state": "progress", "ranks": "random streams, buffers and sums of the ranks", "seen": "rows of the epoch",
+}  # fmt: skip
+_NAMED = 4  # entries of a part
+
+
+@dataclass(frozen=True)
+class StateDifference:
+    """The first part that differs: a tensor, by at most ``by`` (None: in its shape), or two plain values."""
+
+    name: str
+    by: float | None
+    values: tuple[Any, Any] | None
 
 
 @dataclass(frozen=True)
@@ -105,7 +127,7 @@ def _checkpoints(one: Path, other: Path, trust: bool) -> Iterator[Difference]:
             yield _plain(file, "state", [problem or "intact" for problem in problems], step)
             continue
         try:
-            yield from (Difference(file, what, step) for what in saved_state.between(mine[step], theirs[step], trust))
+            yield from (Difference(file, what, step) for what in _between(mine[step], theirs[step], trust))
         except (CheckpointError, AttributeError, KeyError, TypeError) as error:
             yield _plain(file, "state", ("cannot be compared", first_line(error)), step)
 
@@ -117,11 +139,12 @@ def _summaries(one: Path, other: Path) -> Iterator[Difference]:
 
 
 def _files(one: Path, other: Path) -> Iterator[Difference]:
-    for name in _FILES:
+    arrays = {path.relative_to(folder) for folder in (one, other) for path in (folder / layout.PREDICTED).glob("*/*.*")}
+    for name in (*_FILES, *map(str, sorted(arrays))):
         pair = [_content(folder / name) for folder in (one, other)]
         if pair[0] == pair[1]:
             continue
-        tensor = saved_state.weights(one / name, other / name) if name == layout.WEIGHTS else None
+        tensor = _weights(one / name, other / name) if name == layout.WEIGHTS else None
         yield Difference(name, tensor) if tensor else _plain(name, "first difference", _first_lines(*pair))
 
 
@@ -153,3 +176,141 @@ def _text(path: Path) -> str:
 
 def _plain(file: str, name: str, values: Sequence[Any], step: int | None = None) -> Difference:
     return Difference(file, StateDifference(name, None, (values[0], values[1])), step)
+
+
+# Checkpoints and weights
+
+
+def _weights(one: Path, other: Path) -> StateDifference | None:
+    """Return the first difference between two files of weights; None if they cannot be read, or only their steps
+    differ."""
+    try:
+        with safe_open(one, "pt") as mine, safe_open(other, "pt") as theirs:
+            for name in sorted({*mine.keys(), *theirs.keys()}):
+                pair = [file.get_tensor(name) if name in file.keys() else ABSENT for file in (mine, theirs)]  # noqa: SIM118
+                if first := next(differing(name, *pair), None):
+                    return first
+    except (SafetensorError, OSError):
+        pass
+    return None
+
+
+def _between(one: Path, other: Path, trust: bool = False) -> Iterator[StateDifference]:
+    """Every difference between two checkpoint folders, weights first. Times do not count, nor does what only a run with
+    parallel.logical_ranks records. Raises CheckpointError."""
+    mine, theirs = (checkpoint.read(path, mapped=True, trust=trust) for path in (one, other))
+    same_world = mine.get("world_size") == theirs.get("world_size")
+    ignored = {*_IGNORED, "kernels"} if {} in (mine.get("kernels"), theirs.get("kernels")) else _IGNORED
+    names = [name for name in dict.fromkeys((*_FIRST, *sorted({*mine, *theirs}))) if name not in ignored]
+    for name in names:
+        if same_world or name not in _PER_WORLD_SIZE:
+            pair = [without_clocks(name, content.get(name, ABSENT), same_world) for content in (mine, theirs)]
+            yield from differing(name, *pair)
+
+
+def without_clocks(name: str, part: Any, same_world: bool = True) -> Any:
+    """Return a part of a checkpoint without its times, and, if world sizes differ, without the ranks' shares of the
+    epoch."""
+    if name == "state":
+        timeless = _without_seconds(part)
+        return timeless if same_world else {key: value for key, value in timeless.items() if key != "segments"}
+    if name == "ranks":
+        return [{**rank, "meter": _without_seconds(rank["meter"])} for rank in part]
+    return part
+
+
+def _without_seconds(part: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if not key.endswith("_s")}
+
+
+def differing(name: str, one: Any, other: Any) -> Iterator[StateDifference]:
+    """Every place under ``name`` where nested plain data and tensors differ in a bit, in order. NaN equals NaN."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if not _same_bits(one, other):
+            yield StateDifference(name, _max_difference(one, other), None)
+    elif isinstance(one, dict) and isinstance(other, dict):
+        for key in dict.fromkeys((*one, *other)):
+            yield from differing(f"{name}.{key}", one.get(key, ABSENT), other.get(key, ABSENT))
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            yield from differing(f"{name}[{index}]", *pair)
+    elif not _same_value(one, other):
+        yield StateDifference(name, None, (_short(one), _short(other)))
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return one.hex() == other.hex()  # 0.0 == -0.0, and NaN != NaN
+    return type(one) is type(other) and one == other
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)] if one.numel() else []
+    return not bits or torch.equal(*bits)
+
+
+def _max_difference(one: Tensor, other: Tensor) -> float | None:
+    if one.shape != other.shape:
+        return None
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    return float((one.to(wide) - other.to(wide)).abs().max()) if one.numel() else 0.0
+
+
+def _short(value: Any) -> Any:
+    """Return ``value`` if it is text or a number, otherwise its type and size."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return value if value is None or isinstance(value, str | int | float) else f"{type(value).__name__} of {len(value)}"
+
+
+# The first of the differences
+
+
+class FirstDifference:
+    """``step``: the first at which a log line or a checkpoint differs; None if only other files do."""
+
+    def __init__(self, found: Sequence[Difference], checkpoints: Sequence[int]) -> None:
+        self._found = found
+        self._log = [item for item in found if item.file.startswith(layout.METRICS)]
+        self._saved = [item for item in found if item.file.startswith(f"{layout.CHECKPOINTS}/")]
+        steps = [item.step for item in (*self._log, *self._saved) if item.step is not None]
+        self.step = min(steps, default=None)
+        self.equal = [step for step in checkpoints if self.step is None or step < self.step]
+
+    def lines(self) -> Iterator[str]:
+        """Sentences: the log, the checkpoints, other files."""
+        if self._log:
+            yield f"first difference in the log: {self._log[0]}"
+        if self._saved:
+            step = min(item.step for item in self._saved if item.step is not None)
+            yield f"first checkpoint that differs: step {step}"
+            yield from _parts([item for item in self._saved if item.step == step])
+        if self.equal:
+            yield f"equal up to and including the checkpoint of step {self.equal[-1]}"
+        others = [item for item in self._found if item not in self._log and item not in self._saved]
+        yield from (str(item) for item in others[: _NAMED if self._log or self._saved else None])
+
+
+def _parts(found: Sequence[Difference]) -> Iterator[str]:
+    counts = Counter(_part(item) for item in found)
+    for part, count in counts.items():
+        mine = [item.what for item in found if _part(item) == part]
+        named = ", ".join(
+            what.name.removeprefix(f"{part}.")
+            + (
+                f" (up to {what.by:.2g})"
+                if what.by is not None
+                else f" ({what.values[0]}, {what.values[1]})"
+                if what.values
+                else ""
+            )
+            for what in mine[:_NAMED]
+        )
+        more = f" and {count - _NAMED} more" if count > _NAMED else ""
+        yield f"  {_PARTS.get(part, part)}: {named}{more}"
+
+
+def _part(item: Difference) -> str:
+    return item.what.name.partition(".")[0].partition("[")[0]

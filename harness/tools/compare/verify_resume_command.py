@@ -8,12 +8,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.config import arguments as shared
 from harness.config import plugins
-from harness.errors import EXIT_DONE, ConfigError
-from harness.tools.compare.command import EXIT_DIFFERENT
+from harness.errors import ConfigError
+
+if TYPE_CHECKING:
+    from harness.audit.audit import AuditRequest
 
 VERB = "verify-resume"
 HELP = (
@@ -23,7 +25,7 @@ TAKES_PROGRAM = True
 
 _KILLS = 6  # of a configuration
 _OF_CONFIG = ("engine", "nproc", "full")
-_OF_PROGRAM = ("resume", "checkpoints", "signal", "timeout", "detail", "report", "json")
+_OF_PROGRAM = ("resume", "checkpoints")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--folder",
         type=Path,
         metavar="FOLDER",
-        help="where to keep the runs (default: a temporary folder; that of a configuration is kept if they differ)",
+        help="where to keep the starts (default: a temporary folder, which is kept if they differ)",
     )
+    parser.add_argument("--signal", choices=("KILL", "TERM"), help="how it is killed (default: KILL)")
+    parser.add_argument(
+        "--timeout", type=shared.positive(float), metavar="S", help="seconds without progress (default: 600)"
+    )
+    parser.add_argument("--report", type=Path, metavar="PAGE", help="write a page, such as resume.html")
+    parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     config = parser.add_argument_group("only with -c CONFIG")
     config.add_argument(
         "--engine", metavar="NAME", help=f"{', '.join(plugins.names('engine'))} (default: launch.engine)"
@@ -75,13 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     program.add_argument(
         "--checkpoints", metavar="GLOB", help="files or folders for {latest} (default: what is observed)"
     )
-    program.add_argument("--signal", choices=("KILL", "TERM"), help="how the command is killed (default: KILL)")
-    program.add_argument(
-        "--timeout", type=shared.positive(float), metavar="S", help="seconds without progress (default: 600)"
-    )
-    program.add_argument("--detail", choices=("tensors", "sums"), help="sums: smaller records (default: tensors)")
-    program.add_argument("--report", type=Path, metavar="PAGE", help="write a page, such as resume.html")
-    program.add_argument("--json", action="store_true", help="print the verdict as JSON")
 
 
 def _kills(word: str) -> str:
@@ -101,21 +102,48 @@ def _numbers(text: str) -> list[int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the result. Return 0 if the resumed run equals the undisturbed one, 1 if not, 3 if nothing can be said of a
-    command. Raises HarnessError if a run of a configuration fails without a kill."""
+    """Print the verdict. Return 0 if the resumed run equals the undisturbed one, 1 if not, 3 if nothing can be said.
+    Raises HarnessError if a configuration is wrong, and ConfigError if a command cannot be started."""
+    _check(arguments)
+    given = {
+        "kills": arguments.kills, "signal": arguments.signal, "timeout_s": arguments.timeout,
+        "folder": arguments.folder, "seed": arguments.seed,
+    }  # fmt: skip
+    options = {name: value for name, value in given.items() if value is not None}
+    make = _of_config if arguments.program is None else _of_program
+    request, said = make(arguments, options)
+    from harness.audit import page
+    from harness.audit.audit import audit
+    from harness.runs.files import require_output, write_atomically
+
+    if arguments.report is not None:
+        require_output(arguments.report, ())
+    progress = sys.stderr if arguments.json else sys.stdout
+    for text in said:
+        print(text, file=progress)
+    verdict = audit(request, lambda text: print(text, file=progress, flush=True))
+    if arguments.json:
+        print(json.dumps(verdict.as_json(), indent=2))
+    else:
+        for line in page.lines(verdict):
+            print(line)
+    if arguments.report is not None:
+        write_atomically(arguments.report, page.html(verdict))
+    return verdict.exit_code
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError unless there is either a configuration or a command, with its own options."""
     if arguments.program is None:
         if arguments.config is None:
             raise _usage("there is neither -c CONFIG nor a command after --")
         _refuse(arguments, _OF_PROGRAM, "needs a command after --")
-        if arguments.kills == "all":
-            raise _usage("--kills all needs a command after --")
-        return _run_config(arguments)
+        return
     if arguments.config is not None or arguments.overrides:
         raise _usage("there are both settings of the harness (-c CONFIG, key=value) and a command after --")
     if not arguments.program:
         raise _usage("there is no command after --")
     _refuse(arguments, _OF_CONFIG, "needs -c CONFIG")
-    return _run_program(arguments)
 
 
 def _usage(message: str) -> ConfigError:
@@ -132,7 +160,7 @@ def _refuse(arguments: argparse.Namespace, names: Sequence[str], why: str) -> No
             raise _usage(f"--{name} {why}")
 
 
-def _run_config(arguments: argparse.Namespace) -> int:
+def _of_config(arguments: argparse.Namespace, options: dict[str, Any]) -> tuple[AuditRequest, list[str]]:
     from harness.config import loader
 
     nproc = arguments.nproc or []
@@ -141,35 +169,13 @@ def _run_config(arguments: argparse.Namespace) -> int:
     loader.load(arguments.config, overrides)  # errors come before the import of torch, which takes seconds
     from harness.tools.compare import verification
 
-    request = verification.VerifyRequest(
-        arguments.config, overrides, int(arguments.kills or _KILLS), arguments.steps, arguments.full, arguments.seed,
-        arguments.folder, nproc,
-    )  # fmt: skip
-    return EXIT_DONE if verification.verify(request) else EXIT_DIFFERENT
+    options.setdefault("kills", str(_KILLS))
+    return verification.request(arguments.config, overrides, nproc, arguments.steps, arguments.full, **options)
 
 
-def _run_program(arguments: argparse.Namespace) -> int:
-    from harness.audit import page
-    from harness.audit.audit import AuditRequest, audit
-    from harness.runs.files import require_output, write_atomically
+def _of_program(arguments: argparse.Namespace, options: dict[str, Any]) -> tuple[AuditRequest, list[str]]:
+    from harness.audit.audit import AuditRequest
 
-    if arguments.report is not None:
-        require_output(arguments.report, ())
-    given = {
-        "kills": arguments.kills, "resume": arguments.resume, "checkpoints": arguments.checkpoints,
-        "signal": arguments.signal, "timeout_s": arguments.timeout, "detail": arguments.detail,
-    }  # fmt: skip
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    request = AuditRequest(
-        arguments.program, seed=arguments.seed, steps=arguments.steps, folder=arguments.folder, **options
-    )
-    progress = sys.stderr if arguments.json else sys.stdout
-    verdict = audit(request, lambda text: print(text, file=progress, flush=True))
-    if arguments.json:
-        print(json.dumps(verdict.as_json(), indent=2))
-    else:
-        for line in page.lines(verdict):
-            print(line)
-    if arguments.report is not None:
-        write_atomically(arguments.report, page.html(verdict))
-    return verdict.exit_code
+    given = {"resume": arguments.resume, "checkpoints": arguments.checkpoints, "steps": arguments.steps}
+    options |= {name: value for name, value in given.items() if value is not None}
+    return AuditRequest(arguments.program, **options), []

@@ -63,6 +63,9 @@ _share.__name__ = "share"  # shown by argparse if the text is not a number
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from harness.runs import console
+
+    console.show_work()
     print(_run(arguments))
     return EXIT_DONE
 

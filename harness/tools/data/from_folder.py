@@ -62,7 +62,8 @@ def write(folder: Path, out: Path, labels: bool = True) -> str:
 
 
 def _folders(folder: Path) -> set[str]:
-    """The names of the folders in ``folder``. Raises DataError, with the most similar folder if there is none."""
+    """Return the names of the folders in ``folder``. Raises DataError, with the most similar folder if there is
+    none."""
     try:
         return {entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")}
     except FileNotFoundError as error:

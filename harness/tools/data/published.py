@@ -86,7 +86,7 @@ def pet_names(folder: Path, source: str | None) -> str:
 
 
 def _offered(source: str) -> Original:
-    """The form of the pet names that ``source`` has."""
+    """Return the form of the pet names that ``source`` has."""
     if is_url(source) or (path := _local_path(source)).is_file():
         has_names = source.endswith(".json")
     else:
@@ -95,13 +95,13 @@ def _offered(source: str) -> Original:
 
 
 def _names_of_csv(content: bytes) -> list[str]:
-    """The cleaned names of the file of licenses, in order."""
+    """Return the cleaned names of the file of licenses, in order."""
     rows = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""))
     return [name for row in rows if (name := clean(row["Animal's Name"] or ""))]
 
 
 def _names_of_json(content: bytes) -> list[str]:
-    """The cleaned names of a JSON list, in order."""
+    """Return the cleaned names of a JSON list, in order."""
     return [name for given in json.loads(content) if (name := clean(given))]
 
 
@@ -151,7 +151,7 @@ def _places(name: str, source: str) -> list[str]:
 
 
 def _local_path(source: str) -> Path:
-    """The file or folder that ``source`` names. Raises ConfigError if it does not exist."""
+    """Return the file or folder that ``source`` names. Raises ConfigError if it does not exist."""
     path = expanded(source)
     if not path.exists():
         hint = did_you_mean(path) or "give a folder with the files, or a URL (https://…)"

@@ -14,6 +14,7 @@ from harness.data.table import convert
 from harness.data.table.convert import require_columns
 from harness.data.table.source import kind_of, locate
 from harness.errors import ConfigError, DataError, plural, reason, remedy
+from harness.runs.console import working
 from harness.tools.data import table_file
 
 _NAMED = 5  # labels in a message
@@ -38,7 +39,8 @@ def split(
     require_columns(
         columns, {column: option for column, option in ((by, "--by"), (stratify, "--stratify")) if column}, name
     )
-    table = _read(source, kind, columns)
+    with working(f"reading {source.name}"):
+        table = _read(source, kind, columns)
     rows = len(table)
     if not rows:
         raise DataError("the file has a header but no rows", where=str(source))
@@ -57,10 +59,12 @@ def split(
         what = f"column {by!r} has {plural(len(values), 'value')}, so one part would be empty" if by else "too few rows"
         raise ConfigError(what, where="--by" if by else "--stratify", hint="choose another column or another --eval")
     with ExitStack() as stack:
+        work = stack.enter_context(working(f"writing {outs[0].name} and {outs[1].name}", "rows", rows))
         for out, mask in zip(outs, (~chosen, chosen), strict=True):
             write = stack.enter_context(table_file.writing(out, table.schema))
-            for batch in table.filter(pa.array(mask)).to_batches():
+            for batch in table.filter(pa.array(mask)).to_batches(table_file.BATCH_ROWS):
                 write(batch)
+                work.done += len(batch)
     lines = [f"wrote {plural(rows - chosen.sum(), 'row')} to {outs[0]} and {chosen.sum()} to {outs[1]}"]
     if by:
         lines.append(f"values of {by} in {outs[1].name}: {len(np.unique(groups[chosen]))} of {len(values)}")
@@ -75,7 +79,8 @@ def split(
 
 
 def _of_rows(strata: np.ndarray, wanted: int, generator: np.random.Generator) -> np.ndarray:
-    """True for ``wanted`` rows, spread over the strata by largest remainder; one row of each stratum stays False."""
+    """Return True for ``wanted`` rows, spread over the strata by largest remainder; one row of each stratum stays
+    False."""
     sizes = np.bincount(strata)
     exact = sizes * (wanted / len(strata))
     take = np.minimum(exact.astype(np.int64), np.maximum(sizes - 1, 0))
@@ -90,8 +95,8 @@ def _of_rows(strata: np.ndarray, wanted: int, generator: np.random.Generator) ->
 
 
 def _of_groups(groups: np.ndarray, strata: np.ndarray, wanted: int, generator: np.random.Generator) -> np.ndarray:
-    """True for whole groups, about ``wanted`` rows. A group is taken if that brings the number of rows of its strata
-    closer to their shares, and leaves rows of each of them."""
+    """Return True for whole groups, about ``wanted`` rows. A group is taken if that brings the number of rows of its
+    strata closer to their shares, and leaves rows of each of them."""
     sizes = np.bincount(strata)
     left, current, share = sizes.astype(float), np.zeros(len(sizes)), sizes * (wanted / len(groups))
     order = np.argsort(groups, kind="stable")

@@ -16,14 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from harness.errors import ConfigError, DataError, did_you_mean, reason, remedy
+from harness.runs.console import working
 from harness.runs.files import replacing
 
-_BATCH_ROWS = 16_384
+BATCH_ROWS = 16_384
 _SUFFIXES = (".csv", ".csv.gz", ".parquet")
 
 
 def suffix_of(out: Path) -> str:
-    """``.csv``, ``.csv.gz`` or ``.parquet``. Raises ConfigError for another name."""
+    """Return ``.csv``, ``.csv.gz`` or ``.parquet``. Raises ConfigError for another name."""
     for suffix in _SUFFIXES:
         if out.name.lower().endswith(suffix) and len(out.name) > len(suffix):
             return suffix
@@ -74,16 +75,16 @@ def writing(out: Path, schema: pa.Schema) -> Iterator[Callable[[pa.RecordBatch],
 def write_rows(out: Path, columns: Sequence[str], rows: Iterable[tuple[str, ...]]) -> int:
     """Write ``rows`` of text to ``out``; return their number. No rows make no file."""
     schema, count, rows = pa.schema([(column, pa.string()) for column in columns]), 0, iter(rows)
-    part = list(islice(rows, _BATCH_ROWS))
+    part = list(islice(rows, BATCH_ROWS))
     if not part:
         return 0
-    with writing(out, schema) as write:
+    with writing(out, schema) as write, working(f"writing {out.name}", "rows") as work:
         while part:
             write(
                 pa.RecordBatch.from_arrays(
                     [pa.array(values, pa.string()) for values in zip(*part, strict=True)], schema=schema
                 )
             )
-            count += len(part)
-            part = list(islice(rows, _BATCH_ROWS))
+            count = work.done = count + len(part)
+            part = list(islice(rows, BATCH_ROWS))
     return count

@@ -206,6 +206,33 @@ def workers_change(facts: RunFacts) -> Change:
     return Change(f"Set data.num_workers={need} (now {facts.workers})", {"data.num_workers": need})
 
 
+def files_of(facts: RunFacts) -> str:
+    """Where the files of the rows are, by the setting of the task, if it has one."""
+    return " (task.root)" if "task.root" in facts.settings else ""
+
+
+def decoding_change(facts: RunFacts) -> Change:
+    first = next(iter(facts.setting("task.transforms.train", [])), "")
+    names = {first} if isinstance(first, str) else {*first}
+    scales = facts.setting("task.image_size") or names & {"Resize", "RandomResizedCrop"}
+    reduced = ", or set task.decode=reduced" if facts.setting("task.decode") == "full" and scales else ""
+    return Change(f"Store smaller images, about twice the size that the model sees{files_of(facts)}{reduced}")
+
+
+def augmentation_change(facts: RunFacts) -> Change:
+    if facts.setting("task.transforms.train"):
+        return Change("Remove the most expensive transform of task.transforms.train, or crop before it")
+    if facts.setting("task.image_size"):
+        return Change("Store the images in the size of task.image_size, to which each is scaled")
+    return Change(f"Profile what the dataset of the task does with a row ({facts.setting('task.name')})")
+
+
+def small_layers_change(facts: RunFacts) -> Change:
+    if facts.setting("model.compile"):
+        return Change("Use a model with fewer and larger layers", {}, 0.5)
+    return Change("Set model.compile=true, which fuses operations", {"model.compile": True}, 0.5)
+
+
 def optimizer_change(facts: RunFacts) -> Change:
     if facts.setting("optimizer.args.foreach") is not None:
         return Change("Remove foreach from optimizer.args, so that one kernel updates the weights", {}, 0.5)
@@ -223,6 +250,8 @@ def slow_rank_text(facts: RunFacts) -> str:
 def slow_rank_change(facts: RunFacts) -> Change:
     slow = facts.slow_rank
     assert slow is not None
+    if slow.by_data > 0.5 and facts.setting("data.shard") == "global":
+        return Change(f"Check the disk of rank {slow.rank}")
     if slow.by_data > 0.5:
         return Change(f"Check the disk of rank {slow.rank}, or set data.shard=global if its rows are larger",
                       {"data.shard": "global"})  # fmt: skip
@@ -270,13 +299,13 @@ def slow_evaluation_change(facts: RunFacts) -> Change:
     if facts.eval_data_s > 0.5 * facts.spent["evaluation"]:
         more = min(MAX_WORKERS, max(4, 2 * facts.workers))
         return Change(f"Evaluation waits for its data: set data.num_workers={more} (now {facts.workers}), or make the "
-                      "validation files smaller", {"data.num_workers": more}, facts.workers / more)  # fmt: skip
+                      "validation rows smaller", {"data.num_workers": more}, facts.workers / more)  # fmt: skip
     now = int(facts.setting("batch.eval_per_rank", round(facts.rows_per_pass)))
     return Change(f"Set batch.eval_per_rank={4 * now} (now {now})", {"batch.eval_per_rank": 4 * now}, 0.25)
 
 
 def saving_change(facts: RunFacts) -> Change:
-    if not facts.setting("checkpoint.every") or facts.setting("checkpoint.async_save"):
+    if not facts.setting("checkpoint.every"):
         return async_change(facts)
     every = facts.steps_of("checkpoint.every", None, "steps")
     best = max(2 * every, math.ceil(save_s(facts) / (_KEPT * facts.step_s)))
@@ -284,6 +313,8 @@ def saving_change(facts: RunFacts) -> Change:
 
 
 def async_change(facts: RunFacts) -> Change:
+    if facts.setting("checkpoint.async_save"):
+        return Change("Write to a faster disk (output)")
     return Change("Set checkpoint.async_save=true, which writes while training continues",
                   {"checkpoint.async_save": True}, 0.1)  # fmt: skip
 
@@ -318,7 +349,7 @@ CAUSES = (
                          {"launch.threads": max(1, f.cores // f.local_ranks)}),
     ),
     SlowCause(
-        "trackers", 0.25, lambda f: f.tracker_s / f.total_s,
+        "trackers", 0.25, lambda f: f.tracker_s / f.total_s if f.setting("trackers") else 0.0,
         lambda f: f"competes with its trackers ({', '.join(f.setting('trackers', []))}) for the Python interpreter",
         lambda f: Change(f"Set trackers=[] or train.log_every={10 * f.steps_of('train.log_every', 10, 'steps')}",
                          {"trackers": []}, 0.5),
@@ -331,18 +362,18 @@ CAUSES = (
     SlowCause(
         "reading", 0.15, data("read"),
         lambda f: f"waits for data: reading files {loading(f, 'read')}",
-        lambda f: Change("Copy the files to a local disk (task.root), or pack them into tar archives (docs/data.md)"),
+        lambda f: Change(f"Copy the files to a local disk{files_of(f)}"
+                         + (", or pack them into tar archives (docs/data.md)" if files_of(f) else "")),
     ),
     SlowCause(
         "decoding", 0.15, data("decode"),
         lambda f: f"waits for data: decoding images {loading(f, 'decode')}",
-        lambda f: Change("Store smaller images, about twice the size that the model sees (task.root)"
-                         + (", or set task.decode=reduced" if f.setting("task.decode") == "full" else "")),
+        decoding_change,
     ),
     SlowCause(
         "augmentation", 0.15, data("transform"),
         lambda f: f"waits for data: transforming images {loading(f, 'transform')}",
-        lambda f: Change("Remove the most expensive transform of task.transforms.train, or crop before it"),
+        augmentation_change,
     ),
     SlowCause(
         "dataset code", 0.15, data("collate"),
@@ -374,7 +405,7 @@ CAUSES = (
     SlowCause(
         "small layers", 0.25, host("model"),
         lambda f: f"runs {plural(f.layers, 'small layer')} per pass, so the host is the bottleneck",
-        lambda f: Change("Set model.compile=true, which fuses operations", {"model.compile": True}, 0.5),
+        small_layers_change,
     ),
     SlowCause(
         "frequent evaluation", 0.25, evaluation(False),

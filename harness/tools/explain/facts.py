@@ -132,7 +132,7 @@ class RunFacts:
         return default if value is None else value
 
     def steps_of(self, key: str, default: Any, bare: Unit) -> int:
-        """A length of the configuration in steps. ``bare``: the unit of a number without one."""
+        """Return a length of the configuration in steps. ``bare``: the unit of a number without one."""
         return Duration.parse(self.setting(key, default), bare).steps(round(self.steps / max(1, self.epochs)))
 
     @property

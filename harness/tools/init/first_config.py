@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,14 @@ _IMAGE = re.compile(r"\.(jpe?g|png|webp|gif)$", re.IGNORECASE)  # what torchvisi
 _EVAL = ("eval", "val", "valid", "validation", "dev", "test")
 _PATH_NAMES = ("path", "image", "file", "filename", "img", "filepath", "image_path")
 _LABEL_NAMES = ("label", "class", "target", "category", "y", "labels", "tags", "classes")
+# Columns that hold a box: four numbers, none of which is a class.
+_BOXES = (
+    ("xmin", "ymin", "xmax", "ymax"), ("x_min", "y_min", "x_max", "y_max"), ("x1", "y1", "x2", "y2"),
+    ("left", "top", "right", "bottom"), ("left", "top", "width", "height"), ("x", "y", "width", "height"),
+    ("x", "y", "w", "h"), ("cx", "cy", "w", "h"), ("x_center", "y_center", "width", "height"),
+)  # fmt: skip
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+_PACKED = re.compile(rf"[\[(]?\s*{_NUMBER.pattern}([\s,;]+{_NUMBER.pattern}){{3}}\s*[\])]?")
 _WRONG = "correct it: "  # starts the comment of a guess that cannot be right
 _TYPICAL = 224  # height and width of images that most published models were trained on
 _SMALL = 64  # up to here a small network is enough
@@ -64,8 +71,9 @@ def write(sources: Sequence[str], out: Path | None) -> str:
         )
     lines, file = list(_task(train, evaluation)), shlex.quote(str(out))
     text = _TEXT.format(
-        train=train.described, eval=evaluation.described, out=file, name=_plain(name), task="\n".join(lines)
-    )
+        train=train.described, eval=evaluation.described, out=file, name=_plain(name),
+        precision=_precision(), task="\n".join(lines),
+    )  # fmt: skip
     try:
         with open(out, "x", encoding="utf-8") as stream:
             stream.write(text)
@@ -84,9 +92,9 @@ _TEXT = """\
 # and {eval}. Correct any wrong guesses, then run:
 #   harness check -c {out}
 #   harness train -c {out}
-# harness schema lists every setting with its unit, range and default.
+# harness settings WORD explains the settings with this word in their name or text.
 name: {name}  # the run folder is runs/{name}
-extends: preset:modern  # bfloat16, for GPUs since Ampere; preset:apex-2019: float16
+{precision}
 {task}
 """
 
@@ -116,7 +124,7 @@ def _pair(sources: Sequence[str]) -> tuple[str, str]:
 
 
 def _in_folder(path: Path) -> Path:
-    """``path``, or the training file in it if it is a folder. Raises ConfigError if there is none."""
+    """Return ``path``, or the training file in it if it is a folder. Raises ConfigError if there is none."""
     if not path.is_dir():
         return path
     found = [file for file in sorted(path.iterdir()) if file.suffix in (".csv", ".parquet", ".gz") and file.is_file()]
@@ -161,9 +169,27 @@ def _name(source: str) -> str:
 
 
 def _plain(value: object) -> str:
-    """``value`` as YAML on one line."""
+    """Return ``value`` as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _precision() -> str:
+    """Return the lines that choose what this machine computes fast, with the reason."""
+    import torch  # late: its import takes seconds, and errors come before
+
+    from harness.apex.on_cpu.half_kernels import has_bfloat16
+
+    if torch.cuda.is_available():
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "extends: preset:modern  # bfloat16, which this GPU computes; preset:apex-2019: float16"
+        return "extends: preset:apex-2019  # float16: this GPU has no bfloat16; those since Ampere: preset:modern"
+    if has_bfloat16():
+        return "extends: preset:modern  # bfloat16, which this CPU computes"
+    return (
+        "extends: preset:modern  # bfloat16, for GPUs since Ampere; preset:apex-2019: float16\n"
+        "precision: {opt_level: O0}  # float32: this CPU has no bfloat16; on a GPU, remove this line"
+    )
 
 
 def _task(train: Annotations, evaluation: Annotations) -> Iterator[str]:
@@ -182,6 +208,7 @@ def _task(train: Annotations, evaluation: Annotations) -> Iterator[str]:
         )
     batch = 1 << (max(2, min(64, train.num_rows // 8)).bit_length() - 1)
     yield f"batch: {{global: {batch}}}  # rows per step over all ranks; larger batches make better use of a GPU"
+    yield "data: {shard: global}  # the same batches on any number of ranks"
     yield "optimizer: {name: adamw, lr: 0.001, weight_decay: 0.01}  # lr is the first setting to tune"
     yield "schedule: {name: cosine, warmup_epochs: 1}"
     epochs = 10 if train.num_rows > 5000 else 20
@@ -237,22 +264,33 @@ def _labels(rows: Annotations, inputs: str) -> tuple[str, str]:
     """Return the setting for the column with the labels as YAML, and why, with what else there is. Raises
     ConfigError."""
     others = {name: values for name, values in rows.columns.items() if name != inputs}
-    found = {name: kind for name, values in others.items() if (kind := _kind(values, name.lower() in _LABEL_NAMES))}
+    packed = [name for name, values in others.items() if "box" in name.lower() and all(map(_PACKED.fullmatch, values))]
+    box = _box(others)
+    found = {
+        name: kind
+        for name, values in others.items()
+        if name not in (*box, *packed) and (kind := _kind(values, name.lower() in _LABEL_NAMES))
+    }
     counts = {name: len(set(values)) for name, values in others.items()}
     shown = {name: f"{name} ({plural(counts[name], 'value')})" for name in others}
+    if not found and box:
+        why = f"the numbers of a box, one per image{_rest(shown, box)}"
+        return f"labels: {{kind: regression, column: {_plain(list(box))}}}", why
     if not found:
         raise ConfigError(
             f"no column looks like labels; columns other than {inputs}: {', '.join(shown.values()) or 'none'}; "
             f"{plural(rows.num_rows, 'row')}",
             where=rows.source,
-            hint="add a column such as label that holds one class, several labels or a number in each row",
+            hint=f"the four numbers in {packed[0]} need a column each, such as xmin, ymin, xmax and ymax"
+            if packed
+            else "add a column such as label that holds one class, several labels or a number in each row",
         )
     names = list(rows.columns)
     best = min(found, key=lambda name: (
         _LABEL_NAMES.index(name.lower()) if name.lower() in _LABEL_NAMES else len(_LABEL_NAMES),
         found[name] != "classes", names.index(name) < names.index(inputs), names.index(name),
     ))  # fmt: skip
-    rest = f"; other columns: {', '.join(text for name, text in shown.items() if name != best) or 'none'}"
+    rest = _rest(shown, [best])
     if found[best] == "numbers":
         values = [float(value) for value in others[best]]
         why = f"numbers from {min(values):g} to {max(values):g}"
@@ -264,6 +302,21 @@ def _labels(rows: Annotations, inputs: str) -> tuple[str, str]:
         setting = f"labels: {{column: {_plain(best)}, separator: {_plain(separator)}}}"
         return setting, f"several of {len(labels)} labels per row: {few}{rest}".replace("\n", " ")
     return f"label_column: {_plain(best)}", f"{len(labels)} classes: {few}{rest}".replace("\n", " ")
+
+
+def _box(columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return the four of ``columns`` that hold the box of an image, as they are written; none without."""
+    spelled = {name.lower(): name for name in columns}
+    for box in _BOXES:
+        names = tuple(spelled[part] for part in box if part in spelled)
+        if len(names) == len(box) and all(_NUMBER.fullmatch(value) for name in names for value in columns[name]):
+            return names
+    return ()
+
+
+def _rest(shown: Mapping[str, str], used: Collection[str]) -> str:
+    """Return the end of a reason: the columns that are not ``used``."""
+    return f"; other columns: {', '.join(text for name, text in shown.items() if name not in used) or 'none'}"
 
 
 def _kind(values: Sequence[str], named: bool) -> str:

@@ -39,7 +39,7 @@ class CurveLine:
 
 
 def choose(runs: RunSet) -> list[CurveLine]:
-    """The best runs, MAX_LINES at most: a color and a symbol for each recipe, a dash for each world size."""
+    """Return the best runs, MAX_LINES at most: a color and a symbol for each recipe, a dash for each world size."""
     drawn = [of_line for group in runs.seed_groups if (of_line := _drawn(group))][:MAX_LINES]
     recipes = list(dict.fromkeys(of_line[0].recipe for of_line in drawn))
     worlds = sorted({of_line[0].record.ranks for of_line in drawn}, key=lambda ranks: (len(ranks), ranks))

@@ -36,7 +36,7 @@ _SHORT_KEYS = {
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """``value`` with this many significant digits."""
+    """Return ``value`` with this many significant digits."""
     if value is None or value != value:
         return NOTHING
     text = f"{value:,.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
@@ -111,11 +111,11 @@ def setting(value: Any, digits: int = 6) -> str:
 
 
 def path(place: Path) -> str:
-    """``place`` relative to the working folder if it is inside."""
+    """Return ``place`` relative to the working folder if it is inside."""
     inside = os.path.relpath(place)
     return str(place) if inside.startswith("..") else inside
 
 
 def without_working_folder(text: str) -> str:
-    """``text`` with paths in the working folder made relative."""
+    """Return ``text`` with paths in the working folder made relative."""
     return text.replace(os.getcwd() + os.sep, "")

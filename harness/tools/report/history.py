@@ -121,7 +121,8 @@ def _epochs(entries: pd.DataFrame, ends: pd.Series) -> np.ndarray:
 
 
 def _curve(entries: pd.DataFrame, epochs: Any, train: pd.DataFrame, names: list[str]) -> Curve:
-    """The columns ``names`` of ``entries``. Samples are interpolated, because only entries of training have them."""
+    """Return the columns ``names`` of ``entries``. Samples are interpolated, because only entries of training have
+    them."""
     steps, known = entries["step"].to_numpy(), train.dropna(subset="samples")
     samples = np.interp(steps, known["step"], known["samples"]) if len(known) else np.full(len(steps), np.nan)
     at = {"epoch": np.asarray(epochs), "samples": samples, "seconds": entries["wall_s"].to_numpy()}

@@ -121,13 +121,21 @@ def most_confident(run: ReportedRun, with_images: bool = True) -> tuple[list[Mis
     scores = _errors(wrong) if "error" in wrong.column_names else _scores(wrong, separator)
     order = np.argsort(-np.abs(scores), kind="stable")[:MAX_SHOWN]
     find = _images(run) if with_images else lambda name: ""
+    columns = [column for column in _text_columns(run) if column in wrong.column_names]
     found = []
     for row, score in zip(wrong.take(pa.array(order)).to_pylist(), scores[order].tolist(), strict=True):
         name = str(row.get("id", ""))
-        text = row.get("text")
+        texts = [str(row[column]) for column in columns if row[column] is not None]
         shown = str(row["label"]), str(row["prediction"]), score, find(name)
-        found.append(Mistake(str(text or name), *shown, "error" in row, text is not None))
+        found.append(Mistake(" / ".join(texts) or name, *shown, "error" in row, bool(columns)))
     return found, len(wrong), len(table)
+
+
+def _text_columns(run: ReportedRun) -> list[str]:
+    """Return the columns of predictions.csv that hold the texts of a row, as ``known`` of text_csv names them."""
+    of_task = run.settings.get("task.text_column") or "text"
+    names = map(str, of_task if isinstance(of_task, list) else [of_task])
+    return [f"text_{name}" if name in ("id", "prediction", "label") else name for name in names]
 
 
 def read_predictions(path: Path) -> pa.Table | None:

@@ -173,7 +173,7 @@ def _best(past: History) -> float | None:
 
 
 def _title(records: Sequence[Record]) -> str:
-    """The first three names; the number of the other runs, or of all runs if these share their names."""
+    """Return the first three names; the number of the other runs, or of all runs if these share their names."""
     names = [record.sweep.name if record.sweep else record.name for record in records]
     shown = list(dict.fromkeys(names))[:3]
     if others := sum(name not in shown for name in names):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from harness.distributed import signals
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError, plural
-from harness.runs import layout
+from harness.runs import console, layout
 from harness.runs.locks import Lock
 from harness.runs.run_dir import cannot_write
 from harness.tools.report.reproduce import trial_command
@@ -23,7 +23,6 @@ from harness.tools.sweep import process, results, spec
 from harness.tools.sweep.plan import Plan, make
 from harness.tools.sweep.slots import Machine
 from harness.tools.sweep.spec import typed
-from harness.training import console
 
 if TYPE_CHECKING:
     from harness.tools.sweep.study import SweepTrial

@@ -87,7 +87,7 @@ def _words(file: SweepFile, settings: Settings) -> list[str]:
 
 
 def _load(file: SweepFile, trials: Iterable[Settings]) -> tuple[list[PlannedTrial], list[str]]:
-    """The trials whose configurations are valid, and the problems of the others, each problem once."""
+    """Return the trials whose configurations are valid, and the problems of the others, each problem once."""
     planned, wrong = [], dict[str, list[str]]()
     origins = {"checkpoint.best_metric": file.path, **file.origins}
     for settings in trials:

@@ -210,7 +210,7 @@ class Runner:
             results.write(self._folder / layout.SWEEP, self._plan, self.trials)
 
     def _as_known_here(self, trial: SweepTrial) -> SweepTrial:
-        """``trial`` with its state in this process; the study only stores that it was started."""
+        """Return ``trial`` with its state in this process; the study only stores that it was started."""
         if trial.state != "running" or trial.number in self._running:
             return trial
         if why := self._given_up.get(trial.number):

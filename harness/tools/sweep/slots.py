@@ -39,7 +39,7 @@ class Need:
     gpus: int = 0
 
     def lacks(self, machine: Machine) -> str:
-        """The reason why ``machine`` can never run it; empty if it can."""
+        """Return the reason why ``machine`` can never run it; empty if it can."""
         if self.gpus > len(machine.gpus):
             return f"{plural(self.gpus, 'GPU')} needed, but the machine has {len(machine.gpus)}"
         if self.cores > machine.cores:

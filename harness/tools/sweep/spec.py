@@ -137,7 +137,7 @@ def typed(settings: Settings) -> list[str]:
 
 
 def spelled(value: Any) -> str:
-    """``value`` as it is typed after ``key=``, without quotes where none are needed."""
+    """Return ``value`` as it is typed after ``key=``, without quotes where none are needed."""
     quoted = json.dumps(value, ensure_ascii=False)
     for text in (value, quoted) if isinstance(value, str) else (quoted,):
         if _reads_as(text, value):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,19 +17,29 @@ from harness.config import constraints, loader
 from harness.config.schema import Config
 from harness.data.batch import Batch, Dataset
 from harness.data.loader_workers import require_shared_memory
-from harness.distributed import devices, stack
+from harness.distributed import devices, machine, stack
 from harness.distributed.runtime import Runtime
-from harness.errors import HarnessError, TrainingError, first_line, plural, readable
+from harness.errors import (
+    ConfigError,
+    HarnessError,
+    OwnCodeError,
+    TrainingError,
+    first_line,
+    plural,
+    readable,
+    users_line,
+)
 from harness.runs import remote
+from harness.runs.console import in_words
 from harness.runs.files import is_url
 from harness.trackers import metrics_log
 from harness.training import build, description, determinism, division, hooks, logical_ranks, memory
 from harness.training.determinism import Audit, OutOfTime
 from harness.training.evaluation import evaluate
 from harness.training.evaluation.metrics import Sums
-from harness.training.models import recompute, weights
+from harness.training.models import lora, recompute, weights
 from harness.training.optimizer import on_gradients, optim, precision
-from harness.training.strategies.base import find
+from harness.training.strategies.base import strategy_class
 from harness.training.task import OpenedTask, SupportsPredictions, SupportsSample
 
 P = ParamSpec("P")
@@ -52,18 +63,6 @@ def examine(
     return examination.facts, examination.errors
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """The parts of a run. ``model`` is trained for a step and must not be used afterwards."""
-
-    config: Config
-    task: OpenedTask
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    size: division.Sizes
-    device: torch.device  # that the run will train on
-
-
 class _Examination:
     """The stages of ``examine``, and the facts and errors that they have found so far."""
 
@@ -81,9 +80,7 @@ class _Examination:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # of the user's own task, model or optimizer, which may call sys.exit
-            hint = "harness train prints the traceback"
-            what = f"{type(error).__name__}: {first_line(readable(error))}"
-            self.errors.append(TrainingError(what, where=stack.raised_at(error), hint=hint))
+            self.errors.append(_unexpected(error, ""))
         return None
 
     def run(self) -> None:
@@ -97,6 +94,7 @@ class _Examination:
             else None
         )
         model = attempt(build.build_model, config, task) if task else None
+        untried = ["a training step and an evaluation (because of the errors)"]
         attempt(metrics_log.require, config.trackers)
         attempt(_require_output, config)
         if config.train.on_gradients:
@@ -107,14 +105,18 @@ class _Examination:
         optimizer = self._build_optimizer(model, size)
         if size is not None and amp is not None and task is not None and device is not None:
             self._plan(task, size, device, amp.backend)
-            self.facts |= own_hooks.described() if own_hooks else {}
+            self.facts |= own_hooks.describe() if own_hooks else {}
             if model is not None:
                 self.facts["same bits"] = _same_bits(config, model, self.world_size)
                 readable_rows = self._sample(task)
-                if optimizer is not None and readable_rows:
-                    candidate = Candidate(config, task, model, optimizer, size, device)
-                    attempt(_try, candidate, self.world_size, self.limit_s, self.facts)
-        attempt(lambda: find(config.parallel).check_world(config.parallel, self.world_size))
+                if optimizer is not None:
+                    trial = _Trial(config, task, model, optimizer, size, device, self.world_size, self.limit_s)
+                    if readable_rows:
+                        attempt(trial.run, self.facts)
+                    attempt(trial.require_memory, self.facts)
+                    untried = trial.untried
+        attempt(lambda: strategy_class(config.parallel).check_world(config.parallel, self.world_size))
+        self.facts |= {"not tried": "; ".join(untried)} if untried else {}
 
     def _open_task(self) -> OpenedTask | None:
         task = self.attempt(build.open_task, self.config, Runtime(), self.limit_s)
@@ -129,8 +131,14 @@ class _Examination:
         attempt(build.require_mixable, config, task)
         if device is not None:
             attempt(determinism.require_restorable, model, device, config.train.deterministic)
-        facts["model"] = f"{config.model.name}, {sum(p.numel() for p in model.parameters()):,} parameters"
-        if config.model.weights is not None and (loaded := attempt(weights.load, model, config)):
+        every, trained = (
+            sum(p.numel() for p in model.parameters() if p.requires_grad >= only) for only in (False, True)
+        )
+        share = f", of which {trained:,} are trained" if trained < every else ""
+        facts["model"] = f"{config.model.name}, {every:,} parameters{share}"
+        if config.model.lora is not None:
+            facts["lora"] = lora.summary(model, config.model.lora)
+        if config.model.start_weights is not None and (loaded := attempt(weights.load, model, config)):
             facts["weights"] = "; ".join(filter(None, [loaded["summary"], loaded["warning"]]))
         if again := attempt(recompute.apply, model, config.model.activation_checkpointing):
             shown = ", ".join(again if len(again) <= 4 else [*again[:3], "...", again[-1]])
@@ -147,18 +155,20 @@ class _Examination:
             return None
         groups = self.attempt(optim.groups, section, model, size.lr)
         optimizer = self.attempt(optim.build, section, groups, size.lr) if groups else None
-        self.facts |= optim.described(optimizer, model) if optimizer else {}
+        self.facts |= optim.describe(optimizer, model) if optimizer else {}
         return optimizer
 
     def _plan(self, task: OpenedTask, size: division.Sizes, device: torch.device, backend: str) -> None:
         num_ranks = self.config.parallel.num_ranks(self.world_size)
         self.facts |= description.describe(self.config, task, size, num_ranks, device, backend)
-        self.facts["preset"] = f"{self.facts['preset']}; choose another with extends: preset:NAME"
-        if warning := division.too_few_rows(size, len(task.train)):
-            self.facts["warning"] = warning
+        self.facts["nearest preset"] += "; choose another with extends: preset:NAME"
+        with precision.half_on_cpu(self.config.precision, device):
+            slow = precision.warning(self.config.precision, device)
+        warnings = filter(None, [division.too_few_rows(size, len(task.train)), slow])
+        self.facts |= {"warning": text} if (text := "; ".join(warnings)) else {}
 
     def _sample(self, task: OpenedTask) -> bool:
-        """False if files of a sample of the rows are damaged."""
+        """Return False if files of a sample of the rows are damaged."""
         if not isinstance(task, SupportsSample):
             return True
         sampled = self.attempt(task.sample, self.limit_s)
@@ -166,42 +176,152 @@ class _Examination:
         return sampled is not None
 
 
-def _try(run: Candidate, world_size: int, limit_s: float, facts: dict[str, Any]) -> None:
-    """Take a few rows through a training step on the CPU, and others through an evaluation, for at most ``limit_s``
-    seconds. Add to ``facts`` what was tried, what CUDA cannot do deterministically, and the memory of a rank.
+@dataclass
+class _Trial:
+    """A training step on a few rows and an evaluation of others, on the CPU in float32, and what they tell of the run.
+    ``model`` is trained, and must not be used afterwards."""
 
-    Raises the errors of the data, TrainingError with the stage in which anything else failed, and ConfigError if the
-    device refuses an operation.
-    """
-    start, done = time.monotonic(), []
-    audit = Audit(start + limit_s)
-    try:
-        done.append(_train(run, audit, world_size))
-        facts["memory"] = _memory(run, world_size)
-        done.append(_evaluate(run, audit))
-    except OutOfTime:
-        done.append(f"stopped after {limit_s:.0f} s")
-    facts["one batch"] = f"{', '.join(done)}; on the CPU in float32, in {time.monotonic() - start:.1f} s"
-    level = run.config.train.deterministic
-    facts["deterministic"] = determinism.described(level, audit.found | determinism.unrestorable(run.model))
-    if audit.found and level is True and run.device.type == "cuda":
-        raise determinism.refused(audit.found)
+    config: Config
+    task: OpenedTask
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    size: division.Sizes
+    device: torch.device  # that the run will train on
+    world_size: int
+    limit_s: float
+    batch: Batch | None = None  # of the training step
+    step_s: float = 0.0  # that it took, on ``batch``
+    kept: memory.KeptForBackward | None = None
+
+    def __post_init__(self) -> None:
+        self.untried = ["a training step and an evaluation (because of the errors)"]
+
+    def run(self, facts: dict[str, Any]) -> None:
+        """Take a step and evaluate, for at most ``limit_s`` seconds. Add to ``facts`` what was tried, and what CUDA
+        cannot do deterministically; to ``untried`` what was not.
+
+        Raises the errors of the data, TrainingError with the stage in which anything else failed, and ConfigError if
+        the device refuses an operation.
+        """
+        start, done = time.monotonic(), []
+        audit, left = Audit(start + self.limit_s), ["a training step", "an evaluation"]
+        why = "no row could be read"
+        try:
+            for stage in (_train, _evaluate):
+                if found := stage(self, audit):
+                    done.append(found)
+                    del left[0 if stage is _train else -1]
+        except OutOfTime as error:
+            why = f"stopped after {self.limit_s:.0f} s{f', in {error}' if str(error) else ''}"
+            done.append(why)
+        self.untried = [f"{' and '.join(left)} ({why})"] if left else []
+        self.untried += self._other_than_the_run()
+        facts["one batch"] = f"{', '.join(done)}; on the CPU in float32, in {time.monotonic() - start:.1f} s"
+        if self.device.type == "cpu" and self.batch is not None and self.step_s:
+            rows = self.size.total_steps * self.size.per_rank
+            whole = in_words(rows * self.step_s / len(self.batch))
+            facts["duration"] = (
+                f"at most {whole} for {rows:,} training rows per rank, at the pace of {len(self.batch)} here"
+            )
+        level = self.config.train.deterministic
+        facts["deterministic"] = determinism.describe(level, audit.found | determinism.unrestorable(self.model))
+        if audit.found and level is True and self.device.type == "cuda":
+            raise determinism.refused(audit.found)
+
+    def _other_than_the_run(self) -> list[str]:
+        """What the run does and the trial does not, in words."""
+        level = self.config.precision.opt_level
+        return [
+            *([f"{level} on {self.device.type} (the trial is in float32 on the CPU)"]
+              if level != "O0" or self.device.type != "cpu" else []),
+            *([f"{self.world_size} ranks (the trial is of one)"] if self.world_size > 1 else []),
+            *(["model.compile"] if self.config.model.compile else []),
+        ]  # fmt: skip
+
+    def require_memory(self, facts: dict[str, Any]) -> None:
+        """Add to ``facts`` what a rank of the run holds, in words: measured as far as the trial came, else estimated.
+        Raises ConfigError if that is more than its device has."""
+        config, share = self.config, 1 / (self.world_size if strategy_class(self.config.parallel).shards else 1)
+        level = config.precision.opt_level
+        parts = self._held()
+        shown = [f"{name} {memory.shown(share * size)}" for name, size in parts.items() if size]
+        activations, how = self._activations()
+        facts["memory"] = f"{', '.join(shown)} per rank; "
+        rows = plural(self.size.micro_batch, "row")
+        if activations is None:
+            facts["memory"] += f"activations and temporary tensors come on top (not known: {how})"
+            activations = 0.0
+        else:
+            activations *= 1.0 if level == "O0" else 0.5
+            found = f"about {memory.shown(activations)} of activations for {rows} at a time ({how})"
+            facts["memory"] += f"{found}; temporary tensors come on top"
+        total, there = share * sum(parts.values()) + activations, self._device_memory()
+        if total > there:
+            has_blocks = bool(recompute.blocks(self.model))
+            raise ConfigError(
+                f"a rank needs about {memory.shown(total)}, of which {memory.shown(activations)} are activations of "
+                f"{rows}, but has {memory.shown(there)} of memory on {self.device.type} here",
+                where="batch",
+                hint=memory.remedies(config, self.world_size, "training", has_blocks)
+                + "; or check on the machine that trains",
+            )
+
+    def _held(self) -> dict[str, float]:
+        """Bytes of a rank between two steps, without shards."""
+        trained = [param for group in self.optimizer.param_groups for param in group["params"]]
+        if not self.optimizer.state and 3 * memory.num_bytes(trained) < machine.memory_of()[1]:
+            for param in trained:  # a step without a forward pass, for the state of the optimizer
+                param.grad = torch.zeros_like(param)
+            with suppress(Exception):  # of the user's own optimizer, or one that needs the loss
+                self.optimizer.step()
+        level, average = self.config.precision.opt_level, trained if self.config.train.ema_decay else ()
+        parts: dict[str, float] = {**memory.held(self.model.parameters(), self.optimizer, average)}
+        if level in ("O2", "O5"):
+            copied = memory.num_bytes([*self.model.parameters(), *trained])
+            parts["half-precision copies of weights and gradients"] = copied / 2
+        return {name: size / 2 for name, size in parts.items()} if level == "O3" else parts
+
+    def _activations(self) -> tuple[float | None, str]:
+        """Return (bytes for a micro-batch in float32, from where), or (None, why they are not known)."""
+        if self.kept is not None:
+            rows = self.kept.num_rows
+            return self.kept.num_bytes * self.size.micro_batch / rows, f"measured on {plural(rows, 'row')}"
+        if self.batch is None:
+            return None, "no row could be tried"
+        try:
+            inputs = evaluate.prepare(self, self.batch.inputs)
+            kept = memory.kept_of_shapes(self.model, inputs, self.size.micro_batch)
+            return kept.num_bytes, "computed from the shapes"
+        except Exception as error:  # of the model, which may need values
+            return None, f"the model cannot run without values: {first_line(error)}"
+
+    def _device_memory(self) -> float:
+        """Bytes of the device of a rank."""
+        if self.device.type == "cuda" and torch.cuda.is_available():
+            return torch.cuda.get_device_properties(self.device).total_memory
+        ranks = -(-self.world_size // self.config.launch.nnodes)
+        return math.inf if self.device.type == "cuda" else machine.memory_of()[0] / ranks
 
 
-def _train(run: Candidate, audit: Audit, world_size: int) -> str:
+def _train(run: _Trial, audit: Audit) -> str:
+    """Take a training step; return what was done, empty if no row could be read."""
     num_rows = max(2, min(_ROWS, run.size.micro_batch, len(run.task.train)))  # training repeats a single row, too
-    batch = _batch(run.task.train, num_rows, 0, "training")
+    batch = run.batch = _batch(run.task.train, num_rows, 0, "training")
     if batch is None:
-        return "no training row could be read"
+        return ""
     rows = max(run.size.micro_batch, min(run.size.eval_batch, len(run.task.eval)))
     batch_bytes = rows * (batch.inputs.nbytes + batch.targets.nbytes) / len(batch)
-    num_ranks = -(-world_size // run.config.launch.nnodes)
+    num_ranks = -(-run.world_size // run.config.launch.nnodes)
     require_shared_memory(batch_bytes, run.config.data.num_workers, num_ranks)
+    start = time.monotonic()
+    kept = memory.KeptForBackward(num_rows, [*run.model.parameters(), *run.model.buffers()])
     with audit:
-        outputs = _outputs(run, batch, "training", training=True)
-        with _stage("loss() of the task", "training"):
-            loss = run.task.loss(outputs, batch.targets)
+        with kept:
+            outputs = _outputs(run, batch, "training", training=True)
+            with _stage("loss() of the task", "training"):
+                loss = run.task.loss(outputs, batch.targets)
         _require_loss(loss)
+        run.kept = kept
         with _stage("the backward pass", "training"):
             loss.backward()
         if own := on_gradients.of_run(run.config, run.model, run.optimizer, torch.device("cpu")):
@@ -209,14 +329,16 @@ def _train(run: Candidate, audit: Audit, world_size: int) -> str:
                 own([param for group in run.optimizer.param_groups for param in group["params"]], 0)
         with _stage(f"the optimizer {run.config.optimizer.name}", "training"):
             run.optimizer.step()
+    run.step_s = time.monotonic() - start
     return f"{plural(len(batch), 'training row')} through prepare, model, loss {loss.item():.4g}, backward, optimizer"
 
 
-def _evaluate(run: Candidate, audit: Audit) -> str:
+def _evaluate(run: _Trial, audit: Audit) -> str:
+    """Evaluate; return what was done, empty if no row could be read."""
     task, num_rows = run.task, min(_ROWS, run.size.eval_batch, len(run.task.eval))
     batch = _batch(task.eval, num_rows, None, "validation")
     if batch is None:
-        return "no validation row could be read"
+        return ""
     with audit, torch.no_grad():
         outputs = _outputs(run, batch, "validation", training=False)
         with _stage("evaluate() of the task", "validation"):
@@ -232,14 +354,14 @@ def _evaluate(run: Candidate, audit: Audit) -> str:
 
 
 def _batch(dataset: Dataset, num_rows: int, epoch: int | None, split: str) -> Batch | None:
-    """``num_rows`` rows, evenly spread over ``dataset``; None if all of them are unreadable."""
+    """Return ``num_rows`` rows, evenly spread over ``dataset``; None if all of them are unreadable."""
     rows = np.linspace(0, len(dataset) - 1, num_rows).round().astype(np.int64)
     with _stage("batch() of the dataset", split):
         batch = dataset.batch(rows, epoch)
     return batch if len(batch) else None
 
 
-def _outputs(run: Candidate, batch: Batch, split: str, training: bool) -> Tensor:
+def _outputs(run: _Trial, batch: Batch, split: str, training: bool) -> Tensor:
     with _stage("prepare() of the task", split):
         inputs = evaluate.prepare(run, batch.inputs)
     with _stage(f"the model {run.config.model.name}", split):
@@ -265,35 +387,31 @@ def _stage(what: str, split: str) -> Iterator[None]:
     """Add ``what`` failed, and on which data, to an error that lacks them."""
     try:
         yield
-    except (HarnessError, OutOfTime):
+    except OutOfTime as error:
+        raise OutOfTime(*error.args or [f"{what} on the {split} data"]) from None
+    except HarnessError:
         raise
     except Exception as error:
-        raise TrainingError(
-            f"{what} fails on the {split} data: {type(error).__name__}: {first_line(error)}",
-            where=stack.raised_at(error),
-            hint='"out of bounds" usually means that the model has no output for a label; harness train prints the '
-            "traceback" if isinstance(error, IndexError) else "harness train prints the traceback",
-        ) from error  # fmt: skip
+        raise _unexpected(error, f"{what} fails on the {split} data: ") from error
 
 
-def _memory(run: Candidate, world_size: int) -> str:
-    """Return what a rank of the run holds between two steps, in words; ``run`` has taken one."""
-    trained = [param for group in run.optimizer.param_groups for param in group["params"]]
-    level, average = run.config.precision.opt_level, trained if run.config.train.ema_decay else ()
-    parts: dict[str, float] = {**memory.held(run.model.parameters(), run.optimizer, average)}
-    if level in ("O2", "O5"):
-        copied = memory.num_bytes([*run.model.parameters(), *trained])
-        parts["half-precision copies of weights and gradients"] = copied / 2
-    share = (0.5 if level == "O3" else 1.0) / (world_size if find(run.config.parallel).shards else 1)
-    shown = ", ".join(f"{name} {memory.shown(share * size)}" for name, size in parts.items() if size)
-    return f"{shown} per rank; activations and temporary tensors come on top"
+def _unexpected(error: BaseException, what: str) -> TrainingError:
+    """Return the error of the report for ``error``, after ``what``; the user's line comes first."""
+    hint = "harness train prints the traceback"
+    if what and isinstance(error, IndexError):
+        hint = f'"out of bounds" usually means that the model has no output for a label; {hint}'
+    where = users_line(error)
+    kind = OwnCodeError if where else TrainingError
+    text = f"{what}{type(error).__name__}: {first_line(readable(error))}"
+    return kind(text, where=where or stack.raised_at(error), hint=hint)
 
 
 def _same_bits(config: Config, model: nn.Module, world_size: int) -> str:
-    """The numbers of processes on which the run has the same bits, and what that costs, or what to set for more."""
+    """Return the numbers of processes on which the run has the same bits, and what that costs, or what to set for
+    more."""
     if num := config.parallel.logical_ranks:
         size = sum(param.nbytes for param in model.parameters() if param.requires_grad)
-        return logical_ranks.described(num, min(world_size, num), size)
+        return logical_ranks.describe(num, min(world_size, num), size)
     num = max(world_size, 2)
     settings = [f"parallel.logical_ranks={num}", *(need for need, _ in constraints.needs_of_logical_ranks(config))]
     return f"on {plural(world_size, 'process')} only; on 1 to {num} with {' '.join(settings)}"

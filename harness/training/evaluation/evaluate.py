@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import is_dataclass, replace
+from itertools import chain
 from typing import Protocol, TypeGuard
 
 import numpy as np
@@ -16,7 +17,7 @@ from harness.data.batch import Dataset
 from harness.data.loader import StoppedWaiting
 from harness.errors import DataError, TrainingError
 from harness.training.evaluation.metrics import Report, Sums, reduced
-from harness.training.run import Run
+from harness.training.run import Run, unreadable
 from harness.training.task import OpenedTask
 
 log = logging.getLogger("harness")
@@ -30,20 +31,20 @@ def evaluate(run: Run) -> Report | None:
     calls the model equally often, at the end with a row that does not count.
     """
     run.average_buffers()  # without this, each rank would evaluate a different model
-    data, module, ranks = run.eval_data, run.parallel.evaluated, run.ranks
+    data, module, ranks = run.eval_data, run.parallel.eval_model, run.ranks
     sums = {rank: Sums() for rank in ranks.own}
-    rows = bad = 0
+    rows, bad = 0, list[int]()
     module.eval()
     turns = data.turns()
     start = time.perf_counter()
-    run.progress.start_evaluation(data.num_turns())
+    run.progress.open("validation", "batch", 0, data.num_turns())
     try:
         with run.compiling("the evaluation"), torch.no_grad(), run.averaged():
             for _ in range(data.num_turns()):
                 if run.stop.poll():
                     return None
                 rank, batch = next(turns)
-                bad += len(batch.bad) if batch is not None else 0
+                bad += batch.bad if batch is not None else ()
                 if batch is None or not len(batch):  # this rank has no more rows, or could not read any
                     if run.parallel.sharded:
                         module(prepare(run, run.train_data.any_inputs()))
@@ -60,20 +61,22 @@ def evaluate(run: Run) -> Report | None:
         module.train()
         ranks.activate(ranks.own.start)
     total = reduced([*sums.values()], ranks)
-    counted, unread = run.runtime.sum_on_host(torch.tensor([rows, bad])).tolist()
+    counted, unread = run.runtime.sum_on_host(torch.tensor([rows, len(bad)])).tolist()
     if not counted:
         raise DataError(
             f"no validation row could be read (of {data.num_rows})",
             where="task",
-            hint="check the paths of the validation data; task.on_bad_image=error shows the first unreadable file",
+            hint="check the paths of the validation data; task.on_bad_row=stop shows the first unreadable file",
         )
+    named = sorted(chain(*run.runtime.gather(bad))) if unread else []  # by all ranks or none
     metrics = {**report(run, total), "rows_used": counted, "rows": data.num_rows, "bad_rows": unread}
+    metrics |= unreadable(run.task.eval, named)
     return {**metrics, "samples_per_s": counted / (time.perf_counter() - start)}
 
 
 def report(run: Run, total: Sums) -> Report:
-    """The task's report on the reduced sums, with rank 0's numbers on every rank: the loop decides by them, and a
-    metric may sample rows, or round differently on another processor. Collective; an error on any rank is raised on
+    """Return the task's report on the reduced sums, with rank 0's numbers on every rank: the loop decides by them, and
+    a metric may sample rows, or round differently on another processor. Collective; an error on any rank is raised on
     all."""
     with run.runtime.together("computing the metrics"):
         found = numbers(run.task.report(total), run.config.task.metrics)
@@ -85,7 +88,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def numbers(report: Report, names: Iterable[str]) -> Report:
-    """``report``, with a number for each of the metrics ``names``. Raises TrainingError."""
+    """Return ``report``, with a number for each of the metrics ``names``. Raises TrainingError."""
     for name in names:
         value = report.get(name)
         if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):

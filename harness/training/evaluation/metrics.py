@@ -23,11 +23,12 @@ from harness.config import plugins
 from harness.config.targets import Kind, MetricSection
 from harness.data.row_labels import by_column, joined
 from harness.distributed.runtime import Runtime
-from harness.errors import ConfigError, first_line
+from harness.errors import ConfigError, first_line, users_line
 from harness.training.logical_ranks import LogicalRanks
 
 MAX_CONFUSION = 1000  # classes; a larger matrix is unreadable and takes too much memory
 MAX_SCORES = 100  # classes; with one column for each of more, the table would be larger than the data
+TO_UNITS = "multiply by std, add mean"  # what makes numbers in the unit of the columns of standardized ones
 _ROWS = "outputs"  # the name under which Sums keeps all outputs and targets
 
 Pairs = dict[str, tuple[Tensor, Tensor]]  # {name: (sum, count)}, of any shape
@@ -63,8 +64,12 @@ class Sums:
                 self.pairs[name] = (total.clone(), count.clone())
 
     def all_rows(self, name: str) -> Rows:
-        """The rows that were kept under ``name``, as one."""
+        """Return the rows that were kept under ``name``, as one."""
         return Rows(*(torch.cat(parts) for parts in zip(*self.rows[name], strict=True)))
+
+    def over(self, runtime: Runtime) -> Sums:
+        """Return the sums over all ranks of ``runtime``, on the CPU. Collective."""
+        return reduced([self], LogicalRanks(runtime))
 
     def ratio(self, name: str) -> float:
         """Return sum / count; NaN if nothing was counted."""
@@ -90,7 +95,7 @@ def reduced(parts: Sequence[Sums], ranks: LogicalRanks) -> Sums:
 
 
 def _flat(part: Sums, shapes: Mapping[str, tuple[torch.Size, torch.Size]], device: torch.device) -> Tensor:
-    """The pairs of ``part`` in the order of their names, in float64; zeros for those that it lacks."""
+    """Return the pairs of ``part`` in the order of their names, in float64; zeros for those that it lacks."""
     tensors: list[Tensor] = []
     for name in sorted(shapes):
         zeros = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes[name])
@@ -139,7 +144,7 @@ class Labels:
         raise NotImplementedError
 
     def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str]) -> Pairs:
-        """The sums and counts of a batch, without the loss. Outputs are float32 (batch, outputs)."""
+        """Return the sums and counts of a batch, without the loss. Outputs are float32 (batch, outputs)."""
         raise NotImplementedError
 
     def report(self, sums: Sums) -> Report:
@@ -312,7 +317,7 @@ class Regression(Labels):
         }
 
     def report(self, sums: Sums) -> Report:
-        """The means of the metrics over the columns, in the unit of each, and the metrics by column."""
+        """Return the means of the metrics over the columns, in the unit of each, and the metrics by column."""
         squares, rows = (values.cpu().numpy() for values in sums.pairs["squares"])
         absolutes, total, total_squares = (
             sums.pairs[name][0].cpu().numpy() for name in ("absolutes", "targets", "target_squares")
@@ -343,7 +348,7 @@ class Regression(Labels):
 
     @property
     def signature(self) -> dict[str, object]:
-        scale = {"scale": "multiply by std, add mean", "mean": list(self.mean), "std": list(self.std)}
+        scale = {"scale": TO_UNITS, "mean": list(self.mean), "std": list(self.std)}
         return {"output": "numbers", "columns": list(self.names), "postprocessing": scale}
 
 
@@ -381,7 +386,7 @@ def _counted(indices: Tensor, size: int, which: Tensor | None = None) -> Tensor:
 
 
 def _mean_ratio(sums: Tensor, counts: Tensor) -> float:
-    """The mean of sum / count over the labels that were counted."""
+    """Return the mean of sum / count over the labels that were counted."""
     seen = counts > 0
     return (sums[seen] / counts[seen]).mean().item()
 
@@ -481,7 +486,7 @@ class OwnMetric:
         except Exception as error:
             what = f"the metric {self.name} fails: {type(error).__name__}: {first_line(error)}"
             hint = "check its args; docs/targets.md describes what it is called with"
-            raise ConfigError(what, where="task.metrics", hint=hint) from error
+            raise ConfigError(what, where=users_line(error) or "task.metrics", hint=hint) from error
 
     def require_value(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise ConfigError if it fails on made-up rows."""

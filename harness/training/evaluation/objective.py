@@ -25,7 +25,7 @@ from harness.config.targets import LabelledTask, LossSection, TableTask
 from harness.data.row_labels import ClassLabels, NoLabels, NumberLabels, RowLabels, TagLabels, indices
 from harness.data.table.labels import LabelColumns
 from harness.data.table.table import Table, open_table
-from harness.errors import ConfigError, first_line, plural
+from harness.errors import ConfigError, first_line, plural, users_line
 from harness.training.evaluation.metrics import (
     Columns,
     Labels,
@@ -62,7 +62,8 @@ class Loss:
 
     def __call__(self, outputs: Tensor, targets: Tensor, training: bool = True) -> Tensor:
         if isinstance(self._call, nn.Module):
-            self._call.train(training)
+            if self._call.training is not training:
+                self._call.train(training)
             if outputs.device != self._device:
                 self._device = outputs.device
                 self._call.to(self._device)
@@ -159,7 +160,7 @@ def _own_loss(name: str, section: LossSection) -> Callable[[Tensor, Tensor], obj
 def _loss_failed(name: str, error: Exception, where: str) -> ConfigError:
     what = f"the loss {name} fails: {type(error).__name__}: {first_line(error)}"
     hint = "it is called with outputs and targets of a batch; docs/targets.md lists their shapes"
-    return ConfigError(what, where=where, hint=hint)
+    return ConfigError(what, where=users_line(error) or where, hint=hint)
 
 
 def _class_weights(given: Any, labels: Sequence[str | int], sigmoid: bool, counts: Counts | None) -> Tensor | None:
@@ -296,7 +297,7 @@ class Supervised:
         return self.objective.loss(outputs, targets)
 
     def evaluate(self, outputs: Tensor, targets: Tensor) -> Pairs:
-        """The loss and the metrics of a batch as sums and counts."""
+        """Return the loss and the metrics of a batch as sums and counts."""
         return self.objective.evaluate(outputs, targets)
 
     def report(self, sums: Sums) -> Report:

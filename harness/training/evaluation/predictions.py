@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +26,15 @@ from harness.data.batch import Batch, Dataset
 from harness.data.loader import BatchRequest, Loader, StoppedWaiting
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop, StoppedAlone
-from harness.errors import DataError, HarnessError, first_line, plural
+from harness.errors import DataError, HarnessError, first_line, plural, users_line
 from harness.runs import layout
+from harness.runs.console import ProgressBar
 from harness.runs.files import commit, temporary_for
 from harness.runs.locks import Lock
 from harness.runs.weights_file import load_weights
 from harness.trackers.base import LabelPairs, Sample
 from harness.training.evaluation.evaluate import prepare
+from harness.training.evaluation.prediction_files import FilesFolder, RowFiles, folder_of
 from harness.training.run import Run
 from harness.training.strategies import sharding
 from harness.training.task import PredictingTask, SupportsErrors, SupportsPredictions
@@ -69,7 +71,7 @@ def block_rows(config: Config) -> int:
     return batch.eval_per_rank or min(BLOCK_ROWS, micro_batch)
 
 
-def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Written | None:
+def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path, progress: ProgressBar) -> Written | None:
     """Predict every row of ``loader`` into ``out`` (.csv or .parquet), which appears complete or not at all.
 
     Returns None if the ranks agreed to stop. Collective; an error on any rank is raised on all.
@@ -80,8 +82,10 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
     asked = [np.arange(block * size, min((block + 1) * size, num_rows)) for block in mine]
     batches = loader.fetch(BatchRequest(rows, None) for rows in asked)
     table, failure = PredictionFile(out) if runtime.rank == 0 else None, None
+    turns = -(-num_blocks // runtime.world_size)
+    progress.open(out.name, "batch", 0, turns)
     try:
-        for turn in range(-(-num_blocks // runtime.world_size)):
+        for turn in range(turns):
             if stop.poll():
                 break
             ready, found = None, None
@@ -101,7 +105,7 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
                     ready, idle = _agreed(runtime, loader, ready, failure is not None)
                 try:
                     if ready is not None:
-                        found = _block(predictor, *ready, asked[turn], size)
+                        found = _block(predictor, *ready, asked[turn], size, folder_of(out).name)
                     if idle is not None:
                         _forward(predictor, idle, size)
                 except Exception as error:
@@ -117,6 +121,7 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
             except Exception as error:
                 failure = error
                 stop.request("the table could not be written")
+            progress.step()
         with runtime.together("predicting"):
             if failure is not None:
                 raise failure
@@ -129,6 +134,7 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path) -> Writte
 
         return runtime.patiently("writing the predictions", finish)
     finally:
+        progress.stop()
         if table is not None:
             table.discard()
 
@@ -166,21 +172,27 @@ def _known(task: PredictingTask, rows: np.ndarray) -> dict[str, pa.Array]:
 
 
 def _block(
-    predictor: Predictor, batch: Batch, columns: dict[str, pa.Array], rows: np.ndarray, size: int
-) -> tuple[pa.Table, int]:
-    """Return (the table of ``rows``, number of unreadable rows, which have no prediction)."""
+    predictor: Predictor, batch: Batch, columns: dict[str, pa.Array], rows: np.ndarray, size: int, folder: str
+) -> tuple[pa.Table, int, dict[str, bytes]]:
+    """Return (the table of ``rows``, number of unreadable rows, which have no prediction, the files in ``folder`` that
+    it names)."""
+    files: dict[str, bytes] = {}
     if len(batch):
         outputs = _forward(predictor, batch, size)
         places = {row: place for place, row in enumerate(batch.rows.tolist())}
         place_of = pa.array([places.get(row) for row in rows.tolist()])
         for name, values in predictor.task.predictions(outputs).items():
+            if isinstance(values, RowFiles):
+                encoded = values.encoded(name, batch.rows.tolist())
+                files |= encoded
+                values = [f"{folder}/{file}" for file in encoded]
             columns[name] = _array(values, len(batch), f"predictions()[{name!r}]").take(place_of)
         if isinstance(predictor.task, SupportsErrors):
             known = {name: values.to_numpy(zero_copy_only=False) for name, values in columns.items()}
             columns |= {name: pa.array(values) for name, values in predictor.task.errors(known).items()}
     names = [name for name in FIRST_COLUMNS if name in columns]
     names += [name for name in columns if name not in FIRST_COLUMNS]
-    return pa.table({name: columns[name] for name in names}), len(batch.bad)
+    return pa.table({name: columns[name] for name in names}), len(batch.bad), files
 
 
 def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:
@@ -200,6 +212,7 @@ def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:
         except RuntimeError as error:
             raise DataError(
                 f"the model cannot process inputs of shape {tuple(inputs.shape[1:])}: {first_line(error)}",
+                where=users_line(error),
                 hint="predict rows like those it was trained on (task.image_size scales images)",
             ) from None
     return outputs[: len(batch)]
@@ -221,9 +234,40 @@ class Written:
 
     rows: int = 0
     bad: int = 0  # rows without a prediction, because they could not be read
-    head: pa.Table | None = None  # the first SAMPLE_ROWS rows
-    wrong: pa.Table | None = None  # the first SAMPLE_ROWS rows whose prediction is not the label, with column ROW
+    some: SomeRows = field(default_factory=lambda: SomeRows())
+    wrong: SomeRows = field(default_factory=lambda: SomeRows())  # whose prediction is not the label
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)  # {(label, prediction): number of rows}
+
+
+class SomeRows:
+    """Up to SAMPLE_ROWS rows of a table that comes in parts: the first ones of each class, of all classes equally
+    many. Of more classes than that, they are spread over them in the order of the table."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str | None] = Counter()
+        self._kept: list[pa.Table] = []
+        self._places: list[int] = []  # of each row that is kept, among those of its class
+
+    def add(self, rows: pa.Table, classes: Sequence[str | None]) -> None:
+        """Add the next ``rows``, with the class of each."""
+        kept = []
+        for row, name in enumerate(classes):
+            place = self._seen[name]
+            self._seen[name] += 1
+            if place < -(-SAMPLE_ROWS // len(self._seen)):
+                kept.append(row)
+                self._places.append(place)
+        if kept:
+            self._kept.append(rows.take(kept))
+
+    def table(self) -> pa.Table | None:
+        """Return them in the order of the table; None if there are none."""
+        if not self._kept:
+            return None
+        order = sorted(range(len(self._places)), key=lambda row: (self._places[row], row))
+        if len(self._seen) > SAMPLE_ROWS:  # the first row of each comes first
+            order = [order[at] for at in np.linspace(0, len(self._seen) - 1, SAMPLE_ROWS).round().astype(int)]
+        return pa.concat_tables(self._kept).take(sorted(order[:SAMPLE_ROWS]))
 
 
 class PredictionFile:
@@ -237,9 +281,13 @@ class PredictionFile:
         self._file: Any = None
         self._parquet: Any = None
         self._written = Written()
+        self._files = FilesFolder(path)
 
-    def add(self, block: pa.Table, bad: int) -> None:
-        """Append rows, of which ``bad`` could not be read."""
+    def add(self, block: pa.Table, bad: int, files: Mapping[str, bytes]) -> None:
+        """Append rows, of which ``bad`` could not be read, and the ``files`` that they name."""
+        if files and self._file is None:
+            self._claim()
+        self._files.add(files)
         self._waiting.append(block)
         self._written.rows += len(block)
         self._written.bad += bad
@@ -263,32 +311,46 @@ class PredictionFile:
             if name not in table.column_names:
                 table = table.append_column(name, pa.nulls(len(table)))
         table = table.select(self._schema.names).cast(self._schema)
-        self._compare(table, self._written.rows - sum(map(len, self._waiting)))
+        self._sample(table, self._written.rows - sum(map(len, self._waiting)))
         self._waiting = []
         if self._parquet is not None:
             self._parquet.write_table(table.combine_chunks(), row_group_size=len(table))
         else:
             self._file.write(_csv(table, header=False))
 
-    def _compare(self, table: pa.Table, first: int) -> None:
-        """Count the pairs of label and prediction, and keep the first rows in which they differ; ``table`` begins at
-        row ``first``. Only classes: numbers of a regression nearly always differ."""
-        if not {"label", "prediction"} <= {*table.column_names} or pa.types.is_floating(table["prediction"].type):
+    def _sample(self, table: pa.Table, first: int) -> None:
+        """Count the pairs of label and prediction, and keep some rows, of them some in which they differ; ``table``
+        begins at row ``first``. Of a regression, whose numbers nearly always differ, only the first rows."""
+        numbered = table.append_column(ROW, pa.array(np.arange(first, first + len(table))))
+        names = [name for name in ("label", "prediction") if name in table.column_names]
+        if any(pa.types.is_floating(table[name].type) for name in names) or "prediction" not in names:
+            self._written.some.add(numbered, [None] * len(table))
             return
-        label, prediction = (table[name].cast(pa.string()) for name in ("label", "prediction"))
-        pairs = zip(label.to_pylist(), prediction.to_pylist(), strict=True)
-        self._written.pairs.update(pair for pair in pairs if None not in pair)
-        import pyarrow.compute as pc  # late: the start of every run imports this module
-
-        places = np.flatnonzero(pc.fill_null(pc.not_equal(label, prediction), False).to_numpy())
-        wrong = table.take(places[:SAMPLE_ROWS]).append_column(ROW, pa.array(first + places[:SAMPLE_ROWS]))
-        before = [] if self._written.wrong is None else [self._written.wrong]
-        if before or len(wrong):
-            self._written.wrong = pa.concat_tables([*before, wrong]).slice(0, SAMPLE_ROWS)
+        classes, predicted = (table[name].cast(pa.string()).to_pylist() for name in (names[0], "prediction"))
+        read = [row for row, name in enumerate(predicted) if name is not None]
+        self._written.some.add(numbered.take(pa.array(read, pa.int64())), [classes[row] for row in read])
+        if "label" in names:
+            labelled = [row for row in read if classes[row] is not None]
+            self._written.pairs.update((classes[row], predicted[row]) for row in labelled)
+            wrong = [row for row in labelled if classes[row] != predicted[row]]
+            self._written.wrong.add(numbered.take(pa.array(wrong, pa.int64())), [classes[row] for row in wrong])
 
     def _open(self, first: pa.Table) -> None:
+        """Write the header, by the columns of ``first``."""
+        self._claim()
+        self._schema = first.schema
+        if self._path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            self._parquet = pq.ParquetWriter(self._file, self._schema)
+        else:
+            self._file.write(_csv(first.slice(0, 0), header=True))
+
+    def _claim(self) -> None:
         """Create the temporary file, or empty one that a killed process left. Raises HarnessError if another process
         is writing it."""
+        if self._file is not None:
+            return
         if self._temporary.is_symlink():  # in the folder of someone else, to a file of this user
             self._temporary.unlink()
         if not self._lock.try_acquire():
@@ -299,13 +361,6 @@ class PredictionFile:
                 hint="wait for it, or choose another file with --out FILE",
             )
         self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by finish or discard
-        self._schema, self._written.head = first.schema, first.slice(0, SAMPLE_ROWS)
-        if self._path.suffix == ".parquet":
-            import pyarrow.parquet as pq
-
-            self._parquet = pq.ParquetWriter(self._file, self._schema)
-        else:
-            self._file.write(_csv(first.slice(0, 0), header=True))
 
     def finish(self) -> Written:
         """Write the remaining rows and give the file its name."""
@@ -314,6 +369,7 @@ class PredictionFile:
             self._parquet.close()
         if self._file is not None:
             self._file.close()
+            self._files.finish()  # first, so that the table names files that are there
             commit(self._temporary, self._path)
             self._file = None
             self._lock.release()
@@ -324,6 +380,7 @@ class PredictionFile:
         if self._file is not None:
             self._file.close()
             self._temporary.unlink(missing_ok=True)
+            self._files.discard()
         self._lock.release()
 
 
@@ -347,7 +404,7 @@ def best_weights(runtime: Runtime, path: Path) -> dict[str, Tensor]:
 def write_for_run(run: Run) -> bool:
     """At the end of training, predict the evaluation rows with the best weights into ``predictions.csv``.
 
-    Trackers get the first rows. Returns False if the ranks agreed to stop; the same command then resumes here. The
+    Trackers get some rows. Returns False if the ranks agreed to stop; the same command then resumes here. The
     model has the best weights afterwards. Collective.
     """
     if not isinstance(run.task, SupportsPredictions) or run.state.best is None:
@@ -355,12 +412,12 @@ def write_for_run(run: Run) -> bool:
     weights = best_weights(run.runtime, run.folder.weights)
     run.module.load_state_dict(sharding.model_parts(run.module, weights))
     run.module.eval()
-    predictor = Predictor(run.config, run.runtime, run.task, run.parallel.evaluated, run.parallel.sharded)
-    with run.progress.during("writing predictions.csv"):
-        written = write(predictor, run.eval_data.loader, run.stop, run.folder.path / layout.PREDICTIONS)
+    predictor = Predictor(run.config, run.runtime, run.task, run.parallel.eval_model, run.parallel.sharded)
+    out = run.folder.path / layout.PREDICTIONS
+    written = write(predictor, run.eval_data.loader, run.stop, out, run.progress)
     if written is None:
         return False
-    if written.head is not None:
+    if written.rows:
         for sample in _samples(run.task.eval, written):
             run.tracker.show(sample)
         log.info("predictions.csv: %s, with the weights of step %d", plural(written.rows, "row"), run.state.best_step)
@@ -369,7 +426,6 @@ def write_for_run(run: Run) -> bool:
 
 def _samples(dataset: Dataset, written: Written) -> Iterator[Sample]:
     """Yield the samples of a file of predictions that trackers show."""
-    assert written.head is not None  # otherwise the file has no rows
     names = sorted({name for pair in written.pairs for name in pair}, key=lambda name: (len(name), name))
     matrix = None
     if 2 <= len(names) <= MAX_CONFUSION:
@@ -378,14 +434,16 @@ def _samples(dataset: Dataset, written: Written) -> Iterator[Sample]:
         for (label, prediction), count in written.pairs.items():
             counts[place[label], place[prediction]] = count
         matrix = LabelPairs(names, counts)
-    yield _sample(dataset, np.arange(len(written.head)), written.head, "predictions", matrix)
-    if written.wrong is not None:
-        rows = written.wrong[ROW].to_numpy()
-        yield _sample(dataset, rows, written.wrong.drop_columns([ROW]), "wrong")
+    if (some := written.some.table()) is not None:
+        yield _sample(dataset, some, "predictions", matrix)
+    if (wrong := written.wrong.table()) is not None:
+        yield _sample(dataset, wrong, "wrong")
 
 
-def _sample(dataset: Dataset, rows: np.ndarray, table: pa.Table, name: str, matrix: LabelPairs | None = None) -> Sample:
-    """``rows`` of ``dataset``, with their predictions in ``table``, and their images if the inputs are images."""
+def _sample(dataset: Dataset, some: pa.Table, name: str, matrix: LabelPairs | None = None) -> Sample:
+    """Return the rows of ``dataset`` whose numbers and predictions are in ``some``, and their images if the inputs are
+    images."""
+    rows, table = some[ROW].to_numpy(), some.drop_columns([ROW])
     batch = dataset.batch(rows, None)
     readable = np.flatnonzero(np.isin(rows, batch.rows))
     inputs = batch.inputs

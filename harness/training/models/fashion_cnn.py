@@ -22,5 +22,5 @@ class Model(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (batch, channels, height, width) -> logits (batch, classes)."""
+        """Return logits (batch, classes) of ``images`` (batch, channels, height, width)."""
         return self.classifier(self.features(images))

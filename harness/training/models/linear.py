@@ -13,5 +13,5 @@ class Model(nn.Module):
         self.layer = nn.LazyLinear(num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (batch, channels, height, width) -> logits (batch, classes)."""
+        """Return logits (batch, classes) of ``images`` (batch, channels, height, width)."""
         return self.layer(images.flatten(1))

@@ -13,5 +13,5 @@ class Model(nn.Module):
         self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (batch, channels, height, width) -> logits (batch, classes)."""
+        """Return logits (batch, classes) of ``images`` (batch, channels, height, width)."""
         return self.layers(images)

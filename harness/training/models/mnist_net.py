@@ -19,5 +19,5 @@ class Model(nn.Module):
         )  # fmt: skip
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (batch, channels, height, width) -> logits (batch, classes)."""
+        """Return logits (batch, classes) of ``images`` (batch, channels, height, width)."""
         return self.layers(images)

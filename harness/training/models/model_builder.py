@@ -14,19 +14,23 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from harness.config import plugins
+from harness.config.places import HUB
 from harness.distributed import machine
-from harness.errors import ConfigError, first_line, plural, similar
+from harness.errors import ConfigError, first_line, plural, similar, users_line
 from harness.training import determinism
 
 TIMM = "timm:"  # before the name of a model of timm
 
 
-def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example: Tensor) -> nn.Module:
+def build(
+    name: str, args: Mapping[str, Any], known: Mapping[str, Any], example: Tensor, outputs: int | None = None
+) -> nn.Module:
     """Return the model ``name`` on the CPU in float32, in training mode.
 
     ``args`` are the keyword arguments of the configuration. ``known`` are the task's (num_classes, in_channels); the
     model gets those that its signature has. ``example`` is one prepared batch. It initializes lazy layers, and a model
-    that cannot process it raises ConfigError here instead of crashing at the first step.
+    that cannot process it raises ConfigError here instead of crashing at the first step. So does one that does not
+    return ``outputs`` numbers for each row, if the task gives that number; without it, a model may return anything.
     """
     make, library = _find(name)
     accepted = inspect.signature(make).parameters
@@ -47,12 +51,14 @@ def build(name: str, args: Mapping[str, Any], known: Mapping[str, Any], example:
             raise  # with its traceback: a fault in the user's own code
         shown = f" with {', '.join(f'{key}={value!r}' for key, value in args.items())}" if args else ""
         raise ConfigError(
-            f"cannot build model {name}{shown}: {_reason(error)}", where="model.args", hint=f"it takes: {takes}"
+            f"cannot build model {name}{shown}: {_reason(error)}",
+            where=users_line(error) or "model.args",
+            hint=f"it takes: {takes}",
         ) from None
     if not isinstance(model, nn.Module):
         what = f"{name} returns an object of type {type(model).__name__}, not a torch.nn.Module"
         raise ConfigError(what, where="model.name", hint="return a torch.nn.Module from it")
-    try_batch(model, name, known, example)
+    try_batch(model, name, example, outputs)
     return model
 
 
@@ -102,43 +108,59 @@ def _reason(error: Exception) -> str:
     return first_line(error)
 
 
-def try_batch(model: nn.Module, name: str, known: Mapping[str, Any], example: Tensor) -> None:
-    """Raise ConfigError if ``model`` cannot process ``example`` or does not return logits of the right shape. Leaves it
-    in training mode."""
+def try_batch(model: nn.Module, name: str, example: Tensor, outputs: int | None) -> None:
+    """Raise ConfigError if ``model`` cannot process ``example``, or does not return ``outputs`` numbers for each row.
+    Leaves it in training mode."""
     if any(param.is_meta for param in model.parameters()):  # built without values
         example = example.to("meta")
     try:
         with torch.no_grad():
-            outputs = model.eval()(example)
+            found = model.eval()(example)
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
         raise determinism.explained(error) or ConfigError(
             f"model {name} cannot process a batch of shape {tuple(example.shape)}: {_reason(error)}",
-            where="model.name",
-            hint=_remedy(example)
-            if example.is_floating_point()
-            else "use a model that takes token ids, such as text_cnn, or one of your own that takes num_tokens and "
-            "num_classes",
+            where=users_line(error) or "model.name",
+            hint=_fixed_size(model, name, error) or _remedy(example, name),
         ) from None
     finally:
         model.train()
-    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else f"an object of type {type(outputs).__name__}"
-    if "num_classes" in known and shape != (len(example), known["num_classes"]):
+    shape = tuple(found.shape) if isinstance(found, Tensor) else f"an object of type {type(found).__name__}"
+    if outputs is not None and shape != (len(example), outputs):
         raise ConfigError(
-            f"model {name} returns {shape} for {plural(len(example), 'row')}, not "
-            f"{plural(known['num_classes'], 'output')} for each",
+            f"model {name} returns {shape} for {plural(len(example), 'row')}, not {plural(outputs, 'output')} for each",
             where="model.name",
             hint="add an argument num_classes to your model (the harness sets it), or set the number in model.args",
         )
 
 
-def _remedy(images: Tensor) -> str:
-    """The hint if a model cannot process ``images``, the most likely cause first."""
-    gray = "set task.color=rgb, which torchvision models need; or " if images.shape[1] == 1 else ""
+def _fixed_size(model: nn.Module, name: str, error: Exception) -> str:
+    """Return the hint if ``model``, of transformers, takes only images of the size in its configuration; else ""."""
+    size = getattr(getattr(model, "config", None), "image_size", None)
+    if not (name.startswith(HUB) and size and "image size" in str(error)):
+        return ""
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return f"set task.image_size=[{height},{width}]"
+
+
+def _remedy(example: Tensor, name: str) -> str:
+    """Return the hint if the model ``name`` cannot process ``example``, the most likely cause first."""
+    if name.startswith(HUB) and not example.is_floating_point():
+        return f"lower task.tokenizer.max_length={example.shape[1]}: the model may have fewer positions"
+    if not example.is_floating_point():
+        return (
+            "use a model that takes token ids, such as text_cnn, or one of your own that takes num_tokens and "
+            "num_classes"
+        )
+    gray = "set task.color=rgb, which torchvision models need; or " if example.shape[1] == 1 else ""
     return f"{gray}check model.args, task.image_size, task.transforms and task.color"
 
 
 def _find(name: str) -> tuple[Callable[..., nn.Module], str]:
-    """Return (the class or function that makes the model, "torchvision" or "timm" if it is theirs)."""
+    """Return (the class or function that makes the model, the library if it is of one)."""
+    if name.startswith(HUB):
+        from harness.training.models import huggingface  # late: few runs need it
+
+        return huggingface.maker(name), "transformers"
     if name.startswith(TIMM):
         return _timm(name.removeprefix(TIMM)), "timm"
     if name in plugins.names("model") or "." in name:
@@ -152,13 +174,14 @@ def _find(name: str) -> tuple[Callable[..., nn.Module], str]:
         return models.get_model_builder(name), "torchvision"
     built_in = plugins.names("model")
     other = (
-        f"use one of {', '.join(built_in)}, a torchvision model such as resnet18, timm:NAME, or package.module.Class"
+        f"use one of {', '.join(built_in)}, a torchvision model such as resnet18, timm:NAME, hf:FOLDER_OR_NAME, "
+        "or package.module.Class"
     )
     raise plugins.unknown("model", name, [*built_in, *models.list_models()], "model.name", other)
 
 
 def _timm(name: str) -> Callable[..., nn.Module]:
-    """The function that makes timm's model ``name``. Raises ConfigError."""
+    """Return the function that makes timm's model ``name``. Raises ConfigError."""
     try:
         import timm
     except ImportError:

@@ -46,7 +46,7 @@ def apply(model: nn.Module, wanted: bool | Sequence[str]) -> list[str]:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The elements of the containers of ``model`` that occur repeatedly and have several parts: the layers of a
+    """Return the elements of the containers of ``model`` that occur repeatedly and have several parts: the layers of a
     transformer, the blocks of a residual network. To run a single layer again would save nothing."""
     elements = [
         module for module in sharding.elements(model)

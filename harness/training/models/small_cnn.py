@@ -24,7 +24,7 @@ class Model(nn.Module):
         self.classifier = nn.Linear(2 * width * 4, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (batch, channels, height, width) -> logits (batch, classes)."""
+        """Return logits (batch, classes) of ``images`` (batch, channels, height, width)."""
         return self.classifier(self.dropout(quarters(self.features(images)).flatten(1)))
 
 

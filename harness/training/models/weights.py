@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -15,12 +16,15 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor, nn
 
+from harness.config.places import HUB
 from harness.config.schema import Config, ModelSection
+from harness.data import hub
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError, ConfigError, DataError, did_you_mean, first_line, plural, reason, similar
 from harness.runs import checkpoint, fetch, layout, reader
 from harness.runs.files import cache_folder, expanded, is_url, sha256
 from harness.runs.weights_file import load_weights, with_versions
+from harness.training.models import lora
 from harness.training.models.model_builder import TIMM
 
 log = logging.getLogger("harness")
@@ -68,13 +72,16 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
     last layer may have another number of outputs: it keeps its initial values.
     """
     section = config.model
-    assert section.weights is not None
-    source = find(section.weights, section.name)
-    given, part = _matched(read(source), model, source)
+    assert section.start_weights is not None
+    source, content = _found(section, model)
+    given, part = _matched(content, model, source)
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     heads = _other_head(given, own, model, source)
-    missing, unexpected = [name for name in own if name not in given], [name for name in given if name not in own]
-    _require_fit(missing, unexpected, own, section, source)
+    missing = [name for name in own if name not in given and f".{lora.PART}" not in name]
+    unexpected = [name for name in given if name not in own]
+    if not (section.name.startswith(HUB) and section.start_weights in (*PRETRAINED, section.name)):
+        # Of a folder of Hugging Face the last layers may be new.
+        _require_fit(missing, unexpected, own, section, source)
     usable = {name: value for name, value in given.items() if name in own and name not in heads}
     if bad := [name for name, value in usable.items() if not value.isfinite().all() and own[name].isfinite().all()]:
         raise ConfigError(
@@ -82,7 +89,8 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
             where=f"{_KEY}: {source.name}", hint="use other weights: the training that wrote these diverged",
         )  # fmt: skip
     model.load_state_dict(with_versions(usable, model), strict=False)
-    summary = f"{source.name}{part}, {len(usable)} of {len(own)} tensors"
+    new = [name for name in own if f".{lora.PART}" in name and name not in usable]
+    summary = f"{source.name}{part}, {len(usable)} of {len(own) - len(new)} tensors"
     if heads:
         there, here = next(iter(heads.values()))
         summary += (
@@ -91,16 +99,37 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
         )
     if missing:
         summary += f"; not in the file, so newly initialized: {_listed(missing)}"
+        params = dict(model.named_parameters())
+        if frozen := [name for name in missing if name in params and not params[name].requires_grad]:
+            summary += f" (of which {_listed(frozen)} stay so: they are frozen)"
     if unexpected:
         summary += f"; in the file only: {_listed(unexpected)}"
+    if new:
+        summary += f"; {len(new)} new LoRA matrices"
     return {
         "source": source.name, "sha256": sha256(source.path), "summary": summary,
         "warning": _other_statistics(source, config.task),
     }  # fmt: skip
 
 
+def _found(section: ModelSection, model: nn.Module) -> tuple[WeightsFile, Mapping[str, Any]]:
+    """Return the file of ``model.weights`` and its content. Raises ConfigError."""
+    name, chosen = section.name, str(section.start_weights)
+    if name.startswith(HUB) and chosen in PRETRAINED:
+        chosen = name
+    if name.startswith(HUB) and chosen.startswith(HUB):
+        from harness.training.models import huggingface
+
+        path, content = huggingface.published(chosen, model)
+        return WeightsFile(chosen, path, huggingface.statistics(chosen)), content
+    source = find(chosen, name)
+    return source, read(source)
+
+
 def find(weights: str, model: str) -> WeightsFile:
     """Return the file of ``weights``, downloaded if necessary. Raises ConfigError."""
+    if weights.startswith(HUB):
+        return WeightsFile(weights, hub.weights(weights, _KEY))
     if is_url(weights):
         return WeightsFile(weights, _downloaded(weights, Path(urlsplit(weights).path).name))
     path = expanded(weights)
@@ -226,24 +255,53 @@ def read(source: WeightsFile) -> Mapping[str, Any]:
 
 
 def _matched(content: Mapping[str, Any], model: nn.Module, source: WeightsFile) -> tuple[dict[str, Tensor], str]:
-    """Return (the state dict in ``content`` by the names of ``model``, where it was). Wrappers such as DDP,
-    torch.compile and moving averages put a prefix before every name; it is removed."""
+    """Return (the state dict in ``content`` by the names of ``model``, where it was, and the prefix that was replaced).
+
+    Wrappers such as DDP and torch.compile put a prefix before every name; a network may be a part of the file, or of
+    ``model``. So the prefix is replaced with which the most names and shapes agree.
+    """
     part = next((key for key in _NESTED if _has_tensors(content.get(key))), None)
     found = {key: value for key, value in (content[part] if part else content).items() if isinstance(value, Tensor)}
-    own = model.state_dict().keys()
-    while found and not own & found.keys():
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    own |= {name.replace(lora.BASE, "."): value for name, value in own.items()}  # by the names before the adaptation
+    theirs, ours = _prefixes(found, own)
+    moved = {name: ours + name.removeprefix(theirs) for name in found if name.startswith(theirs)}
+    if theirs or ours:
         found.pop("n_averaged", None)  # of torch's AveragedModel
-        prefixes = {name.partition(".")[0] for name in found}
-        if len(prefixes) != 1 or not all("." in name for name in found):
-            break
-        found = {name.partition(".")[2]: value for name, value in found.items()}
-    if not own & found.keys():
+        found = {moved[name] if moved.get(name) in own else name: value for name, value in found.items()}
+    adapted = {name.replace(lora.BASE, "."): name for name in model.state_dict() if lora.BASE in name}
+    found = {adapted.get(name, name): value for name, value in found.items()}
+    if not own.keys() & found.keys():
         names = _listed(list(found)) if found else f"no tensors; its keys are {_listed(list(map(str, content)))}"
         raise ConfigError(
             f"it contains none of this model's weights: it has {names}", where=f"{_KEY}: {source.name}",
             hint=f"this model has {_listed(list(own))}; check model.name and model.args",
         )  # fmt: skip
-    return found, f" ({part})" if part and "ema" in part else ""
+    notes = [part if part and "ema" in part else "", f"{theirs}* as {ours}*" if ours else ""]
+    return found, "".join(f" ({note})" for note in notes if note)
+
+
+def _prefixes(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[str, str]:
+    """Return (prefix in the file, what stands for it in the model) with which the most names of ``found`` are in
+    ``own``, with the same shape; both empty if the names as they are agree best."""
+    ends: dict[str, list[str]] = {}
+    for name in own:
+        for end in _ends(name):
+            ends.setdefault(end, []).append(name)
+    votes = Counter({("", ""): 0})
+    for name, value in found.items():
+        shared = next((end for end in _ends(name) if end in ends), "")
+        for other in ends.get(shared, ()):
+            if own[other].shape == value.shape:
+                votes[name.removesuffix(shared), other.removesuffix(shared)] += 1
+    return votes.most_common(1)[0][0]  # of equally many, the names as they are
+
+
+def _ends(name: str) -> Iterator[str]:
+    """Yield ``a.b.c``, ``b.c``, ``c``."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
 
 
 def _has_tensors(value: Any) -> bool:
@@ -297,7 +355,7 @@ def _require_fit(
 
 
 def _other_statistics(source: WeightsFile, task: Any) -> str:
-    """A warning if the weights expect images of another mean and standard deviation than ``task`` makes."""
+    """Return a warning if the weights expect images of another mean and standard deviation than ``task`` makes."""
     if source.statistics is None or not {"mean", "std"} <= type(task).model_fields.keys():
         return ""
     null = [0.5] * getattr(task, "channels", 0)  # what null stands for in image_csv

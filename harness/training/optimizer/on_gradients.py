@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from harness.config import plugins
 from harness.config.schema import Config
 from harness.data.seeds import GRADIENTS, derive
-from harness.errors import ConfigError, TrainingError
+from harness.errors import ConfigError, OwnCodeError
 
 KEY = "train.on_gradients"
 Function = Callable[[list[tuple[str, Tensor]], torch.Generator, int], None]
@@ -38,7 +38,7 @@ class OnGradients:
         gradients = [(name, param.grad) for name, param in named if param.grad is not None]
         returned: Any = self._function(gradients, self._generator, step)
         if returned is not None:
-            raise TrainingError(
+            raise OwnCodeError(
                 f"the function returned a value of type {type(returned).__name__}, which would not be used",
                 where=KEY,
                 hint="change the gradients in place, for example with gradient.add_(noise), and return nothing",
@@ -48,8 +48,8 @@ class OnGradients:
 def of_run(
     config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> OnGradients | None:
-    """The function that ``config`` names, for the parameters of ``optimizer``; None if it names none. Call it before
-    amp, which gives the optimizer other tensors. Raises ConfigError."""
+    """Return the function that ``config`` names, for the parameters of ``optimizer``; None if it names none. Call it
+    before amp, which gives the optimizer other tensors. Raises ConfigError."""
     if config.train.on_gradients is None:
         return None
     names = {id(param): name for name, param in model.named_parameters()}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from harness.config import plugins, signatures
 from harness.config.schema import OptimizerSection
-from harness.errors import ConfigError, plural, similar
+from harness.errors import ConfigError, plural, similar, users_line
 from harness.training.strategies.sharding import local, part_like
 
 _WITH_STATE = ("amsgrad", "centered")  # settings of torch's optimizers that keep another average from the first step
@@ -62,7 +62,7 @@ def groups(section: OptimizerSection, model: nn.Module, lr: float) -> list[dict[
 
 
 def _matching(pattern: str, named: Mapping[str, nn.Parameter], where: str) -> list[str]:
-    """The names that match ``pattern``. Raises ConfigError if there is none."""
+    """Return the names that match ``pattern``. Raises ConfigError if there is none."""
     found = [
         name for name, param in named.items()
         if (param.dim() <= 1 if pattern == "1d" else fnmatch.fnmatchcase(name, pattern))
@@ -74,8 +74,8 @@ def _matching(pattern: str, named: Mapping[str, nn.Parameter], where: str) -> li
     return found
 
 
-def described(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, str]:
-    """The groups and what is frozen, for the log and ``harness check``. Empty if everything is trained alike."""
+def describe(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, str]:
+    """Return the groups and what is frozen, for the log and ``harness check``. Empty if everything is trained alike."""
     facts = {}
     if frozen := [param for param in model.parameters() if not param.requires_grad]:
         facts["frozen"] = _size(frozen, f" of {sum(param.numel() for param in model.parameters()):,}")
@@ -111,7 +111,8 @@ def build(
     try:
         optimizer: torch.optim.Optimizer = make(trained, **given)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"cannot build {section.name}: {error}", where="optimizer") from None
+        where = users_line(error) or "optimizer"
+        raise ConfigError(f"cannot build {section.name}: {error}", where=where) from None
     if not isinstance(optimizer, torch.optim.Optimizer):
         what = f"{section.name} returns an object of type {type(optimizer).__name__}, not a torch.optim.Optimizer"
         raise ConfigError(what, where="optimizer.name", hint="return a torch.optim.Optimizer from it")

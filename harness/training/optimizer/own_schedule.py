@@ -18,8 +18,7 @@ from torch import nn
 
 from harness.config import schedules
 from harness.config.schema import Config
-from harness.distributed import stack
-from harness.errors import ConfigError, HarnessError, TrainingError, first_line
+from harness.errors import ConfigError, HarnessError, OwnCodeError, first_line, users_line
 from harness.training.optimizer import optim
 from harness.training.optimizer.schedule import Schedule
 from harness.training.own_state import require_plain
@@ -60,7 +59,7 @@ class OwnSchedule(Schedule):
         """Raise ConfigError if the schedule fails in the first 100,000 updates, or returns no learning rate."""
         try:
             rates = self._rates
-        except TrainingError as error:
+        except OwnCodeError as error:
             raise ConfigError(error.message, where=error.where, hint=error.hint) from error
         for applied, rate in enumerate(rates):
             if not (math.isfinite(rate) and rate >= 0):
@@ -81,8 +80,8 @@ class OwnSchedule(Schedule):
         except Exception as error:  # of the user's own code
             what = f"the schedule {self.section.name} fails at update {applied + 1}: {type(error).__name__}"
             hint = f"the run has {self.total_steps} updates, and it was called for one after another"
-            where = stack.users_line(error) or "schedule"
-            raise TrainingError(f"{what}: {first_line(error)}", where=where, hint=hint) from error
+            where = users_line(error) or "schedule"
+            raise OwnCodeError(f"{what}: {first_line(error)}", where=where, hint=hint) from error
         return rate * self.scale, momentum
 
     def _after_warmup(self, update: int) -> tuple[float, float | None]:

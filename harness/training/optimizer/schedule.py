@@ -127,7 +127,7 @@ def plateau(
     checkpoint.best_metric is not better than the best by the share threshold. After each reduction, cooldown
     evaluations are ignored.
 
-    ``Schedule.evaluated`` counts.
+    ``Schedule.after_evaluation`` counts.
     """
     return max(at.lr * factor**at.reductions, min_lr) if at.reductions else at.lr
 
@@ -235,13 +235,17 @@ class Schedule:
 
     def lr(self, applied: int, reductions: int = 0) -> float:
         """Return the learning rate of the update after ``applied`` others and ``reductions`` of a plateau."""
-        if applied < self.warmup_steps:
-            return self.base * self.scale * (applied + 1) / self.warmup_steps
-        return self._at(applied, reductions)[0]
+        return self._settings(applied, reductions)[0]
 
     def momentum(self, applied: int) -> float | None:
         """Return the momentum of the update after ``applied`` others; None if the schedule leaves it alone."""
-        return None if applied < self.warmup_steps else self._at(applied)[1]
+        return self._settings(applied)[1]
+
+    def _settings(self, applied: int, reductions: int = 0) -> tuple[float, float | None]:
+        """Return ``lr`` and ``momentum``."""
+        if applied < self.warmup_steps:
+            return self.base * self.scale * (applied + 1) / self.warmup_steps, None
+        return self._at(applied, reductions)
 
     def _at(self, applied: int, reductions: int = 0) -> tuple[float, float | None]:
         found = self._function(
@@ -254,7 +258,7 @@ class Schedule:
     def set_lr(self, optimizer: torch.optim.Optimizer, applied: int, reductions: int = 0) -> float:
         """Set the learning rate of each group, and the momentum; return the rate of the parameters without a group of
         their own."""
-        lr, momentum = self.lr(applied, reductions), self.momentum(applied)
+        lr, momentum = self._settings(applied, reductions)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
             if momentum is not None:
@@ -275,7 +279,7 @@ class Schedule:
                 "schedule.args.cycle_momentum=false",
             )
 
-    def evaluated(self, plateau: Plateau, value: float, increases: bool, applied: int) -> bool:
+    def after_evaluation(self, plateau: Plateau, value: float, increases: bool, applied: int) -> bool:
         """Add the metric of an evaluation, equal on all ranks, to ``plateau``; True if that lowered the learning rate.
 
         As torch's ReduceLROnPlateau, with a relative threshold. Evaluations during the warm-up are left out.
@@ -310,7 +314,7 @@ class Schedule:
         """``lr``, which does not change the state of the schedule."""
         return self.lr(applied)
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return the learning rate at the start, at its peak and at the end, for the log and ``harness check``."""
         name, last = self.section.name, self.num_foreseen - 1
         if name == "constant" and not self.warmup_steps:

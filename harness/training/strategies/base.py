@@ -25,20 +25,21 @@ if TYPE_CHECKING:
 
 
 class ParallelStrategy:
-    """Every rank makes one object. It calls ``check_world``, then ``prepare`` and, after the optimizer is built and amp
-    has initialized both, ``wrap``; then the object serves the training loop, evaluation and checkpoints.
+    """Every rank makes one object, which serves the training loop, evaluation and checkpoints.
+    ``harness.training.build`` calls ``check_world``, then ``prepare`` and, after the optimizer is built and amp has
+    initialized both, ``wrap``.
 
     The methods here are those of one process that works alone.
     """
 
     one_process: ClassVar[bool] = False
-    """It does not run on several ranks."""
+    """True if the strategy runs in one process only."""
     shards: ClassVar[bool] = False
     """Each of several ranks holds a part of the weights, as DTensors. ``prepare`` then gets the model on the CPU, where
     only rank 0 needs to have its values, and moves it to the device. A forward pass, and reading a whole parameter, are
     collective. Such a strategy needs harness.apex."""
     recomputes: ClassVar[bool] = True
-    """model.activation_checkpointing works."""
+    """True if model.activation_checkpointing is supported."""
 
     model: nn.Module
     """The model that training calls."""
@@ -47,7 +48,7 @@ class ParallelStrategy:
     summary: str = "one process"
     """What the ranks do, for the log."""
     exchanges: bool = False
-    """Gradients cross ranks."""
+    """True if ranks exchange gradients."""
     sync_norms: tuple[Any, ...] = ()
     """Batch norms over the rows of all ranks."""
 
@@ -148,15 +149,15 @@ class ParallelStrategy:
         return [self.device]
 
     @property
-    def evaluated(self) -> nn.Module:
+    def eval_model(self) -> nn.Module:
         """The model to call in evaluation: the bare one, so that no rank waits for another."""
         return self.module
 
-    def described(self) -> str:
+    def describe(self) -> str:
         return f"{self.summary}, batch norm over all ranks" if self.sync_norms else self.summary
 
 
-def find(section: ParallelSection) -> type[ParallelStrategy]:
+def strategy_class(section: ParallelSection) -> type[ParallelStrategy]:
     """Return the class that ``parallel.strategy`` names. Raises ConfigError."""
     found: type[ParallelStrategy] = plugins.find("strategy", section.strategy, "parallel.strategy")
     return found

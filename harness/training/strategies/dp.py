@@ -64,6 +64,6 @@ class Strategy(ParallelStrategy):
         return [torch.device("cuda", index) for index in getattr(self.model, "device_ids", ())] or [self.device]
 
     @property
-    def evaluated(self) -> nn.Module:
+    def eval_model(self) -> nn.Module:
         """The wrapper: there is no other rank to wait for."""
         return self.model

@@ -35,7 +35,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def blocks(model: nn.Module, at_least: int = MIN_BLOCK) -> list[nn.Module]:
-    """The submodules of ``model`` that are gathered one at a time, inner before outer.
+    """Return the submodules of ``model`` that are gathered one at a time, inner before outer.
 
     They are the elements of Sequential, ModuleList and ModuleDict with ``at_least`` parameters, not counting those of
     blocks inside them. Inside an element, only repeated modules become blocks: the layers of an encoder, not the parts
@@ -162,7 +162,7 @@ def without_values() -> Iterator[None]:
 
 
 def layout(model: nn.Module) -> str:
-    """A digest of the names, shapes and dtypes of the weights and buffers of ``model``."""
+    """Return a digest of the names, shapes and dtypes of the weights and buffers of ``model``."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     facts = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors]
     return sha256(repr(facts).encode()).hexdigest()[:12]
@@ -176,7 +176,7 @@ def replicate(model: nn.Module) -> None:
 
 
 def _is_sharded(value: Any) -> TypeGuard[DTensor]:
-    """True for a DTensor. There is none before their module is imported."""
+    """Return True for a DTensor. There is none before their module is imported."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
 
@@ -187,12 +187,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """``tensor`` with the parts of all ranks. Collective if it is sharded."""
+    """Return ``tensor`` with the parts of all ranks. Collective if it is sharded."""
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
 def whole(tree: Any, keep: bool) -> Any:
-    """``tree`` (of dictionaries and lists) with every sharded tensor gathered on the CPU, or None without ``keep``.
+    """Return ``tree`` (of dictionaries and lists) with every sharded tensor gathered on the CPU, or None without
+    ``keep``.
 
     Gathers one tensor at a time, so ranks without ``keep`` never hold more than one. Collective if anything is sharded.
     """
@@ -226,7 +227,7 @@ def own_shards(model: nn.Module, optimizer: torch.optim.Optimizer, average: Sequ
 
 
 def wrapped_like(tensor: Tensor, local_part: Tensor) -> Tensor:
-    """``local_part``, on the CPU, as a sharded tensor like ``tensor``, if that is one."""
+    """Return ``local_part``, on the CPU, as a sharded tensor like ``tensor``, if that is one."""
     if not _is_sharded(tensor):
         return local_part
     mesh = tensor.device_mesh

@@ -29,8 +29,6 @@ class Label:
     """More than 0: started by torch.distributed.run."""
     kill: str = "step"
     """Where the fault shows: ``step``, or ``write`` (in the middle of the data of a checkpoint file)."""
-    late: bool = False
-    """The fault does not show after a kill in the first epoch."""
 
     @property
     def name(self) -> str:
@@ -77,10 +75,9 @@ def faulty(
     line: str = "",
     ranks: int = 0,
     kill: str = "step",
-    late: bool = False,
 ) -> Label:
     """``classes`` are separated by blanks."""
-    return Label(f"{file}.py", words, resume, NOT_EXACT, tuple(classes.split()), fault, line, ranks, kill, late)
+    return Label(f"{file}.py", words, resume, NOT_EXACT, tuple(classes.split()), fault, line, ranks, kill)
 
 
 SCRIPTS = (
@@ -213,7 +210,6 @@ SCRIPTS = (
         "{out}",
         resume=("--resume_from", "{latest}"),
         line="make_loader(epoch - first_epoch, args)",
-        late=True,
     ),
     faulty(
         "loss_scale_not_saved",
@@ -326,7 +322,6 @@ SCRIPTS = (
         *OUTPUT,
         line="sampler.set_epoch(epoch - first_epoch)",
         ranks=2,
-        late=True,
     ),
     faulty(
         "row_order_not_replayed",
@@ -334,7 +329,6 @@ SCRIPTS = (
         "The sampler starts from its seed again; only the batches of this epoch are skipped.",
         *OUTPUT,
         resume=("--resume", "{latest}"),
-        late=True,
     ),
     faulty(
         "row_order_generator_not_restored",
@@ -385,7 +379,6 @@ SCRIPTS = (
         "--dir",
         "{out}",
         resume=("--resume", "{latest}"),
-        late=True,
     ),
     faulty(
         "buffers_teacher_from_student",
@@ -441,7 +434,6 @@ SCRIPTS = (
         "--out-dir",
         "{out}",
         line="for epoch in range(epochs):",
-        late=True,
     ),
     faulty(
         "length_ends_early",

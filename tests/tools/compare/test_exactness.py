@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.runs.checkpoint import Checkpoints
 from harness.runs.files import read_sealed, write_sealed
-from harness.tools.compare.exactness import differences
-from harness.tools.compare.saved_state import StateDifference, differing
+from harness.tools.compare.exactness import StateDifference, differences, differing
 from tests.end_to_end.experiment import train, write_images
 
 LAST = 16
@@ -121,6 +120,15 @@ def test_times_do_not_count(trained, tmp_path):
     edit_lines(copy, lambda lines: [line.update(wall_s=9.0) for line in lines])
     write_sealed(copy / "summary.json", {**read_sealed(copy / "summary.json"), "wall_s": 9.0})
     assert differences(trained, copy) == []
+
+
+def test_facts_that_only_logical_ranks_record_do_not_count(trained, tmp_path):
+    one, other = (shutil.copytree(trained, tmp_path / name) for name in ("one", "other"))
+    edit_checkpoint(one, lambda content: content["kernels"].update(torch="2.14.0", threads=1))
+    assert differences(trained, one) == differences(one, trained) == []
+    edit_checkpoint(other, lambda content: content["kernels"].update(torch="2.15.0", threads=1))
+    found = [str(difference) for difference in differences(one, other)]
+    assert found == [f"checkpoints/step-{LAST}: kernels.torch: 2.14.0 and 2.15.0"]
 
 
 def test_empty_folders_are_not_equal(tmp_path):

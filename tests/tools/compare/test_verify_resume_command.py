@@ -20,7 +20,6 @@ from tests.audit import fake_training
         (["train.epochs=1", "--", "python", "train.py"], "both"),
         (["--engine", "local", "--", "python", "-c", "pass"], "--engine needs -c CONFIG"),
         (["-c", "x.yaml", "--resume", "--from {latest}"], "--resume needs a command"),
-        (["-c", "x.yaml", "--kills", "all"], "--kills all needs a command"),
     ],
 )
 def test_usage(words, error, capsys):

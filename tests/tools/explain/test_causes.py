@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,39 @@ def test_the_largest_cause_is_named_with_settings_that_exist(name):
         if isinstance(value, int | list):
             assert str(value).replace("True", "true") in found.text
         assert key in found.text
+
+
+OWN = {"task.name": "mine"}
+IMAGES = {"task.name": "image_csv", "task.root": "photos", "task.decode": "full", "task.image_size": None,
+          "task.transforms.train": [], "task.transforms.eval": []}  # fmt: skip
+CONFIGURATIONS = {
+    "own": OWN,
+    "mnist": {"task.name": "mnist", "task.root": "data/mnist", "task.transforms.train": []},
+    "texts": {"task.name": "text_csv", "task.text_column": "text"},
+    "images": IMAGES,
+    "scaled images": IMAGES | {"task.image_size": [64, 64]},
+    "augmented images": IMAGES | {"task.transforms.train": ["RandomHorizontalFlip"]},
+    "cropped images": IMAGES | {"task.transforms.train": [{"RandomResizedCrop": 64}], "task.decode": "full"},
+    "all set": IMAGES | {"task.image_size": [64, 64], "task.decode": "reduced", "model.compile": True, "trackers": [],
+                         "data.shard": "global", "checkpoint.async_save": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("has", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+@pytest.mark.parametrize("name", [*PLANTED, "late data"])
+def test_nothing_is_proposed_that_the_configuration_does_not_have(name, has):
+    """Or that it has already: a setting of another task, a transform of an empty list, true for what is true."""
+    late = replace(PLANTED["slow rank"], slow_rank=SlowRank(0, 0.6, None, 0.9))
+    run = PLANTED.get(name, late)
+    run = replace(run, settings={key: value for key, value in run.settings.items() if key[:5] != "task."} | has)
+    found = explain(run)
+    for each in (found, *found.then):
+        assert {key for key in re.findall(r"task(?:\.[a-z_]+)+", each.text)} <= run.settings.keys()
+        assert "task.transforms.train" not in each.text or has["task.transforms.train"]
+        assert "task.decode" not in each.text or has.get("task.image_size") or "RandomResizedCrop" in str(has)
+        for key, value in each.settings.items():
+            assert run.settings.get(key) != value, each.text
+    assert name in ("trackers", "late data") or found.cause == name
 
 
 def test_every_cause_is_tested():

@@ -11,6 +11,7 @@ import torch
 from torchvision.io import write_jpeg, write_png
 
 from harness import cli
+from harness.apex.on_cpu import half_kernels
 from harness.config import loader
 from harness.errors import DataError
 from harness.tools.init import first_config
@@ -45,12 +46,60 @@ def test_photos_of_mixed_sizes(folder, capsys):
     task = config.task
     assert (task.train_csv, task.eval_csv, task.root) == ("pets/train.csv", "pets/val.csv", "pets/photos")
     assert (task.path_column, task.label_column, task.image_size) == ("file", "breed", (64, 64))
-    assert (config.batch.global_, config.model.name) == (4, "small_cnn")
+    assert (config.batch.global_, config.model.name, config.data.shard) == (4, "small_cnn", "global")
     for reason in ("60 of 60 values", "3 classes: 'a: b', 'no', pür", "place (2 values)", "50 of the first 50 paths",
                    "70x118 to 100x120", "extends: preset:modern", "harness check -c pets.yaml"):  # fmt: skip
         assert reason in text, reason
     facts, problems = preflight.examine("pets.yaml", ["runtime.device=cpu"], 2)
     assert (problems, facts["train rows"], facts["eval rows"]) == ([], 60, 12)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "bfloat16", "preset", "level"),
+    [(True, True, "modern", "O4"), (True, False, "apex-2019", "O1"), (False, True, "modern", "O4"),
+     (False, False, "modern", "O0")],
+)  # fmt: skip
+def test_the_precision_is_one_that_this_machine_computes_fast(
+    folder, monkeypatch, capsys, gpu, bfloat16, preset, level
+):
+    photos("train", 8)
+    photos("val", 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bfloat16 or including_emulation)
+    monkeypatch.setattr(half_kernels, "has_bfloat16", lambda: bfloat16)
+    assert cli.main(["init", "pets"]) == 0
+    text = capsys.readouterr().out
+    assert f"extends: preset:{preset}  # " in text
+    assert ("precision: {opt_level: O0}  # float32: this CPU has no bfloat16; on a GPU, remove" in text) == (
+        level == "O0"
+    )
+    assert loader.load("pets.yaml").precision.opt_level == level
+
+
+def boxes(columns: list[str], row: str) -> None:
+    for split, count in (("train", 40), ("val", 10)):
+        lines = [row.format(*(f"{7 * at % 13 + number}" for number in range(4)), at % 2) for at in range(count)]
+        (Path("pets") / f"{split}.csv").write_text("\n".join([",".join(["file", *columns]), *(
+            f"{split} {at}.jpg,{line}" for at, line in enumerate(lines))]) + "\n")  # fmt: skip
+
+
+def test_numbers_of_a_box_are_no_classes(folder, capsys):
+    photos("train", 40)
+    photos("val", 10)
+    boxes(["xmin", "ymin", "XMax", "ymax"], "{0},{1},{2},{3}")
+    assert cli.main(["init", "pets"]) == 0
+    assert "# the numbers of a box, one per image; other columns: none" in capsys.readouterr().out
+    labels = loader.load("pets.yaml").task.labels
+    assert (labels.kind, labels.column) == ("regression", ("xmin", "ymin", "XMax", "ymax"))
+    facts, problems = preflight.examine("pets.yaml", ["runtime.device=cpu"], 1)
+    assert (problems, facts["train rows"]) == ([], 40)
+    boxes(["x", "y", "w", "h", "kind"], "{0},{1},{2},{3},{4}")
+    assert cli.main(["init", "pets", "--out", "kinds.yaml"]) == 0
+    assert loader.load("kinds.yaml").task.label_column == "kind"
+    for packed in ("{0} {1} {2} {3}", '"[{0}, {1}, {2}, {3}]"'):
+        boxes(["bbox"], packed)
+        assert cli.main(["init", "pets", "--out", "no.yaml"]) == 2
+        assert "the four numbers in bbox need a column each, such as xmin, ymin, xmax and" in capsys.readouterr().err
 
 
 def test_an_existing_file_is_kept(folder, capsys):

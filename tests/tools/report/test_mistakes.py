@@ -14,7 +14,7 @@ from PIL import Image
 
 from benchmarks.synthetic_runs import Fake, write_run
 from harness.runs import exit_files, reader
-from harness.tools.report import mistakes, run_set, sections
+from harness.tools.report import mistakes, page, run_set, sections
 from tests.config.test_loader import BOMB
 
 TABLE = """id,prediction,label,score_cat,score_dog
@@ -217,3 +217,27 @@ def test_texts_of_a_long_table_may_have_line_breaks(folder):
     shown, wrong, rows = mistakes.most_confident(run(folder))
     assert (wrong, rows) == (10_000, 20_000)
     assert shown[0].row == text
+
+
+def test_pairs_of_texts_are_shown_whole(tmp_path):
+    """predictions.csv has the columns of text_column by their own names; a text that is empty is left out."""
+    settings = {"task.name": "text_csv", "task.text_column": ["question", "answer"]}
+    folder = write_run(tmp_path / "pairs", Fake(settings=settings))
+    (folder / "confusion.csv").write_text("label,no,yes\nno,0,1\nyes,1,0\n")
+    (folder / "predictions.csv").write_text(
+        "id,prediction,label,score_no,score_yes,question,answer\n"
+        "0,yes,no,0.1,0.9,Is it late?,The <clock> says so\n1,no,yes,0.8,0.2,Why?,\n2,no,yes,0.7,0.3,,\n"
+    )
+    shown, _, _ = mistakes.most_confident(run(folder))
+    assert [m.row for m in shown] == ["Is it late? / The <clock> says so", "Why?", "2"]
+    text = page.render(run_set.build([reader.read(folder)]))
+    assert "Is it late? / The &lt;clock&gt; says so" in text
+    assert "no image" not in text
+
+
+@pytest.mark.parametrize(("column", "shown"), [("answer", "answer"), ("id", "text_id")])
+def test_a_text_column_of_another_name_is_shown(tmp_path, column, shown):
+    settings = {"task.name": "text_csv", "task.text_column": column}
+    folder = write_run(tmp_path / "texts", Fake(settings=settings))
+    (folder / "predictions.csv").write_text(f"id,prediction,label,score_no,score_yes,{shown}\n0,yes,no,0.1,0.9,Hello\n")
+    assert [m.row for m in mistakes.most_confident(run(folder))[0]] == ["Hello"]

@@ -1,4 +1,5 @@
-"""Output: log records on rank 0's terminal and in each rank's log file, and progress as a bar or as lines."""
+"""Output: log records on rank 0's terminal and in each rank's log file, and progress as a bar or as lines: of training
+in ``ProgressBar``, of anything else that takes long in ``working``."""
 
 from __future__ import annotations
 
@@ -6,23 +7,32 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from harness.distributed.threads import thread
 from harness.runs import layout
 
 log = logging.getLogger("harness")
 
 # Without a terminal: seconds after which new numbers, or else the position alone, are worth a line.
 PLAIN_PERIOD_S, SILENT_S = 10.0, 30.0
+LONG_S = 2.0  # of a step that a stop has to wait for
+WORK_S = 2.0  # after which other work shows itself
+_REDRAWN_S = 0.5  # between two looks at that work on a terminal
 OF_NODE = {"of_node": True}  # of records about a machine: that it joined, and how it ended
 COLUMNS = 80  # of a terminal that does not tell its width, as in docker and kubectl
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+
+
+_shown_by: int | None = None  # the process whose work is shown: not one that it has forked
 
 
 class _ProgressBarHandler(logging.Handler):
@@ -57,6 +67,7 @@ class _LogFile(logging.FileHandler):
 def to_terminal(rank: int, of_node: bool = False) -> None:
     """Log to the terminal: rank 0 everything, other ranks only errors, with the number of the rank. ``of_node``: this
     rank is the first of its machine, and also says what is logged with the extra ``OF_NODE``."""
+    show_work(rank)
     log.setLevel(logging.INFO)
     log.propagate = False
     for handler in list(log.handlers):
@@ -67,6 +78,74 @@ def to_terminal(rank: int, of_node: bool = False) -> None:
         handler.addFilter(lambda record: record.levelno >= logging.ERROR or of_node and hasattr(record, "of_node"))
     handler.setFormatter(_Line() if rank == 0 else logging.Formatter(f"rank {rank}: %(message)s"))
     log.addHandler(handler)
+
+
+def show_work(rank: int = 0) -> None:
+    """Let ``working`` show itself, on rank 0."""
+    global _shown_by
+    _shown_by = os.getpid() if rank == 0 else None
+
+
+@dataclass
+class Work:
+    """How far a piece of work is."""
+
+    what: str
+    unit: str = ""
+    done: int = 0
+    total: int = 0
+    """0: not known."""
+
+    def describe(self) -> str:
+        of = f" of {self.total:,}" if self.total else ""
+        return f"{self.what}: {self.done:,}{of} {self.unit}" if self.unit else self.what
+
+
+@contextmanager
+def working(what: str, unit: str = "", total: int = 0, measure: Callable[[], int] | None = None) -> Iterator[Work]:
+    """Show that ``what`` is done in this context, and how far it is, if that takes longer than WORK_S: as a bar on a
+    terminal, otherwise as a line and then one every SILENT_S. The body adds to ``done``, or ``measure`` returns it."""
+    work, ended = Work(what, unit, 0, total), threading.Event()
+    if os.getpid() != _shown_by:
+        yield work
+        return
+
+    def show() -> None:
+        bar, began, pause = None, time.monotonic(), WORK_S
+        while not ended.wait(pause):
+            if measure is not None:
+                with suppress(OSError):
+                    work.done = measure()
+            text = f"{work.describe()}, {in_words(time.monotonic() - began)}"
+            if sys.stderr.isatty():
+                if bar is None:
+                    shape = _BAR if work.total else "{desc}"
+                    bar = tqdm(total=work.total, leave=False, file=sys.stderr, bar_format=shape, ncols=_columns())
+                bar.set_description_str(what if work.total else text, refresh=False)
+                bar.n = work.done
+                bar.refresh()
+                pause = _REDRAWN_S
+            else:
+                _line(text)
+                pause = SILENT_S
+        if bar is not None:
+            bar.close()
+
+    shower = thread(show, "harness-work")
+    shower.start()
+    try:
+        yield work
+    finally:
+        ended.set()
+        shower.join()
+
+
+def _line(text: str) -> None:
+    """Log ``text``, or print it where the command does not log to the terminal."""
+    if log.handlers:
+        log.info("%s", text)
+    else:
+        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def to_file(folder: Path, rank: int) -> None:
@@ -88,24 +167,28 @@ class ProgressBar:
     """
 
     def __init__(self, rank: int, total_steps: int = 0) -> None:
+        """``total_steps``: of the run; 0 where there is none."""
         self._bar: Any = None
-        self._shows, self._total_steps = rank == 0, total_steps
+        self._shows, self._of_run, self._total_steps = rank == 0, total_steps > 0, total_steps
         self._plain_at = -math.inf  # so that the first step is due
         self._began: tuple[float, int] | None = None  # when the first step of this process had ended, and its number
         self._step = 0  # of the run
-        self._text = ""
+        self._text, self._text_of = "", ""  # the newest numbers, and the epoch that they are of
         self._where, self._unit, self._done, self._of = "", "step", 0, 0  # a loop of the user's own may open nothing
+        self._mark: float | None = None  # when the last step or batch ended
+        self._lasted: dict[str, float] = {}  # seconds, by unit
 
     def start(self, epoch: int, epochs: int, done: int, steps: int) -> None:
         """Begin to show an epoch."""
         self._step = epoch * steps + done
-        self._open(f"epoch {epoch + 1}/{epochs}", "step", done, steps)
+        self.open(f"epoch {epoch + 1}/{epochs}", "step", done, steps)
 
-    def start_evaluation(self, batches: int) -> None:
-        self._open("validation", "batch", 0, batches)
-
-    def _open(self, where: str, unit: str, done: int, total: int) -> None:
+    def open(self, where: str, unit: str, done: int, total: int) -> None:
+        """Begin to show anything else, such as an evaluation. Where there is no run, its end is what is left."""
+        if not self._of_run:
+            self._began, self._step, self._total_steps = None, done, total
         self._where, self._unit, self._done, self._of = where, unit, done, total
+        self._mark = time.monotonic()
         if self._shows and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=done, desc=where, leave=False, file=sys.stderr, bar_format=_BAR,
                              ncols=_columns(), dynamic_ncols=bool(_width()))  # fmt: skip
@@ -116,7 +199,10 @@ class ProgressBar:
             return
         self._done += 1
         now = time.monotonic()
-        if self._unit == "step":
+        if self._mark is not None:
+            self._lasted[self._unit] = now - self._mark
+        self._mark = now
+        if self._unit == "step" or not self._of_run:
             self._step += 1
             self._began = self._began or (now, self._step)
         if self._bar is not None:
@@ -127,11 +213,24 @@ class ProgressBar:
 
     def show(self, text: str) -> None:
         """Show ``text``, the newest numbers, next to the bar, or as a line."""
-        self._text, now = text, time.monotonic()
+        self._text, self._text_of, now = text, self._where, time.monotonic()
         if self._bar is not None:
             self._bar.set_postfix_str(self._described(now), refresh=False)
         elif self._shows and self._where and now - self._plain_at > PLAIN_PERIOD_S:
             self._write(now)
+
+    def rest(self) -> str:
+        """Return what is left of the current step or batch, in words; empty if it is short. Callable from any
+        thread."""
+        unit, mark = self._unit, self._mark
+        if mark is None:
+            return ""
+        spent = time.monotonic() - mark
+        whole = self._lasted.get(unit, 0.0)
+        if max(spent, whole) < LONG_S:
+            return ""
+        left = f"about {in_words(whole - spent)}" if spent < whole else f"{in_words(spent)} so far"
+        return f"after this {unit} ({left})"
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
@@ -166,7 +265,10 @@ class ProgressBar:
     def _described(self, now: float) -> str:
         left = self._left_s(now)
         shown = [] if left is None else [f"{in_words(left)} left"]
-        return "  ".join([self._text, *shown] if self._unit == "step" and self._text else shown)
+        if self._unit != "step" or not self._text:
+            return "  ".join(shown)
+        of = [f"(of {self._text_of})"] if self._text_of != self._where else []
+        return "  ".join([self._text, *of, *shown])
 
     def _left_s(self, now: float) -> float | None:
         """Seconds to the end of the run at the pace of this process so far, evaluations and checkpoints included."""
@@ -185,7 +287,7 @@ def in_words(seconds: float) -> str:
 
 
 def _width() -> int:
-    """The columns of the terminal; 0 if it does not tell."""
+    """Return the columns of the terminal; 0 if it does not tell."""
     with suppress(OSError, ValueError):
         return os.get_terminal_size(sys.stderr.fileno()).columns
     return 0

@@ -1,0 +1,178 @@
+"""Folders and names of Hugging Face (``hf:FOLDER_OR_NAME``): their files, and their tokenizers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.config.places import HUB
+from harness.errors import ConfigError, first_line, similar_path
+from harness.runs.files import expanded
+
+CONFIG = "config.json"
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # of the hub: OWNER/NAME@REVISION
+_SMALL = ["*.json", "*.txt", "*.model"]  # all but the weights
+_WEIGHTS = (
+    ["model.safetensors", "model.safetensors.index.json", "model-*.safetensors"],
+    ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"],
+)
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def folder(name: str, where: str) -> Path:
+    """Return the folder of ``hf:FOLDER_OR_NAME``; of a name, all files but the weights are downloaded into the cache of
+    Hugging Face, unless they are there. Raises ConfigError."""
+    place = name.removeprefix(HUB)
+    path = expanded(place)
+    if not path.is_dir():
+        return _downloaded(place, where, _SMALL)
+    if not (path / CONFIG).is_file():
+        inside = sorted(file.parent for file in path.glob(f"*/{CONFIG}"))
+        hint = f"did you mean {HUB}{inside[-1]}?" if inside else "give a folder that save_pretrained wrote"
+        raise ConfigError(f"the folder {path} has no {CONFIG}", where=where, hint=hint)
+    return path
+
+
+def weights(name: str, where: str) -> Path:
+    """Return the file with the weights of ``hf:FOLDER_OR_NAME``, or with their index. Raises ConfigError."""
+    place, path = name.removeprefix(HUB), folder(name, where)
+    for patterns in _WEIGHTS:
+        found = path if expanded(place).is_dir() else _downloaded(place, where, patterns)
+        if file := next((found / file for file in patterns[:2] if (found / file).is_file()), None):
+            return file
+    hint = "set model.weights=random to start from random ones, or model.weights=FILE"
+    raise ConfigError(
+        f"{place} has no weights: neither model.safetensors nor pytorch_model.bin", where=where, hint=hint
+    )
+
+
+def _downloaded(place: str, where: str, patterns: Sequence[str]) -> Path:
+    if not _NAME.fullmatch(place):
+        hint = _nearest(place) or "give a folder with a config.json, or OWNER/NAME of the hub"
+        raise ConfigError(f"there is no folder {place}", where=where, hint=hint)
+    require("transformers", where)
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    name, _, revision = place.partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
+    except Exception as error:  # of the hub's many kinds
+        offline = constants.HF_HUB_OFFLINE
+        missing = offline and isinstance(error, LocalEntryNotFoundError)
+        why = "is not in the cache" if missing else f"cannot be had: {first_line(error)}"
+        network = "HF_HUB_OFFLINE is set; unset it to download" if offline else "check the name and the network"
+        raise ConfigError(
+            f"there is no folder {place}, and the hub's {place} {why}",
+            where=where,
+            hint=_nearest(place)
+            or f"{network}; or type elsewhere: hf download {name} --local-dir FOLDER, and here {HUB}FOLDER",
+        ) from None
+
+
+def _nearest(place: str) -> str:
+    """Return a hint with the folder of a model whose path is most similar to ``place``; empty if there is none."""
+    near = similar_path(expanded(place), _is_model)
+    return f"did you mean {shlex.quote(f'{HUB}{near}')}?" if near else ""
+
+
+def _is_model(path: Path) -> bool:
+    return (path / CONFIG).is_file()
+
+
+def require(library: str, where: str) -> None:
+    """Raise ConfigError if ``library``, transformers or peft, is not installed."""
+    try:
+        __import__(library)
+    except ImportError:
+        raise ConfigError(
+            f"this needs {library}, which is not installed",
+            where=where,
+            hint="pip install 'apex-harness[huggingface]'",
+        ) from None
+
+
+@dataclass(frozen=True)
+class HubTokenizer:
+    """A tokenizer of transformers. ``inputs``: what it makes of a text, such as input_ids, for the last dimension of a
+    batch."""
+
+    tokenizer: Any
+    digest: str
+    inputs: tuple[str, ...]
+    num_tokens: int
+
+    def padded(self, texts: Sequence[Sequence[str]], max_length: int, fixed: bool) -> np.ndarray:
+        """Return int64 (batch, positions, inputs) for a column of ``texts``, or two as pairs."""
+        encoded = self.tokenizer(
+            *texts, truncation=True, max_length=max_length, padding="max_length" if fixed else "longest",
+            return_attention_mask=True, return_token_type_ids=_INPUTS[2] in self.inputs,
+        )  # fmt: skip
+        rows = np.asarray([encoded[name] for name in self.inputs], dtype=np.int64)
+        if not rows.shape[2]:  # only empty texts
+            rows = np.zeros((*rows.shape[:2], 1), dtype=np.int64)
+            rows[0] = self.tokenizer.pad_token_id
+        return np.ascontiguousarray(rows.transpose(1, 2, 0))
+
+    def example(self, length: int) -> Tensor:
+        """Return two made-up rows of ``length`` tokens."""
+        values = {_INPUTS[0]: int(self.tokenizer.pad_token_id == 0), _INPUTS[1]: 1, _INPUTS[2]: 0}
+        return torch.tensor([values[name] for name in self.inputs]).expand(2, length, -1).clone()
+
+
+def tokenizer(name: str, where: str, pairs: bool = False) -> HubTokenizer:
+    """Return the tokenizer of ``hf:FOLDER_OR_NAME``. Raises ConfigError if there is none that can encode a text, or
+    with ``pairs`` two."""
+    require("transformers", where)
+    path = folder(name, where)
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        if found.pad_token is None:  # as of GPT-2; the attention mask tells both apart
+            found.pad_token = found.eos_token or found.unk_token
+        words = found.get_vocab()
+        inputs = tuple(each for each in _INPUTS if each in {*_INPUTS[:2], *found.model_input_names})
+        made = HubTokenizer(found, _digest(found, words), inputs, max(words.values()) + 1)
+        made.padded([["a text"], ["another"]][: 1 + pairs], 16, False)
+        if len(words) <= len(found.all_special_tokens):
+            raise ValueError("it has no words")
+    except Exception as error:  # of many types
+        raise ConfigError(
+            f"there is no tokenizer in {path} that can be used: {first_line(error)}",
+            where=where,
+            hint="give a folder with tokenizer.json or the files of its vocabulary, as tokenizer.save_pretrained "
+            "writes them",
+        ) from None
+    return made
+
+
+def require_same(name: str, model: str, chosen: HubTokenizer) -> None:
+    """Raise ConfigError if the tokenizer ``name``, which is ``chosen``, has other tokens than that of ``model``, if
+    there is one in its folder."""
+    where = "task.tokenizer.name"
+    if name == model:
+        return
+    try:
+        own = tokenizer(model, where)
+    except ConfigError:
+        return
+    if own.tokenizer.get_vocab() != chosen.tokenizer.get_vocab():
+        raise ConfigError(f"{name} has other tokens than {model}", where=where, hint=f"set {where}={model}")
+
+
+def _digest(found: Any, words: dict[str, int]) -> str:
+    backend = getattr(found, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else json.dumps(words, sort_keys=True)
+    facts = [type(found).__name__, rules, found.special_tokens_map, found.padding_side, found.truncation_side]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

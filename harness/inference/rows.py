@@ -1,0 +1,52 @@
+"""The rows that a caller of the Python API gives: the name of a file, or a table of pandas."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.errors import DataError, HarnessError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    Rows = str | os.PathLike[str] | pd.DataFrame
+
+
+@contextmanager
+def as_file(rows: Rows) -> Iterator[tuple[str, str | None]]:
+    """Context with (a file of ``rows``, the cache folder for it if it is temporary). An error in a table names its
+    rows."""
+    if isinstance(rows, str | os.PathLike):
+        yield os.fspath(rows), None
+        return
+    if not hasattr(rows, "to_csv"):
+        raise DataError(
+            f"rows are a {type(rows).__name__}", hint='use a file or a table: pandas.DataFrame({"path": ["one.jpg"]})'
+        )
+    with tempfile.TemporaryDirectory(prefix="harness-") as folder:
+        file = str(Path(folder, "rows.csv"))
+        rows.to_csv(file, index=False, quoting=csv.QUOTE_ALL)  # pandas alone does not quote a carriage return
+        try:
+            yield file, folder
+        except HarnessError as error:
+            error.message, error.where = (_of_table(text, file) for text in (error.message, error.where))
+            raise
+
+
+def _of_table(text: str, file: str) -> str:
+    """Return ``text`` with places in ``file`` as rows of the table that it was written from: "rows.csv:2" is row 0."""
+
+    def row(place: re.Match[str]) -> str:
+        with open(file, encoding="utf-8", newline="") as stream:
+            rows = csv.reader(stream)  # of which one may have several lines
+            number = next((number for number, _ in enumerate(rows, -1) if rows.line_num >= int(place[1])), 0)
+        return f"row {number} of the table"
+
+    return re.sub(rf"{re.escape(file)}:(\d+)", row, text).replace(file, "the table")

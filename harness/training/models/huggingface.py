@@ -1,0 +1,231 @@
+"""Models of Hugging Face's transformers (``hf:FOLDER_OR_NAME``): building them, and their published weights."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.data import hub
+from harness.data.hub import HubTokenizer
+from harness.errors import ConfigError, first_line, similar
+from harness.runs.files import read_json
+from harness.training.models import lora
+
+_PROCESSOR = "preprocessor_config.json"
+_BY_TASK = ("num_labels", "id2label", "label2id")  # settings of a model that follow from the data
+
+
+class OneTensor(nn.Module):
+    """Lets a model of transformers take the inputs of a batch as one tensor, and return its logits. ``build`` puts it
+    before the model's own class, so that the weights keep their names."""
+
+    token_inputs: tuple[str, ...] = ()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        named = {"pixel_values": inputs}
+        if not inputs.is_floating_point():
+            named = dict(zip(self.token_inputs, inputs.unbind(-1), strict=True)) if inputs.dim() == 3 else {
+                "input_ids": inputs, "attention_mask": (inputs != 0).long()
+            }  # fmt: skip
+            accepted = inspect.signature(super().forward).parameters
+            named = {name: value for name, value in named.items() if name in accepted}
+        logits: Tensor = super().forward(**named).logits
+        return logits
+
+
+def maker(name: str) -> Callable[..., nn.Module]:
+    """Return the function that makes the model ``hf:FOLDER_OR_NAME`` with random weights. Raises ConfigError."""
+    hub.require("transformers", "model.name")
+    return partial(build, name)
+
+
+def build(
+    name: str,
+    num_classes: int,
+    in_channels: int | None = None,
+    num_tokens: int | None = None,
+    tokenizer: HubTokenizer | None = None,
+    **args: Any,
+) -> nn.Module:
+    """Return the model with ``num_classes`` outputs, for texts if ``num_tokens`` is given, else for images; ``args``
+    change its configuration. Raises ConfigError."""
+    import transformers
+
+    config = _configuration(name, num_classes, args)
+    what, kinds = ("texts", transformers.AutoModelForSequenceClassification)
+    if num_tokens is None:
+        what, kinds = ("images", transformers.AutoModelForImageClassification)
+    if type(config) not in kinds._model_mapping:
+        raise ConfigError(
+            f"{name} is a model of type {config.model_type}, for which transformers has no classification of {what}",
+            where="model.name",
+            hint=f"use a model for {what}, such as one of type {'bert' if num_tokens else 'vit'}",
+        )
+    if tokenizer is not None and config.pad_token_id is None:
+        config.pad_token_id = tokenizer.tokenizer.pad_token_id
+    _require_inputs(name, config, in_channels, num_tokens)
+    model: Any = kinds.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    known = {"token_inputs": tokenizer.inputs if tokenizer else (), "__module__": type(model).__module__}
+    model.__class__ = type(type(model).__name__, (OneTensor, type(model)), known)
+    built: nn.Module = model.train()
+    return built
+
+
+def _configuration(name: str, num_classes: int, args: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    path = hub.folder(name, "model.name")
+    if by_task := sorted(set(_BY_TASK).intersection(args)):
+        hint = "remove it: the number of outputs and their names follow from the labels"
+        raise ConfigError(f"{by_task[0]} is set by the task", where=f"model.args.{by_task[0]}", hint=hint)
+    try:
+        with _quiet():  # about other names of classes
+            config, unknown = AutoConfig.from_pretrained(
+                str(path), return_unused_kwargs=True, trust_remote_code=False, num_labels=num_classes, **args
+            )
+    except Exception as error:  # of many types
+        raise ConfigError(
+            f"{path / hub.CONFIG} cannot be used: {first_line(error)}",
+            where="model.args" if args else "model.name",
+            hint="give a folder that save_pretrained wrote; code of the folder's own is not run",
+        ) from None
+    if unknown:
+        key, settings = next(iter(unknown)), config.to_dict()
+        near = similar(key, settings)
+        hint = f"did you mean {near}?" if near else f"it has {', '.join(sorted(settings))}"
+        raise ConfigError(f"{type(config).__name__} has no setting {key}", where=f"model.args.{key}", hint=hint)
+    return config
+
+
+def _require_inputs(name: str, config: Any, in_channels: int | None, num_tokens: int | None) -> None:
+    places = getattr(config, "vocab_size", None)
+    if num_tokens is not None and places is not None and num_tokens > places:
+        raise ConfigError(
+            f"the tokenizer has {num_tokens:,} ids, but {name} only {places:,}",
+            where="task.tokenizer.name",
+            hint=f"use the tokenizer of the model: task.tokenizer.name={name}",
+        )
+    channels: Any = getattr(config, "num_channels", in_channels)
+    if in_channels is not None and channels != in_channels:
+        color: str = {1: "gray", 3: "rgb"}.get(channels, "")
+        raise ConfigError(
+            f"{name} takes images of {channels} channels, but the task has {in_channels}",
+            where="model.name",
+            hint=f"set task.color={color}" if color else "set model.args.num_channels",
+        )
+
+
+def published(name: str, model: nn.Module) -> tuple[Path, dict[str, Tensor]]:
+    """Return (the file with the weights of ``hf:FOLDER_OR_NAME``, those that ``model`` has too, by their names in it).
+
+    transformers reads them, which knows the names of older versions. Weights of another shape are without values.
+    Raises ConfigError.
+    """
+    file = hub.weights(name, "model.weights")
+    own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, OneTensor))
+    try:
+        with _quiet():
+            there, found = own.from_pretrained(
+                str(file.parent), config=model.config, dtype=torch.float32, output_loading_info=True,
+                ignore_mismatched_sizes=True, use_safetensors="safetensors" in file.name, local_files_only=True,
+            )  # fmt: skip
+    except Exception as error:  # of many types
+        hint = "copy or download it again, or set model.weights=FILE"
+        raise ConfigError(f"its weights cannot be read: {first_line(error)}", where=str(file), hint=hint) from None
+    other = {key: torch.empty(shape, device="meta") for key, shape, _ in found["mismatched_keys"]}
+    return file, {key: other.get(key, t) for key, t in there.state_dict().items() if key not in found["missing_keys"]}
+
+
+def to_units(model: nn.Module, mean: Tensor, std: Tensor) -> bool:
+    """Let the last layer of ``model`` return numbers times ``std`` plus ``mean``, and add matrices of LoRA to the
+    weights; return False if it is no linear layer with a bias."""
+    lora.merge(model)
+    layers = [module for head in lora.last_layers(model) for module in model.get_submodule(head).modules()]
+    last = next((layer for layer in reversed(layers) if next(layer.parameters(recurse=False), None) is not None), None)
+    if type(last) is not nn.Linear or last.out_features != len(std) or last.bias is None:
+        return False
+    with torch.no_grad():
+        last.weight.copy_(last.weight.double() * std.double()[:, None])
+        last.bias.copy_(last.bias.double() * std.double() + mean.double())
+    return True
+
+
+def save(model: nn.Module, path: Path, signature: Mapping[str, Any], tokenizer: Any) -> Callable[[Tensor], Tensor]:
+    """Write ``model``, with matrices of LoRA added to its weights, and its ``tokenizer`` into the folder ``path``;
+    return the model that from_pretrained loads there. Raises ConfigError if it is not a model of transformers."""
+    adapted: Any = type(model)
+    if not issubclass(adapted, OneTensor):
+        hint = "train with model.name=hf:FOLDER_OR_NAME, or use --format safetensors"
+        raise ConfigError("the model is none of transformers", where="--format huggingface", hint=hint)
+    plain: Any = copy.deepcopy(model)
+    lora.merge(plain)
+    plain.__class__ = own = adapted.__mro__[2]
+    names = list(map(str, signature.get("classes") or signature.get("columns") or ()))
+    plain.config.id2label, plain.config.label2id = dict(enumerate(names)), {name: n for n, name in enumerate(names)}
+    plain.config.problem_type = (
+        "regression"
+        if "columns" in signature
+        else ("multi_label_classification" if "postprocessing" in signature else "single_label_classification")
+    )
+    scale = signature.get("postprocessing", {})
+    if "columns" in signature and scale:
+        plain.config.output_mean, plain.config.output_std = scale["mean"], scale["std"]
+    with _quiet():
+        plain.save_pretrained(path)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(path)
+        if processor := _processor(signature.get("preprocessing", {})):
+            (path / _PROCESSOR).write_text(json.dumps(processor, indent=1) + "\n", encoding="utf-8")
+        loaded: Any = own.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+    loaded.__class__ = adapted
+    there: nn.Module = loaded.eval()
+    return there
+
+
+def _processor(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the preprocessing of square images as transformers writes it; empty for texts and for other
+    preprocessing."""
+    size = facts.get("size", ())
+    if len(size) != 2 or size[0] != size[1] or "transforms" in facts or "mean" not in facts:
+        return {}
+    return {
+        "image_processor_type": "CLIPImageProcessor", "do_convert_rgb": facts.get("color") == "rgb",
+        "do_resize": True, "size": {"shortest_edge": size[0]}, "resample": 2,
+        "do_center_crop": True, "crop_size": {"height": size[0], "width": size[1]},
+        "do_rescale": True, "rescale_factor": 1 / 255,
+        "do_normalize": True, "image_mean": facts["mean"], "image_std": facts["std"],
+    }  # fmt: skip
+
+
+def statistics(name: str) -> tuple[Any, Any] | None:
+    """Return the mean and the standard deviation of the images that the model expects; None if they are not known."""
+    try:
+        facts = read_json(hub.folder(name, "model.name") / _PROCESSOR)
+        return facts["image_mean"], facts["image_std"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context in which transformers prints neither warnings nor progress: the harness names what is not loaded."""
+    from transformers.utils import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()

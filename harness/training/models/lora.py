@@ -1,0 +1,88 @@
+"""Low-rank adaptation (``model.lora``) of any model, by the library peft."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+
+from torch import nn
+
+from harness.config.schema import LoraSection
+from harness.data import hub
+from harness.errors import ConfigError, first_line, plural, similar
+
+PART = "lora_"  # in the names of the matrices
+BASE = ".base_layer."  # in those of the weights of an adapted layer
+_LINEAR = ("Linear", "Conv1D")  # the latter of transformers, for GPT-2
+_KINDS = (*_LINEAR, "Conv1d", "Conv2d", "Conv3d", "Embedding")
+
+
+def apply(model: nn.Module, section: LoraSection) -> None:
+    """Freeze ``model`` but for its last layers, and put matrices to train beside the layers that ``section`` names.
+    Raises ConfigError."""
+    hub.require("peft", "model.lora")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    heads = last_layers(model)
+    layers = {name: type(module).__name__ for name, module in model.named_modules() if _is_layer(module)}
+    plain = [name for name, kind in layers.items() if kind in _LINEAR and not _inside(name, heads)]
+    chosen = {name for target in section.targets for name in _matching(target, layers)} or plain
+    if not chosen:
+        raise ConfigError("the model has no linear layers but the last ones", where="model.lora", hint="name its "
+                          f"layers in model.lora.targets, such as {', '.join([*layers][:5])}")  # fmt: skip
+    try:
+        wanted = LoraConfig(
+            r=section.r, lora_alpha=section.alpha, lora_dropout=section.dropout,  # type: ignore[arg-type]
+            target_modules="|".join(map(re.escape, sorted(chosen))),
+        )  # fmt: skip
+        inject_adapter_in_model(wanted, model)
+    except ValueError as error:
+        raise ConfigError(f"peft cannot adapt this model: {first_line(error)}", where="model.lora") from None
+    for name, param in model.named_parameters():
+        param.requires_grad_(f".{PART}" in name or (_inside(name, heads) and BASE not in name))
+
+
+def summary(model: nn.Module, section: LoraSection) -> str:
+    """Return what ``apply`` did to ``model``."""
+    layers = [name for name, module in model.named_modules() if hasattr(module, "get_base_layer")]
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    shown = ", ".join(ends if len(ends) <= 6 else [*ends[:5], "..."])
+    return f"r {section.r}, alpha {section.alpha:g}, on {plural(len(layers), 'layer')} ({shown})"
+
+
+def merge(model: nn.Module) -> None:
+    """Add the matrices to the weights of ``model``, which then has its own layers again."""
+    adapted = [(name, module) for name, module in model.named_modules() if hasattr(module, "get_base_layer")]
+    for name, layer in adapted:
+        layer.merge()
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, layer.get_base_layer())
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return type(module).__name__ in _KINDS and next(module.parameters(), None) is not None
+
+
+def last_layers(model: nn.Module) -> list[str]:
+    """Return the names of the last layers: of a model of transformers, all but its base model; else the last with
+    weights."""
+    base = getattr(model, "base_model_prefix", "")
+    if base and hasattr(model, base):
+        return [name for name, _ in model.named_children() if name != base]
+    return [name.rpartition(".")[0] for name, _ in model.named_parameters()][-1:]
+
+
+def _inside(name: str, modules: list[str]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def _matching(target: str, layers: Mapping[str, str]) -> list[str]:
+    """Return the names of ``layers`` that ``target`` means. Raises ConfigError if there are none."""
+    found = [name for name in layers if f".{name}".endswith(f".{target}") or fnmatch.fnmatchcase(name, target)]
+    if not found:
+        ends = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+        near = similar(target, [*layers, *ends])
+        hint = f"did you mean {near}?" if near else f"the layers are called {', '.join(ends)}"
+        raise ConfigError(f"no layer of the model matches {target!r}", where="model.lora.targets", hint=hint)
+    return found

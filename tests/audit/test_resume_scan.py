@@ -1,0 +1,163 @@
+"""Attributes that no state_dict holds are recorded, and sources of chance are named."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import random
+import sys
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from harness.audit import diagnosis
+from harness.audit.starts import HOOK
+
+
+@pytest.fixture(autouse=True)
+def hook(monkeypatch):
+    monkeypatch.syspath_prepend(str(HOOK))
+
+
+class Everything(nn.Module):
+    """One attribute of each kind that can change."""
+
+    shared = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.register_buffer("kept", torch.zeros(2))
+        self.register_buffer("dropped", torch.zeros(2), persistent=False)
+        self.plain, self.nested, self.counter = torch.zeros(2), {"a": [1, {"b": 2}]}, itertools.count()
+        self.chance, self.stream, self.torch_stream = random.Random(0), np.random.default_rng(0), torch.Generator()
+        self.itself = self
+        self.positions = (index for index in range(9))
+
+
+CHANGES = {
+    "kept": lambda model: model.kept.add_(1),
+    "weights": lambda model: model.layer.weight.data.add_(1),
+    "statistics": lambda model: model.norm(torch.ones(3, 2)),
+    "dropped": lambda model: model.dropped.add_(1),
+    "plain": lambda model: model.plain.add_(1),
+    "nested": lambda model: model.nested["a"][1].update(b=3),
+    "counter": lambda model: next(model.counter),
+    "chance": lambda model: model.chance.random(),
+    "stream": lambda model: model.stream.random(),
+    "torch_stream": lambda model: torch.rand(1, generator=model.torch_stream),
+    "shared": lambda model: setattr(Everything, "shared", Everything.shared + 1),
+    "layer.extra": lambda model: setattr(model.layer, "extra", 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_no_state_dict_holds(name):
+    import resume_scan
+
+    gc.collect()
+    model = Everything()
+    before = resume_scan.attributes([model], [])
+    CHANGES[name](model)
+    after = resume_scan.attributes([model], [])
+    found = {key.partition(" ")[0] for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    found = {key for key in found if key.startswith("Everything.")}
+    saved = name in ("kept", "weights", "statistics")
+    expected = {"nested": "Everything.nested['a'][1]['b']"}.get(name, f"Everything.{name}")
+    assert found == (set() if saved else {expected})
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.best = 0.5
+
+
+def test_objects_of_the_script_are_found_and_those_of_torch_are_not():
+    import resume_scan
+
+    trainer, optimizer = Trainer(), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    found = resume_scan.attributes([], [optimizer])
+    assert found[f"Trainer.best ({__name__}.Trainer)"] == "0.5"
+    assert not [name for name in found if name.startswith(("SGD._", "SGD.state"))]
+    assert trainer.best == 0.5
+    found = resume_scan.attributes([nn.MultiheadAttention(2, 1)], [])
+    assert found
+    ours = [name for name in found if name.startswith("MultiheadAttention")]
+    assert not [name for name in ours if "._" in name]  # such as those that DDP sets in its first step
+
+
+def test_a_mapping_that_cannot_be_read_is_left_out():
+    import resume_scan
+
+    class Lazy(dict):
+        def items(self):
+            raise ImportError("what it needs is not installed")
+
+    assert dict(resume_scan._walk("all", {"lazy": Lazy(), "number": 1}, {}, 0))["all['number']"] == "1"
+
+
+def test_no_code_of_an_object_runs_to_find_its_class():
+    import resume_scan
+
+    class Deprecated:
+        def __getattribute__(self, name):
+            warnings.warn(f"{name} is deprecated", FutureWarning, stacklevel=2)
+            return super().__getattribute__(name)
+
+    old = Deprecated()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert any(each is old for each in resume_scan._objects())
+
+
+def test_only_what_training_changes_and_equal_starts_share_is_forgotten():
+    def start(*attributes: dict[str, str]):
+        process = SimpleNamespace(rank=0, order=0, steps=[SimpleNamespace(attributes=each) for each in attributes])
+        return SimpleNamespace(processes=[process])
+
+    constant, clock = {"path": "a"}, [{"time": str(number)} for number in range(5)]
+    observed = start({**constant, **clock[0], "calls": "1"}, {}, {**constant, **clock[1], "calls": "7"})
+    again = start({**constant, **clock[2], "calls": "1"}, {}, {**constant, **clock[3], "calls": "7"})
+    resumed = start({"path": "b", **clock[4], "calls": "1"})
+    found = diagnosis.forgotten(observed, again, resumed)  # type: ignore[arg-type]
+    assert found == ["calls is 1 instead of 7: no checkpoint restores it"]
+    assert diagnosis.forgotten(observed, again, start({})) == []  # type: ignore[arg-type]
+
+
+def test_operations_without_a_deterministic_implementation(tmp_path, monkeypatch):
+    import resume_draws
+
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "set_warn_always", lambda _: None)
+    shown: list[str] = []
+    recorder = SimpleNamespace(plan={"records": str(tmp_path), "chance": True})
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *rest, **options: shown.append(str(message))
+        resume_draws._warn_of_operations(resume_draws._Observer(recorder))
+        warnings.warn("scatter_add_cuda_kernel does not have a deterministic implementation, but you set ...")
+        warnings.warn("something else")
+    (line,) = [json.loads(line) for path in tmp_path.iterdir() for line in path.read_text().splitlines()]
+    assert (line["stream"], line["function"], line["file"]) == ("operation", "scatter_add_cuda_kernel", __file__)
+    assert shown == ["something else"]
+
+
+def test_the_recorder_itself_is_not_searched_for_draws():
+    """Its own calls would be passed to the profile function one by one, millions where a script has many objects."""
+    from resume_recorder import guarded
+
+    seen = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, called: seen.append(getattr(called, "__name__", "")))
+    try:
+        hash("the script's")
+        guarded(lambda recorder: len("the recorder's"))(SimpleNamespace(failed=False))
+        divmod(2, 1)
+    finally:
+        sys.setprofile(before)
+    assert {"hash", "divmod"} <= {*seen}
+    assert "len" not in seen

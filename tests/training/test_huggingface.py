@@ -1,0 +1,510 @@
+"""Models and tokenizers of transformers (``hf:FOLDER``), LoRA, and the export of both. All models are tiny and random.
+
+transformers and peft: pip install 'apex-harness[huggingface]'.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from harness.cli import main
+from harness.config import loader
+from harness.config.trust import require_harmless
+from harness.data import hub
+from harness.distributed.runtime import Runtime
+from harness.errors import ConfigError, HarnessError
+from harness.inference import export
+from harness.training import build
+from harness.training.check import preflight
+from harness.training.models import lora, weights
+from tests.end_to_end.experiment import Kill, last_checkpoint, losses, run, run_folder
+from tests.fixtures import settings, write_photos, write_yaml
+
+INSTALL = "pip install 'apex-harness[huggingface]'"
+transformers = pytest.importorskip("transformers", reason=f"transformers is not installed: {INSTALL}")
+pytest.importorskip("peft", reason=f"peft is not installed: {INSTALL}")
+
+WORDS = ["good", "bad", "film", "day", "sun", "rain", "yes", "no", "maybe", "it", "is", "the", "a", "not", "very"]
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+PLACES = 24
+
+
+def write_tokenizer(folder: Path, words: list[str] = WORDS) -> int:
+    """Write a BERT tokenizer of ``words``; return the size of its vocabulary."""
+    every = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    transformers.BertTokenizerFast(vocab={word: number for number, word in enumerate(every)}).save_pretrained(folder)
+    return len(every)
+
+
+def write_bert(folder: Path, kind: str = "BertForMaskedLM", words: list[str] = WORDS, **options: object) -> Path:
+    torch.manual_seed(0)
+    size = write_tokenizer(folder, words)
+    config = transformers.BertConfig(vocab_size=size, max_position_embeddings=PLACES, **SIZES, **options)
+    getattr(transformers, kind)(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory) -> Path:
+    """A pretrained BERT, which has no layer for classes."""
+    return write_bert(tmp_path_factory.mktemp("hub") / "bert")
+
+
+def write_pairs(folder: Path, label: object = None) -> None:
+    draws = random.Random(0)
+    for split, number in (("train", 30), ("eval", 11)):
+        with open(folder / f"{split}.csv", "w", newline="") as file:
+            out = csv.writer(file)
+            out.writerow(["premise", "hypothesis", "label"])
+            for row in range(number):
+                texts = [" ".join(draws.choices(WORDS, k=draws.randint(1, 6))) for _ in range(2)]
+                out.writerow([*texts, f"class {row % 2}" if label is None else label])
+
+
+def tree_of(folder: Path, bert: Path, **sections: object) -> dict:
+    tree = settings(folder, model={"name": f"hf:{bert}"}, name="run", precision={"opt_level": "O0"})
+    tree["task"] = {
+        "name": "text_csv",
+        "train_csv": str(folder / "train.csv"),
+        "eval_csv": str(folder / "eval.csv"),
+        "text_column": ["premise", "hypothesis"],
+        "tokenizer": {"name": f"hf:{bert}", "max_length": 20},
+    }
+    tree |= {"batch": {"global": 6}, "optimizer": {"name": "adamw", "lr": 0.01}, "train": {"epochs": 2, "log_every": 1}}
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return tree
+
+
+@pytest.fixture
+def make(tmp_path, bert):
+    """Write the configuration of sentence pairs, with ``sections`` merged into it and ``overrides``, and load it."""
+    write_pairs(tmp_path)
+
+    def make(*overrides: str, **sections: object):
+        return loader.load(write_yaml(tmp_path / "config.yaml", tree_of(tmp_path, bert, **sections)), overrides)
+
+    return make
+
+
+def built(config):
+    task = build.open_task(config, Runtime())
+    return task, build.build_model(config, task)
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("pad", ["batch", "max_length"])
+def test_pairs_with_masks(make, bert, pad):
+    """As transformers encodes them, in each of the last dimension's columns."""
+    task = build.open_task(make(f"task.tokenizer.pad={pad}"), Runtime())
+    rows = np.asarray([3, 0, 7])
+    inputs = task.train.batch(rows, 0).inputs
+    texts = [task.train.table.strings(column, rows) for column in ("premise", "hypothesis")]
+    padding = "longest" if pad == "batch" else "max_length"
+    own = transformers.AutoTokenizer.from_pretrained(str(bert))
+    expected = own(*texts, padding=padding, max_length=20, return_tensors="pt")
+    assert inputs.shape[1] == 20 if pad == "max_length" else inputs.shape[1] < 20
+    for index, name in enumerate(("input_ids", "attention_mask", "token_type_ids")):
+        assert torch.equal(inputs[..., index], expected[name]), name
+    assert task.known(rows)["hypothesis"] == task.eval.table.strings("hypothesis", rows)
+
+
+def test_padding_does_not_change_the_outputs(make):
+    task, model = built(make())
+    inputs = task.train.batch(np.arange(4), None).inputs
+    padded = torch.nn.functional.pad(inputs, (0, 0, 0, 20 - inputs.shape[1]))
+    torch.testing.assert_close(model.eval()(inputs), model(padded))
+
+
+def test_empty_texts_have_a_place(tmp_path):
+    """Also with a tokenizer that adds nothing to a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    rules = Tokenizer(models.WordLevel({"<pad>": 0, "good": 1, "<unk>": 2}, unk_token="<unk>"))
+    rules.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=rules, pad_token="<pad>", unk_token="<unk>").save_pretrained(
+        tmp_path
+    )
+    (tmp_path / "config.json").write_text("{}")
+    found = hub.tokenizer(f"hf:{tmp_path}", "here")
+    made = found.padded([["", ""]], 8, False)
+    assert made.shape[:2] == (2, 1)
+    assert not made[..., 1].any()
+    assert found.padded([["good good", ""]], 8, False)[..., 1].tolist() == [[1, 1], [0, 0]]
+
+
+# Weights
+
+
+def test_weights_are_those_of_from_pretrained(make, bert):
+    config = make()
+    task, model = built(config)
+    before = model.classifier.weight.clone()
+    facts = weights.load(model, config)
+    there = transformers.AutoModel.from_pretrained(str(bert))
+    for name, value in there.state_dict().items():
+        if not name.startswith("pooler"):
+            assert torch.equal(value, model.state_dict()[f"bert.{name}"]), name
+    assert torch.equal(model.classifier.weight, before)
+    assert "not in the file, so newly initialized: bert.pooler.dense.weight" in facts["summary"]
+    assert make("model.weights=random").model.start_weights is None
+    assert len(facts["sha256"]) == 64
+
+
+def test_a_last_layer_of_other_outputs_is_new(make, tmp_path):
+    other = write_bert(tmp_path / "three", "BertForSequenceClassification", num_labels=3)
+    config = make(f"model.weights=hf:{other}")
+    task, model = built(config)
+    assert "classifier.bias) is not loaded but newly initialized: 3 outputs" in weights.load(model, config)["summary"]
+    assert model(task.train.batch(np.arange(2), None).inputs).shape == (2, 2)
+
+
+class Wrapped(torch.nn.Module):
+    """A model of one's own around a part that has published weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.nn.ModuleDict({"text": transformers.BertModel(transformers.BertConfig(
+            vocab_size=len(WORDS) + 5, max_position_embeddings=PLACES, **SIZES))})  # fmt: skip
+        self.out = torch.nn.Linear(16, 2)
+
+
+def test_names_are_mapped_by_their_prefix(make, bert, tmp_path):
+    """bert.* in the file is encoder.text.* in the model; what is missing is named, and allowed with strict=false."""
+    model, config = Wrapped(), make(f"model.weights=hf:{bert}", "model.name=text_cnn", "model.strict=false")
+    facts = weights.load(model, config)
+    assert "(bert.* as encoder.text.*)" in facts["summary"]
+    there = load_file(bert / "model.safetensors")
+    for name, value in model.encoder["text"].state_dict().items():
+        if "pooler" not in name:
+            assert torch.equal(value, there[f"bert.{name}"]), name
+    with pytest.raises(ConfigError, match="missing: encoder.text.pooler"):
+        weights.load(model, make(f"model.weights=hf:{bert}", "model.name=text_cnn"))
+    whole = {f"a.b.{name}": value * 0 for name, value in model.state_dict().items()}
+    save_file(whole, tmp_path / "whole.safetensors")
+    weights.load(model, make(f"model.weights={tmp_path}/whole.safetensors", "model.name=text_cnn"))
+    assert not any(value.any() for value in model.state_dict().values())
+
+
+def test_weights_of_a_run_with_and_without_lora(make, tmp_path):
+    """A run with LoRA starts from one without: its base has the old weights, its matrices are new."""
+    _, plain = built(make())
+    save_file({name: value.clone() for name, value in plain.state_dict().items()}, tmp_path / "plain.safetensors")
+    config = make(f"model.weights={tmp_path}/plain.safetensors", model={"lora": {"targets": ["query"]}})
+    _, adapted = built(config)
+    with torch.no_grad():
+        adapted.bert.encoder.layer[0].attention.self.query.base_layer.weight.zero_()
+    weights.load(adapted, config)
+    own = adapted.bert.encoder.layer[0].attention.self.query
+    assert torch.equal(own.base_layer.weight, plain.bert.encoder.layer[0].attention.self.query.weight)
+
+
+# LoRA
+
+
+@pytest.mark.parametrize(("targets", "number"), [(["query", "value"], 4), (["bert.encoder.layer.1.*"], 6), ([], 13)])
+def test_only_matrices_and_the_last_layer_are_trained(make, targets, number):
+    config = make(model={"lora": {"r": 3, "targets": targets}})
+    _, model = built(config)
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert {name for name in trained if lora.PART not in name} == {"classifier.weight", "classifier.bias"}
+    assert len(trained) == 2 * number + 2
+    facts, errors = preflight.examine(str(Path(config.output).parent / "config.yaml"), [], 1, 0.1)
+    count = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    assert not errors
+    assert facts["model"].endswith(f"of which {count:,} are trained")
+    assert facts["lora"].startswith(f"r 3, alpha 16, on {number} layers (")
+    if targets == ["query", "value"]:
+        assert facts["lora"].endswith(" (query, value)")
+    loaded, own = re.search(r", (\d+) of (\d+) tensors", facts["weights"]).groups()
+    assert int(own) == len([name for name in model.state_dict() if lora.PART not in name]) > int(loaded)
+    assert facts["weights"].endswith(f"; {2 * number} new LoRA matrices")
+
+
+def test_lora_of_a_model_without_transformers(make):
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    )
+    lora.apply(net, make(model={"lora": {}}).model.lora)
+    trained = [name for name, param in net.named_parameters() if param.requires_grad]
+    assert trained == ["2.lora_A.default.weight", "2.lora_B.default.weight", "3.weight", "3.bias"]
+    inputs = torch.randn(3, 1, 3, 3)
+    with torch.no_grad():
+        net[2].lora_B.default.weight.normal_()
+        before = net(inputs)
+        lora.merge(net)
+        torch.testing.assert_close(net(inputs), before)
+    assert type(net[2]) is torch.nn.Linear
+
+
+# What is refused
+
+
+def renamed(bert: Path, folder: Path, **keys: object) -> Path:
+    """A copy of the configuration in ``bert`` alone, with ``keys``."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**json.loads((bert / "config.json").read_text()), **keys}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"name": "hf:TMP/none"}}, "there is no folder TMP/none"),
+        ({"model": {"name": "hf:TMP/empty"}}, "the folder TMP/empty has no config.json -> give a folder"),
+        ({"model": {"name": "hf:TMP/outer"}}, "has no config.json -> did you mean hf:TMP/outer/checkpoint-5?"),
+        (
+            {"model": {"name": "hf:owner/name"}},
+            "no folder owner/name, and the hub's owner/name is not in the cache -> HF_HUB_OFFLINE is set",
+        ),
+        (
+            {"model": {"name": "hf:tinybrt"}},
+            "there is no folder tinybrt, and the hub's tinybrt is not in the cache -> did you mean hf:.*tinybert\\?$",
+        ),
+        ({"model": {"name": "hf:TMP/tinybrt"}}, "there is no folder TMP/tinybrt -> did you mean hf:TMP/tinybert\\?$"),
+        (
+            {"model": {"args": {"hidden_sizes": 3}}},
+            "BertConfig has no setting hidden_sizes -> did you mean hidden_size",
+        ),
+        ({"model": {"args": {"num_labels": 3}}}, "num_labels is set by the task -> remove it"),
+        ({"model": {"name": "hf:TMP/vit", "weights": "random"}}, "type vit, .* no classification of texts"),
+        ({"model": {"name": "hf:TMP/strange", "weights": "random"}}, "config.json cannot be used"),
+        (
+            {"task": {"tokenizer": {"name": "words"}}},
+            "not trained on the tokens of .* words -> set task.tokenizer.name=hf:",
+        ),
+        ({"task": {"tokenizer": {"name": "hf:TMP/config"}}}, "there is no tokenizer in TMP/config"),
+        (
+            {"model": {"name": "hf:TMP/large", "weights": "random"}, "task": {"tokenizer": {"name": "hf:TMP/large"}}},
+            "the tokenizer has 26 ids, but hf:.* only 20",
+        ),
+        ({"task": {"tokenizer": {"name": "hf:TMP/other"}}}, "hf:TMP/other has other tokens than hf:"),
+        (
+            {"task": {"tokenizer": {"max_length": 25}}},
+            "cannot process a batch .* -> lower task.tokenizer.max_length=25",
+        ),
+        ({"model": {"lora": {"targets": ["querry"]}}}, "no layer of the model matches 'querry' -> did you mean query"),
+        ({"model": {"lora": {"targets": ["xyz"]}}}, "the layers are called word_embeddings, .*, query, "),
+    ],
+)
+def test_refused_before_training(make, bert, tmp_path, monkeypatch, sections, message):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for folder in ("empty", "outer/checkpoint-5"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "outer" / "checkpoint-5" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    renamed(bert, tmp_path / "tinybert")
+    renamed(bert, tmp_path / "vit", model_type="vit")
+    renamed(bert, tmp_path / "strange", model_type="strange")
+    for name, words in (("large", [*WORDS, *"uvwxyz"]), ("other", WORDS[::-1])):
+        write_tokenizer(renamed(bert, tmp_path / name), words)
+    renamed(bert, tmp_path / "config")
+    text = json.dumps(sections).replace("TMP", str(tmp_path))
+    changed = json.loads(text)
+    if options := changed.get("task", {}).get("tokenizer"):
+        changed["task"]["tokenizer"] = {"name": f"hf:{bert}", "max_length": 20, **options}
+        if options.get("name") == "words":
+            changed["task"]["text_column"] = "premise"
+    with pytest.raises(HarnessError, match="(?s)" + message.replace("TMP", str(tmp_path)).replace(" -> ", "\n  -> ")):
+        built(make(**changed))
+
+
+def test_refused_settings(make):
+    for columns in (["a", "a"], ["a", "b", "c"], []):
+        with pytest.raises(ConfigError, match="takes one column, or a list of two different ones"):
+            make(task={"text_column": columns})
+    with pytest.raises(ConfigError, match="the tokenizer words takes one; hf:FOLDER_OR_NAME takes pairs"):
+        make(task={"tokenizer": {"name": "words"}})
+
+
+def test_a_folder_without_weights(make, bert, tmp_path):
+    folder = renamed(bert, tmp_path / "config")
+    write_tokenizer(folder)
+    config = make(model={"name": f"hf:{folder}"}, task={"tokenizer": {"name": f"hf:{folder}", "max_length": 20}})
+    with pytest.raises(ConfigError, match="(?s)has no weights: .*-> set model.weights=random"):
+        weights.load(built(config)[1], config)
+
+
+def test_a_folder_that_someone_else_named_needs_trust(make, tmp_path):
+    make()
+    with pytest.raises(ConfigError, match="(?s)task.tokenizer.name: reads hf:.*model.name: reads hf:"):
+        require_harmless(tmp_path / "config.yaml", [])
+
+
+def test_missing_library_is_named(make, monkeypatch):
+    config = make(model={"lora": {}})
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"(?s)needs peft, which is not installed.*harness\[huggingface\]"):
+        built(config)
+
+
+# Runs
+
+
+LORA = {"lora": {"r": 4, "targets": ["query", "value"], "dropout": 0.1}}
+
+
+@pytest.mark.parametrize("model", [{}, LORA], ids=["whole", "lora"])
+def test_a_killed_run_resumes_exactly(make, tmp_path, model):
+    """On two ranks; what is not trained has no state of the optimizer."""
+    make(model=model, checkpoint={"every": 2})
+    config, base = tmp_path / "config.yaml", tmp_path / "base"
+    assert run(config, 2, f"output={base}") == [0, 0], (tmp_path / "terminal-0.txt").read_text()
+    assert any(run(config, 2, kill=Kill(1, 3)))
+    assert run(config, 2) == [0, 0]
+    folder = run_folder(config)
+    assert losses(folder) == losses(base / "run")
+    content = last_checkpoint(folder)
+    before = last_checkpoint(base / "run")
+    assert all(torch.equal(value, before["model"][name]) for name, value in content["model"].items())
+    trained = len(content["optimizer"]["state"])
+    assert trained == (10 if model else len(content["model"]))
+
+
+@pytest.mark.parametrize("model", [{}, LORA], ids=["whole", "lora"])
+def test_from_texts_to_from_pretrained(make, tmp_path, monkeypatch, model):
+    """Predictions of the run, of ``predict`` and of the exported folder agree, without the harness."""
+    monkeypatch.chdir(tmp_path)
+    make(model=model)
+    assert run(tmp_path / "config.yaml") == [0], (tmp_path / "terminal-0.txt").read_text()
+    folder = run_folder(tmp_path / "config.yaml")
+    assert main(["predict", str(folder), "--csv", "eval.csv", "--out", "new.csv"]) == 0
+    assert (tmp_path / "new.csv").read_text() == (folder / "predictions.csv").read_text()
+    assert main(["export", str(folder), "--format", "huggingface", "--out", "out"]) == 0
+    there = transformers.AutoModelForSequenceClassification.from_pretrained("out").eval()
+    own = transformers.AutoTokenizer.from_pretrained("out")
+    with open(folder / "predictions.csv") as file:
+        rows = list(csv.DictReader(file))
+    encoded = own(
+        [row["premise"] for row in rows], [row["hypothesis"] for row in rows], padding=True, return_tensors="pt"
+    )
+    scores = there(**encoded).logits.softmax(1)
+    assert [there.config.id2label[index] for index in scores.argmax(1).tolist()] == [row["prediction"] for row in rows]
+    expected = torch.tensor([[float(row["score_class 0"]), float(row["score_class 1"])] for row in rows])
+    torch.testing.assert_close(scores.detach(), expected, atol=1e-5, rtol=1e-4)
+    assert json.loads((tmp_path / "out.json").read_text())["checked"]["rows"] == 12
+    with pytest.raises(ConfigError, match="(?s)it exists already.*-> remove it"):
+        export.export(folder, "huggingface", tmp_path / "out")
+
+
+def write_numbers(folder: Path) -> None:
+    write_pairs(folder)
+    for split in ("train", "eval"):
+        lines = (folder / f"{split}.csv").read_text().splitlines()
+        rows = [f"{line.rpartition(',')[0]},{1000 + 5 * place}" for place, line in enumerate(lines[1:])]
+        (folder / f"{split}.csv").write_text("\n".join([lines[0], *rows]) + "\n")
+
+
+@pytest.mark.parametrize("model", [{}, {"lora": {"targets": ["query", "classifier"]}}], ids=["whole", "lora"])
+def test_numbers_are_exported_in_the_unit_of_their_column(make, tmp_path, monkeypatch, capsys, model):
+    monkeypatch.chdir(tmp_path)
+    make(model=model, task={"labels": {"kind": "regression"}}, train={"epochs": 1})
+    write_numbers(tmp_path)
+    assert run(tmp_path / "config.yaml") == [0], (tmp_path / "terminal-0.txt").read_text()
+    folder = run_folder(tmp_path / "config.yaml")
+    assert main(["export", str(folder), "--format", "huggingface", "--out", "out"]) == 0
+    assert "its numbers are in the unit of their column" in capsys.readouterr().err
+    there = transformers.AutoModelForSequenceClassification.from_pretrained("out").eval()
+    own = transformers.AutoTokenizer.from_pretrained("out")
+    with open(folder / "predictions.csv") as file:
+        rows = list(csv.DictReader(file))
+    texts = [[row[column] for row in rows] for column in ("premise", "hypothesis")]
+    found = there(**own(*texts, padding=True, return_tensors="pt")).logits[:, 0]
+    torch.testing.assert_close(found.tolist(), [float(row["prediction"]) for row in rows], atol=0.05, rtol=0)
+    described = json.loads((tmp_path / "out.json").read_text())
+    assert (described["columns"], "postprocessing" in described) == (["label"], False)
+    assert main(["export", str(folder), "--format", "torch_export", "--out", "out.pt2"]) == 0
+    assert "standardized: multiply them by std and add mean, which are in out.pt2.json" in capsys.readouterr().err
+    assert "mean" in json.loads((tmp_path / "out.pt2.json").read_text())["postprocessing"]
+    monkeypatch.setattr("harness.training.models.huggingface.to_units", lambda *_: False)
+    assert main(["export", str(folder), "--format", "huggingface", "--out", "as_is"]) == 0
+    assert "by output_std and add output_mean, which are in as_is/config.json" in capsys.readouterr().err
+    kept = json.loads((tmp_path / "as_is" / "config.json").read_text())
+    assert (kept["output_mean"], kept["output_std"]) == tuple(
+        json.loads((folder / "task.json").read_text())[key] for key in ("mean", "std")
+    )
+
+
+def test_only_a_linear_last_layer_with_a_bias_takes_the_unit():
+    from harness.training.models import huggingface
+
+    def net(*last: torch.nn.Module) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 3), *last)
+
+    mean, std, inputs = torch.tensor([5.0, -2000.0]), torch.tensor([0.1, 30.0]), torch.randn(4, 3)
+    model = net(torch.nn.Linear(3, 2))
+    before = model(inputs)
+    assert huggingface.to_units(model, mean, std)
+    torch.testing.assert_close(model(inputs), before * std + mean)
+    for other in (
+        net(torch.nn.Linear(3, 2, bias=False)),
+        net(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2)),
+        net(torch.nn.Linear(3, 4)),
+    ):
+        before = other(inputs)
+        assert not huggingface.to_units(other, mean, std)
+        assert torch.equal(other(inputs), before)
+
+
+def test_a_tokenizer_that_changed_is_refused(make, bert, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make(train={"epochs": 1})
+    assert run(tmp_path / "config.yaml") == [0]
+    folder = run_folder(tmp_path / "config.yaml")
+    write_tokenizer(renamed(bert, tmp_path / "other"), WORDS[::-1])
+    changed = [f"task.tokenizer.name=hf:{tmp_path}/other", f"model.name=hf:{tmp_path}/other"]
+    assert main(["predict", str(folder), "--csv", "eval.csv", "--out", "new.csv", *changed]) == 2
+    assert "is no longer the tokenizer that the run was trained with" in capsys.readouterr().err
+
+
+def test_images(tmp_path, monkeypatch):
+    """A vision transformer: its statistics are compared with the task's, and its folder has the preprocessing."""
+    monkeypatch.chdir(tmp_path)
+    for split, number in (("train", 12), ("eval", 6)):
+        write_photos(tmp_path, split, number)
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(image_size=16, patch_size=8, num_labels=5, **{**SIZES, "num_hidden_layers": 1})
+    transformers.ViTForImageClassification(config).save_pretrained("vit")
+    Path("vit/preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1] * 3, "image_std": [0.2] * 3}))
+    task = {"color": "rgb", "image_size": [16, 16]}
+    tree = settings(tmp_path, name="run", task=task, model={"name": "hf:vit"}, precision={"opt_level": "O0"})
+    path = write_yaml(tmp_path / "config.yaml", {**tree, "train": {"epochs": 1}})
+    facts, errors = preflight.examine(str(path), [], 1, 0.1)
+    assert not errors
+    assert "5 outputs in the file, 3 here" in facts["weights"]
+    assert "set task.mean=[0.1, 0.1, 0.1] task.std=[0.2, 0.2, 0.2]" in facts["weights"]
+    remedies = {"task.color=gray": "-> set task.color=rgb", "task.image_size=[8,24]": "-> set task.image_size=[16,16]"}
+    for wrong, message in remedies.items():
+        assert message in str(preflight.examine(str(path), [wrong], 1, 0.1)[1][0])
+    assert run(path, 1, f"model.name=hf:{tmp_path}/vit") == [0], (tmp_path / "terminal-0.txt").read_text()
+    assert main(["export", "runs/run", "--format", "huggingface", "--out", "out"]) == 0
+    there = transformers.AutoModelForImageClassification.from_pretrained("out").eval()
+    processor = transformers.AutoImageProcessor.from_pretrained("out")
+    opened = build.open_task(loader.load(path), Runtime())
+    square = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    ours = opened.prepare(square[None])
+    theirs = processor(square.permute(1, 2, 0).numpy(), return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(torch.as_tensor(theirs), ours, atol=1e-5, rtol=1e-5)
+    assert there(ours).logits.shape == (1, 3)
+
+
+def test_only_a_model_of_transformers_is_exported_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for split, number in (("train", 12), ("eval", 6)):
+        write_photos(tmp_path, split, number)
+    tree = settings(tmp_path, name="run", task={"image_size": [8, 8]}, train={"epochs": 1})
+    assert run(write_yaml(tmp_path / "config.yaml", tree)) == [0]
+    with pytest.raises(ConfigError, match="the model is none of transformers"):
+        export.export(tmp_path / "runs" / "run", "huggingface", tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
