@@ -56,6 +56,7 @@ class Stalls:
         self._pause_s, self._paused_at = 0.0, 0.0
         self._waited_in = ""  # the place of the collective that has failed
         self._frozen: processes.Identity | None = None  # the process of the rank that was found HUNG without an answer
+        self._looking = threading.Lock()
         self._asking = threading.Lock()  # the main thread and the watchdog ask one after the other
         self._answered = ""  # the last question that this rank has answered
 
@@ -65,8 +66,7 @@ class Stalls:
         if now - self._ticked > _PAUSED_S:
             self._pause_s, self._paused_at = now - self._ticked, now
         self._ticked = now
-        if (started := num_started()) != self._started:
-            self._started, self._since = started, now
+        self._look()
 
     def pause_s(self) -> float:
         """Return how long this process did not run within its present wait; 0 if it did all the time."""
@@ -76,8 +76,17 @@ class Stalls:
         return self._pause_s if now - self._paused_at < self._runtime.limit_s else 0.0
 
     def waited_s(self) -> float:
-        """Time since this rank started a collective."""
-        return time.monotonic() - self._since
+        """Return the time since this rank started its last collective, or since the first look at it."""
+        return self._look()[1]
+
+    def _look(self) -> tuple[dict[str, int], float]:
+        """Return the collectives that this rank has started, with the time since the last one. Both are of now: a rank
+        that has computed for long and then starts a collective has not waited long for it."""
+        with self._looking:  # the clock and the watchdog
+            now, started = time.monotonic(), num_started()
+            if started != self._started:
+                self._started, self._since = started, now
+            return started, now - self._since
 
     def answer(self) -> None:
         """Publish where this rank is, if another rank has asked."""
@@ -140,7 +149,8 @@ class Stalls:
             processes.send(signal.SIGCONT if state in _STOPPED else signal.SIGKILL, [self._frozen.pid])
 
     def _position(self, doing: str) -> Position:
-        return Position(self.step(), num_started(), doing, stack.main_thread_lines(), self.waited_s())
+        started, waited_s = self._look()
+        return Position(self.step(), started, doing, stack.main_thread_lines(), waited_s)
 
     def _ask(self, question: str, positions: dict[int, Position]) -> dict[int, Position]:
         """Return ``positions`` and those of all ranks that answer ``question`` in time."""

@@ -146,9 +146,10 @@ class RunStart:
             self._watchdog = stack.enter_context(watching)
             stack.enter_context(precision.half_on_cpu(self.config.precision, self.runtime.device))
             if self.config.model.compile:
-                from harness.training.models import compiled  # late: few runs need it
+                with self.runtime.announced("loading the compiler"):
+                    from harness.training.models import compiled  # late: few runs need it
 
-                stack.enter_context(compiled.fresh_compiler())
+                    stack.enter_context(compiled.fresh_compiler())
             stack.callback(self._close)
             try:
                 prepare_folder(self.config, self.runtime, self._folder)

@@ -106,6 +106,26 @@ def test_rank_that_is_late_for_less_than_the_timeout_is_not_accused(monkeypatch)
     assert found_by_rank_0(monkeypatch, [{"0": 7}, {"0": 6}], timed_out=False) is None
 
 
+def test_ranks_that_computed_for_long_are_not_accused_at_their_next_collective(monkeypatch):
+    """Neither had waited: the clock looks once per second, and had not seen that rank 0 went on."""
+    started = {"0": {"0": 6}, "1": {"0": 6}}
+    monkeypatch.setattr(module, "num_started", lambda: started[threading.current_thread().name])
+    monkeypatch.setattr(threading.current_thread(), "name", "0")
+    mine, other = ranks_of(LimitedStore(dist.HashStore()), 2)
+    for rank in (mine, other):
+        rank.tick()
+        rank._since -= 30.0  # longer than the timeout
+    assert mine.waited_s() > 20.0
+    answering = threading.Thread(target=lambda: [other.answer() or time.sleep(0.05) for _ in range(20)], name="1")
+    answering.start()
+    started["0"] = {"0": 7}
+    try:
+        assert mine.missing("all_reduce", timed_out=False) is None
+    finally:
+        answering.join()
+    assert mine.waited_s() < 20.0
+
+
 @pytest.mark.parametrize(
     ("number", "cause", "message"),
     [
