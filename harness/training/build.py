@@ -158,6 +158,7 @@ def with_optimizer(
         size.schedule.require_momentum(optimizer)
         gradient_hook = on_gradients.of_run(config, model, optimizer, parallel.device)
         model, optimizer = amp.initialize(model, optimizer)
+        optim.start_momentum(optimizer)
     # After amp, which changes the types of the weights whose gradients are averaged.
     parallel.wrap(model)
     ema = None

@@ -24,6 +24,21 @@ class Unfreeze:
                 group["lr_scale"] = 1.0
 
 
+class Thaw:
+    """Trains the parameters whose names begin with ``prefix`` from step ``step`` on. Until then they get no gradients,
+    which also saves the time for them."""
+
+    def __init__(self, prefix: str, step: int) -> None:
+        self.prefix, self.step = prefix, step
+
+    def before_training(self, run: Run) -> None:
+        for name, param in run.module.named_parameters():
+            if name.startswith(self.prefix):
+                param.requires_grad_(run.state.step >= self.step)
+
+    after_step = before_training
+
+
 class Gradients:
     """Logs a histogram of the gradients of each layer, and their limits, as lines of metrics.jsonl."""
 

@@ -12,7 +12,17 @@ from torch import nn
 
 from harness.config.schema import GroupSection, OptimizerSection
 from harness.errors import ConfigError
-from harness.training.optimizer.optim import Ema, build, built_in, clear_gradients, describe, freeze, groups, scaled_lr
+from harness.training.optimizer.optim import (
+    Ema,
+    build,
+    built_in,
+    clear_gradients,
+    describe,
+    freeze,
+    groups,
+    scaled_lr,
+    start_momentum,
+)
 from tests.training.test_schedule import schedule
 
 
@@ -111,10 +121,27 @@ def test_implementation():
         return group.get("fused"), group["foreach"]
 
     assert used("adamw") == used("sgd") == (True, None)
-    assert used("adagrad") == used("adam", fused=None) == (None, None)
+    assert used("adagrad") == used("adam", fused=None) == used("sgd", dampening=0.5) == (None, None)
     for name in ("sgd", "adamw", "rmsprop"):
         assert used(name, foreach=True) == (None, True)
         assert used(name, foreach=False) == (None, False)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_parameter_whose_first_gradient_comes_late(name):
+    """The kernels of torch that update one parameter after the other give the expected values."""
+
+    def updated(**args: bool) -> list[torch.Tensor]:
+        weights, rng = params(), torch.Generator().manual_seed(0)
+        optimizer = build(OptimizerSection(name=name, args=args), weights, 0.1)
+        start_momentum(optimizer)
+        for index in range(4):
+            for weight in weights[: 1 if index < 2 else None]:
+                weight.grad = torch.randn(weight.shape, generator=rng)
+            optimizer.step()
+        return [weight.detach() for weight in weights]
+
+    torch.testing.assert_close(updated(), updated(foreach=False))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])

@@ -119,6 +119,19 @@ def build(
     return optimizer
 
 
+def start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Start the momentum of torch's fused SGD at zero, which changes no update without dampening. Call after
+    ``amp.initialize``.
+
+    torch starts it at the first gradient, and its fused kernel fails where some parameters have momentum and others get
+    their first gradient now: after a layer is unfrozen, or in a branch that is not taken in every step.
+    """
+    for group in optimizer.param_groups:
+        if class_name(optimizer) == "SGD" and group.get("fused") and group["momentum"]:
+            for param in group["params"]:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
 def class_name(optimizer: torch.optim.Optimizer) -> str:
     """Return the class of ``optimizer``, without the wrapper that LARC is."""
     return type(getattr(optimizer, "optim", optimizer)).__name__
@@ -170,11 +183,11 @@ def _can_be_fused(section: OptimizerSection, params: Sequence[Any]) -> bool:
     """Return True if one kernel can update all ``params``, and the arguments choose nothing else.
 
     On a CPU the last bit of a fused update depends on the place of an element in its tensor, so that a shard would be
-    updated differently from the whole.
+    updated differently from the whole. ``start_momentum`` needs SGD without dampening.
     """
     tensors = [tensor for one in params for tensor in (one["params"] if isinstance(one, dict) else [one])]
     fits = all(tensor.is_floating_point() and (tensor.is_cuda or local(tensor) is tensor) for tensor in tensors)
-    chosen = section.args.keys() & {"fused", "foreach", "capturable", "differentiable"}
+    chosen = section.args.keys() & {"fused", "foreach", "capturable", "differentiable", "dampening"}
     return section.name in _FUSED and fits and not chosen
 
 
