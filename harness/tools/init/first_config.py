@@ -37,6 +37,7 @@ _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _PACKED = re.compile(rf"[\[(]?\s*{_NUMBER.pattern}([\s,;]+{_NUMBER.pattern}){{3}}\s*[\])]?")
 _WRONG = "correct it: "  # starts the comment of a guess that cannot be right
 _TYPICAL = 224  # height and width of images that most published models were trained on
+_WITHOUT_GPU = 128  # a third of the pixels, and of the time
 _SMALL = 64  # up to here a small network is enough
 
 
@@ -355,9 +356,12 @@ def _root(rows: Annotations, path_column: str) -> tuple[str, str]:
 
 def _image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None, bool, str]:
     """Return ((height, width) to train with, or None if no image can be read; whether all have one channel; why)."""
+    import torch
+
     from harness.data.image_files import ImageFiles
     from harness.data.vision import decode
 
+    most, why = (_TYPICAL, "") if torch.cuda.is_available() else (_WITHOUT_GPU, f"; {_TYPICAL} on a GPU")
     files, shapes = ImageFiles(root), []
     for path in paths[:: -(-len(paths) // _IMAGES)]:
         try:
@@ -372,10 +376,10 @@ def _image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None
     gray = all(shape[0] == 1 for shape in shapes)
     if heights[0] == heights[-1] and widths[0] == widths[-1]:
         size = (heights[0], widths[0])
-        if max(size) <= _TYPICAL:
+        if max(size) <= most:
             return size, gray, f"[height, width] of the {plural(len(shapes), 'image')} examined"
     else:
         seen += f" to {heights[-1]}x{widths[-1]}"
     shorter = int(statistics.median(min(shape[1:]) for shape in shapes))
-    side = _TYPICAL if shorter >= _TYPICAL else max(32, shorter // 32 * 32)
-    return (side, side), gray, f"[height, width]; {plural(len(shapes), 'image')} examined, {seen}"
+    side = most if shorter >= most else max(32, shorter // 32 * 32)
+    return (side, side), gray, f"[height, width]; {plural(len(shapes), 'image')} examined, {seen}{why * (side == most)}"

@@ -54,6 +54,14 @@ def test_photos_of_mixed_sizes(folder, capsys):
     assert (problems, facts["train rows"], facts["eval rows"]) == ([], 60, 12)
 
 
+@pytest.mark.parametrize(("gpu", "side"), [(True, 224), (False, 128)])
+def test_large_photos_are_smaller_without_a_gpu(folder, monkeypatch, gpu, side):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    for row in range(4):
+        write_jpeg(torch.zeros(3, 224, 230 + row, dtype=torch.uint8), f"{row}.jpg")
+    assert first_config._image_size(".", [f"{row}.jpg" for row in range(4)])[0] == (side, side)
+
+
 @pytest.mark.parametrize(
     ("gpu", "bfloat16", "preset", "level"),
     [(True, True, "modern", "O4"), (True, False, "apex-2019", "O1"), (False, True, "modern", "O4"),
