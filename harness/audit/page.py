@@ -36,11 +36,11 @@ def summary(verdict: Verdict) -> str:
     """Return the verdict in one line."""
     if verdict.kind != EXACT:
         return f"{verdict.kind}: {'; '.join(finding.title for finding in verdict.findings)}"
-    kills = sum(start.killed is not None for start in verdict.starts)
+    places = [_kill(start) for start in verdict.starts if start.killed is not None]
     steps = verdict.starts[0].steps if verdict.starts else 0
     return (
-        f"exact: killed {plural(kills, 'time')} and resumed, the training equals the undisturbed one bit for bit "
-        f"({plural(steps, 'step')}{'; --kills tries other places' if kills == 1 else ''})"
+        f"exact: killed {plural(len(places), 'time')} and resumed, the training equals the undisturbed one bit for bit "
+        f"({plural(steps, 'step')}), killed {'; '.join(places)}{' (--kills tries other places)' * (len(places) == 1)}"
     )
 
 
@@ -67,9 +67,11 @@ def _kill(start: StartSummary) -> str:
     path = str(killed.get("path") or "").rpartition("/")[2]
     places = {
         "checkpoint": f"right after {path} was written", "write": f"while {path} was being written",
-        "operation": f"before an operation on {path}", "evaluation": f"in an evaluation after step {start.steps}",
+        "operation": f"before an operation on {path}", "evaluation": "in an evaluation",
     }  # fmt: skip
-    place = places.get(str(killed.get("place")), f"before step {int(killed.get('step', start.steps)) + 1}")
+    place = places.get(str(killed.get("place")))
+    done = int(killed.get("step", start.steps))
+    place = f"{place} after step {done}" if place else f"before step {done + 1}"
     return place + (f", rank {killed['rank']} alone" if killed.get("target") == "rank" else "")
 
 

@@ -66,6 +66,7 @@ class Reader(HTMLParser):
 def test_text_of_an_exact_resume(exact: Verdict):
     shown = list(page.lines(exact))
     assert shown[-1].startswith("exact: killed 1 time and resumed")
+    assert shown[-1].endswith("(24 steps), killed before step 16 (--kills tries other places)")
     assert shown[0].startswith("undisturbed: 24 steps in 1.5 s; checkpoints after step 6, 12, 18, 24")
     assert "killed: 15 steps in 1.5 s; checkpoints after step 6, 12; killed before step 16" in shown
     assert "resumed: steps 13 to 24 in 1.5 s; checkpoints after step 18, 24" in shown
