@@ -19,6 +19,7 @@ from harness.audit.records import StartRecord
 from harness.audit.starts import LATEST, CommandStart, CommandStarts
 from harness.audit.verdict import NOT_EXACT, UNDECIDED, Draw, Finding, Verdict, conclude
 from harness.errors import ConfigError, plural, reason, remedy
+from harness.runs.console import in_words
 
 UNDISTURBED, AGAIN, KILLED, RESUMED = "undisturbed", "again", "killed", "resumed"
 _TIMES_LONGER = 10  # a start may take, on top of the timeout, than the undisturbed one
@@ -66,12 +67,23 @@ def audit(request: AuditRequest, say: Callable[[str], None]) -> Verdict:
             hint=f"only a resumed start has a checkpoint: write --resume '--my_option {LATEST}' before the --",
         )  # fmt: skip
     with _folder(request.folder) as (folder, keep):
+        running = None
         try:
-            verdict = _Audit(request, Session(request.source, folder, request.copies), say).run()
+            running = _Audit(request, Session(request.source, folder, request.copies), say)
+            verdict = running.run()
             if verdict.kind == NOT_EXACT and request.folder is None:
                 keep()
                 verdict = replace(verdict, notes=[*verdict.notes, f"all starts are kept in {folder}"])
             return verdict
+        except KeyboardInterrupt:
+            if running is not None:
+                if running.has_fault:
+                    keep()
+                for line in running.so_far():
+                    say(line)
+                is_kept = running.has_fault or request.folder is not None
+                say(f"its files: {folder if is_kept else 'removed (--folder FOLDER keeps them)'}")
+            raise
         except OSError as error:
             raise ConfigError(
                 f"the working folder cannot be copied to {folder}: {reason(error)}",
@@ -120,23 +132,58 @@ class _Audit:
         self._variant = next(self._variants)
         self._plan = AuditPlan("", steps=request.steps, signal=request.signal, roots=tuple(map(str, self._roots)))
         self._records: dict[str, StartRecord] = {}
+        self._running = ""
+        self._are_equal: bool | None = None  # the two undisturbed starts; None: not compared
+        self._chosen: list[ChosenKill] = []
+        self._judged: dict[ChosenKill, Sequence[Finding]] = {}  # what differs, also before a second look confirms it
         self._notes = session.copy.describe() if session.copy else []
         if request.results is not None:
             self._notes.append("compared at the end as well: checkpoints, log, summary, weights and predictions")
 
     def run(self) -> Verdict:
         findings: list[Finding] = []
-        chosen: list[ChosenKill] = []
         with _adding_reason(findings):
-            chosen = self._undisturbed()
-        for number, kill in enumerate(chosen, 1):
-            with _adding_reason(findings):
-                findings += self._killed(kill, "" if number == 1 else f"-{number}")
+            self._undisturbed()
+        for number, kill in enumerate(self._chosen if self._are_equal else (), 1):
+            found: list[Finding] = []
+            with _adding_reason(found):
+                found += self._killed(kill, "" if number == 1 else f"-{number}")
+            self._judged[kill] = found
+            findings += found
         findings = self._merged(findings)
         if self._session.copy and (changed := self._session.copy.changed_links()):
             text = f"the command changed {changed[0]}, which is linked and not copied, since it looked like data"
             findings = [Finding("outside", text)]
         return conclude(findings, diagnosis.summaries(list(self._records.values())), self._notes)
+
+    @property
+    def has_fault(self) -> bool:
+        return any(each.code not in UNDECIDED for found in self._judged.values() for each in found)
+
+    def so_far(self) -> Iterator[str]:
+        """Yield what an audit that is interrupted has found."""
+        ended = [
+            f"{name} ({plural(len(each.steps), 'step')}, {in_words(each.wall_s)})"
+            for name, each in self._records.items()
+        ]
+        yield f"no verdict: interrupted in '{self._running}'; ended before: {', '.join(ended) or 'no start'}"
+        equal = {None: "have not been compared", True: "are equal", False: "differ"}
+        yield f"the two undisturbed starts {equal[self._are_equal]}"
+        for number, (kill, found) in enumerate(self._judged.items(), 1):
+            verdict = conclude(found)
+            titles = "".join(f"; {each.code}: {each.title}" for each in verdict.findings)
+            yield f"kill {number} of {len(self._chosen)}, {kill.text}: {verdict.kind}{titles}"
+        if left := len(self._chosen) - len(self._judged):
+            yield f"{plural(left, 'kill')} of {len(self._chosen)} not judged"
+
+    def _estimate(self, first: StartRecord) -> str:
+        """Return how long the other starts will take. A killed one and its resume share the steps, and not the rest."""
+        kills, took_s = len(self._chosen), first.wall_s
+        least, most = (in_words(number * took_s) for number in (1 + kills, 1 + 2 * kills))
+        return (
+            f"the first start took {in_words(took_s)} for {plural(len(first.steps), 'step')}; {1 + 2 * kills} more of "
+            f"about that length or less: {least} to {most}, and longer if a resume differs"
+        )
 
     def _merged(self, findings: list[Finding]) -> list[Finding]:
         """Return one finding for each code. What one kill shows counts, even if another one cannot tell."""
@@ -153,8 +200,8 @@ class _Audit:
             for one, *others in (faults or by_code).values()
         ]
 
-    def _undisturbed(self) -> list[ChosenKill]:
-        """Start the command twice without a kill, and return the kills to test."""
+    def _undisturbed(self) -> None:
+        """Start the command twice without a kill, and choose the kills to test."""
         self._session.fresh()
         done = self._start(UNDISTURBED, self._plan)
         self._require_success(done)
@@ -168,13 +215,16 @@ class _Audit:
         shape = RunShape(events, self._roots)
         if why := kills.why_none(shape):
             raise _CannotTellError("no-checkpoint", why)
-        chosen = kills.choose(shape, self._request.kills, self._request.seed, self._request.ranks, self._request.alone)
+        of = self._request
+        self._chosen = kills.choose(shape, of.kills, of.seed, of.ranks, of.alone)
+        self._say(self._estimate(first))
         self._session.fresh()
         self._require_success(self._start(AGAIN, self._plan))
-        if differences := diagnosis.deterministic(first, self._records[AGAIN]):
+        differences = diagnosis.deterministic(first, self._records[AGAIN])
+        self._are_equal = not differences
+        if differences:
             evidence = (*differences[0].evidence, *self._chance(max(differences[0].steps, default=1)))
             raise _CannotTellError(differences[0].code, differences[0].text, evidence)
-        return chosen
 
     def _chance(self, step: int) -> list[str]:
         """Start the command until ``step``, where two undisturbed starts differ, and return what can be the cause."""
@@ -214,7 +264,7 @@ class _Audit:
             self._require_success(done)
             raise _CannotTellError("not-killed", f"the start ended before it could be killed {chosen.text}")
         self._variant = next(self._variants)  # also of the second resume, which must repeat the first
-        differences = self._resumed(resumed, killed, chosen)
+        differences = self._judged[chosen] = self._resumed(resumed, killed, chosen)
         if any(finding.code not in UNDECIDED for finding in differences):
             self._resumed(again, killed, chosen, draws=True)
             if chance := diagnosis.deterministic(self._records[resumed], self._records[again]):
@@ -281,6 +331,7 @@ class _Audit:
         hashes: bool = True,
     ) -> CommandStart:
         plan = replace(plan, records=str(self._session.records(name)))
+        self._running = name
         self._say(f"starting '{name}'" + (f", {text}" if text else ""))
         done = self._starts.start(name, plan, checkpoint, resumed, self._variant, hashes)
         self._records[name] = records.read(self._session.records(name))

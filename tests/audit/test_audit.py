@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,24 +28,24 @@ def project(tmp_path: Path, monkeypatch) -> Path:
     return folder
 
 
-def run(project: Path, *words: str, **options) -> tuple[Verdict, list[str]]:
+def run(project: Path, *words: str, say=None, **options) -> tuple[Verdict, list[str]]:
     """Audit fake_training.py; return the verdict and what was printed."""
     printed: list[str] = []
     command = [sys.executable, "fake_training.py", *words]
     options = {"resume": "--resume {latest}", "timeout_s": 60.0, "source": project, **options}
-    return audit(AuditRequest(command, **options), printed.append), printed
+    return audit(AuditRequest(command, **options), say or printed.append), printed
 
 
 def names(printed: list[str]) -> list[str]:
-    return [line.split("'")[1] for line in printed]
+    return [line.split("'")[1] for line in printed if line.startswith("starting")]
 
 
 def test_exact(project, tmp_path):
     verdict, printed = run(project, "--out", "{out}")
     assert (verdict.kind, verdict.findings) == (EXACT, ())
     assert names(printed) == ["undisturbed", "again", "killed", "resumed"]
-    assert "before step 8, 1 step after the checkpoint of step 6" in printed[2]
-    assert "from out/step-6.pt" in printed[3]
+    assert "before step 8, 1 step after the checkpoint of step 6" in printed[3]
+    assert "from out/step-6.pt" in printed[4]
     assert os.listdir(project) == ["fake_training.py"]
     assert os.listdir(tmp_path / "temporary") == []
 
@@ -142,7 +143,7 @@ def test_limited_steps(project):
 
 def test_checkpoints_by_a_pattern(project):
     _, printed = run(project, "--out", "{out}", checkpoints="{out}/step-3*")
-    assert "from out/step-3.pt" in printed[3]
+    assert "from out/step-3.pt" in printed[-1]
 
 
 def test_latest_belongs_to_resumed_starts(project):
@@ -155,27 +156,69 @@ def test_a_folder_in_use_is_refused(project, tmp_path):
         run(project, folder=tmp_path)
 
 
-def test_an_interrupt_leaves_nothing(project, tmp_path):
-    temporary = tmp_path / "temporary"
-    command = [
-        sys.executable,
-        "-m",
-        "harness",
-        "verify-resume",
-        "--",
-        sys.executable,
-        "fake_training.py",
-        "--fault",
-        "hang",
-    ]
+@pytest.mark.parametrize(
+    ("number", "words", "hangs", "printed"),
+    [
+        (
+            signal.SIGINT, ["--", sys.executable, "fake_training.py", "--fault", "hang"], "undisturbed",
+            ["no verdict: interrupted in 'undisturbed'; ended before: no start",
+             "the two undisturbed starts have not been compared",
+             "its files: removed (--folder FOLDER keeps them)"],
+        ),
+        (
+            signal.SIGTERM,
+            ["--folder", "KEPT", "--kills", "2", "--resume", "--resume {latest} --fault hang", "--", sys.executable,
+             "fake_training.py"], "resumed",
+            [r"no verdict: interrupted in 'resumed'; ended before: undisturbed \(12 steps, . s\), again .*, killed .*",
+             "the two undisturbed starts are equal", "2 kills of 2 not judged", "its files: KEPT"],
+        ),
+    ],
+)  # fmt: skip
+def test_an_interrupt_tells_what_was_found_and_leaves_no_process(project, tmp_path, number, words, hangs, printed):
+    temporary, kept = tmp_path / "temporary", tmp_path / "kept"
+    words = [word.replace("KEPT", str(kept)) for word in words]
     environ = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "harness", "verify-resume", *words]
+
+    def found() -> list[Path]:
+        return [*tmp_path.glob(f"**/records/{hangs}/rank0-*")]
+
     with subprocess.Popen(command, cwd=project, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        fake_training.until(lambda: list(temporary.glob("*/records/undisturbed/rank0-*")))
-        (record,) = temporary.glob("*/records/undisturbed/rank0-*")
-        pid = int(record.stem.split("-")[1])
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors.decode().strip()) == (130, "interrupted (SIGINT)")
+        fake_training.until(found)
+        pid = int(found()[0].stem.split("-")[1])
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.decode().strip()) == (128 + number, f"interrupted ({number.name})")
+    lines = output.decode().splitlines()[-len(printed) :]
+    for line, expected in zip(lines, printed, strict=True):
+        assert line == expected or re.fullmatch(expected.replace("KEPT", str(kept)), line), lines
     assert os.listdir(temporary) == []
+    assert kept.exists() == ("--folder" in words)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_an_interrupt_after_a_fault_keeps_its_files(project):
+    """In the second look at a kill, after the first kill was judged."""
+    printed: list[str] = []
+
+    def say(line: str) -> None:
+        printed.append(line)
+        if line.startswith("starting 'resumed-again-2'"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(project, "--fault", "forget", kills="2", say=say)
+    first, second, files = printed[-3:]
+    assert re.fullmatch(r"kill 1 of 2, .*: not exact; rows: rows are repeated or skipped", first)
+    assert re.fullmatch(r"kill 2 of 2, .*: not exact; rows: .*", second)
+    assert (Path(files.removeprefix("its files: ")) / "kept" / "resumed").is_dir()
+
+
+def test_the_length_is_estimated_after_the_first_start(project):
+    _, printed = run(project, "--steps", "1000", steps=10, kills="2")
+    expected = (
+        r"the first start took \d s for 10 steps; 5 more of about that length or less: \d s to \d s, and longer .*"
+    )
+    assert re.fullmatch(expected, printed[1]), printed[1]
+    assert printed[2] == "starting 'again'"
