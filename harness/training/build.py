@@ -55,6 +55,9 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         torch.set_num_threads(config.launch.threads)
     num_threads = torch.get_num_threads()
     with ExitStack() as opened:
+        with runtime.together("making the hooks"):  # first: an error in them is seen before the data is read
+            rng.seed_all(INITIAL_WEIGHTS, config.seed)  # for what their constructors draw
+            own_hooks = hooks.build(config.hooks)
         task = open_task(config, runtime)
         with runtime.together("opening the trackers"):
             tracker = metrics_log.open_log(folder.metrics, runtime.rank, config, loader.to_text(config))
@@ -62,8 +65,6 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         ranks, size = divide(config, task, runtime)
         copy_files(config, task, runtime)
         parallel, model = strategy_and_model(config, task, ranks)
-        with runtime.together("making the hooks"):
-            own_hooks = hooks.build(config.hooks)
         start_weights = load_start_weights(config, runtime, folder, model)
         model = place(config, parallel, model, has_start_weights=bool(start_weights))
         optimizer, ema, gradient_hook = with_optimizer(config, parallel, model, size)
@@ -226,16 +227,16 @@ def copy_files(config: Config, task: OpenedTask, runtime: Runtime, train: bool =
 
 
 def rehearse(config: Config, world_size: int) -> None:
-    """Raise the error of the data, the batch, the model, the optimizer, the schedule or a hook with which ``config``
+    """Raise the error of a hook, the data, the batch, the model, the optimizer or the schedule with which ``config``
     could not start on ``world_size`` ranks."""
     strategy_class(config.parallel).check_world(config.parallel, world_size)
+    hooks.build(config.hooks)
     task = _opened(config)
     size = sizes(config, len(task.train), config.parallel.num_ranks(world_size))
     model = build_model(config, task)
     optimizer = optim.build(config.optimizer, optim.groups(config.optimizer, model, size.lr), size.lr)
     size.schedule.require_momentum(optimizer)
     on_gradients.of_run(config, model, optimizer, torch.device("cpu"))
-    hooks.build(config.hooks)
     require_mixable(config, task)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -126,7 +128,7 @@ def _made(section: HookSection, where: str) -> Hook:
     name, made = section.name, plugins.import_own("hook", section.name, where)
     if not inspect.isclass(made):
         raise ConfigError(f"{name} is not a class", where=where, hint="write package.module.Class")
-    _require_methods(made, name, where)
+    _require_methods(made, name)
     parameters = inspect.signature(made).parameters
     signatures.require_parameters(name, parameters, section.args, f"{where}.args")
     try:
@@ -140,7 +142,7 @@ def _made(section: HookSection, where: str) -> Hook:
         raise ConfigError(what, where=users_line(error) or where, hint="see its __init__") from error
 
 
-def _require_methods(made: type, name: str, where: str) -> None:
+def _require_methods(made: type, name: str) -> None:
     """Raise ConfigError unless the class has methods of a hook, with the right arguments and no misspelled ones."""
     known = {**_CALLS, **_STATE}
     names = [key for key in dir(made) if key.startswith(("after_", "before_", "on_"))]
@@ -150,7 +152,7 @@ def _require_methods(made: type, name: str, where: str) -> None:
         what = f"{name} has {odd}, which is never called" if odd else f"{name} has no method of a hook"
         every = ", ".join(f"{method}({arguments})" for method, arguments in _CALLS.items())
         hint = f"did you mean {near}?" if near else f"define any of {every}"
-        raise ConfigError(what, where=where, hint=hint)
+        raise ConfigError(what, where=_line(made, odd), hint=hint)
     for method, arguments in known.items():
         if not hasattr(made, method):
             continue
@@ -160,7 +162,16 @@ def _require_methods(made: type, name: str, where: str) -> None:
         except TypeError:
             what = f"{method} of {name} cannot be called with {plural(count, 'argument')}"
             shown = f"self, {arguments}" if arguments else "self"
-            raise ConfigError(what, where=where, hint=f"define it as def {method}({shown})") from None
+            raise ConfigError(what, where=_line(made, method), hint=f"define it as def {method}({shown})") from None
     if hasattr(made, "state_dict") != hasattr(made, "load_state_dict"):
         hint = "define both: a checkpoint holds what state_dict() returns, and load_state_dict(state) restores it"
-        raise ConfigError(f"{name} has only one of state_dict and load_state_dict", where=where, hint=hint)
+        raise ConfigError(f"{name} has only one of state_dict and load_state_dict", where=_line(made), hint=hint)
+
+
+def _line(made: type, method: str = "") -> str:
+    """Return "FILE:LINE" of the class, or of its method; the name of the class without source."""
+    parts: list[Any] = [getattr(made, method, None), made]
+    for part in parts:
+        with suppress(OSError, TypeError):
+            return f"{os.path.relpath(inspect.getsourcefile(part) or '')}:{inspect.getsourcelines(part)[1]}"
+    return made.__qualname__

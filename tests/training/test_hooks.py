@@ -11,6 +11,7 @@ from collections import deque
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.config import loader
 from harness.errors import ConfigError, TrainingError
@@ -65,6 +66,13 @@ class Stateful:
         self.value = state["value"]
 
 
+class Draws:
+    def __init__(self):
+        self.drawn = torch.rand(3).tolist()
+
+    def after_step(self, run): ...
+
+
 class Nothing: ...
 
 
@@ -83,6 +91,12 @@ class HalfState:
 
 
 def function(run): ...
+
+
+def at(text: str) -> str:
+    """The start of an error in the first line of this file that has ``text``."""
+    lines = Path(__file__).read_text().splitlines()
+    return f"tests/training/test_hooks.py:{next(n for n, line in enumerate(lines, 1) if text in line)}: "
 
 
 @pytest.fixture
@@ -153,13 +167,9 @@ def test_their_state_is_plain_data(start, monkeypatch):
 
 
 def test_an_error_names_the_line(start):
-    lines = Path(__file__).read_text().splitlines()
-    line = next(number for number, text in enumerate(lines, 1) if text.endswith('return {}["absent"]'))
     with pytest.raises(TrainingError, match="KeyError: 'absent'") as caught:
         loop.train(start(f"{HERE}.Fails"))
-    assert str(caught.value).startswith(
-        f"tests/training/test_hooks.py:{line}: the hook {HERE}.Fails fails in after_step: KeyError"
-    )
+    assert str(caught.value).startswith(f"{at('return {}[')}the hook {HERE}.Fails fails in after_step: KeyError")
 
 
 @pytest.mark.parametrize(
@@ -168,14 +178,15 @@ def test_an_error_names_the_line(start):
         ("no_package.Absent", "hooks.0: the hook 'no_package.Absent' cannot be imported (ModuleNotFoundError"),
         (f"{HERE}.function", f"hooks.0: {HERE}.function is not a class"),
         (HERE, f"hooks.0: {HERE} is not a class"),
-        (f"{HERE}.Nothing", f"hooks.0: {HERE}.Nothing has no method of a hook\n  -> define any of before_training"),
+        (f"{HERE}.Nothing", f"{at('class Nothing')}{HERE}.Nothing has no method of a hook\n  -> define any of before"),
         (f"{HERE}.Mispelled", f"{HERE}' has no attribute 'Mispelled')\n  -> did you mean {HERE}.Misspelled?"),
-        (f"{HERE}.Misspelled", "has after_steps, which is never called\n  -> did you mean after_step?"),
-        (f"{HERE}.OfNoArguments", "after_step of tests.training.test_hooks.OfNoArguments cannot be called with 1 argu"),
-        (f"{HERE}.HalfState", "has only one of state_dict and load_state_dict\n  -> define both"),
+        (f"{HERE}.Misspelled", f"{at('def after_steps(')}{HERE}.Misspelled has after_steps, which is never called\n"),
+        (f"{HERE}.Misspelled", "which is never called\n  -> did you mean after_step?"),
+        (f"{HERE}.OfNoArguments", f"{at('def after_step(self):')}after_step of {HERE}.OfNoArguments cannot be called"),
+        (f"{HERE}.HalfState", f"{at('class HalfState')}{HERE}.HalfState has only one of state_dict and "),
         ({"name": f"{HERE}.Records", "args": {"end": 1}}, "hooks.0.args: tests.training.test_hooks.Records has no arg"),
         ({"name": "tests.end_to_end.hooks.SavedDrift", "args": {"end": 1, "of": 2}}, "has no argument of"),
-        ({"name": f"{HERE}.Fails", "args": {"early": True}}, "tests.training.test_hooks.Fails cannot be made: "),
+        ({"name": f"{HERE}.Fails", "args": {"early": True}}, f"{at('raise Value')}the hook {HERE}.Fails cannot be"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_a_hook(tmp_path, hook, problem):
@@ -193,6 +204,17 @@ def test_what_cannot_be_a_hook(tmp_path, hook, problem):
     _, errors = preflight.examine(str(path), ["model.name=absent"], 1, 0.0)
     assert len(errors) == 2, errors
     assert any(problem.replace("hooks.0", "hooks.1") in str(error) for error in errors)
+
+
+def test_it_is_refused_before_the_data_is_read(start, tmp_path):
+    (tmp_path / "train.csv").unlink()
+    with pytest.raises(ConfigError, match="Misspelled has after_steps, which is never called"):
+        start(f"{HERE}.Misspelled")
+
+
+def test_what_a_constructor_draws_depends_only_on_the_seed(start):
+    drawn = [start(f"{HERE}.Draws", name=name).hooks.all[0].object.drawn for name in ("one", "two")]
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,11 @@ class _Examination:
         config, attempt = self.config, self.attempt
         device = attempt(devices.choose, config.runtime.device, 0, 1)
         amp = attempt(precision.choose, config.precision, device, config.needs_our_amp) if device else None
+        attempt(metrics_log.require, config.trackers)
+        attempt(_require_output, config)
+        if config.train.on_gradients:
+            attempt(on_gradients.find, config.train.on_gradients)
+        own_hooks = attempt(hooks.build, config.hooks)
         task = self._open_task()
         size = (
             attempt(division.sizes, config, len(task.train), config.parallel.num_ranks(self.world_size))
@@ -95,11 +100,6 @@ class _Examination:
         )
         model = attempt(build.build_model, config, task) if task else None
         untried = ["a training step and an evaluation (because of the errors)"]
-        attempt(metrics_log.require, config.trackers)
-        attempt(_require_output, config)
-        if config.train.on_gradients:
-            attempt(on_gradients.find, config.train.on_gradients)
-        own_hooks = attempt(hooks.build, config.hooks)
         if model is not None and task is not None:
             self._examine_model(model, task, device)
         optimizer = self._build_optimizer(model, size)
