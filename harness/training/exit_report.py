@@ -239,9 +239,13 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
     if found := memory.explained(error, run) or determinism.explained(error):
         return found
     if isinstance(error, OSError) and has_remedy(error):
-        return TrainingError(
-            f"a file could not be read or written: {reason(error)}",
-            where=str(error.filename or ""),
+        own = users_line(error)
+        kind, what = TrainingError, f"a file could not be read or written: {reason(error)}"
+        if own:
+            kind, what = OwnCodeError, f"{type(error).__name__}: {first_line(error)}"
+        return kind(
+            what,
+            where=own or str(error.filename or ""),
             hint=remedy(
                 error, "run the same command again; training resumes from its newest checkpoint, if there is one"
             ),

@@ -19,7 +19,7 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.distributed.store import LimitedStore
 from harness.distributed.watchdog import Watchdog
-from harness.errors import EXIT_OWN_CODE, DataError, LaunchError
+from harness.errors import EXIT_OWN_CODE, DataError, LaunchError, exit_code_of
 from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
 from harness.training import main
@@ -192,6 +192,18 @@ def test_the_signal_of_harness_launch_is_printed_once(caplog, supervised):
 def test_full_disk_is_explained():
     shown = str(explained(OSError(28, "No space left on device", "x.pt")))
     assert shown.startswith("x.pt: a file could not be read or written: No space left on device\n  -> free some space")
+
+
+def test_a_path_that_the_users_code_cannot_open(tmp_path):
+    """Its line comes first, and the exit code is that of the user's own code, as in ``harness check``."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Not a directory") as caught:
+        (tmp_path / "file" / "x").read_text()
+    found = explained(caught.value)
+    line = caught.value.__traceback__.tb_lineno
+    assert str(found).startswith(f"tests/training/test_main.py:{line}: NotADirectoryError: [Errno 20] Not a directory")
+    assert str(found).partition("\n  -> ")[2].startswith("a part of this path is a file, not a folder: ")
+    assert exit_code_of(found) == EXIT_OWN_CODE
 
 
 class Odd(BaseException):
