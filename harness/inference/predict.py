@@ -148,8 +148,8 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     for note in task.notes:
         log.warning("%s", note)
     build.copy_files(config, task, runtime, train=False)
-    if runtime.rank == 0 and (told := trained_run.unfinished(request.run, config)):
-        log.info("%s: %s", request.run, told)
+    if runtime.rank == 0:
+        trained_run.warn_if_unfinished(request.run, config)
     best = predictions.best_weights(runtime, trained_run.weights(request.run))
     with runtime.announced("building the model"), runtime.together("building the model"):
         model = _model(request, config, task, best, runtime.device)

@@ -90,6 +90,7 @@ def in_units(signature: Mapping[str, Any]) -> dict[str, Any]:
 def load(run: Path, overrides: Sequence[str] = (), trust: bool = False) -> TrainedModel:
     """Return the model of the run folder ``run``. Raises HarnessError. ``trust``: see ``trained_run.configuration``."""
     config = trained_run.configuration(run, overrides, trust)
+    trained_run.warn_if_unfinished(run, config)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     on = [torch.device("cuda", index) for index in devices]
     streams = rng.get_state(*on)  # which building a model seeds

@@ -5,6 +5,7 @@ Torch is imported where weights are read: an error in the configuration is shown
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from harness.runs.reader import run_hint
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+log = logging.getLogger("harness")
 
 
 def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> Config:
@@ -80,6 +83,12 @@ def unfinished(run: Path, config: Config) -> str:
     except (OSError, ValueError, TypeError, KeyError, SafetensorError):
         return ""
     return f"the run is not finished, its newest evaluation was after {' and '.join(done)}: weights of step {of}"
+
+
+def warn_if_unfinished(run: Path, config: Config) -> None:
+    """Warn, before a use of the best weights, that a later evaluation may find better ones."""
+    if told := unfinished(run, config):
+        log.warning("%s: %s", run, told)
 
 
 def learned(run: Path) -> dict[str, Any]:

@@ -14,12 +14,19 @@ from harness.config import loader
 from harness.data.batch import Batch
 from harness.distributed.runtime import Runtime
 from harness.errors import DataError, HarnessError
-from harness.inference import export
+from harness.inference import export, trained_model
 from harness.inference.formats import FORMATS
+from harness.runs.files import write_sealed
 from harness.runs.weights_file import save_weights
 from harness.training import build
 from harness.training.models import linear
 from tests.fixtures import CountingTable, make_config, settings, write_rows, write_yaml
+
+
+def linear_weights():
+    model = linear.Model(3, 1)
+    model(torch.zeros(2, 1, 8, 8))
+    return model.state_dict()
 
 
 @pytest.fixture
@@ -33,10 +40,17 @@ def run(tmp_path):
     (run / "task.json").write_text(json.dumps(task.learned))
     tree = settings(tmp_path)
     write_yaml(run / "config.yaml", {**tree, "task": {**tree["task"], **bad}})
-    model = linear.Model(3, 1)
-    model(torch.zeros(2, 1, 8, 8))
-    save_weights(model.state_dict(), run / "weights.safetensors", {}, tmp_path / "work")
+    save_weights(linear_weights(), run / "weights.safetensors", {}, tmp_path / "work")
     return run
+
+
+def test_a_run_that_is_not_finished_says_so(run, caplog):
+    write_sealed(run / "summary.json", {"finished": False, "epoch": 1, "step": 3})
+    save_weights(linear_weights(), run / "weights.safetensors", {"step": "2"}, run.parent / "work")
+    trained_model.load(run, trust=True)
+    checked(run)
+    told = f"{run}: the run is not finished, its newest evaluation was after 1 of 10 epochs: weights of step 2"
+    assert caplog.messages.count(told) == 2
 
 
 class Positions(torch.nn.Module):

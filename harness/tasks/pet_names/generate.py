@@ -106,6 +106,7 @@ def _trained(run: Path, trust: bool) -> tuple[Task, nn.Module]:
             where=str(run),
             hint="use a run of the task pet_names, such as runs/pet_names",
         )
+    trained_run.warn_if_unfinished(run, config)
     model = pet_names.build_model(task, config.model)
     trained_run.load(model, trained_run.best(run), run)
     return task, model.eval()
