@@ -481,12 +481,36 @@ def for_fine_tuning(folder: Path) -> None:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"the real datasets are not next to the project ({SHARED_DATA.name}/ does not exist)")
     (folder / "data" / "digits").unlink()  # the page writes them itself
+    for library in ("transformers", "peft"):
+        pytest.importorskip(library)
+    from tests.training.test_huggingface import WORDS, write_bert  # late: it is skipped without transformers
+
+    write_bert(folder / "bert")
+    rows = [(f"is {one} {two}", f"it is {two}", ["no", "yes"][one < two]) for one in WORDS[:6] for two in WORDS]
+    columns = ("question", "answer", "label")
+    write_table(folder / "pairs.csv", rows, columns)
+    write_table(folder / "new_pairs.csv", [row[:2] for row in rows[:7]], columns[:2])
 
 
 def check_fine_tuning(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
-    """Fine-tuning is better than training from scratch."""
+    """Fine-tuning is better than training from scratch. transformers loads the model that was trained on pairs."""
     summaries = [json.loads((folder / "runs" / name / "summary.json").read_text()) for name in ("finetune", "scratch")]
     assert summaries[0]["best"]["top1"] > summaries[1]["best"]["top1"]
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    (shown,) = [
+        yaml.safe_load(each.text) for each in blocks("fine_tuning") if "hf:bert" in each.text and is_configuration(each)
+    ]
+    written = yaml.safe_load((folder / "pairs.yaml").read_text())
+    written["task"]["tokenizer"]["max_length"] = shown["task"]["tokenizer"]["max_length"]  # by the length of the texts
+    assert written["model"] == shown["model"]
+    assert shown["task"].items() <= written["task"].items()
+    predicted = pd.read_csv(folder / "predictions.csv")
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "my_bert")
+    pairs = [predicted[column].tolist() for column in ("question", "answer")]
+    inputs = AutoTokenizer.from_pretrained(folder / "my_bert")(*pairs, padding=True, return_tensors="pt")
+    found = [model.config.id2label[index] for index in model(**inputs).logits.argmax(1).tolist()]
+    assert found == predicted["prediction"].tolist()
 
 
 def for_migrate(folder: Path) -> None:

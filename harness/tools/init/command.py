@@ -20,6 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder)",
     )
     parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="the model, such as resnet50 or, to fine-tune one of Hugging Face, hf:FOLDER_OR_NAME (default: a small "
+        "one; it takes no pairs of texts)",
+    )
+    parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the file to write (default: a .yaml file named after the data)"
     )
 
@@ -28,5 +34,5 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the file and print what it was derived from. Raises ConfigError, also if the file exists."""
     from harness.tools.init import first_config
 
-    print(first_config.write(arguments.csv, arguments.out))
+    print(first_config.write(arguments.csv, arguments.out, arguments.model))
     return EXIT_DONE

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from harness.config.places import HUB
 from harness.data.table import convert
 from harness.data.table.source import kind_of, locate
 from harness.errors import ConfigError, DataError, plural, reason, remedy
@@ -58,9 +59,9 @@ class Annotations:
         return f"{self.source} ({'more than ' if self.more else ''}{plural(self.num_rows, 'row')})"
 
 
-def write(sources: Sequence[str], out: Path | None) -> str:
-    """Write the configuration for ``sources``, (training file, validation file) or what leads to them, to ``out``;
-    return a text with the next commands. Raises ConfigError, also if ``out`` exists, and DataError."""
+def write(sources: Sequence[str], out: Path | None, model: str | None = None) -> str:
+    """Write the configuration of ``model`` for ``sources``, (training file, validation file) or what leads to them, to
+    ``out``; return a text with the next commands. Raises ConfigError, also if ``out`` exists, and DataError."""
     train, evaluation = (_read(source) for source in _pair(sources))
     name = _name(train.source)
     out = out or Path(f"{name}.yaml")
@@ -70,7 +71,7 @@ def write(sources: Sequence[str], out: Path | None) -> str:
             where=evaluation.source,
             hint=f"add every column that {train.source} has",
         )
-    lines, file = list(_task(train, evaluation)), shlex.quote(str(out))
+    lines, file = list(_task(train, evaluation, model)), shlex.quote(str(out))
     text = _TEXT.format(
         train=train.described, eval=evaluation.described, out=file, name=_plain(name),
         precision=_precision(), task="\n".join(lines),
@@ -171,7 +172,7 @@ def _name(source: str) -> str:
 
 def _plain(value: object) -> str:
     """Return ``value`` as YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
@@ -193,13 +194,13 @@ def _precision() -> str:
     )
 
 
-def _task(train: Annotations, evaluation: Annotations) -> Iterator[str]:
+def _task(train: Annotations, evaluation: Annotations, model: str | None) -> Iterator[str]:
     """Yield the lines of YAML below ``extends``. Raises ConfigError."""
     files = f"  train_csv: {_plain(train.source)}\n  eval_csv: {_plain(evaluation.source)}"
     if path := _path_column(train):
-        yield from _images(train, files, *path)
-    elif text := _text_column(train):
-        yield from _texts(train, files, *text)
+        yield from _images(train, files, *path, model)
+    elif texts := _text_columns(train):
+        yield from _texts(train, evaluation, files, texts, model)
     else:
         raise ConfigError(
             "no column contains image paths (.jpg, .png, .webp, .gif) or text of several words; the columns are "
@@ -210,15 +211,17 @@ def _task(train: Annotations, evaluation: Annotations) -> Iterator[str]:
     batch = 1 << (max(2, min(64, train.num_rows // 8)).bit_length() - 1)
     yield f"batch: {{global: {batch}}}  # rows per step over all ranks; larger batches make better use of a GPU"
     yield "data: {shard: global}  # the same batches on any number of ranks"
-    yield "optimizer: {name: adamw, lr: 0.001, weight_decay: 0.01}  # lr is the first setting to tune"
+    of_hub = model is not None and model.startswith(HUB)
+    lr = 0.0005 if of_hub else 0.001
+    yield f"optimizer: {{name: adamw, lr: {lr}, weight_decay: 0.01}}  # lr is the first setting to tune"
     yield "schedule: {name: cosine, warmup_epochs: 1}"
-    epochs = 10 if train.num_rows > 5000 else 20
+    epochs = 5 if of_hub else 10 if train.num_rows > 5000 else 20
     yield f"train: {{epochs: {epochs}, deterministic: true}}  # false: faster on a GPU, but no exact resume"
     yield "# parallel: {logical_ranks: 4, delay_allreduce: true}  # same bits on 1 to 4 processes: docs/same_bits.md"
 
 
-def _images(train: Annotations, files: str, path_column: str, why_path: str) -> Iterator[str]:
-    labels, why_labels = _labels(train, path_column)
+def _images(train: Annotations, files: str, path_column: str, why_path: str, model: str | None) -> Iterator[str]:
+    labels, why_labels = _labels(train, [path_column])
     root, why_root = _root(train, path_column)
     size, gray, why_size = _image_size(root, train.columns[path_column])
     if size is None and not why_root.startswith(_WRONG):
@@ -229,20 +232,50 @@ def _images(train: Annotations, files: str, path_column: str, why_path: str) -> 
     yield f"  path_column: {_plain(path_column)}  # {why_path}"
     yield f"  {labels}  # {why_labels}"
     yield f"  image_size: {_plain(list(size) if size else [_TYPICAL, _TYPICAL])}  # {why_size}"
-    if gray and small:
+    if gray and small and model is None:
         yield "  color: gray  # the images have one channel; torchvision models need rgb"
-    if small:
+    if model is not None:
+        yield _model(model)
+    elif small:
         yield "model: {name: small_cnn}  # for small images; resnet18 and other torchvision models work, too"
     else:
         yield "model: {name: resnet18}  # weights: DEFAULT starts from published weights, which it downloads"
 
 
-def _texts(train: Annotations, files: str, text_column: str, why_text: str) -> Iterator[str]:
-    labels, why_labels = _labels(train, text_column)
-    yield f"task:\n  name: text_csv  # a text and a label per row\n{files}"
-    yield f"  text_column: {_plain(text_column)}  # {why_text}"
+def _texts(
+    train: Annotations, evaluation: Annotations, files: str, texts: dict[str, float], model: str | None
+) -> Iterator[str]:
+    """Yield the lines for ``texts``, one column or two that are a pair, each with its words per row."""
+    labels, why_labels = _labels(train, texts)
+    of_hub, names = model is not None and model.startswith(HUB), list(texts)
+    taken = names if of_hub else [max(texts, key=texts.__getitem__)]  # others take one column
+    why = f"{' and '.join(f'{texts[name]:.1f}' for name in taken)} words per row"
+    if len(taken) < len(names):
+        why += f"; {', '.join(names)}: a pair, for models of Hugging Face"
+    yield f"task:\n  name: text_csv  # a text{' pair' * (len(taken) > 1)} and a label per row\n{files}"
+    yield f"  text_column: {_plain(taken if len(taken) > 1 else taken[0])}  # {why}"
     yield f"  {labels}  # {why_labels}"
+    if of_hub:
+        letters = max(map(sum, zip(*(map(len, train.columns[name]) for name in taken), strict=True)))
+        length = max(16, min(512, 1 << (letters // 3 + 2).bit_length()))
+        tokenizer = {"name": model, "max_length": length}
+        yield f"  tokenizer: {_plain(tokenizer)}  # tokens per row at most; the rest is cut off"
+    if model is not None:
+        yield _model(model)
+        return
+    place = f"{HUB}FOLDER_OR_NAME"
+    again = shlex.join(["harness", "init", train.source, evaluation.source, "--model"])
     yield "model: {name: text_cnn}"
+    yield f"# {_model(place)}"
+    yield f"#   and its tokenizer{' for the pair' * (len(names) > 1)} are written by: {again} {place}"
+
+
+def _model(name: str) -> str:
+    """Return the line for the model ``name``."""
+    if not name.startswith(HUB):
+        return f"model: {{name: {_plain(name)}}}"
+    section = {"name": name, "lora": {"r": 8, "alpha": 16}}
+    return f"model: {_plain(section)}  # without lora, all weights are trained"
 
 
 def _path_column(rows: Annotations) -> tuple[str, str] | None:
@@ -254,17 +287,30 @@ def _path_column(rows: Annotations) -> tuple[str, str] | None:
     return best, f"{counts[best]} of {rows.num_rows} values end with the extension of an image file"
 
 
-def _text_column(rows: Annotations) -> tuple[str, str] | None:
-    """Return the column with the most words per row, and why; None if no column has two."""
-    words = {name: sum(len(value.split()) for value in values) / rows.num_rows for name, values in rows.columns.items()}
-    best = max(words, key=lambda name: words[name])
-    return (best, f"{words[best]:.1f} words per row") if words[best] >= 2 else None
+def _text_columns(rows: Annotations) -> dict[str, float]:
+    """Return the column with the most words per row, or two that look like a pair, with these numbers of words; none if
+    no column has two words per row."""
+    columns = rows.columns
+    words = {name: sum(len(value.split()) for value in values) / rows.num_rows for name, values in columns.items()}
+    pair = [
+        name
+        for name, values in columns.items()
+        if words[name] >= 2
+        and len(set(values)) > rows.num_rows / 10  # a label is in more rows
+        and name.lower() not in _LABEL_NAMES
+        and _kind(values, False) in ("", "classes")
+    ]
+    labels = (_kind(values, name.lower() in _LABEL_NAMES) for name, values in columns.items() if name not in pair)
+    if len(pair) == 2 and any(labels):
+        return {name: words[name] for name in pair}
+    best = max(words, key=words.__getitem__)
+    return {best: words[best]} if words[best] >= 2 else {}
 
 
-def _labels(rows: Annotations, inputs: str) -> tuple[str, str]:
+def _labels(rows: Annotations, inputs: Collection[str]) -> tuple[str, str]:
     """Return the setting for the column with the labels as YAML, and why, with what else there is. Raises
     ConfigError."""
-    others = {name: values for name, values in rows.columns.items() if name != inputs}
+    others = {name: values for name, values in rows.columns.items() if name not in inputs}
     packed = [name for name, values in others.items() if "box" in name.lower() and all(map(_PACKED.fullmatch, values))]
     box = _box(others)
     found = {
@@ -279,8 +325,8 @@ def _labels(rows: Annotations, inputs: str) -> tuple[str, str]:
         return f"labels: {{kind: regression, column: {_plain(list(box))}}}", why
     if not found:
         raise ConfigError(
-            f"no column looks like labels; columns other than {inputs}: {', '.join(shown.values()) or 'none'}; "
-            f"{plural(rows.num_rows, 'row')}",
+            f"no column looks like labels; columns other than {', '.join(inputs)}: "
+            f"{', '.join(shown.values()) or 'none'}; {plural(rows.num_rows, 'row')}",
             where=rows.source,
             hint=f"the four numbers in {packed[0]} need a column each, such as xmin, ymin, xmax and ymax"
             if packed
@@ -289,7 +335,7 @@ def _labels(rows: Annotations, inputs: str) -> tuple[str, str]:
     names = list(rows.columns)
     best = min(found, key=lambda name: (
         _LABEL_NAMES.index(name.lower()) if name.lower() in _LABEL_NAMES else len(_LABEL_NAMES),
-        found[name] != "classes", names.index(name) < names.index(inputs), names.index(name),
+        found[name] != "classes", names.index(name) < max(map(names.index, inputs)), names.index(name),
     ))  # fmt: skip
     rest = _rest(shown, [best])
     if found[best] == "numbers":

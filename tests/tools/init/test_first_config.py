@@ -172,6 +172,61 @@ def test_texts(folder):
     assert train(config).finished
 
 
+def pairs(label) -> None:
+    """Tables with two columns of texts and ``label`` of the number of a row, beside two other columns."""
+    for split, count in (("train", 40), ("test", 10)):
+        rows = ["id,question,source,answer,result"]
+        for row in range(count):
+            rows.append(f'{row},"is it {row // 2}, or not",s{row},it was {row} times {row + 1},{label(row)}')
+        Path(f"{split}.csv").write_text("\n".join(rows) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("label", "setting"),
+    [(lambda row: ["yes", "no"][row % 2], {"label_column": "result"}),
+     (lambda row: row / 8, {"labels": {"kind": "regression", "column": "result"}})],
+)  # fmt: skip
+def test_pairs_of_texts_for_a_model_of_hugging_face(folder, label, setting):
+    pairs(label)
+    text = first_config.write([], Path("pairs.yaml"), "hf:a folder")
+    task, model = (getattr(loader.load("pairs.yaml"), section) for section in ("task", "model"))
+    assert "text_column: [question, answer]  # 5.0 and 5.0 words per row\n" in text
+    assert task.text_columns == ("question", "answer")
+    assert task.model_dump(include={"label_column", "labels"}, exclude_defaults=True) == setting
+    assert (task.tokenizer.name, task.tokenizer.max_length) == ("hf:a folder", 16)
+    assert (model.name, model.lora.r) == ("hf:a folder", 8)
+
+
+def test_pairs_of_texts_without_a_model_are_named(folder, capsys):
+    """One of the columns is used until the reader follows the comment, which has the command."""
+    pairs(lambda row: row % 2)
+    assert cli.main(["init", "--out", "pairs.yaml"]) == 0
+    text = capsys.readouterr().out
+    assert loader.load("pairs.yaml").task.text_column == "question"
+    assert "question, answer: a pair, for models of Hugging Face\n" in text
+    assert "# model: {name: 'hf:FOLDER_OR_NAME', lora: {r: 8, alpha: 16}}" in text
+    (again,) = re.findall("are written by: harness (.*)", text)
+    assert cli.main([*again.split(), "--out", "again.yaml"]) == 0
+    assert loader.load("again.yaml").task.text_columns == ("question", "answer")
+
+
+def test_classes_of_several_words_are_no_text_of_a_pair(folder):
+    pairs(lambda row: f"{row % 5} of five")
+    for split in ("train", "test"):
+        Path(f"{split}.csv").write_text(
+            re.sub(",[^,]*,[^,]*,([^,]*)$", r",\1", Path(f"{split}.csv").read_text(), flags=re.M)
+        )
+    first_config.write([], Path("classes.yaml"), "hf:model")
+    assert loader.load("classes.yaml").task.text_columns == ("question",)
+
+
+def test_the_model_that_was_asked_for(folder):
+    photos("train", 8)
+    photos("val", 4)
+    first_config.write(["pets"], None, "resnet34")
+    assert loader.load("pets.yaml").model.name == "resnet34"
+
+
 def test_small_gray_images_named_by_their_place(folder):
     """Equal sizes are kept; numbers that differ in every row are no classes; paths may be relative to this folder."""
     for split, count in (("train", 40), ("test", 10)):
