@@ -120,7 +120,7 @@ class Hooks:
 
 
 def build(sections: Sequence[HookSection]) -> Hooks:
-    """Import and make the hooks. Raises ConfigError."""
+    """Import and make the hooks. Raises ConfigError, and OwnCodeError."""
     return Hooks([_made(section, f"hooks.{number}") for number, section in enumerate(sections)])
 
 
@@ -139,7 +139,10 @@ def _made(section: HookSection, where: str) -> Hook:
         return Hook(name, where, made(**section.args))
     except Exception as error:  # of the user's own code
         what = f"the hook {name} cannot be made: {type(error).__name__}: {first_line(error)}"
-        raise ConfigError(what, where=users_line(error) or where, hint="see its __init__") from error
+        kind = (
+            ConfigError if isinstance(error, TypeError | ValueError | AssertionError) else OwnCodeError
+        )  # as of models
+        raise kind(what, where=users_line(error) or where, hint=f"see its __init__ and {where}.args") from error
 
 
 def _require_methods(made: type, name: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from harness.config import loader
-from harness.errors import ConfigError, TrainingError
+from harness.errors import EXIT_OWN_CODE, EXIT_USAGE, ConfigError, HarnessError, TrainingError
 from harness.training import checkpointing, hooks, loop
 from harness.training.check import preflight
 from tests.fixtures import make_config, write_rows
@@ -46,9 +46,9 @@ class Records:
 
 
 class Fails:
-    def __init__(self, early=False):
+    def __init__(self, early=None):
         if early:
-            raise ValueError("no such file")
+            raise {"ValueError": ValueError, "OSError": OSError}[early]("no such file")
 
     def after_step(self, run):
         return {}["absent"]
@@ -186,7 +186,7 @@ def test_an_error_names_the_line(start):
         (f"{HERE}.HalfState", f"{at('class HalfState')}{HERE}.HalfState has only one of state_dict and "),
         ({"name": f"{HERE}.Records", "args": {"end": 1}}, "hooks.0.args: tests.training.test_hooks.Records has no arg"),
         ({"name": "tests.end_to_end.hooks.SavedDrift", "args": {"end": 1, "of": 2}}, "has no argument of"),
-        ({"name": f"{HERE}.Fails", "args": {"early": True}}, f"{at('raise Value')}the hook {HERE}.Fails cannot be"),
+        ({"name": f"{HERE}.Fails", "args": {"early": "ValueError"}}, f"{at('raise {')}the hook {HERE}.Fails cannot be"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_a_hook(tmp_path, hook, problem):
@@ -210,6 +210,13 @@ def test_it_is_refused_before_the_data_is_read(start, tmp_path):
     (tmp_path / "train.csv").unlink()
     with pytest.raises(ConfigError, match="Misspelled has after_steps, which is never called"):
         start(f"{HERE}.Misspelled")
+
+
+@pytest.mark.parametrize(("early", "code"), [("ValueError", EXIT_USAGE), ("OSError", EXIT_OWN_CODE)])
+def test_a_constructor_that_fails(start, early, code):
+    with pytest.raises(HarnessError, match="no such file\n  -> see its __init__ and hooks.0.args") as caught:
+        start({"name": f"{HERE}.Fails", "args": {"early": early}})
+    assert (caught.value.where, caught.value.exit_code) == (at("raise {").removesuffix(": "), code)
 
 
 def test_what_a_constructor_draws_depends_only_on_the_seed(start):
