@@ -29,7 +29,7 @@ VERBS = {
     "explain": "--json RUN",
     "export": "--format --out --trust RUN key=value",
     "generate": "-n --keep-existing --seed --start --temperature --trust RUN",
-    "init": "--out CSV",
+    "init": "--model --out CSV",
     "launch": "-c --config --detach --dry-run --engine --max-restarts --nnodes --nproc key=value",
     "port": "--patch SCRIPT",
     "predict": "--csv --out --trust --world RUN key=value",
