@@ -26,8 +26,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def examine(folder, *overrides, world=1, **sections):
-    return preflight.examine(str(write_yaml(folder / "x.yaml", settings(folder, **sections))), overrides, world)
+def examine(folder, *overrides, world=1, limit_s=60.0, **sections):
+    path = write_yaml(folder / "x.yaml", settings(folder, **sections))
+    return preflight.examine(str(path), overrides, world, limit_s=limit_s)
 
 
 def test_facts(folder):
@@ -101,6 +102,19 @@ class Pooled(nn.Module):
         return self.layer(nn.functional.adaptive_avg_pool2d(self.features(images), 2).flatten(1))
 
 
+@pytest.mark.parametrize(("pace_s", "expected"), [(0.0, ("at most", 4)), (1e6, ("about", 10))])
+def test_duration_at_the_pace_of_a_step_of_the_run(folder, monkeypatch, pace_s, expected):
+    """Of fewer rows, at most that long, if it takes longer than is given."""
+    monkeypatch.setattr(preflight, "_PACE_S", pace_s)
+    facts, problems = examine(folder, "batch.global=10", limit_s=1e6)
+    assert problems == []
+    least, rows, pace = re.fullmatch(
+        r"(at most|about) \d+ \w+ for ([\d,]+) training rows per rank, at the pace of (\d+) here", facts["duration"]
+    ).groups()
+    assert (least, int(pace)) == expected
+    assert int(rows) == 10 * facts["steps"]
+
+
 def test_files_and_one_batch(folder):
     """Both splits are sampled, and a few rows take a step and an evaluation."""
     facts, problems = examine(folder, "optimizer.name=adam", "train.ema_decay=0.9")
@@ -108,9 +122,6 @@ def test_files_and_one_batch(folder):
     assert facts["files"] == "training: 20 of 20 images decoded (8x8); validation: 6 of 6 images decoded (8x8)"
     assert "4 training rows through prepare, model, loss 1." in facts["one batch"]
     assert "4 validation rows through prepare, model and metrics" in facts["one batch"]
-    assert re.fullmatch(
-        r"at most \d+ (s|min) for [\d,]+ training rows per rank, at the pace of 4 here", facts["duration"]
-    )
     for part in ("parameters 0.0", "gradients 0.0", "optimizer state 0.0", "moving average 0.0"):
         assert part in facts["memory"]
     facts, _ = preflight.examine(str(folder / "x.yaml"), ("optimizer.name=adam",), 1, limit_s=0.0)

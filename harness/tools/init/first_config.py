@@ -38,7 +38,7 @@ _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _PACKED = re.compile(rf"[\[(]?\s*{_NUMBER.pattern}([\s,;]+{_NUMBER.pattern}){{3}}\s*[\])]?")
 _WRONG = "correct it: "  # starts the comment of a guess that cannot be right
 _TYPICAL = 224  # height and width of images that most published models were trained on
-_WITHOUT_GPU = 128  # a third of the pixels, and of the time
+_WITHOUT_GPU = 96  # a fifth of the pixels, and of the time
 _SMALL = 64  # up to here a small network is enough
 
 

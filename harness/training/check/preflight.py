@@ -45,6 +45,7 @@ from harness.training.task import OpenedTask, SupportsPredictions, SupportsSampl
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_PACE_S = 10.0  # for another training step, to estimate how long the run takes
 _ROWS = 4  # of each split that take a step, or are evaluated
 
 
@@ -217,16 +218,31 @@ class _Trial:
         self.untried = [f"{' and '.join(left)} ({why})"] if left else []
         self.untried += self._other_than_the_run()
         facts["one batch"] = f"{', '.join(done)}; on the CPU in float32, in {time.monotonic() - start:.1f} s"
-        if self.device.type == "cpu" and self.batch is not None and self.step_s:
-            rows = self.size.total_steps * self.size.per_rank
-            whole = in_words(rows * self.step_s / len(self.batch))
-            facts["duration"] = (
-                f"at most {whole} for {rows:,} training rows per rank, at the pace of {len(self.batch)} here"
-            )
+        if self.device.type == "cpu" and self.step_s:
+            facts["duration"] = self._duration(min(start + self.limit_s - time.monotonic(), _PACE_S))
         level = self.config.train.deterministic
         facts["deterministic"] = determinism.describe(level, audit.found | determinism.unrestorable(self.model))
         if audit.found and level is True and self.device.type == "cuda":
             raise determinism.refused(audit.found)
+
+    def _duration(self, left_s: float) -> str:
+        """Return the time of all steps in words, at the pace of a second one, of as many rows as the run's if they fit
+        into ``left_s`` and the memory. The first one is slower: it is audited, and allocates."""
+        assert self.batch is not None
+        num_rows, row_s, least = len(self.batch), self.step_s / len(self.batch), "at most"
+        most = left_s / row_s
+        if self.kept is not None:
+            most = min(most, machine.memory_of()[1] / 2 / (self.kept.num_bytes / num_rows + 1))
+        fitting = [rows for rows in (min(self.size.micro_batch, len(self.task.train)), num_rows) if rows <= most]
+        with suppress(Exception):  # of rows that were not tried
+            for rows in fitting[:1]:
+                start = time.monotonic()
+                if batch := _batch(self.task.train, rows, 0, "training"):
+                    self.task.loss(_outputs(self, batch, "training", training=True), batch.targets).backward()
+                    self.optimizer.step()
+                    num_rows, row_s, least = len(batch), (time.monotonic() - start) / len(batch), "about"
+        total = self.size.total_steps * self.size.per_rank
+        return f"{least} {in_words(total * row_s)} for {total:,} training rows per rank, at the pace of {num_rows} here"
 
     def _other_than_the_run(self) -> list[str]:
         """What the run does and the trial does not, in words."""

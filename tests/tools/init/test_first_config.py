@@ -54,7 +54,7 @@ def test_photos_of_mixed_sizes(folder, capsys):
     assert (problems, facts["train rows"], facts["eval rows"]) == ([], 60, 12)
 
 
-@pytest.mark.parametrize(("gpu", "side"), [(True, 224), (False, 128)])
+@pytest.mark.parametrize(("gpu", "side"), [(True, 224), (False, 96)])
 def test_large_photos_are_smaller_without_a_gpu(folder, monkeypatch, gpu, side):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     for row in range(4):
