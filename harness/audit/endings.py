@@ -18,13 +18,14 @@ _SHOWN = 5  # lines of output
 
 def complete(killed: StartRecord, undisturbed: StartRecord) -> list[Checkpoint]:
     """Return the checkpoints after training began of which the killed start wrote all files, under their last names."""
-    wanted = {checkpoint.after: checkpoint.files for checkpoint in undisturbed.checkpoints}
+    wanted = {checkpoint.after: checkpoint for checkpoint in undisturbed.checkpoints}
 
     def is_complete(checkpoint: Checkpoint) -> bool:
-        due = wanted.get(checkpoint.after, {})
-        if due.keys() & checkpoint.files.keys():
-            return due.keys() <= checkpoint.files.keys()
-        return len(due) <= len(checkpoint.files)  # names that differ by chance, such as those with the time
+        due = wanted.get(checkpoint.after, Checkpoint(checkpoint.after))
+        if due.files.keys() & checkpoint.files.keys():
+            return due.files.keys() <= checkpoint.files.keys()
+        # Names differ by chance, such as those with the time, or since the start was killed before it renamed the file.
+        return len(due.files) <= len(checkpoint.files) and due.renames <= checkpoint.renames
 
     return [checkpoint for checkpoint in killed.checkpoints if checkpoint.after and is_complete(checkpoint)]
 

@@ -165,12 +165,12 @@ def _torn(shape: RunShape, after: int | None = None) -> ChosenKill | None:
 
 def _at_random(shape: RunShape, number: int, chance: random.Random) -> list[ChosenKill]:
     usable = shape.usable()
+    before = range(usable[0] + 1, shape.steps)
+    # A file that is still to be renamed is no checkpoint: after the first one, a resume would begin from scratch.
+    is_early = bool(before) and shape.checkpoints[usable[0]][-1].is_moved
     pools: list[list[ChosenKill]] = [
-        [
-            _before_step(done, max(after for after in usable if after <= done))
-            for done in range(usable[0] + 1, shape.steps)
-        ],
-        [_after_checkpoint(shape, after) for after in usable],
+        [_before_step(done, max(after for after in usable if after <= done)) for done in before],
+        [_after_checkpoint(shape, after) for after in usable[is_early:]],
         [kill for after in sorted(shape.checkpoints)[1:] if (kill := _torn(shape, after))],
     ]
     surely = pools[:2]  # the first one is after a checkpoint

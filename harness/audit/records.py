@@ -71,10 +71,12 @@ class Step:
 
 @dataclass
 class Checkpoint:
-    """The files that a process completed between two steps: final path to content."""
+    """The files that a process completed between two steps: final path to content. ``renames``: how many it renamed
+    before the next step."""
 
     after: int
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    renames: int = 0
 
 
 @dataclass
@@ -137,7 +139,9 @@ class StartRecord:
         moments: dict[int, Checkpoint] = {}
         for process in self.processes:
             for checkpoint in process.checkpoints:
-                moments.setdefault(checkpoint.after, Checkpoint(checkpoint.after)).files.update(checkpoint.files)
+                moment = moments.setdefault(checkpoint.after, Checkpoint(checkpoint.after))
+                moment.files.update(checkpoint.files)
+                moment.renames += checkpoint.renames
         return [moments[after] for after in sorted(moments)]
 
     @property
@@ -259,6 +263,7 @@ def _rename(process: Process, source: str, target: str) -> None:
     for checkpoint in reversed(process.checkpoints):
         moved = [path for path in checkpoint.files if path == source or path.startswith(f"{source}/")]
         if moved:
+            checkpoint.renames += checkpoint.after == len(process.steps)
             checkpoint.files = {
                 target + path[len(source) :] if path in moved else path: content
                 for path, content in checkpoint.files.items()

@@ -78,6 +78,14 @@ def test_exact_pairs_have_no_finding(data: st.DataObject):
         assert conclude(diagnosis.compare(*records)).exit_code == 0
 
 
+@pytest.mark.parametrize("folder", ["", "out/step-N/"])
+def test_a_checkpoint_is_complete_once_it_is_renamed(tmp_path: Path, folder: str):
+    starts = Starts(Training(save_name=f"{folder}model.pt"), checkpoint=0, kill=7, place="checkpoint")
+    assert [finding.code for finding in found(starts, tmp_path)] == ["from-scratch"]
+    assert starts.killed[0].pop()["event"] == "renamed"
+    assert codes(starts, tmp_path) == []
+
+
 def test_an_older_checkpoint_is_as_exact(tmp_path: Path):
     assert codes(Starts(Training(), checkpoint=6, kill=16), tmp_path) == []
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,16 @@ def test_random_places_are_usable_and_repeatable(number):
         assert kill.kill.place != "step" or 5 < kill.after < 20
         assert kill.kill.place != "write" or kill.after > 5
         assert kill.kill.place != "checkpoint" or kill.after < 20
+
+
+def test_a_kill_before_the_first_checkpoint_is_renamed_tells_nothing():
+    made = shape(20, [10, 15, 20])
+    for files in made.checkpoints.values():
+        files[:] = [replace(file, is_moved=True) for file in files]
+    found = {kill.kill for kill in kills.choose(made, "100", 0)}
+    assert PlannedKill("checkpoint", 2) in found
+    assert PlannedKill("checkpoint", 1) not in found
+    assert PlannedKill("checkpoint", 1) in {kill.kill for kill in kills.choose(shape(20, [10, 15, 20]), "100", 0)}
 
 
 def test_random_kills_before_operations_and_in_evaluations():
