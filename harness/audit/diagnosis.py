@@ -29,7 +29,7 @@ from harness.audit.verdict import Finding, StartSummary
 
 __all__ = ["compare", "deterministic", "failure", "forgotten", "offset", "summaries"]
 
-_HARMLESS = {"buffers", "scale", "streams"}  # parts that may differ while training stays equal
+_HARMLESS = {"beside", "buffers", "scale", "streams"}  # parts that may differ while training stays equal
 _NEVER = float("inf")
 
 
@@ -75,7 +75,9 @@ def compare(undisturbed: StartRecord, again: StartRecord, killed: StartRecord, r
     if all(finding.code != "from-scratch" for finding in found):
         apart = min(result.apart for result in results)
         found += _some(endings.length(undisturbed, resumed, offset, _explained(found)))
-        found += saved_faults.in_checkpoints(undisturbed, again, resumed, offset, apart - 1)
+        known = {name for finding in found if finding.code == "saved-state" for name in finding.names}
+        saved = saved_faults.in_checkpoints(undisturbed, again, resumed, offset, apart - 1)
+        found += [each for each in saved if not (each.code == "counter" and known.issuperset(each.names))]
     found += _some(endings.exit_code(undisturbed, resumed))
     found = list({finding.code: finding for finding in reversed(found)}.values())[::-1]
     found = found or _some(endings.failure(undisturbed, resumed, offset))
@@ -252,6 +254,8 @@ def _add_harmless(result: _RankResult, parts: Mapping[str, Names], one: Step, ot
             f"at step {one.number}, rows, weights and outputs are equal, but buffers are not: {named(parts['buffers'])}"
         )
         result.harmless.append(Finding("buffers", text, steps=(one.number,), names=parts["buffers"]))
+    if "beside" in parts and not known:
+        result.harmless.append(_of_saved_state(parts["beside"], one, other))
 
 
 def _add_harmful(
@@ -280,6 +284,8 @@ def _add_harmful(
     if groups:
         result.certain.append(_of_groups(groups, ours, theirs, one, other))
     one, other = ours.steps[offset + index], theirs.steps[index]
+    if index == 0 and "beside" in parts:  # later it may follow from what differs
+        result.certain.append(_of_saved_state(parts["beside"], one, other))
     if "scale" in parts and not any(finding.code == "loss-scale" for finding in result.harmless):
         result.certain.append(_of_scale(one, other))
     drawn: tuple[str, ...] = parts.get("streams", ())
@@ -349,6 +355,12 @@ def _fitting(steps: Sequence[Step], rates: Sequence[Any]) -> int | None:
         if run > longest:
             best, longest = place, run
     return best if longest >= min(3, len(rates)) and len(set(rates[:longest])) > 1 else None
+
+
+def _of_saved_state(names: Names, one: Step, other: Step) -> Finding:
+    shown = [f"{name} is {other.beside.get(name)} instead of {one.beside.get(name)}" for name in names]
+    text = f"before step {one.number}, what a checkpoint holds beside the model differs: {named(shown)}"
+    return Finding("saved-state", text, steps=(one.number,), names=names)
 
 
 def _of_scale(one: Step, other: Step) -> Finding:

@@ -11,7 +11,19 @@ from harness.audit.verdict import Finding
 
 Names = tuple[str, ...]
 SHOWN = 4  # names in a sentence
-_PARTS = ("weights", "state", "groups", "scale", "buffers", "streams", "inputs", "outputs", "gradients", "skipped")
+_PARTS = (
+    "weights",
+    "state",
+    "groups",
+    "scale",
+    "buffers",
+    "streams",
+    "inputs",
+    "outputs",
+    "gradients",
+    "skipped",
+    "beside",
+)
 _IN_BOTH = ("buffers", "streams")  # a start may make more of them, and at another time
 _WITHOUT_EFFECT = ("initial_lr",)  # keys of parameter groups
 

@@ -48,6 +48,8 @@ class Step:
     samples: dict[str, list[Any]]
     others: dict[str, Any] | None
     """Digests, or for tensors without a name lists of them."""
+    beside: dict[str, Any] = field(default_factory=dict)
+    """Values that a checkpoint of the harness holds beside the model; empty for other scripts."""
     attributes: dict[str, str] = field(default_factory=dict)
     """Of models, optimizers and the script's own objects, as text; only where the plan asks for them."""
 
@@ -291,6 +293,7 @@ def _step(entry: dict[str, Any]) -> Step:
         streams=entry.get("streams") or {},
         samples=entry.get("samples") or {},
         others=entry.get("others"),
+        beside=entry.get("beside") or {},
         attributes=entry.get("attributes") or {},
     )
 

@@ -22,6 +22,8 @@ FAULTS = {
     "weights": ("some parameters are not restored", "save every network, and load with strict=True"),
     "precision": ("the checkpoint loses precision", "save the weights that the optimizer updates, in their own type"),
     "counter": ("a counter of the script is off", "save the counter, and continue from it"),
+    "saved-state": ("state beside the model is not restored", "let load_state_dict restore all that state_dict "
+                    "returns, and before_training keep it"),
     "torn-checkpoint": ("a torn checkpoint breaks the resume", "write to a temporary name and rename it when it is "
                         "complete; take the newest checkpoint that loads"),
     "from-scratch": ("the resumed start begins from scratch", "check that it finds the checkpoint, and fail if not"),

@@ -58,16 +58,13 @@ def _save(run: Run) -> None:
     )
     log_offset, log_digest = runtime.patiently("syncing the log", lambda: (run.tracker.offset(), run.tracker.digest()))
     content = {
-        "state": state.to_dict(),
+        **beside_the_model(run),
         "model": weights,
         "optimizer": optimizer,
         "optimizer_class": class_name(run.optimizer),
-        "amp": run.precision.state_dict(),
         "backend": run.precision.backend,
         "opt_level": run.config.precision.opt_level,
         "ema": ema,
-        "schedule": run.schedule.state_dict(),
-        "hooks": run.hooks.state_dict(),
         "ranks": ranks,
         "seen": seen,
         "log_offset": log_offset,
@@ -79,6 +76,17 @@ def _save(run: Run) -> None:
     }
     run.writer.write(state.step, content if shards or runtime.rank == 0 else None)
     run.saved_step = state.step
+
+
+def beside_the_model(run: Run) -> dict[str, Any]:
+    """Return the parts of a checkpoint that are no tensors of the model's and, apart from hooks, the same on all ranks.
+    ``harness verify-resume`` compares them at each step."""
+    return {
+        "state": run.state.to_dict(),
+        "amp": run.precision.state_dict(),
+        "schedule": run.schedule.state_dict(),
+        "hooks": run.hooks.state_dict(),
+    }
 
 
 def keep_best(run: Run) -> None:

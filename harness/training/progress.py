@@ -76,7 +76,8 @@ class State:
         return bool(self.segments)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        parts = {"segments": [asdict(each) for each in self.segments], "plateau": asdict(self.plateau)}
+        return {**vars(self), **parts, "history": [dict(line) for line in self.history]}  # asdict takes 10 us a line
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> State:

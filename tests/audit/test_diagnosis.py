@@ -50,6 +50,50 @@ def faulty(training: Training | None = None, **options) -> Starts:
     return starts
 
 
+# State beside the model of the harness
+
+
+def with_waited(starts: Starts, name: str = "undisturbed", by: int = 0, until: int = 99) -> None:
+    """Give each step a count that starts over after step 12, and time."""
+    for step in starts.steps(name):
+        number = step["number"] + (starts.checkpoint if name == "resumed" else 0)
+        count = number % 4 + (by if number < until else 0)
+        step["beside"] = {"hooks[0].state.waited": count, "hooks[0].state.time": f"{name} {number}"}
+
+
+def beside(by: int, starts: Starts | None = None) -> Starts:
+    starts = starts or Starts(Training())
+    for name in ("undisturbed", "again", "killed", "resumed"):
+        with_waited(starts, name, by if name == "resumed" else 0, until=15)
+    return starts
+
+
+def test_state_that_is_equal_or_a_time_is_no_fault(tmp_path: Path):
+    assert codes(beside(0), tmp_path) == []
+
+
+def test_state_beside_the_model_is_found_before_it_decides_anything(tmp_path: Path):
+    finding = only(beside(7), tmp_path)
+    assert (finding.code, finding.steps, finding.names) == ("saved-state", (13,), ("hooks[0].state.waited",))
+    assert finding.text.endswith("beside the model differs: hooks[0].state.waited is 8 instead of 1")
+
+
+def test_state_that_is_not_restored_is_named_once(tmp_path: Path):
+    starts = beside(7)
+    for name, count in (("undisturbed", 18), ("again", 18), ("resumed", 11)):
+        for event in getattr(starts, name)[0]:
+            if event["event"] == "written" and event["after"] + (starts.checkpoint if name == "resumed" else 0) == 18:
+                event["content"]["hooks[0].state.waited"] = count
+    assert codes(starts, tmp_path) == ["saved-state"]
+
+
+def test_state_beside_the_model_is_named_with_what_it_decides(tmp_path: Path):
+    starts = beside(7, faulty())
+    for step in starts.steps("resumed")[:1]:
+        step["groups"] = [{**group, "lr": 0.5} for group in step["groups"]]
+    assert codes(starts, tmp_path) == ["learning-rate", "saved-state"]
+
+
 # Exact
 
 

@@ -327,6 +327,8 @@ def test_a_digest_shows_every_bit_on_any_device():
     strided = torch.arange(12.0).reshape(3, 4).t()
     assert digest.tensor(strided) == digest.tensor(strided.contiguous())
     assert isinstance(digest.resolve([digest.tensor(torch.empty(2, device="meta"))])[0], str)
+    sets = [digest.content({"rows": rows})["rows"] for rows in ({1, 9}, {9, 1}, {1, 8})]
+    assert sets[0] == sets[1] != sets[2]
 
 
 EVALUATES = """

@@ -87,6 +87,44 @@ class SavedDrift(Drift):
         self.calls = state["calls"]
 
 
+class StartsOver:
+    """Counts steps since the last one of every four; a resume starts the count over. It is equal again by the next
+    checkpoint, and would decide something only after more steps than any test trains."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def before_training(self, run: Run) -> None:
+        self.waited = 0
+
+    def after_step(self, run: Run) -> str | None:
+        self.waited = waited_after(run.state.step, self.waited)
+        return "enough" if self.waited == 100 else None
+
+    def state_dict(self) -> dict[str, int]:
+        return {"waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.waited = state["waited"]
+
+
+class SchedulerStartsOver(torch.optim.lr_scheduler.LRScheduler):
+    """The same as a schedule, whose state_dict and load_state_dict do not fit each other."""
+
+    waited = 0
+
+    def get_lr(self) -> list[float]:
+        self.waited = waited_after(self.last_epoch + 1, self.waited)
+        return [group["lr"] * (0.1 if self.waited == 100 else 1.0) for group in self.optimizer.param_groups]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({key: value for key, value in state.items() if key != "waited"})
+
+
+def waited_after(step: int, waited: int) -> int:
+    return 0 if step % 4 == 2 else waited + 1
+
+
 class OnOneRank:
     """Ends training at step 5, as rank 1 decides."""
 

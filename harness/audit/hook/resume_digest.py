@@ -139,6 +139,8 @@ def flatten(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, A
             yield from flatten(item, f"{name}[{index}]", depth + 1)
     elif isinstance(value, (Tensor, str, int, float, bool, bytes)) or value is None:
         yield name, value
+    elif isinstance(value, (set, frozenset)):
+        yield name, text(sorted(map(repr, value)))
     elif type(value).__module__ == "numpy":
         yield name, text(repr(value.tolist())) if hasattr(value, "tolist") else repr(value)
     elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):

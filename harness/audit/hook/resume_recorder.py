@@ -71,6 +71,15 @@ def start(plan_path: str, actions: dict[str, Callable[[ModuleType], None]]) -> N
         resume_draws.install(recorder)
 
 
+def of_harness(checkpointing: Any) -> None:
+    """Record what a run of the harness saves beside the model, from the time it has been restored."""
+
+    def restored(run: Any) -> None:
+        _recorders[0].beside = functools.partial(checkpointing.beside_the_model, run)
+
+    _after(checkpointing, "resume", restored)
+
+
 class Recorder:
     """The records of one process: a file, opened when there is something to say of training."""
 
@@ -80,6 +89,7 @@ class Recorder:
         self.only_places = plan.get("detail") == "places"
         self._passed = 0  # of the place of the kill, before it counts
         self.saves: Any = None
+        self.beside: Callable[[], dict[str, Any]] = dict  # what a run of the harness saves beside the model
         self.steps = self.evaluations = 0
         self.has_optimizer = False
         self._lock = threading.RLock()
@@ -383,6 +393,7 @@ class Recorder:
             groups=[_numbers(group) for group in optimizer.param_groups],
             gradients={name: digest.tensor(p.grad) for name, p in names.items() if p.grad is not None},
             scale=self._scales(),
+            beside=self._beside(),
             streams=resume_scan.streams(),
             samples={name: _samples(parameter) for name, parameter in names.items()} if looks else {},
             others=None if self.looked_at else resume_scan.others(self, optimizer),
@@ -391,6 +402,17 @@ class Recorder:
         self.looked_at.add(index)
         self._last = bool(self.plan.get("until")) and digest.resolve(weights) == self.plan["until"]
         self._calls, self._evaluated = [], digest.Parts()
+
+    def _beside(self) -> dict[str, Any]:
+        """Without times, with one digest of the evaluations, which become many, and with the hooks of the first rank
+        only, which a checkpoint holds."""
+        found = self.beside()
+        if self.rank():
+            found.pop("hooks", None)
+        if "state" in found:
+            state = {key: value for key, value in found["state"].items() if not key.endswith("_s")}
+            found["state"] = {**state, "history": digest.text(state["history"])}
+        return digest.content(found)
 
     def _attributes(self) -> dict[str, Any]:
         if self.steps not in (self.plan.get("attributes") or ()):

@@ -48,7 +48,14 @@ def _record(torch: ModuleType) -> None:
     resume_recorder.start(os.environ[PLAN], actions)
 
 
-actions: dict[str, Callable[[ModuleType], None]] = {"torch": _record}
+def _record_run(checkpointing: ModuleType) -> None:
+    sys.modules["resume_recorder"].of_harness(checkpointing)
+
+
+actions: dict[str, Callable[[ModuleType], None]] = {
+    "torch": _record,
+    "harness.training.checkpointing": _record_run,
+}
 
 
 def _run_hidden() -> None:
