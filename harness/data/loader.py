@@ -32,7 +32,7 @@ from harness.data.loader_workers import (
     sent,
     worker_death,
 )
-from harness.data.shards import RowOrder, Segment, bounds, num_steps, rows_of, shard, step_rows
+from harness.data.shards import RowOrder, Segment, bounds, num_rows_in_step, num_rows_used, num_steps, shard
 from harness.errors import TrainingError, remedy
 
 log = logging.getLogger("harness")
@@ -324,7 +324,7 @@ class TrainData:
         )
         batches = self.loader.fetch(requests)
         for step in steps:
-            scale = self.world_size / step_rows(num_left, self.world_size, self.per_rank, step)
+            scale = self.world_size / num_rows_in_step(num_left, self.world_size, self.per_rank, step)
             parts = self._micro_batches(shards, num_left, step)
             try:
                 group = list(itertools.islice(batches, len(parts)))
@@ -371,7 +371,7 @@ class TrainData:
         """Number of rows in each segment, over all ranks."""
         left = self.num_rows
         for segment in segments:
-            rows = rows_of(left, segment)
+            rows = num_rows_used(left, segment)
             left -= rows
             yield rows
 

@@ -10,6 +10,9 @@ another world size, only the remaining rows are assigned.
     strided     rank r owns rows r, r+W, r+2W, ..., shuffled within each epoch
     global      one permutation of all rows per epoch, from (seed, epoch) only; rank r takes elements r, r+W, ... of it,
                 so step k has the same rows at every world size with the same global batch
+
+Of eight rows on two ranks, before each shuffles its own: contiguous 0 1 2 3 and 4 5 6 7; strided 0 2 4 6 and 1 3 5 7;
+global p0 p2 p4 p6 and p1 p3 p5 p7 of the permutation p.
 """
 
 from __future__ import annotations
@@ -47,7 +50,10 @@ class Segment:
 
 
 class RowOrder:
-    """Row numbers in an order, computed in chunks. ``rows[start:stop]`` and ``numpy.asarray(rows)`` are int64."""
+    """Row numbers in an order, computed in chunks. ``rows[start:stop]`` and ``numpy.asarray(rows)`` are int64.
+
+    Orders are composed: ``at`` of one calls ``at`` of the order that it selects from.
+    """
 
     def __init__(self, length: int, at: Callable[[np.ndarray], np.ndarray]) -> None:
         """``at`` maps positions, int64 and in range(length), to row numbers."""
@@ -173,7 +179,7 @@ def hashed(value: np.ndarray, key: np.uint64) -> np.ndarray:
     return value ^ (value >> np.uint64(31))
 
 
-def rows_of(num_rows: int, segment: Segment) -> int:
+def num_rows_used(num_rows: int, segment: Segment) -> int:
     """Return the number of rows of ``num_rows`` that ``segment`` uses, over all ranks."""
     short, num_long = divmod(num_rows, segment.world_size)  # ``num_long`` ranks have one row more than ``short``
     most = segment.steps * segment.per_rank  # of a rank
@@ -186,7 +192,7 @@ def num_steps(num_rows: int, world_size: int, per_rank: int, tail: str = "use") 
     return -(-longest // per_rank) if tail == "use" else shortest // per_rank
 
 
-def step_rows(num_rows: int, world_size: int, per_rank: int, step: int) -> int:
+def num_rows_in_step(num_rows: int, world_size: int, per_rank: int, step: int) -> int:
     """Number of rows in step ``step`` over all ranks: a full global batch, except in the tail."""
     short, long = num_rows // world_size, -(-num_rows // world_size)
     num_long = num_rows % world_size

@@ -2,7 +2,7 @@
 
 Every rank must reach every one of them. All also work for a single rank without a process group. The stages:
 
-    stage       may be longer than timeout_s  may hold collectives  an error is raised on  the only rank has a limit
+    stage       may be longer than timeout_s  may hold collectives  an error is raised on  limits a single rank, too
     together    no                            no                    all ranks              no
     patiently   yes, up to work_timeout_s     no                    all ranks              yes
     announced   yes, up to work_timeout_s     yes                   this rank              yes
@@ -72,7 +72,7 @@ class Runtime:
     peers: Sequence[Identity] = ()  # the processes of all ranks, by rank, where there is a process group
     failed: bool = False  # set when this rank reports a failure, its own or a consequence of another's
     alone_in: tuple[str, float] | None = None
-    """On the only rank, what it does, and the seconds that this may take; the watchdog compares them."""
+    """With one rank, what it does, and the seconds that it may take: ``limited`` sets it, the watchdog enforces it."""
     _in_announced: bool = False
     _control: Any = None  # a gloo group for Python objects and flags, separate from that of the gradients
 
@@ -181,12 +181,12 @@ class Runtime:
                 raise
             mine = error
         if self.world_size > 1:
-            # One that several ranks raise already may come from another group of theirs, and keeps its origin.
+            # An error that an inner stage has raised on several ranks keeps the rank that it comes from.
             origin = getattr(mine, "origin_rank", None)
             own = None if mine is None else (_portable(mine, doing), self.rank if origin is None else origin)
             errors = self.gather(own)
             theirs = next((error for error in errors if error is not None), None)
-            if theirs is not None and (mine is None or theirs is not errors[self.rank]):
+            if theirs is not None and (mine is None or theirs is not errors[self.rank]):  # else its traceback is here
                 theirs[0].origin_rank = theirs[1]
                 raise theirs[0]
         if mine is not None:
@@ -194,7 +194,8 @@ class Runtime:
 
     def patiently(self, doing: str, work: Callable[[], Value], limit_s: float | None = None) -> Value:
         """Return ``work()``, which a thread does while the ranks exchange heartbeats: it may take long, but must not
-        contain a collective. If any rank raises, all ranks raise. Collective.
+        contain a collective. If any rank raises, all ranks raise; work that is not done then goes on in its thread, and
+        nobody waits for it. Collective.
 
         Raises TrainingError if a rank works longer than ``limit_s``, by default ``work_timeout_s``. Give infinity for
         work that has a limit of its own.
@@ -222,8 +223,10 @@ class Runtime:
             if overdue := [rank for rank, (_, _, late) in enumerate(ranks) if late]:
                 raise _overdue(overdue[0], ranks[overdue[0]][2], doing, limit_s)
             # The ranks have seen the same answers, so they leave together.
-            started = rounds or any(failed for _, failed, _ in ranks)
-            rounds, pause_s = (rounds + 1, 0.05 * 2**rounds) if started else (0, min(2 * pause_s, longest_s))
+            if rounds or any(failed for _, failed, _ in ranks):
+                rounds, pause_s = rounds + 1, 0.05 * 2**rounds
+            else:
+                pause_s = min(2 * pause_s, longest_s)
         with self.together(doing):
             if done:
                 return work.result()

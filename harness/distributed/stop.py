@@ -46,7 +46,8 @@ class Stop:
         self.text = self.text or text
 
     def hear(self, number: int) -> None:
-        """Some rank received the signal ``number``. Callable from any thread."""
+        """Some rank received the signal ``number``: this ends waits for data and sets the exit code, but requests
+        nothing. Callable from any thread."""
         if self.signal is None:
             self._heard_at, self.signal = time.monotonic(), number
 
@@ -72,6 +73,7 @@ class Stop:
             elif self._pause > 0:
                 self._pause -= 1
             else:
+                # The largest pause is rank 0's: that of the others is 0.
                 self._pending = self.runtime.max_async([bool(self.text), self._next_pause()])
         return self.verdict
 
@@ -81,6 +83,7 @@ class Stop:
         StoppedAlone."""
         if self.runtime.world_size == 1:
             return bool(self.text)
+        # Before the others give up waiting for this one.
         late_s = max(self.runtime.timeout_s - LEAVE_S, self.runtime.timeout_s / 2)
         if self.signal is None:
             return False

@@ -23,9 +23,9 @@ from harness.distributed.threads import thread
 
 log = logging.getLogger("harness")
 
-_KEY = "failed"
-_STOP = "stop"
-PERIOD_S = 1.0
+_KEY = "failed"  # in the store: the RankExit of the first failure
+_STOP = "stop"  # in the store: the signal that some rank has received
+PERIOD_S = 1.0  # between two looks
 GRACE_S = 12.0  # for the main thread to end by itself, with a checkpoint or a traceback
 JOIN_S = 1.0  # for the thread to return from a request to the store
 STOP_GRACE_S = 5.0  # likewise, once another rank has stopped without a checkpoint
@@ -144,7 +144,9 @@ class Watchdog:
                 self.stalls.answer()
 
     def _reason_to_end(self) -> RankExit | None:
-        """Return the record with which this rank ends, if it has to."""
+        """Return the record with which this rank ends, if it has to: the launcher is gone; the only rank is overdue; a
+        peer has failed, is silent, or keeps this rank waiting. The checks of peers set ``first_failure``, and return
+        why."""
         if self._parent is not None and os.getppid() != self._parent:
             return self._record(Cause.LAUNCHER_LOST, "LauncherLost", "the launcher is gone")
         if self._overdue():
@@ -152,7 +154,7 @@ class Watchdog:
         if message := self._peer_failure() or self._silent_peer() or self._stalled():
             first = self.first_failure
             if first is not None and first.rank == self._runtime.rank and first.cause is Cause.HUNG:
-                return first  # as the other ranks have found
+                return first  # it is this rank that the others found hung
             if first is not None and first.cause is Cause.STOPPED:
                 return replace(self._record(Cause.STOPPED, "", first.message), exit_code=first.exit_code)
             return self._record(Cause.PEER_LOST, "PeerLost", message)
@@ -166,8 +168,9 @@ class Watchdog:
     def _overdue(self) -> bool:
         """Return True if the only rank takes longer than allowed: that is then the first failure. Counts periods, in
         none of which this process was suspended."""
-        within, before = self._runtime.alone_in, self._alone_in
-        self._alone_in, self._alone_s = within, self._alone_s + PERIOD_S if within is before else 0.0
+        within = self._runtime.alone_in
+        self._alone_s = self._alone_s + PERIOD_S if within is self._alone_in else 0.0
+        self._alone_in = within
         if within is None or self._alone_s <= within[1]:
             return False
         self.doing = stack.main_thread_at()
@@ -230,7 +233,7 @@ class Watchdog:
         found = self.stalls.missing(stack.main_thread_at(), timed_out=False)
         if found is not None and (found.cause is Cause.HUNG or store_is_lost):
             return self._publish(found)
-        if found is not None:  # it may only be slow to answer; its heartbeat decides
+        if found is not None:  # the rank found may only be slow to answer; its heartbeat decides
             self.stalls.withdraw()
         return _STORE_LOST if store_is_lost else ""
 

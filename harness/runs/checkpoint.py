@@ -53,7 +53,7 @@ _ANOTHER = "choose another with checkpoint.resume=FOLDER, or start from scratch 
 
 
 class OtherVersion(str):
-    """The problem of a checkpoint that another version of the harness wrote."""
+    """A problem, as ``damage`` returns it: another version of the harness wrote the checkpoint."""
 
 
 class Checkpoints:
@@ -63,7 +63,7 @@ class Checkpoints:
         """``form``: the name of the format in which to write. Raises ConfigError if there is none."""
         self.folder, self.keep, self.form = folder, keep, form
         self.format = formats.find(form)
-        self.run: Path | None = None  # the run folder, once a start has claimed it
+        self.run_folder: Path | None = None  # the run folder, once a start has claimed it
         self._pinned: set[Path] = set()
         self._lock = threading.Lock()  # an upload pins checkpoints from its own thread
 
@@ -73,7 +73,7 @@ class Checkpoints:
         intact."""
         ranks = ranks or Runtime()
         first, folder = ranks.rank == 0, temporary_for(self.folder / layout.step_name(step))
-        try:
+        try:  # in stages: the format's write() may be a collective, which ``together`` must not contain
             with ranks.together("saving"), self._writing(step):
                 if first:
                     self._require_run()
@@ -147,8 +147,8 @@ class Checkpoints:
 
     def _require_run(self) -> None:
         """Raise CheckpointError if the run folder was removed or renamed. Writing would make one without a recipe."""
-        if self.run is not None and not (self.run / layout.CONFIG).is_file():
-            raise _folder_gone(self.run)
+        if self.run_folder is not None and not (self.run_folder / layout.CONFIG).is_file():
+            raise _folder_gone(self.run_folder)
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint; None if there has been none. A damaged one is logged and skipped.

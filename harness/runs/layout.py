@@ -29,7 +29,7 @@ CHECKPOINTS = "checkpoints"
 LATEST = "latest"  # a text file that names the newest checkpoint
 BEST = "best"  # likewise the best
 STATE = "state.pt"
-MANIFEST = "manifest.json"  # size and SHA-256 of state.pt
+MANIFEST = "manifest.json"  # the format, and size and SHA-256 of each file
 
 LOGS = "logs"
 RANK_EXITS = "rank-*.exit.json"  # glob pattern inside LOGS

@@ -128,7 +128,7 @@ class RunFolder:
             self._config = text
             if not (self.path / layout.CONFIG).exists():
                 self.write_config()
-            self.checkpoints.run = self.path
+            self.checkpoints.run_folder = self.path
             self.forget_end()
         except OSError as error:
             raise cannot_write(self.path, error) from None

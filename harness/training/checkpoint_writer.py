@@ -38,21 +38,20 @@ class CheckpointWriter:
     _copy: Any = field(init=False, default=None)  # of the last content, whose memory the next one uses
 
     def __post_init__(self) -> None:
-        if self.shards:
+        if self.writes_shards:
             self._side = replace(self.runtime, _control=self.runtime.new_group())
 
     @property
-    def shards(self) -> bool:
+    def writes_shards(self) -> bool:
         """True if every rank writes its own part of sharded tensors."""
         return self.checkpoints.format.sharded and self.runtime.world_size > 1
 
     def write(self, step: int, content: dict[str, Any] | None) -> None:
-        """Write the checkpoint of ``step``, after the one before. ``content``: on rank 0; with ``shards`` on every
-        rank. Collective. Raises CheckpointError, also that of the checkpoint before."""
+        """Write the checkpoint of ``step``, after the one before. ``content``: on rank 0; if it ``writes_shards``, on
+        every rank. Collective. Raises CheckpointError, also that of the checkpoint before."""
         self.wait()
-        if (
-            self.behind or self.runtime.device.type == "cuda"
-        ):  # a thread would read tensors that the device still writes
+        # A thread would read tensors that the device still writes.
+        if self.behind or self.runtime.device.type == "cuda":
             with self.runtime.together("copying the checkpoint"):
                 content = copied(content, self._copy, pinned=self.behind)
                 _synchronize(content)
@@ -74,7 +73,7 @@ class CheckpointWriter:
         if self._step is not None and self._work is not None:
             with suppress(Exception):
                 self._work.result(_CLOSE_S)
-                if self.shards or self.runtime.rank == 0:  # other ranks do nothing for a whole one
+                if self.writes_shards or self.runtime.rank == 0:  # other ranks do nothing for a whole one
                     self.complete = self._step
 
     def _write(self, step: int, content: dict[str, Any] | None) -> None:

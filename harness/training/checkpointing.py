@@ -1,4 +1,5 @@
-"""Save a run to a checkpoint, and restore it. ``restore`` and what it calls must contain no collective.
+"""Save a run to a checkpoint, and restore it. ``restore`` and what it calls must contain no collective,
+since ``resume`` calls it in ``patiently``.
 
 The files of a checkpoint are ``harness.runs.checkpoint``'s.
 """
@@ -51,7 +52,7 @@ def _save(run: Run) -> None:
     ranks = [of_rank for of_process in runtime.gather_to_first(_of_this_process(run)) for of_rank in of_process]
     seen = run.coverage.reduced(runtime)
     run.writer.wait()  # before the model is gathered, which may need the memory
-    shards = run.writer.shards
+    shards = run.writer.writes_shards
     weights, optimizer, ema = (
         None if part is None else part.state_dict() if shards else _whole(run, part)
         for part in (run.module, run.optimizer, run.ema)
@@ -122,8 +123,10 @@ def resume(run: Run) -> None:
             if is_own and run.runtime.rank == 0 and run.checkpoints.named(layout.LATEST) == path.name:
                 run.checkpoints.sweep()  # a kill may have come after the checkpoint, before the removal of older ones
         # Later lines of metrics.jsonl will be written again.
-        before = (run.log_offset, run.log_digest, run.state.history) if is_own else (0,)
-        run.tracker.rewind(*before)
+        if is_own:
+            run.tracker.rewind(run.log_offset, run.log_digest, run.state.history)
+        else:
+            run.tracker.rewind(0)
 
     run.runtime.patiently("restoring", work)
     if path is not None and is_own:
@@ -138,7 +141,7 @@ def resume(run: Run) -> None:
 def checkpoint_to_resume(run: Run) -> tuple[Path | None, bool]:
     """Return (the checkpoint to restore, whether it is this run's own). Collective."""
     runtime, section = run.runtime, run.config.checkpoint
-    looks = runtime.rank == 0 and section.resume != "never"  # which verifies it
+    looks = runtime.rank == 0 and section.resume != "never"  # newest() reads and verifies all files
     newest = runtime.patiently("looking for a checkpoint", lambda: run.checkpoints.newest() if looks else None)
     newest = runtime.from_first(newest)
     if newest is not None:  # only its name is the same everywhere: ranks without a shared disk have their own copy
@@ -156,6 +159,9 @@ def restore(run: Run, path: Path, is_own: bool = True) -> None:
     At the same world size, it continues bit for bit like an uninterrupted run. At another world size, the position in
     the data, the weights and the optimizer are exact, and no row of the epoch is lost or repeated; random streams
     (dropout) start from new seeds, and batch norm statistics are the mean over the former ranks.
+
+    A new moving average starts from the masters, so it follows the optimizer. Random streams come last: what is
+    restored before may draw from them.
     """
     own = sharding.own_shards(run.module, run.optimizer, run.ema.average if run.ema else ())
     mapped = run.parallel.sharded  # each rank then reads only its shard
@@ -274,9 +280,9 @@ def _restore_ranks(run: Run, content: dict[str, Any]) -> None:
     if saved[0]["buffers"]:
         several = {name: torch.stack([of_rank["buffers"][name] for of_rank in saved]) for name in saved[0]["buffers"]}
         ranks.set_buffers({name: b.double().mean(0) for name, b in several.items() if b.is_floating_point()})
+    # Sums do not depend on which rank holds them: rank 0 gets those of all. ``steps`` is the same on each, not a sum.
     meters = [of_rank["meter"] for of_rank in saved]
     nothing = {key: type(value)() for key, value in meters[0].items()} | {"steps": meters[0]["steps"]}
     whole = {key: sum((meter[key] for meter in meters), start=nothing[key]) for key in meters[0]}
     whole["steps"] = meters[0]["steps"]
-    # Sums do not depend on which rank holds them.
     run.meter.load_state([whole if rank == 0 else nothing for rank in ranks.own])

@@ -31,8 +31,8 @@ log = logging.getLogger("harness")
 def train(run: Run) -> bool:
     """Train from ``run.state`` to the end; return False if stopped earlier, with a checkpoint to resume from.
 
-    Collective, like everything it calls: all decisions come from reduced values. A checkpoint is written before its
-    evaluation, so that a crash in the evaluation loses nothing: it is due again after the resume.
+    Collective, like everything it calls: all decisions come from reduced values. A step is saved before
+    it is evaluated: after a crash in the evaluation, the resume starts with that evaluation.
     """
     run.hooks.call(BEFORE_TRAINING, run)
     while not run.stop.decide_now():
@@ -59,28 +59,28 @@ def epoch(run: Run) -> None:
     epochs = config.train.epochs or -(-run.size.total_steps // data.steps_per_epoch())
     run.progress.start(state.epoch, epochs, data.steps_per_epoch() - left, data.steps_per_epoch())
     run.lr = run.schedule.lr(state.applied, state.plateau.reductions)
-    last = min(state.step + run.steps_to_evaluation(), config.train.max_steps or sys.maxsize)
+    end = min(state.step + run.steps_to_evaluation(), config.train.max_steps or sys.maxsize)
     for number, group in enumerate(data.groups(state.epoch, state.segments), state.step + 1):
         left -= 1
         logs = number % run.size.log_every == 0
-        data.advance(state.segments)
+        data.advance(state.segments)  # groups() has copied the list by now
         with run.compiling("the last step" if left == 0 else "the first step"):  # which may be smaller
-            step(run, group, measured=logs or number == last or left == 0)
+            step(run, group, measured=logs or number == end or left == 0)
         run.progress.step()
         if run.first_look is not None:
             run.first_look.poll()
         if logs:
             run.end_window()
         if left and run.size.save_every and number % run.size.save_every == 0:
-            count_last_step(run)
+            count_uncounted(run)
             save(run)
-        if run.stop.poll() or number == last or state.ended:
+        if run.stop.poll() or number == end or state.ended:
             break
-    count_last_step(run)
+    count_uncounted(run)
     run.progress.stop()
     if run.meter.steps and (left == 0 or run.evaluation_due()):
         run.end_window()
-        count_last_step(run)
+        count_uncounted(run)  # which, on a GPU, writes the line
     if left == 0 or run.finished():
         run.health.updates(state, run.writer.complete)
     if left == 0:
@@ -94,8 +94,11 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     ``measured``: a log line with the gradient norm follows. Gradients are averaged over ranks once, in the last
     backward pass. Whether they overflowed follows from gradients that are equal on all ranks, without communication;
     under fsdp, whose ranks hold parts of them, torch reduces it as amp unscales them. Where the device can skip the
-    step by itself, the host learns of it after the next backward pass has been queued (``count_last_step``), before
+    step by itself, the host learns of it after the next backward pass has been queued (``count_uncounted``), before
     anything depends on it: the learning rate, the moving average, the counts.
+
+    After an overflow amp skips the step: ``scale_loss`` marks the optimizer. With train.on_nan: skip, this function
+    skips one whose loss or gradients are not finite.
     """
     train, precision, timer = run.config.train, run.precision, run.meter.timer
     losses = []
@@ -104,9 +107,9 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
         ends_step = index == len(group) - 1
         run.ranks.activate(micro.rank)
         with run.parallel.sync_gradients(ends_step, counts=micro.num_rows > 0):
-            inputs, own = mixed(train, run.config.seed, run.step, prepare(run, micro.batch.inputs))
+            inputs, share = mixed(train, run.config.seed, run.step, prepare(run, micro.batch.inputs))
             outputs = run.parallel.model(inputs)
-            loss = mixed_loss(run.task.loss, outputs, micro.batch.targets, own)
+            loss = mixed_loss(run.task.loss, outputs, micro.batch.targets, share)
             weighted = loss if micro.weight == 1.0 else loss * micro.weight
             timer.end("forward")
             with precision.scale_loss(weighted, run.optimizer, delay_unscale=not ends_step) as scaled:
@@ -116,15 +119,15 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
                 timer.end("reduce" if exchange else "backward")
         losses.append((loss, micro))
     run.ranks.activate(run.ranks.own.start)
-    count_last_step(run)
+    count_uncounted(run)
     run.set_lr()
-    host_decides = train.on_nan == "skip"
-    skip = precision.will_skip(run.optimizer) if host_decides else precision.skip_flag(run.optimizer)
+    host_waits = train.on_nan == "skip"  # will_skip may wait for the device, skip_flag never does
+    skip = precision.will_skip(run.optimizer) if host_waits else precision.skip_flag(run.optimizer)
     if run.gradient_hook and skip is not True:  # where only the device knows of an overflow, they may be infinite
         run.gradient_hook(precision.master_params(run.optimizer), run.state.step)
-    if train.clip_norm is not None or host_decides:
+    if train.clip_norm is not None or host_waits:
         norm = run.meter.norm = clip_grad_norm_(precision.master_params(run.optimizer), train.clip_norm or math.inf)
-        if host_decides and not skip and not finite_everywhere(run, norm, losses):
+        if host_waits and not skip and not finite_everywhere(run, norm, losses):
             skip = True
             clear_gradients(run.optimizer)
     elif measured:
@@ -134,7 +137,7 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     end_step(run, losses, skip)
     timer.end("optimizer")
     if run.hooks.after_step:
-        count_last_step(run)
+        count_uncounted(run)
         run.hooks.call(AFTER_STEP, run)  # which may look at the gradients
         timer.start()  # their time is not part of the step
     clear_gradients(run.optimizer)
@@ -149,8 +152,8 @@ def finite_everywhere(run: Run, norm: Tensor, losses: Losses) -> bool:
 
 
 def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
-    """Add the losses, on the device, and count the step, at once if the host knows whether it was skipped. ``skip`` is
-    a tensor, not 0 for a skipped step, where only the device knows."""
+    """Add the losses, on the device, and count the step, at once if the host knows whether it was skipped. ``skip``:
+    whether it was; where only the device knows, a tensor that is nonzero if so."""
     used = Used([], [0] * len(run.ranks.own), [[] for _ in run.ranks.own])
     for loss, micro in losses:
         if micro.num_rows:  # otherwise it only kept this rank in step
@@ -158,14 +161,15 @@ def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
             used.rows.append(micro.rows)
             used.num_rows[place] += micro.num_rows
             used.bad[place] += micro.batch.bad[: micro.num_rows]  # without padding rows
+            # stop: a loss that is NaN fails the run, even if its step was skipped; skip: it must not
             if run.config.train.on_nan == "stop" or skip is not True:
                 run.meter.add_loss(loss, micro.num_rows, skip, place)
     run.uncounted = used, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip
     if not isinstance(skip, Tensor):
-        count_last_step(run)
+        count_uncounted(run)
 
 
-def count_last_step(run: Run) -> None:
+def count_uncounted(run: Run) -> None:
     """Count the last step, and write its log line, if that is not done. Collective. The host waits until the device has
     ended that step, not for the work that it was given since."""
     if run.uncounted is not None:
@@ -194,21 +198,21 @@ def evaluation(run: Run) -> Report | None:
     run.progress.stop()
     run.end_look()
     start = time.perf_counter()
-    found = evaluate(run)
-    if found is None:
+    report = evaluate(run)
+    if report is None:
         return None  # stopped; the evaluation is still due, and comes first after a resume
     state.evaluated = state.step
-    plain = {key: value for key, value in found.items() if is_number(value)}
-    named = {key: value for key, value in found.items() if key == "unreadable"}
-    metrics = {key: plain[key] for key in run.config.task.metrics}
+    numbers = {key: value for key, value in report.items() if is_number(value)}
+    unreadable = {key: value for key, value in report.items() if key == "unreadable"}
+    metrics = {key: numbers[key] for key in run.config.task.metrics}
     waited_s, spent_s = run.eval_data.loader.take_times()
     run.meter.costs.add({"cpu": spent_s.get("cpu", 0.0)})
     cost = {"evaluation": time.perf_counter() - start, "data": waited_s}
-    line = {"step": state.step, "epoch": state.epoch, **plain, **named, "cost": cost, "wall_s": run.wall_s()}
+    line = {"step": state.step, "epoch": state.epoch, **numbers, **unreadable, "cost": cost, "wall_s": run.wall_s()}
     run.tracker.log("eval", line)
     run.health.validation(metrics, state)
     state.history.append({"step": state.step, "epoch": state.epoch, **metrics})
-    value = plain[name]
+    value = numbers[name]
     increases = run.config.task.metrics[name] == "max"
     better = math.isfinite(value) and (state.best is None or (value > state.best if increases else value < state.best))
     if better:
@@ -217,12 +221,12 @@ def evaluation(run: Run) -> Report | None:
     else:
         state.since_best += 1
     lowered = run.schedule.after_evaluation(state.plateau, value, increases, state.applied)
-    run.write_summary(found)
+    run.write_summary(report)
     when = f"step {state.step}" if state.in_epoch else f"epoch {state.epoch}"
     shown = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
-    rows = f"{found['rows_used']} of {found['rows']} rows"
+    rows = f"{report['rows_used']} of {report['rows']} rows"
     log.info("%s: validation: %s  (%s)%s", when, shown, rows, "  best so far" if better else "")
     if lowered:
         log.info("learning rate lowered to %.3g", run.schedule.lr(state.applied, state.plateau.reductions))
-    run.hooks.call(AFTER_EVALUATION, run, found)
-    return found
+    run.hooks.call(AFTER_EVALUATION, run, report)
+    return report

@@ -52,7 +52,7 @@ class Run:
     eval_data: EvalData
     parallel: ParallelStrategy
     optimizer: torch.optim.Optimizer
-    size: Sizes
+    size: Sizes  # and the schedule, which depends on them
     ema: Ema | None
     gradient_hook: OnGradients | None
     health: Health
@@ -65,9 +65,9 @@ class Run:
     hooks: Hooks
     coverage: Coverage  # the rows of this epoch's steps so far
     first_look: FirstLook | None = None  # until the first evaluation
-    saved_step: int = -1
-    log_digest: str = ""  # the SHA-256 of the bytes below
+    saved_step: int = -1  # of the newest checkpoint, complete or on its way
     log_offset: int = 0  # bytes of metrics.jsonl that were written before the restored checkpoint
+    log_digest: str = ""  # the SHA-256 of these bytes
     started: float = 0.0  # time.perf_counter() at which state.wall_s was zero
     start_weights: dict[str, object] = field(default_factory=dict)  # what this start loaded: source, hash
     uncounted: tuple[Used, bool | Reading] | None = None  # the last step, until it is counted, and if it was skipped
@@ -121,12 +121,15 @@ class Run:
         )
 
     def evaluation_due(self) -> bool:
+        """Return True if the present step is to be evaluated and is not yet: training is over, or one step ago the next
+        evaluation was one step away."""
         return self.state.step > self.state.evaluated and (self.finished() or self.steps_to_evaluation(before=1) == 1)
 
     def steps_to_evaluation(self, before: int = 0) -> int:
         """Return the steps to the next evaluation, counted from ``before`` steps ago."""
         state, data = self.state, self.train_data
         done = sum(segment.steps for segment in state.segments)
+        # An epoch resumed on another number of ranks has another number of steps.
         per_epoch = done + data.steps_left(state.segments) if done else data.steps_per_epoch()
         every = self.config.train.evaluate_every
         return every.steps_left(state.step - before, state.epoch, done - before, per_epoch)
@@ -157,7 +160,7 @@ class Run:
         self._notice_threads()
         meter.tick()
         start, steps = time.perf_counter(), meter.steps
-        time_s = meter.time_s
+        time_s = meter.time_s  # before ``reduce``, which resets the meter
         seen = meter.reduce(self.ranks)
         state.rows, state.rows_skipped = state.rows + seen.rows, state.rows_skipped + seen.rows_skipped
         state.bad_rows, state.train_s = state.bad_rows + seen.bad, state.train_s + time_s
@@ -197,12 +200,12 @@ class Run:
         """Write how many distinct rows the epoch used over all ranks, and how many updated the weights; start the next.
         Collective."""
         state, rows = self.state, self.coverage.num_rows
-        used, repeated, left_out, missing = self.coverage.covered(
+        used, repeated, skipped, missing = self.coverage.covered(
             self.runtime, getattr(self.task.train, "row_name", str)
         )
         self.tracker.log(
             "epoch",
-            {"step": state.step, "epoch": state.epoch, "rows_used": used, "rows_updated": used - left_out, "rows": rows,
+            {"step": state.step, "epoch": state.epoch, "rows_used": used, "rows_updated": used - skipped, "rows": rows,
              "rows_repeated": repeated,
              "steps_skipped": state.epoch_skipped, "bad_rows": state.bad_rows},
         )  # fmt: skip
@@ -210,7 +213,7 @@ class Run:
         if state.epoch_skipped:
             steps = plural(state.epoch_skipped, "step")
             why = "because of overflow" + (" or NaN" if self.config.train.on_nan != "stop" else "")
-            text += f"; {used - left_out} of them updated the weights, and {left_out} belonged to {steps} skipped {why}"
+            text += f"; {used - skipped} of them updated the weights, and {skipped} belonged to {steps} skipped {why}"
         text += f"; {plural(repeated, 'more use')} of rows that were used before" if repeated else ""
         if missing and self.config.data.tail == "use":
             text += f"; rows not used: {', '.join(missing)}{', ...' if rows - used > len(missing) else ''}"

@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.data import shards
-from harness.data.shards import RULES, Segment, bounds, hashed, num_steps, permutation, rows_of, shard, step_rows
+from harness.data.shards import (
+    RULES,
+    Segment,
+    bounds,
+    hashed,
+    num_rows_in_step,
+    num_rows_used,
+    num_steps,
+    permutation,
+    shard,
+)
 from tests.conftest import ROOT
 
 rules = st.sampled_from(RULES)
@@ -33,10 +43,10 @@ def test_step_counts_cover_all_rows(rule, num_rows, world, per_rank):
     assert steps * per_rank >= max(lengths) > (steps - 1) * per_rank
     for step in range(steps + 1):
         rows = sum(min(max(length - step * per_rank, 0), per_rank) for length in lengths)
-        assert step_rows(num_rows, world, per_rank, step) == rows
+        assert num_rows_in_step(num_rows, world, per_rank, step) == rows
     dropped = num_steps(num_rows, world, per_rank, tail="drop")
     assert dropped * per_rank <= min(lengths)
-    assert all(step_rows(num_rows, world, per_rank, step) == world * per_rank for step in range(dropped))
+    assert all(num_rows_in_step(num_rows, world, per_rank, step) == world * per_rank for step in range(dropped))
 
 
 @given(st.integers(1, 10**12), st.integers(1, 5000), st.data())
@@ -105,7 +115,7 @@ def test_no_row_is_lost_or_repeated_when_the_world_size_changes(rule, num_rows, 
         for rank in range(size):
             used.append(shard(rule, num_rows, rank, size, 1, 2, segments)[: steps * per_rank])
         segments.append(Segment(size, per_rank, steps))
-        left -= rows_of(left, segments[-1])
+        left -= num_rows_used(left, segments[-1])
         assert sum(map(len, used)) == num_rows - left
     rest = [shard(rule, num_rows, rank, world, 1, 2, segments)[:] for rank in range(world)]
     assert sorted(np.concatenate([*used, *rest]).tolist()) == list(range(num_rows))

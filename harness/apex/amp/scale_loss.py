@@ -1,4 +1,4 @@
-"""``amp.scale_loss``: the context around a backward pass (contract 1.3)."""
+"""``amp.scale_loss``: the context around a backward pass (contract 1.3 of tests/apex/contract.py)."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def scaled(
 
 
 def _update_or_defer(optimizers: list[Optimizer], scaler: LossScaler) -> None:
-    """Update the scale and mark the step as skipped, or leave both to the context that reduces these gradients."""
+    """Update the scale and mark the step as skipped. While gradients are not averaged yet, leave both to the context
+    that averages them, or to ``step()``: so all ranks decide alike."""
     if any_unreduced(parameter for optimizer in optimizers for parameter in _model_params(optimizer)):
         scaler.defer()
         for optimizer in optimizers:
@@ -108,7 +109,7 @@ def _update_or_defer(optimizers: list[Optimizer], scaler: LossScaler) -> None:
         scaler.clear_overflow_state()
     for stash in stashes:
         stash.deferred_to = None
-        stash.already_patched |= skip
+        stash.already_patched |= skip  # the next step() then does nothing (optimizer_patches); the name is Apex's
 
 
 def _can_stay_on_device(optimizers: list[Optimizer], scaler: LossScaler) -> bool:
@@ -124,6 +125,7 @@ def _can_stay_on_device(optimizers: list[Optimizer], scaler: LossScaler) -> bool
 
 
 def _leave_on_device(stashes: list[AmpStash], scaler: LossScaler) -> None:
+    """Let the optimizers skip the step on the device; the host hears of it later."""
     flag = scaler.update_on_device()
     for stash in stashes:
         stash.flag = flag

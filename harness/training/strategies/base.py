@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class ParallelStrategy:
     """Every rank makes one object, which serves the training loop, evaluation and checkpoints.
     ``harness.training.build`` calls ``check_world``, then ``prepare`` and, after the optimizer is built and amp has
-    initialized both, ``wrap``.
+    initialized both, ``wrap``. Then, for each micro-batch, the loop enters ``sync_gradients`` and calls ``backward``,
+    in which what ``wrap`` has built averages the gradients.
 
     The methods here are those of one process that works alone.
     """
@@ -80,7 +81,7 @@ class ParallelStrategy:
 
     @property
     def sharded(self) -> bool:
-        """True if this rank holds a part of the weights."""
+        """True if each of several processes holds a part of the weights."""
         return self.shards and self.world_size > 1
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -105,7 +106,8 @@ class ParallelStrategy:
         compiled.compile_whole(self.module, mode=mode)
 
     def backward(self, loss: Tensor, ends: bool) -> None:
-        """Run the backward pass. ``ends``: of the last micro-batch of a rank in this step."""
+        """Run the backward pass. ``ends``: whether this micro-batch is the last of its rank in this step;
+        a process may compute several logical ranks."""
         loss.backward()
 
     def switch_sync(self, on: bool) -> None:
@@ -123,7 +125,7 @@ class ParallelStrategy:
         ranks would wait for this one.
         """
         if (last or not self.exchanges) and (counts or not self.sync_norms) and self.num_passes() is None:
-            return nullcontext()
+            return nullcontext()  # nothing to switch, and nothing to check
         return self._switched(last, counts)
 
     @contextmanager
