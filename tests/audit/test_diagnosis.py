@@ -544,6 +544,13 @@ def test_a_file_that_is_overwritten_in_place(tmp_path: Path):
     assert "overwritten in place" in finding.evidence[0]
 
 
+def test_state_of_the_harness_is_not_blamed_on_a_torn_checkpoint(tmp_path: Path):
+    starts = Starts(Training(save_name="out/step-N.pt"), kill=19)
+    tear(starts, "out/step-18.pt")
+    starts.output["resumed"] = "step-18.pt is not complete\n"
+    assert only(beside(7, starts), tmp_path).code == "saved-state"
+
+
 def test_a_torn_temporary_file_does_no_harm(tmp_path: Path):
     starts = Starts(Training(), kill=19)
     tear(starts, "out/last.pt.tmp")
