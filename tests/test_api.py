@@ -20,7 +20,7 @@ import torch
 
 import harness
 from harness import load_config, load_model, open_run, predict, train
-from harness.errors import ConfigError, DataError, HarnessError
+from harness.errors import CheckpointError, ConfigError, DataError, HarnessError
 from harness.runs import reader
 from harness.training import parts
 from tests.conftest import ROOT
@@ -322,6 +322,13 @@ def test_parts_without_a_task(tmp_path, world):
     read = [[of_rank[2][first : first + 50] for of_rank in whole] for first in (0, 50, 100)]
     assert all(sorted(sum(of_ranks, [])) == [*range(rows)] for of_ranks in read)
     assert read[0] != read[1]
+
+
+def test_part_that_was_not_saved_is_named(tmp_path):
+    checkpoints = parts.Checkpoints(tmp_path, keep=1)
+    parts.save(checkpoints, 3, {"model": torch.nn.Linear(1, 1)})
+    with pytest.raises(CheckpointError, match="has no part ema; it has model"):
+        parts.load(checkpoints, {"model": torch.nn.Linear(1, 1), "ema": torch.nn.Linear(1, 1)})
 
 
 @pytest.fixture

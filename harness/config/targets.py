@@ -39,6 +39,7 @@ METRICS: dict[str, tuple[tuple[Kind, ...], Better]] = {
     "r2": (("regression",), "max"),
     "loss": ((*_CLASSES, "regression"), "min"),
 }
+TOP = re.compile("top[1-9][0-9]{0,5}")
 _ANY: tuple[tuple[Kind, ...], Better] = ((*_CLASSES, "regression"), "max")
 DEFAULT_LOSS: dict[Kind, str] = {"single_label": "cross_entropy", "multi_label": "bce", "regression": "mse"}
 DEFAULT_METRICS: dict[Kind, tuple[str, ...]] = {  # the first picks the best checkpoint
@@ -203,7 +204,7 @@ class TableTask(LabelledTask):
 def metric(name: str) -> tuple[tuple[Kind, ...], Better]:
     """Return (kinds of labels, better direction) of a metric. A name that is not built in has every kind and
     ``max``."""
-    return METRICS.get("top1" if re.fullmatch("top[1-9][0-9]{0,5}", name) else name, _ANY)
+    return METRICS.get("top1" if TOP.fullmatch(name) else name, _ANY)
 
 
 def problems(task: LabelledTask) -> Iterator[tuple[str, str, str]]:
@@ -238,7 +239,7 @@ def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str,
             if each.better is None:
                 hint = f"write {{name: {each.name}, better: max}} (or min)"
                 yield "task.metrics", f"it is not known whether a higher {each.shown} is better", hint
-            if each.shown in METRICS:
+            if metric(each.shown) is not _ANY:
                 yield (
                     "task.metrics",
                     f"the key {each.shown} of {each.name} is the name of a built-in metric",

@@ -44,14 +44,18 @@ def read(file: str, member: str, cache: Path, name: str) -> torch.Tensor:
     descriptor = os.open(file, os.O_RDONLY)
     try:
         index = _index(file, _version(os.fstat(descriptor)), cache, name)
-        key = _hash(member.removeprefix("./"))
+        key = np.uint64(_hash(member.removeprefix("./")))  # NumPy would convert the index to float64 for an int
         at = int(np.searchsorted(index["hash"], key))
         if at == len(index) or index["hash"][at] != key:
             raise FileNotFoundError(errno.ENOENT, f"the archive {name} has no member {member}")
         size, offset = int(index["size"][at]), int(index["offset"][at])
         content = bytearray(size)
-        if os.preadv(descriptor, [content], offset) != size:
-            raise OSError(errno.EIO, f"the archive {name} has become shorter")
+        part = memoryview(content)
+        while part:  # Linux reads at most 2 GiB at once
+            done = os.preadv(descriptor, [part], offset + size - len(part))
+            if not done:
+                raise OSError(errno.EIO, f"the archive {name} has become shorter")
+            part = part[done:]
     finally:
         os.close(descriptor)
     return torch.frombuffer(content, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)

@@ -25,20 +25,25 @@ class Facts:
 
 def disagreement(facts: Mapping[int, Sequence[Facts]], hosts: Mapping[int, str]) -> LaunchError | None:
     """Return the error that lists what differs between the ranks, with their hosts; None if they agree."""
-    names = dict.fromkeys((fact.remedy, name) for rank in facts for fact in facts[rank] for name in fact.values)
-    known = {rank: {fact.remedy: fact for fact in facts[rank]} for rank in sorted(facts)}
+    names = {(name, fact.remedy): fact.partial for rank in facts for fact in facts[rank] for name in fact.values}
+    values = {
+        rank: {(name, fact.remedy): value for fact in facts[rank] for name, value in fact.values.items()}
+        for rank in sorted(facts)
+    }
     lines, remedies = [], []
-    for remedy, name in names:
+    for (name, remedy), partial in names.items():
         ranks: dict[str, list[int]] = {}
-        for rank, own in known.items():
-            fact = own.get(remedy, Facts(remedy, {}))
-            if name in fact.values:
-                ranks.setdefault(json.dumps(fact.values[name], sort_keys=True, default=str), []).append(rank)
-            elif not fact.partial:
+        for rank, own in values.items():
+            if (name, remedy) in own:
+                text = json.dumps(own[name, remedy], sort_keys=True, default=str)
+                ranks.setdefault(text, []).append(rank)
+            elif not partial:
                 ranks.setdefault(_ABSENT, []).append(rank)
         if len(ranks) > 1:
             remedies.append(remedy)
-            groups = [f"{_short(value)} on {named(group)} ({_hosts(group, hosts)})" for value, group in ranks.items()]
+            groups = [
+                f"{_short(value)} on {rank_names(group)} ({_hosts(group, hosts)})" for value, group in ranks.items()
+            ]
             lines.append(f"  {name}: {'; '.join(groups[:_SHOWN])}" + ("; ..." if len(groups) > _SHOWN else ""))
     if not lines:
         return None
@@ -48,16 +53,17 @@ def disagreement(facts: Mapping[int, Sequence[Facts]], hosts: Mapping[int, str])
     return LaunchError(text, hint="; ".join(dict.fromkeys(remedies)))
 
 
-def named(ranks: Iterable[int]) -> str:
-    """ "rank 3" or "ranks 0-2, 5" """
-    runs: list[list[int]] = []
+def rank_names(ranks: Iterable[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []  # first and last of each
     for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
         else:
-            runs.append([rank])
-    text = ", ".join("-".join(map(str, run)) for run in runs[:_SHOWN]) + (", ..." if len(runs) > _SHOWN else "")
-    return f"rank{'' if len(runs) == 1 and len(runs[0]) == 1 else 's'} {text}"
+            runs.append([rank, rank])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    text = ", ".join(shown[:_SHOWN]) + (", ..." if len(runs) > _SHOWN else "")
+    return f"rank{'' if shown == [str(runs[0][0])] else 's'} {text}"
 
 
 def _hosts(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:

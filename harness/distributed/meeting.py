@@ -161,7 +161,7 @@ class _Meeting:
 
     def _missing(self, arrivals: dict[int, _Arrival]) -> PeersMissing:
         size, place = self.launch.world_size, store.address(self.launch)
-        who = agreement.named(set(range(size)) - arrivals.keys())
+        who = agreement.rank_names(set(range(size)) - arrivals.keys())
         return PeersMissing(f"{who} of {size} did not connect at {place} within {self.timeout_s:g} s", hint=HINT)
 
 

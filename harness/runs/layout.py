@@ -15,6 +15,7 @@ CONFIG = "config.yaml"  # the resolved configuration
 PROVENANCE = "provenance.json"  # one entry per start: command, commit, package versions
 METRICS = "metrics.jsonl"  # the log: one JSON object per line
 SUMMARY = "summary.json"
+EPOCHS = "epochs.jsonl"  # the evaluations of a workflow of Flyte
 TASK = "task.json"  # what the task learned from the training data
 FAILURE = "failure.json"
 CONFUSION = "confusion.csv"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.distributed import signals
-from harness.distributed.agreement import named
+from harness.distributed.agreement import rank_names
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.errors import (
@@ -182,7 +182,7 @@ def _failure_text(failure: Mapping[str, Any], folder: str, is_shown: bool) -> st
             others.setdefault(text, []).append(int(rank))
     lines = [
         f"failed: rank {failure['rank']}{host} at step {failure['step']}: {what}",
-        *(f"  {named(ranks)}: {text}" for text, ranks in others.items()),
+        *(f"  {rank_names(ranks)}: {text}" for text, ranks in others.items()),
         f"logs: {folder}/{layout.LOGS}; report: {folder}/{layout.FAILURE}",
     ]
     return "\n".join(lines)

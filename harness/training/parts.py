@@ -43,6 +43,7 @@ from torch import nn
 from harness.apex import amp
 from harness.data.shards import bounds, num_steps, shard
 from harness.distributed.runtime import Runtime, open_runtime
+from harness.errors import CheckpointError
 from harness.runs.checkpoint import Checkpoints, read
 from harness.training import rng
 from harness.training.evaluation.metrics import Sums
@@ -76,9 +77,9 @@ def save(checkpoints: Checkpoints, step: int, parts: Mapping[str, Stateful], ran
     """Write the ``parts`` after ``step`` steps. Rank 0 writes them; of each rank, the random streams and the buffers of
     the models are kept. Collective over ``ranks``. Raises CheckpointError, with earlier checkpoints intact."""
     ranks = ranks or Runtime()
-    own = {"rng": rng.get_state(ranks.device).plain(), "buffers": {}}
-    for name, buffers in _buffers(parts).items():
-        own["buffers"][name] = {key: buffer.cpu() for key, buffer in buffers.items()}
+    with ranks.together("saving"):
+        buffers = {name: {key: each.cpu() for key, each in own.items()} for name, own in _buffers(parts).items()}
+        own = {"rng": rng.get_state(ranks.device).plain(), "buffers": buffers}
     of_ranks = ranks.gather_to_first(own)
     with ranks.together("saving"):
         if ranks.rank == 0:
@@ -98,6 +99,10 @@ def load(checkpoints: Checkpoints, parts: Mapping[str, Stateful], ranks: Runtime
         return 0
     with ranks.together("restoring"):
         content = read(path)
+        if missing := sorted(parts.keys() - content["parts"].keys()):
+            saved = ", ".join(content["parts"])
+            what = f"the checkpoint has no part {' or '.join(missing)}; it has {saved}"
+            raise CheckpointError(what, where=str(path), hint="name the parts as they were saved")
         for name, part in parts.items():
             part.load_state_dict(content["parts"][name])
         if len(content["ranks"]) == ranks.world_size:

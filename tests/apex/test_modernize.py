@@ -358,6 +358,8 @@ def test_libraries_imported_later(tmp_path, monkeypatch, undone):
         """A finder that asks all others, as import hooks of other libraries do."""
 
         def find_spec(self, name, path=None, target=None):
+            if name == "librosa":  # looks for another library on the way
+                self.find_spec("transformers")
             others = [finder for finder in sys.meta_path if finder is not self]
             return next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
 

@@ -50,6 +50,12 @@ def test_defaults_follow_the_labels(tmp_path, options, kind, loss, metrics):
         ({"metrics": ["top1", "top1"]}, "task.metrics", "top1 is listed twice", "key"),
         ({"metrics": [{"name": "top1", "args": {"k": 1}}]}, "task.metrics", "takes no settings", "top1"),
         ({"metrics": [{"name": "a.loss", "better": "min"}]}, "task.metrics", "of a built-in metric", "another key"),
+        (
+            {"metrics": [{"name": "a.b", "key": "top5", "better": "min"}]},
+            "task.metrics",
+            "of a built-in",
+            "another key",
+        ),
         ({**MULTI, "label_column": "tags"}, "task.label_column", "both set the column", "remove"),
         ({"labels": {"kind": "multi_label"}}, "task.labels", "needs a separator", 'separator: "|"'),
         ({"labels": {"column": ["a", "b"]}}, "task.labels", "only kind: regression takes several", "one column"),

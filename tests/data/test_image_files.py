@@ -139,6 +139,14 @@ def test_each_archive_is_indexed_once(folder, shards, monkeypatch):
     assert len(list((folder / "cache" / "tars").glob("*/*.index"))) == 2  # the old index is gone
 
 
+def test_members_whose_hashes_are_neighbours(folder, monkeypatch):
+    """A float64 has one value for both."""
+    monkeypatch.setattr(tars, "_hash", lambda name: 2**53 + int(name))
+    file = str(write_tar(folder / "near.tar", {"0": b"a", "1": b"b"}))
+    found = [bytes(tars.read(file, name, folder / "cache", "near.tar").tolist()) for name in "01"]
+    assert found == [b"a", b"b"]
+
+
 @pytest.mark.parametrize("damage", ["first", "digest", "offset", "last", "truncated", "empty"])
 def test_a_damaged_index_is_made_again(folder, shards, expected, caplog, damage):
     root = str(folder / "my shards")

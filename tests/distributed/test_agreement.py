@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.distributed.agreement import Facts, disagreement, named
+from harness.distributed.agreement import Facts, disagreement, rank_names
 
 
 def disagreement_of(ranks: list[dict], hosts: list[str], partial: bool = False):
@@ -33,6 +33,11 @@ def test_only_what_differs():
     ]
 
 
+def test_groups_with_the_same_remedy_are_all_compared():
+    facts = {rank: [Facts("copy it", {"a": rank}), Facts("copy it", {"b": 0})] for rank in range(2)}
+    assert "  a: 0 on rank 0 (x); 1 on rank 1 (x)" in disagreement(facts, {0: "x", 1: "x"}).message
+
+
 def test_every_value_is_named_with_its_ranks_and_hosts():
     values = [(0.1, 0), (0.1, 0), (0.2, 0), (0.3, 1)]
     assert str(disagreement_of([{"lr": lr, "seed": seed} for lr, seed in values], ["a", "a", "b", "c"])) == (
@@ -53,5 +58,5 @@ def test_a_thousand_ranks_that_differ_in_everything_fit_on_a_screen():
 
 
 def test_ranks_are_named_in_runs():
-    assert [named(ranks) for ranks in ([3], [0, 1, 2], [5, 1, 0])] == ["rank 3", "ranks 0-2", "ranks 0-1, 5"]
-    assert len(named(range(0, 1024, 2))) < 60
+    assert [rank_names(ranks) for ranks in ([3], [0, 1, 2], [5, 1, 0])] == ["rank 3", "ranks 0-2", "ranks 0-1, 5"]
+    assert len(rank_names(range(0, 1024, 2))) < 60

@@ -256,6 +256,16 @@ def _own_shards(folder):
     return type(part) is DTensor, part.to_local().tolist(), type(found["optimizer"]["state"][0]["exp_avg"]).__name__
 
 
+def test_shards_in_a_tuple_are_read(tmp_path):
+    """As the state of an optimizer of the user's own may have them."""
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    save({"x": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path, single_file_per_rank=True), no_dist=True)
+    found = sharded._filled(tmp_path, {"state": (1, {sharded._MARK: "x"})}, lambda key, size: None)
+    assert found["state"][0] == 1
+    assert torch.equal(found["state"][1], torch.ones(3))
+
+
 def test_a_rank_reads_its_shards_only(tmp_path):
     run_ranks(2, _written, str(tmp_path), False)
     assert run_ranks(2, _own_shards, str(tmp_path)) == [

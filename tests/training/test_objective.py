@@ -295,6 +295,7 @@ OWN = {
     "single_label": [
         {"name": "torchmetrics.classification.MulticlassAUROC", "better": "max"},  # keeps rows
         {"name": "torchmetrics.classification.MulticlassCohenKappa", "better": "max"},  # adds counts
+        {"name": "torchmetrics.classification.MulticlassF1Score", "better": "max", "key": "top_f1"},  # adds by class
         {"name": "tests.training.test_objective.spread", "better": "min"},
     ],
     "multi_label": [

@@ -40,11 +40,11 @@ class _Finder(MetaPathFinder):
         if name not in _MODULES or getattr(self._search, "name", None) == name:
             return None
         others = [each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
-        self._search.name = name
+        outer, self._search.name = getattr(self._search, "name", None), name
         try:
             spec = next((found for each in others if (found := each.find_spec(name, path, target)) is not None), None)
         finally:
-            self._search.name = None
+            self._search.name = outer
         if spec is None:  # the library removed the whole module, or is not installed
             return ModuleSpec(name, _RemovedModule()) if "." in name else None
         if spec.loader is not None and not inspect.isclass(spec.loader):

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 _STDLIB = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
-_HARNESS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HERE = os.path.dirname(os.path.realpath(__file__)) + os.sep
+_HARNESS = os.path.dirname(os.path.dirname(os.path.dirname(_HERE))) + os.sep
 _CLOCKS = frozenset({"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns"})
 
 

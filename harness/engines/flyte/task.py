@@ -30,6 +30,7 @@ from harness.engines.flyte.engine import EXITS
 from harness.engines.local import engine as local
 from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE, HarnessError
 from harness.runs import layout
+from harness.runs.files import write_atomically
 from harness.runs.outcome import ExitCollector
 from harness.runs.url_store import UrlStore
 
@@ -62,7 +63,7 @@ def train_node(path: str, overrides: Sequence[str]) -> Results:
         threading.Thread(target=_end_with_engine, daemon=True).start()
     report = follow_until_done(lambda: local.start(job), _STOPPING)
     if exits_file:
-        Path(exits_file).write_text(json.dumps([asdict(exit) for exit in report.exits]), encoding="utf-8")
+        write_atomically(Path(exits_file), json.dumps([asdict(exit) for exit in report.exits]))
     outcome = collector.conclude(report)
     if outcome.exit_code != EXIT_DONE:
         if exits_file:
@@ -115,9 +116,10 @@ def _results(job: Job) -> Results:
         folder = Path(tempfile.mkdtemp(prefix="harness-results-"))
         for name in (layout.WEIGHTS, layout.SUMMARY, layout.METRICS):
             UrlStore(job.url).get(name, folder / name)
-    epochs = folder / "epochs.jsonl"
+    epochs = folder / layout.EPOCHS
     lines = (folder / layout.METRICS).read_text(encoding="utf-8").splitlines()
-    epochs.write_text("".join(f"{line}\n" for line in lines if json.loads(line).get("split") == "eval"))
+    evaluations = [line for line in lines if json.loads(line).get("split") == "eval"]
+    write_atomically(epochs, "".join(f"{line}\n" for line in evaluations))
     page = _report(job.url or str(folder), folder / layout.REPORT)
     return Results(
         FlyteFile(str(folder / layout.WEIGHTS)),

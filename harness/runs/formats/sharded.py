@@ -122,7 +122,7 @@ def _filled(folder: Path, content: Any, own: base.Own) -> Any:
                 )
                 return tensors[key]
             return {key: replaced(item) for key, item in value.items()}
-        return [replaced(item) for item in value] if isinstance(value, list) else value
+        return type(value)(map(replaced, value)) if isinstance(value, list | tuple) else value
 
     content = replaced(content)
     if tensors:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from harness.config import plugins
-from harness.config.targets import Kind, MetricSection
+from harness.config.targets import TOP, Kind, MetricSection
 from harness.data.row_labels import by_column, joined
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, first_line, users_line
@@ -180,7 +179,7 @@ class SingleLabel(Labels):
     def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str]) -> Pairs:
         """Top-k, accuracy and F1 per class, and the confusion matrix (label, prediction)."""
         num_classes = len(self.names)
-        tops = {name: int(name[3:]) for name in metrics if re.fullmatch(r"top\d+", name)}
+        tops = {name: int(name[3:]) for name in metrics if TOP.fullmatch(name)}
         rows = torch.full((), float(len(targets)), device=outputs.device)
         predicted = outputs.topk(min(max([1, *tops.values()]), num_classes), dim=1).indices
         hits = predicted == targets[:, None]
@@ -196,7 +195,7 @@ class SingleLabel(Labels):
 
     def report(self, sums: Sums) -> Report:
         """Accuracy by label; the confusion matrix as counts."""
-        report: dict[str, object] = {name: sums.ratio(name) for name in sums.pairs if name.startswith("top")}
+        report: dict[str, object] = {name: sums.ratio(name) for name in sums.pairs if TOP.fullmatch(name)}
         correct, count = sums.pairs["class_accuracy"]
         report["mean_class_accuracy"] = _mean_ratio(correct, count)
         report["macro_f1"] = _mean_ratio(*sums.pairs["f1"])
