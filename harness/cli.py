@@ -125,7 +125,7 @@ def _report(error: Exception) -> None:
 def _interrupted() -> int:
     number = signals.interrupted_by() or signal.SIGINT
     if may_be_first(os.environ):
-        print(f"{signals.clear_line()}interrupted ({signals.name(number)})", file=sys.stderr)
+        print(f"{signals.clear_line()}interrupted ({signals.signal_name(number)})", file=sys.stderr)
     return signals.ended_by(number)
 
 

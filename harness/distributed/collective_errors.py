@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -28,50 +29,57 @@ class CollectiveError:
     hint: str = ""
 
 
+class _Rule(NamedTuple):
+    pattern: str
+    fault: Fault
+    hint: str = ""
+
+
 _INTERFACE = (
     "set NCCL_SOCKET_IFNAME to the network interface that reaches the other machines (launch.interface sets it; "
     "harness doctor lists the interfaces), and let the firewall pass traffic between them"
 )
 # The first pattern that occurs in the text of an error decides. NCCL puts the cause into its "Last error", while the
 # name of the error says where it came up: a lost connection can be an ncclInternalError.
-_RULES: tuple[tuple[str, Fault, str], ...] = (
-    (r"Duplicate GPU detected", Fault.OWN, "give each rank its own GPU: start at most one rank per GPU of a machine"),
-    (
+_RULES = (
+    _Rule(
+        r"Duplicate GPU detected", Fault.OWN, "give each rank its own GPU: start at most one rank per GPU of a machine"
+    ),
+    _Rule(
         r"shared memory segment|/dev/shm",
         Fault.OWN,
         "NCCL needs room in /dev/shm (df -h /dev/shm): enlarge it, in Docker with --shm-size or --ipc=host",
     ),
-    (
+    _Rule(
         r"Cuda failure.*out of memory",
         Fault.OWN,
         "NCCL allocates GPU memory of its own: use a smaller batch, and check with nvidia-smi who else uses the GPU",
     ),
-    (r"unhandled cuda error|ncclUnhandledCudaError", Fault.OWN, ""),
-    (r"ncclInvalid(?:Usage|Argument)|invalid (?:usage|argument)\b.*, NCCL version", Fault.OWN, ""),
-    (r"Watchdog caught collective operation timeout|NCCL timeout in", Fault.TIMEOUT, ""),
-    (r"Connect to \S+ (?:failed|returned)(?!.*[Cc]onnection refused)", Fault.OWN, _INTERFACE),
-    (r"no socket interface found", Fault.OWN, _INTERFACE),
-    (r"setting up NCCL communicator.*(?:Socket Timeout|[Tt]imed? ?out)", Fault.TIMEOUT, _INTERFACE),
-    (r"ncclRemoteError|remote process exited", Fault.PEER_LOST, ""),
-    (
+    _Rule(r"unhandled cuda error|ncclUnhandledCudaError", Fault.OWN),
+    _Rule(r"ncclInvalid(?:Usage|Argument)|invalid (?:usage|argument)\b.*, NCCL version", Fault.OWN),
+    _Rule(r"Watchdog caught collective operation timeout|NCCL timeout in", Fault.TIMEOUT),
+    _Rule(r"Connect to \S+ (?:failed|returned)(?!.*[Cc]onnection refused)", Fault.OWN, _INTERFACE),
+    _Rule(r"no socket interface found", Fault.OWN, _INTERFACE),
+    _Rule(r"setting up NCCL communicator.*(?:Socket Timeout|[Tt]imed? ?out)", Fault.TIMEOUT, _INTERFACE),
+    _Rule(r"ncclRemoteError|remote process exited", Fault.PEER_LOST),
+    _Rule(
         r"[Cc]onnection closed by (?:remote )?peer|Connection reset|Broken pipe|[Cc]onnection refused|"
         r"[Ff]ailed to recv, got 0 bytes",
         Fault.PEER_LOST,
-        "",
     ),
-    (r"[Tt]imed out|Socket Timeout|[Tt]imeout (?:waiting|caused pair closure)|wait timeout", Fault.TIMEOUT, ""),
-    (r"NCCL|nccl[A-Z]", Fault.OWN, ""),
+    _Rule(r"[Tt]imed out|Socket Timeout|[Tt]imeout (?:waiting|caused pair closure)|wait timeout", Fault.TIMEOUT),
+    _Rule(r"NCCL|nccl[A-Z]", Fault.OWN),
 )
 
 
-def read(error: BaseException) -> CollectiveError | None:
+def diagnose(error: BaseException) -> CollectiveError | None:
     """Return the meaning of ``error``; None if it is not of a collective, or says nothing about the ranks."""
     text = str(error)
     if not isinstance(error, torch.distributed.DistError) and "gloo" not in text.lower():
         return None
-    for pattern, fault, hint in _RULES:
-        if re.search(pattern, text, re.DOTALL):
-            return CollectiveError(fault, _short(error, text), hint)
+    for rule in _RULES:
+        if re.search(rule.pattern, text, re.DOTALL):
+            return CollectiveError(rule.fault, _short(error, text), rule.hint)
     return None
 
 

@@ -63,9 +63,9 @@ def follow_until_done(start: Callable[[], LaunchedRun], stopping: str = _STOPPIN
             while not following.done():
                 if (count := len(requests)) > handled:
                     handled = count
-                    what = f"killing all ranks ({signals.name(requests.numbers[-1])})"
+                    what = f"killing all ranks ({signals.signal_name(requests.numbers[-1])})"
                     if count == 1:
-                        what = f"stopping ({signals.name(requests.numbers[0])}): {stopping}"
+                        what = f"stopping ({signals.signal_name(requests.numbers[0])}): {stopping}"
                     tell(f"{signals.clear_line()}{what}")
                     run.stop()
                 time.sleep(_POLL_S)

@@ -27,7 +27,7 @@ WARNING = signal.SIGUSR1  # sent once by a scheduler before its time limit; the 
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal between the first and the last one
@@ -42,7 +42,7 @@ def ended_by(number: int) -> int:
 
 def end_now(number: int) -> None:
     """End this process, with the code of ``finish`` if there is one."""
-    _write(f"exited immediately ({name(number)})")
+    _write(f"exited immediately ({signal_name(number)})")
     os._exit(ended_by(number) if _state.code is None else _state.code)
 
 
@@ -142,7 +142,7 @@ def ending_the_process(doing: str) -> Iterator[None]:
 
     def end(number: int) -> None:
         if number != WARNING:
-            _write(f"stopped ({name(number)}) {doing}")
+            _write(f"stopped ({signal_name(number)}) {doing}")
             os._exit(ended_by(number))
 
     with phase(lambda number: None, notice=end):
@@ -180,9 +180,9 @@ def clear_line() -> str:
 
 
 def _obeyed() -> list[signal.Signals]:
-    """Under nohup SIGHUP stays ignored."""
-    numbers = [number for number in _REQUESTS if number != signal.SIGHUP]
-    return [*numbers, WARNING, *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP])]
+    """Return the signals to handle; under nohup SIGHUP stays ignored."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in (*_REQUESTS, WARNING) if not (ignores_hangup and number == signal.SIGHUP)]
 
 
 def _received(number: int, frame: FrameType | None) -> None:
@@ -195,8 +195,10 @@ def _watch(reader: int) -> None:
     while True:
         for number in os.read(reader, 64):  # every signal with a handler of Python, such as SIGCHLD
             now = time.monotonic()
-            if number == WARNING or (number in _REQUESTS and first is None):
-                first = first if number == WARNING else now
+            if number == WARNING:
+                _state.phase.notice(number)
+            elif number in _REQUESTS and first is None:
+                first = now
                 _state.phase.notice(number)
             elif number in (signal.SIGINT, signal.SIGTERM) and first is not None and now > first + REPEAT_S:
                 _state.phase.again(number)

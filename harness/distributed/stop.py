@@ -88,7 +88,7 @@ class Stop:
         if self.signal is None:
             return False
         if waited_s > late_s or min(waited_s, time.monotonic() - self._heard_at) > LEAVE_S:
-            name = signals.name(self.signal)
+            name = signals.signal_name(self.signal)
             raise StoppedAlone(f"stopped ({name}): rank {self.runtime.rank} had waited {waited_s:.0f} s for data")
         return False
 
@@ -122,15 +122,15 @@ def on_signals(
 
     def request(number: int) -> None:
         stop.hear(number)
-        stop.request(signals.name(number))
+        stop.request(signals.signal_name(number))
 
     def notice(number: int) -> None:
         stop.hear(number)
         if launch.elastic or not launch.supervised:  # otherwise harness launch has printed it
             again = "" if number == signals.WARNING else "; press Ctrl-C again to exit immediately"
-            log.info("stopping (%s): %s%s", signals.name(number), ", ".join(filter(None, (then, rest()))), again)
+            log.info("stopping (%s): %s%s", signals.signal_name(number), ", ".join(filter(None, (then, rest()))), again)
         elif left := rest():
-            log.info("stopping (%s) %s", signals.name(number), left)
+            log.info("stopping (%s) %s", signals.signal_name(number), left)
 
     with signals.phase(request, notice):
         yield

@@ -124,7 +124,7 @@ def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
     is_requested = stopped and consequence is None  # a rank that does not stop in time is killed
     if killed is not None and killed.cause is Cause.SIGNAL and not is_requested:
         reason = _SIGNALS.get(-killed.exit_code, "see its log")
-        message = f"the process received {signals.name(-killed.exit_code)} ({reason})"
+        message = f"the process received {signals.signal_name(-killed.exit_code)} ({reason})"
         return replace(killed, error="Killed", message=message, exit_code=EXIT_FAILURE)
     if lost := first(seen, Cause.NODE_LOST) or first(in_the_run, Cause.NODE_LOST):
         return replace(lost, error="Lost")
@@ -193,7 +193,7 @@ def _describe(exit: RankExit, first_message: str) -> str:
     if exit.cause is Cause.NODE_LOST or (not exit.by_rank and exit.message):
         return exit.message
     if exit.cause is Cause.SIGNAL:
-        return f"killed by {signals.name(-exit.exit_code)}, left no record"
+        return f"killed by {signals.signal_name(-exit.exit_code)}, left no record"
     if not exit.by_rank:
         return f"exit code {exit.exit_code}, left no record"
     step = "" if exit.step is None else f" at step {exit.step}"

@@ -38,8 +38,8 @@ class Sizes:
 
 
 def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
-    """Raises ConfigError if ``world_size`` ranks cannot share the global batch or if the warm-up does not fit into the
-    run, DataError if there are too few rows."""
+    """Return the sizes of a run. Raises ConfigError if ``world_size`` ranks cannot share the global batch or if the
+    warm-up does not fit into the run, DataError if there are too few rows."""
     batch = config.batch
     if misfit := batch.misfit(world_size):
         raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
@@ -58,20 +58,20 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
             where="batch",
             hint="make the batch smaller, or set data.tail=use",
         )
-    lengths = [config.train.epochs and steps * config.train.epochs, config.train.max_steps]
-    num_steps_of_run = min(filter(None, lengths))
-    total = lengths[0] or num_steps_of_run
+    in_epochs = steps * config.train.epochs if config.train.epochs else None
+    total_steps = min(filter(None, [in_epochs, config.train.max_steps]))
     lr = optim.scaled_lr(config.optimizer, per_rank * world_size)
-    schedule = own_schedule.of_run(config, lr / config.optimizer.lr, steps, num_steps_of_run)
-    schedule.require_fit(total)
+    schedule = own_schedule.of_run(config, lr / config.optimizer.lr, steps, total_steps)
+    schedule.require_fit(in_epochs or total_steps)
     schedule.require_call()
+    largest_shard = -(-num_rows // world_size)
     return Sizes(
         per_rank=per_rank,
-        micro_batch=-(-min(per_rank, -(-num_rows // world_size)) // batch.accumulate),
+        micro_batch=-(-min(per_rank, largest_shard) // batch.accumulate),
         global_batch=per_rank * world_size,
         eval_batch=batch.eval_per_rank or per_rank // batch.accumulate,
         steps_per_epoch=steps,
-        total_steps=num_steps_of_run,
+        total_steps=total_steps,
         log_every=config.train.log_every.steps(steps),
         save_every=None if config.checkpoint.every is None else config.checkpoint.every.steps(steps),
         lr=lr,
@@ -104,6 +104,7 @@ def warn_of_skew(config: Config, task: OpenedTask, runtime: Runtime) -> None:
     if distance.max() >= SKEWED:
         log.warning(
             "the labels of rank %d differ strongly from the rest (distance %.2f out of 1): the CSV seems to be "
-            "sorted by "
-            "label. Use data.shard=global, or shuffle the CSV once.", int(distance.argmax()), distance.max(),
-        )  # fmt: skip
+            "sorted by label. Use data.shard=global, or shuffle the CSV once.",
+            int(distance.argmax()),
+            distance.max(),
+        )

@@ -140,7 +140,7 @@ class ExitReporter:
 
     def _reason(self, error: BaseException, watchdog: Watchdog) -> tuple[RankExit | None, BaseException]:
         """Return the rank that this one waited for, if it can be determined, and ``error`` as it is shown."""
-        failure = collective_errors.read(error)
+        failure = collective_errors.diagnose(error)
         if failure is None or failure.fault is Fault.OWN:
             return None, explained(error, self.run)
         if (pause_s := watchdog.stalls.pause_s()) > self._runtime.timeout_s / 2:
@@ -228,7 +228,7 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
             f"the code called sys.exit({error.code!r}) before the end",
             where=users_line(error) or stack.raised_at(error), hint="raise an error instead",
         )  # fmt: skip
-    if failure := collective_errors.read(error):
+    if failure := collective_errors.diagnose(error):
         if failure.fault is Fault.OWN:
             hint = failure.hint or "NCCL_DEBUG=INFO shows what NCCL did before"
             return TrainingError(f"a collective failed: {failure.text}", where=stack.raised_at(error), hint=hint)
@@ -255,5 +255,5 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
 
 def lost_peer(error: BaseException) -> bool:
     """Return True for the error of a collective in which this rank waited for another one."""
-    failure = collective_errors.read(error)
+    failure = collective_errors.diagnose(error)
     return failure is not None and failure.fault is not Fault.OWN

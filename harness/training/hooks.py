@@ -58,7 +58,7 @@ class Hook:
         except HarnessError:
             raise
         except Exception as error:
-            if collective_errors.read(error):  # another rank failed
+            if collective_errors.diagnose(error):  # another rank failed
                 raise
             raise OwnCodeError(
                 f"the hook {self.name} fails in {method}: {type(error).__name__}: {first_line(error)}",

@@ -102,7 +102,7 @@ RECORDED = {
 @pytest.mark.parametrize("thread", RECORDED)
 def test_recorded_error(thread):
     message, fault, words, hint = RECORDED[thread]
-    found = collective_errors.read(dist.DistBackendError(message))
+    found = collective_errors.diagnose(dist.DistBackendError(message))
     assert found.fault is fault
     assert words in found.text
     assert "\n" not in found.text
@@ -127,5 +127,5 @@ def test_recorded_error(thread):
     ],
 )
 def test_other_errors(error, fault):
-    found = collective_errors.read(error)
+    found = collective_errors.diagnose(error)
     assert (found and found.fault) is fault

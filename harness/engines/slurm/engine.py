@@ -460,7 +460,7 @@ class JobOutput:
             number = record["last_exit_code"] - 128
             self.over = True
             if number > 0 and not self.exits:
-                self.killed = f"srun, which started the ranks, was killed by {signals.name(number)}"
+                self.killed = f"srun, which started the ranks, was killed by {signals.signal_name(number)}"
 
     def _parse(self, line: str) -> None:
         """srun's own messages, which have no other form."""

@@ -55,7 +55,7 @@ def render(runs: RunSet) -> str:
     plotly, packed, num_bytes = plotly_source()
     script = _file("page.js")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    text: str = environment.from_string(_file("page.html")).render(
+    page: str = environment.from_string(_file("page.html")).render(
         _facts(runs),
         policy=_policy([plotly, script]),
         style=Markup(_file("page.css")),
@@ -74,7 +74,7 @@ def render(runs: RunSet) -> str:
         plotly_bytes=num_bytes,
         script=Markup(script),
     )
-    return text
+    return page
 
 
 def _axes(lines: Sequence[CurveLine]) -> list[tuple[str, str]]:
@@ -93,7 +93,7 @@ def _quantities(lines: Sequence[CurveLine]) -> list[tuple[str, str]]:
 
 
 def _facts(runs: RunSet) -> dict[str, Any]:
-    """Everything except figures."""
+    """Return what the template shows besides figures, by its name there."""
     best = runs.best
     troubled = [(run, tables.problems(run)) for run in runs.ranked if tables.has_problem(run)]
     swept = all(run.record.sweep for run in runs.runs)
@@ -128,7 +128,7 @@ def _headline(runs: RunSet) -> str:
 
 
 def _cards(runs: RunSet, best: ReportedRun) -> list[dict[str, str]]:
-    group = next(group for group in runs.seed_groups if best in group.runs)
+    group = runs.seed_groups[0]  # the best run's
     over = ""
     if group.spread is not None:
         mean, spread = formatting.number(group.mean, 5), formatting.number(group.spread, 2)

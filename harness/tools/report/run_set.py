@@ -21,7 +21,7 @@ from harness.runs.reader import Record
 from harness.tools.report import formatting, history
 from harness.tools.report.history import Direction, History
 
-MAX_IN_LABEL = 4  # settings in a run's label; runs that differ in more are named by their folders
+_MAX_IN_LABEL = 4  # settings in a run's label; runs that differ in more are named by their folders
 LENGTH = ("train.epochs", "train.max_steps")  # may change on resume, but not between runs that are compared
 _SMALLER_IS_BETTER = re.compile(r"loss|nll|perplexity|error|entropy|(^|_)(mae|mse|rmse|wer|cer|bpc)(_|$)", re.I)
 
@@ -40,18 +40,18 @@ class ReportedRun:
     best: float | None
 
     @property
-    def world(self) -> int | None:
+    def world_size(self) -> int | None:
         """The number of ranks; None if it is unknown or changed at a resume."""
         return self.record.world_size
 
     @property
     def ranks(self) -> str:
-        """ "2 ranks", "1, then 2 ranks"; empty if unknown."""
+        """The ranks in words, such as ``2 ranks`` or ``1, then 2 ranks``; empty if unknown."""
         return formatting.ranks(self.record.ranks) if self.record.ranks else ""
 
     @property
     def place(self) -> str:
-        """ "trial 3", or the run folder."""
+        """``trial 3``, for example, or the run folder."""
         return f"trial {self.record.trial.number}" if self.record.trial else self.path
 
     @property
@@ -102,7 +102,7 @@ class SeedGroup:
 
 
 def size_of(runs: Sequence[ReportedRun]) -> str:
-    """ "3 seeds", "2 repeats" of one seed, "2 seeds, 3 runs"."""
+    """Return ``3 seeds``, ``2 repeats`` of one seed, or ``2 seeds, 3 runs``."""
     seeds = len({str(run.seed) for run in runs})
     if seeds == len(runs):
         return plural(seeds, "seed")
@@ -187,9 +187,8 @@ def _title(records: Sequence[Record]) -> str:
 
 def deciding_metric(records: Sequence[Record]) -> str | None:
     """Return the metric of the sweep, or the one that most runs chose their best weights by."""
-    found: Counter[str] = Counter(
-        name for record in records if (name := record.sweep.metric if record.sweep else None)
-    ) or Counter(name for record in records for name in _own_metrics(record))
+    of_sweeps = Counter(record.sweep.metric for record in records if record.sweep and record.sweep.metric)
+    found = of_sweeps or Counter(name for record in records for name in _own_metrics(record))
     return found.most_common(1)[0][0] if found else None
 
 
@@ -266,7 +265,7 @@ def varied_settings(records: Sequence[Record], flat: Sequence[dict[str, Any]]) -
 def describe(settings: dict[str, Any], keys: Iterable[str]) -> str:
     """ "lr 0.004 · batch 1024"; empty if that would be long."""
     parts = [f"{formatting.key(key)} {formatting.setting(settings.get(key), 4)}" for key in keys]
-    return " · ".join(parts) if len(parts) <= MAX_IN_LABEL else ""
+    return " · ".join(parts) if len(parts) <= _MAX_IN_LABEL else ""
 
 
 def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], varied: list[str]) -> list[str]:
@@ -274,7 +273,7 @@ def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], varied: l
     worlds = {record.ranks for record in records}
     labels = []
     for record, settings in zip(records, flat, strict=True):
-        label = describe(settings, varied) if settings and (record.sweep or len(varied) <= MAX_IN_LABEL) else ""
+        label = describe(settings, varied) if settings and (record.sweep or len(varied) <= _MAX_IN_LABEL) else ""
         if label and len(worlds) > 1 and record.ranks:
             label += f" · {formatting.ranks(record.ranks)}"
         labels.append(label or _name(record))

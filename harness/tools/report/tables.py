@@ -79,8 +79,8 @@ def speed_up_rows(runs: RunSet) -> tuple[list[str], list[list[str]]]:
     Of several runs the mean speed."""
     found: dict[str, dict[int, list[ReportedRun]]] = {}
     for run in runs.ranked:
-        if run.world and run.record.state == "finished" and run.history.rows_per_s:
-            found.setdefault(run.recipe, {}).setdefault(run.world, []).append(run)
+        if run.world_size and run.record.state == "finished" and run.history.rows_per_s:
+            found.setdefault(run.recipe, {}).setdefault(run.world_size, []).append(run)
     rows = []
     for by_world in (by_world for by_world in found.values() if len(by_world) > 1):
         label = runs.describe(next(iter(by_world.values()))[0], without=("seed", "batch.per_rank"))

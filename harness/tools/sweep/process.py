@@ -82,7 +82,7 @@ class TrialProcess:
         if code == EXIT_DONE:
             return "done", ""
         if code < 0:
-            return "interrupted", f"killed by {signals.name(-code)}"
+            return "interrupted", f"killed by {signals.signal_name(-code)}"
         if code == EXIT_STOPPED:
             return "interrupted", "stopped with a checkpoint"
         if code in EXITS_BY_SIGNAL or (self._stopped and not failure):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from harness.config.schema import Config
 from harness.distributed import processes
-from harness.distributed.signals import Requests, name
+from harness.distributed.signals import Requests, signal_name
 from harness.errors import HarnessError
 from harness.runs import layout
 from harness.tools.sweep import process, results
@@ -196,7 +196,7 @@ class Runner:
         if (asked := len(self._requests)) <= self._stopping:
             return
         if not self._stopping:
-            which = name(self._requests.numbers[0])
+            which = signal_name(self._requests.numbers[0])
             log.info("stopping (%s): running trials will write a checkpoint; press Ctrl-C again to kill them", which)
         for running in self._running.values():
             running.process.kill() if self._stopping else running.stop()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness.config import plugins
-from harness.config.targets import LabelledTask, LossSection, TableTask
+from harness.config.targets import Kind, LabelledTask, LossSection, TableTask
 from harness.data.row_labels import ClassLabels, NoLabels, NumberLabels, RowLabels, TagLabels, indices
 from harness.data.table.labels import LabelColumns
 from harness.data.table.table import Table, open_table
@@ -68,7 +68,7 @@ class Loss:
                 self._device = outputs.device
                 self._call.to(self._device)
         loss = self._call(outputs.float(), targets)
-        if not isinstance(loss, Tensor) or loss.shape != targets.shape[:1] and loss.numel() != 1:
+        if not (isinstance(loss, Tensor) and (loss.shape == targets.shape[:1] or loss.numel() == 1)):
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise ConfigError(
                 f"the loss {self.name} returns an object of {found}, not one number",
@@ -112,9 +112,9 @@ class _BuiltIn(nn.Module):
             reduction = "none" if weights is not None else "mean"  # as fast, and equal to the last bit, as torch's
             return functional.cross_entropy(outputs, targets, weights, label_smoothing=smoothing, reduction=reduction)
         if self.name == "focal" and self.kind == "single_label":
-            easy = functional.cross_entropy(outputs, targets, reduction="none")
-            each = easy if weights is None else weights[targets] * easy
-            return each * self._focus(easy)
+            entropy = functional.cross_entropy(outputs, targets, reduction="none")
+            weighted = entropy if weights is None else weights[targets] * entropy
+            return weighted * self._focus(entropy)
         if self.name in ("bce", "focal"):
             return self._sigmoid(outputs, targets, smoothing).mean(dim=1)
         if self.name == "huber":
@@ -200,7 +200,8 @@ def _balanced(counts: np.ndarray, num_rows: int, sigmoid: bool) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Objective:
-    """``section`` is the task's, ``counts`` the number of training rows with each label, and of all."""
+    """The loss and the metrics of a task with labels. ``section`` is the task's, ``counts`` the number of training rows
+    with each label, and of all."""
 
     section: LabelledTask
     labels: Labels
@@ -211,6 +212,10 @@ class Objective:
         return Loss(self.section, self.labels, self.counts)
 
     @cached_property
+    def _metric_names(self) -> list[str]:
+        return list(self.section.metrics)
+
+    @cached_property
     def _own_metrics(self) -> list[OwnMetric]:
         return [OwnMetric(each, self.labels) for each in self.section.metric_sections if "." in each.name]
 
@@ -218,7 +223,7 @@ class Objective:
         """Everything that ``report`` needs of a batch."""
         outputs = outputs.float()
         rows = torch.full((), float(len(targets)), device=outputs.device)  # a copy of it would make the host wait
-        pairs = self.labels.pairs(outputs, targets, list(self.section.metrics))
+        pairs = self.labels.pairs(outputs, targets, self._metric_names)
         pairs["loss"] = (self.loss(outputs, targets, training=False) * rows, rows)
         for metric in self._own_metrics:
             pairs |= metric.pairs(outputs, targets)
@@ -230,7 +235,7 @@ class Objective:
         for metric in self._own_metrics:
             found[metric.key] = metric.value(sums)
         details = {name: value for name, value in found.items() if not isinstance(value, int | float)}
-        return {name: found[name] for name in self.section.metrics} | details
+        return {name: found[name] for name in self._metric_names} | details
 
     def errors(self, columns: Mapping[str, np.ndarray]) -> Columns:
         """Columns that follow from predictions and labels: for numbers, prediction - label."""
@@ -334,6 +339,11 @@ class Classification(Supervised):
 # Tables
 
 
+_FORMS: dict[Kind, Literal["class", "tags", "numbers"]] = {
+    "single_label": "class", "multi_label": "tags", "regression": "numbers",
+}  # fmt: skip
+
+
 class Split(NamedTuple):
     """A table with the labels of its rows."""
 
@@ -344,10 +354,9 @@ class Split(NamedTuple):
 def open_tables(task: TableTask, cache_dir: Path | None) -> tuple[Split, Split, Objective]:
     """Open ``task.train_csv`` and ``task.eval_csv``. Raises DataError if a label cannot be used, ConfigError if the
     loss or a metric cannot be computed."""
-    section, kind = task.labels, task.label_kind
-    form = {"single_label": "class", "multi_label": "tags", "regression": "numbers"}[kind]
-    separator, empty = section.separator or "", section.empty == "allow"
-    columns = LabelColumns(form, task.label_columns, separator, empty, task.label_setting)  # type: ignore[arg-type]
+    labels_section, kind = task.labels, task.label_kind
+    separator, empty = labels_section.separator or "", labels_section.empty == "allow"
+    columns = LabelColumns(_FORMS[kind], task.label_columns, separator, empty, task.label_setting)
     train, eval_ = (
         open_table(source, text=task.input_columns, label=columns, cache_dir=cache_dir)
         for source in (task.train_csv, task.eval_csv)
