@@ -59,7 +59,7 @@ def announce(run: Run) -> None:
                 log.warning("%s", warning)
             run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
     if run.finished():
-        longer = f"a hook ended it: {run.state.ended}" if run.state.ended else "raise train.epochs to train longer"
+        longer = run.ended_early() or "raise train.epochs to train longer"
         log.info("nothing left to train: step %d was the last; %s", run.state.step, longer)
 
 

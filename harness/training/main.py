@@ -295,6 +295,8 @@ def finish(run: Run, done: bool) -> None:
             state.step,
         )
         return
+    if why := run.ended_early():
+        log.info("training ended early, at step %d: %s", state.step, why)
     if state.history:
         last = state.history[-1]
         shown = "  ".join(f"{key} {value:.4f}" for key, value in last.items() if key in config.task.metrics)

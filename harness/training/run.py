@@ -116,9 +116,18 @@ class Run:
         return (
             (train.epochs is not None and state.epoch >= train.epochs)
             or (train.max_steps is not None and state.step >= train.max_steps)
-            or (train.patience is not None and state.since_best >= train.patience)
-            or bool(state.ended)
+            or bool(self.ended_early())
         )
+
+    def ended_early(self) -> str:
+        """Return why training is over before its last epoch or step; empty if it is not. The same on every rank."""
+        state, patience = self.state, self.config.train.patience
+        if state.ended:
+            return f"a hook ended it: {state.ended}"
+        if patience is not None and state.since_best >= patience:
+            evaluations = plural(state.since_best, "evaluation")
+            return f"{self.config.best_metric} was not better in the last {evaluations} (train.patience)"
+        return ""
 
     def evaluation_due(self) -> bool:
         """Return True if the present step is to be evaluated and is not yet: training is over, or one step ago the next
@@ -253,7 +262,8 @@ class Run:
             if self.runtime.rank == 0:
                 self.folder.confusion(evaluation)
                 self.folder.summary(
-                    {"name": self.config.name, "finished": self.finished(), "epoch": state.epoch, "step": state.step,
+                    {"name": self.config.name, "finished": self.finished(), "ended_early": self.ended_early() or None,
+                     "epoch": state.epoch, "step": state.step,
                      "evaluation": {name: value for name, value in evaluation.items() if name != "confusion"},
                      "best": {self.config.best_metric: state.best, "step": state.best_step}, "history": state.history,
                      "samples": state.rows, "samples_skipped": state.rows_skipped, "skipped": state.skipped,

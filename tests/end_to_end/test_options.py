@@ -83,7 +83,10 @@ def test_patience_stops_early(tmp_path, data):
     settings = {"optimizer": {"lr": 1e-9}, "schedule": CONSTANT_RATE}
     folder = train(tmp_path, data, train={"epochs": 50, "patience": 2}, **settings)
     assert len(of_split(folder, "eval")) == 3
-    assert json.loads((folder / "summary.json").read_text())["finished"]
+    summary, why = json.loads((folder / "summary.json").read_text()), "was not better in the last 2 evaluations"
+    assert summary["finished"]
+    assert why in summary["ended_early"]
+    assert why in (tmp_path / "terminal-0.txt").read_text()
 
 
 @pytest.mark.parametrize(("strategy", "level"), [("ddp", "O0"), pytest.param("fsdp", "O1", marks=pytest.mark.slow)])
