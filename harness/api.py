@@ -126,9 +126,10 @@ def predict(
 ) -> pd.DataFrame:
     """Return the predictions of a trained model in this process, one row for each of ``rows``, in their order.
 
-    ``run``: a run folder or its URL; its best weights are used. ``rows``: a CSV or Parquet file, or a table, with the
-    columns that the run was trained on; labels are optional. ``overrides`` change settings of the run
-    (``["task.root=photos"]`` or ``{"task.root": "photos"}``). ``trust``: import code that a run of someone else names.
+    ``run``: a run folder or its URL; its best weights are used. ``rows``: a CSV or Parquet file, a table, or a list of
+    dictionaries, with the columns that the run was trained on; labels are optional. ``overrides`` change settings of
+    the run (``["task.root=photos"]`` or ``{"task.root": "photos"}``). ``trust``: import code that a run of someone else
+    names.
     The columns are those of predictions.csv: ``id``, ``label``, ``prediction``, scores; those of files have the arrays.
     Raises HarnessError.
     """
@@ -157,7 +158,7 @@ def load_model(
 ) -> TrainedModel:
     """Return the trained model of a run as a ``torch.nn.Module`` in eval mode, with its best weights, in float32.
 
-    ``model.preprocess(rows)`` returns its inputs for a file or a table, ``model.classes`` are the labels of its
+    ``model.preprocess(rows)`` returns its inputs for a file, a table or a list, ``model.classes`` are the labels of its
     outputs, and ``model.description`` explains both. ``run``, ``overrides`` and ``trust`` are as for ``predict``; for a
     task that cannot predict new files, the data of the training must still be there. Raises HarnessError.
     """

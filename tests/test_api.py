@@ -177,8 +177,13 @@ def test_a_trained_model(path, tmp_path):
         scores.double(), torch.tensor(expected.filter(like="score_").to_numpy(np.float64)), atol=1e-6, rtol=0
     )
     assert torch.equal(model.preprocess(tmp_path / "moved_eval.csv"), inputs)
+    assert torch.equal(model.preprocess(list(rows["path"])), inputs)
+    assert torch.equal(model.preprocess(rows.to_dict("records")), inputs)
+    with pytest.raises(DataError, match="this is an image, not a table") as caught:
+        model.preprocess(rows["path"][0])
+    assert caught.value.hint == 'use a list: [{"path": ...}]'
     with pytest.raises(DataError, match="rows are a list"):
-        model.preprocess([rows["path"][0]])
+        model.preprocess([3])
     with pytest.raises(DataError, match="^row 1 of the table: image not found: .*gone.png"):
         model.preprocess(pd.DataFrame({"path": [rows["path"][0], "gone.png"]}))
     skipping = load_model(result.folder, {"task.on_bad_row": "skip"})

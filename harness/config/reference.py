@@ -37,7 +37,7 @@ class Setting:
     @property
     def line(self) -> str:
         """``key=default`` and the first sentence."""
-        sentence = re.split(r"(?<=[.;:])\s", self.text, maxsplit=1)[0].rstrip(".;:")
+        sentence = re.split(r"(?<=[.;])\s", self.text, maxsplit=1)[0].rstrip(".;")
         return f"{self.key} ({self.default})  {sentence}"
 
     @property

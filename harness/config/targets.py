@@ -40,6 +40,7 @@ METRICS: dict[str, tuple[tuple[Kind, ...], Better]] = {
     "loss": ((*_CLASSES, "regression"), "min"),
 }
 TOP = re.compile("top[1-9][0-9]{0,5}")
+_ELSEWHERE = {"accuracy": "top1", "f1": "macro_f1", "f1_score": "macro_f1", "mse": "rmse"}  # names in other libraries
 _ANY: tuple[tuple[Kind, ...], Better] = ((*_CLASSES, "regression"), "max")
 DEFAULT_LOSS: dict[Kind, str] = {"single_label": "cross_entropy", "multi_label": "bce", "regression": "mse"}
 DEFAULT_METRICS: dict[Kind, tuple[str, ...]] = {  # the first picks the best checkpoint
@@ -264,5 +265,6 @@ def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str,
 
 
 def _near(name: str, suitable: Sequence[str] | Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name.lower(), list(suitable), n=1)
-    return f"did you mean {near[0]}? " if near else ""
+    known = {**{each: each for each in suitable}, **{key: to for key, to in _ELSEWHERE.items() if to in suitable}}
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    return f"did you mean {known[near[0]]}? " if near else ""

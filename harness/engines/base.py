@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from harness.config import loader
+from harness.config import loader, plugins
 from harness.config.launch import LaunchSection
 from harness.config.schema import Config
 from harness.distributed.monitor import LaunchedRun
@@ -71,6 +71,10 @@ def plan(path: str, overrides: Sequence[str]) -> Job:
     num_ranks = job.config.parallel.logical_ranks or job.world_size
     if misfit := job.config.batch.misfit(num_ranks):
         raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
+    own = getattr(job.settings, job.settings.engine, None)
+    if not any(getattr(own, name, None) for name in ("min_ranks", "min_nodes")):  # otherwise fewer may be started
+        strategy = plugins.find("strategy", job.config.parallel.strategy, "parallel.strategy")
+        strategy.check_world(job.config.parallel, job.world_size)
     if job.config.checkpoint.resume == "never" and job.settings.max_restarts and job.settings.engine != "slurm":
         raise ConfigError(
             f"with launch.max_restarts={job.settings.max_restarts}, never would apply to each restart, which would "

@@ -1,4 +1,4 @@
-"""The rows that a caller of the Python API gives: the name of a file, or a table of pandas."""
+"""The rows that a caller of the Python API gives: the name of a file, a table of pandas, or a list."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,20 +16,31 @@ from harness.errors import DataError, HarnessError
 if TYPE_CHECKING:
     import pandas as pd
 
-    Rows = str | os.PathLike[str] | pd.DataFrame
+    Rows = str | os.PathLike[str] | pd.DataFrame | list[str] | list[Mapping[str, object]]
+
+_IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 
 
 @contextmanager
-def as_file(rows: Rows) -> Iterator[tuple[str, str | None]]:
+def as_file(rows: Rows, columns: Sequence[str] = ()) -> Iterator[tuple[str, str | None]]:
     """Context with (a file of ``rows``, the cache folder for it if it is temporary). An error in a table names its
-    rows."""
+    rows. ``columns``: what the model reads, if it is known; texts in a list are values of the only one."""
+    shown = ", ".join(f'"{column}": ...' for column in columns or ("COLUMN",))
     if isinstance(rows, str | os.PathLike):
+        if os.fspath(rows).lower().endswith(_IMAGES):
+            raise DataError("this is an image, not a table", where=os.fspath(rows), hint=f"use a list: [{{{shown}}}]")
         yield os.fspath(rows), None
         return
-    if not hasattr(rows, "to_csv"):
-        raise DataError(
-            f"rows are a {type(rows).__name__}", hint='use a file or a table: pandas.DataFrame({"path": ["one.jpg"]})'
-        )
+    if isinstance(rows, list) and rows:
+        import pandas as pd
+
+        if all(isinstance(row, Mapping) for row in rows):
+            rows = pd.DataFrame(list(rows))
+        elif len(columns) == 1 and all(isinstance(row, str | os.PathLike) for row in rows):
+            rows = pd.DataFrame({columns[0]: [str(row) for row in rows]})
+    if isinstance(rows, list) or not hasattr(rows, "to_csv"):
+        hint = f"use a file, a table of pandas, or a list of dictionaries: [{{{shown}}}]"
+        raise DataError(f"rows are a {type(rows).__name__}", hint=hint)
     with tempfile.TemporaryDirectory(prefix="harness-") as folder:
         file = str(Path(folder, "rows.csv"))
         rows.to_csv(file, index=False, quoting=csv.QUOTE_ALL)  # pandas alone does not quote a carriage return

@@ -58,10 +58,11 @@ class TrainedModel(nn.Module):
     def preprocess(self, rows: Rows) -> Tensor:
         """Return the input of the model for ``rows``, in their order, on its device.
 
-        ``rows``: a CSV or Parquet file, or a table, as for ``harness.predict``, which suits large files: here all rows
-        are in memory at once. Raises HarnessError, also if a row cannot be read.
+        ``rows``: a CSV or Parquet file, a table, or a list of dictionaries, as for ``harness.predict``, which suits
+        large files: here all rows are in memory at once. A model with one input column also takes a list of its values,
+        such as paths of images below ``task.root``. Raises HarnessError, also if a row cannot be read.
         """
-        with as_file(rows) as (file, cache):
+        with as_file(rows, tuple(getattr(self._config.task, "input_columns", ()))) as (file, cache):
             task = predict.open_task(self._config, self._run, file, cache)
             batch = task.eval.batch(np.arange(len(task.eval)), None)
             if batch.bad:

@@ -59,7 +59,8 @@ def announce(run: Run) -> None:
                 log.warning("%s", warning)
             run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
     if run.finished():
-        longer = run.ended_early() or "raise train.epochs to train longer"
+        why = run.ended_early()
+        longer = f"it ended early: {why}" if why else "raise train.epochs to train longer"
         log.info("nothing left to train: step %d was the last; %s", run.state.step, longer)
 
 

@@ -295,7 +295,7 @@ def finish(run: Run, done: bool) -> None:
             state.step,
         )
         return
-    if why := run.ended_early():
+    if not state.ended and (why := run.ended_early()):  # a hook's reason is in the log already
         log.info("training ended early, at step %d: %s", state.step, why)
     if state.history:
         last = state.history[-1]

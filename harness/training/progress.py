@@ -44,7 +44,7 @@ class State:
     train_s: float = 0.0  # the part of it spent in training, on this rank
     history: list[dict[str, float]] = field(default_factory=list)  # one entry per evaluation
     plateau: Plateau = field(default_factory=Plateau)
-    ended: str = ""  # why a hook has ended training
+    ended: str = ""  # why a hook, or a loop of the user's own, has ended training
 
     def add_step(self, skipped: bool) -> None:
         self.step += 1

@@ -123,7 +123,7 @@ class Run:
         """Return why training is over before its last epoch or step; empty if it is not. The same on every rank."""
         state, patience = self.state, self.config.train.patience
         if state.ended:
-            return f"a hook ended it: {state.ended}"
+            return state.ended
         if patience is not None and state.since_best >= patience:
             evaluations = plural(state.since_best, "evaluation")
             return f"{self.config.best_metric} was not better in the last {evaluations} (train.patience)"

@@ -44,7 +44,7 @@ def test_defaults_follow_the_labels(tmp_path, options, kind, loss, metrics):
         ({**NUMBERS, "loss": {"class_weights": "balanced"}}, "task.loss.class_weights", "mse has no", "no settings"),
         ({"loss": {"name": "my.loss", "delta": 1.0}}, "task.loss.delta", "my.loss is not built in", "task.loss.args"),
         ({"metrics": ["rmse"]}, "task.metrics", "rmse is not a metric of single_label", "top1"),
-        ({"metrics": ["accuracy"]}, "task.metrics", "no metric 'accuracy'", "top1"),
+        ({"metrics": ["acuracy"]}, "task.metrics", "no metric 'acuracy'", "did you mean top1?"),
         ({"metrics": ["top0"]}, "task.metrics", "no metric 'top0'", "top1"),
         ({"metrics": ["torchmetrics.AUROC"]}, "task.metrics", "whether a higher AUROC is better", "better: max"),
         ({"metrics": ["top1", "top1"]}, "task.metrics", "top1 is listed twice", "key"),

@@ -245,6 +245,13 @@ def test_ranges_of_ranks_that_cannot_work(tmp_path, stripes, words, batch, said)
         assert said in str(caught.value)
 
 
+def test_more_ranks_than_logical_ranks_are_refused_before_any_starts(tmp_path, stripes):
+    config = str(elastic(tmp_path, stripes)[0])
+    with pytest.raises(ConfigError, match="4 logical ranks cannot be computed by 8 processes"):
+        launch.plan(config, ["launch.nproc=8"])
+    assert launch.plan(config, ["launch.nproc=8", "launch.local.min_ranks=1", "launch.max_restarts=1"])
+
+
 def test_numbers_of_ranks_that_fit(tmp_path, stripes):
     """Without logical ranks, those that divide the batch of 8 rows."""
     plain = launch.plan(str(write_config(tmp_path / "plain", stripes)), [])

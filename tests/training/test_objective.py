@@ -243,6 +243,9 @@ def test_class_without_rows_has_no_accuracy():
 def test_five_guesses_among_five_classes_or_fewer_are_always_right(classes):
     labels = SingleLabel(tuple(range(classes)))
     assert report_of(objective(labels, metrics=["top5", "top1"]), *batch(labels))["top5"] == 1
+    objective(labels, metrics=["top1", "top5"]).check(9)
+    with pytest.raises(ConfigError, match="top5 is 1 for any model"):  # and would choose the first checkpoint
+        objective(labels, metrics=["top5", "top1"]).check(9)
 
 
 def test_half_precision_outputs_are_summed_in_higher_precision():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness.config import plugins
-from harness.config.targets import Kind, LabelledTask, LossSection, TableTask
+from harness.config.targets import TOP, Kind, LabelledTask, LossSection, TableTask
 from harness.data.row_labels import ClassLabels, NoLabels, NumberLabels, RowLabels, TagLabels, indices
 from harness.data.table.labels import LabelColumns
 from harness.data.table.table import Table, open_table
@@ -258,6 +258,13 @@ class Objective:
                 f"{', '.join(self._keeping)} would keep {kept:,} outputs of the evaluation on each rank",
                 where="task.metrics",
                 hint="choose metrics that can be summed over batches, such as task.metrics=[macro_f1]",
+            )
+        deciding = next(iter(self._metric_names))
+        if self.labels.kind == "single_label" and TOP.fullmatch(deciding) and int(deciding[3:]) >= max(number, 2):
+            raise ConfigError(
+                f"{deciding} is 1 for any model: there are {plural(number, 'class')}",
+                where="task.metrics",
+                hint=f"use top1, which picks the best checkpoint, before {deciding}",
             )
         rows, generator = max(8, min(_MADE_UP_ROWS, 2 * number)), torch.Generator().manual_seed(0)
         outputs, targets = torch.randn(rows, number, generator=generator), self.labels.made_up(rows, generator)

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -173,6 +174,9 @@ def _find(name: str) -> tuple[Callable[..., nn.Module], str]:
     if name in models.list_models():
         return models.get_model_builder(name), "torchvision"
     built_in = plugins.names("model")
+    if Path(name, "config.json").is_file():
+        hint = f"use model.name={HUB}{name}, if this folder is a model of Hugging Face"
+        raise ConfigError(f"unknown model {name!r}", where="model.name", hint=hint)
     other = (
         f"use one of {', '.join(built_in)}, a torchvision model such as resnet18, timm:NAME, hf:FOLDER_OR_NAME, "
         "or package.module.Class"
