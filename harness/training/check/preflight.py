@@ -226,17 +226,17 @@ class _Trial:
             raise determinism.refused(audit.found)
 
     def _duration(self, left_s: float) -> str:
-        """Return the time of all steps in words, at the pace of a second one, of as many rows as the run's if they fit
-        into ``left_s`` and the memory. The first one is slower: it is audited, and allocates."""
+        """Return the time of all steps in words, at the pace of further steps: the first one is slower, because it is
+        audited and allocates. One of the same rows, then one of as many as in the run, each if it fits into ``left_s``
+        and the memory."""
         assert self.batch is not None
         num_rows, row_s, least = len(self.batch), self.step_s / len(self.batch), "at most"
-        most = left_s / row_s
-        if self.kept is not None:
-            most = min(most, machine.memory_of()[1] / 2 / (self.kept.num_bytes / num_rows + 1))
-        fitting = [rows for rows in (min(self.size.micro_batch, len(self.task.train)), num_rows) if rows <= most]
+        row_bytes, end = (self.kept.num_bytes / num_rows if self.kept else 0.0), time.monotonic() + left_s
         with suppress(Exception):  # of rows that were not tried
-            for rows in fitting[:1]:
+            for rows in (num_rows, min(self.size.micro_batch, len(self.task.train))):
                 start = time.monotonic()
+                if start + rows * row_s > end or rows * row_bytes > machine.memory_of()[1] / 2:
+                    break
                 if batch := _batch(self.task.train, rows, 0, "training"):
                     self.task.loss(_outputs(self, batch, "training", training=True), batch.targets).backward()
                     self.optimizer.step()
