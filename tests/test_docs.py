@@ -603,7 +603,7 @@ def for_targets(folder: Path) -> None:
 def check_targets(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
     """Each configuration that the page links accepts such a table."""
     linked = re.findall(r"configs/(\w+)\.yaml\)", PAGES["targets"])
-    assert linked == list(datasets.OWN_TABLES)
+    assert sorted(linked) == sorted(datasets.OWN_TABLES)
     for name in linked[1:]:
         made = datasets.own_table(folder / name, name)
         assert cli.main(["check", "-c", f"configs/{name}.yaml", *made]) == 0
