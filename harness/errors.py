@@ -14,8 +14,10 @@ import shlex
 import stat
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 EXIT_DONE = 0
 EXIT_OWN_CODE = 1  # as Python's own: code that the configuration names raised an error
@@ -78,6 +80,20 @@ def users_line(error: BaseException) -> str:
             found, in_harness = "", True
         trace = trace.tb_next
     return found or getattr(error.__cause__, "users_line", "")  # of an error that comes from another process
+
+
+def place_of(kind: type, method: str = "") -> str:
+    """Return "FILE:LINE" of ``method`` of the class ``kind``, or else of the class. Empty if neither has a source file
+    outside of the harness."""
+    import inspect  # late: the command line imports this module
+
+    parts: list[Any] = [getattr(kind, method, None), kind]
+    for part in parts:
+        with suppress(OSError, TypeError):  # of one without a source file
+            file = inspect.getsourcefile(inspect.unwrap(part))
+            if file and not file.startswith(_PACKAGE):
+                return f"{os.path.relpath(file)}:{inspect.getsourcelines(part)[1]}"
+    return ""
 
 
 def is_users(file: str) -> bool:

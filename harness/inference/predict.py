@@ -99,10 +99,16 @@ def open_task(config: Config, run: Path, source: str, cache_dir: str | None = No
         raise ConfigError(
             f"the task {section.name} cannot predict the rows of a file",
             where=str(run),
-            hint="image_csv and text_csv can; for pet_names use harness generate",
+            hint=_without_open_new(section.name),
         )
     cache = cache_dir or config.data.cache_dir
     return section.open_new(trained_run.learned(run), source, Path(cache) if cache else None)
+
+
+def _without_open_new(name: str) -> str:
+    if "." in name:
+        return "define Task.open_new(learned, source, cache_dir) in it; see docs/add_a_task.md#optional-members"
+    return "image_csv and text_csv can; for pet_names use harness generate"
 
 
 def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> int:

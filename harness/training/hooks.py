@@ -8,9 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +16,16 @@ from harness.config import plugins, signatures
 from harness.config.schema import HookSection
 from harness.distributed import collective_errors
 from harness.distributed.runtime import Runtime
-from harness.errors import ConfigError, HarnessError, OwnCodeError, first_line, plural, similar, users_line
+from harness.errors import (
+    ConfigError,
+    HarnessError,
+    OwnCodeError,
+    first_line,
+    place_of,
+    plural,
+    similar,
+    users_line,
+)
 from harness.training.own_state import require_plain
 from harness.training.progress import State
 
@@ -155,7 +162,7 @@ def _require_methods(made: type, name: str) -> None:
         what = f"{name} has {odd}, which is never called" if odd else f"{name} has no method of a hook"
         every = ", ".join(f"{method}({arguments})" for method, arguments in _CALLS.items())
         hint = f"did you mean {near}?" if near else f"define any of {every}"
-        raise ConfigError(what, where=_line(made, odd), hint=hint)
+        raise ConfigError(what, where=place_of(made, odd) or name, hint=hint)
     for method, arguments in known.items():
         if not hasattr(made, method):
             continue
@@ -165,16 +172,11 @@ def _require_methods(made: type, name: str) -> None:
         except TypeError:
             what = f"{method} of {name} cannot be called with {plural(count, 'argument')}"
             shown = f"self, {arguments}" if arguments else "self"
-            raise ConfigError(what, where=_line(made, method), hint=f"define it as def {method}({shown})") from None
+            raise ConfigError(
+                what, where=place_of(made, method) or name, hint=f"define it as def {method}({shown})"
+            ) from None
     if hasattr(made, "state_dict") != hasattr(made, "load_state_dict"):
         hint = "define both: a checkpoint holds what state_dict() returns, and load_state_dict(state) restores it"
-        raise ConfigError(f"{name} has only one of state_dict and load_state_dict", where=_line(made), hint=hint)
-
-
-def _line(made: type, method: str = "") -> str:
-    """Return "FILE:LINE" of the class, or of its method; the name of the class without source."""
-    parts: list[Any] = [getattr(made, method, None), made]
-    for part in parts:
-        with suppress(OSError, TypeError):
-            return f"{os.path.relpath(inspect.getsourcefile(part) or '')}:{inspect.getsourcelines(part)[1]}"
-    return made.__qualname__
+        raise ConfigError(
+            f"{name} has only one of state_dict and load_state_dict", where=place_of(made) or name, hint=hint
+        )

@@ -21,7 +21,7 @@ from harness.training.optimizer.optim import clear_gradients
 from harness.training.progress import Used
 from harness.training.run import Run
 from harness.training.strategies.sharding import full
-from harness.training.task import Report
+from harness.training.task import Report, require_loss
 
 Losses = list[tuple[Tensor, MicroBatch]]  # of the micro-batches of a step
 
@@ -110,6 +110,7 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
             inputs, share = mixed(train, run.config.seed, run.step, prepare(run, micro.batch.inputs))
             outputs = run.parallel.model(inputs)
             loss = mixed_loss(run.task.loss, outputs, micro.batch.targets, share)
+            require_loss(run.task, loss)
             weighted = loss if micro.weight == 1.0 else loss * micro.weight
             timer.end("forward")
             with precision.scale_loss(weighted, run.optimizer, delay_unscale=not ends_step) as scaled:

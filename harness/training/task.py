@@ -24,7 +24,7 @@ from harness.config.schema import ModelSection, TaskSection
 from harness.data.arrays import Arrays
 from harness.data.batch import Batch, Dataset
 from harness.data.seeds import row_seed, seeded_torch
-from harness.errors import ConfigError
+from harness.errors import ConfigError, OwnCodeError, TrainingError, place_of
 from harness.training.evaluation.metrics import Columns, Pairs, Report, Sums
 from harness.training.evaluation.objective import Classification, Supervised
 from harness.training.evaluation.prediction_files import RowFiles
@@ -191,7 +191,8 @@ class SupportsSignature(Protocol):
 
 
 def open_data(section: TaskSection, seed: int, cache_dir: Path | None) -> OpenedTask:
-    """Open the data of the task. Raises ConfigError if what ``Task.open`` returns lacks a member of OpenedTask."""
+    """Open the data of the task. Raises ConfigError if what ``Task.open`` returns lacks a member of OpenedTask, or one
+    of its datasets a method."""
     opened = section.open(seed, cache_dir)
     members = [member for member in vars(OpenedTask) if not member.startswith("_")]
     missing = [member for member in members if inspect.getattr_static(opened, member, None) is None]
@@ -199,7 +200,51 @@ def open_data(section: TaskSection, seed: int, cache_dir: Path | None) -> Opened
         kind = type(opened).__name__
         raise ConfigError(
             f"Task.open of {section.name} returns an object of type {kind} without {', '.join(missing)}",
-            where="task.name",
+            where=place_of(type(opened)) or "task.name",
             hint="add them: harness.training.task.OpenedTask documents each, and docs/add_a_task.md shows an example",
         )
+    for split in ("train", "eval"):
+        _require_dataset(section, split, getattr(opened, split))
     return cast(OpenedTask, opened)
+
+
+def _require_dataset(section: TaskSection, split: str, dataset: object) -> None:
+    kind = type(dataset)
+    has = {"__len__()": hasattr(kind, "__len__"), "batch(rows, epoch)": callable(getattr(dataset, "batch", None))}
+    if not all(has.values()):
+        raise ConfigError(
+            f"{split} of the task {section.name} is of type {kind.__name__}, which has no "
+            f"{' and no '.join(method for method, there in has.items() if not there)}",
+            where=place_of(kind) or "task.name",
+            hint="a dataset has __len__(), the number of all rows, and batch(rows, epoch), which returns a Batch; "
+            "docs/add_a_task.md and harness/data/arrays.py have an example",
+        )
+
+
+def require_loss(task: OpenedTask, loss: object) -> None:
+    """Raise an error unless ``loss`` is one number to differentiate. Its value is not looked at, for which the host
+    would wait."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = described(loss)
+    elif not loss.requires_grad:
+        found = "a number without a gradient"
+    else:
+        return
+    hint = "return the mean over the rows, one number, as torch's functions compute it from the outputs"
+    raise wrong_return(task, "loss", found, hint)
+
+
+def described(value: object) -> str:
+    """Return the kind of ``value``, in words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return "nothing" if value is None else f"a value of type {type(value).__name__}"
+
+
+def wrong_return(task: OpenedTask, method: str, found: str, hint: str) -> TrainingError:
+    """Return the error for ``found``, which ``method`` of ``task`` returned: of the user's own code, if that is."""
+    where = place_of(type(task), method)
+    kind = OwnCodeError if where else TrainingError
+    return kind(f"{type(task).__name__}.{method}() returned {found}", where=where or "task", hint=hint)

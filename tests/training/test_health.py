@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from harness.errors import DataError, TrainingError
+from harness.errors import DataError, OwnCodeError, TrainingError
 from harness.training import loop
 from harness.training.health import Health
 from harness.training.progress import State
@@ -240,8 +240,8 @@ def test_evaluation_without_a_readable_row(start, tmp_path):
     [
         (torch.tensor(0.5), ""),
         (np.float32(0.5), ""),
-        ("x", "report() of the task returned 'x' for metric 'loss'"),
-        (None, "report() of the task returned no metric 'loss'"),
+        ("x", "ImageCsv.report() returned 'x' for metric 'loss'"),
+        (None, "ImageCsv.report() returned no metric 'loss', only "),
     ],
 )
 def test_report_of_a_task_is_checked(start, monkeypatch, value, message):
@@ -254,7 +254,9 @@ def test_report_of_a_task_is_checked(start, monkeypatch, value, message):
 
     monkeypatch.setattr(type(run.task), "report", changed)
     if message:
-        assert message in failure(run)
+        with pytest.raises(OwnCodeError) as raised:
+            loop.train(run)
+        assert message in str(raised.value)
     else:
         assert loop.train(run)
         assert run.state.history[0]["loss"] == 0.5

@@ -1,21 +1,170 @@
-"""The interface of a task: what a module of the user's must have, and what it finds in one place."""
+"""The interface of a task: what a module of the user's must have, and how its faults are reported."""
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+import yaml
+from torch import nn
 
+from harness.apex import amp
+from harness.config import loader
 from harness.config.schema import TaskSection
-from harness.errors import ConfigError
-from harness.training.task import open_data
+from harness.data.batch import Batch
+from harness.distributed.runtime import Runtime
+from harness.errors import EXIT_OWN_CODE, ConfigError, HarnessError, OwnCodeError
+from harness.inference import predict
+from harness.training import loop, main
+from harness.training.check import preflight
+from harness.training.task import Arrays, Supervised, open_data, wrong_return
+
+HERE = "tests/training/test_task.py"
+
+
+class Task(TaskSection):
+    """Learn y = 2x, with a fault."""
+
+    fault: str = ""
+
+    def open(self, seed: int, cache_dir: Path | None) -> object:
+        return Line(self.fault)
+
+
+class Unsized:
+    def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
+        raise NotImplementedError
+
+
+class Line:
+    notes, fingerprint, summary = (), "line", {"kind": "a line"}
+
+    def __init__(self, fault: str) -> None:
+        x = np.linspace(-1, 1, 10, dtype=np.float64 if fault == "float64" else np.float32)[:, None]
+        self.fault = fault
+        self.train = Arrays(x, 2 * x)
+        self.eval = {"no __len__": Unsized(), "no method": object()}.get(fault, self.train)
+
+    def label_counts(self, start, stop):
+        return None
+
+    def model(self, section):
+        return nn.Linear(1, 1)
+
+    def prepare(self, inputs):
+        return inputs
+
+    def loss(self, outputs, targets):
+        errors = (outputs - targets).square()
+        wrong = {"rows": errors[:, 0], "float": errors.mean().item(), "detached": errors.detach().mean(),
+                 "nan": errors.mean() * torch.nan}  # fmt: skip
+        return wrong.get(self.fault, errors.mean())
+
+    def evaluate(self, outputs, targets):
+        errors = (outputs - targets).square()
+        right = {"loss": (errors.sum(), torch.tensor(len(errors)))}
+        wrong = {"a number": errors.sum(), "numbers": {"loss": (1.0, 2)}, "unsummed": {"loss": (errors, errors)}}
+        return wrong.get(self.fault, right)
+
+    def report(self, sums):
+        wrong = {"misspelled": {"los": 1.0}, "text": {"loss": "low"}, "no return": None}
+        return wrong.get(self.fault, {"loss": sums.pairs["loss"][0].sum().item()})
+
+
+def configured(folder: Path, fault: str) -> str:
+    tree = {
+        "name": "line", "task": {"name": "tests.training.test_task", "fault": fault}, "output": str(folder / "runs"),
+        "data": {"num_workers": 0}, "model": {"name": "linear"}, "batch": {"global": 4, "eval_per_rank": 6},
+        "optimizer": {"name": "sgd", "lr": 0.1}, "train": {"epochs": 1, "deterministic": False},
+        "precision": {"opt_level": "O0"}, "runtime": {"device": "cpu"},
+    }  # fmt: skip
+    (folder / "line.yaml").write_text(yaml.safe_dump(tree))
+    return str(folder / "line.yaml")
+
+
+def checked(folder: Path, fault: str) -> list[HarnessError]:
+    return preflight.examine(configured(folder, fault), (), 1)[1]
+
+
+def train(folder: Path, fault: str) -> None:
+    amp.reset()
+    try:
+        with main.RunStart(loader.load(configured(folder, fault)), Runtime()) as run:
+            loop.train(run)
+    finally:
+        amp.reset()
+
+
+RETURNS = [
+    ("rows", "Line.loss() returned a tensor of shape (4,)\n  -> return the mean over the rows"),
+    ("float", "Line.loss() returned a value of type float\n"),
+    ("detached", "Line.loss() returned a number without a gradient\n"),
+    ("a number", "Line.evaluate() returned a tensor of shape ()\n  -> return {name: (sum, count)}"),
+    ("numbers", "Line.evaluate() returned (float, int) for 'loss'\n"),
+    ("misspelled", "Line.report() returned no metric 'loss', only 'los'\n  -> return a dictionary with a number for"),
+    ("text", "Line.report() returned 'low' for metric 'loss'\n"),
+    ("no return", "Line.report() returned nothing\n"),
+]
+
+
+@pytest.mark.parametrize(("fault", "message"), RETURNS, ids=[fault for fault, _ in RETURNS])
+def test_what_a_method_must_not_return(tmp_path, fault, message):
+    """Named alike by a check and by training, with the place of the method."""
+    place = f"{HERE}:{inspect.getsourcelines(getattr(Line, message[5:].partition('(')[0]))[1]}: "
+    (found,) = checked(tmp_path, fault)
+    with pytest.raises(OwnCodeError) as caught:
+        train(tmp_path, fault)
+    for error in (found, caught.value):
+        assert str(error).startswith(place + message)
+        assert error.exit_code == EXIT_OWN_CODE
+
+
+def test_sums_that_depend_on_the_number_of_rows(tmp_path):
+    with pytest.raises(OwnCodeError, match=r"of shape \(4, 1\) for 'loss', after one of shape \(6, 1\) for another"):
+        train(tmp_path, "unsummed")
+
+
+def test_loss_that_is_not_finite_names_only_settings_of_the_task(tmp_path):
+    (found,) = checked(tmp_path, "nan")
+    assert found.message == "loss() of the task returned nan with the initial weights"
+    assert found.where.startswith(HERE)
+    assert found.hint == "check the inputs and labels of the first rows and loss()"
+
+
+def test_wrong_return_of_inherited_method_names_the_own_class():
+    class Own(Supervised):
+        pass
+
+    error = wrong_return(Own(), "loss", "nothing", "")
+    assert error.where == f"{HERE}:{inspect.getsourcelines(Own)[1]}"
+    assert type(wrong_return(Supervised(), "loss", "nothing", "")) is not OwnCodeError
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("no __len__", "eval of the task tests.training.test_task is of type Unsized, which has no __len__()\n"),
+        ("no method", "is of type object, which has no __len__() and no batch(rows, epoch)\n"),
+    ],
+)
+def test_missing_methods_of_a_dataset_are_named(tmp_path, fault, message):
+    (found,) = checked(tmp_path, fault)
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path, fault)
+    for error in (found, caught.value):
+        assert message in str(error)
+        is_own = fault == "no __len__"
+        assert error.where == (f"{HERE}:{inspect.getsourcelines(Unsized)[1]}" if is_own else "task.name")
 
 
 def test_missing_members_are_named():
     opened = SimpleNamespace(**dict.fromkeys(
         ("train", "eval", "summary", "notes", "fingerprint", "label_counts", "model", "prepare", "loss", "evaluate",
-         "report"), 1))  # fmt: skip
+         "report"), Arrays(np.zeros(1), np.zeros(1))))  # fmt: skip
 
     class Task(TaskSection):
         def open(self, seed: int, cache_dir: Path | None) -> object:
@@ -32,3 +181,10 @@ def test_missing_members_are_named():
 def test_section_without_open_is_reported():
     with pytest.raises(NotImplementedError, match=r"Task does not define open\(seed, cache_dir\)"):
         open_data(TaskSection(name="x"), 0, None)
+
+
+def test_prediction_of_a_task_without_open_new_says_what_to_define(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"-> define Task.open_new\(learned, source, cache_dir\) in it; see docs/add_a"
+    ):
+        predict.open_task(loader.load(configured(tmp_path, "")), tmp_path, "new.csv")

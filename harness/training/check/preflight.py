@@ -25,6 +25,7 @@ from harness.errors import (
     OwnCodeError,
     TrainingError,
     first_line,
+    place_of,
     plural,
     readable,
     users_line,
@@ -40,7 +41,7 @@ from harness.training.evaluation.metrics import Sums
 from harness.training.models import lora, recompute, weights
 from harness.training.optimizer import on_gradients, optim, precision
 from harness.training.strategies.base import strategy_class
-from harness.training.task import OpenedTask, SupportsPredictions, SupportsSample
+from harness.training.task import OpenedTask, SupportsPredictions, SupportsSample, require_loss
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -336,7 +337,8 @@ def _train(run: _Trial, audit: Audit) -> str:
             outputs = _outputs(run, batch, "training", training=True)
             with _stage("loss() of the task", "training"):
                 loss = run.task.loss(outputs, batch.targets)
-        _require_loss(loss)
+            require_loss(run.task, loss)
+        _require_finite(run, loss)
         run.kept = kept
         with _stage("the backward pass", "training"):
             loss.backward()
@@ -359,9 +361,9 @@ def _evaluate(run: _Trial, audit: Audit) -> str:
         outputs = _outputs(run, batch, "validation", training=False)
         with _stage("evaluate() of the task", "validation"):
             sums = Sums()
-            sums.add(task.evaluate(outputs, batch.targets))
+            evaluate.add_pairs(sums, task, outputs, batch.targets)
         with _stage("report() of the task", "validation"):
-            evaluate.numbers(task.report(sums), run.config.task.metrics)
+            evaluate.numbers(task, sums, run.config.task.metrics)
         if isinstance(task, SupportsPredictions):
             with _stage("predictions() or known() of the task", "validation"):
                 task.predictions(outputs)
@@ -385,17 +387,14 @@ def _outputs(run: _Trial, batch: Batch, split: str, training: bool) -> Tensor:
     return outputs
 
 
-def _require_loss(loss: object) -> None:
-    hint = "check the inputs and labels of the first rows, task.mean and task.std, and loss()"
-    if not isinstance(loss, Tensor):
-        found = f"a value of type {type(loss).__name__} instead of one number"
-    elif loss.numel() != 1:
-        found = f"a value of shape {tuple(loss.shape)} instead of one number"
-    elif not torch.isfinite(loss):
-        found = f"{loss.item()} with the initial weights"
-    else:
-        return
-    raise TrainingError(f"loss() of the task returned {found}", where="task", hint=hint)
+def _require_finite(run: _Trial, loss: Tensor) -> None:
+    if not torch.isfinite(loss):
+        known = [f"task.{key}" for key in ("mean", "std") if hasattr(run.config.task, key)]
+        raise TrainingError(
+            f"loss() of the task returned {loss.item()} with the initial weights",
+            where=place_of(type(run.task), "loss") or "task",
+            hint=f"check {', '.join(['the inputs and labels of the first rows', *known])} and loss()",
+        )
 
 
 @contextmanager

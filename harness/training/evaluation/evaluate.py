@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass, replace
 from itertools import chain
-from typing import Protocol, TypeGuard
+from typing import Protocol, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -15,10 +15,10 @@ import torch
 from harness.config.schema import Config
 from harness.data.batch import Dataset
 from harness.data.loader import StoppedWaiting
-from harness.errors import DataError, TrainingError
-from harness.training.evaluation.metrics import Report, Sums, reduced
+from harness.errors import DataError
+from harness.training.evaluation.metrics import Pairs, Report, Rows, Sums, reduced
 from harness.training.run import Run, unreadable
-from harness.training.task import OpenedTask
+from harness.training.task import OpenedTask, described, wrong_return
 
 log = logging.getLogger("harness")
 
@@ -52,7 +52,7 @@ def evaluate(run: Run) -> Report | None:
                     rows += len(batch)
                     ranks.activate(rank)
                     outputs = module(prepare(run, batch.inputs))
-                    sums[rank].add(run.task.evaluate(outputs, batch.targets))
+                    add_pairs(sums[rank], run.task, outputs, batch.targets)
                 run.progress.step()
     except StoppedWaiting:
         return None
@@ -79,7 +79,7 @@ def report(run: Run, total: Sums) -> Report:
     a metric may sample rows, or round differently on another processor. Collective; an error on any rank is raised on
     all."""
     with run.runtime.together("computing the metrics"):
-        found = numbers(run.task.report(total), run.config.task.metrics)
+        found = numbers(run.task, total, run.config.task.metrics)
     return {**found, **run.runtime.from_first({key: value for key, value in found.items() if is_number(value)})}
 
 
@@ -87,18 +87,45 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float)
 
 
-def numbers(report: Report, names: Iterable[str]) -> Report:
-    """Return ``report``, with a number for each of the metrics ``names``. Raises TrainingError."""
+def add_pairs(sums: Sums, task: OpenedTask, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """Add to ``sums`` what the task's ``evaluate`` returns. Raises TrainingError if that is not pairs."""
+    pairs: object = task.evaluate(outputs, targets)
+    if wrong := _wrong(pairs, sums):
+        hint = "return {name: (sum, count)}: two tensors, each added up over the rows of the batch"
+        raise wrong_return(task, "evaluate", wrong, hint)
+    sums.add(cast(Pairs, pairs))
+
+
+def _wrong(pairs: object, sums: Sums) -> str:
+    """Return what in ``pairs`` cannot be added to ``sums``, in words; empty if nothing."""
+    if not isinstance(pairs, Mapping):
+        return described(pairs)
+    for name, pair in pairs.items():
+        if isinstance(pair, Rows):
+            continue
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(p, torch.Tensor) for p in pair)):
+            return f"{described(pair)} for {name!r}"
+        for new, known in zip(pair, sums.pairs.get(name, pair), strict=True):
+            if new.numel() != known.numel():
+                return f"{described(new)} for {name!r}, after one of shape {tuple(known.shape)} for another batch"
+    return ""
+
+
+def numbers(task: OpenedTask, sums: Sums, names: Iterable[str]) -> Report:
+    """Return the task's report on ``sums``, with a number for each of the metrics ``names``. Raises TrainingError."""
+    report: Report = task.report(sums)
+    hint = f"return a dictionary with a number for each metric that the task declares: {', '.join(names)}"
+    if not isinstance(report, Mapping):
+        raise wrong_return(task, "report", described(report), hint)
     for name in names:
         value = report.get(name)
         if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             value = value.item()
         if not is_number(value):
-            found = f"{value!r:.80} for" if name in report else "no"
-            raise TrainingError(
-                f"report() of the task returned {found} metric {name!r}",
-                hint=f"return a dictionary with a number for each metric that the task declares: {', '.join(names)}",
-            )
+            found = f"{value!r:.80} for metric {name!r}"
+            if name not in report:
+                found = f"no metric {name!r}, only {', '.join(map(repr, report)) or 'an empty dictionary'}"
+            raise wrong_return(task, "report", found, hint)
         report = {**report, name: value}
     return report
 
