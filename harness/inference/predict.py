@@ -178,6 +178,8 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         log.warning("images that could not be read: %d; their rows have no prediction", written.bad)
     ranks = plural(runtime.world_size, "rank")
     rate = written.rows / seconds
+    if runtime.rank == 0 and written.fit:
+        log.info("labels of %s: %s", request.source, written.fit)
     log.info("%s: %s in %.1f s (%.0f rows/s, %s)", request.out, plural(written.rows, "row"), seconds, rate, ranks)
     return EXIT_DONE
 

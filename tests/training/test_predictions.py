@@ -131,6 +131,12 @@ def test_file_that_another_process_writes_is_left_alone(folder):
     assert again.finish().rows == GROUP_ROWS
 
 
+def test_error_of_numbers_whose_labels_are_text(tmp_path):
+    file = predictions.PredictionFile(tmp_path / "x.csv")
+    file.add(pa.table({"id": [0, 1, 2], "prediction": [1.0, 2.0, 3.0], "label": ["1.5", "", "1"]}), 0, {})
+    assert file.finish().fit == f"root mean square error of prediction {((0.5**2 + 2**2) / 2) ** 0.5:.5g}"
+
+
 def test_wrong_rows_and_pairs_for_trackers(folder):
     """Over all rows of the file; the samples have the first rows of each class, but for those that cannot be read."""
     rows = Rows(500, frozenset([3, 77]))
@@ -148,6 +154,8 @@ def test_wrong_rows_and_pairs_for_trackers(folder):
     assert written.wrong.table()[ROW].to_pylist() == first_of_each(wrong)
     pairs = read.groupby(["label", "prediction"]).size()
     assert written.pairs == {(str(label), prediction): count for (label, prediction), count in pairs.items()}
+    right = len(read) - len(wrong)
+    assert written.fit == f"{right} of {len(read)} labels predicted ({right / len(read):.4f})"
     first, second = predictions._samples(rows, written)
     assert (first.name, second.name) == ("predictions", "wrong")
     assert (first.confusion.counts.sum(), second.confusion) == (498, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import torch
 from torch import Tensor, nn
@@ -237,6 +239,16 @@ class Written:
     some: SomeRows = field(default_factory=lambda: SomeRows())
     wrong: SomeRows = field(default_factory=lambda: SomeRows())  # whose prediction is not the label
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)  # {(label, prediction): number of rows}
+    squares: dict[str, tuple[float, int]] = field(default_factory=dict)  # {column: (squared errors, rows)}
+
+    @property
+    def fit(self) -> str:
+        """How well the predictions fit the labels of the rows, in words; empty without labels."""
+        if total := self.pairs.total():
+            right = sum(count for (label, prediction), count in self.pairs.items() if label == prediction)
+            return f"{right:,} of {plural(total, 'label')} predicted ({right / total:.4f})"
+        found = [f"{name} {math.sqrt(total / rows):.5g}" for name, (total, rows) in self.squares.items() if rows]
+        return f"root mean square error of {', '.join(found)}" if found else ""
 
 
 class SomeRows:
@@ -323,6 +335,7 @@ class PredictionFile:
         begins at row ``first``. Of a regression, whose numbers nearly always differ, only the first rows."""
         numbered = table.append_column(ROW, pa.array(np.arange(first, first + len(table))))
         names = [name for name in ("label", "prediction") if name in table.column_names]
+        self._add_squares(table)
         if any(pa.types.is_floating(table[name].type) for name in names) or "prediction" not in names:
             self._written.some.add(numbered, [None] * len(table))
             return
@@ -334,6 +347,15 @@ class PredictionFile:
             self._written.pairs.update((classes[row], predicted[row]) for row in labelled)
             wrong = [row for row in labelled if classes[row] != predicted[row]]
             self._written.wrong.add(numbered.take(pa.array(wrong, pa.int64())), [classes[row] for row in wrong])
+
+    def _add_squares(self, table: pa.Table) -> None:
+        """Add the squared errors of a regression, whose labels may be text."""
+        for name in table.column_names:
+            label = name.replace("prediction", "label", 1)
+            if name.startswith("prediction") and pa.types.is_floating(table[name].type) and label in table.column_names:
+                errors = table[name].to_pandas() - pd.to_numeric(table[label].to_pandas(), errors="coerce")
+                total, rows = self._written.squares.get(name, (0.0, 0))
+                self._written.squares[name] = total + float((errors**2).sum()), rows + int(errors.count())
 
     def _open(self, first: pa.Table) -> None:
         """Write the header, by the columns of ``first``."""
