@@ -134,6 +134,7 @@ _REMEDIES = {
     errno.ENOTDIR: "a part of this path is a file, not a folder: correct the path",
     errno.ELOOP: "symbolic links in this path form a loop: remove them",
 }
+_OF_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE}
 _MAX_NAMES = 10_000  # of a folder, compared with a missing one
 _ERRNO = re.compile(r"(?:os error|errno) (\d+)", re.IGNORECASE)
 
@@ -164,6 +165,11 @@ def remedy(error: BaseException, then: str = "") -> str:
     found = system_error(error)
     known = _REMEDIES.get(found.errno or 0) if found else None
     return f"{known}; {then}" if known and then else known or then.removeprefix("or ")
+
+
+def is_of_machine(error: BaseException) -> bool:
+    """Return True for a failed system call that no other path would mend: the disk, or a limit of this machine."""
+    return isinstance(error, OSError) and error.errno in _OF_MACHINE
 
 
 def has_remedy(error: BaseException) -> bool:

@@ -43,6 +43,7 @@ from harness.errors import (
     OwnCodeError,
     TrainingError,
     first_line,
+    is_of_machine,
     portable,
     readable,
     users_line,
@@ -312,8 +313,7 @@ def _portable(error: BaseException, doing: str) -> HarnessError:
     if isinstance(known, HarnessError):
         return known
     text, where = f"{doing}: {type(error).__name__}: {readable(error)}", users_line(error)
-    is_own = where and not isinstance(error, OSError)  # of a disk, more often than of the code that reads it
-    return OwnCodeError(text, where=where) if is_own else HarnessError(text)
+    return OwnCodeError(text, where=where) if where and not is_of_machine(error) else HarnessError(text)
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from harness.errors import (
     exit_code_of,
     first_line,
     has_remedy,
+    is_of_machine,
     readable,
     reason,
     remedy,
@@ -239,7 +240,7 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
     if found := memory.explained(error, run) or determinism.explained(error):
         return found
     if isinstance(error, OSError) and has_remedy(error):
-        own = users_line(error)
+        own = "" if is_of_machine(error) else users_line(error)
         kind, what = TrainingError, f"a file could not be read or written: {reason(error)}"
         if own:
             kind, what = OwnCodeError, f"{type(error).__name__}: {first_line(error)}"
