@@ -135,6 +135,11 @@ def test_loss_that_is_not_finite_names_only_settings_of_the_task(tmp_path):
     assert found.hint == "check the inputs and labels of the first rows and loss()"
 
 
+def test_float64_inputs_pass_the_check_and_train(tmp_path):
+    assert checked(tmp_path, "float64") == []
+    train(tmp_path, "float64")
+
+
 def test_wrong_return_of_inherited_method_names_the_own_class():
     class Own(Supervised):
         pass

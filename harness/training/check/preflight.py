@@ -306,7 +306,7 @@ class _Trial:
         if self.batch is None:
             return None, "no row could be tried"
         try:
-            inputs = evaluate.prepare(self, self.batch.inputs)
+            inputs = _inputs(self, self.batch)
             kept = memory.kept_of_shapes(self.model, inputs, self.size.micro_batch)
             return kept.num_bytes, "computed from the shapes"
         except Exception as error:  # of the model, which may need values
@@ -379,9 +379,17 @@ def _batch(dataset: Dataset, num_rows: int, epoch: int | None, split: str) -> Ba
     return batch if len(batch) else None
 
 
+def _inputs(run: _Trial, batch: Batch) -> Tensor:
+    """Return the input of the model; instead of float64 in float32, as amp casts it at every level."""
+    inputs = evaluate.prepare(run, batch.inputs)
+    is_double = isinstance(inputs, Tensor) and inputs.dtype is torch.float64
+    own_double = any(param.dtype is torch.float64 for param in run.model.parameters())
+    return inputs.float() if is_double and not own_double else inputs
+
+
 def _outputs(run: _Trial, batch: Batch, split: str, training: bool) -> Tensor:
     with _stage("prepare() of the task", split):
-        inputs = evaluate.prepare(run, batch.inputs)
+        inputs = _inputs(run, batch)
     with _stage(f"the model {run.config.model.name}", split):
         outputs: Tensor = run.model.train(training)(inputs)
     return outputs
