@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.util
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +33,7 @@ __all__ = ["COMMAND_LINE", "as_tree", "config_class", "json_schema", "load", "lo
 
 Content = TypeVar("Content", bound=BaseModel)
 Problem = tuple[str, str]  # dotted key, sentence
+_IN_FOLDER = "the folder of the configuration has it: run the command in {0}, or set PYTHONPATH={0}"
 _RENAMED = {
     "tuple_type": "it should be a list",
     "list_type": "it should be a list",
@@ -53,7 +56,7 @@ def load(
     settings. Raises ConfigError.
     """
     raw, origins = merged(Path(path), overrides, written_at or {})
-    cls, problems = _config_class(raw, launching)
+    cls, problems = _config_class(raw, launching, Path(path).parent)
     if any(key == "task.name" for key, _ in problems):
         raw = {**raw, "task": {"name": "unknown.task"}}
     config, found = _validated(cls, raw)
@@ -66,12 +69,25 @@ def load(
 
 
 def _beside(config: Config, folder: Path) -> Iterator[Problem]:
-    """Yield the tables of the task that are in ``folder``, that of the configuration, and not in the working folder."""
+    """Yield the tables of the task and the user's own modules that are in ``folder``, that of the configuration, and
+    not in the working folder."""
     for key, value in flatten({"task": config.task.model_dump(mode="json")}).items():
         is_table = isinstance(value, str) and value.endswith((".csv", ".csv.gz", ".parquet"))
         if is_table and not Path(value).exists() and (folder / value).is_file():
             what = f"{value} is looked for in the working folder, but is in that of the configuration"
             yield key, f"{what}\n     -> run the command in {folder}, or set {key}={folder / value}"
+    for key, value in flatten(as_tree(config)).items():
+        if key.endswith((".name", ".on_gradients")) and "." in str(value) and _in_folder(str(value), folder):
+            yield key, f"there is no module {value} in the working folder\n     -> {_IN_FOLDER.format(folder)}"
+
+
+def _in_folder(name: str, folder: Path) -> bool:
+    """Return True if ``folder`` has the first part of the dotted ``name``, a module or a package, and Python would not
+    find it."""
+    first = name.partition(".")[0]
+    if not first.isidentifier() or not ((folder / f"{first}.py").is_file() or any((folder / first).glob("*.py"))):
+        return False
+    return first not in sys.modules and importlib.util.find_spec(first) is None
 
 
 def load_as(
@@ -173,16 +189,18 @@ def _config_class_of(task: Any, schedule: Any, launch: type[LaunchSection]) -> t
     )  # fmt: skip
 
 
-def _config_class(raw: dict[str, Any], launching: bool) -> tuple[type[Config], list[Problem]]:
-    """Config with the sections of the task, the schedule and the engines that ``raw`` names, and the reasons where
-    there is none."""
+def _config_class(raw: dict[str, Any], launching: bool, folder: Path) -> tuple[type[Config], list[Problem]]:
+    """Config with the sections of the task, the schedule and the engines that ``raw``, in ``folder``, names, and the
+    reasons where there is none."""
     problems: list[Problem] = []
 
     def found(key: str, make: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return make(*arguments)
         except ConfigError as error:
-            problems.append((key, f"{error.message}; {error.hint}"))
+            lacks = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+            beside = lacks is not None and _in_folder(lacks, folder)
+            problems.append((key, f"{error.message}; {_IN_FOLDER.format(folder) if beside else error.hint}"))
 
     task = found("task.name", _task_class, raw.get("task"))
     schedule = found("schedule.name", schedule_class, raw.get("schedule"))

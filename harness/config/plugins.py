@@ -114,8 +114,12 @@ def import_own(kind: str, name: str, where: str, holds: str = "") -> Any:
 
 
 def _nearest(name: str, error: BaseException) -> str:
-    """Return a hint with the nearest name of the module that lacks ``name``, if that is why its import failed."""
+    """Return a hint for the name of a file; or with the nearest name of the module that lacks ``name``, if that is why
+    its import failed."""
     package, _, attribute = name.rpartition(".")
+    if attribute == "py":
+        dotted = package.replace("/", ".").strip(".")
+        return f"write {dotted}{'' if '.' in dotted else '.Class'}, without .py and with dots between folders"
     if not (isinstance(error, AttributeError) and inspect.ismodule(error.obj) and error.name == attribute):
         return ""
     near = similar(attribute, vars(error.obj)) if error.obj.__name__ == package else None
@@ -149,10 +153,20 @@ def wrong_kind(name: str, base: str, where: str) -> ConfigError:
 
 
 def unknown(kind: str, name: str, known: Iterable[str], where: str, otherwise: str = "") -> ConfigError:
-    """Return the error for a name that is not built in, with the nearest spelling; if there is none, with ``otherwise``
-    as hint, or the known names."""
+    """Return the error for a name that is not built in, with the user's module of that name; if there is none, with the
+    nearest spelling; or with ``otherwise`` as hint, or the known names."""
     known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=1)
-    otherwise = otherwise or f"use one of {', '.join(known)}, or your own package.module"
-    hint = f"did you mean {near[0]}?" if near else otherwise
+    otherwise = otherwise or f"use one of {', '.join(known)}, or your own package.module or module.Class"
+    hint = _own_module(kind, name) or (f"did you mean {near[0]}?" if near else otherwise)
     return ConfigError(f"unknown {kind} {name!r}", where=where, hint=hint)
+
+
+def _own_module(kind: str, name: str) -> str:
+    """Return a hint with the dotted name, if ``name`` is that of a module or a package in the working folder."""
+    holds = KINDS[kind].holds if kind in KINDS else "Class"
+    if holds and name.isidentifier() and Path(f"{name}.py").is_file():
+        return f"for your own {name}.py, write {name}.{holds}, with the name of the class in it"
+    modules = sorted(path.stem for path in Path(name).glob("[!_]*.py")) if name.isidentifier() else []
+    dotted = " or ".join(f"{name}.{module}" for module in modules[:3])
+    return f"for your own {kind} in the folder {name}, write {dotted}" if modules else ""

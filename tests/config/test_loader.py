@@ -567,6 +567,23 @@ def test_own_task_that_cannot_be_imported(tmp_path, own_tasks, name, message):
     assert "1 problem" in found
 
 
+def test_own_modules_beside_the_configuration_of_another_folder(tmp_path, monkeypatch):
+    """They are named where Python does not find them; the folder of a run's name is none."""
+    for part in ("waves_task", "waves_nets"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "one.py").write_text("from tests.config.test_loader import Options as Task\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    hint = "the folder of the configuration has it: run the command in {0}, or set PYTHONPATH={0}"
+    text = GOOD.replace("a.csv", "/a.csv").replace("b.csv", "/b.csv")
+    model = text + "model: {name: waves_nets.one.Net}\n"
+    for found in (refused(tmp_path, text.replace("image_csv", "waves_task.one")), refused(tmp_path, model)):
+        assert hint.format(".") in found.replace(str(tmp_path), ".")
+    load(tmp_path, text.replace("name: x", "name: waves_nets.one"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load(tmp_path, model)
+
+
 @pytest.mark.parametrize("value", ["my label #1", "#", " "])
 def test_override_that_yaml_would_cut_off(tmp_path, value):
     with pytest.raises(ConfigError, match="quote it: 'task.label_column=\"") as caught:

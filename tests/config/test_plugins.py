@@ -48,6 +48,23 @@ def test_unknown_part_names_the_nearest_or_all():
     assert plugins.unknown("model", "zzz", names, "here", "or install it").hint == "or install it"
 
 
+def test_own_module_without_a_dot_or_as_a_file_is_named_as_it_must_be_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "waves.py").touch()
+    (tmp_path / "mnists").mkdir()
+    (tmp_path / "mnists" / "digits.py").touch()
+    for kind, name, hint in (
+        ("task", "waves", "for your own waves.py, write waves.Task, with the name of the class in it"),
+        ("task", "mnists", "for your own task in the folder mnists, write mnists.digits"),
+        ("task", "sea/waves.py", "write sea.waves, without .py and with dots between folders"),
+        ("model", "nets.py", "write nets.Class, without .py and with dots between folders"),
+        ("engine", "waves", "use one of dask, "),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            plugins.find(kind, name, "here")
+        assert caught.value.hint.startswith(hint)
+
+
 @pytest.mark.parametrize("name", ["tests.config.test_plugins", "tests.config.test_plugins.Task"])
 def test_own_part_is_a_module_or_a_class_in_it(name):
     assert plugins.find("task", name, "here") is Task
