@@ -157,6 +157,10 @@ class _Audit:
         return conclude(findings, diagnosis.summaries(list(self._records.values())), self._notes)
 
     @property
+    def _varies(self) -> bool:
+        return len({*map(tuple, self._request.variants)}) > 1
+
+    @property
     def has_fault(self) -> bool:
         return any(each.code not in UNDECIDED for found in self._judged.values() for each in found)
 
@@ -216,6 +220,7 @@ class _Audit:
         if why := kills.why_none(shape):
             raise _CannotTellError("no-checkpoint", why)
         of = self._request
+        shape = shape.on_any_ranks() if self._varies else shape
         self._chosen = kills.choose(shape, of.kills, of.seed, of.ranks, of.alone)
         self._say(self._estimate(first))
         self._session.fresh()
@@ -296,7 +301,7 @@ class _Audit:
         if done.late:
             raise self._failed(done)
         first, again, before, after = (self._records[other] for other in (UNDISTURBED, AGAIN, killed, name))
-        if len({*map(tuple, self._request.variants)}) > 1:
+        if self._varies:
             found = diagnosis.failure(first, before, after)
         else:
             found = diagnosis.compare(first, again, before, after)

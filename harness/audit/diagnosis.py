@@ -431,7 +431,8 @@ def _summary(start: StartRecord, by_name: Mapping[str, StartRecord]) -> StartSum
             known = noise(undisturbed.processes[0], again.first if again else None)
             result = _of_rank(undisturbed.processes[0], known, start.processes[0], loaded, bool(whole), False)
             offset = result.match.offset
-            differs = offset + int(result.apart) + 1 if result.apart < _NEVER else None
+            if {each.rank for each in start.processes} == {each.rank for each in undisturbed.processes}:
+                differs = offset + int(result.apart) + 1 if result.apart < _NEVER else None
     about = start.first.about if start.first else {}
     return StartSummary(
         name=start.name,

@@ -42,16 +42,23 @@ class RunShape:
 
     def _read(self, events: Events) -> None:
         """Find the kills before operations on files and before calls in evaluations."""
-        done = 0
+        done = evaluated = 0
         for event in events:
             if event["event"] == "operation":
                 text = f"before it {event['name']}s {Path(event['path']).name}, after step {done}"
                 self.operations.append(ChosenKill(PlannedKill("operation", event["number"]), done, text))
             elif event["event"] in ("step", "end"):
-                for number in range(len(self.evaluations) + 1, event.get("evaluations", 0) + 1):
+                calls = max(0, event.get("evaluations", 0) - evaluated)
+                for number in range(1, calls + 1):
                     text = f"in an evaluation after step {done}"
-                    self.evaluations.append(ChosenKill(PlannedKill("evaluation", number), done, text))
+                    self.evaluations.append(ChosenKill(PlannedKill("evaluation", number, after=done), done, text))
+                evaluated += calls
                 done += event["event"] == "step"
+
+    def on_any_ranks(self) -> RunShape:
+        """Leave out what other numbers of ranks may not reach: each rank has a first batch of an evaluation."""
+        self.evaluations = [each for each in self.evaluations if each.kill.number == 1]
+        return self
 
     def usable(self) -> list[int]:
         """Return the checkpoints that training goes on from."""

@@ -110,8 +110,8 @@ def _run(ours: Sequence[_PlacedCall], theirs: Sequence[_PlacedCall], place: int,
 
 
 def _kept_up(ours: Sequence[_PlacedCall], theirs: Sequence[_PlacedCall], found: int, first: int) -> int:
-    pairs = zip(ours[found:], theirs[first:], strict=False)
-    return next((count for count, (one, other) in enumerate(pairs) if one.into != other.into), len(ours) - found)
+    pairs = list(zip(ours[found:], theirs[first:], strict=False))
+    return next((count for count, (one, other) in enumerate(pairs) if one.into != other.into), len(pairs))
 
 
 def _epoch(process: Process, index: int) -> tuple[int, int]:

@@ -130,7 +130,10 @@ def test_random_kills_before_operations_and_in_evaluations():
     read = kills.RunShape(events, [])
     assert [(kill.kill, kill.after) for kill in read.operations] == [(PlannedKill("operation", 1), 1)]
     assert read.operations[0].text == "before it renames a.tmp, after step 1"
-    assert [(kill.kill.number, kill.after) for kill in read.evaluations] == [(1, 1), (2, 2), (3, 2)]
+    assert [(kill.kill.number, kill.kill.after) for kill in read.evaluations] == [(1, 1), (1, 2), (2, 2)]
+    assert [(each.kill.number, each.after) for each in RunShape(events, []).on_any_ranks().evaluations] == [
+        (1, 1), (1, 2)
+    ]  # fmt: skip
     whole = shape(30, [10, 20, 30])
     whole.operations, whole.evaluations = read.operations, read.evaluations
     hit: set[int] = set()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.audit import kills
 from harness.audit.audit import audit
 from harness.cli import main
 from harness.config import loader
@@ -51,6 +52,27 @@ def test_resumes_on_other_numbers_of_ranks_are_exact(tmp_path):
     assert [(start["name"], start["ranks"]) for start in starts] == [
         ("undisturbed", 2), ("again", 2), ("killed", 1), ("resumed", 2), ("killed-2", 1), ("resumed-2", 2)
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_a_kill_in_an_evaluation_comes_there_on_other_numbers_of_ranks(tmp_path, monkeypatch):
+    """Two ranks have half as many batches each."""
+    config = write_config(tmp_path, write_images(tmp_path / "data"), parallel={"logical_ranks": 2})
+    made, _ = verification.request(str(config), [], [1, 2, 2], 9, False, kills="1", folder=tmp_path / "kept")
+    chosen: list[kills.ChosenKill] = []
+
+    def last_before_the_end(shape: kills.RunShape, *_: object) -> list[kills.ChosenKill]:
+        chosen.append([each for each in shape.evaluations if each.after < shape.steps][-1])
+        return chosen
+
+    monkeypatch.setattr(kills, "choose", last_before_the_end)
+    verdict = audit(made, lambda _: None)
+    assert verdict.kind == "exact", verdict.findings
+    killed, resumed = verdict.starts[2:]
+    assert killed.killed is not None
+    assert (killed.killed["place"], killed.killed["step"]) == ("evaluation", chosen[0].after)
+    assert (killed.ranks, resumed.ranks, resumed.offset, resumed.differs) == (2, 2, chosen[0].after, None)
 
 
 @pytest.mark.slow
