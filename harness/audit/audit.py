@@ -277,19 +277,21 @@ class _Audit:
                 raise _CannotTellError("resumes-differ", text, (chance[0].text, *chance[0].evidence))
             draws = records.draws(self._session.records(again), self._session.work)
             differences = [finding.with_draws(draws) for finding in differences]
-            differences[0] = differences[0].with_lines(self._forgotten(killed, again))
+            differences[0] = self._with_forgotten(differences[0], killed, again)
         return differences
 
-    def _forgotten(self, killed: str, resumed: str) -> list[str]:
-        """Start the command twice up to where the resumed start began, and return which attributes it has not got."""
+    def _with_forgotten(self, finding: Finding, killed: str, resumed: str) -> Finding:
+        """Start the command twice up to where the resumed start began, and add which attributes it has not got."""
         names = UNDISTURBED, AGAIN, killed, resumed
         step = diagnosis.offset(*(self._records[name] for name in names)) + 1
         if step == 1 or "observed" in self._records or not self._records[resumed].steps:
-            return []
+            return finding
         for name in ("observed", "observed-again"):
             plan = replace(self._plan, steps=step + 1, attributes=(1, step, step + 1))
             self._observe(name, plan, f"to see what changes until step {step}")
-        return diagnosis.forgotten(*(self._records[name] for name in ("observed", "observed-again", resumed)))
+        return diagnosis.with_forgotten(
+            finding, *(self._records[name] for name in ("observed", "observed-again", resumed))
+        )
 
     def _resumed(self, name: str, killed: str, chosen: ChosenKill, draws: bool = False) -> list[Finding]:
         self._session.restore(killed)

@@ -6,6 +6,7 @@ first difference; what differs there is the fault, and what differs later may fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,10 +28,11 @@ from harness.audit.matching import FULL, PART, ROUNDED, StepMatch
 from harness.audit.records import Process, StartRecord, Step
 from harness.audit.verdict import Finding, StartSummary
 
-__all__ = ["compare", "deterministic", "failure", "forgotten", "offset", "summaries"]
+__all__ = ["compare", "deterministic", "failure", "offset", "summaries", "with_forgotten"]
 
 _HARMLESS = {"beside", "buffers", "scale", "streams"}  # parts that may differ while training stays equal
 _NEVER = float("inf")
+_GLOBAL = re.compile(r"[\w.]+\['\w+'\]")  # an attribute of a module
 
 
 @dataclass
@@ -98,25 +100,41 @@ def offset(undisturbed: StartRecord, again: StartRecord, killed: StartRecord, re
     return matching.find(undisturbed.processes[0], resumed.processes[0], loaded).offset
 
 
-def forgotten(observed: StartRecord, again: StartRecord, resumed: StartRecord) -> list[str]:
-    """Return a sentence for each attribute that training changes and that the resumed start does not have as the
-    undisturbed one. ``observed`` and ``again``, both undisturbed, show which attributes are equal in equal starts."""
+def with_forgotten(finding: Finding, observed: StartRecord, again: StartRecord, resumed: StartRecord) -> Finding:
+    """Add a line for each attribute that training changes and that the resumed start does not have as the undisturbed
+    one: the reason, if another one is unknown. ``observed`` and ``again``, both undisturbed, show which attributes are
+    equal in equal starts."""
+    found, following = _forgotten(observed, again, resumed)
+    lines = [found[name] for name in sorted(found)]
+    if lines and finding.code == "other" and finding.steps:  # it has none if the start failed
+        finding = replace(finding, code="unsaved-state")
+    if following:
+        lines.append(f"also other tensors, perhaps only since the rows are: {named(sorted(following))}")
+    return finding.with_lines(lines)
+
+
+def _forgotten(observed: StartRecord, again: StartRecord, resumed: StartRecord) -> tuple[dict[str, str], set[str]]:
+    """Return {attribute: a sentence}, and the tensors in global variables that may follow from other rows."""
     found: dict[str, str] = {}
+    following: set[str] = set()
     for one, same, other in by_rank(observed, again, resumed):
         recorded = [
-            [step.attributes for step in process.steps if step.attributes] if process else []
-            for process in (one, same, other)
+            [step for step in process.steps if step.attributes] if process else [] for process in (one, same, other)
         ]
         if not all(recorded):
             continue
-        first = recorded[0][0]
-        for mine, mine_again, yours in zip(recorded[0][1:], recorded[1][1:], recorded[2], strict=False):
+        first = recorded[0][0].attributes
+        for step, step_again, other_step in zip(recorded[0][1:], recorded[1][1:], recorded[2], strict=False):
+            mine, mine_again, yours = (each.attributes for each in (step, step_again, other_step))
             for name in mine.keys() & mine_again.keys() & yours.keys() & first.keys():
-                if first[name] != mine[name] == mine_again[name] != yours[name]:
-                    found.setdefault(
-                        name, f"{name} is {yours[name]} instead of {mine[name]}: no checkpoint restores it"
-                    )
-    return sorted(found.values())
+                if not first[name] != mine[name] == mine_again[name] != yours[name]:
+                    continue
+                if step.inputs != other_step.inputs and _GLOBAL.fullmatch(name) and yours[name].startswith("array of"):
+                    following.add(name)
+                else:
+                    text = f"{name} is {yours[name]} instead of {mine[name]}: no checkpoint restores it"
+                    found.setdefault(name, text)
+    return found, following - found.keys()
 
 
 def _some(finding: Finding | None) -> list[Finding]:

@@ -24,6 +24,8 @@ FAULTS = {
     "counter": ("a counter of the script is off", "save the counter, and continue from it"),
     "saved-state": ("state beside the model is not restored", "let load_state_dict restore all that state_dict "
                     "returns, and before_training keep it"),
+    "unsaved-state": ("state that training changes is in no checkpoint", "save it and restore it; give a hook "
+                      "state_dict and load_state_dict (docs/hooks.md)"),
     "torn-checkpoint": ("a torn checkpoint breaks the resume", "write to a temporary name and rename it when it is "
                         "complete; take the newest checkpoint that loads"),
     "from-scratch": ("the resumed start begins from scratch", "check that it finds the checkpoint, and fail if not"),

@@ -171,6 +171,7 @@ def test_rows_trained_again(tmp_path: Path):
     finding = only(starts, tmp_path)
     assert (finding.code, finding.steps) == ("rows", (11, 12))
     assert f"the rows of steps 11 to 12 ({2 * ROWS} rows) are trained again" in finding.text
+    assert finding.evidence == ("12 batches in a row show it",), "of 12 resumed steps"
 
 
 def test_rows_never_trained_until_the_next_epoch(tmp_path: Path):

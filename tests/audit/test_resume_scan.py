@@ -8,6 +8,7 @@ import json
 import random
 import sys
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 
 from harness.audit import diagnosis
 from harness.audit.starts import HOOK
+from harness.audit.verdict import Finding
 
 
 @pytest.fixture(autouse=True)
@@ -117,16 +119,43 @@ def test_no_code_of_an_object_runs_to_find_its_class():
 
 def test_only_what_training_changes_and_equal_starts_share_is_forgotten():
     def start(*attributes: dict[str, str]):
-        process = SimpleNamespace(rank=0, order=0, steps=[SimpleNamespace(attributes=each) for each in attributes])
+        steps = [SimpleNamespace(attributes=each, inputs=(each.get("m['x']"),)) for each in attributes]
+        process = SimpleNamespace(rank=0, order=0, steps=steps)
         return SimpleNamespace(processes=[process])
 
     constant, clock = {"path": "a"}, [{"time": str(number)} for number in range(5)]
     observed = start({**constant, **clock[0], "calls": "1"}, {}, {**constant, **clock[1], "calls": "7"})
     again = start({**constant, **clock[2], "calls": "1"}, {}, {**constant, **clock[3], "calls": "7"})
     resumed = start({"path": "b", **clock[4], "calls": "1"})
-    found = diagnosis.forgotten(observed, again, resumed)  # type: ignore[arg-type]
-    assert found == ["calls is 1 instead of 7: no checkpoint restores it"]
-    assert diagnosis.forgotten(observed, again, start({})) == []  # type: ignore[arg-type]
+    unknown = Finding("other", "outputs differ", steps=(7,))
+
+    def lines(finding: Finding, *starts) -> tuple[str, tuple[str, ...]]:
+        added = diagnosis.with_forgotten(finding, *starts)
+        return added.code, added.evidence
+
+    found = ("calls is 1 instead of 7: no checkpoint restores it",)
+    assert lines(unknown, observed, again, resumed) == ("unsaved-state", found)
+    assert lines(replace(unknown, code="row-order"), observed, again, resumed) == ("row-order", found)
+    assert lines(replace(unknown, steps=()), observed, again, resumed) == ("other", found), "it fails"
+    assert lines(unknown, observed, again, start({})) == ("other", ())
+
+    def batch(name: str, place: str) -> dict[str, str]:
+        return {"m['x']": f"array of (2,) ({name})", "m['g']": f"torch.Generator at {place}"}
+
+    observed, resumed = start(batch("a", "1"), batch("b", "2")), start(batch("c", "3"))
+    generator = "m['g'] is torch.Generator at 3 instead of torch.Generator at 2: no checkpoint restores it"
+    rows = "also other tensors, perhaps only since the rows are: m['x']"
+    assert lines(replace(unknown, code="row-order"), observed, observed, resumed)[1] == (generator, rows)
+    resumed.processes[0].steps[0].inputs = observed.processes[0].steps[1].inputs
+    assert len(lines(unknown, observed, observed, resumed)[1]) == 2, "with equal rows, a tensor is state"
+
+
+def test_a_result_of_the_step_is_no_state():
+    import resume_scan
+
+    weight = torch.ones(2, requires_grad=True)
+    assert resume_scan._value(weight.sum()) == resume_scan._value((2 * weight).sum())
+    assert resume_scan._value(torch.ones(2)) != resume_scan._value(torch.zeros(2))
 
 
 def test_operations_without_a_deterministic_implementation(tmp_path, monkeypatch):

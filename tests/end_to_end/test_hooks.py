@@ -88,7 +88,9 @@ def test_a_hook_that_forgets_is_found(tmp_path):
     words = ["--kills", "1", "--steps", "6"]
     assert python(["-m", "harness", "verify-resume", "-c", config, *words], terminal) == 1
     what = r"Drift\.calls \(tests\.end_to_end\.hooks\.Drift\) is (\d) instead of (\d): no checkpoint restores it"
-    assert re.search(what, terminal.read_text()), terminal.read_text()
+    text = terminal.read_text()
+    assert re.search(what, text), text
+    assert "unsaved-state: state that training changes is in no checkpoint" in text
 
 
 @pytest.mark.slow

@@ -211,6 +211,8 @@ def _value(value: Any) -> str | None:
         text = repr(value)
         return text if len(text) <= 80 else f"{text[:40]}... ({_hash(text.encode())})"
     if isinstance(value, Tensor):
+        if value.grad_fn is not None:  # a result of this step, such as the loss
+            return "result"
         return f"array of {tuple(value.shape)} ({digest.resolve(digest.tensor(value))})"
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
