@@ -406,6 +406,11 @@ class EvalData:
         while True:
             yield self.ranks.start, None
 
+    def first(self) -> Batch | None:
+        """Return the first batch of this process, read in it, on the device; None if it has no rows."""
+        rows = next(self._requests(self.ranks.start), None)
+        return None if rows is None else self.loader.dataset.batch(rows, None).to(self.loader.device)
+
     def _requests(self, rank: int) -> Iterator[np.ndarray]:
         start, stop = bounds(self.num_rows, rank, self.world_size)
         for edge in range(start, stop, self.batch_size):

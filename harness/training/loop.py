@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from harness.data.loader import MicroBatch
 from harness.training.checkpointing import keep_best, save
-from harness.training.evaluation.evaluate import evaluate, is_number, prepare
+from harness.training.evaluation.evaluate import evaluate, is_number, prepare, try_evaluation
 from harness.training.hooks import AFTER_EVALUATION, AFTER_STEP, BEFORE_TRAINING
 from harness.training.meter import Reading, end_backward_before_exchange
 from harness.training.mixing import mixed, mixed_loss
@@ -35,6 +35,7 @@ def train(run: Run) -> bool:
     it is evaluated: after a crash in the evaluation, the resume starts with that evaluation.
     """
     run.hooks.call(BEFORE_TRAINING, run)
+    try_evaluation(run)
     while not run.stop.decide_now():
         if run.evaluation_due():
             evaluation(run)

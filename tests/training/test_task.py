@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +15,7 @@ import torch
 import yaml
 from torch import nn
 
+from harness import cli
 from harness.apex import amp
 from harness.config import loader
 from harness.config.schema import TaskSection
@@ -21,7 +25,9 @@ from harness.errors import EXIT_OWN_CODE, ConfigError, HarnessError, OwnCodeErro
 from harness.inference import predict
 from harness.training import loop, main
 from harness.training.check import preflight
+from harness.training.run import Run
 from harness.training.task import Arrays, Supervised, open_data, wrong_return
+from tests.ranks import run_ranks
 
 HERE = "tests/training/test_task.py"
 
@@ -40,6 +46,20 @@ class Unsized:
         raise NotImplementedError
 
 
+class Counts(nn.Module):
+    """Has buffers that change in every pass: one in place, one by another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(1))
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, inputs):
+        self.passes += 1
+        self.last = inputs[:1, 0].clone()
+        return inputs
+
+
 class Line:
     notes, fingerprint, summary = (), "line", {"kind": "a line"}
 
@@ -53,7 +73,7 @@ class Line:
         return None
 
     def model(self, section):
-        return nn.Linear(1, 1)
+        return nn.Sequential(Counts(), nn.Dropout(0.5), nn.Linear(1, 1)) if self.fault == "draws" else nn.Linear(1, 1)
 
     def prepare(self, inputs):
         return inputs
@@ -65,6 +85,10 @@ class Line:
         return wrong.get(self.fault, errors.mean())
 
     def evaluate(self, outputs, targets):
+        if self.fault == "draws":
+            random.random(), np.random.normal(), torch.rand(1)
+        if self.fault == "raises" or (self.fault == "raises on rank 1" and os.environ["RANK"] == "1"):
+            raise KeyError("height")
         errors = (outputs - targets).square()
         right = {"loss": (errors.sum(), torch.tensor(len(errors)))}
         wrong = {"a number": errors.sum(), "numbers": {"loss": (1.0, 2)}, "unsummed": {"loss": (errors, errors)}}
@@ -90,11 +114,12 @@ def checked(folder: Path, fault: str) -> list[HarnessError]:
     return preflight.examine(configured(folder, fault), (), 1)[1]
 
 
-def train(folder: Path, fault: str) -> None:
+def train(folder: Path, fault: str) -> Run:
     amp.reset()
     try:
         with main.RunStart(loader.load(configured(folder, fault)), Runtime()) as run:
             loop.train(run)
+            return run
     finally:
         amp.reset()
 
@@ -126,6 +151,42 @@ def test_what_a_method_must_not_return(tmp_path, fault, message):
 def test_sums_that_depend_on_the_number_of_rows(tmp_path):
     with pytest.raises(OwnCodeError, match=r"of shape \(4, 1\) for 'loss', after one of shape \(6, 1\) for another"):
         train(tmp_path, "unsummed")
+
+
+@pytest.mark.parametrize("fault", ["a number", "numbers", "raises", "misspelled", "text"])
+def test_faults_of_an_evaluation_are_found_before_the_first_step(tmp_path, monkeypatch, caplog, fault):
+    """Those of report(), which may need more rows than a batch has, only as a warning."""
+
+    class FirstStep(Exception):
+        pass
+
+    def epoch(run):
+        raise FirstStep
+
+    monkeypatch.setattr(loop, "epoch", epoch)
+    is_of_report = fault in ("misspelled", "text")
+    with pytest.raises(FirstStep if is_of_report else KeyError if fault == "raises" else OwnCodeError):
+        train(tmp_path, fault)
+    assert ("report() of the task fails on the first validation batch" in caplog.text) == is_of_report
+
+
+def test_fault_of_one_rank_before_the_first_step_ends_all(tmp_path):
+    words = ["train", "-c", configured(tmp_path, "raises on rank 1"), "runtime.timeout_s=30"]
+    assert run_ranks(2, cli.main, words, group=False, timeout_s=90) == [EXIT_OWN_CODE] * 2
+    failure = json.loads((tmp_path / "runs" / "line" / "failure.json").read_text())
+    assert (failure["rank"], failure["step"]) == (1, 0)
+
+
+def test_the_look_at_an_evaluation_before_training_changes_no_bit(tmp_path, monkeypatch):
+    seen = []
+    for folder, look in (("with", loop.try_evaluation), ("without", lambda run: None)):
+        (tmp_path / folder).mkdir()
+        monkeypatch.setattr(loop, "try_evaluation", look)
+        run = train(tmp_path / folder, "draws")
+        seen.append((run.module.state_dict(), run.state.history, random.random(), np.random.rand(), torch.rand(1)))
+    (weights, *numbers), (others, *other_numbers) = seen
+    assert numbers == other_numbers
+    assert all(torch.equal(weights[key], others[key]) for key in weights | others)
 
 
 def test_loss_that_is_not_finite_names_only_settings_of_the_task(tmp_path):

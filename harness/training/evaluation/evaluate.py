@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from itertools import chain
 from typing import Protocol, TypeGuard, cast
@@ -13,9 +14,11 @@ import numpy as np
 import torch
 
 from harness.config.schema import Config
+from harness.data.arrays import Arrays
 from harness.data.batch import Dataset
 from harness.data.loader import StoppedWaiting
-from harness.errors import DataError
+from harness.errors import DataError, HarnessError, users_line
+from harness.training import rng
 from harness.training.evaluation.metrics import Pairs, Report, Rows, Sums, reduced
 from harness.training.run import Run, unreadable
 from harness.training.task import OpenedTask, described, wrong_return
@@ -72,6 +75,54 @@ def evaluate(run: Run) -> Report | None:
     metrics = {**report(run, total), "rows_used": counted, "rows": data.num_rows, "bad_rows": unread}
     metrics |= unreadable(run.task.eval, named)
     return {**metrics, "samples_per_s": counted / (time.perf_counter() - start)}
+
+
+def try_evaluation(run: Run) -> None:
+    """Try a task of the user's own on the first validation batch of each rank: without this, a fault ends the run
+    after its first epoch. Random streams and buffers are as before. Collective.
+
+    Left out where it is not cheap (a compiled model), where all ranks must take part (sharded weights), and where it
+    may open files that loader workers, which are forked later, must open for themselves. ``report`` may need more rows
+    than those of a batch, so its faults are only warned of.
+    """
+    config, task = run.config, run.task
+    is_read_here = config.data.num_workers == 0 or isinstance(task.eval, Arrays)
+    is_own = "." in config.task.name
+    if not is_own or not is_read_here or run.state.evaluated or run.parallel.sharded or config.model.compile:
+        return
+    with run.runtime.together("trying an evaluation"), _without_a_trace(run), torch.no_grad():
+        with run.runtime.limited("reading a batch of the dataset"):
+            batch = run.eval_data.first()
+        if batch is None or not len(batch):
+            return
+        sums = Sums()
+        add_pairs(sums, task, run.parallel.eval_model.eval()(prepare(run, batch.inputs)), batch.targets)
+        try:
+            numbers(task, sums.on_cpu(), config.task.metrics)
+        except Exception as error:
+            found = (
+                error if isinstance(error, HarnessError) else f"{users_line(error)}: {type(error).__name__}: {error}"
+            )
+            log.warning("report() of the task fails on the first validation batch, and perhaps on all: %s", found)
+
+
+@contextmanager
+def _without_a_trace(run: Run) -> Iterator[None]:
+    """Context that leaves the random streams, and the buffers and the mode of the model, as they were."""
+    module, devices = run.parallel.eval_model, run.parallel.devices()
+    streams = rng.get_state(*devices)
+    buffers = [
+        (each, name, buffer, buffer.clone())
+        for each in module.modules()
+        for name, buffer in each.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for each, name, buffer, before in buffers:
+            each._buffers[name] = buffer.copy_(before)
+        module.train()
+        rng.set_state(streams, *devices)
 
 
 def report(run: Run, total: Sums) -> Report:

@@ -66,6 +66,10 @@ class Sums:
         """Return the rows that were kept under ``name``, as one."""
         return Rows(*(torch.cat(parts) for parts in zip(*self.rows[name], strict=True)))
 
+    def on_cpu(self) -> Sums:
+        rows = {name: [Rows(*(part.cpu() for part in each)) for each in kept] for name, kept in self.rows.items()}
+        return Sums({name: (total.cpu(), count.cpu()) for name, (total, count) in self.pairs.items()}, rows)
+
     def over(self, runtime: Runtime) -> Sums:
         """Return the sums over all ranks of ``runtime``, on the CPU. Collective."""
         return reduced([self], LogicalRanks(runtime))
