@@ -31,6 +31,7 @@ from harness.audit.verdict import Finding, StartSummary
 __all__ = ["compare", "deterministic", "failure", "offset", "summaries", "with_forgotten"]
 
 _HARMLESS = {"beside", "buffers", "scale", "streams"}  # parts that may differ while training stays equal
+_FOLLOWS = {"counter", "learning-rate", "optimizer-state"}  # faults that a hook may cause, and the harness has not
 _NEVER = float("inf")
 _GLOBAL = re.compile(r"[\w.]+\['\w+'\]")  # an attribute of a module
 
@@ -106,7 +107,8 @@ def with_forgotten(finding: Finding, observed: StartRecord, again: StartRecord, 
     equal in equal starts."""
     found, following = _forgotten(observed, again, resumed)
     lines = [found[name] for name in sorted(found)]
-    if lines and finding.code == "other" and finding.steps:  # it has none if the start failed
+    follows = finding.code in _FOLLOWS and observed.of_harness
+    if lines and (follows or (finding.code == "other" and finding.steps)):  # it has no steps if the start failed
         finding = replace(finding, code="unsaved-state")
     if following:
         lines.append(f"also other tensors, perhaps only since the rows are: {named(sorted(following))}")

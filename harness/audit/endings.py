@@ -82,7 +82,7 @@ def torn(
     broken = [*killed.torn, *parts]
     if place.get("place") not in ("write", "checkpoint", "operation") or not broken or not found:
         return None
-    if any(finding.code == "saved-state" for finding in found):  # of the harness, which loads no torn checkpoint
+    if undisturbed.of_harness:
         return None
     printed = "\n".join(resumed.last_lines(60))
     folders = {os.path.dirname(path) for path in broken} - {

@@ -164,6 +164,11 @@ class StartRecord:
         """True if the recorder ended it at a number of steps or at a state."""
         return any(process.stopped for process in self.processes)
 
+    @property
+    def of_harness(self) -> bool:
+        """True if it is a run of the harness, which restores its own counters, and loads no torn checkpoint."""
+        return any(step.beside for step in self.steps)
+
     def last_lines(self, count: int = 20) -> list[str]:
         """Return the end of what the start printed."""
         if self.output is None or not self.output.is_file():

@@ -121,7 +121,7 @@ def test_only_what_training_changes_and_equal_starts_share_is_forgotten():
     def start(*attributes: dict[str, str]):
         steps = [SimpleNamespace(attributes=each, inputs=(each.get("m['x']"),)) for each in attributes]
         process = SimpleNamespace(rank=0, order=0, steps=steps)
-        return SimpleNamespace(processes=[process])
+        return SimpleNamespace(processes=[process], of_harness=False)
 
     constant, clock = {"path": "a"}, [{"time": str(number)} for number in range(5)]
     observed = start({**constant, **clock[0], "calls": "1"}, {}, {**constant, **clock[1], "calls": "7"})
@@ -138,6 +138,10 @@ def test_only_what_training_changes_and_equal_starts_share_is_forgotten():
     assert lines(replace(unknown, code="row-order"), observed, again, resumed) == ("row-order", found)
     assert lines(replace(unknown, steps=()), observed, again, resumed) == ("other", found), "it fails"
     assert lines(unknown, observed, again, start({})) == ("other", ())
+    counter = replace(unknown, code="counter")
+    assert lines(counter, observed, again, resumed) == ("counter", found)
+    observed.of_harness = True
+    assert lines(counter, observed, again, resumed) == ("unsaved-state", found), "the harness restores its counters"
 
     def batch(name: str, place: str) -> dict[str, str]:
         return {"m['x']": f"array of (2,) ({name})", "m['g']": f"torch.Generator at {place}"}
