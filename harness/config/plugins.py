@@ -108,18 +108,19 @@ def import_own(kind: str, name: str, where: str, holds: str = "") -> Any:
         raise ConfigError(
             f"the {kind} {name!r} cannot be imported ({place}{type(error).__name__}: {first_line(readable(error))})",
             where=where,
-            hint=_nearest(name, error)
+            hint=_nearest(name, error, holds)
             or "write package.module or package.module.Class, importable from the working folder",
         ) from error
 
 
-def _nearest(name: str, error: BaseException) -> str:
+def _nearest(name: str, error: BaseException, holds: str) -> str:
     """Return a hint for the name of a file; or with the nearest name of the module that lacks ``name``, if that is why
     its import failed."""
     package, _, attribute = name.rpartition(".")
     if attribute == "py":
         dotted = package.replace("/", ".").strip(".")
-        return f"write {dotted}{'' if '.' in dotted else '.Class'}, without .py and with dots between folders"
+        dotted += "" if "." in dotted else f".{holds or 'Class'}"
+        return f"write {dotted}, without .py and with dots between folders"
     if not (isinstance(error, AttributeError) and inspect.ismodule(error.obj) and error.name == attribute):
         return ""
     near = similar(attribute, vars(error.obj)) if error.obj.__name__ == package else None
@@ -157,7 +158,8 @@ def unknown(kind: str, name: str, known: Iterable[str], where: str, otherwise: s
     nearest spelling; or with ``otherwise`` as hint, or the known names."""
     known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=1)
-    otherwise = otherwise or f"use one of {', '.join(known)}, or your own package.module or module.Class"
+    own = "package.module" if kind in KINDS and not KINDS[kind].holds else "package.module or module.Class"
+    otherwise = otherwise or f"use one of {', '.join(known)}, or your own {own}"
     hint = _own_module(kind, name) or (f"did you mean {near[0]}?" if near else otherwise)
     return ConfigError(f"unknown {kind} {name!r}", where=where, hint=hint)
 

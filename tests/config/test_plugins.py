@@ -57,7 +57,7 @@ def test_own_module_without_a_dot_or_as_a_file_is_named_as_it_must_be_written(tm
         ("task", "waves", "for your own waves.py, write waves.Task, with the name of the class in it"),
         ("task", "mnists", "for your own task in the folder mnists, write mnists.digits"),
         ("task", "sea/waves.py", "write sea.waves, without .py and with dots between folders"),
-        ("model", "nets.py", "write nets.Class, without .py and with dots between folders"),
+        ("model", "nets.py", "write nets.Model, without .py and with dots between folders"),
         ("engine", "waves", "use one of dask, "),
     ):
         with pytest.raises(ConfigError) as caught:
