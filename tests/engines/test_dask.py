@@ -120,6 +120,24 @@ def test_results_are_copied_before_they_are_removed_after_an_interruption(ended,
     assert ended.called == ["copied", on_worker.forget]
 
 
+def test_a_rank_may_start_before_the_client_knows_its_task(tmp_path, stripes, monkeypatch):
+    """On a busy machine its first event comes while ``submit`` has not returned."""
+    monkeypatch.setattr(cluster_run.ClusterRun, "_start", lambda run, shared: None)
+    subscribed = []
+
+    def submit(*_, key, **__):
+        subscribed[0]((0.0, {"key": key, "worker": "tcp://w:1", "host": "w", "sees": True}))
+        return SimpleNamespace(status="pending", key=key)
+
+    client = SimpleNamespace(
+        status="running", scheduler=SimpleNamespace(address="tcp://s:1"), submit=submit,
+        subscribe_topic=lambda topic, receive: subscribed.append(receive), nthreads=lambda workers: workers,
+    )  # fmt: skip
+    job = planned(write_config(tmp_path, stripes), "launch.nproc=2")
+    run = cluster_run.ClusterRun(client, job, None, ExitStack())
+    assert len(run._places) == 2
+
+
 def planned(config, *words):
     return launch.plan(str(config), ["launch.engine=dask", *words])
 

@@ -26,9 +26,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def examine(folder, *overrides, world=1, limit_s=60.0, **sections):
-    path = write_yaml(folder / "x.yaml", settings(folder, **sections))
-    return preflight.examine(str(path), overrides, world, limit_s=limit_s)
+def examine(folder, *overrides, world=1, **sections):
+    return preflight.examine(str(write_yaml(folder / "x.yaml", settings(folder, **sections))), overrides, world)
 
 
 def test_facts(folder):
@@ -106,7 +105,8 @@ class Pooled(nn.Module):
 def test_duration_at_the_pace_of_a_step_of_the_run(folder, monkeypatch, pace_s, expected):
     """Of fewer rows, at most that long, if it takes longer than is given."""
     monkeypatch.setattr(preflight, "_PACE_S", pace_s)
-    facts, problems = examine(folder, "batch.global=10", limit_s=1e6)
+    path = write_yaml(folder / "x.yaml", settings(folder))
+    facts, problems = preflight.examine(str(path), ["batch.global=10"], 1, limit_s=1e6)
     assert problems == []
     least, rows, pace = re.fullmatch(
         r"(at most|about) \d+ \w+ for ([\d,]+) training rows per rank, at the pace of (\d+) here", facts["duration"]

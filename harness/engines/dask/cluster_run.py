@@ -51,7 +51,8 @@ Event = dict[str, Any]  # {"rank": 0, and worker=ADDRESS, or file=NAME with line
 class _Task:
     """A rank's task. Its ``place`` is the first event of ``worker.supervise``."""
 
-    future: Any
+    key: str
+    future: Any = None
     place: dict[str, Any] | None = None
     exit: int | None = None
     lost_at: float | None = None
@@ -93,11 +94,12 @@ class ClusterRun:
         self._client.subscribe_topic(self._topic, self._receive)
         with _marker(self._job) as marker:
             for number in range(count):
-                future = self._client.submit(
-                    on_worker.supervise, self._topic, marker, key=f"{self._topic}-{number}", pure=False, retries=0,
+                task = _Task(f"{self._topic}-{number}")
+                self._tasks.append(task)  # before its first event
+                task.future = self._client.submit(
+                    on_worker.supervise, self._topic, marker, key=task.key, pure=False, retries=0,
                     resources=settings.resources or None,
                 )  # fmt: skip
-                self._tasks.append(_Task(future))
             while len(self._places) < count:
                 self._check_tasks()
                 if self._why_lost:
@@ -258,7 +260,7 @@ class ClusterRun:
     def _receive(self, message: tuple[float, Event]) -> None:
         event = message[1]
         if "key" in event:
-            task = next(task for task in self._tasks if task.future.key == event["key"])
+            task = next(task for task in self._tasks if task.key == event["key"])
             if task.place is None:
                 task.place = event
             else:  # Dask repeats a task whose worker died. One rank alone, without its peers, is useless.
@@ -309,7 +311,7 @@ class ClusterRun:
         workers, since this machine may not have them."""
         with suppress(Exception):  # the cluster may be gone
             if self._client.status == "running":
-                self._client.cancel([task.future for task in self._tasks])
+                self._client.cancel([task.future for task in self._tasks if task.future is not None])
                 self._client.unsubscribe_topic(self._topic)
                 alive = self._alive()
                 for worker, scratch in {(place["worker"], place["scratch"]) for place in self._places}:
@@ -322,7 +324,7 @@ class ClusterRun:
 
 
 def _order(place: dict[str, Any]) -> tuple[str, ...]:
-    """Return the ranks of a machine follow each other."""
+    """Return a sort key by which the ranks of a machine follow each other."""
     return place["host"], place["worker"], place["key"]
 
 
