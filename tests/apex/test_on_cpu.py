@@ -88,12 +88,27 @@ def test_every_factory_function_is_redirected():
     for name, args in sample.items():
         assert getattr(torch, name)(*args, device="cuda").is_cuda
     harness.apex.uninstall()
-    known = torch.utils._device._device_constructors()  # torch's own list
+    known = torch.utils._device._device_constructors.__wrapped__()  # torch's own list
     owners = (torch, torch.fft, torch.nested)
     before = {(owner, name): f for owner in owners for name, f in vars(owner).items() if any(f is one for one in known)}
     assert {id(f) for f in before.values()} == {id(f) for f in known}
     redirect_cuda()
     assert not [name for (owner, name), f in before.items() if getattr(owner, name) is f]
+
+
+def test_a_factory_that_was_replaced_while_torch_made_its_list(monkeypatch):
+    """As transformers replaces linspace while it loads a model."""
+    harness.apex.uninstall()
+    constructors = torch.utils._device._device_constructors
+    constructors.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "linspace", lambda *args, **options: None)
+        constructors()
+    try:
+        redirect_cuda()
+        assert torch.linspace(0, 1, 3, device="cuda").is_cuda
+    finally:
+        constructors.cache_clear()
 
 
 def test_default_device():
