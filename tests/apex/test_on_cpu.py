@@ -104,11 +104,13 @@ def test_a_factory_that_was_replaced_while_torch_made_its_list(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "linspace", lambda *args, **options: None)
         constructors()
+    redirect_cuda()
     try:
-        redirect_cuda()
         assert torch.linspace(0, 1, 3, device="cuda").is_cuda
     finally:
+        harness.apex.uninstall()
         constructors.cache_clear()
+        constructors()  # the originals again
 
 
 def test_default_device():

@@ -87,9 +87,10 @@ def replacements() -> Iterator[Replacement]:
 
 
 def _factories() -> Iterator[Replacement]:
-    # torch's own list of functions that obey the default device. Not the cached one: if it was made while transformers
-    # loaded a model, it has a linspace of transformers.
-    constructors = {id(function) for function in _device._device_constructors.__wrapped__()}
+    # torch's own list of functions that obey the default device. It is cached, and so holds the originals; but if it
+    # was made while transformers loaded a model, it has a linspace of transformers.
+    listed = {*_device._device_constructors(), *_device._device_constructors.__wrapped__()}
+    constructors = {id(function) for function in listed}
     for owner in (torch, torch.fft, torch.nested):
         for name, function in list(vars(owner).items()):
             if name in _LIKE or id(function) in constructors:
