@@ -63,7 +63,7 @@ def rank_names(ranks: Iterable[int]) -> str:
             runs.append([rank, rank])
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
     text = ", ".join(shown[:_SHOWN]) + (", ..." if len(runs) > _SHOWN else "")
-    return f"rank{'' if shown == [str(runs[0][0])] else 's'} {text}"
+    return f"rank{'' if len(runs) == 1 and runs[0][0] == runs[0][1] else 's'} {text}"
 
 
 def _hosts(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:

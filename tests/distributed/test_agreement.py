@@ -60,3 +60,4 @@ def test_a_thousand_ranks_that_differ_in_everything_fit_on_a_screen():
 def test_ranks_are_named_in_runs():
     assert [rank_names(ranks) for ranks in ([3], [0, 1, 2], [5, 1, 0])] == ["rank 3", "ranks 0-2", "ranks 0-1, 5"]
     assert len(rank_names(range(0, 1024, 2))) < 60
+    assert rank_names([]) == "ranks "  # all have come while the message is written
