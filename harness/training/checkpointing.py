@@ -1,5 +1,5 @@
-"""Save a run to a checkpoint, and restore it. ``restore`` and what it calls must contain no collective,
-since ``resume`` calls it in ``patiently``.
+"""Save a run to a checkpoint, and restore it. ``restore`` and what it calls must contain no collective, since
+``resume`` calls it in ``patiently``.
 
 The files of a checkpoint are ``harness.runs.checkpoint``'s.
 """

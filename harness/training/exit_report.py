@@ -241,11 +241,9 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
         return found
     if isinstance(error, OSError) and has_remedy(error):
         own = "" if is_of_machine(error) else users_line(error)
-        kind, what = TrainingError, f"a file could not be read or written: {reason(error)}"
-        if own:
-            kind, what = OwnCodeError, f"{type(error).__name__}: {first_line(error)}"
-        return kind(
-            what,
+        text = f"{type(error).__name__}: {first_line(error)}"
+        return (OwnCodeError if own else TrainingError)(
+            text if own else f"a file could not be read or written: {reason(error)}",
             where=own or str(error.filename or ""),
             hint=remedy(
                 error, "run the same command again; training resumes from its newest checkpoint, if there is one"

@@ -146,9 +146,8 @@ def _made(section: HookSection, where: str) -> Hook:
         return Hook(name, where, made(**section.args))
     except Exception as error:  # of the user's own code
         what = f"the hook {name} cannot be made: {type(error).__name__}: {first_line(error)}"
-        kind = (
-            ConfigError if isinstance(error, TypeError | ValueError | AssertionError) else OwnCodeError
-        )  # as of models
+        refuses = isinstance(error, TypeError | ValueError | AssertionError)  # its arguments, as models do
+        kind = ConfigError if refuses else OwnCodeError
         raise kind(what, where=users_line(error) or where, hint=f"see its __init__ and {where}.args") from error
 
 

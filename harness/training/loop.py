@@ -31,8 +31,8 @@ log = logging.getLogger("harness")
 def train(run: Run) -> bool:
     """Train from ``run.state`` to the end; return False if stopped earlier, with a checkpoint to resume from.
 
-    Collective, like everything it calls: all decisions come from reduced values. A step is saved before
-    it is evaluated: after a crash in the evaluation, the resume starts with that evaluation.
+    Collective, like everything it calls: all decisions come from reduced values. A step is saved before it is
+    evaluated: after a crash in the evaluation, the resume starts with that evaluation.
     """
     run.hooks.call(BEFORE_TRAINING, run)
     try_evaluation(run)

@@ -126,8 +126,8 @@ def start_momentum(optimizer: torch.optim.Optimizer) -> None:
     torch starts it at the first gradient, and its fused kernel fails where some parameters have momentum and others get
     their first gradient now: after a layer is unfrozen, or in a branch that is not taken in every step.
     """
-    for group in optimizer.param_groups:
-        if class_name(optimizer) == "SGD" and group.get("fused") and group["momentum"]:
+    for group in optimizer.param_groups if class_name(optimizer) == "SGD" else ():
+        if group.get("fused") and group["momentum"]:
             for param in group["params"]:
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
