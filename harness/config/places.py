@@ -1,8 +1,9 @@
-"""Places of files: paths, URLs, and names of Hugging Face."""
+"""Names of files: paths, URLs, images, and names of Hugging Face."""
 
 from __future__ import annotations
 
 HUB = "hf:"  # before a folder or a name of Hugging Face
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")  # in lower case, of what torchvision decodes
 
 
 def is_url(place: str) -> bool:

@@ -71,7 +71,7 @@ def plan(path: str, overrides: Sequence[str]) -> Job:
     num_ranks = job.config.parallel.logical_ranks or job.world_size
     if misfit := job.config.batch.misfit(num_ranks):
         raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
-    own = getattr(job.settings, job.settings.engine, None)
+    own = job.settings.engine_settings
     if not any(getattr(own, name, None) for name in ("min_ranks", "min_nodes")):  # otherwise fewer may be started
         strategy = plugins.find("strategy", job.config.parallel.strategy, "parallel.strategy")
         strategy.check_world(job.config.parallel, job.world_size)

@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.config.places import IMAGE_SUFFIXES
 from harness.errors import DataError, HarnessError
 
 if TYPE_CHECKING:
     import pandas as pd
 
     Rows = str | os.PathLike[str] | pd.DataFrame | list[str] | list[Mapping[str, object]]
-
-_IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 
 
 @contextmanager
@@ -27,7 +26,7 @@ def as_file(rows: Rows, columns: Sequence[str] = ()) -> Iterator[tuple[str, str 
     rows. ``columns``: what the model reads, if it is known; texts in a list are values of the only one."""
     shown = ", ".join(f'"{column}": ...' for column in columns or ("COLUMN",))
     if isinstance(rows, str | os.PathLike):
-        if os.fspath(rows).lower().endswith(_IMAGES):
+        if os.fspath(rows).lower().endswith(IMAGE_SUFFIXES):
             raise DataError("this is an image, not a table", where=os.fspath(rows), hint=f"use a list: [{{{shown}}}]")
         yield os.fspath(rows), None
         return

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness.config.places import IMAGE_SUFFIXES
 from harness.errors import ConfigError, DataError, did_you_mean, plural, reason, remedy
 from harness.tools.data.table_file import write_rows
 
-_IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif")  # that torchvision decodes
 _SPLITS = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
 _NAMED = 5  # classes in a message
 
@@ -44,7 +44,7 @@ def write(folder: Path, out: Path, labels: bool = True) -> str:
     if not count:
         outside = skipped["images outside a class folder"]
         command = f"harness data folder {shlex.quote(str(folder))} {shlex.quote(str(out))} --no-labels"
-        hint = f"images are files whose names end with {', '.join(_IMAGES)}"
+        hint = f"images are files whose names end with {', '.join(IMAGE_SUFFIXES)}"
         hint += f", in a folder per class: {folder}/cat/1.jpg" if labels else ""
         hint += f"; to make a table of unlabeled images for harness predict: {command}" if outside else ""
         what = "no images in class folders" if labels else "no images"
@@ -97,7 +97,7 @@ def _images_of(folder: Path, root: Path, skipped: Counter[str], above: tuple[str
             skipped["hidden files"] += 1
         elif entry.is_dir():
             yield from _images_of(Path(entry.path), root, skipped, (*above, here))
-        elif not entry.name.lower().endswith(_IMAGES):
+        elif not entry.name.lower().endswith(IMAGE_SUFFIXES):
             skipped["files that are not images"] += 1
         elif not entry.is_file():
             skipped["broken links and special files"] += 1

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from harness.config.places import HUB
+from harness.config.places import HUB, IMAGE_SUFFIXES
 from harness.data.table import convert
 from harness.data.table.source import kind_of, locate
 from harness.errors import ConfigError, DataError, plural, reason, remedy
@@ -24,7 +24,6 @@ _ROWS = 100_000  # looked at, from the start of a file
 _PATHS = 50  # looked for in the folders that may be the root
 _FOLDERS = 50  # that may be the root
 _IMAGES = 32  # decoded
-_IMAGE = re.compile(r"\.(jpe?g|png|webp|gif)$", re.IGNORECASE)  # what torchvision decodes
 _EVAL = ("eval", "val", "valid", "validation", "dev", "test")
 _PATH_NAMES = ("path", "image", "file", "filename", "img", "filepath", "image_path")
 _LABEL_NAMES = ("label", "class", "target", "category", "y", "labels", "tags", "classes")
@@ -280,7 +279,9 @@ def _model(name: str) -> str:
 
 def _path_column(rows: Annotations) -> tuple[str, str] | None:
     """Return the column with the paths of images, and why; None if there is none."""
-    counts = {name: sum(map(bool, map(_IMAGE.search, values))) for name, values in rows.columns.items()}
+    counts = {
+        name: sum(value.lower().endswith(IMAGE_SUFFIXES) for value in values) for name, values in rows.columns.items()
+    }
     best = max(counts, key=lambda name: (counts[name], name.lower() in _PATH_NAMES))
     if counts[best] <= rows.num_rows / 2:
         return None
