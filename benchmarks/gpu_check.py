@@ -277,7 +277,8 @@ def perform(check: Check, folder: Path, left_s: float = math.inf) -> Row:
         return Row(check.name, "skipped", result=check.skipped)
     began = time.monotonic()
     log = folder / "output.txt"
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "APEX_HARNESS_CACHE": str(folder / "cache")}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environ = {**os.environ, "PYTHONPATH": path, "APEX_HARNESS_CACHE": str(folder / "cache")}
     for command in check.commands:
         with open(log, "w", encoding="utf-8") as file:
             process = subprocess.Popen(

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.turns import Batches, Steps, timed, world_size
+from benchmarks.turns import Batches, Steps, settle, timed, world_size
 
 RATES: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
 
@@ -47,6 +47,7 @@ class Recipe:
     bf16: bool = False
     tuned: bool = False
     compiled: bool = False
+    device: str = "cpu"
 
     def model(self) -> nn.Module:
         from harness.training.models import mlp, small_cnn
@@ -56,12 +57,15 @@ class Recipe:
         if self.network != "mlp":
             model = small_cnn.Model(10, batch_norm=True) if self.network == "cnn" else Transformer(10)
         model(torch.zeros(2, 1, 8, 8))  # for the sizes of lazy layers
-        return model
+        return model.to(self.device)
 
     def batches(self) -> Batches:
         shape, generator = (64 // world_size(), 1, 8, 8), torch.Generator().manual_seed(1)
         return [
-            (torch.rand(shape, generator=generator), torch.randint(10, shape[:1], generator=generator))
+            (
+                torch.rand(shape, generator=generator).to(self.device),
+                torch.randint(10, shape[:1], generator=generator).to(self.device),
+            )
             for _ in range(16)
         ]
 
@@ -84,7 +88,7 @@ def by_hand(recipe: Recipe) -> Steps:
 
     def step(inputs: Tensor, targets: Tensor) -> None:
         if recipe.bf16:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(recipe.device, dtype=torch.bfloat16):
                 loss = F.cross_entropy(model(inputs), targets)
         else:
             loss = F.cross_entropy(model(inputs), targets)
@@ -98,14 +102,14 @@ def by_hand(recipe: Recipe) -> Steps:
 def fabric(recipe: Recipe) -> Steps:
     from lightning.fabric import Fabric
 
-    own = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed" if recipe.bf16 else "32-true")
+    own = Fabric(accelerator=recipe.device, devices=1, precision="bf16-mixed" if recipe.bf16 else "32-true")
     return prepared(recipe, own, own.setup)
 
 
 def accelerate(recipe: Recipe) -> Steps:
     from accelerate import Accelerator
 
-    own = Accelerator(cpu=True, mixed_precision="bf16" if recipe.bf16 else "no")
+    own = Accelerator(cpu=recipe.device == "cpu", mixed_precision="bf16" if recipe.bf16 else "no")
     return prepared(recipe, own, own.prepare)
 
 
@@ -161,6 +165,7 @@ def lightning(recipe: Recipe) -> Steps:
             return recipe.optimizer(self.model)
 
         def on_train_end(self) -> None:
+            settle()
             self.seconds = time.perf_counter() - self.started
 
     module, batches = Module(), recipe.batches()
@@ -168,7 +173,7 @@ def lightning(recipe: Recipe) -> Steps:
     def steps(count: int) -> float:
         module.started = 0.0
         precision = "bf16-mixed" if recipe.bf16 else "32-true"
-        trainer = Trainer(accelerator="cpu", devices=1, barebones=True, precision=precision, max_epochs=1)
+        trainer = Trainer(accelerator=recipe.device, devices=1, barebones=True, precision=precision, max_epochs=1)
         trainer.fit(module, Repeated(batches, count))
         return module.seconds
 
@@ -191,6 +196,7 @@ def hf_trainer(recipe: Recipe) -> Steps:
             self.started = self.started or time.perf_counter()
 
         def on_train_end(self, *_: Any, **__: Any) -> None:
+            settle()
             self.seconds = time.perf_counter() - self.started
 
     class OnBatches(Trainer):
@@ -203,8 +209,8 @@ def hf_trainer(recipe: Recipe) -> Steps:
     def steps(count: int) -> float:
         model.__dict__.pop("forward", None)  # else the autocast of the Trainer before is around that of this one
         arguments = TrainingArguments(
-            folder, max_steps=count, use_cpu=True, bf16=recipe.bf16, max_grad_norm=0, logging_strategy="no",
-            save_strategy="no", report_to="none", disable_tqdm=True,
+            folder, max_steps=count, use_cpu=recipe.device == "cpu", bf16=recipe.bf16, max_grad_norm=0,
+            logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
         )  # fmt: skip
         clock = Clock()
         trainer = OnBatches(model, arguments, callbacks=[clock], optimizers=(recipe.optimizer(model), None))
@@ -258,13 +264,13 @@ def harness(recipe: Recipe, *overrides: str) -> Steps:
          f"model.name={name}", args, "optimizer.name=sgd", *optimizer,
          f"precision.opt_level={'O4' if recipe.bf16 else 'O0'}", "schedule.warmup_epochs=0", "train.epochs=100000",
          "train.evaluate_every=100000", "train.log_every=50", "checkpoint.every=null", "data.num_workers=0",
-         "batch.global=64",
+         "batch.global=64", f"runtime.device={recipe.device}",
          f"model.compile={str(recipe.compiled).lower()}", *overrides],
     )  # fmt: skip
     run_folder = RunFolder(folder / "run")
     run_folder.checkpoints.folder.mkdir(parents=True, exist_ok=True)
     stack = ExitStack()
-    runtime = stack.enter_context(open_runtime(detect(os.environ)))
+    runtime = stack.enter_context(open_runtime(detect(os.environ), recipe.device))
     run = build.build(config, runtime, run_folder, Stop(runtime))
     made = list(run.train_data.groups(0, []))[:16]
     groups = [
@@ -282,6 +288,7 @@ def harness(recipe: Recipe, *overrides: str) -> Steps:
         run.train_data, run.state.segments = InMemory(data_of_run, groups, count), []
         before, start = run.state.step, time.perf_counter()
         loop.epoch(run)
+        settle()
         duration_s = time.perf_counter() - start
         assert run.state.step == before + count, "the loop ended before all steps were taken"
         return duration_s

@@ -1,6 +1,6 @@
 """Measures training steps of the harness and of harness.apex against hand-written loops and other libraries.
 
-    make bench-peers      or      python -m benchmarks.peers [--rounds 18] [--only TEXT ...]
+    make bench-peers      or      python -m benchmarks.peers [--rounds 18] [--only TEXT ...] [--device cuda]
 
 Contenders train on batches in memory and take turns (benchmarks/turns.py).
 """
@@ -31,17 +31,19 @@ def at_most(ratio: float, name: str) -> tuple[str, Callable[[Result], bool]]:
     return f"ratio at most {ratio:g}", lambda result: result.ratio(name) <= ratio
 
 
-def loops() -> Iterator[Case]:
+def loops(device: str) -> Iterator[Case]:
     peers = {"Fabric": fabric, "accelerate": accelerate, "Lightning, barebones": lightning, "HF Trainer": hf_trainer}
     for network, num_steps in (("mlp", 200), ("cnn", 20)):
         for bf16 in (False, True):
-            recipe = Recipe(network, bf16)
+            recipe = Recipe(network, bf16, device=device)
             contenders = {"by hand": partial(by_hand, recipe), "harness": partial(harness, recipe)}
             contenders["by hand, tuned"] = partial(by_hand, dataclasses.replace(recipe, tuned=True))
             contenders |= {name: partial(make, recipe) for name, make in peers.items()}
             goal = below(1, "Fabric") if bf16 else below(0.5, "Fabric")
             name = f"{network}, {'bfloat16' if bf16 else 'float32'}"
             yield Case(name, contenders, {"harness": goal if network == "mlp" else at_most(1.01, "harness")}, num_steps)
+    if device == "cuda":
+        return
     recipe = Recipe("cnn")
     two = {"torch DDP by hand": partial(by_hand, recipe), "harness": partial(harness, recipe),
            "harness, overlapped": partial(harness, recipe, "parallel.delay_allreduce=false")}  # fmt: skip
@@ -187,9 +189,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=18)
     parser.add_argument("--starts", type=int, default=STARTS, help="of each contender's process")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names; the results are printed, not written")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the loops on one rank only")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="besides the first; printed as well")
     arguments = parser.parse_args()
-    cases = [case for case in (*loops(), *parts()) if any(text in case.name for text in arguments.only)]
+    made = [*loops(arguments.device), *(parts() if arguments.device == "cpu" else ())]
+    cases = [case for case in made if any(text in case.name for text in arguments.only)]
     if arguments.contenders:
         cases = [
             with_only(case, arguments.contenders) for case in cases if set(arguments.contenders) & {*case.contenders}
@@ -199,7 +203,8 @@ def main() -> None:
         rows += measure(case, arguments.rounds, arguments.starts).rows()
         print(json.dumps(rows[-len(case.contenders) - 1 :], indent=None).replace("], [", "],\n ["), flush=True)
     if arguments.only == [""] and not arguments.contenders:
-        machine.write("peers", "Training steps against hand-written loops and other libraries", page(rows, arguments))
+        name = "peers" if arguments.device == "cpu" else "peers_cuda"
+        machine.write(name, "Training steps against hand-written loops and other libraries", page(rows, arguments))
 
 
 def page(rows: Sequence[Sequence[str]], arguments: argparse.Namespace) -> str:

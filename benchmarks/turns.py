@@ -151,6 +151,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def settle() -> None:
+    """Wait until the GPU, if this process uses one, has done its work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def timed(step: Callable[[Tensor, Tensor], None], batches: Batches) -> Steps:
     """Steps over ``batches``, again and again."""
 
@@ -158,6 +164,7 @@ def timed(step: Callable[[Tensor, Tensor], None], batches: Batches) -> Steps:
         start = time.perf_counter()
         for inputs, targets in itertools.islice(itertools.cycle(batches), count):
             step(inputs, targets)
+        settle()
         return time.perf_counter() - start
 
     return steps

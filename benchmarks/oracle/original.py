@@ -1,4 +1,4 @@
-"""Makes the ``apex`` of a checkout of NVIDIA's repository importable and able to run on this torch, without a GPU."""
+"""Makes the ``apex`` of a checkout of NVIDIA's repository importable and able to run on this torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def commit(checkout: Path) -> str:
     return done.stdout.strip() or "unknown"
 
 
-def install(checkout: Path, *, kernels: bool = False) -> None:
+def install(checkout: Path, device: str, *, kernels: bool = False) -> None:
     """Make ``import apex`` find the one in ``checkout``, for the rest of this process.
 
     ``kernels``: the original's compiled kernels, which need CUDA, are those of ``harness.apex.amp_C`` (without them it
@@ -39,7 +39,8 @@ def install(checkout: Path, *, kernels: bool = False) -> None:
     if kernels:
         sys.modules["amp_C"] = importlib.import_module("harness.apex.amp_C")
     sys.path.insert(0, str(checkout))
-    fake_cuda.install()
+    if device == "cpu":
+        fake_cuda.install()
     importlib.import_module("apex.amp.utils").cached_cast = cast_once
     importlib.import_module("apex.optimizers")
     importlib.import_module("apex.parallel.LARC")

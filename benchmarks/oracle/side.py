@@ -1,9 +1,10 @@
 """Runs cells with one of the two implementations, each in a process of its own that is forked after the imports.
 
-    python -m benchmarks.oracle.side FOLDER NAMES [CHECKOUT]
+    python -m benchmarks.oracle.side FOLDER NAMES DEVICE [CHECKOUT]
 
 ``FOLDER`` receives the result of each cell, ``NAMES`` is a file with one name of a cell per line. Without ``CHECKOUT``
-``apex`` is ``harness.apex``.
+``apex`` is ``harness.apex``. On ``DEVICE`` "cpu" the original sees CPU tensors as CUDA tensors; on "cuda" all tensors
+of a cell are on the GPU, its two ranks included.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.oracle.cells import CELLS
 SECONDS = 100  # for one cell; the slowest takes about five on an idle core
 
 
-def main(folder: str, names: str, checkout: str = "") -> None:
+def main(folder: str, names: str, device: str, checkout: str = "") -> None:
     torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # every optimizer imports it; once here instead of once per cell
     if not checkout:
@@ -36,20 +37,22 @@ def main(folder: str, names: str, checkout: str = "") -> None:
         chosen = [name for name in Path(names).read_text().splitlines() if CELLS[name].kernels is kernels]
         if chosen and checkout:
             # A child, because what torch and apex look like afterwards cannot be undone.
-            _in_child(lambda chosen=chosen, kernels=kernels: _original(Path(checkout), kernels, folder, chosen), 0)
+            _in_child(
+                lambda chosen=chosen, kernels=kernels: _original(Path(checkout), kernels, folder, device, chosen), 0
+            )
         elif chosen:
-            _run(folder, chosen)
+            _run(folder, device, chosen)
 
 
-def _original(checkout: Path, kernels: bool, folder: str, names: list[str]) -> None:
-    original.install(checkout, kernels=kernels)
-    _run(folder, names)
+def _original(checkout: Path, kernels: bool, folder: str, device: str, names: list[str]) -> None:
+    original.install(checkout, device, kernels=kernels)
+    _run(folder, device, names)
 
 
-def _run(folder: str, names: list[str]) -> None:
+def _run(folder: str, device: str, names: list[str]) -> None:
     for name in names:
         file = path_of(folder, name)
-        code = _in_child(lambda name=name, file=file: _cell(name, file), SECONDS)
+        code = _in_child(lambda name=name, file=file: _cell(name, file, device), SECONDS)
         if not file.exists():
             torch.save({"error": f"ended with status {code}"}, file)
 
@@ -59,8 +62,11 @@ def path_of(folder: str | Path, name: str) -> Path:
     return Path(folder) / (name.replace("/", "_").replace(" ", "_") + ".pt")
 
 
-def _cell(name: str, file: Path) -> None:
+def _cell(name: str, file: Path, device: str) -> None:
     warnings.simplefilter("ignore")
+    if device == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_default_device(device)
     torch.manual_seed(0)
     try:
         result = CELLS[name].run()

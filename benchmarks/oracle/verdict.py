@@ -27,7 +27,7 @@ def difference(name: str, original: Path, ours: Path) -> str:
 
 def _load(file: Path) -> dict[str, Any]:
     missing = {"error": "did not run"}
-    result: dict[str, Any] = torch.load(file, weights_only=False) if file.exists() else missing
+    result: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False) if file.exists() else missing
     return result
 
 

@@ -34,7 +34,7 @@ def test_cells_run_with_harness_apex(tmp_path):
     """One of each family, so that the cells stay whole where there is no checkout."""
     first = {cell.family: name for name, cell in reversed(CELLS.items())}
     (tmp_path / "names").write_text("\n".join(first.values()))
-    command = [sys.executable, "-m", "benchmarks.oracle.side", str(tmp_path), str(tmp_path / "names")]
+    command = [sys.executable, "-m", "benchmarks.oracle.side", str(tmp_path), str(tmp_path / "names"), "cpu"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=280, capture_output=True)
     results = {name: torch.load(path_of(tmp_path, name), weights_only=False) for name in first.values()}
     assert {name: result["error"] for name, result in results.items() if "error" in result} == {}

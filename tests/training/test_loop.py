@@ -5,6 +5,7 @@ The table in docs/strategies.md is counted there, too.
 
 from __future__ import annotations
 
+import warnings
 from unittest import mock
 
 import pytest
@@ -59,6 +60,33 @@ def test_table_of_waits_is_current(tmp_path, strategy):
         assert len(waits["a step"]) == overflow, waits["a step"]
         assert waits["a step with `train.clip_norm`"] == waits["a step with `train.ema_decay`"] == waits["a step"]
         assert len(waits["a step with `train.on_nan: skip`"]) == (2 if level in ("O1", "O2") else 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("level", sync_table.LEVELS)
+def test_steps_on_a_cuda_device_wait_as_often_as_the_table_says(tmp_path, built, level):
+    """torch itself counts: a step at O2 waits once, a step at any other level does not."""
+    write_rows(tmp_path, "train", 96)
+    write_rows(tmp_path, "eval", 24)
+    model = {"name": "small_cnn", "args": {"width": 4}}
+    tree = settings(tmp_path, model=model, precision={"opt_level": level}, runtime={"device": "cuda"},
+                    train={"epochs": 2, "log_every": 1, "deterministic": False})  # fmt: skip
+    run = built(loader.load(write_yaml(tmp_path / "config.yaml", tree)), Runtime(device=torch.device("cuda:0")))
+    groups = iter(run.train_data.groups(0, []))
+    for _ in range(3):
+        loop.step(run, next(groups))
+    loop.count_uncounted(run)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(2):
+                loop.step(run, next(groups))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in caught if "synchronizing" in str(warning.message)]
+    assert len(waits) == (2 if level == "O2" else 0), [(wait.filename, wait.lineno) for wait in waits]
 
 
 @pytest.fixture

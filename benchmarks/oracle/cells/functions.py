@@ -42,7 +42,7 @@ def _operands(name: str) -> list[Tensor]:
         **{"margin_ranking_loss": ((4,), (4,)), "triplet_margin_loss": ((4, 6),) * 3, "interpolate": ((2, 3, 6),)},
         **{"grid_sample": ((2, 3, 4, 4), (2, 4, 4, 2)), "layer_norm": ((4, 6),), "group_norm": ((2, 4, 6), (4,), (4,))},
     }.get(name, ((4, 6), (4, 6)) if name in (*_BINARY.split(), *_LOSSES.split()) else ((4, 6),))
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
     return [torch.rand(size, generator=generator) * 0.8 + 0.1 for size in sizes]
 
 

@@ -58,14 +58,14 @@ def mlp(inputs: int = 16, outputs: int = 10) -> nn.Module:
 
 
 def images(number: int, seed: int = 1, size: int = 16) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     for _ in range(number):
         x = torch.randn(size, 3, 8, 8, generator=generator)
         yield x, torch.randint(0, 10, (size,), generator=generator)
 
 
 def vectors(number: int, seed: int = 1, width: int = 16) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     for _ in range(number):
         yield torch.randn(8, width, generator=generator), torch.randint(0, 10, (8,), generator=generator)
 

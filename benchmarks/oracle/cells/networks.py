@@ -182,7 +182,7 @@ class _Wide(nn.Module):
 
 
 def _sequences(number: int) -> Any:
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
     for _ in range(number):
         yield torch.randn(5, 8, 6, generator=generator), torch.randint(0, 4, (8,), generator=generator)
 
