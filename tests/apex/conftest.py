@@ -1,12 +1,18 @@
 """Every test in this folder starts and ends with amp not initialized and torch's autocast off.
 
-``--device cuda`` creates their tensors on that device; tests that start ranks stay on the CPU.
+``--device cuda`` creates their tensors on that device, except of the tests marked ``host``; tests that start ranks stay
+on the CPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from harness.apex import amp
 
@@ -14,15 +20,30 @@ from harness.apex import amp
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
 
+class SameNumbers(TorchFunctionMode):
+    """Draws from a generator of the CPU there, and moves the numbers to the default device."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        factory = func in (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
+        if factory and generator is not None and generator.device.type == "cpu" and "device" not in kwargs:
+            return func(*args, device="cpu", **kwargs).to(torch.get_default_device())
+        return func(*args, **kwargs)
+
+
 @pytest.fixture(autouse=True)
 def _fresh_amp(request):
     amp.reset()
     device = request.config.getoption("--device")
-    torch.set_default_device(device if device != "cpu" else None)  # None: without a mode in the way
+    if device == "cpu" or request.node.get_closest_marker("host"):
+        device = None  # without a mode in the way
+    torch.set_default_device(device)
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors here are tiny: more threads only wait for each other
-    yield
+    with SameNumbers() if device else nullcontext():
+        yield
     torch.set_num_threads(threads)
     torch.set_default_device(None)
     amp.reset()

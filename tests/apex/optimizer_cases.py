@@ -27,8 +27,9 @@ CASES = {
 every_case = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
 
 
-def params_of(*dtypes, device="cpu"):
+def params_of(*dtypes, device=None):
     """Four parameters of different shapes for each of ``dtypes``, always the same values."""
+    device = device or torch.get_default_device()
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 4), (5,), (2, 1, 3), ()]
     return [

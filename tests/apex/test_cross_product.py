@@ -74,6 +74,7 @@ def _on_a_rank():
     return found
 
 
+@pytest.mark.host
 @pytest.mark.contract("6.3")
 def test_two_ranks_with_the_same_data_equal_one():
     expected = [alone(*case)[:3] for case in ON_RANKS]

@@ -18,6 +18,8 @@ from harness.apex.parallel.LARC import LARC
 from tests.apex.shared import backward, same, tensors_in
 from tests.syncs import CUDA, counted_syncs
 
+pytestmark = pytest.mark.host
+
 STAY = {
     "FusedAdam": lambda p: FusedAdam(p, lr=0.01, weight_decay=0.1),
     "FusedAdam, L2, uncorrected": lambda p: FusedAdam(p, lr=0.01, adam_w_mode=False, bias_correction=False),

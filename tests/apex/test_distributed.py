@@ -623,6 +623,7 @@ def _channels_last() -> None:
                 assert all(p.grad.untyped_storage().data_ptr() in places for p in model.parameters()), "they are views"
 
 
+@pytest.mark.host
 def test_pieces_without_overlap_are_larger_on_a_gpu():
     assert buckets.piece_size([torch.ones(2)]) == buckets.piece_size([]) == 1_000_000
     with FakeTensorMode():

@@ -257,6 +257,7 @@ def test_flat_state_has_the_keys_of_apex_and_resumes_exactly():
         optimizer.step(lambda: None)
 
 
+@pytest.mark.host
 def test_flat_masters_are_on_the_device_of_their_group():
     """Also that of a group whose parameters are all frozen: the norms of all groups are read at once."""
     with FakeTensorMode():

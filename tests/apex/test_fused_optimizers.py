@@ -392,6 +392,7 @@ def test_network_under_autocast_and_grad_scaler_follows_torchs_adam(options, rec
     assert not [warning for warning in recwarn if "grad_scaler" in str(warning.message)]
 
 
+@pytest.mark.host  # torch cannot unscale bfloat16 gradients on CUDA
 @pytest.mark.contract("6.2.AdamTest")
 @pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.bfloat16])
 def test_grad_scaler_leaves_unscaled_gradients(dtype):
@@ -413,6 +414,7 @@ def test_reduced_precision_dtype_may_be_set_after_construction():
 
 
 @pytest.mark.gpu
+@pytest.mark.host  # both
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @every_case
 def test_cuda_equals_cpu_without_host_sync(make):

@@ -28,7 +28,7 @@ from harness.apex.on_cpu import (
 )
 from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.contract("9"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.host, pytest.mark.contract("9"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 CUDA = ["cuda", "cuda:1", torch.device("cuda"), torch.device("cuda", 1), 0]
 

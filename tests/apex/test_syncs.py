@@ -18,6 +18,8 @@ from tests.apex.shared import Numbers, backward
 from tests.ranks import run_ranks
 from tests.syncs import CUDA, counted_syncs
 
+pytestmark = pytest.mark.host
+
 FLOAT = torch.float32
 
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytest.importorskip("optuna", reason="optuna is not installed: pip install 'apex-harness[sweep]'")
+
 from harness import cli
 from tests.tools.sweep.sweeping import write_base, write_sweep
 

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+pytest.importorskip("optuna", reason="optuna is not installed: pip install 'apex-harness[sweep]'")
+
 from harness.tools.sweep import results
 from harness.tools.sweep.plan import Plan, make
 from harness.tools.sweep.slots import Machine

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("optuna", reason="optuna is not installed: pip install 'apex-harness[sweep]'")
+
 from tests.end_to_end.processes import wait_until
 from tests.ranks import wait_for
 from tests.tools.sweep.sweeping import (

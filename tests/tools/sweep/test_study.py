@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("optuna", reason="optuna is not installed: pip install 'apex-harness[sweep]'")
+
 from harness.errors import ConfigError
 from harness.tools.sweep.plan import make
 from harness.tools.sweep.slots import Machine
