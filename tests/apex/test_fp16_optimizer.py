@@ -130,8 +130,8 @@ def test_masters_hold_unscaled_gradients_after_backward():
     optimizer.backward(loss_of(model, 0))
     assert torch.equal(grads(optimizer)[0], model[0].weight.grad.float() / 64)
     assert optimizer.clip_master_grads(1e-3) > 1e-3
-    assert torch.stack([g.norm() for g in grads(optimizer)]).norm() == pytest.approx(1e-3, rel=1e-3)
-    assert optimizer.clip_master_grads(1.0, norm_type=INF) == max(g.abs().max() for g in grads(optimizer))
+    assert torch.stack([g.norm() for g in grads(optimizer)]).norm().item() == pytest.approx(1e-3, rel=1e-3)
+    assert optimizer.clip_master_grads(1.0, norm_type=INF) == max(float(g.abs().max()) for g in grads(optimizer))
 
 
 @pytest.mark.parametrize("argument", ["set_grads_to_None", "set_to_none"])

@@ -493,6 +493,7 @@ def test_novograd_keeps_norms_of_parameters_without_gradient():
     assert (after == before).tolist() == [False, False, True, False]
 
 
+@pytest.mark.host
 def test_lamb_updates_many_weights_in_parts_that_fit_into_the_cache():
     """Of 16 MiB of weights, at most 2 MiB are copied at a time, with the results of a group per weight."""
 

@@ -65,7 +65,8 @@ def model_and_optimizer():
     return model, torch.optim.SGD(model.parameters(), lr=0.5)
 
 
-X = torch.tensor([[1.0, 2.0]])
+def inputs():
+    return torch.tensor([[1.0, 2.0]])
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -75,7 +76,7 @@ def test_wrapped_optimizer_sums_its_losses_and_steps(enabled):
     optimizer = handle.wrap_optimizer(inner, num_loss=2)
     assert optimizer.param_groups is inner.param_groups
     for factor in (1.0, 2.0):
-        with optimizer.scale_loss(model(X).sum() * factor) as loss:
+        with optimizer.scale_loss(model(inputs()).sum() * factor) as loss:
             loss.backward()
     assert model.weight.grad.tolist() == [[3.0, 6.0]]
     optimizer.step()
@@ -88,7 +89,7 @@ def test_overflow_in_one_loss_skips_the_step_and_halves_only_its_scale():
     model, inner = model_and_optimizer()
     optimizer = amp.init().wrap_optimizer(inner, num_loss=2)
     for factor in (1e-4, float("inf")):
-        with optimizer.scale_loss(model(X).sum() * factor) as loss:
+        with optimizer.scale_loss(model(inputs()).sum() * factor) as loss:
             loss.backward()
     optimizer.step()
     assert model.weight.tolist() == [[1.0, 1.0]]
@@ -100,9 +101,9 @@ def test_wrong_use_of_a_wrapped_optimizer_is_explained():
     optimizer = amp.init(loss_scale=2.0).wrap_optimizer(inner)
     with pytest.raises(RuntimeError, match="after 0 of 1 losses"):
         optimizer.step()
-    with optimizer.scale_loss(model(X).sum()) as loss:
+    with optimizer.scale_loss(model(inputs()).sum()) as loss:
         loss.backward()
-    with pytest.raises(RuntimeError, match="num_loss=2"), optimizer.scale_loss(model(X).sum()):
+    with pytest.raises(RuntimeError, match="num_loss=2"), optimizer.scale_loss(model(inputs()).sum()):
         pass
     with pytest.raises(NotImplementedError, match="no closure"):
         optimizer.step(lambda: 0)
@@ -115,13 +116,13 @@ def test_wrong_use_of_a_wrapped_optimizer_is_explained():
 def test_handle_scales_and_unscales():
     model, optimizer = model_and_optimizer()
     handle = amp.init(loss_scale=4.0)
-    with handle.scale_loss(model(X).sum(), optimizer) as loss:
+    with handle.scale_loss(model(inputs()).sum(), optimizer) as loss:
         assert loss.item() == 12.0
         loss.backward()
     assert model.weight.grad.tolist() == [[1.0, 2.0]]
     optimizer.step()
     assert model.weight.tolist() == [[0.5, 0.0]]
-    with amp.init(enabled=False).scale_loss(model(X).sum(), optimizer) as loss:
+    with amp.init(enabled=False).scale_loss(model(inputs()).sum(), optimizer) as loss:
         assert loss.item() == 0.5
 
 
@@ -131,8 +132,8 @@ def test_verbosity_2_prints_each_cast(capsys):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O1", verbosity=2)
     capsys.readouterr()
-    backward(model(X).sum(), optimizer)
-    X.half()
+    backward(model(inputs()).sum(), optimizer)
+    inputs().half()
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines) == [
         "amp: layer_norm: float16 -> float32 (1, 3)",
@@ -141,5 +142,5 @@ def test_verbosity_2_prints_each_cast(capsys):
     ]
     amp.initialize(model, opt_level="O1", verbosity=1)
     capsys.readouterr()
-    model(X)
+    model(inputs())
     assert capsys.readouterr().out == ""

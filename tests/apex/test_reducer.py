@@ -198,6 +198,7 @@ def test_two_ranks():
     run_ranks(2, _all_on_two_ranks, timeout_s=60)
 
 
+@pytest.mark.host
 @pytest.mark.contract("5.1.1", "5.2")
 def test_values_on_the_cpu_go_through_the_gpu_where_the_backend_takes_no_others():
     """As buffers of a model may under nccl, which Apex did not send."""
@@ -223,6 +224,7 @@ def test_flatten_and_unflatten():
     assert not any(view.any() for view in views), "they are views"
 
 
+@pytest.mark.host
 @pytest.mark.contract("1.1")
 def test_splitting_and_extracting():
     half, single, other = torch.ones(1).half(), torch.ones(2), torch.ones(3)

@@ -61,19 +61,20 @@ def register(key: str, dtype: torch.dtype, lists: CastLists, allow_banned: bool)
     for names, make in makers:
         for name in names:
             for op in _functional_overloads(name):
-                if _differs(op, name, key, lists):
+                if _differs(op, name, key, lists, dtype):
                     implement(library, op, make(op, below), key)
     return library
 
 
-def _differs(op: Any, name: str, key: str, lists: CastLists) -> bool:
+def _differs(op: Any, name: str, key: str, lists: CastLists, dtype: torch.dtype) -> bool:
     """Return whether ``op`` needs a kernel of ours under ``key``, because torch has none there or one with another
     rule."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if name in BANNED:
         return True
     if name in RECURRENT and key == _CUDA:
-        return False  # torch casts below, in cuDNN's operation, into the one piece of memory that cuDNN wants
+        # torch casts below, in cuDNN's operation, into the one piece of memory that cuDNN wants: always to float16.
+        return dtype is not torch.float16
     if lists is AUTOCAST:
         if key == _CUDA:
             return name in EVERYWHERE

@@ -37,6 +37,7 @@ def _names(text: str) -> list[str]:
 
 
 _MATRIX_EXP = _names("matrix_exp linalg_matrix_exp")  # in reduced precision their parts, once cast, would mix dtypes
+_MATRIX_NORM = ["linalg_matrix_norm"]  # torch's rule for CUDA fails: it passes a dtype beside the float16 matrix
 
 _REDUCED = _names("""
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear
@@ -79,16 +80,16 @@ APEX = CastLists(
     _FLOAT32,
     _WIDEST,
     _UNTOUCHED,
-    replaced=_names("grid_sampler cat stack"),
+    replaced=_names("grid_sampler cat stack") + _MATRIX_NORM,
     rounded=[],
     banned_in_place=_BANNED_IN_PLACE,
     float32_functions=_names("local_response_norm normalize multilabel_soft_margin_loss"),
 )
 
 # The lists of torch's aten/src/ATen/autocast_mode.h. An overload that the installed torch does not cast on CUDA is not
-# cast elsewhere either, except recurrent layers, which it casts as operations of cuDNN, and matrix_exp.
+# cast elsewhere either, except recurrent layers, which it casts as operations of cuDNN, matrix_exp and matrix norms.
 RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
-EVERYWHERE = [*RECURRENT, *_MATRIX_EXP]
+EVERYWHERE = [*RECURRENT, *_MATRIX_EXP, *_MATRIX_NORM]
 AUTOCAST = CastLists(
     reduced=_names("""
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution

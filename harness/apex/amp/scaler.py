@@ -37,6 +37,14 @@ def raised(scale: float, factor: float, maximum: float) -> float:
     return min(maximum, scale * factor)
 
 
+def _checkable(gradients: list[Tensor]) -> list[Tensor]:
+    """Return ``gradients``, of one kind, or float32 copies where torch's kernel that checks and unscales lacks their
+    dtype: bfloat16 on CUDA."""
+    if gradients[0].dtype is torch.bfloat16 and gradients[0].is_cuda:
+        return [gradient.float() for gradient in gradients]
+    return gradients
+
+
 class LossScaler:
     """Scale for one loss.
 
@@ -147,7 +155,10 @@ class LossScaler:
         for group in by_device_and_dtype(gradients):
             if self.dynamic:
                 found, factor = self._buffers(group[0].device, inverse)
-                torch._amp_foreach_non_finite_check_and_unscale_(group, found, factor)
+                wide = _checkable(group)
+                torch._amp_foreach_non_finite_check_and_unscale_(wide, found, factor)
+                if wide is not group:
+                    torch._foreach_copy_(group, wide)
             else:
                 torch._foreach_mul_(group, float(inverse))
 

@@ -105,9 +105,9 @@ def attributes(modules: Sequence[nn.Module], optimizers: Sequence[Any]) -> dict[
         name = type(each).__name__
         numbers[name] += 1
         roots[name + (f" {numbers[name]}" if numbers[name] > 1 else "")] = each
-    for module in list(sys.modules.values()):
-        if _is_users_module(module.__name__):
-            roots[module.__name__] = {key: value for key, value in vars(module).items() if key[:2] != "__"}
+    for name, module in list(sys.modules.items()):  # libraries put objects there that are no modules and have no name
+        if issubclass(type(module), types.ModuleType) and _is_users_module(name):
+            roots[name] = {key: value for key, value in vars(module).items() if key[:2] != "__"}
     found: dict[str, str] = {}
     seen: dict[int, Any] = {}
     for name, root in roots.items():
