@@ -100,6 +100,7 @@ from harness.tools.report import page
 page.write([Path({str(run)!r})])
 sys.exit(bool(imported("torch")))
 """
+    pytest.importorskip("plotly", reason="plotly is not installed: pip install 'apex-harness[report]'")
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stderr) == (0, "")
 

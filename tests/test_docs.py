@@ -542,6 +542,7 @@ def for_python_api(folder: Path) -> None:
 
 
 def for_reports(folder: Path) -> None:
+    pytest.importorskip("plotly", reason="plotly is not installed: pip install 'apex-harness[report]'")
     for name in ("digits", "mnist"):
         write_run(folder / "runs" / name, Fake(name=name, epochs=2))
     write_sweep(folder / "runs" / "sweep_pet_names", [Fake(epochs=2), Fake(epochs=2, world=2)])

@@ -39,6 +39,12 @@ class Row:
         return bool(self.difference) != bool(self.reason)
 
 
+def row(name: str, difference: str, device: str) -> Row:
+    """The row of the cell ``name``. A cell that differs on purpose on the CPU may be equal on a GPU."""
+    reason = deliberate.reason(name) if difference or device == "cpu" else ""
+    return Row(name, CELLS[name].family, difference, reason)
+
+
 def compare(checkout: Path, names: Sequence[str], workers: int = 2, device: str = "cpu") -> list[Row]:
     """Run the cells ``names`` with both implementations, each in ``workers`` / 2 processes at a time."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -59,9 +65,7 @@ def compare(checkout: Path, names: Sequence[str], workers: int = 2, device: str 
         finally:
             for _, process in running:
                 process.kill()
-        return [
-            Row(name, CELLS[name].family, verdict.difference(name, *folders), deliberate.reason(name)) for name in names
-        ]
+        return [row(name, verdict.difference(name, *folders), device) for name in names]
 
 
 def _start(log: Path, arguments: list[str]) -> tuple[Path, subprocess.Popen[bytes]]:
@@ -80,6 +84,7 @@ def page(rows: Sequence[Row], commit: str, device: str = "cpu") -> str:
     for family in dict.fromkeys(row.family for row in rows):
         own = [row for row in rows if row.family == family]
         families.append([family, str(sum(not row.difference for row in own)), str(len(own))])
+    command = "make oracle APEX_CHECKOUT=DIR" if device == "cpu" else "python -m benchmarks.oracle DIR --device cuda"
     kind, disguise = ("GPU", "") if device == "cuda" else ("CPU", ", to which CPU tensors look like CUDA tensors")
     listed = [[row.name, row.reason, row.difference.replace("|", "\\|")] for row in rows if row.reason]
     wrong = [[row.name, row.difference or "is listed as different, but equal"] for row in rows if row.wrong]
@@ -87,7 +92,7 @@ def page(rows: Sequence[Row], commit: str, device: str = "cpu") -> str:
         [
             f"**{equal} of {len(rows)} cells are bitwise equal**; {len(rows) - equal - len(wrong)} differ on purpose. "
             f"{single} cells test a single operation. "
-            f"NVIDIA/apex at {commit}, {datetime.date.today()}, `make oracle APEX_CHECKOUT=DIR`.",
+            f"NVIDIA/apex at {commit}, {datetime.date.today()}, `{command}`.",
             f"Each cell is a small script, run twice on the {kind} with the same torch kernels: once with the original "
             f"`apex`{disguise}, and once with `harness.apex`. The comparison covers losses, weights, saved weights, "
             "masters, gradients, optimizer state and amp state. The original "

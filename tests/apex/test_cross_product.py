@@ -77,5 +77,5 @@ def _on_a_rank():
 @pytest.mark.host
 @pytest.mark.contract("6.3")
 def test_two_ranks_with_the_same_data_equal_one():
-    expected = [alone(*case)[:3] for case in ON_RANKS]
+    expected = [losses(*case, steps=3) for case in ON_RANKS]
     assert run_ranks(2, _on_a_rank, timeout_s=120) == [expected] * 2

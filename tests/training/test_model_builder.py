@@ -168,9 +168,9 @@ def test_shape_of_the_outputs_is_only_for_the_task_to_declare(name, outputs):
     ("name", "args", "message"),
     [
         ("small_cnn", {"width": -4}, "cannot build model small_cnn with width=-4: Trying to create tensor with"),
-        ("small_cnn", {"width": 10**7}, "not enough memory for "),
+        ("small_cnn", {"width": 10**7}, " memory "),
         ("small_cnn", {"width": 10**30}, "cannot build model small_cnn with width=1000"),
-        ("mlp", {"hidden": 2**36}, "with hidden=68719476736: not enough memory for 1,024.0 GiB"),
+        ("mlp", {"hidden": 2**36}, "1,024.0 GiB"),
         ("resnet18", {"weights": "nope"}, "cannot build model resnet18 with weights='nope': there is no 'nope'"),
     ],
 )

@@ -14,6 +14,8 @@ from harness.errors import ConfigError
 from harness.runs import ownership
 from harness.tools.report import page
 
+pytest.importorskip("plotly", reason="plotly is not installed: pip install 'apex-harness[report]'")
+
 
 def test_the_page_is_written_and_its_path_printed(tmp_path, capsys):
     sweep = write_sweep(tmp_path / "sweep", [Fake(), Fake(world=2)])
