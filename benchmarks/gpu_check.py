@@ -125,6 +125,7 @@ class Plan:
             yield self.training(f"{name}, {_ranks(max(2, self.world))}", digits, self.world, *settings, skipped=skipped)
         speeds = list(self.speeds(digits))
         yield from speeds[:2]
+        yield self.overhead()
         engines = self.engines(digits)
         yield next(engines)
         yield from self.uses(digits)
@@ -227,6 +228,19 @@ class Plan:
             limit_s = COMPILED_S if any("compile" in word for word in settings) else CHECK_S
             yield Check(f"speed of {model}, {size} x {size}, {name}", commands, lambda out=out: _listed(out),
                         limit_s=limit_s)  # fmt: skip
+
+    def overhead(self) -> Check:
+        """The host's time for a step of a small network, relative to a loop by hand."""
+        command = [sys.executable, "-m", "benchmarks.peers", "--device", self.device, "--only", "mlp", "--contenders",
+                   "harness", "--starts", "1", "--rounds", "9"]  # fmt: skip
+
+        def result() -> str:
+            text = (self.folder / "output.txt").read_text()
+            found = re.findall(r'"mlp, (\w+)", "harness", "(\d+)", "[+-]\d+", "([\d.]+)"', text)
+            assert len(found) == 2, text
+            return "; ".join(f"{dtype}: {us} us, {ratio} of a loop by hand" for dtype, us, ratio in found)
+
+        return Check("time of a step", [command], result)
 
     def tests(self) -> Iterator[Check]:
         """Those that need a GPU, then those of harness.apex in parts of their own."""
