@@ -6,10 +6,12 @@ second and share nothing with the test's own process.
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import sys
 import time
@@ -122,6 +124,8 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout_s: float 
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
+                for rank in waiting.values():
+                    os.kill(ranks[rank][0].pid, signal.SIGABRT)  # it writes where its threads are to the standard error
                 raise RankFailure(f"ranks {sorted(waiting.values())} were still running after {timeout_s} s")
             for receiver in ready:
                 rank = waiting.pop(receiver)
@@ -168,6 +172,7 @@ def _entry(sender, function, args, environ) -> None:
     import torch
 
     torch.set_num_threads(1)  # ranks share the machine's cores
+    faulthandler.enable()
     try:
         sender.send(("value", function(*args)))
     except SystemExit as stop:
