@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -20,28 +20,41 @@ Kind = Literal["single_label", "multi_label", "regression"]
 Better = Literal["max", "min"]
 _CLASSES: tuple[Kind, ...] = ("single_label", "multi_label")
 
-LOSSES: dict[str, tuple[tuple[Kind, ...], tuple[str, ...]]] = {  # {name: (kinds of labels, settings that it takes)}
-    "cross_entropy": (("single_label",), ("label_smoothing", "class_weights")),
-    "bce": (_CLASSES, ("label_smoothing", "class_weights")),
-    "focal": (_CLASSES, ("gamma", "class_weights")),
-    "mse": (("regression",), ()),
-    "l1": (("regression",), ()),
-    "huber": (("regression",), ("delta",)),
+
+class _LossRule(NamedTuple):
+    kinds: tuple[Kind, ...]
+    """The kinds of labels that it can be used with."""
+    options: tuple[str, ...] = ()
+    """The settings that it takes."""
+
+
+class _MetricRule(NamedTuple):
+    kinds: tuple[Kind, ...]
+    """The kinds of labels that it can be computed of."""
+    better: Better
+
+
+_LOSSES = {
+    "cross_entropy": _LossRule(("single_label",), ("label_smoothing", "class_weights")),
+    "bce": _LossRule(_CLASSES, ("label_smoothing", "class_weights")),
+    "focal": _LossRule(_CLASSES, ("gamma", "class_weights")),
+    "mse": _LossRule(("regression",)),
+    "l1": _LossRule(("regression",)),
+    "huber": _LossRule(("regression",), ("delta",)),
 }
-METRICS: dict[str, tuple[tuple[Kind, ...], Better]] = {
-    "top1": (("single_label",), "max"),  # and top2, top3, ...
-    "mean_class_accuracy": (("single_label",), "max"),
-    "macro_f1": (_CLASSES, "max"),
-    "micro_f1": (("multi_label",), "max"),
-    "exact_match": (("multi_label",), "max"),
-    "rmse": (("regression",), "min"),
-    "mae": (("regression",), "min"),
-    "r2": (("regression",), "max"),
-    "loss": ((*_CLASSES, "regression"), "min"),
+_METRICS = {
+    "top1": _MetricRule(("single_label",), "max"),  # and top2, top3, ...
+    "mean_class_accuracy": _MetricRule(("single_label",), "max"),
+    "macro_f1": _MetricRule(_CLASSES, "max"),
+    "micro_f1": _MetricRule(("multi_label",), "max"),
+    "exact_match": _MetricRule(("multi_label",), "max"),
+    "rmse": _MetricRule(("regression",), "min"),
+    "mae": _MetricRule(("regression",), "min"),
+    "r2": _MetricRule(("regression",), "max"),
+    "loss": _MetricRule((*_CLASSES, "regression"), "min"),
 }
 TOP = re.compile("top[1-9][0-9]{0,5}")
 _ELSEWHERE = {"accuracy": "top1", "f1": "macro_f1", "f1_score": "macro_f1", "mse": "rmse"}  # names in other libraries
-_ANY: tuple[tuple[Kind, ...], Better] = ((*_CLASSES, "regression"), "max")
 DEFAULT_LOSS: dict[Kind, str] = {"single_label": "cross_entropy", "multi_label": "bce", "regression": "mse"}
 DEFAULT_METRICS: dict[Kind, tuple[str, ...]] = {  # the first picks the best checkpoint
     "single_label": ("top1", "loss", "mean_class_accuracy"),
@@ -131,6 +144,11 @@ class MetricSection(Section):
     def shown(self) -> str:
         return self.key or self.name.rpartition(".")[2]
 
+    @property
+    def chosen_better(self) -> Better:
+        rule = _metric_rule(self.name)
+        return self.better or (rule.better if rule else "max")
+
 
 class LabelledTask(TaskSection):
     """Base class of the options of a task with labels. Subclasses may change ``label_kind``."""
@@ -158,7 +176,7 @@ class LabelledTask(TaskSection):
     @property
     def metrics(self) -> dict[str, Better]:  # type: ignore[override]
         """{metric: better direction}, the one that picks the best checkpoint first."""
-        return {each.shown: each.better or metric(each.name)[1] for each in self.metric_sections}
+        return {each.shown: each.chosen_better for each in self.metric_sections}
 
     @property
     def loss_name(self) -> str:
@@ -202,10 +220,9 @@ class TableTask(LabelledTask):
         return {**self.input_columns, **dict.fromkeys(self.label_columns, self.label_setting)}
 
 
-def metric(name: str) -> tuple[tuple[Kind, ...], Better]:
-    """Return (kinds of labels, better direction) of a metric. A name that is not built in has every kind and
-    ``max``."""
-    return METRICS.get("top1" if TOP.fullmatch(name) else name, _ANY)
+def _metric_rule(name: str) -> _MetricRule | None:
+    """Return the rule of a built-in metric, None for another name."""
+    return _METRICS.get("top1" if TOP.fullmatch(name) else name)
 
 
 def problems(task: LabelledTask) -> Iterator[tuple[str, str, str]]:
@@ -213,7 +230,7 @@ def problems(task: LabelledTask) -> Iterator[tuple[str, str, str]]:
     kind, loss = task.label_kind, task.loss_name
     if isinstance(task, TableTask) and task.labels.column is not None and task.label_column != "label":
         yield "task.label_column", "label_column and labels.column both set the column", "remove task.label_column"
-    suitable = {name: options for name, (kinds, options) in LOSSES.items() if kind in kinds}
+    suitable = {name: rule.options for name, rule in _LOSSES.items() if kind in rule.kinds}
     own = "or your own package.module.Class"
     if "." in loss:
         if refused := sorted(set(task.loss.options) - {"args"}):
@@ -223,7 +240,7 @@ def problems(task: LabelledTask) -> Iterator[tuple[str, str, str]]:
                 "use task.loss.args",
             )
     elif loss not in suitable:
-        what = f"the loss {loss} cannot be used with {kind} labels" if loss in LOSSES else f"there is no loss {loss!r}"
+        what = f"the loss {loss} cannot be used with {kind} labels" if loss in _LOSSES else f"there is no loss {loss!r}"
         yield "task.loss.name", what, f"{_near(loss, suitable)}use {' or '.join(suitable)}, {own}"
     else:
         for option in sorted(set(task.loss.options) - set(suitable[loss])):
@@ -233,28 +250,29 @@ def problems(task: LabelledTask) -> Iterator[tuple[str, str, str]]:
 
 
 def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str, str]]:
-    suitable = [name for name, (kinds, _) in METRICS.items() if kind in kinds]
+    suitable = [name for name, rule in _METRICS.items() if kind in rule.kinds]
     keys = [each.shown for each in task.metric_sections]
     for each in task.metric_sections:
+        rule = _metric_rule(each.name)
         if "." in each.name:
             if each.better is None:
                 hint = f"write {{name: {each.name}, better: max}} (or min)"
                 yield "task.metrics", f"it is not known whether a higher {each.shown} is better", hint
-            if metric(each.shown) is not _ANY:
+            if _metric_rule(each.shown):
                 yield (
                     "task.metrics",
                     f"the key {each.shown} of {each.name} is the name of a built-in metric",
                     "give it another key: {key: NAME}",
                 )
-        elif metric(each.name) is _ANY:
+        elif rule is None:
             hint = (
                 f"{_near(each.name, suitable)}use {', '.join(suitable)}, or package.module.Class with "
                 "better: max (or min)"
             )
             yield "task.metrics", f"there is no metric {each.name!r}", hint
-        elif kind not in metric(each.name)[0]:
+        elif kind not in rule.kinds:
             yield "task.metrics", f"{each.name} is not a metric of {kind} labels", f"use {', '.join(suitable)}"
-        elif each.args or each.key or each.better not in (None, metric(each.name)[1]):
+        elif each.args or each.key or each.better not in (None, rule.better):
             yield "task.metrics", f"{each.name} is built in and takes no settings", f"write only its name: {each.name}"
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         yield (
