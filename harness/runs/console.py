@@ -173,7 +173,8 @@ class ProgressBar:
         self._plain_at = -math.inf  # so that the first step is due
         self._began: tuple[float, int] | None = None  # when the first step of this process had ended, and its number
         self._step = 0  # of the run
-        self._text, self._text_of = "", ""  # the newest numbers, and the epoch that they are of
+        self._text, self._text_of = "", ("", 0)  # the newest numbers, and the epoch and the step that they are of
+        self._written = False  # these numbers, as a line
         self._where, self._unit, self._done, self._of = "", "step", 0, 0  # a loop of the user's own may open nothing
         self._mark: float | None = None  # when the last step or batch ended
         self._lasted: dict[str, float] = {}  # seconds, by unit
@@ -212,8 +213,10 @@ class ProgressBar:
             self._write(now)
 
     def show(self, text: str) -> None:
-        """Show ``text``, the newest numbers, next to the bar, or as a line."""
-        self._text, self._text_of, now = text, self._where, time.monotonic()
+        """Show ``text``, the newest numbers, next to the bar, or as a line: once, and with their step if that comes
+        later."""
+        self._text, self._text_of, self._written = text, (self._where, self._done), False
+        now = time.monotonic()
         if self._bar is not None:
             self._bar.set_postfix_str(self._described(now), refresh=False)
         elif self._shows and self._where and now - self._plain_at > PLAIN_PERIOD_S:
@@ -261,13 +264,15 @@ class ProgressBar:
         self._plain_at = now
         position = f"{self._where}  {self._unit} {self._done}/{self._of}"
         log.info("%s", "  ".join(filter(None, (position, self._described(now)))))
+        self._written = self._written or self._unit == "step"
 
     def _described(self, now: float) -> str:
-        left = self._left_s(now)
+        left, (where, step) = self._left_s(now), self._text_of
         shown = [] if left is None else [f"{in_words(left)} left"]
-        if self._unit != "step" or not self._text:
+        if self._unit != "step" or not self._text or self._written:
             return "  ".join(shown)
-        of = [f"(of {self._text_of})"] if self._text_of != self._where else []
+        late = self._bar is None and step != self._done  # a bar shows all the time how far it is
+        of = [f"(of {where})"] if where != self._where else [f"(at step {step})"] if late else []
         return "  ".join([self._text, *of, *shown])
 
     def _left_s(self, now: float) -> float | None:

@@ -120,15 +120,16 @@ def test_other_ranks_show_nothing(terminal, monkeypatch, clock):
 
 
 def test_plain_lines_without_a_terminal(log, capsys, clock):
-    """The first after the first step, then new numbers after 10 s, and the position after 30 s without any."""
+    """The first after the first step, then new numbers after 10 s, and the position after 30 s without any. Numbers are
+    written once, and with their step if that comes later."""
     console.to_terminal(0)
     progress = ProgressBar(rank=0, total_steps=1000)
     progress.start(epoch=0, epochs=2, done=0, steps=500)
     for step in range(1, 101):
         clock.now += 1
         progress.step()
-        if step == 15:
-            progress.show("loss 0.5000")
+        if step in (15, 20):
+            progress.show(f"loss 0.{step}")
     progress.open("validation", "batch", 0, 80)
     for _ in range(40):
         clock.now += 1
@@ -141,9 +142,9 @@ def test_plain_lines_without_a_terminal(log, capsys, clock):
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
     assert [line[9:] for line in lines] == [
         "epoch 1/2  step 1/500",
-        "epoch 1/2  step 15/500  loss 0.5000  16 min left",
-        "epoch 1/2  step 46/500  loss 0.5000  16 min left",
-        "epoch 1/2  step 77/500  loss 0.5000  15 min left",
+        "epoch 1/2  step 15/500  loss 0.15  16 min left",
+        "epoch 1/2  step 46/500  loss 0.20  (at step 20)  16 min left",
+        "epoch 1/2  step 77/500  15 min left",
         "validation  batch 8/80  16 min left",
         "validation  batch 39/80  21 min left",
         "writing a checkpoint",
@@ -156,6 +157,7 @@ def test_numbers_of_the_epoch_before_are_named_as_such(log, capsys, clock):
     progress = ProgressBar(rank=0, total_steps=300)
     progress.start(epoch=0, epochs=2, done=0, steps=150)
     progress.show("loss 0.9000")
+    progress.show("loss 0.8000")
     progress.stop()
     for epoch, done in ((1, 0), (1, 50)):
         progress.open("validation", "batch", 0, 1)
@@ -167,9 +169,9 @@ def test_numbers_of_the_epoch_before_are_named_as_such(log, capsys, clock):
     lines = capsys.readouterr().err.splitlines()
     assert [re.sub(r"  \d+ min left", "", line[9:]) for line in lines] == [
         "epoch 1/2  step 0/150  loss 0.9000",
-        "epoch 2/2  step 1/150  loss 0.9000  (of epoch 1/2)",
+        "epoch 2/2  step 1/150  loss 0.8000  (of epoch 1/2)",
         "epoch 2/2  step 1/150  loss 0.5000",
-        "epoch 2/2  step 51/150  loss 0.5000",
+        "epoch 2/2  step 51/150",
         "epoch 2/2  step 51/150  loss 0.5000",
     ]
 
