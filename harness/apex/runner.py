@@ -55,7 +55,8 @@ class ScriptContext:
     local_rank: str | None = None
     trust_checkpoints: bool = False
     modernize: bool = False
-    counts_directory: str | None = None  # only in spawned processes
+    counts_directory: str | None = None
+    """Set only in spawned processes."""
 
     def set_up(self) -> None:
         """Prepare this process for the script. Undone by ``harness.apex.uninstall``."""

@@ -30,7 +30,8 @@ class _Content:
 
     size: int = 0
     is_data: bool = True
-    files: dict[Path, int] = field(default_factory=dict)  # large files directly in it
+    files: dict[Path, int] = field(default_factory=dict)
+    """Large files directly in it."""
     folders: dict[Path, _Content] = field(default_factory=dict)
 
 

@@ -37,11 +37,16 @@ class Kind(NamedTuple):
     """The place of the built-in parts of one kind."""
 
     folder: str
-    holds: str = ""  # the name to take from a module; empty: the module is the part
-    entry: str = ""  # the module to import where the part is a folder
-    shared: frozenset[str] = frozenset()  # modules of the folder that are not parts
-    base: tuple[str, str] = ("", "")  # the module and the name of the base class of all parts
-    files: bool = True  # a part may be a single file
+    holds: str = ""
+    """The name to take from a module; empty: the module is the part."""
+    entry: str = ""
+    """The module to import where the part is a folder."""
+    shared: frozenset[str] = frozenset()
+    """Modules of the folder that are not parts."""
+    base: tuple[str, str] = ("", "")
+    """The module and the name of the base class of all parts."""
+    files: bool = True
+    """A part may be a single file."""
 
 
 _NO_MODELS = frozenset({"compiled", "huggingface", "lora", "model_builder", "recompute", "weights"})

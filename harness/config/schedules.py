@@ -20,7 +20,8 @@ class Found(NamedTuple):
     """The schedule of a name: a function, or what makes an LRScheduler."""
 
     function: Function
-    passed: tuple[str, ...]  # the parameters that the harness passes
+    passed: tuple[str, ...]
+    """The parameters that the harness passes."""
     makes_scheduler: bool = False
 
 

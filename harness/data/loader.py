@@ -280,7 +280,8 @@ class TrainData:
     accumulate: int
     seed: int
     tail: str = "use"
-    batch_norm_spans_ranks: bool = False  # it then accepts a single row of a rank
+    batch_norm_spans_ranks: bool = False
+    """It then accepts a single row of a rank."""
 
     @property
     def num_rows(self) -> int:
@@ -385,7 +386,8 @@ class EvalData:
     ranks: range
     world_size: int
     batch_size: int
-    most: int = 1  # ranks of a process
+    most: int = 1
+    """Ranks of a process."""
 
     @property
     def num_rows(self) -> int:

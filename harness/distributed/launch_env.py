@@ -30,13 +30,19 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     by: str = "none (one process)"
-    elastic: bool = False  # torch's launcher, which ends all ranks of a node once one has ended
-    supervised: bool = False  # started by a launcher that this process must not outlive
+    elastic: bool = False
+    """Torch's launcher, which ends all ranks of a node once one has ended."""
+    supervised: bool = False
+    """Started by a launcher that this process must not outlive."""
     restart: int = 0
-    call: int = 0  # of the Python API in this process, which may start several runs
-    may_grow: bool = False  # torch's launcher may restart the ranks because another machine joins
-    store_is_held: bool = False  # the launcher holds the store at the master's port, so rank 0 must not open one
-    error_file: str = ""  # where torch's launcher looks for the error of this rank
+    call: int = 0
+    """Of the Python API in this process, which may start several runs."""
+    may_grow: bool = False
+    """Torch's launcher may restart the ranks because another machine joins."""
+    store_is_held: bool = False
+    """The launcher holds the store at the master's port, so rank 0 must not open one."""
+    error_file: str = ""
+    """Where torch's launcher looks for the error of this rank."""
 
     @property
     def alone(self) -> bool:

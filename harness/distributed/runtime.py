@@ -67,15 +67,21 @@ class Runtime:
 
     launch: Launch = field(default_factory=Launch)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    store: LimitedStore | None = None  # torch's key-value store, where there is a process group
-    timeout_s: float = math.inf  # how long a rank may be silent: the limit of a wait for a peer
-    work_timeout_s: float = math.inf  # how long announced work may take
-    peers: Sequence[Identity] = ()  # the processes of all ranks, by rank, where there is a process group
-    failed: bool = False  # set when this rank reports a failure, its own or a consequence of another's
+    store: LimitedStore | None = None
+    """Torch's key-value store, where there is a process group."""
+    timeout_s: float = math.inf
+    """How long a rank may be silent: the limit of a wait for a peer."""
+    work_timeout_s: float = math.inf
+    """How long announced work may take."""
+    peers: Sequence[Identity] = ()
+    """The processes of all ranks, by rank, where there is a process group."""
+    failed: bool = False
+    """Set when this rank reports a failure, its own or a consequence of another's."""
     alone_in: tuple[str, float] | None = None
     """With one rank, what it does, and the seconds that it may take: ``limited`` sets it, the watchdog enforces it."""
     _in_announced: bool = False
-    _control: Any = None  # a gloo group for Python objects and flags, separate from that of the gradients
+    _control: Any = None
+    """A gloo group for Python objects and flags, separate from that of the gradients."""
 
     @property
     def rank(self) -> int:

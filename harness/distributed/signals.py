@@ -65,7 +65,8 @@ def _raise_first(number: int) -> None:
 @dataclass
 class _State:
     phase: _Phase = field(default_factory=lambda: _Phase(_raise_first))
-    before: dict[int, object] = field(default_factory=dict)  # handlers before ``install``
+    before: dict[int, object] = field(default_factory=dict)
+    """Handlers before ``install``."""
     raised: int | None = None
     warned: bool = False
     code: int | None = None

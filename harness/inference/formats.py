@@ -34,8 +34,10 @@ class Exported:
     output: str
     example: Tensor
     max_length: int | None
-    signature: Mapping[str, Any] = field(default_factory=dict)  # what else the task tells of inputs and outputs
-    tokenizer: Any = None  # of transformers, if the task has one
+    signature: Mapping[str, Any] = field(default_factory=dict)
+    """What else the task tells of inputs and outputs."""
+    tokenizer: Any = None
+    """The tokenizer of transformers, if the task has one."""
 
 
 class ExportFormat:

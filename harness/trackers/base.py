@@ -21,10 +21,13 @@ class RunInfo:
     started: float
     folder: Path
     output: Path
-    settings: dict[str, Any]  # {dotted key: value}
+    settings: dict[str, Any]
+    """{dotted key: value}."""
     config_yaml: str
-    recipe: dict[str, Any]  # those of ``settings`` that change what is trained
-    metrics: tuple[str, ...]  # names of those of an evaluation
+    recipe: dict[str, Any]
+    """Those of ``settings`` that change what is trained."""
+    metrics: tuple[str, ...]
+    """Names of those of an evaluation."""
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,11 @@ class CheckpointWriter:
     complete: int = field(init=False, default=-1)
     """The newest step whose checkpoint this rank knows to be complete; -1 if there is none."""
     _side: Runtime | None = field(init=False, default=None)
-    _step: int | None = field(init=False, default=None)  # of the checkpoint on its way; the same on all ranks
+    _step: int | None = field(init=False, default=None)
+    """The step of the checkpoint on its way; the same on all ranks."""
     _work: Background[None] | None = field(init=False, default=None)
-    _copy: Any = field(init=False, default=None)  # of the last content, whose memory the next one uses
+    _copy: Any = field(init=False, default=None)
+    """The copy of the last content, whose memory the next one uses."""
 
     def __post_init__(self) -> None:
         if self.writes_shards:

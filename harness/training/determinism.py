@@ -41,7 +41,8 @@ class Operation(NamedTuple):
 
     aten: str
     instead: str = ""
-    when: Callable[[dict[str, Any]], bool] = lambda arguments: True  # the calls that it is about
+    when: Callable[[dict[str, Any]], bool] = lambda arguments: True
+    """The calls that it is about."""
 
 
 _MEAN = "x.mean({}) for one value per channel"

@@ -241,17 +241,27 @@ class Reading:
 class Window(NamedTuple):
     """The measurements between two log lines, over all ranks."""
 
-    total: float  # sum of the loss over the rows of applied steps; NaN if the loss of any step was
-    loss: float  # mean over these rows; NaN if there are none
-    rows: int  # of all steps
-    rows_skipped: int  # of skipped steps
+    total: float
+    """Sum of the loss over the rows of applied steps; NaN if the loss of any step was."""
+    loss: float
+    """Mean over these rows; NaN if there are none."""
+    rows: int
+    """Rows of all steps."""
+    rows_skipped: int
+    """Rows of skipped steps."""
     bad: int
-    bad_rows: list[int]  # their numbers
-    waited: float  # fraction of the time that hosts waited for data
-    shares: dict[str, float]  # fraction of the time by phase, including data and host; they add up to 1
-    cost: dict[str, float]  # from ``summed``
-    norm: float | None  # of the gradients of the last step, if it was measured
-    scale: float  # of the loss, after the last step
+    bad_rows: list[int]
+    """The numbers of the rows that could not be read."""
+    waited: float
+    """Fraction of the time that hosts waited for data."""
+    shares: dict[str, float]
+    """Fraction of the time by phase, including data and host; they add up to 1."""
+    cost: dict[str, float]
+    """From ``summed``."""
+    norm: float | None
+    """The norm of the gradients of the last step, if it was measured."""
+    scale: float
+    """The loss scale after the last step."""
 
 
 class Meter:

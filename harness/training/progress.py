@@ -26,25 +26,37 @@ class State:
     are finished."""
 
     epoch: int = 0
-    segments: list[Segment] = field(default_factory=list)  # the steps of this epoch so far, by world size
-    step: int = 0  # optimizer steps, including skipped ones
-    applied: int = 0  # updates that changed the weights; the schedule counts these
+    segments: list[Segment] = field(default_factory=list)
+    """The steps of this epoch so far, by world size."""
+    step: int = 0
+    """Optimizer steps, including skipped ones."""
+    applied: int = 0
+    """Updates that changed the weights; the schedule counts these."""
     skipped: int = 0
     skipped_in_a_row: int = 0
-    epoch_applied: int = 0  # the same within this epoch
+    epoch_applied: int = 0
+    """The updates within this epoch."""
     epoch_skipped: int = 0
-    rows: int = 0  # training rows over all ranks, including those of skipped steps
-    rows_skipped: int = 0  # of these, in skipped steps
-    bad_rows: int = 0  # unreadable images, over all ranks
-    evaluated: int = 0  # the step of the last evaluation
+    rows: int = 0
+    """Training rows over all ranks, including those of skipped steps."""
+    rows_skipped: int = 0
+    """Of ``rows``, those in skipped steps."""
+    bad_rows: int = 0
+    """Unreadable images, over all ranks."""
+    evaluated: int = 0
+    """The step of the last evaluation."""
     best: float | None = None
     best_step: int = 0
-    since_best: int = 0  # evaluations
+    since_best: int = 0
+    """Evaluations since the best one."""
     wall_s: float = 0.0
-    train_s: float = 0.0  # the part of it spent in training, on this rank
-    history: list[dict[str, float]] = field(default_factory=list)  # one entry per evaluation
+    train_s: float = 0.0
+    """The part of ``wall_s`` spent in training, on this rank."""
+    history: list[dict[str, float]] = field(default_factory=list)
+    """One entry per evaluation."""
     plateau: Plateau = field(default_factory=Plateau)
-    ended: str = ""  # why a hook, or a loop of the user's own, has ended training
+    ended: str = ""
+    """Why a hook, or a loop of the user's own, has ended training."""
 
     def add_step(self, skipped: bool) -> None:
         self.step += 1
@@ -88,10 +100,14 @@ class State:
 class Covered(NamedTuple):
     """The rows that an epoch has used over all ranks, from ``Coverage``."""
 
-    used: int  # distinct rows
-    repeated: int  # uses beyond the first of each row
-    skipped: int  # uses in skipped steps
-    missing: list[str]  # up to three rows, or ranges that contain one
+    used: int
+    """Distinct rows."""
+    repeated: int
+    """Uses beyond the first of each row."""
+    skipped: int
+    """Uses in skipped steps."""
+    missing: list[str]
+    """Up to three rows, or ranges that contain one."""
 
 
 class Coverage:
@@ -208,6 +224,8 @@ class Coverage:
 class Used(NamedTuple):
     """What a step used on this process, for each of its ranks."""
 
-    rows: list[np.ndarray]  # of each micro-batch of all
+    rows: list[np.ndarray]
+    """The rows of each micro-batch of all ranks."""
     num_rows: list[int]
-    bad: list[list[int]]  # the numbers of those that could not be read
+    bad: list[list[int]]
+    """The numbers of those that could not be read."""

@@ -52,7 +52,8 @@ class Run:
     eval_data: EvalData
     parallel: ParallelStrategy
     optimizer: torch.optim.Optimizer
-    size: Sizes  # and the schedule, which depends on them
+    size: Sizes
+    """The sizes, and the schedule, which depends on them."""
     ema: Ema | None
     gradient_hook: OnGradients | None
     health: Health
@@ -63,18 +64,29 @@ class Run:
     state: State
     meter: Meter
     hooks: Hooks
-    coverage: Coverage  # the rows of this epoch's steps so far
-    first_look: FirstLook | None = None  # until the first evaluation
-    saved_step: int = -1  # of the newest checkpoint, complete or on its way
-    log_offset: int = 0  # bytes of metrics.jsonl that were written before the restored checkpoint
-    log_digest: str = ""  # the SHA-256 of these bytes
-    started: float = 0.0  # time.perf_counter() at which state.wall_s was zero
-    start_weights: dict[str, object] = field(default_factory=dict)  # what this start loaded: source, hash
-    uncounted: tuple[Used, bool | Reading] | None = None  # the last step, until it is counted, and if it was skipped
-    lr: float = 0.0  # of the last step, for the parameters without a group of their own
-    num_threads: int = field(default_factory=torch.get_num_threads)  # of torch, before the task's code ran
+    coverage: Coverage
+    """The rows of this epoch's steps so far."""
+    first_look: FirstLook | None = None
+    """None after the first evaluation."""
+    saved_step: int = -1
+    """The step of the newest checkpoint, complete or on its way; -1: none."""
+    log_offset: int = 0
+    """Bytes of metrics.jsonl that were written before the restored checkpoint."""
+    log_digest: str = ""
+    """The SHA-256 of these bytes."""
+    started: float = 0.0
+    """``time.perf_counter()`` at which state.wall_s was zero."""
+    start_weights: dict[str, object] = field(default_factory=dict)
+    """What this start loaded: source, hash."""
+    uncounted: tuple[Used, bool | Reading] | None = None
+    """The last step, until it is counted, and if it was skipped."""
+    lr: float = 0.0
+    """The learning rate of the last step, for the parameters without a group of their own."""
+    num_threads: int = field(default_factory=torch.get_num_threads)
+    """Threads of torch, before the task's code ran."""
 
-    _compiled: set[str] = field(default_factory=set)  # the stages that this start has passed
+    _compiled: set[str] = field(default_factory=set)
+    """The stages that this start has passed."""
 
     @property
     def ranks(self) -> LogicalRanks:

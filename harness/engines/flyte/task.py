@@ -42,10 +42,13 @@ _REPORT_S = 120.0  # for the report of a run
 class Results(NamedTuple):
     """The results of an experiment, as files of its run folder."""
 
-    weights: FlyteFile  # of the best step
-    epochs: FlyteFile  # JSON lines: the validation metrics of each epoch
+    weights: FlyteFile
+    """The weights of the best step."""
+    epochs: FlyteFile
+    """JSON lines: the validation metrics of each epoch."""
     summary: FlyteFile
-    record: FlyteFile  # JSON lines: every measurement
+    record: FlyteFile
+    """JSON lines: every measurement."""
     report: Optional[FlyteFile]  # noqa: UP045 - if plotly is installed; Flyte supports only this spelling
 
 

@@ -169,11 +169,14 @@ def _environ(job: Job, where: Rendezvous) -> dict[str, str]:
 class Rendezvous:
     nnodes: int = 1
     min_nodes: int = 1
-    host: str = ""  # of the first machine; empty for a single machine
+    host: str = ""
+    """The first machine; empty for a single machine."""
     port: int = 0
     node_rank: int | None = None
-    address: str = "127.0.0.1"  # of this machine, for the others
-    hosts_store: bool | None = None  # None: torchrun finds out
+    address: str = "127.0.0.1"
+    """The address of this machine, for the others."""
+    hosts_store: bool | None = None
+    """None: torchrun finds out."""
     wait_s: int = 600
     name: str = ""
 

@@ -97,19 +97,23 @@ class RunFacts:
     rank's threads in this state."""
 
     path: Path
-    total_s: float  # with evaluations and checkpoints
+    total_s: float
+    """The time with evaluations and checkpoints."""
     train_s: float
     steps: int
     epochs: int
     evaluations: int
     eval_data_s: float
-    eval_row_s: float  # seconds per validation row
+    eval_row_s: float
+    """Seconds per validation row."""
     rows: int
     spent: dict[str, float]
     load: dict[str, float]
     slow_rank: SlowRank | None
-    waited_s: float  # for the slowest rank, on average
-    late_data_s: float  # of waiting for data, on average, what only the slowest rank does
+    waited_s: float
+    """Waiting for the slowest rank, on average."""
+    late_data_s: float
+    """Waiting for data, on average, that only the slowest rank does."""
     own: float
     others: float
     starved: float

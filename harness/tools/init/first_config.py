@@ -47,7 +47,8 @@ class Annotations:
 
     source: str
     columns: dict[str, list[str]]
-    more: bool  # than were looked at
+    more: bool
+    """There are more rows than were looked at."""
 
     @property
     def num_rows(self) -> int:

@@ -56,8 +56,10 @@ class Imported:
 
     statement: Import
     alias: ast.alias
-    path: str  # of what is imported, such as apex.amp.initialize or apex.amp_C; for *, of the module
-    is_known: bool  # harness.apex has it
+    path: str
+    """Of what is imported, such as apex.amp.initialize or apex.amp_C; for *, of the module."""
+    is_known: bool
+    """``harness.apex`` has it."""
 
 
 class ApexScript:

@@ -43,8 +43,10 @@ class Chart:
     data: list[Trace] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
     height: int = 360
-    min_width: int = 0  # below this the figure scrolls
-    max_width: int = 0  # 0: unlimited
+    min_width: int = 0
+    """Below this the figure scrolls."""
+    max_width: int = 0
+    """0: unlimited."""
 
 
 @dataclass(frozen=True)

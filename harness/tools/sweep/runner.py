@@ -42,9 +42,11 @@ class RunningTrial:
     process: TrialProcess
     reader: TrialLogReader
     grant: Grant
-    reported: set[int]  # epochs whose evaluations the study has
+    reported: set[int]
+    """Epochs whose evaluations the study has."""
     pruned: bool = False
-    deadline: float = float("inf")  # for exiting after it was asked to stop; then it is killed
+    deadline: float = float("inf")
+    """When it is killed, after it was asked to stop."""
 
     def stop(self) -> None:
         self.process.stop()

@@ -188,11 +188,14 @@ class _Trial:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     size: division.Sizes
-    device: torch.device  # that the run will train on
+    device: torch.device
+    """The device that the run will train on."""
     world_size: int
     limit_s: float
-    batch: Batch | None = None  # of the training step
-    step_s: float = 0.0  # that it took, on ``batch``
+    batch: Batch | None = None
+    """The batch of the training step."""
+    step_s: float = 0.0
+    """The time of the training step, on ``batch``."""
     kept: memory.KeptForBackward | None = None
 
     def __post_init__(self) -> None:

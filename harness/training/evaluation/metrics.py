@@ -134,8 +134,10 @@ class Labels:
 
     names: tuple[str | int, ...]
     kind: ClassVar[Kind]
-    title: ClassVar[str]  # of ``names``, in the summary
-    known: ClassVar[str] = ""  # the argument of a metric that takes the number of names
+    title: ClassVar[str]
+    """What the summary calls ``names``."""
+    known: ClassVar[str] = ""
+    """The argument of a metric that takes the number of names."""
 
     @property
     def learned(self) -> dict[str, object]:

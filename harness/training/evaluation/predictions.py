@@ -235,11 +235,15 @@ class Written:
     """The totals of the written file on rank 0; other ranks have the defaults."""
 
     rows: int = 0
-    bad: int = 0  # rows without a prediction, because they could not be read
+    bad: int = 0
+    """Rows without a prediction, because they could not be read."""
     some: SomeRows = field(default_factory=lambda: SomeRows())
-    wrong: SomeRows = field(default_factory=lambda: SomeRows())  # whose prediction is not the label
-    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)  # {(label, prediction): number of rows}
-    squares: dict[str, tuple[float, int]] = field(default_factory=dict)  # {column: (squared errors, rows)}
+    wrong: SomeRows = field(default_factory=lambda: SomeRows())
+    """Rows whose prediction is not the label."""
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """{(label, prediction): number of rows}."""
+    squares: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """{column: (squared errors, rows)}."""
 
     @property
     def fit(self) -> str:

@@ -41,9 +41,11 @@ _MAX_LISTED = 5
 class WeightsFile(NamedTuple):
     """Weights that exist on this machine."""
 
-    name: str  # for messages
+    name: str
+    """For messages."""
     path: Path
-    statistics: tuple[Any, Any] | None = None  # mean and standard deviation of the images they expect; None in it: null
+    statistics: tuple[Any, Any] | None = None
+    """Mean and standard deviation of the images they expect; None in it: null."""
 
 
 def start(model: nn.Module, config: Config, runtime: Runtime, checkpoints: Path) -> dict[str, Any]:

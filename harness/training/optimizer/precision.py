@@ -29,7 +29,8 @@ class Precision:
     """One amp implementation at one opt level. ``backend`` is its name and version."""
 
     amp: Any
-    distributed: Any  # the module that holds its DistributedDataParallel
+    distributed: Any
+    """The module that holds its DistributedDataParallel."""
     backend: str
     options: dict[str, Any]
 

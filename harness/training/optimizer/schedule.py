@@ -187,8 +187,10 @@ class Plateau:
     """The state of the schedule ``plateau``, derived from the evaluations; part of a checkpoint."""
 
     best: float | None = None
-    num_bad: int = 0  # evaluations in a row without a better metric
-    cooldown: int = 0  # evaluations that are left out
+    num_bad: int = 0
+    """Evaluations in a row without a better metric."""
+    cooldown: int = 0
+    """Evaluations that are left out."""
     reductions: int = 0
 
     def forget_best(self) -> None:
