@@ -112,10 +112,11 @@ def _facts(runs: RunSet) -> dict[str, Any]:
              "lines": [formatting.without_working_folder(line) for line in found] + [f"in {run.path}"]}
             for run, found in troubled
         ],
+        "failed_starts": tables.failed_starts(runs),
         "table": tables.all_runs(runs),
         "made": time.strftime("%Y-%m-%d"),
         "version": __version__,
-        "source": plural(len(runs.runs), "run folder"),
+        "source": plural(len(runs.runs) + len(runs.failed_starts), "run folder"),
     }  # fmt: skip
 
 
@@ -153,7 +154,7 @@ def _config(best: ReportedRun) -> str:
 def _links(runs: RunSet, lines: Sequence[CurveLine], groups: Sequence[sections.ReportSection]) -> list[tuple[str, str]]:
     """Return (key, title) of the sections, for the navigation bar."""
     found = [("best", "Best run" if len(runs.runs) > 1 else "Run")] if runs.best else []
-    if any(tables.has_problem(run) for run in runs.runs):
+    if runs.failed_starts or any(tables.has_problem(run) for run in runs.runs):
         found.append(("problems", "Problems"))
     found += [("curves", "Curves")] if lines else []
     found += [(group.key, group.title) for group in groups]

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.config.schema import NOT_THE_RECIPE, flatten
 from harness.errors import plural
-from harness.runs import reader
+from harness.runs import layout, reader
 from harness.runs.reader import Record
 from harness.tools.report import formatting, history
 from harness.tools.report.history import Direction, History
@@ -112,7 +112,7 @@ def size_of(runs: Sequence[ReportedRun]) -> str:
 @dataclass(frozen=True)
 class RunSet:
     """All runs of a report. ``varied``: dotted keys of the settings in which they differ. ``trust``: show images also
-    of runs that are not this user's own."""
+    of runs that are not this user's own. ``failed_starts``: left out of all else."""
 
     title: str
     runs: list[ReportedRun]
@@ -120,6 +120,7 @@ class RunSet:
     direction: Direction
     varied: list[str]
     trust: bool = False
+    failed_starts: Sequence[Record] = ()
 
     @cached_property
     def ranked(self) -> list[ReportedRun]:
@@ -153,7 +154,10 @@ class RunSet:
 
 
 def build(records: Sequence[Record], metric: str | None = None, trust: bool = False) -> RunSet:
-    """Read the histories of ``records``, several at once."""
+    """Read the histories of ``records``, several at once. Failed starts are set apart, unless there is nothing else."""
+    trained = [record for record in records if not is_failed_start(record)]
+    failed_starts = [record for record in records if is_failed_start(record)] if trained else []
+    records = trained or records
     metric = metric or deciding_metric(records)
     direction = direction_of(metric, records)
     flat = [flatten(record.config) or (dict(record.trial.params) if record.trial else {}) for record in records]
@@ -165,7 +169,15 @@ def build(records: Sequence[Record], metric: str | None = None, trust: bool = Fa
         ReportedRun(record, label, formatting.path(record.path), settings, recipe(record, settings), past, _best(past))
         for record, settings, label, past in zip(records, flat, labels, histories, strict=True)
     ]
-    return RunSet(_title(records), runs, metric, direction, varied, trust)
+    return RunSet(_title(records), runs, metric, direction, varied, trust, failed_starts)
+
+
+def is_failed_start(record: Record) -> bool:
+    """Return True for a run that failed before its first step, because of a typo, for example. A trial of a sweep is
+    none: its settings matter."""
+    log = record.path / layout.METRICS
+    logged = log.is_file() and log.stat().st_size > 0
+    return record.state == "failed" and not (record.trial or record.failure.get("step") or record.summary or logged)
 
 
 def _best(past: History) -> float | None:

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.errors import plural
+from harness.runs.reader import Record
 from harness.tools.report import formatting, reproduce
 from harness.tools.report.run_set import ReportedRun, RunSet
 
 MAX_COLUMNS = 8  # of varied settings
+MAX_NAMES = 5  # of failed starts in their line
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,28 @@ def problems(run: ReportedRun) -> list[str]:
     """Why a run did not finish, and which files are missing or damaged; empty if all is well."""
     failure, lines = run.record.failure, []
     if failure:
-        reason = str(failure.get("message") or "").strip().splitlines()
         where = f"rank {failure.get('rank')} at step {failure.get('step')}"
-        lines.append(f"{failure.get('error') or 'failed'} ({where}): {reason[0] if reason else 'no message'}")
+        lines.append(f"{failure.get('error') or 'failed'} ({where}): {_reason(run.record)}")
     elif run.record.trial and run.record.trial.error:
         lines.append(run.record.trial.error.strip().splitlines()[0])
     return [*lines, *run.record.problems]
+
+
+def failed_starts(runs: RunSet) -> tuple[str, list[tuple[str, str]]]:
+    """Return a line with the number and the names of the failed starts, empty without any, and (reason, folders that
+    failed for it) for each reason."""
+    folders: dict[str, list[str]] = {}
+    for record in runs.failed_starts:
+        reason = formatting.without_working_folder(_reason(record))
+        folders.setdefault(reason, []).append(formatting.path(record.path))
+    names = [record.path.name for record in runs.failed_starts]
+    shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+    line = f"{plural(len(names), 'start')} failed before the first step: {shown}" if names else ""
+    return line, [(reason, ", ".join(places)) for reason, places in folders.items()]
+
+
+def _reason(record: Record) -> str:
+    return next(iter(str(record.failure.get("message") or "").strip().splitlines()), "no message")
 
 
 def has_problem(run: ReportedRun) -> bool:

@@ -19,6 +19,60 @@ def build(*folders):
     return run_set.build(reader.find(folders))
 
 
+def write_failed_start(folder: Path, message: str) -> Path:
+    """What is left of a start that found an error before its first step."""
+    write_run(folder, Fake(name=folder.name, lr=9.0))
+    for name in ("provenance.json", "summary.json"):
+        (folder / name).unlink()
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "failure.json").write_text(json.dumps({"step": 0, "error": "ConfigError", "message": message}))
+    return folder
+
+
+def test_starts_that_failed_before_the_first_step_are_one_line(tmp_path, monkeypatch):
+    """They neither change the labels of the runs nor have a row, a line or a problem of their own."""
+    monkeypatch.chdir(tmp_path)
+    folders = [write_run(Path(name), Fake(name=name, state=name)) for name in ("finished", "failed")]
+    starts = [write_failed_start(Path(f"start{n}"), "model.name: unknown\n  -> resnet50") for n in range(6)]
+    starts.append(write_failed_start(Path("other"), f"no such file: {tmp_path}/a.csv"))
+    found = build(*folders, *starts)
+    assert [run.label for run in found.runs] == ["finished", "failed"]
+    assert tables.states(found.runs) == "1 finished, 1 failed"
+    line, reasons = tables.failed_starts(found)
+    assert line == "7 starts failed before the first step: start0, start1, start2, start3, start4 and 2 more"
+    assert reasons == [
+        ("model.name: unknown", "start0, start1, start2, start3, start4, start5"), ("no such file: a.csv", "other"),
+    ]  # fmt: skip
+    text = page.render(found)
+    assert text.count(f"<summary>{line}</summary>") == 1
+    assert text.count("start5") == 1
+    assert "from 9 run folders" in text
+
+
+@pytest.mark.parametrize("change", ["logged", "step", "alone", "trial"])
+def test_failed_runs_that_are_shown_in_full(tmp_path, change):
+    """Those that have trained, trials of a sweep, and failed starts where there is nothing else."""
+    if change == "trial":
+        folder = write_sweep(tmp_path / "runs", [Fake(), Fake(state="failed")])
+        write_failed_start(folder / "trials" / "other", "no").rename(folder / "trials" / "tmp")
+        for name in ("metrics.jsonl", "failure.json"):
+            (folder / "trials" / "tmp" / name).rename(folder / "trials" / "0001" / name)
+        (folder / "trials" / "0001" / "summary.json").unlink()
+    else:
+        folder = tmp_path / "runs"
+        failed = write_failed_start(folder / "failed", "no")
+        if change == "logged":
+            (failed / "metrics.jsonl").write_text('{"split": "train", "step": 1}\n')
+        if change == "step":
+            (failed / "failure.json").write_text('{"step": 3, "message": "no"}')
+        if change != "alone":
+            write_run(folder / "finished", Fake())
+    found = build(folder)
+    assert [run.record.state for run in found.ranked][-1] == "failed"
+    assert not found.failed_starts
+    assert "failed before the first step" not in page.render(found)
+
+
 def test_best_run_first_and_runs_without_evaluation_last(tmp_path):
     folders = [write_run(tmp_path / str(final), Fake(name=f"r{final}", final=final)) for final in (0.7, 0.9, 0.8)]
     folders.append(write_run(tmp_path / "none", Fake(name="none", epochs=1, state="unfinished")))
