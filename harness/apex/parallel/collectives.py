@@ -1,4 +1,4 @@
-"""Collectives over lists of tensors, through one flat vector per dtype; rank 0's broadcast; sums of sparse gradients.
+"""Collectives over lists of tensors, through one flat vector per dtype, and rank 0's broadcast.
 
 Scripts that reduce or broadcast without a wrapper import the first seven functions from ``apex.parallel.distributed``.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.apex.tensor_groups import by_device_and_dtype, flatten, unflatten
 
@@ -139,57 +139,3 @@ def _check_alike(tensors: Sequence[Tensor]) -> bool:
             f"{others}. Build the same model on every rank."
         )
     return bool(most[3] == least[3])
-
-
-# Sparse gradients: rows are gathered, not summed in a flat buffer of mostly zeros
-
-
-def sparse_parameters(module: nn.Module) -> list[Tensor]:
-    """Return the parameters of ``module`` whose gradients will be sparse."""
-    tables = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
-    return [table.weight for table in tables]
-
-
-def sum_over_ranks(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """Return the coalesced sum of every rank's sparse ``gradient``; None contributes nothing. All ranks call it.
-
-    It is dense if a rank's gradient is, as that of an embedding whose weight is also a linear layer's. Returns None
-    when no rank has any row.
-    """
-    is_dense = gradient is not None and gradient.layout is torch.strided
-    sparse = _no_rows(parameter) if gradient is None or is_dense else gradient.coalesce()
-    rows, values = sparse.indices(), sparse.values()
-    counts, dense = torch.stack(_gather(torch.tensor([rows.shape[1], int(is_dense)], device=rows.device))).t().tolist()
-    if any(dense):
-        total = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-        dist.all_reduce(total if gradient is None else total.add_(gradient))
-        return total
-    most = max(counts)
-    if most == 0:
-        return None
-    all_rows = _gather(_pad(rows.t(), most))
-    all_values = _gather(_pad(values, most))
-    kept = [slice(count) for count in counts]
-    return torch.sparse_coo_tensor(
-        torch.cat([r[k] for r, k in zip(all_rows, kept, strict=True)]).t(),
-        torch.cat([v[k] for v, k in zip(all_values, kept, strict=True)]),
-        parameter.shape,
-    ).coalesce()
-
-
-def _no_rows(table: Tensor) -> Tensor:
-    """Return a sparse gradient of ``table`` in the form that its others have, of whole rows, without any."""
-    indices, values = torch.empty((1, 0), dtype=torch.int64), table.new_empty((0, *table.shape[1:]))
-    return torch.sparse_coo_tensor(indices.to(table.device), values, table.shape, is_coalesced=True)
-
-
-def _pad(tensor: Tensor, length: int) -> Tensor:
-    padded = tensor.new_zeros((length, *tensor.shape[1:]))
-    padded[: tensor.shape[0]] = tensor
-    return padded
-
-
-def _gather(tensor: Tensor) -> list[Tensor]:
-    pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, tensor)
-    return pieces

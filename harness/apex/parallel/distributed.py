@@ -3,7 +3,8 @@
 Differences from Apex: buffers are broadcast at construction as well as parameters; every floating dtype is reduced;
 ranks may differ in which parameters a pass uses (a parameter that no rank used gets no gradient); every backward pass
 is reduced, also several after one forward; accumulation without reduction is correct at every opt level; with
-``gradient_average=False`` gradients reduced before are not summed again; the wrapper can be copied and pickled.
+``gradient_average=False`` gradients reduced before are not summed again; sparse gradients become dense; the wrapper can
+be copied and pickled.
 Buckets are laid out once, in reverse order of registration, not in the order of the first pass.
 """
 
@@ -25,8 +26,6 @@ from harness.apex.parallel.collectives import (
     broadcast_from_rank_zero,
     device_type,
     require_process_group,
-    sparse_parameters,
-    sum_over_ranks,
 )
 
 
@@ -159,7 +158,6 @@ class DistributedDataParallel(nn.Module):
             overlap=not self.delay_allreduce,
             fp32=self.allreduce_always_fp32,
             retain=self.retain_allreduce_buffers,
-            sparse=sparse_parameters(self.module),
             triggers=self.allreduce_trigger_params,
             strides=self._strides.of(every),
         )
@@ -249,7 +247,6 @@ class BackwardReducer:
         overlap: bool,
         fp32: bool = False,
         retain: bool = False,
-        sparse: Sequence[Tensor] = (),
         triggers: Sequence[Tensor] | None = None,
         strides: Mapping[Tensor, Strides] | None = None,
     ) -> None:
@@ -259,11 +256,8 @@ class BackwardReducer:
         self.asides: set[int] = set()
         self._scaling, self._retain = scaling, retain
         self._overlap, self._message_size, self._strides = overlap, message_size, strides
-        sparse_ids = {id(parameter) for parameter in sparse}
-        self._sparse = [i for i, parameter in enumerate(self.parameters) if id(parameter) in sparse_ids]
-        # roughly the order in which gradients become ready
-        dense = [i for i in reversed(range(len(self.parameters))) if i not in self._sparse]
-        self.buckets = layout(self.parameters, dense, message_size, fp32, triggers, strides)
+        order = range(len(self.parameters))[::-1]  # roughly that in which gradients become ready
+        self.buckets = layout(self.parameters, order, message_size, fp32, triggers, strides)
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.indices}
         self._pending = [False] * len(self.parameters)  # holds local gradients that were not reduced yet
         self._ids = {id(parameter) for parameter in self.parameters}
@@ -324,7 +318,7 @@ class BackwardReducer:
         if task != self._pass:
             self._begin(task)
         self._pending[i] = True
-        if self._overlap and self.enabled and i in self._bucket_of:
+        if self._overlap and self.enabled:
             self._bucket_of[i].missing -= 1
             buckets = self.buckets
             while self._launched < len(buckets) and buckets[self._launched].missing <= 0:
@@ -359,8 +353,6 @@ class BackwardReducer:
         for bucket in self.buckets:
             self._collect(bucket)
         self.num_passes += 1
-        for i in self._sparse:
-            self._reduce_sparse(i)
         if self.holds_local:
             if self.asides:
                 self._reduce_set_aside()
@@ -389,15 +381,6 @@ class BackwardReducer:
                 torch.mul(total, factor, out=target)
         elif targets:
             torch._foreach_copy_(targets, results)
-
-    def _reduce_sparse(self, i: int) -> None:
-        parameter, scaling = self.parameters[i], self._scaling
-        gradient = parameter.grad
-        if gradient is not None and not self._pending[i] and scaling.carry != 1.0:
-            gradient = gradient * scaling.carry
-        total = sum_over_ranks(gradient, parameter)
-        if total is not None:
-            parameter.grad = total * (scaling.before * scaling.after)
 
     def _reduce_set_aside(self) -> None:
         """Reduce, in float32, what amp has set aside since the last reduction (contract 5.1.6)."""
@@ -453,17 +436,11 @@ class Reducer:
             for tensor, average in self._averages(self.grads, list(self.grads)):
                 tensor.copy_(average)
             return
-        sparse = {id(table) for table in sparse_parameters(self.module)}
-        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        dense: list[Tensor] = [parameter for parameter in trainable if id(parameter) not in sparse]
-        for parameter, average in self._averages(dense, [parameter.grad for parameter in dense]):
+        trainable: list[Tensor] = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        for parameter, average in self._averages(trainable, [parameter.grad for parameter in trainable]):
             if parameter.grad is None or parameter.grad.layout is not torch.strided:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(average)
-        for parameter in trainable:
-            if id(parameter) in sparse:
-                total = sum_over_ranks(parameter.grad, parameter)
-                parameter.grad = None if total is None else total * self._scaling.after
 
     def _averages(self, tensors: list[Tensor], values: list[Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (tensor, average of its values) wherever some rank has a value."""
