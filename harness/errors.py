@@ -113,6 +113,11 @@ def plural(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}{'' if amount == 1 else 'es' if noun.endswith(('s', 'tch')) else 's'}"
 
 
+def either(names: Sequence[str]) -> str:
+    """ "a", "a or b", "a, b or c"."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
 def listed(names: Sequence[str], limit: int = 20) -> str:
     """ "'a', 'b'"; of more than ``limit``, the first and the number of the others."""
     more = f", and {len(names) - limit:,} others" if len(names) > limit else ""

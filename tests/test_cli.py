@@ -395,7 +395,10 @@ def test_check_as_json(capsys, yaml_file, tmp_path):
     assert (code, found["errors"]) == (0, [])
     assert (found["facts"]["steps per epoch"], found["facts"]["steps"]) == (2, 6)
     code, found = check("model.name=cnn", "optimizer.name=adamm")
-    assert (code, [error["where"] for error in found["errors"]]) == (2, ["model.name", "optimizer.name"])
+    assert (code, [error["where"] for error in found["errors"]]) == (
+        2,
+        [f"command line: {key}.name" for key in ("model", "optimizer")],
+    )
     code, found = check("train.epoch=3")  # an error of the file itself
     assert (code, found["facts"], found["errors"][0]["exit_code"]) == (2, {}, 2)
 

@@ -27,12 +27,23 @@ from harness.config.launch import LaunchSection, built_in, section_class, with_e
 from harness.config.merge import COMMAND_LINE, merged, origin_of
 from harness.config.schema import Config, ScheduleSection, TaskSection, flatten
 from harness.config.seals import sealed_text
-from harness.errors import ConfigError
+from harness.errors import ConfigError, HarnessError
 
-__all__ = ["COMMAND_LINE", "as_tree", "config_class", "json_schema", "load", "load_as", "schema_tree", "to_text"]
+__all__ = [
+    "COMMAND_LINE",
+    "as_tree",
+    "config_class",
+    "json_schema",
+    "load",
+    "load_as",
+    "placed",
+    "schema_tree",
+    "to_text",
+]
 
 Content = TypeVar("Content", bound=BaseModel)
 Problem = tuple[str, str]  # dotted key, sentence
+_ORIGINS = "_origins"  # the attribute of a Config with the places of its keys
 _IN_FOLDER = "the folder of the configuration has it: run the command in {0}, or set PYTHONPATH={0}"
 _RENAMED = {
     "tuple_type": "it should be a list",
@@ -65,7 +76,32 @@ def load(
         problems = [_as_problem(conflict) for conflict in conflicts(config)] + [*_beside(config, Path(path).parent)]
     if config is None or problems:
         raise _error(problems, origins, str(path))
+    vars(config)[_ORIGINS] = {**origins, "": str(path)}  # beside the fields: not compared and not written
     return config
+
+
+def placed(error: HarnessError, config: Config) -> HarnessError:
+    """Return ``error``, with the place where ``config`` sets what it is about, if it names that: by the key, or by a
+    file that is missing. Only building the parts of a run finds such errors."""
+    origins, tree = vars(config).get(_ORIGINS, {}), as_tree(config)
+    named = re.match(r"[\w.]+(?=$|: |=)", error.where)
+    key = named[0] if named and _has(tree, named[0]) else ""
+    if error.where and not key and not Path(error.where).exists():
+        key = next((each for each, value in flatten(tree).items() if value == error.where), "")
+        error.where = f"{key}: {error.where}" if key else error.where
+    if key and (place := origin_of(key, origins, origins.get("", ""))):
+        error.where = f"{place}: {error.where}"
+    return error
+
+
+def _has(tree: Any, key: str) -> bool:
+    """Return True if ``tree`` has the dotted ``key``, in which numbers are places in lists."""
+    for part in key.split("."):
+        tree = {str(place): item for place, item in enumerate(tree)} if isinstance(tree, list) else tree
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def _beside(config: Config, folder: Path) -> Iterator[Problem]:

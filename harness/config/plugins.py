@@ -28,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
 
-from harness.errors import ConfigError, first_line, readable, similar, users_line
+from harness.errors import ConfigError, either, first_line, readable, similar, users_line
 
 _HARNESS = Path(__file__).parents[1]
 
@@ -160,12 +160,13 @@ def wrong_kind(name: str, base: str, where: str) -> ConfigError:
 
 def unknown(kind: str, name: str, known: Iterable[str], where: str, otherwise: str = "") -> ConfigError:
     """Return the error for a name that is not built in, with the user's module of that name; if there is none, with the
-    nearest spelling; or with ``otherwise`` as hint, or the known names."""
+    nearest spellings; or with ``otherwise`` as hint, or the known names."""
     known = sorted(known)
-    near = difflib.get_close_matches(name.lower(), known, n=1)
+    near = difflib.get_close_matches(name.lower(), known, n=10)
+    near = ([each for each in near if each[0] == name[0].lower()] or near)[:3]
     own = "package.module" if kind in KINDS and not KINDS[kind].holds else "package.module or module.Class"
     otherwise = otherwise or f"use one of {', '.join(known)}, or your own {own}"
-    hint = _own_module(kind, name) or (f"did you mean {near[0]}?" if near else otherwise)
+    hint = _own_module(kind, name) or (f"did you mean {either(near)}?" if near else otherwise)
     return ConfigError(f"unknown {kind} {name!r}", where=where, hint=hint)
 
 

@@ -76,6 +76,8 @@ def main(
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit of the user's code, too
+            if config is not None and isinstance(error, HarnessError):
+                error = loader.placed(error, config)
             return failed_early(launch, error)
         return run_rank(config, runtime, parent)
 
@@ -188,6 +190,8 @@ class RunStart:
         self._end_if_forked(error)
         if isinstance(error, KeyboardInterrupt | GeneratorExit):
             return
+        if isinstance(error, HarnessError):
+            loader.placed(error, self.config)
         self.error = error
         self.code = self._reporter.failed(error, self._watchdog)
 

@@ -44,7 +44,7 @@ def _checked_config(arguments: argparse.Namespace) -> Config | None:
         return None
     config = loader.load(arguments.config, arguments.overrides)
     for error in config.task.problems():
-        raise error
+        raise loader.placed(error, config)
     return config
 
 

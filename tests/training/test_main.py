@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import signal
@@ -13,20 +14,21 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from harness.config import loader
 from harness.distributed.launch_env import Launch
 from harness.distributed.rank_exit import Cause, RankExit, from_torch_error_file
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.distributed.store import LimitedStore
 from harness.distributed.watchdog import Watchdog
-from harness.errors import EXIT_OWN_CODE, DataError, LaunchError, exit_code_of
+from harness.errors import EXIT_OWN_CODE, ConfigError, DataError, LaunchError, exit_code_of
 from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
-from harness.training import main
+from harness.training import main, train_command
 from harness.training.exit_report import ExitReporter, explained, failed_early
 from harness.training.progress import State
 from tests.conftest import ROOT
-from tests.fixtures import make_config
+from tests.fixtures import make_config, settings, write_rows, write_yaml
 
 TWO_MACHINES = {"world_size": 2, "local_world_size": 1, "elastic": True, "may_grow": True}
 
@@ -221,3 +223,17 @@ def test_error_that_is_no_exception_is_recorded_while_a_run_is_built(tmp_path, m
     failure = json.loads((tmp_path / "runs" / "small" / "failure.json").read_text())
     assert (failure["error"], start.code) == ("Odd", EXIT_OWN_CODE)
     assert re.fullmatch(r"tests/training/test_main\.py:\d+: of the user's own code", failure["message"])
+
+
+def test_error_while_a_run_is_built_names_the_line_of_the_setting(tmp_path):
+    write_rows(tmp_path, "train", 4)
+    write_rows(tmp_path, "eval", 4)
+    path = write_yaml(tmp_path / "x.yaml", {"optimizer": {"name": "adamv"}, **settings(tmp_path)})
+    start = main.RunStart(loader.load(path), Runtime())
+    with pytest.raises(ConfigError, match=f"^{path}:2: optimizer.name: unknown optimizer 'adamv'"), start:
+        pytest.fail("the run was built")
+    failure = json.loads((tmp_path / "runs" / "small" / "failure.json").read_text())
+    assert failure["message"].startswith(f"{path}:2: optimizer.name: ")
+    (tmp_path / "train.csv").unlink()
+    with pytest.raises(DataError, match=f"^{path}:5: task.train_csv: {tmp_path}/train.csv: no such annotation file"):
+        train_command.run(argparse.Namespace(config=str(path), overrides=[], local_rank=None))

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from harness.config import loader
 from harness.distributed.launch_env import local_environment
 from harness.distributed.monitor import EngineReport, tell
 from harness.distributed.network import require_address
@@ -50,7 +51,7 @@ def render(job: Job) -> str:
 def start(job: Job) -> LocalRun | RestartedRun:
     _check(job)
     for error in job.config.task.problems():
-        raise error
+        raise loader.placed(error, job.config)
     return RestartedRun(job) if job.settings.max_restarts else _start(job, job.world_size)
 
 

@@ -118,7 +118,9 @@ def _examine(file: SweepFile, trials: Sequence[PlannedTrial]) -> tuple[dict[str,
     for trial in trials:
         if (key := _preflight_key(trial.config)) in facts:
             continue
-        facts[key], found = preflight.examine(file.base, _words(file, trial.settings), trial.world)
+        facts[key], found = preflight.examine(
+            file.base, _words(file, trial.settings), trial.world, written_at=file.origins
+        )
         if is_here(trial.config):  # files and devices of another machine cannot be checked from here
             for problem in found:
                 wrong.setdefault(str(problem), []).append(" ".join(typed(trial.settings)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -51,13 +51,17 @@ _ROWS = 4  # of each split that take a step, or are evaluated
 
 
 def examine(
-    path: str, overrides: Sequence[str], world_size: int, limit_s: float = build.FILES_S
+    path: str,
+    overrides: Sequence[str],
+    world_size: int,
+    limit_s: float = build.FILES_S,
+    written_at: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any], list[HarnessError]]:
     """Return (facts, errors). A stage is left out only if it needs the result of one that failed. ``limit_s``: for a
     look for the files that the rows name, for decoding a sample of them, and for a step and an evaluation on a few
-    rows."""
+    rows. ``written_at``: as for ``loader.load``."""
     try:
-        config = loader.load(path, overrides)
+        config = loader.load(path, overrides, written_at)
     except HarnessError as error:
         return {}, [error]
     examination = _Examination(config, world_size, limit_s)
@@ -78,7 +82,7 @@ class _Examination:
         try:
             return stage(*args, **kwargs)
         except HarnessError as error:
-            self.errors.append(error)
+            self.errors.append(loader.placed(error, self.config))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # of the user's own task, model or optimizer, which may call sys.exit
@@ -124,7 +128,8 @@ class _Examination:
         task = self.attempt(build.open_task, self.config, Runtime(), self.limit_s)
         if task is None:  # it stops at the first error of the data
             known = set(map(str, self.errors))
-            found = self.attempt(lambda: [*self.config.task.problems()]) or []
+            problems = self.attempt(lambda: [*self.config.task.problems()]) or []
+            found = [loader.placed(error, self.config) for error in problems]
             self.errors += [error for error in found if str(error) not in known]
         return task
 
