@@ -9,9 +9,12 @@ import csv
 import json
 import random
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,6 +29,7 @@ from harness.inference import export
 from harness.training import build
 from harness.training.check import preflight
 from harness.training.models import lora, weights
+from tests.conftest import ROOT
 from tests.end_to_end.experiment import Kill, last_checkpoint, losses, run, run_folder
 from tests.fixtures import settings, write_photos, write_yaml
 
@@ -246,6 +250,36 @@ def test_lora_of_a_model_without_transformers(make):
         lora.merge(net)
         torch.testing.assert_close(net(inputs), before)
     assert type(net[2]) is torch.nn.Linear
+
+
+# What is shipped
+
+
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_shipped_configuration_of_the_hub(tmp_path, monkeypatch, capsys, with_lora):
+    """Its settings, and those of its comment, with tables like those of the hub and a model of the same kind. It is
+    none of configs/*.yaml, which train without the network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    write_tokenizer(tmp_path / "tiny")
+    sizes = {"dim": 16, "hidden_dim": 32, "n_layers": 2, "n_heads": 2}
+    config = transformers.DistilBertConfig(vocab_size=len(WORDS) + 5, **sizes)
+    transformers.DistilBertForMaskedLM(config).save_pretrained("tiny")
+    draws = random.Random(0)
+    for split, number in (("train", 64), ("validation", 20)):
+        columns = {f"sentence{n}": [" ".join(draws.choices(WORDS, k=4)) for _ in range(number)] for n in (1, 2)}
+        (tmp_path / "data" / "mrpc").mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(columns | {"label": [row % 2 for row in range(number)]}), f"data/mrpc/{split}.parquet")
+    path = ROOT / "configs" / "hub" / "text_pairs.yaml"
+    text = path.read_text()
+    assert (path.parent / re.search(r"\$schema=(\S+)", text).group(1)).resolve() == ROOT / "configs" / "schema.json"
+    words = ["model.name=hf:tiny", "task.tokenizer.name=hf:tiny"]
+    if with_lora:
+        words += shlex.split(re.search(r"Fewer weights to train: (.*)", text).group(1))
+    assert main(["check", str(path), *words]) == 0
+    assert ("lora: r 8" in capsys.readouterr().out) is with_lora
+    assert main(["train", str(path), *words, "train.epochs=1", "runtime.device=cpu"]) == 0
+    assert len(Path("runs/text_pairs/predictions.csv").read_text().splitlines()) == 21
 
 
 # What is refused
