@@ -31,7 +31,9 @@ from harness.training.check import preflight
 from harness.training.models import lora, weights
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import Kill, last_checkpoint, losses, run, run_folder
+from tests.end_to_end.processes import drivers
 from tests.fixtures import settings, write_photos, write_yaml
+from tests.ranks import wait_for
 
 INSTALL = "pip install 'apex-harness[huggingface]'"
 transformers = pytest.importorskip("transformers", reason=f"transformers is not installed: {INSTALL}")
@@ -278,7 +280,9 @@ def test_shipped_configuration_of_the_hub(tmp_path, monkeypatch, capsys, with_lo
         words += shlex.split(re.search(r"Fewer weights to train: (.*)", text).group(1))
     assert main(["check", str(path), *words]) == 0
     assert ("lora: r 8" in capsys.readouterr().out) is with_lora
-    assert main(["train", str(path), *words, "train.epochs=1", "runtime.device=cpu"]) == 0
+    words += ["train.epochs=1", "runtime.device=cpu"]
+    terminal = tmp_path / "terminal.txt"
+    assert wait_for(drivers(1, ["-c", str(path), *words], terminal), 90) == [0], terminal.read_text()
     assert len(Path("runs/text_pairs/predictions.csv").read_text().splitlines()) == 21
 
 
