@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shlex
 import time
 from collections import Counter
@@ -283,9 +282,8 @@ class ImageTable:
             return DataError(
                 f"image cannot be read: {file}: {error.strerror}", where=where, hint=f"replace it, {_SKIP}"
             )
-        reason = re.sub(r"^\S+, \S+:\d+, ", "", first_line(error))  # the line in torchvision's source
         return DataError(
-            f"image cannot be decoded: {file}: {reason}",
+            f"image cannot be decoded: {file}: {first_line(error)}",
             where=where,
             hint="replace the file, or set task.on_bad_row=skip to count and replace such rows",
         )

@@ -4,23 +4,48 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import re
 import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from harness.errors import first_line
+
 _PNG, _IDAT = b"\x89PNG\r\n\x1a\n", b"IDAT"  # a PNG's first bytes, and the name of the chunks that have its pixels
+
+_KINDS = {"JPEG": rb"\xff\xd8", "PNG": rb"\x89PNG", "WebP": rb"RIFF....WEBP", "GIF": rb"GIF8"}  # how they begin
+_EMPTY = "the file is empty"
 
 UNCHANGED, GRAY, RGB = 0, 1, 3  # torchvision's numbers for these modes; also the number of channels
 
 
 def decode(content: Tensor, channels: int = UNCHANGED) -> Tensor:
     """uint8 (channels, height, width) of an image file's bytes, uint8 (bytes,), as ``torchvision.io.decode_image``.
-    Raises RuntimeError."""
+    Raises RuntimeError that says what is wrong with the file."""
     _require_intact_png(content.numpy().data)
-    image: Tensor = torch.ops.image.decode_image(content, channels, False)
+    try:
+        image: Tensor = torch.ops.image.decode_image(content, channels, False)
+    except RuntimeError as error:
+        raise RuntimeError(_fault(content[:12].numpy().tobytes(), error)) from None
     return image
+
+
+def _fault(start: bytes, error: RuntimeError) -> str:
+    """Return what is wrong with a file that begins with ``start``."""
+    if not start:
+        return _EMPTY
+    kind = next((kind for kind, pattern in _KINDS.items() if re.match(pattern, start, re.DOTALL)), None)
+    if kind is None:
+        return f"the file is none of {', '.join(_KINDS)}: it begins with {start!r}"
+    return f"the {kind} is damaged or incomplete (torchvision: {_without_place(error)})"
+
+
+def _without_place(error: RuntimeError) -> str:
+    """Return the text of an error of torchvision without the line of its source."""
+    return re.sub(r"^\S+, \S+:\d+, ", "", first_line(error))
 
 
 def _require_intact_png(content: memoryview) -> None:
@@ -43,7 +68,10 @@ def _require_intact_png(content: memoryview) -> None:
 
 def read_file(path: str) -> Tensor:
     """Return the bytes of a file, uint8 (bytes,). Raises RuntimeError."""
-    content: Tensor = torch.ops.image.read_file(path)
+    try:
+        content: Tensor = torch.ops.image.read_file(path)
+    except RuntimeError as error:
+        raise RuntimeError(_without_place(error) if os.stat(path).st_size else _EMPTY) from None
     return content
 
 

@@ -84,28 +84,39 @@ def test_pixel_values(tmp_path):
 
 
 LARGE = encoded(Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 300, 3), dtype=np.uint8)), "PNG")
-BROKEN = {
-    "empty": b"",
-    "text": b"<html>404 not found</html>",
-    "half a png": KINDS["rgb png"][: len(KINDS["rgb png"]) // 2],
-    "half a jpeg": KINDS["jpeg"][: len(KINDS["jpeg"]) // 2],
-    "a corrupt png": KINDS["gray png"].replace(b"IDAT", b"IDAX"),
-    "a flipped byte in a png": LARGE[:150_000] + bytes([LARGE[150_000] ^ 8]) + LARGE[150_001:],
-    "a wrong name of a chunk of pixels": LARGE[: LARGE.rindex(b"IDAT")] + b"IDAX" + LARGE[LARGE.rindex(b"IDAT") + 4 :],
-    "zeros from a place in a png on": LARGE[:90_000] + bytes(len(LARGE) - 90_000),
-    "zeros from a chunk of pixels on": LARGE[: LARGE.rindex(b"IDAT") - 4] + bytes(1000),
-    "an animation": encoded(COLOR, "GIF", save_all=True, append_images=[Image.new("RGB", COLOR.size)]),
+CHECKSUM = "the PNG is damaged: a checksum is wrong"
+BROKEN = {  # the content, and what is said of it
+    "empty": (b"", "the file is empty"),
+    "text": (b"<html>404 not found</html>", "the file is none of JPEG, PNG, WebP, GIF: it begins with b'<html>404 no'"),
+    "half a png": (KINDS["rgb png"][: len(KINDS["rgb png"]) // 2], CHECKSUM),
+    "half a jpeg": (KINDS["jpeg"][: len(KINDS["jpeg"]) // 2], "the JPEG is damaged or incomplete (torchvision: "),
+    "half a webp": (KINDS["webp"][: len(KINDS["webp"]) // 2], "the WebP is damaged or incomplete (torchvision: "),
+    "a corrupt png": (
+        KINDS["gray png"].replace(b"IDAT", b"IDAX"),
+        "the PNG is damaged or incomplete (torchvision: ",
+    ),
+    "a flipped byte in a png": (LARGE[:150_000] + bytes([LARGE[150_000] ^ 8]) + LARGE[150_001:], CHECKSUM),
+    "a wrong name of a chunk of pixels": (
+        LARGE[: LARGE.rindex(b"IDAT")] + b"IDAX" + LARGE[LARGE.rindex(b"IDAT") + 4 :],
+        CHECKSUM,
+    ),
+    "zeros from a place in a png on": (LARGE[:90_000] + bytes(len(LARGE) - 90_000), CHECKSUM),
+    "zeros from a chunk of pixels on": (LARGE[: LARGE.rindex(b"IDAT") - 4] + bytes(1000), CHECKSUM),
+    "an animation": (
+        encoded(COLOR, "GIF", save_all=True, append_images=[Image.new("RGB", COLOR.size)]),
+        "an animation of 2 frames, not one image",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_broken_image_is_reported_with_line_and_file(tmp_path, kind):
-    csv = write_rows(tmp_path, "train", 5)
-    (tmp_path / "train_images" / "3.png").write_bytes(BROKEN[kind])
+    csv, (content, said) = write_rows(tmp_path, "train", 5), BROKEN[kind]
+    (tmp_path / "train_images" / "3.png").write_bytes(content)
     with pytest.raises(DataError) as caught:
         table(tmp_path).batch(np.arange(5), epoch=0)
     text = str(caught.value)
-    assert text.startswith(f"{csv}:5: image cannot be decoded: {tmp_path}/train_images/3.png: ")
+    assert text.startswith(f"{csv}:5: image cannot be decoded: {tmp_path}/train_images/3.png: {said}")
     assert "task.on_bad_row=skip" in text
     assert ".cpp" not in text
     assert caught.value.exit_code == 65
