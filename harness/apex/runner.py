@@ -55,8 +55,6 @@ class ScriptContext:
     local_rank: str | None = None
     trust_checkpoints: bool = False
     modernize: bool = False
-    counts_directory: str | None = None
-    """Set only in spawned processes."""
 
     def set_up(self) -> None:
         """Prepare this process for the script. Undone by ``harness.apex.uninstall``."""
@@ -79,8 +77,7 @@ class ScriptContext:
         data["init_main_from_name"] = "harness.apex.spawn_main"
         # `received` removes both before the program sees them
         data["sys_path"] = [_ROOT, *data["sys_path"]]
-        sent = json.dumps({**asdict(self), "counts_directory": call_counter.shared_directory()})
-        data["sys_argv"] = [*data["sys_argv"][:1], sent, *data["sys_argv"][1:]]
+        data["sys_argv"] = [*data["sys_argv"][:1], json.dumps(asdict(self)), *data["sys_argv"][1:]]
         return data
 
 
@@ -111,9 +108,8 @@ def main(argv: list[str]) -> None:
         sys.exit(2)
     replace(context, name=context.name if context.is_module else script.path).set_up()
     listed = {call_counter.ON_CPU: context.on_cpu, call_counter.MODERNIZE: context.modernize}
-    if any(listed.values()):
-        is_first = (context.local_rank or local_rank.from_environment() or "0") == "0"
-        call_counter.print_at_exit(verbose=is_first, options=[option for option in listed if listed[option]])
+    if any(listed.values()) and (context.local_rank or local_rank.from_environment() or "0") == "0":
+        call_counter.print_at_exit([option for option in listed if listed[option]])
     given = [] if context.local_rank is None else [f"{local_rank.spelling_for(script.text)}={context.local_rank}"]
     sys.argv = [script.path if context.is_module else context.name, *given, *args]
     if not getattr(sys.flags, "safe_path", False):

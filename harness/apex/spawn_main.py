@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import runpy
 
-from harness.apex.call_counter import save_at_exit
 from harness.apex.runner import received
 
 if __name__ == "__mp_main__":
     context = received()
     context.set_up()
-    if context.counts_directory is not None:
-        save_at_exit(context.counts_directory)
     # multiprocessing then copies the names of this module into __main__
     run = runpy.run_module if context.is_module else runpy.run_path
     globals().update(run(context.name, run_name="__mp_main__"))

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.apex import fused_adam_cuda
 from harness.apex.fp16_utils import FP16_Optimizer
 from harness.apex.optimizers import FP16_Optimizer as FlatFP16_Optimizer
 from harness.apex.optimizers import FusedAdam
@@ -155,7 +154,7 @@ class CarriedFusedAdam(torch.optim.Optimizer):
 
     def __init__(self, params, lr, bias_correction, max_grad_norm, weight_decay=0.0):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
-        self.bias_correction, self.max_grad_norm = bias_correction, max_grad_norm
+        self.max_grad_norm = max_grad_norm
 
     def step(self, closure=None, grads=None, output_params=None, scale=1.0, grad_norms=None):
         for group, given, norm in zip(self.param_groups, grads, grad_norms, strict=True):
@@ -163,14 +162,12 @@ class CarriedFusedAdam(torch.optim.Optimizer):
             for param, grad in zip(group["params"], given, strict=True):
                 state = self.state[param]
                 if not state:
-                    state.update(step=0, m=torch.zeros_like(param), v=torch.zeros_like(param))
-                state["step"] += 1
-                out = torch.empty_like(param, dtype=HALF)
-                fused_adam_cuda.adam(
-                    param.data, out, state["m"], state["v"], grad, group["lr"], 0.9, 0.999, 1e-8, factor,
-                    state["step"], 1, int(self.bias_correction), group["weight_decay"],
-                )  # fmt: skip
-                assert same([out], [param.detach().half()])
+                    state.update(m=torch.zeros_like(param), v=torch.zeros_like(param))
+                with torch.no_grad():  # without bias correction, which the recipe leaves out
+                    state["m"].lerp_(grad / factor, 0.1)
+                    state["v"].mul_(0.999).addcmul_(grad / factor, grad / factor, value=0.001)
+                    update = state["m"] / (state["v"].sqrt() + 1e-8) + group["weight_decay"] * param
+                    param.sub_(update, alpha=group["lr"])
 
 
 def flat_recipe(maker=FusedAdam, **scaling):
