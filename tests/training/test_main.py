@@ -229,11 +229,11 @@ def test_error_while_a_run_is_built_names_the_line_of_the_setting(tmp_path):
     write_rows(tmp_path, "train", 4)
     write_rows(tmp_path, "eval", 4)
     path = write_yaml(tmp_path / "x.yaml", {"optimizer": {"name": "adamv"}, **settings(tmp_path)})
-    start = main.RunStart(loader.load(path), Runtime())
+    start = main.RunStart(loader.load(path, ["train.deterministic=false"]), Runtime())
     with pytest.raises(ConfigError, match=f"^{path}:2: optimizer.name: unknown optimizer 'adamv'"), start:
         pytest.fail("the run was built")
     failure = json.loads((tmp_path / "runs" / "small" / "failure.json").read_text())
     assert failure["message"].startswith(f"{path}:2: optimizer.name: ")
     (tmp_path / "train.csv").unlink()
-    with pytest.raises(DataError, match=f"^{path}:5: task.train_csv: {tmp_path}/train.csv: no such annotation file"):
+    with pytest.raises(DataError, match=f"^{path}:7: task.train_csv: {tmp_path}/train.csv: no such annotation file"):
         train_command.run(argparse.Namespace(config=str(path), overrides=[], local_rank=None))

@@ -370,26 +370,23 @@ def test_errors_of_data_do_not_hide_other_errors(folder):
         "train.csv: no column 'kind'; the columns are 'path', 'label'\n  -> set task.label_column"
     )
     assert messages[1].startswith(f"x.yaml:6: task.eval_csv: {folder}/eval.csv: no such annotation file")
-    assert f"task.root: the folder {folder}/imagse does not exist\n  -> did you mean {folder}/images? " in messages[2]
+    assert messages[2].startswith(
+        f"command line: task.root: the folder {folder}/imagse does not exist\n  -> did you mean {folder}/images? "
+    )
     assert "unknown optimizer 'adamm'" in messages[3]
     assert len(messages) == 4
 
 
 def test_errors_that_only_building_finds_name_the_line_of_the_setting(folder):
-    _, problems = examine(
-        folder, f"task.root={folder}/imagse", "hooks=[nowhere.Hook]", model={"name": "linaer"},
-        optimizer={"name": "adamv"}, task={"eval_csv": f"{folder}/evil.csv"},
-    )  # fmt: skip
     path = folder / "x.yaml"
+    _, problems = examine(folder, "hooks=[nowhere.Hook]", model={"name": "linaer"}, optimizer={"name": "adamv"})
     line = {text.strip(): number for number, text in enumerate(path.read_text().splitlines(), 1)}
     shown = "\n".join(map(str, problems))
-    assert f"{path}:{line['name: linaer']}: model.name: unknown model 'linaer'" in shown
+    assert f"{path}:{line['name: linaer']}: model.name: unknown model 'linaer'\n  -> did you mean linear?" in shown
     assert (
         f"{path}:{line['name: adamv']}: optimizer.name: unknown optimizer 'adamv'\n  -> did you mean adam, adamw"
         in shown
     )
-    assert f"{path}:{line[f'eval_csv: {folder}/evil.csv']}: task.eval_csv: {folder}/evil.csv: no such annot" in shown
-    assert f"command line: task.root: the folder {folder}/imagse does not exist" in shown
     assert "command line: hooks.0: the hook 'nowhere.Hook' cannot be imported" in shown
     _, (problem,) = examine(folder, "task.path_column=kind", task={"eval_csv": f"{folder}/train.csv"})
     assert problem.where == f"{folder}/train.csv"  # which says more about a table than the setting
