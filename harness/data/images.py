@@ -36,6 +36,7 @@ NUM_TRIES = 100  # rows tried as a replacement for an unreadable one
 _CHUNK_ROWS = 1 << 16  # paths in memory at once, as a view of the table
 _AT_ONCE = 512  # paths that are read at once from the table
 _MOST = 20_000  # images of a table that are decoded before training
+_FEW = 20  # images of which nearly all are missing if the root is wrong
 _THREADS = 8  # that decode a sample
 _NAMED = 8  # further missing images in a message
 _NAMED_UNREADABLE = 4
@@ -114,17 +115,20 @@ class ImageTable:
         if self.on_bad_row != "stop":
             return
         missing: list[tuple[int, str]] = []
+        looked = 0
         until = time.monotonic() + limit_s
         for part in np.array_split(rows, -(-len(rows) // _AT_ONCE) or 1):
             for row, path in zip(part.tolist(), self.table.strings(self.path_column, part), strict=True):
                 if not (path.strip() and self.files.exists(path)):
                     missing.append((row, path))
+            looked += len(part)
             if time.monotonic() > until:
                 break
         if not missing:
             return
         first = self._unreadable(*missing[0], FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
-        raise self._with_others(first, missing[1:], _NAMED)
+        first.message += f" (missing: {len(missing):,} of {plural(looked, 'row')} looked at)"
+        raise self._with_others(first, missing[1:], 0 if self._wrong_root() else _NAMED)
 
     def require_decodable(self, rows: range, ended: Callable[[], bool]) -> None:
         """Raise DataError for the first of ``rows`` whose image cannot be decoded, unless ``ended()`` before."""
@@ -276,7 +280,10 @@ class ImageTable:
             in_archive = not is_file and os.strerror(errno.ENOENT) not in str(error) and "archive" in str(error)
             what = f" ({error.strerror})" if in_archive else ""
             near = did_you_mean(file) if is_file else ""  # a frequent reason is .JPG instead of .jpg
-            hint = "; ".join([near or self._other_root(path), *self._skip_missing()])
+            wrong_root = self._wrong_root()
+            may_be_root = wrong_root or is_url(file)  # which is not asked for other images
+            hints = [near or (self._other_root(path) if may_be_root else "restore it, or remove the row")]
+            hint = "; ".join(hints if wrong_root or self.is_new else [*hints, _SKIP])
             return DataError(f"image not found: {file}{what}", where=where, hint=hint)
         if isinstance(error, OSError):
             return DataError(
@@ -288,11 +295,10 @@ class ImageTable:
             hint="replace the file, or set task.on_bad_row=skip to count and replace such rows",
         )
 
-    def _skip_missing(self) -> list[str]:
-        """Return the hint to skip missing images; empty if the first is missing, too, so that the root is probably
-        wrong."""
-        first = self.table.strings(self.path_column, np.zeros(1, np.int64))[0]
-        return [] if self.is_new or not self.files.exists(first) else [_SKIP]
+    def _wrong_root(self) -> bool:
+        """Return True if nearly all images are missing, of a few that are spread over the table."""
+        rows = spread(np.arange(len(self)), _FEW)
+        return sum(map(self.files.exists, self.table.strings(self.path_column, rows))) <= len(rows) // 10
 
     def _other_root(self, path: str) -> str:
         """Return the hint for a file that is not below the root, with a folder in which ``path`` is, if that is

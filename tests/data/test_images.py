@@ -144,12 +144,30 @@ def test_all_missing_images_are_found_before_training(tmp_path):
         table(tmp_path).require_files(np.arange(12), 5)
     first, hint = str(caught.value).splitlines()
     place = f"{csv}:5: image not found: {tmp_path}/train_images/3.jpg"
-    assert first == f"{place}; also {csv}:11: no path, {csv}:12: gone/10.png"
+    assert first == f"{place} (missing: 3 of 12 rows looked at); also {csv}:11: no path, {csv}:12: gone/10.png"
     assert "3.png" in hint
     assert hint.endswith("; or set task.on_bad_row=skip")
     table(tmp_path).require_files(np.arange(4, 9), 5)
     table(tmp_path, on_bad_row="skip").require_files(np.arange(12), 5)
     table(tmp_path).require_files(np.arange(0), 5)
+
+
+def test_one_missing_image_does_not_suggest_another_root(tmp_path):
+    csv = write_rows(tmp_path, "train", 12)
+    image = (tmp_path / "train_images" / "0.png").rename(tmp_path / "elsewhere")
+    for look in (
+        lambda: table(tmp_path).require_files(np.arange(12), 5),
+        lambda: table(tmp_path).batch(np.arange(1), 0),
+    ):
+        with pytest.raises(DataError, match=f"^{csv}:2: image not found: .*0.png") as caught:
+            look()
+        assert caught.value.hint.startswith("restore it, or remove the row; or set task.on_bad_row=skip")
+    for number in range(1, 12):
+        (tmp_path / "train_images" / f"{number}.png").unlink()
+    image.rename(tmp_path / "train_images" / "11.png")
+    with pytest.raises(DataError, match=f"relative to {tmp_path}: set task.root=FOLDER$") as caught:
+        table(tmp_path).require_files(np.arange(12), 5)
+    assert caught.value.message == f"image not found: {tmp_path}/train_images/0.png (missing: 11 of 12 rows looked at)"
 
 
 def test_damaged_images_are_named(tmp_path):
