@@ -160,7 +160,7 @@ def _require_no_other_harness() -> None:
 def _parser(words: Sequence[str], commands: dict[str, Any]) -> argparse.ArgumentParser:
     if words and words[0] not in commands and (near := similar(words[0], commands)):
         raise ConfigError(f"there is no command {words[0]!r}", hint=f"did you mean harness {near}?")
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="harness",
         description="Train PyTorch models from YAML files, then compare, report, predict and export.",
     )
@@ -172,6 +172,17 @@ def _parser(words: Sequence[str], commands: dict[str, Any]) -> argparse.Argument
         keeps_running = getattr(command, "KEEPS_RUNNING", False)
         verb_parser.set_defaults(run=command.run, keeps_running=keeps_running, parser=verb_parser)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the choice that is nearest to one that does not exist."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.option_strings and action.choices is not None and value not in action.choices:
+            near = similar(str(value), action.choices)
+            hint = f"did you mean {near}?" if near else f"use one of {', '.join(action.choices)}"
+            raise ConfigError(f"{action.option_strings[0]} cannot be {value!r}", where="command line", hint=hint)
+        super()._check_value(action, value)
 
 
 class _Version(argparse.Action):

@@ -340,6 +340,15 @@ def test_an_unknown_option_is_answered_with_what_was_meant(capsys, line, hint):
     assert capsys.readouterr().err == f"{what}\n  -> {hint}\n"
 
 
+def test_an_unknown_choice_is_answered_with_the_nearest_or_all(capsys):
+    for choice, hint in (
+        ("hugingface", "did you mean huggingface?"),
+        ("zip", "use one of safetensors, torch_export, onnx, huggingface"),
+    ):
+        assert cli.main(["export", "runs/x", "--format", choice]) == 2
+        assert capsys.readouterr().err == f"error: command line: --format cannot be '{choice}'\n  -> {hint}\n"
+
+
 def test_no_word_lists_the_verbs(capsys):
     assert cli.main([]) == 2
     listed = dict(re.findall(r"^    ([\w-]+)\s+(.*)", capsys.readouterr().err, re.M))
