@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from harness.runs.files import parse_json
 
@@ -16,30 +15,13 @@ class FollowedFile:
     """Reads the lines that the file at ``path`` grows by, each once; it need not exist yet.
 
     A file that no longer holds the end of what was read was truncated or rewritten: ``rewritten`` is called, and the
-    next line is its first. With ``only_new`` it is the first one after the present end, as at the start.
+    next line is its first.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        only_new: bool = False,
-        rewritten: Callable[[], object] = lambda: None,
-        limit: int = 1 << 20,
-    ) -> None:
+    def __init__(self, path: Path, rewritten: Callable[[], object] = lambda: None, limit: int = 1 << 20) -> None:
         """``limit``: bytes of one ``read``."""
-        self._path, self._only_new, self._rewritten, self._limit = path, only_new, rewritten, limit
+        self._path, self._rewritten, self._limit = path, rewritten, limit
         self._offset, self._kept = 0, b""
-        try:
-            with open(path, "rb") as file:
-                self._start(file)
-        except OSError:
-            pass  # not written yet
-
-    def _start(self, file: BinaryIO) -> None:
-        self._offset = os.fstat(file.fileno()).st_size if self._only_new else 0
-        first = max(self._offset - _KEPT_BYTES, 0)
-        self._kept = os.pread(file.fileno(), self._offset - first, first)
 
     def read(self, final: bool = False) -> list[bytes]:
         """Return the complete lines since the last call, without their ends; call it until it returns none. A line of
@@ -50,8 +32,7 @@ class FollowedFile:
                 file.seek(self._offset - len(self._kept))
                 if file.read(len(self._kept)) != self._kept:
                     self._rewritten()
-                    self._start(file)
-                    file.seek(self._offset)
+                    self._offset, self._kept = file.seek(0), b""
                 fresh = file.read(self._limit)
         except OSError:
             return []

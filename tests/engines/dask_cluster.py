@@ -82,21 +82,16 @@ class Running(threading.Thread):
 
     def __init__(self, client: Any, config: Any, *overrides: str) -> None:
         super().__init__(daemon=True)
-        self._words, self.events, self.error, self.conclusion = (client, config, overrides), [], None, None
+        self._words, self.error, self.conclusion = (client, config, overrides), None, None
         self.start()
 
     def run(self) -> None:
         from harness.engines.dask import engine
 
         try:
-            self.conclusion = engine.run(*self._words, on_event=self.events.append)
+            self.conclusion = engine.run(*self._words)
         except Exception as error:
             self.error = error
-
-    def lines(self, rank: int, file: str) -> list[str]:
-        """The lines of a rank's file that events have brought."""
-        found = [event for event in self.events if event["rank"] == rank and event.get("file") == file]
-        return [line for event in found for line in event["lines"]]
 
     def until(self, happened: Callable[[], Any], what: str) -> None:
         """Wait until ``happened()``; an error of the run ends it."""

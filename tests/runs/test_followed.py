@@ -10,10 +10,10 @@ from harness.runs.followed import FollowedFile, read_entry
 def test_each_new_line_is_read_once(tmp_path):
     path = tmp_path / "log"
     path.write_text("before\n")
-    file = FollowedFile(path, only_new=True)
+    file = FollowedFile(path)
     for text, mode, expected in (
-        ("", "a", []), ("one\ntwo\nhal", "a", [b"one", b"two"]), ("f\n", "a", [b"half"]), ("new\n", "w", []),
-        ("more\n", "a", [b"more"]),
+        ("", "a", [b"before"]), ("one\ntwo\nhal", "a", [b"one", b"two"]), ("f\n", "a", [b"half"]),
+        ("new\n", "w", [b"new"]), ("more\n", "a", [b"more"]),
     ):  # fmt: skip
         with open(path, mode) as writer:
             writer.write(text)

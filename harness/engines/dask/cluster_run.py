@@ -44,7 +44,7 @@ _ORPHAN_S = 15.0  # harness.distributed.watchdog ends a rank within 13 s of its 
 _POLL_S = 0.1
 _OF_CLIENT = (layout.CONFIG, layout.FAILURE)  # not fetched: a failure is judged from the exit records
 
-Event = dict[str, Any]  # {"rank": 0, and worker=ADDRESS, or file=NAME with lines=[…], or exit=CODE}
+_Event = dict[str, Any]  # {"rank": 0, and worker=ADDRESS, or lines=[…] that it prints, or exit=CODE}
 
 
 @dataclass
@@ -61,12 +61,10 @@ class _Task:
 class ClusterRun:
     """A run on a cluster. ``follow`` and ``stop`` are called from two threads."""
 
-    def __init__(self, client: Any, job: Job, on_event: Callable[[Event], None] | None, closing: ExitStack) -> None:
-        """Place all ranks and start them, or raise LaunchError with nothing left on the cluster.
-
-        ``on_event`` is called with every event of a rank, in a thread of the client; ``closing`` is closed at the end.
-        """
-        self._client, self._job, self._on_event, self._closing = client, job, on_event, closing
+    def __init__(self, client: Any, job: Job, closing: ExitStack) -> None:
+        """Place all ranks and start them, or raise LaunchError with nothing left on the cluster. ``closing`` is closed
+        at the end."""
+        self._client, self._job, self._closing = client, job, closing
         self._topic = f"{_PREFIX}{secrets.token_hex(4)}"
         self._where = str(client.scheduler.address)
         self._tasks: list[_Task] = []  # by rank, once all have a place
@@ -137,16 +135,14 @@ class ClusterRun:
                 supervised=True,
             )  # fmt: skip
             placed[group] += 1
-            overrides, run_folder = [], str(job.folder.absolute())
+            overrides = []
             if copied:
-                output = f"{place['scratch']}/output"
-                overrides, run_folder = [f"output={output}"], f"{output}/{job.config.name}"
+                overrides = [f"output={place['scratch']}/output"]
             elif not job.url:
                 overrides = [f"output={Path(job.config.output).absolute()}"]
             start = on_worker.RankJob(
-                rank, job.environ() | environment(launch), loader.to_text(job.config), tuple(overrides), run_folder,
-                (f"{layout.LOGS}/{layout.rank_log(rank)}", *([] if rank else [layout.METRICS])), job.url,
-                job.config.data.cache_dir, os.getcwd() if shared else "", job.settings.python, job.settings.grace_s,
+                rank, job.environ() | environment(launch), loader.to_text(job.config), tuple(overrides),
+                os.getcwd() if shared else "", job.settings.python, job.settings.grace_s,
             )  # fmt: skip
             print(f"rank {rank}: worker {place['worker']} on {place['host']}", file=sys.stderr)
             self._client.run(on_worker.tell, task.future.key, start, workers=[place["worker"]])
@@ -257,7 +253,7 @@ class ClusterRun:
             self._kills += 1
             self._stop_ranks()
 
-    def _receive(self, message: tuple[float, Event]) -> None:
+    def _receive(self, message: tuple[float, _Event]) -> None:
         event = message[1]
         if "key" in event:
             task = next(task for task in self._tasks if task.key == event["key"])
@@ -268,10 +264,8 @@ class ClusterRun:
             return
         if "exit" in event:
             self._tasks[event["rank"]].exit = event["exit"]
-        if event.get("file") == "terminal":
+        if "lines" in event:
             tell("\n".join(event["lines"]))
-        if self._on_event is not None:
-            self._on_event(event)
 
     def _copy(self) -> Exception | None:
         """Copy what is new to this machine until the run has ended, and once more; return the last copy's error."""

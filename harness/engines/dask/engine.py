@@ -9,25 +9,19 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from harness.config import loader
-from harness.config.schema import Config
 from harness.distributed.launch_env import Launch, environment
 from harness.distributed.monitor import follow_until_done
 from harness.distributed.threads import Background
 from harness.engines.base import Job, plan, refuse, shell, train_command
-from harness.engines.dask.cluster_run import BY, ClusterRun, Event
+from harness.engines.dask.cluster_run import BY, ClusterRun
 from harness.errors import LaunchError, plural
-from harness.runs import layout
 from harness.runs.outcome import ExitCollector, RunOutcome
 
 _CLOSE_S = 5.0
@@ -55,41 +49,25 @@ def start(job: Job) -> ClusterRun:
     _check(job)
     with ExitStack() as opened:
         client = _connect(job, opened)
-        return ClusterRun(client, job, None, opened.pop_all())
+        return ClusterRun(client, job, opened.pop_all())
 
 
-def run(
-    client: Any,
-    config: str | Path | Mapping[str, Any] | Config,
-    overrides: Sequence[str] = (),
-    on_event: Callable[[Event], None] | None = None,
-) -> RunOutcome:
-    """Train ``config`` (the path of a YAML, its content as a dictionary, or a Config) on the cluster of ``client``.
-    Returns the exit code that the command would have, and a report as text.
+def run(client: Any, config: str | Path, overrides: Sequence[str] = ()) -> RunOutcome:
+    """Train the YAML file ``config`` on the cluster of ``client``. Returns the exit code that the command would have,
+    and a report as text.
 
-    Starts ``launch.nnodes`` times ``launch.nproc`` ranks; the results are in OUTPUT/NAME on this machine. An interrupt
-    ends the run with a checkpoint, and the same call resumes it. ``on_event`` is called, in another thread, with every
-    event: {"rank": 0, "file": "metrics.jsonl", "lines": […]}, and likewise for "terminal" and each log. Raises
-    ConfigError or LaunchError if nothing was started.
+    Starts ``launch.nnodes`` times ``launch.nproc`` ranks; the results are in OUTPUT/NAME on this machine, also while it
+    trains. An interrupt ends the run with a checkpoint, and the same call resumes it. Raises ConfigError or LaunchError
+    if nothing was started.
     """
     if client.asynchronous:
         raise LaunchError("this client is asynchronous", hint="pass a Client(…) created without asynchronous=True")
-    job = _job(config, overrides)
+    job = plan(str(config), [*overrides, "launch.engine=dask"])
     _check(job)
     collector = ExitCollector(job.folder, job.world_size, job.url)
-    outcome = collector.conclude(follow_until_done(lambda: ClusterRun(client, job, on_event, ExitStack())))
+    outcome = collector.conclude(follow_until_done(lambda: ClusterRun(client, job, ExitStack())))
     print(outcome.text, file=sys.stderr)
     return outcome
-
-
-def _job(config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str]) -> Job:
-    if isinstance(config, str | Path):
-        return plan(str(config), [*overrides, "launch.engine=dask"])
-    text = loader.to_text(config) if isinstance(config, Config) else yaml.safe_dump(dict(config))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / layout.CONFIG
-        path.write_text(text, encoding="utf-8")
-        return _job(path, overrides)
 
 
 def _check(job: Job) -> None:

@@ -25,10 +25,9 @@ from harness.engines.base import train_command
 from harness.errors import LaunchError
 from harness.runs.files import commit, temporary_for
 from harness.runs.followed import FollowedFile
-from harness.runs.storage import LocalStore, working_folder
+from harness.runs.storage import LocalStore
 
-_EVENT_S = 0.2  # between two events with new lines
-_TERMINAL = "terminal"  # what a rank prints, as the file of an event
+_EVENT_S = 0.2  # between two events with new lines that a rank prints
 _POLL_S = 0.05
 _KEEP_S = 600.0  # how long an abandoned job's files stay, for a client that still wants them
 CHUNK_BYTES = 8 << 20
@@ -46,12 +45,6 @@ class RankJob:
     """The resolved configuration, as YAML."""
     overrides: tuple[str, ...]
     """Further ``key=value`` words."""
-    run_folder: str
-    """Its files with the names ``files`` are sent as events while they grow."""
-    files: tuple[str, ...]
-    url: str
-    """URL of the run, if it is kept at one; each machine then has its own working folder for it."""
-    cache_dir: str | None
     working_folder: str
     """Working folder of the rank, for relative paths; empty: the worker's."""
     python: str | None
@@ -129,20 +122,16 @@ def _run(
     config, terminal = scratch / f"config-{start.rank}.yaml", scratch / f"terminal-{start.rank}.txt"
     scratch.mkdir(parents=True, exist_ok=True)
     config.write_text(start.config, encoding="utf-8")
-    run_folder = working_folder(start.url, start.cache_dir) if start.url else Path(start.run_folder)
-    paths = {_TERMINAL: terminal} | {name: run_folder / name for name in start.files}
-    followed = {name: FollowedFile(path, only_new=True) for name, path in paths.items()}
+    followed = FollowedFile(terminal)
     command = [start.python or sys.executable, *train_command(folder), "-c", str(config), *start.overrides]
     worker = Worker(command, {**os.environ, **start.environ}, folder, terminal)
     group = WorkerGroup({start.rank: worker}, start.grace_s)
     sent_at = 0.0
 
     def send_lines(final: bool = False) -> bool:
-        # Of the other files an unfinished line is not sent: the rank was killed while it wrote an entry.
-        news = {name: lines for name, file in followed.items() if (lines := file.read(final and name == _TERMINAL))}
-        for name, lines in news.items():
-            send(file=name, lines=[line.decode(errors="replace") for line in lines])
-        return bool(news)
+        if lines := followed.read(final):
+            send(lines=[line.decode(errors="replace") for line in lines])
+        return bool(lines)
 
     def poll() -> None:
         nonlocal sent_at
