@@ -566,7 +566,6 @@ def check_strategies(folder: Path, output: dict[str, str], names: dict[str, Any]
     for line, text in output.items():
         trained = "driver.py" in line or line.startswith("harness launch")
         assert ("parallel: fsdp" in text) == (trained and "parallel.strategy=fsdp" in line)
-    assert (folder / "strategies.html").stat().st_size > 1e6
 
 
 def shortened_same_bits(words: list[str]) -> Sequence[str]:

@@ -6,6 +6,8 @@ transformers and peft: pip install 'apex-harness[huggingface]'.
 from __future__ import annotations
 
 import csv
+import dataclasses
+import inspect
 import json
 import random
 import re
@@ -17,10 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from harness.cli import main
-from harness.config import loader
+from harness.config import loader, reference
 from harness.config.trust import require_harmless
 from harness.data import hub
 from harness.distributed.runtime import Runtime
@@ -284,6 +287,32 @@ def test_shipped_configuration_of_the_hub(tmp_path, monkeypatch, capsys, with_lo
     terminal = tmp_path / "terminal.txt"
     assert wait_for(drivers(1, ["-c", str(path), *words], terminal), 90) == [0], terminal.read_text()
     assert len(Path("runs/text_pairs/predictions.csv").read_text().splitlines()) == 21
+
+
+def test_table_of_training_arguments():
+    """The page names arguments of the installed transformers, settings, values that they take, and the defaults."""
+    section = (ROOT / "docs" / "fine_tuning.md").read_text().partition("### From TrainingArguments\n")[2]
+    fields = {each.name: each.default for each in dataclasses.fields(transformers.TrainingArguments)}
+    keys = {setting.key for chapter in reference.chapters() for setting in chapter.settings}
+    config = ROOT / "configs" / "hub" / "text_pairs.yaml"
+    rows = re.findall(r"^\| (`[a-z].*) \| (.*) \|$", section.partition("\n## ")[0], re.M)
+    assert len(rows) == 16
+    for theirs, ours in rows:
+        assert set(re.findall(r"`(.*?)`", theirs)) <= fields.keys()
+        for named in re.findall(r"`(.*?)`", ours):
+            key, given, _ = named.partition("=")
+            assert key in keys, named
+            loader.load(config, shlex.split(named) if given else [])
+    shown = yaml.safe_load(re.search(r"```yaml\n(.*?)```", section, re.S)[1])
+    assert shown == {
+        "batch": {"per_rank": fields["per_device_train_batch_size"] * fields["gradient_accumulation_steps"]},
+        "optimizer": {"name": fields["optim"].split("_")[0], "lr": fields["learning_rate"],
+                      "weight_decay": fields["weight_decay"]},
+        "schedule": {"name": {"linear": "polynomial"}[fields["lr_scheduler_type"]]},
+        "precision": {"opt_level": {False: "O0"}[fields["fp16"] or fields["bf16"]]},
+        "train": {"epochs": fields["num_train_epochs"], "clip_norm": fields["max_grad_norm"]},
+    }  # fmt: skip
+    assert fields["adam_epsilon"] == inspect.signature(torch.optim.AdamW).parameters["eps"].default
 
 
 # What is refused
