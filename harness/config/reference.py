@@ -19,7 +19,7 @@ from harness.errors import ConfigError, similar
 
 REQUIRED = "required"
 _FULL = 5  # so many settings are shown with their whole text
-_ENDING = re.compile(r"(?:ing|ed|es|s|e)$")
+_ENDING = re.compile(r"(?:ations?|ates?|ings?|ions?|ed|es|s|e)$")
 _CHOSEN = ("task", "schedule")  # sections that have the settings of the part that they name
 
 
@@ -266,7 +266,7 @@ def key_of(name: str, exact: bool = False) -> str | None:
 
 def _score(setting: Setting, words: Sequence[str]) -> tuple[int, float]:
     """How many of ``words`` occur, and how well: those of the key count most, then those at the start of the text."""
-    key, text = setting.key.lower(), setting.text.lower()
+    key, text = setting.key.lower(), f"{setting.text} {setting.example.partition('=')[2]}".lower()
     text = f"{text} {text.replace('-', '')}"
     count, total = 0, 0.0
     for word in words:

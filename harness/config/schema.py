@@ -336,8 +336,8 @@ class TrainSection(Section):
     if its weights or its validation loss become infinite or NaN, or if no step of an epoch updates the weights.
     """
     evaluate_every: Annotated[Duration, Bare("epochs")] = Field(default=1, validate_default=True)
-    """Epochs between evaluations on the validation data, or a length, such as "500 steps" or "0.25 epochs"; the end of
-    the run is always evaluated.
+    """Epochs between evaluations on the validation data, or a length, such as "500 steps" or "0.25 epochs", to evaluate
+    within an epoch; the end of the run is always evaluated.
     """
 
     @model_validator(mode="before")

@@ -91,10 +91,17 @@ def test_examples_are_accepted(tmp_path):
     ("torch.compile", "model.compile"),
     ("tensorboard", "trackers"),
     ("processes per gpu", "launch.nproc"),
+    ("evaluate within epoch", "train.evaluate_every"),
+    ("evaluate in the middle of epochs", "train.evaluate_every"),
     ("train.patience", "train.patience"),
 ])  # fmt: skip
 def test_usual_words_find_the_setting(words, key):
     assert key in [each.key for each in reference.search(words.split())[:5]]
+
+
+def test_other_forms_of_a_word_are_found():
+    for words in ("evaluation frequency", "evaluating", "evaluations epoch"):
+        assert reference.search(words.split())[0].key == "train.evaluate_every"
 
 
 def test_command_prints_text_lines_and_records(capsys):
