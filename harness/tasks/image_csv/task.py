@@ -21,8 +21,8 @@ from harness.data.images import ImageTable, in_order, spread
 from harness.data.shards import bounds
 from harness.errors import ConfigError, DataError
 from harness.tasks.image_csv.config import Task
-from harness.training.evaluation import objective
-from harness.training.evaluation.objective import Objective, Split
+from harness.training.evaluation.objective import Objective
+from harness.training.evaluation.tables import Split, open_new_table, open_tables
 from harness.training.task import ModelSection, Supervised, model_builder
 
 _AT_START = 16  # images that each rank decodes of each split before training, and more of validation if time is left
@@ -33,7 +33,7 @@ _DECODING_S = 5.0  # for as many others as this allows
 def open_data(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
     """Open ``task.train_csv`` and ``task.eval_csv``. Raises HarnessError."""
     lists = _pipelines(task)  # before tables are converted
-    *splits, opened = objective.open_tables(task, cache_dir)
+    *splits, opened = open_tables(task, cache_dir)
     train, eval_ = (_images(task, split, lists, seed, cache_dir) for split in splits)
     return ImageCsv(task, train, eval_, opened)
 
@@ -41,7 +41,7 @@ def open_data(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
 def open_new(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> ImageCsv:
     """Open the table ``source`` for prediction with the labels and image size in ``learned``."""
     lists = _pipelines(task)
-    split, opened = objective.open_new_table(task, learned, source, cache_dir)
+    split, opened = open_new_table(task, learned, source, cache_dir)
     images = replace(_images(task, split, lists, 0, cache_dir), is_new=True)
     return ImageCsv(task, images, images, opened, _learned_size(learned))
 

@@ -20,8 +20,8 @@ from harness.data.hub import HubTokenizer
 from harness.data.texts import RULE, UNKNOWN, Bytes, OwnTokenizer, TextTable, Tokenizer, Words, learn_words
 from harness.errors import ConfigError, first_line
 from harness.tasks.text_csv.config import BUILT_IN, Task
-from harness.training.evaluation import objective
-from harness.training.evaluation.objective import Objective, Split
+from harness.training.evaluation.objective import Objective
+from harness.training.evaluation.tables import Split, open_new_table, open_tables
 from harness.training.task import ModelSection, Supervised, model_builder
 
 _SHOWN = 200  # characters of a text in a table of predictions
@@ -30,7 +30,7 @@ _EXAMPLE_TOKENS = 16
 
 def open_data(task: Task, seed: int, cache_dir: Path | None) -> TextCsv:
     """Open ``task.train_csv`` and ``task.eval_csv``, and learn the words of the former. Raises DataError."""
-    train, eval_, opened = objective.open_tables(task, cache_dir)
+    train, eval_, opened = open_tables(task, cache_dir)
     tokenizer = _built_in(task) or learn_words(train.table, task.text_columns[0], task.tokenizer.max_words, cache_dir)
     texts, eval_texts = (_texts(task, split, tokenizer) for split in (train, eval_))
     return TextCsv(task, texts, eval_texts, opened, tokenizer)
@@ -38,7 +38,7 @@ def open_data(task: Task, seed: int, cache_dir: Path | None) -> TextCsv:
 
 def open_new(task: Task, learned: dict[str, Any], source: str, cache_dir: Path | None) -> TextCsv:
     """Open the table ``source`` for prediction with the labels and words in ``learned``."""
-    split, opened = objective.open_new_table(task, learned, source, cache_dir)
+    split, opened = open_new_table(task, learned, source, cache_dir)
     tokenizer = _built_in(task) or _learned_words(learned)
     if isinstance(tokenizer, HubTokenizer) and learned.get("tokenizer") != tokenizer.digest:
         raise ConfigError(

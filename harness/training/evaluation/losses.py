@@ -1,0 +1,170 @@
+"""The loss of a task with labels: a built-in one by name, or the user's own.
+
+The settings are in ``harness.config.targets``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from harness.config import plugins
+from harness.config.targets import LabelledTask, LossSection
+from harness.errors import ConfigError, first_line, plural, users_line
+from harness.training.evaluation.metrics import Labels
+
+Counts = Callable[[], tuple[np.ndarray, int]]  # (training rows with each label, training rows)
+
+
+class Loss:
+    """A loss, built in or the user's own, as the mean over the rows of a batch, so that the mean over micro-batches and
+    ranks is the mean over all rows. With class weights, too, the sum is divided by the number of rows, not by the sum
+    of their weights as torch does."""
+
+    def __init__(self, section: LabelledTask, labels: Labels, counts: Counts | None) -> None:
+        self.name, self._device = section.loss_name, torch.device("cpu")
+        self._call: Callable[[Tensor, Tensor], object] = (
+            _own_loss(self.name, section.loss) if "." in self.name else _BuiltIn(section, labels, counts)
+        )
+
+    def __call__(self, outputs: Tensor, targets: Tensor, training: bool = True) -> Tensor:
+        if isinstance(self._call, nn.Module):
+            if self._call.training is not training:
+                self._call.train(training)
+            if outputs.device != self._device:
+                self._device = outputs.device
+                self._call.to(self._device)
+        loss = self._call(outputs.float(), targets)
+        if not (isinstance(loss, Tensor) and (loss.shape == targets.shape[:1] or loss.numel() == 1)):
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise ConfigError(
+                f"the loss {self.name} returns an object of {found}, not one number",
+                where="task.loss.name",
+                hint="return the mean over the rows (in torch: reduction='mean'), or the loss of each row",
+            )
+        return loss.mean() if loss.dim() else loss
+
+    def require_gradient(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise ConfigError if it cannot train on a made-up batch."""
+        try:
+            value = self(outputs.requires_grad_(), targets)
+            if not value.requires_grad:
+                hint = "compute it from the outputs with torch's functions"
+                raise ConfigError(f"the loss {self.name} has no gradient", where="task.loss.name", hint=hint)
+            value.backward()
+        except ConfigError:
+            raise
+        except Exception as error:  # of the user's own code
+            raise _loss_failed(self.name, error, "task.loss.name") from error
+
+
+class _BuiltIn(nn.Module):
+    """A built-in loss of each row. Label smoothing is for training only."""
+
+    weights: Tensor | None
+
+    def __init__(self, section: LabelledTask, labels: Labels, counts: Counts | None) -> None:
+        super().__init__()
+        self.name, self.kind, options = section.loss_name, labels.kind, section.loss
+        self.smoothing = options.label_smoothing
+        self.gamma = 2.0 if options.gamma is None else options.gamma
+        self.delta = 1.0 if options.delta is None else options.delta
+        sigmoid = self.name == "bce" or labels.kind == "multi_label"
+        weights = _class_weights(options.class_weights, labels.names, sigmoid, counts)
+        self.register_buffer("weights", weights)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        smoothing, weights = self.smoothing if self.training else 0.0, self.weights
+        if self.name == "cross_entropy":
+            reduction = "none" if weights is not None else "mean"  # as fast, and equal to the last bit, as torch's
+            return functional.cross_entropy(outputs, targets, weights, label_smoothing=smoothing, reduction=reduction)
+        if self.name == "focal" and self.kind == "single_label":
+            entropy = functional.cross_entropy(outputs, targets, reduction="none")
+            weighted = entropy if weights is None else weights[targets] * entropy
+            return weighted * self._focus(entropy)
+        if self.name in ("bce", "focal"):
+            return self._sigmoid(outputs, targets, smoothing).mean(dim=1)
+        if self.name == "huber":
+            return functional.huber_loss(outputs, targets, reduction="none", delta=self.delta).mean(dim=1)
+        loss = functional.mse_loss if self.name == "mse" else functional.l1_loss
+        return loss(outputs, targets, reduction="none").mean(dim=1)
+
+    def _sigmoid(self, outputs: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        hot = functional.one_hot(targets, outputs.shape[1]) if targets.dim() == 1 else targets
+        hot = hot.to(outputs.dtype)
+        if self.name == "bce":
+            hot = hot * (1 - smoothing) + smoothing / (outputs.shape[1] if targets.dim() == 1 else 2)
+        entropy = functools.partial(functional.binary_cross_entropy_with_logits, outputs, hot, reduction="none")
+        each: Tensor = entropy(pos_weight=self.weights)
+        return each * self._focus(entropy()) if self.name == "focal" else each
+
+    def _focus(self, entropy: Tensor) -> Tensor:
+        """Return (1 - probability of the label) ** gamma, which gives easy rows little weight."""
+        return (1 - torch.exp(-entropy)).clamp_min(1e-7) ** self.gamma
+
+
+def _own_loss(name: str, section: LossSection) -> Callable[[Tensor, Tensor], object]:
+    """Return a loss of the user's own: a module or function of (outputs, targets)."""
+    part = plugins.import_own("loss", name, "task.loss.name")
+    try:
+        if inspect.isclass(part):
+            part = part(**section.args)
+        elif section.args:
+            part = functools.partial(part, **section.args)
+    except Exception as error:  # of the user's own code
+        raise _loss_failed(name, error, "task.loss.args") from error
+    if not callable(part):
+        hint = "name a class or a function: package.module.Class"
+        raise ConfigError(f"{name} is not a loss: it cannot be called", where="task.loss.name", hint=hint)
+    if isinstance(part, nn.Module) and list(part.parameters()):
+        hint = "put the parameters into the model"
+        raise ConfigError(
+            f"the loss {name} has parameters, which would not be trained", where="task.loss.name", hint=hint
+        )
+    return part
+
+
+def _loss_failed(name: str, error: Exception, where: str) -> ConfigError:
+    what = f"the loss {name} fails: {type(error).__name__}: {first_line(error)}"
+    hint = "it is called with outputs and targets of a batch; docs/targets.md lists their shapes"
+    return ConfigError(what, where=users_line(error) or where, hint=hint)
+
+
+def _class_weights(given: Any, labels: Sequence[str | int], sigmoid: bool, counts: Counts | None) -> Tensor | None:
+    """One weight per label. Raises ConfigError."""
+    where = "task.loss.class_weights"
+    if given is None:
+        return None
+    if given == "balanced":
+        assert counts is not None  # only a task opened on new data lacks them, which computes no loss
+        return torch.from_numpy(_balanced(*counts(), sigmoid)).float()
+    if isinstance(given, dict):
+        known = [str(label) for label in labels]
+        if unknown := [label for label in given if label not in known]:
+            hint = f"use labels of the training table, such as {', '.join(known[:10])}"
+            raise ConfigError(f"there is no label {unknown[0]!r}", where=where, hint=hint)
+        weights = [float(given.get(label, 1.0)) for label in known]
+    else:
+        weights = [float(weight) for weight in given]
+    if len(weights) != len(labels):
+        hint = "give one weight per label, in the same order, or {label: weight}"
+        raise ConfigError(
+            f"{plural(len(weights), 'weight')} for {plural(len(labels), 'label')}", where=where, hint=hint
+        )
+    if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+        raise ConfigError("weights must be positive or zero, finite, and not all zero", where=where)
+    return torch.tensor(weights)
+
+
+def _balanced(counts: np.ndarray, num_rows: int, sigmoid: bool) -> np.ndarray:
+    """As scikit-learn: rows / (classes * rows of the class). For a sigmoid per label: rows without / rows with it."""
+    filled = np.maximum(counts, 1).astype(float)
+    return np.maximum(num_rows - counts, 1) / filled if sigmoid else num_rows / (len(counts) * filled)

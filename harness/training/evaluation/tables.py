@@ -1,0 +1,70 @@
+"""Annotation tables with the labels that a task's settings describe, and the objective that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from harness.config.targets import Kind, TableTask
+from harness.data.row_labels import ClassLabels, NoLabels, NumberLabels, RowLabels, TagLabels, indices
+from harness.data.table.labels import LabelColumns
+from harness.data.table.table import Table, open_table
+from harness.training.evaluation.metrics import Labels, MultiLabel, Regression, labels_of, learned_labels
+from harness.training.evaluation.objective import Objective
+
+_FORMS: dict[Kind, Literal["class", "tags", "numbers"]] = {
+    "single_label": "class", "multi_label": "tags", "regression": "numbers",
+}  # fmt: skip
+
+
+class Split(NamedTuple):
+    """A table with the labels of its rows."""
+
+    table: Table
+    labels: RowLabels
+
+
+def open_tables(task: TableTask, cache_dir: Path | None) -> tuple[Split, Split, Objective]:
+    """Open ``task.train_csv`` and ``task.eval_csv``. Raises DataError if a label cannot be used, ConfigError if the
+    loss or a metric cannot be computed."""
+    labels_section, kind = task.labels, task.label_kind
+    separator, empty = labels_section.separator or "", labels_section.empty == "allow"
+    columns = LabelColumns(_FORMS[kind], task.label_columns, separator, empty, task.label_setting)
+    train, eval_ = (
+        open_table(source, text=task.input_columns, label=columns, cache_dir=cache_dir)
+        for source in (task.train_csv, task.eval_csv)
+    )
+    names = task.label_columns if kind == "regression" else train.vocabulary
+    labels = labels_of(kind, names, separator, train.mean, train.std)
+    split, eval_split = (Split(table, _row_labels(labels, table, task.train_csv)) for table in (train, eval_))
+
+    def counts() -> tuple[np.ndarray, int]:
+        found = split.labels.counts(0, len(train))
+        assert found is not None  # class weights are for classes
+        return found, len(train)
+
+    objective = Objective(task, labels, counts)
+    objective.check(len(eval_))
+    return split, eval_split, objective
+
+
+def open_new_table(
+    task: TableTask, learned: Mapping[str, object], source: str, cache_dir: Path | None
+) -> tuple[Split, Objective]:
+    """Open the table ``source`` for prediction, with the labels in ``learned``. Its own labels are not interpreted."""
+    table = open_table(source, text=task.input_columns, cache_dir=cache_dir)
+    labels = learned_labels(task.label_kind, learned, task.labels.separator or "")
+    return Split(table, NoLabels(table, task.label_columns)), Objective(task, labels)
+
+
+def _row_labels(labels: Labels, table: Table, train: str) -> RowLabels:
+    if isinstance(labels, Regression):
+        columns = tuple(map(str, labels.names))
+        return NumberLabels(table, columns, np.asarray(labels.mean), np.asarray(labels.std))
+    index = indices(table, labels.names, train)
+    if isinstance(labels, MultiLabel):
+        return TagLabels(table, index, labels.names, labels.separator)
+    return ClassLabels(table, index, len(labels.names))
