@@ -359,7 +359,7 @@ def renamed(bert: Path, folder: Path, **keys: object) -> Path:
         ({"task": {"tokenizer": {"name": "hf:TMP/other"}}}, "hf:TMP/other has other tokens than hf:"),
         (
             {"task": {"tokenizer": {"max_length": 25}}},
-            "cannot process a batch .* -> lower task.tokenizer.max_length=25",
+            "cannot process a batch .* -> set task.tokenizer.max_length=24: the model has no more positions",
         ),
         ({"model": {"lora": {"targets": ["querry"]}}}, "no layer of the model matches 'querry' -> did you mean query"),
         ({"model": {"lora": {"targets": ["xyz"]}}}, "the layers are called word_embeddings, .*, query, "),
@@ -385,6 +385,15 @@ def test_refused_before_training(make, bert, tmp_path, monkeypatch, sections, me
             changed["task"]["text_column"] = "premise"
     with pytest.raises(HarnessError, match="(?s)" + message.replace("TMP", str(tmp_path)).replace(" -> ", "\n  -> ")):
         built(make(**changed))
+
+
+def test_the_positions_that_roberta_keeps_for_padding_are_not_counted(make, bert, tmp_path):
+    config = transformers.RobertaConfig(vocab_size=20, max_position_embeddings=PLACES + 1, pad_token_id=0, **SIZES)
+    transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path / "roberta")
+    model, tokenizer = {"name": f"hf:{tmp_path}/roberta", "weights": "random"}, {"name": f"hf:{bert}"}
+    with pytest.raises(ConfigError, match=f"set task.tokenizer.max_length={PLACES}: the model has no more positions"):
+        built(make(model=model, task={"tokenizer": {**tokenizer, "max_length": PLACES + 1}}))
+    built(make(model=model, task={"tokenizer": {**tokenizer, "max_length": PLACES}}))
 
 
 def test_refused_settings(make):

@@ -121,7 +121,7 @@ def try_batch(model: nn.Module, name: str, example: Tensor, outputs: int | None)
         raise determinism.explained(error) or ConfigError(
             f"model {name} cannot process a batch of shape {tuple(example.shape)}: {_reason(error)}",
             where=users_line(error) or "model.name",
-            hint=_fixed_size(model, name, error) or _remedy(example, name),
+            hint=_fixed_size(model, name, error) or _remedy(model, example, name),
         ) from None
     finally:
         model.train()
@@ -143,10 +143,19 @@ def _fixed_size(model: nn.Module, name: str, error: Exception) -> str:
     return f"set task.image_size=[{height},{width}]"
 
 
-def _remedy(example: Tensor, name: str) -> str:
-    """Return the hint if the model ``name`` cannot process ``example``, the most likely cause first."""
+def _remedy(model: nn.Module, example: Tensor, name: str) -> str:
+    """Return the hint if ``model``, which is ``name``, cannot process ``example``, the most likely cause first."""
     if name.startswith(HUB) and not example.is_floating_point():
-        return f"lower task.tokenizer.max_length={example.shape[1]}: the model may have fewer positions"
+        places = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        key = "task.tokenizer.max_length"
+        if not isinstance(places, int):
+            return f"lower {key}={example.shape[1]}: the model may have fewer positions"
+        for path, module in model.named_modules():
+            if path.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+                places -= module.padding_idx + 1  # RoBERTa and its kin count positions from there
+        if places < example.shape[1]:
+            return f"set {key}={places}: the model has no more positions (max_position_embeddings of its config.json)"
+        return f"check task.tokenizer and model.args; {key}={example.shape[1]} is within the model's {places} positions"
     if not example.is_floating_point():
         return (
             "use a model that takes token ids, such as text_cnn, or one of your own that takes num_tokens and "
