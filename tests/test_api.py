@@ -77,7 +77,10 @@ def test_train_twice_and_predict(path, capsys):
     longer = train(load_config(path, {"train.epochs": 3}))
     assert (longer.finished, longer.step, longer.folder) == (True, 12, first.folder)
     assert longer.history[:2] == first.history
-    train(load_config(path, {"train.epochs": 2}))  # nothing left to train
+    capsys.readouterr()
+    train(load_config(path, {"train.epochs": 2, "train.max_steps": 50}))
+    hint = "to train longer, type train.epochs=N with N above 3 (now 2); for a new run, type name=NAME\n"
+    assert f"nothing left to train: step 12 was the last; {hint}" in capsys.readouterr().err
     assert reader.read(Path(longer.folder)).lengths == {
         "train.epochs": [(0, 2), (8, 3)], "train.max_steps": [(0, None)]
     }  # fmt: skip

@@ -59,9 +59,15 @@ def announce(run: Run) -> None:
                 log.warning("%s", warning)
             run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
     if run.finished():
-        why = run.ended_early()
-        longer = f"it ended early: {why}" if why else "raise train.epochs to train longer"
-        log.info("nothing left to train: step %d was the last; %s", run.state.step, longer)
+        train, state = config.train, run.state
+        ends = (("epochs", train.epochs, state.epoch), ("max_steps", train.max_steps, state.step))
+        reached = [
+            f"train.{key}=N with N above {now} (now {end})" for key, end, now in ends if end is not None and now >= end
+        ]
+        longer = f"to train longer, type {' and '.join(reached)}; for a new run, type name=NAME"
+        if why := run.ended_early():
+            longer = f"it ended early: {why}; for a new run, type name=NAME"
+        log.info("nothing left to train: step %d was the last; %s", state.step, longer)
 
 
 def _launcher(config: Config, runtime: Runtime) -> str:
