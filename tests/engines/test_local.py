@@ -306,6 +306,9 @@ def test_configuration_errors_are_reported_before_the_start(tmp_path, stripes):
     with started(command(config, "train.epoch=3"), tmp_path / "terminal.txt") as run_:
         assert run_.wait(60) == 2
     assert run_.text().count("did you mean train.epochs?") == 1
+    with started(command(config, "task.train_csv=gone.csv"), tmp_path / "terminal.txt") as run_:
+        assert run_.wait(60) == 65
+    assert "command line: task.train_csv: gone.csv: no such annotation file" in run_.text()
     assert not (tmp_path / "runs").exists()
 
 

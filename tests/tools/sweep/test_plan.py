@@ -82,6 +82,11 @@ def test_unknown_metric_is_refused(tmp_path):
     assert "has no metric 'f1'" in not_planned(tmp_path, space={"optimizer.lr": [0.1]}, metric="f1")
 
 
+def test_a_name_that_only_building_finds_has_its_line_in_the_sweep_file(tmp_path):
+    message = not_planned(tmp_path, space={"model.name": ["linear", "linaer"]})
+    assert "  sweep.yaml:5: model.name: unknown model 'linaer'\n  -> did you mean linear?" in message
+
+
 def test_missing_data_are_refused_once(tmp_path):
     message = not_planned(tmp_path, space={"optimizer.lr": [0.1, 0.2]}, set_={"task.train_csv": "none.csv"})
     assert message.count("none.csv") >= 1
