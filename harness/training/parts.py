@@ -1,35 +1,49 @@
-"""Parts of the harness for a training script without a configuration or a task. Each works without the others, on one
-process or on several ranks, whose model is then in a DistributedDataParallel::
+"""Parts of the harness for a training script without a configuration or a task. Each works without the others. This
+script is complete; killed, it resumes bit for bit, on one process or under torchrun::
 
-    from harness.training.parts import Checkpoints, Sums, amp, bounds, load, open_runtime, save, shard
+    from pathlib import Path
 
-    def batches(rows, ranks, epoch, done):  # each row once over all ranks, without the first ``done`` of this one
-        order = shard("global", len(rows), ranks.rank, ranks.world_size, epoch, seed=0)
-        return DataLoader(rows, 10, sampler=order[done:], generator=torch.Generator())  # keeps the random streams
+    import torch
+    from torch import nn
+    from torch.nn.functional import cross_entropy
+    from torch.utils.data import DataLoader, TensorDataset
 
-    def one_step(model, optimizer, inputs, targets):  # both from amp.initialize(model, optimizer, opt_level="O1")
-        with amp.scale_loss(cross_entropy(model(inputs), targets), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    from harness.training.parts import Checkpoints, Sums, amp, bounds, load, num_steps, open_runtime, save, shard
 
-    def one_epoch(model, optimizer, rows, ranks, checkpoints):  # of 5 steps; an interrupted one resumes bit for bit
+    x = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
+    rows, size = TensorDataset(x, x[:, :3].argmax(1)), 10
+
+    with open_runtime() as ranks:
+        mine = ranks.rank, ranks.world_size
+        torch.manual_seed(ranks.rank)
+        model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 3)).to(ranks.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        if ranks.world_size > 1:  # equal weights; each rank has its own statistics of the batch norm
+            model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
         parts = {"model": model, "optimizer": optimizer, "amp": amp}
+        checkpoints = Checkpoints(Path("checkpoints"), keep=2)
+        steps = num_steps(len(rows), ranks.world_size, size, "drop")  # of an epoch; "use" if the shards are equal
         done = load(checkpoints, parts, ranks)
-        for step, batch in enumerate(batches(rows, ranks, done // 5, done % 5 * 10), done + 1):
-            one_step(model, optimizer, *batch)
-            save(checkpoints, step, parts, ranks)
-
-    def accuracy(model, rows, ranks):  # counts each row once
+        while done < 3 * steps:
+            order = shard("global", len(rows), *mine, epoch=done // steps, seed=0)
+            left = order[done % steps * size : steps * size]
+            for inputs, targets in DataLoader(rows, size, sampler=left, generator=torch.Generator()):  # a stream apart
+                outputs = model(inputs.to(ranks.device))
+                with amp.scale_loss(cross_entropy(outputs, targets.to(ranks.device)), optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+                if done % 5 == 0:
+                    save(checkpoints, done, parts, ranks)
+        model.eval()
         sums = Sums()
-        for inputs, targets in DataLoader(rows, 10, sampler=range(*bounds(len(rows), ranks.rank, ranks.world_size))):
-            sums.add({"right": ((model(inputs).argmax(1) == targets).sum(), torch.tensor(len(targets)))})
-        return sums.over(ranks).ratio("right")
-
-    with open_runtime() as ranks:  # those of torchrun, or this process alone
-        one_epoch(model, optimizer, rows, ranks, Checkpoints(Path("checkpoints"), keep=2))
-
-With shards of unequal length, end each epoch after ``num_steps(len(rows), world_size, 10, "drop")`` steps.
+        for inputs, targets in DataLoader(rows, size, sampler=range(*bounds(len(rows), *mine))):
+            right = model(inputs.to(ranks.device)).argmax(1).cpu() == targets
+            sums.add({"accuracy": (right.sum(), torch.tensor(len(right)))})
+        accuracy = sums.over(ranks).ratio("accuracy")
+        print(f"accuracy {accuracy:.3f}")
 """
 
 from __future__ import annotations
