@@ -18,7 +18,7 @@ from typing import Any
 from harness.apex import legacy_paths, safe_globals
 from harness.apex.patches import patches
 
-EXTENSIONS = ("amp_C", "apex_C")  # compiled modules that Apex installed next to the package
+EXTENSIONS = ("amp_C", "apex_C", "fused_adam_cuda")  # compiled modules that Apex installed next to the package
 
 
 def install(trust_checkpoints: bool = False) -> None:

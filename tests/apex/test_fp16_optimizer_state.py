@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from harness.apex import fused_adam_cuda
 from harness.apex.fp16_utils import FP16_Optimizer
 from harness.apex.optimizers import FP16_Optimizer as FlatFP16_Optimizer
 from harness.apex.optimizers import FusedAdam
@@ -149,7 +150,30 @@ def test_deep_copy_trains_independently():
 # FP16_Optimizer of apex.optimizers, with flat masters
 
 
-def flat_recipe(**scaling):
+class CarriedFusedAdam(torch.optim.Optimizer):
+    """The FusedAdam of 2018, as scripts carry it with them: it takes the gradients as an argument."""
+
+    def __init__(self, params, lr, bias_correction, max_grad_norm, weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
+        self.bias_correction, self.max_grad_norm = bias_correction, max_grad_norm
+
+    def step(self, closure=None, grads=None, output_params=None, scale=1.0, grad_norms=None):
+        for group, given, norm in zip(self.param_groups, grads, grad_norms, strict=True):
+            factor = scale * max(1.0, (norm / scale + 1e-6) / self.max_grad_norm)
+            for param, grad in zip(group["params"], given, strict=True):
+                state = self.state[param]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(param), v=torch.zeros_like(param))
+                state["step"] += 1
+                out = torch.empty_like(param, dtype=HALF)
+                fused_adam_cuda.adam(
+                    param.data, out, state["m"], state["v"], grad, group["lr"], 0.9, 0.999, 1e-8, factor,
+                    state["step"], 1, int(self.bias_correction), group["weight_decay"],
+                )  # fmt: skip
+                assert same([out], [param.detach().half()])
+
+
+def flat_recipe(maker=FusedAdam, **scaling):
     """The model and optimizer of a BERT script of 2018: float16, weight decay for one of two groups, clipping."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).half()
@@ -157,7 +181,7 @@ def flat_recipe(**scaling):
         {"params": [model[0].weight, model[2].weight], "weight_decay": 0.01},
         {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0},
     ]
-    inner = FusedAdam(groups, lr=0.02, bias_correction=False, max_grad_norm=0.1)
+    inner = maker(groups, lr=0.02, bias_correction=False, max_grad_norm=0.1)
     return model, FlatFP16_Optimizer(inner, **(scaling or {"dynamic_loss_scale": True}))
 
 
@@ -173,9 +197,10 @@ def train_flat(model, optimizer, steps, overflow_at=None, check=None):
     return [param.detach().clone() for param in model.parameters()]
 
 
+@pytest.mark.parametrize("maker", [FusedAdam, CarriedFusedAdam])
 @pytest.mark.parametrize("scaling", [{"dynamic_loss_scale": True}, {"static_loss_scale": 128.0}])
-def test_flat_masters_equal_the_recipe_by_hand(scaling):
-    model, optimizer = flat_recipe(**scaling)
+def test_flat_masters_equal_the_recipe_by_hand(maker, scaling):
+    model, optimizer = flat_recipe(maker, **scaling)
     masters = [[p.detach().float() for p in group] for group in optimizer.fp16_groups]
     moments = [[(torch.zeros_like(p), torch.zeros_like(p)) for p in group] for group in masters]
 

@@ -1,9 +1,10 @@
 """``FP16_Optimizer`` as Apex had it for its fused optimizers: one flat float32 master per parameter group.
 
 ``from apex.optimizers import FP16_Optimizer, FusedAdam`` was the float16 recipe of the BERT scripts of 2018 and 2019;
-later Apex had it in ``apex.contrib.optimizers``. It differs from ``fp16_utils.FP16_Optimizer`` in two ways that scripts
-rely on: gradients are read in ``step()``, so that code between ``backward()`` and ``step()`` can reduce or clip them;
-and attributes and state dict are flat.
+later Apex had it in ``apex.contrib.optimizers``. It differs from ``fp16_utils.FP16_Optimizer`` in three ways that
+scripts rely on: gradients are read in ``step()``, so that code between ``backward()`` and ``step()`` can reduce or
+clip them; ``step()`` passes ``grads``, ``scale`` and ``grad_norms`` to an optimizer that takes them; and attributes and
+state dict are flat.
 
 Differences from Apex: it is a ``torch.optim.Optimizer``, so schedulers accept it; it works with any optimizer, on any
 device, and for groups of mixed dtypes; frozen parameters stay as they are; model weights written after its creation
@@ -12,6 +13,8 @@ survive the next step.
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +25,7 @@ from torch.optim import Optimizer
 from harness.apex.dtypes import follow
 from harness.apex.fp16_utils.fp16_optimizer import ScalingOptimizer, check_fit
 from harness.apex.fp16_utils.loss_scaler import DynamicLossScaler
+from harness.apex.optimizers.fused_optimizer import FusedOptimizer
 from harness.apex.tensor_groups import flatten, unflatten
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
@@ -102,12 +106,12 @@ class FP16_Optimizer(ScalingOptimizer):
             )
         self._refresh()
         grads = list(map(self._flat_gradient, self.fp16_groups, self.fp32_groups_flat))
-        norms = torch.stack([grad.norm().to(grads[0].device) for grad in grads])
-        self.overflow = not norms.isfinite().all().item()
+        norms = torch.stack([grad.norm().to(grads[0].device) for grad in grads]).tolist()
+        self.overflow = not all(map(math.isfinite, norms))
         if self.overflow:
             self._reduce_scale("the step is skipped")
         else:
-            self._step_masters(grads)
+            self._step_masters(grads, norms)
             self._copy_to_model()
             self._update_scale(False)
 
@@ -117,10 +121,15 @@ class FP16_Optimizer(ScalingOptimizer):
         if not self.dynamic_loss_scale:
             self.cur_scale = scale
 
-    def _step_masters(self, grads: list[Tensor]) -> None:
+    def _step_masters(self, grads: list[Tensor], norms: list[float]) -> None:
+        step: Any = self.optimizer.step
+        takes_grads = "grads" in inspect.signature(step).parameters and not isinstance(self.optimizer, FusedOptimizer)
+        if takes_grads:
+            step(grads=[[grad] for grad in grads], scale=self.cur_scale, grad_norms=norms)
+            return
         for master, grad in zip(self.fp32_groups_flat, grads, strict=True):
             master.grad = grad.div_(self.cur_scale)
-        self.optimizer.step()
+        step()
         for master in self.fp32_groups_flat:
             master.grad = None
 
