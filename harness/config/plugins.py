@@ -162,12 +162,19 @@ def unknown(kind: str, name: str, known: Iterable[str], where: str, otherwise: s
     """Return the error for a name that is not built in, with the user's module of that name; if there is none, with the
     nearest spellings; or with ``otherwise`` as hint, or the known names."""
     known = sorted(known)
-    near = difflib.get_close_matches(name.lower(), known, n=10)
-    near = ([each for each in near if each[0] == name[0].lower()] or near)[:3]
+    near = _near(name.lower(), known)
     own = "package.module" if kind in KINDS and not KINDS[kind].holds else "package.module or module.Class"
     otherwise = otherwise or f"use one of {', '.join(known)}, or your own {own}"
     hint = _own_module(kind, name) or (f"did you mean {either(near)}?" if near else otherwise)
     return ConfigError(f"unknown {kind} {name!r}", where=where, hint=hint)
+
+
+def _near(name: str, known: Iterable[str]) -> list[str]:
+    """Return the up to three of ``known`` that are about as similar to ``name`` as the most similar one."""
+    found = difflib.get_close_matches(name, known, n=10)
+    found = [each for each in found if each[0] == name[0]] or found
+    alike = {each: difflib.SequenceMatcher(None, each, name).ratio() for each in found}
+    return [each for each in found if alike[each] > alike[found[0]] - 0.1][:3]
 
 
 def _own_module(kind: str, name: str) -> str:

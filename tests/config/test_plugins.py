@@ -45,6 +45,9 @@ def test_unknown_part_names_the_nearest_or_all():
         plugins.find("tracker", "zzz", "here")
     names = ["linear", "mlp"]
     assert plugins.unknown("model", "liner", names, "here", "or install it").hint == "did you mean linear?"
+    for name, near in (("adamv", "adam or adamw"), ("fused_adm", "fused_adam"), ("Adamx", "adamax or adam")):
+        known = ["adam", "adamax", "adamw", "nadam", "radam", "sgd", "fused_adam", "fused_sgd", "fused_lamb"]
+        assert plugins.unknown("optimizer", name, known, "here").hint == f"did you mean {near}?"
     assert plugins.unknown("model", "zzz", names, "here", "or install it").hint == "or install it"
 
 

@@ -384,7 +384,7 @@ def test_errors_that_only_building_finds_name_the_line_of_the_setting(folder):
     shown = "\n".join(map(str, problems))
     assert f"{path}:{line['name: linaer']}: model.name: unknown model 'linaer'\n  -> did you mean linear?" in shown
     assert (
-        f"{path}:{line['name: adamv']}: optimizer.name: unknown optimizer 'adamv'\n  -> did you mean adam, adamw"
+        f"{path}:{line['name: adamv']}: optimizer.name: unknown optimizer 'adamv'\n  -> did you mean adam or adamw?"
         in shown
     )
     assert "command line: hooks.0: the hook 'nowhere.Hook' cannot be imported" in shown
