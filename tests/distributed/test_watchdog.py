@@ -70,6 +70,17 @@ class Watched:
         wait_until(lambda: self.exits, 30, "the watchdog ends the process")
 
 
+def test_clock_ticks_while_the_watchdog_is_blocked(quick, monkeypatch):
+    """Otherwise the time of a slow store would look like a pause of this process."""
+    mine, ticks = Watched(dist.HashStore(), world_size=2), []
+    blocked = threading.Event()
+    mine.dog.stalls.answer = lambda: blocked.wait(30)
+    monkeypatch.setattr(mine.dog.stalls, "tick", lambda: ticks.append(time.monotonic()))
+    with mine.dog:
+        wait_until(lambda: len(ticks) >= 3, 30, "the clock ticks three times")
+        blocked.set()
+
+
 def test_peer_failure_requests_a_stop_and_ends_a_blocked_rank(quick):
     store = dist.HashStore()
     mine, peer = Watched(store), Watched(store)
