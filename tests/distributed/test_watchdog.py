@@ -81,6 +81,16 @@ def test_clock_ticks_while_the_watchdog_is_blocked(quick, monkeypatch):
         blocked.set()
 
 
+def test_no_rank_is_accused_where_another_has_failed(monkeypatch):
+    """The first failure is known before anything is measured: the ranks that wait for it may have ended."""
+    store = dist.HashStore()
+    mine, peer = Watched(store, world_size=2), Watched(store, rank=1, world_size=2)
+    peer.dog.publish_failure(failure(1))
+    monkeypatch.setattr(mine.dog.stalls, "missing", lambda doing, timed_out: failure(0))
+    assert mine.dog.missing("all_reduce", timed_out=False) is None
+    assert mine.dog.first_failure == failure(1)
+
+
 def test_peer_failure_requests_a_stop_and_ends_a_blocked_rank(quick):
     store = dist.HashStore()
     mine, peer = Watched(store), Watched(store)

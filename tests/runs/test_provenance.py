@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from harness.config import loader
+from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
 from harness.runs import provenance
 from harness.version import __version__
@@ -41,6 +42,13 @@ def own_model(tmp_path, monkeypatch):
 
 def start(config, **changes):
     return provenance.of_start(Runtime(), "harness.apex", ["here: cpu"], provenance.code(config)) | changes
+
+
+def test_start_counts_the_ranks(own_model):
+    entry = provenance.of_start(
+        Runtime(Launch(rank=1, world_size=4)), "harness.apex", [], provenance.code(own_model[1])
+    )
+    assert entry["world_size"] == 4
 
 
 def test_own_code_is_identified_with_and_without_git(own_model):

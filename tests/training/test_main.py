@@ -21,7 +21,7 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.distributed.store import LimitedStore
 from harness.distributed.watchdog import Watchdog
-from harness.errors import EXIT_OWN_CODE, ConfigError, DataError, LaunchError, exit_code_of
+from harness.errors import EXIT_FAILURE, EXIT_OWN_CODE, ConfigError, DataError, LaunchError, exit_code_of
 from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
 from harness.training import main, train_command
@@ -223,6 +223,22 @@ def test_error_that_is_no_exception_is_recorded_while_a_run_is_built(tmp_path, m
     failure = json.loads((tmp_path / "runs" / "small" / "failure.json").read_text())
     assert (failure["error"], start.code) == ("Odd", EXIT_OWN_CODE)
     assert re.fullmatch(r"tests/training/test_main\.py:\d+: of the user's own code", failure["message"])
+
+
+def test_error_at_the_end_of_a_run_is_recorded(tmp_path, monkeypatch):
+    def finish(*_):
+        raise OSError(28, "No space left on device")
+
+    write_rows(tmp_path, "train", 4)
+    write_rows(tmp_path, "eval", 4)
+    monkeypatch.setattr(main, "finish", finish)
+    monkeypatch.setattr(main.determinism, "require", lambda level: None)  # it changes settings of the whole process
+    start = main.RunStart(make_config(tmp_path), Runtime())
+    with pytest.raises(OSError, match="No space"), start:
+        pass
+    failure = json.loads((tmp_path / "runs" / "small" / "failure.json").read_text())
+    assert "No space left on device" in failure["message"]
+    assert start.code == EXIT_FAILURE
 
 
 def test_error_while_a_run_is_built_names_the_line_of_the_setting(tmp_path):

@@ -37,6 +37,12 @@ def config(tmp_path):
     return make
 
 
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt"])
+def test_both_kinds_of_files_are_read(tmp_path, name):
+    (save_file if name.endswith("safetensors") else torch.save)({"x": torch.ones(2)}, tmp_path / name)
+    assert weights.read(weights.WeightsFile(name, tmp_path / name))["x"].tolist() == [1.0, 1.0]
+
+
 def wrapped(state: dict, *prefixes: str) -> dict:
     for prefix in prefixes:
         state = {f"{prefix}.{name}": value for name, value in state.items()}
