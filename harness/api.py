@@ -171,12 +171,17 @@ def load_model(
 @contextmanager
 def _started(config: Config) -> Iterator[Any]:
     """A ``RunStart`` that is not entered yet, in a process that is restored afterwards."""
+    from harness.config.schema import Config
     from harness.distributed.launch_env import detect
     from harness.distributed.meeting import telling_peers
+    from harness.errors import ConfigError
     from harness.runs import console
     from harness.training import determinism, main
     from harness.training.exit_report import explained
 
+    if not isinstance(config, Config):
+        found = f"{config!r} is a {type(config).__name__}, not a Config"
+        raise ConfigError(found, hint="pass harness.load_config('FILE.yaml', {'optimizer.lr': 0.1})")
     with _as_before(), ExitStack() as stack:
         launch = replace(detect(os.environ), call=next(_calls))
         console.to_terminal(launch.rank)

@@ -101,6 +101,8 @@ def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):
     before = process_state()
     with pytest.raises(ConfigError, match="overrides: train.epoch: unknown key; did you mean train.epochs"):
         load_config(path, {"train.epoch": 3})
+    with pytest.raises(ConfigError, match="is a PosixPath, not a Config"):
+        train(path)
     with pytest.raises(DataError, match="no such annotation file"):
         train(load_config(path, {"task.train_csv": "nothing.csv"}))
     with pytest.raises(ConfigError, match="no weights yet"):

@@ -26,7 +26,7 @@ from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
 from harness.training import checkpointing, determinism, hooks, memory, mixing, rng
 from harness.training.checkpoint_writer import CheckpointWriter
-from harness.training.division import Sizes, sizes, too_few_rows, warn_of_skew
+from harness.training.division import Sizes, doubts, sizes, warn_of_skew
 from harness.training.evaluation.evaluate import laid_out
 from harness.training.first_look import FirstLook
 from harness.training.health import Health
@@ -100,8 +100,8 @@ def divide(config: Config, task: OpenedTask, runtime: Runtime) -> tuple[LogicalR
             "what the last bits of a result depend on",
             "start all ranks on machines of one kind, or remove parallel.logical_ranks",
         )
-    if warning := too_few_rows(size, len(task.train)):
-        log.warning("%s", warning)
+    for doubt in doubts(config, size, len(task.train)):
+        log.warning("%s", doubt)
     warn_of_skew(config, task, runtime)
     return ranks, size
 

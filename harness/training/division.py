@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,14 +80,22 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
     )
 
 
-def too_few_rows(size: Sizes, num_rows: int) -> str:
-    """Return a warning if the training rows do not fill one global batch, else empty."""
-    if num_rows >= size.global_batch:
-        return ""
-    return (
-        f"the global batch of {size.global_batch} is larger than the training data: each epoch is one step of "
-        f"{plural(num_rows, 'row')}; make the batch smaller"
-    )
+def doubts(config: Config, size: Sizes, num_rows: int) -> Iterator[str]:
+    """Yield warnings of what can be trained but is hardly meant. ``num_rows``: of the training data."""
+    if num_rows < size.global_batch:
+        yield (
+            f"the global batch of {size.global_batch} is larger than the training data: each epoch is one step of "
+            f"{plural(num_rows, 'row')}; make the batch smaller"
+        )
+    every = config.train.evaluate_every
+    if every.unit == "epochs" and every.amount > max(1, -(-size.total_steps // size.steps_per_epoch)):
+        yield (
+            f"train.evaluate_every={every.written} is in epochs, and longer than the run: only its end is evaluated; "
+            f"for steps, type train.evaluate_every='{every.amount} steps'"
+        )
+    train_csv = getattr(config.task, "train_csv", None)
+    if train_csv is not None and train_csv == getattr(config.task, "eval_csv", None):
+        yield "task.eval_csv is task.train_csv: the metrics are those of rows that the model is trained on"
 
 
 def warn_of_skew(config: Config, task: OpenedTask, runtime: Runtime) -> None:

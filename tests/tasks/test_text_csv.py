@@ -177,6 +177,8 @@ def test_no_words_and_no_column(folder):
         opened(folder)
     with pytest.raises(DataError, match="(?s)no column 'review'.* -> set task.text_column=text"):
         opened(folder, text_column="review")
+    with pytest.raises(ConfigError, match="column 'label' is in text_column and is that of the labels"):
+        opened(folder, text_column="label", label_column="label")
 
 
 # A run

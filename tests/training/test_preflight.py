@@ -408,6 +408,15 @@ def test_too_few_rows(folder):
     assert facts["warning"].startswith("the global batch of 4096 is larger than the training data: each epoch is one")
 
 
+def test_what_is_hardly_meant_is_a_warning(folder):
+    facts, problems = examine(folder, "train.evaluate_every=500", "train.epochs=5")
+    assert problems == []
+    assert "for steps, type train.evaluate_every='500 steps'" in facts["warning"]
+    assert "evaluate_every" not in examine(folder, "train.evaluate_every=5", "train.epochs=5")[0].get("warning", "")
+    facts, _ = examine(folder, f"task.eval_csv={folder / 'train.csv'}")
+    assert "task.eval_csv is task.train_csv" in facts["warning"]
+
+
 @pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), KeyError("x")])
 def test_unusual_error_of_an_own_model_is_one_of_the_errors(folder, monkeypatch, error):
     def fail(*_):

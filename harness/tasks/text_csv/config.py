@@ -95,6 +95,8 @@ class Task(TableTask):
                 f"text_column {list(self.text_columns)}: the tokenizer {self.tokenizer.name} takes "
                 + ("one column, or a list of two different ones" if most == 2 else "one; hf:FOLDER_OR_NAME takes pairs")
             )
+        if both := set(self.text_columns) & set(self.label_columns):
+            raise ValueError(f"column {min(both)!r} is in text_column and is that of the labels; name another")
         return self
 
     @property

@@ -5,10 +5,12 @@ Every guess is a line of YAML with its reason as a comment, so that a wrong one 
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -257,7 +259,7 @@ def _texts(
     yield f"  {labels}  # {why_labels}"
     if of_hub:
         letters = max(map(sum, zip(*(map(len, train.columns[name]) for name in taken), strict=True)))
-        length = max(16, min(512, 1 << (letters // 3 + 2).bit_length()))
+        length = min(_positions(model), max(16, 1 << (letters // 3 + 2).bit_length()))
         tokenizer = {"name": model, "max_length": length}
         yield f"  tokenizer: {_plain(tokenizer)}  # tokens per row at most; the rest is cut off"
     if model is not None:
@@ -268,6 +270,14 @@ def _texts(
     yield "model: {name: text_cnn}"
     yield f"# {_model(place)}"
     yield f"#   and its tokenizer{' for the pair' * (len(names) > 1)} are written by: {again} {place}"
+
+
+def _positions(model: str) -> int:
+    """Return how many tokens ``model``, hf:FOLDER_OR_NAME, takes, at most 512; 512 if it is not in a folder here."""
+    with suppress(OSError, ValueError, TypeError):
+        content = json.loads((Path(model.removeprefix(HUB)) / "config.json").read_text(encoding="utf-8"))
+        return min(512, int(content["max_position_embeddings"])) if "max_position_embeddings" in content else 512
+    return 512
 
 
 def _model(name: str) -> str:

@@ -171,7 +171,7 @@ class _Examination:
         self.facts["nearest preset"] += "; choose another with extends: preset:NAME"
         with precision.half_on_cpu(self.config.precision, device):
             slow = precision.warning(self.config.precision, device)
-        warnings = filter(None, [division.too_few_rows(size, len(task.train)), slow])
+        warnings = filter(None, [*division.doubts(self.config, size, len(task.train)), slow])
         self.facts |= {"warning": text} if (text := "; ".join(warnings)) else {}
 
     def _sample(self, task: OpenedTask) -> bool:

@@ -216,8 +216,12 @@ def test_classes_of_several_words_are_no_text_of_a_pair(folder):
         Path(f"{split}.csv").write_text(
             re.sub(",[^,]*,[^,]*,([^,]*)$", r",\1", Path(f"{split}.csv").read_text(), flags=re.M)
         )
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"max_position_embeddings": 12}')
     first_config.write([], Path("classes.yaml"), "hf:model")
-    assert loader.load("classes.yaml").task.text_columns == ("question",)
+    task = loader.load("classes.yaml").task
+    assert task.text_columns == ("question",)
+    assert task.tokenizer.max_length == 12, "the model has no more positions"
 
 
 def test_the_model_that_was_asked_for(folder):
