@@ -259,7 +259,7 @@ def _texts(
     yield f"  {labels}  # {why_labels}"
     if of_hub:
         letters = max(map(sum, zip(*(map(len, train.columns[name]) for name in taken), strict=True)))
-        length = min(_positions(model), max(16, 1 << (letters // 3 + 2).bit_length()))
+        length = min(_positions(str(model)), max(16, 1 << (letters // 3 + 2).bit_length()))
         tokenizer = {"name": model, "max_length": length}
         yield f"  tokenizer: {_plain(tokenizer)}  # tokens per row at most; the rest is cut off"
     if model is not None:
