@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -86,7 +87,7 @@ def placed(error: HarnessError, config: Config) -> HarnessError:
     origins, tree = vars(config).get(_ORIGINS, {}), as_tree(config)
     named = re.match(r"[\w.]+(?=$|: |=)", error.where)
     key = named[0] if named and _has(tree, named[0]) else ""
-    if error.where and not key and not Path(error.where).exists():
+    if error.where and not key and not os.path.exists(error.where):
         key = next((each for each, value in flatten(tree).items() if value == error.where), "")
         error.where = f"{key}: {error.where}" if key else error.where
     if key and (place := origin_of(key, origins, origins.get("", ""))):

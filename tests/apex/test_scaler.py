@@ -12,6 +12,7 @@ from harness.apex import amp, amp_C
 from harness.apex.amp.scaler import LossScaler
 from harness.apex.multi_tensor_apply import multi_tensor_applier
 from tests.apex.shared import through_a_file
+from tests.syncs import fake_gpu
 
 
 def overflow(scaler: LossScaler) -> bool:
@@ -86,6 +87,25 @@ def test_any_bad_element_is_found(bad, dtype):
     assert scaler._overflow_buf.item()
     assert scaler.update_scale()
     assert gradients[0][0] == 0.5
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("bad", [1.0, float("inf")])
+def test_bfloat16_gradients_on_cuda(bad, monkeypatch):
+    """torch's kernel for CUDA lacks bfloat16."""
+    plain = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def kernel(gradients, found, factor):
+        assert gradients[0].dtype is not torch.bfloat16, "not implemented for BFloat16"
+        plain(gradients, found, factor)
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", kernel)
+    with fake_gpu():
+        gradient = torch.full((3,), bad, dtype=torch.bfloat16, device="cuda:0")
+        scaler = LossScaler("dynamic")
+        scaler.unscale_([gradient], 2.0)
+        assert (gradient.dtype, gradient[0].item()) == (torch.bfloat16, bad / 2)
+        assert scaler.update_scale() is (bad == float("inf"))
 
 
 @pytest.mark.contract("2.1", "2.2")

@@ -591,3 +591,8 @@ def test_override_that_yaml_would_cut_off(tmp_path, value):
     assert caught.value.where == loader.COMMAND_LINE
     config = loader.load(tmp_path / "x.yaml", [f'task.label_column="{value}"'])
     assert config.task.label_column == value
+
+
+def test_error_about_a_long_text_is_no_error_of_its_own(tmp_path):
+    error = ConfigError("wrong", where="x " * 5000)
+    assert loader.placed(error, loader.load(write_yaml(tmp_path / "c.yaml", settings(tmp_path)))).where == "x " * 5000

@@ -274,9 +274,9 @@ def _texts(
 
 def _positions(model: str) -> int:
     """Return how many tokens ``model``, hf:FOLDER_OR_NAME, takes, at most 512; 512 if it is not in a folder here."""
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError, AttributeError):
         content = json.loads((Path(model.removeprefix(HUB)) / "config.json").read_text(encoding="utf-8"))
-        return min(512, int(content["max_position_embeddings"])) if "max_position_embeddings" in content else 512
+        return min(512, int(content.get("max_position_embeddings", 512)))
     return 512
 
 
