@@ -155,7 +155,6 @@ def read(path: Path) -> Record:
     summary = _content(path / layout.SUMMARY, dict, problems)
     failure = _content(path / layout.FAILURE, dict, problems)
     provenance = [start for start in _content(path / layout.PROVENANCE, list, problems) if isinstance(start, dict)]
-    problems += _missing(path)
     problems += [str(start["log_damage"]) for start in provenance if start.get("log_damage")]
     if not is_run(path):
         return Record(path, path.name, "unreadable", problems=["this is not a run folder", *problems])
@@ -165,6 +164,7 @@ def read(path: Path) -> Record:
         state = "finished"
     else:
         state = "stopped" if _was_stopped(path) else "unfinished"
+    problems += _missing(path, state)
     name = config.get("name") or summary.get("name") or path.name
     return Record(path, str(name), state, config, summary, provenance, failure, problems)
 
@@ -270,6 +270,19 @@ def _no_run(path: Path) -> ConfigError:
     return ConfigError(what, where=str(path), hint=run_hint(path, "a run folder or a sweep folder"))
 
 
+def lacking(record: Record, what: str, hint: str) -> ConfigError:
+    """Return the error of a command that needs ``what``, which the run does not have. One that has failed tells why;
+    ``hint`` is for any other."""
+    text = str(record.failure.get("message") or record.failure.get("error") or "").strip()
+    if record.state != "failed" or not text:
+        return ConfigError(f"this run has no {what} yet", where=str(record.path), hint=hint)
+    message, _, then = text.partition("\n  -> ")
+    when = f"at step {step}" if (step := record.failure.get("step")) else "at its start"
+    why = f"this run failed {when} and has no {what}: {message.splitlines()[0]}"
+    hint = f"{then.splitlines()[0] if then else 'mend this'}; then start it again with the same command"
+    return ConfigError(why, where=str(record.path), hint=hint)
+
+
 def run_hint(path: Path, wanted: str = "a run folder") -> str:
     """Return the hint for ``path``, which is not ``wanted``: a run with a similar name, or else the newest runs below
     ``runs`` and ``path``."""
@@ -308,11 +321,21 @@ def _content(path: Path, kind: type, problems: list[str], parse: Callable[[str],
     return kind()
 
 
-def _missing(path: Path) -> list[str]:
-    """Files that every trained run has and this one lacks, and whether the metrics log ends in mid-line."""
-    names = (layout.CONFIG, layout.PROVENANCE, layout.METRICS, layout.SUMMARY)
+_NOT_EVALUATED = {
+    "stopped": ["it was stopped before its first evaluation"],
+    "unfinished": ["it has no evaluation yet: it is still training, or was killed"],
+}
+
+
+def _missing(path: Path, state: State) -> list[str]:
+    """Files that a run has since its first evaluation and this one lacks, or that it had none; and whether the metrics
+    log ends in mid-line."""
+    names: tuple[str, ...] = (layout.CONFIG, layout.PROVENANCE, layout.METRICS, layout.SUMMARY)
+    why: list[str] = []
+    if not any((path / name).is_file() for name in (layout.SUMMARY, layout.WEIGHTS)):
+        names, why = names[:1], _NOT_EVALUATED.get(state, [])
     problems = [f"{name} is missing" for name in names if not (path / name).is_file()]
-    return [*problems, *filter(None, [incomplete(path / layout.METRICS)])]
+    return [*problems, *why, *filter(None, [incomplete(path / layout.METRICS)])]
 
 
 def _was_stopped(path: Path) -> bool:

@@ -15,9 +15,8 @@ from harness.config import loader
 from harness.config.schema import Config, flatten
 from harness.config.trust import require_harmless
 from harness.errors import CheckpointError, ConfigError, plural, reason
-from harness.runs import layout, ownership
+from harness.runs import layout, ownership, reader
 from harness.runs.files import read_sealed
-from harness.runs.reader import run_hint
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,12 +32,12 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> C
     """
     if not (run / layout.CONFIG).is_file():
         what = "this is not a run folder: it has no config.yaml" if run.exists() else "there is no such folder"
-        raise ConfigError(what, where=str(run), hint=run_hint(run))
+        raise ConfigError(what, where=str(run), hint=reader.run_hint(run))
     if not weights(run).is_file():
-        raise ConfigError(
-            "this run has no weights yet: it has no weights.safetensors",
-            where=str(run),
-            hint="harness train writes them at its first evaluation, at the end of an epoch; in a training loop of "
+        raise reader.lacking(
+            reader.read(run),
+            "weights",
+            "harness train writes them at its first evaluation, at the end of an epoch; in a training loop of "
             "your own, call harness.training.checkpointing.keep_best(run)",
         )
     if not trust and not ownership.is_own(run):

@@ -173,9 +173,9 @@ def read(path: Path) -> RunFacts:
     lines = [line for line in record.metrics().to_pylist() if line.get("cost")]
     train = list(_with_time(line for line in lines if line["split"] == "train"))
     if not train or not sum(line["window_s"] for line in train):
-        raise ConfigError(
-            "its metrics.jsonl has no training line with the time of each phase", where=str(path),
-            hint="wait for the first log line (train.log_every steps); runs by older versions lack these times",
+        raise reader.lacking(
+            record, "training line with the time of each phase",
+            "wait for the first log line (train.log_every steps); runs by older versions lack these times",
         )  # fmt: skip
     start = record.provenance[-1] if record.provenance else {}
     return _facts(path, train, [line for line in lines if line["split"] == "eval"], record, start)
