@@ -19,11 +19,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch.testing import assert_close
 
 import harness
 from harness import load_config, load_model, open_run, predict, train
 from harness.errors import CheckpointError, ConfigError, DataError, HarnessError
 from harness.runs import reader
+from harness.runs.checkpoint import read
 from harness.training import parts
 from tests.conftest import ROOT
 from tests.fixtures import settings, write_rows, write_yaml
@@ -331,6 +333,22 @@ def test_part_that_was_not_saved_is_named(tmp_path):
     parts.save(checkpoints, 3, {"model": torch.nn.Linear(1, 1)})
     with pytest.raises(CheckpointError, match="has no part ema; it has model"):
         parts.load(checkpoints, {"model": torch.nn.Linear(1, 1), "ema": torch.nn.Linear(1, 1)})
+
+
+@pytest.mark.parametrize("wrapped", ["save", "load", "names"])
+def test_parts_with_and_without_a_wrapper(tmp_path, wrapped):
+    """One of save and load has the model in a wrapper; "names": the file has those of the wrapper."""
+    saved, loaded, checkpoints = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2), parts.Checkpoints(tmp_path, keep=1)
+    saved(torch.rand(8, 2))
+    wrap = torch.nn.DataParallel
+    parts.save(checkpoints, 3, {"model": wrap(saved) if wrapped == "save" else saved})
+    if wrapped == "names":
+        content = read(checkpoints.newest())
+        content["parts"]["model"] = wrap(saved).state_dict()
+        content["ranks"][0]["buffers"]["model"] = dict(wrap(saved).named_buffers())
+        checkpoints.write(4, content)
+    parts.load(checkpoints, {"model": wrap(loaded) if wrapped == "load" else loaded})
+    assert_close(dict(loaded.state_dict()), dict(saved.state_dict()), rtol=0, atol=0)
 
 
 @pytest.fixture

@@ -97,14 +97,15 @@ def save(checkpoints: Checkpoints, step: int, parts: Mapping[str, Stateful], ran
     of_ranks = ranks.gather_to_first(own)
     with ranks.together("saving"):
         if ranks.rank == 0:
-            states = {name: part.state_dict() for name, part in parts.items()}
+            states = {name: _bare(part).state_dict() for name, part in parts.items()}
             checkpoints.write(step, {"step": step, "parts": states, "ranks": of_ranks})
 
 
 def load(checkpoints: Checkpoints, parts: Mapping[str, Stateful], ranks: Runtime | None = None) -> int:
     """Restore the ``parts``, and the random streams of this rank, from the newest checkpoint; return its step, 0 if
-    there is none. Call it when all else is set up: at the same number of ranks, training then goes on bit for bit. All
-    machines must share the folder. Collective over ``ranks``. Raises CheckpointError."""
+    there is none. Call it when all else is set up: at the same number of ranks, training then goes on bit for bit. A
+    model may be in DistributedDataParallel now and not when it was saved, or the reverse. All machines must share the
+    folder. Collective over ``ranks``. Raises CheckpointError."""
     ranks = ranks or Runtime()
     with ranks.together("looking for a checkpoint"):
         path = checkpoints.newest() if ranks.rank == 0 else None
@@ -118,12 +119,13 @@ def load(checkpoints: Checkpoints, parts: Mapping[str, Stateful], ranks: Runtime
             what = f"the checkpoint has no part {' or '.join(missing)}; it has {saved}"
             raise CheckpointError(what, where=str(path), hint="name the parts as they were saved")
         for name, part in parts.items():
-            part.load_state_dict(content["parts"][name])
+            _bare(part).load_state_dict(_without_wrapper(content["parts"][name], part))
         if len(content["ranks"]) == ranks.world_size:
             own = content["ranks"][ranks.rank]
             for name, buffers in _buffers(parts).items():
+                kept = _without_wrapper(own["buffers"][name], parts[name])
                 for key, buffer in buffers.items():
-                    buffer.copy_(own["buffers"][name][key])
+                    buffer.copy_(kept[key])
             rng.set_state(rng.Streams.from_plain(own["rng"]), ranks.device)
         else:
             log.info(
@@ -137,4 +139,18 @@ def load(checkpoints: Checkpoints, parts: Mapping[str, Stateful], ranks: Runtime
 
 def _buffers(parts: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
     """Return the buffers of each model, such as the statistics of batch norms, which each rank has its own of."""
-    return {name: dict(part.named_buffers()) for name, part in parts.items() if isinstance(part, nn.Module)}
+    return {name: dict(_bare(part).named_buffers()) for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def _bare(part: Any) -> Any:
+    """Return the model in DistributedDataParallel or another wrapper, and anything else as it is."""
+    while isinstance(part, nn.Module) and [name for name, _ in part.named_children()] == ["module"]:
+        part = part.module
+    return part
+
+
+def _without_wrapper(saved: Any, part: Any) -> Any:
+    """Return ``saved``, tensors by name, with the names of the bare model if those of its wrapper were written."""
+    if not isinstance(part, nn.Module) or any(key in _bare(part).state_dict() for key in saved):
+        return saved
+    return {key.removeprefix("module."): value for key, value in saved.items()}
