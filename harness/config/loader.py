@@ -255,6 +255,10 @@ def schedule_class(raw: Any) -> type[ScheduleSection]:
 
 def _task_class(raw: Any) -> type[TaskSection]:
     """Return the class Task of the task that ``raw`` names. Raises ConfigError."""
+    if ":" in str(raw) and not isinstance(raw, dict):
+        raise ConfigError(
+            f"it should be a section, {{key: value}} (found: {raw!r})", hint="write a space after a colon"
+        )
     name = raw.get("name") if isinstance(raw, dict) else None
     if not isinstance(name, str):
         hint = f"use one of {', '.join(plugins.names('task'))}"
@@ -353,6 +357,8 @@ def _path(loc: Iterable[Any], raw: Any) -> list[str]:
 
 def _nearest(path: list[str], cls: type[BaseModel]) -> str:
     """Return the nearest spelling of an unknown key: in its own section first, then anywhere."""
+    if ":" in path[-1]:
+        return "write a space after the colon"
     known = _keys(cls)
     prefix = "".join(f"{part}." for part in path[:-1])
     section = re.sub(r"\.\d+\.", ".", prefix)  # of a list

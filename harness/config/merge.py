@@ -34,6 +34,9 @@ _REFERENCE = (
 _EXAMPLE = "write key=value, for example train.epochs=3"
 _NAME = "give a YAML file, for example configs/digits.yaml"
 _MAX_BYTES = 1 << 20  # a configuration has a few KB; larger files take minutes to parse
+_COLON = "write key: value, or key: before the settings of a section"
+_INDENT = "indent it with as many spaces as the other settings of its section"
+_KEY = re.compile(r":(?=\s|$)")
 _CLOSING = {"{": "}", "[": "]"}
 
 
@@ -244,9 +247,27 @@ def _invalid(error: Exception, text: str, path: Path) -> ConfigError:
         line, problem, hint = opened.line + 1, "the quote that this line opens is never closed", "add the closing quote"
     elif "cannot start any token" in problem and line and "\t" in text.splitlines()[line - 1]:
         problem, hint = "this line has a tab", "indent with spaces"
+    elif "cannot start any token" in problem:  # % or @
+        hint = "put a value that begins with this character in quotes"
+    elif problem == "could not find expected ':'" and opened is not None:
+        line, problem, hint = opened.line + 1, "this line has no colon", _COLON
+    elif "mapping values are not allowed" in problem and line:
+        line, problem, hint = _misplaced_colon(text.splitlines(), line)
+    elif problem.startswith("expected") and problem.endswith(("found '-'", "found '<block mapping start>'")):
+        problem, hint = "the indentation of this line fits none of the lines above", _INDENT
     elif "expansion exceeds" in problem:
         problem, hint = "its aliases expand to more than 10,000 values", "write out what they repeat, or remove them"
     return ConfigError(f"invalid YAML: {problem}", where=f"{path}:{line}" if line else str(path), hint=hint)
+
+
+def _misplaced_colon(lines: Sequence[str], line: int) -> tuple[int, str, str]:
+    """Return (line, problem, hint) for the second colon that YAML finds in what it takes for one value."""
+    before = max((n for n in range(1, line) if lines[n - 1].partition("#")[0].strip()), default=0)
+    if before and not _KEY.search(lines[before - 1]):
+        return before, "this line has no colon with a space behind it", _COLON
+    if len(_KEY.findall(lines[line - 1])) > 1:
+        return line, "this line has two colons", "put the value in quotes, or the settings of a section in braces"
+    return line, "this line is indented, but the line before has a value already", _INDENT
 
 
 def _lines(root: yaml.Node | None, path: Path) -> dict[str, str]:
