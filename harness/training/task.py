@@ -5,37 +5,40 @@ A task is a module with a class ``Task``: a ``TaskSection`` whose fields are the
     metrics                    {name of an evaluation metric: "max" or "min"}, the one that picks the best model first
     open(seed, cache_dir)      the OpenedTask: data, model, loss and metrics
 
-The protocols whose names begin with Supports are optional. A task depends neither on amp nor on checkpoints, nor on
-ranks, but for what ``SupportsFileCheck`` and ``SupportsFileCopies`` divide among them. ``Pairs``, ``Sums``, ``Report``
-and ``Columns`` are types of ``harness.training.evaluation.metrics``.
+``BaseTask`` has defaults for most of an OpenedTask. The protocols whose names begin with Supports are optional. A task
+depends neither on amp nor on checkpoints, nor on ranks, but for what ``SupportsFileCheck`` and ``SupportsFileCopies``
+divide among them. ``Pairs``, ``Sums``, ``Report`` and ``Columns`` are types of ``harness.training.evaluation.metrics``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from harness.config.schema import ModelSection, TaskSection
+from harness.config.targets import LabelledTask
 from harness.data.arrays import Arrays
 from harness.data.batch import Batch, Dataset
 from harness.data.seeds import row_seed, seeded_torch
 from harness.errors import ConfigError, OwnCodeError, TrainingError, place_of
-from harness.training.evaluation.metrics import Columns, Pairs, Report, Sums
-from harness.training.evaluation.objective import Classification, Supervised
+from harness.training.evaluation.metrics import Columns, Pairs, Report, SingleLabel, Sums
+from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.prediction_files import RowFiles
 from harness.training.models import model_builder
 
 __all__ = [
-    "Arrays", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs", "Report",
-    "RowFiles", "Sums",
-    "Supervised", "SupportsErrors", "SupportsFileCheck", "SupportsFileCopies", "SupportsLearned", "SupportsLook",
-    "SupportsNewData",
-    "SupportsPredictions", "SupportsSample", "SupportsSignature", "TaskSection", "model_builder", "row_seed",
+    "Arrays", "BaseTask", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs",
+    "Report", "RowFiles", "Sums", "Supervised", "SupportsErrors", "SupportsFileCheck", "SupportsFileCopies",
+    "SupportsLearned", "SupportsLook", "SupportsNewData", "SupportsPredictions",
+    "SupportsSample", "SupportsSignature", "TaskSection", "model_builder", "row_seed",
     "seeded_torch",
 ]  # fmt: skip
 
@@ -190,6 +193,136 @@ class SupportsSignature(Protocol):
         ...
 
 
+class BaseTask:
+    """An opened task with defaults: inherit from it, set ``train`` and ``eval``, and write ``loss``.
+
+    The model is built for two rows of ``train``, and the only metric is the loss. Override what should differ; each
+    member is documented in ``OpenedTask``. Those without arguments may also be set in ``__init__``.
+    """
+
+    train: Dataset
+    eval: Dataset
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    @cached_property
+    def num_outputs(self) -> int | None:
+        """How many numbers the model must return for each row; None allows anything."""
+        return None
+
+    @cached_property
+    def summary(self) -> Mapping[str, object]:
+        """Number of rows."""
+        return {"train rows": len(self.train), "eval rows": len(self.eval)}
+
+    @cached_property
+    def notes(self) -> Sequence[str]:
+        """No warnings."""
+        return ()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of all rows of ``Arrays``, or of about 64 rows of another dataset: override it, or a run does not
+        notice changes of the others."""
+        digest = hashlib.sha256()
+        for data in (self.train, self.eval):
+            if isinstance(data, Arrays):
+                parts = [data.inputs, data.targets]
+            else:
+                rows = data.batch(np.arange(0, len(data), max(len(data) // 64, 1)), None)
+                parts = [rows.inputs.numpy(), rows.targets.numpy()]
+            digest.update(str([len(data), *((part.dtype, part.shape) for part in parts)]).encode())
+            for part in parts:
+                digest.update(np.ascontiguousarray(part).data)
+        return digest.hexdigest()
+
+    def label_counts(self, start: int, stop: int) -> np.ndarray | None:
+        """None: rows have no classes."""
+        return None
+
+    def model(self, section: ModelSection) -> nn.Module:
+        """Build the configured model. It gets ``num_outputs`` as its ``num_classes``, if it takes that."""
+        example = self.prepare(self.train.batch(np.arange(min(2, len(self.train))), 0).inputs)
+        known = {} if self.num_outputs is None else {"num_classes": self.num_outputs}
+        return model_builder.build(section.name, section.args, known, example, self.num_outputs)
+
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """Return the inputs as they are."""
+        return inputs
+
+    def evaluate(self, outputs: Tensor, targets: Tensor) -> Pairs:
+        """Return the loss."""
+        rows = torch.full((), float(len(targets)), device=targets.device)  # a copy of it would make the host wait
+        return {"loss": (self.loss(outputs, targets) * rows, rows)}
+
+    def report(self, sums: Sums) -> Report:
+        """Return sum / count of each pair that ``evaluate`` returns."""
+        return {name: sums.ratio(name) for name in sums.pairs}
+
+
+class Supervised(BaseTask):
+    """A task with an ``objective``, which has its loss, its metrics and its predictions."""
+
+    objective: Objective
+
+    @property
+    def summary(self) -> Mapping[str, object]:
+        """Number of rows, labels, loss and metrics."""
+        return {**super().summary, **self.objective.summary(len(self.eval))}
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Warnings about the labels."""
+        return self.objective.notes
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean over the rows of the batch."""
+        return self.objective.loss(outputs, targets)
+
+    def evaluate(self, outputs: Tensor, targets: Tensor) -> Pairs:
+        """Return the loss and the metrics of a batch as sums and counts."""
+        return self.objective.evaluate(outputs, targets)
+
+    def report(self, sums: Sums) -> Report:
+        """Return {metric: value} of the reduced pairs, and details of the evaluation."""
+        return self.objective.report(sums)
+
+    def predictions(self, outputs: Tensor) -> Columns:
+        """Columns that the model adds to the table of predictions."""
+        return self.objective.labels.predictions(outputs)
+
+    def errors(self, columns: Mapping[str, np.ndarray]) -> Columns:
+        """Columns that follow from the predictions and the labels."""
+        return self.objective.errors(columns)
+
+
+class Classification(Supervised):
+    """``Supervised`` for a task with one class per row, whose model returns logits (batch, classes).
+
+    ``classes[index]`` is the label of a class index. If the task's ``options`` are a LabelledTask, they choose the loss
+    and the metrics; otherwise the loss is the cross entropy.
+    """
+
+    classes: Sequence[str | int]
+
+    @cached_property
+    def num_outputs(self) -> int | None:
+        """One number for each class."""
+        return len(self.classes)
+
+    @cached_property
+    def objective(self) -> Objective:  # type: ignore[override]
+        options = getattr(self, "options", None)
+        section = options if isinstance(options, LabelledTask) else LabelledTask(name="labelled")
+        labels = SingleLabel(tuple(self.classes))
+        return Objective(section, labels, lambda: (self.label_counts(0, len(self.train)), len(self.train)))
+
+    def label_counts(self, start: int, stop: int) -> np.ndarray | None:
+        """Count the classes of ``Arrays``; None for another dataset."""
+        if not isinstance(self.train, Arrays):
+            return None
+        return np.bincount(self.train.targets[start:stop], minlength=len(self.classes))
+
+
 def open_data(section: TaskSection, seed: int, cache_dir: Path | None) -> OpenedTask:
     """Open the data of the task. Raises ConfigError if what ``Task.open`` returns lacks a member of OpenedTask, or one
     of its datasets a method."""
@@ -201,7 +334,7 @@ def open_data(section: TaskSection, seed: int, cache_dir: Path | None) -> Opened
         raise ConfigError(
             f"Task.open of {section.name} returns an object of type {kind} without {', '.join(missing)}",
             where=place_of(type(opened)) or "task.name",
-            hint="add them: harness.training.task.OpenedTask documents each, and docs/add_a_task.md shows an example",
+            hint="inherit from harness.training.task.BaseTask, which has defaults, and see docs/add_a_task.md",
         )
     for split in ("train", "eval"):
         _require_dataset(section, split, getattr(opened, split))

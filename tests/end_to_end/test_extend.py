@@ -22,8 +22,7 @@ TRACKERS = (ROOT / "docs" / "trackers.md").read_text()
 PARTS = {
     "task": '''
 import numpy as np
-import torch
-from harness.training.task import Arrays, TaskSection, model_builder
+from harness.training.task import Arrays, BaseTask, TaskSection
 
 class Task(TaskSection):
     """Learn y = 2x."""
@@ -33,30 +32,14 @@ class Task(TaskSection):
     def open(self, seed, cache_dir):
         return Line(self.rows)
 
-class Line:
-    notes, fingerprint, summary = (), "line", {"kind": "a line"}
-
+class Line(BaseTask):
     def __init__(self, rows):
         x = np.linspace(-1, 1, rows, dtype=np.float32)[:, None]
         self.train = self.eval = Arrays(x, 2 * x)
-
-    def label_counts(self, start, stop):
-        return None
-
-    def model(self, section):
-        return model_builder.build(section.name, section.args, {}, torch.zeros(2, 1))
-
-    def prepare(self, inputs):
-        return inputs
+        self.notes, self.fingerprint, self.summary = ["a note"], "line", {"kind": "a line"}
 
     def loss(self, outputs, targets):
         return (outputs - targets).square().mean()
-
-    def evaluate(self, outputs, targets):
-        return {"loss": ((outputs - targets).square().sum(), torch.tensor(float(len(targets))))}
-
-    def report(self, sums):
-        return {"loss": sums.ratio("loss")}
 ''',
     "model": """
 from torch import nn

@@ -21,8 +21,8 @@ from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError
 from harness.runs.console import ProgressBar
 from harness.training.evaluation import predictions
-from harness.training.evaluation.objective import Classification
 from harness.training.evaluation.predictions import GROUP_ROWS, ROW, SAMPLE_ROWS, PredictionFile
+from harness.training.task import Classification
 from tests.fixtures import make_config, write_rows
 from tests.ranks import RankFailure, run_ranks
 

@@ -18,7 +18,8 @@ from torch import nn
 from harness import cli
 from harness.apex import amp
 from harness.config import loader
-from harness.config.schema import TaskSection
+from harness.config.schema import ModelSection, TaskSection
+from harness.config.targets import LabelledTask
 from harness.data.batch import Batch
 from harness.distributed.runtime import Runtime
 from harness.errors import EXIT_OWN_CODE, ConfigError, HarnessError, OwnCodeError
@@ -26,7 +27,7 @@ from harness.inference import predict
 from harness.training import loop, main
 from harness.training.check import preflight
 from harness.training.run import Run
-from harness.training.task import Arrays, Supervised, open_data, wrong_return
+from harness.training.task import Arrays, BaseTask, Classification, Sums, Supervised, open_data, wrong_return
 from tests.ranks import run_ranks
 
 HERE = "tests/training/test_task.py"
@@ -60,8 +61,8 @@ class Counts(nn.Module):
         return inputs
 
 
-class Line:
-    notes, fingerprint, summary = (), "line", {"kind": "a line"}
+class Line(BaseTask):
+    num_outputs = 1
 
     def __init__(self, fault: str) -> None:
         x = np.linspace(-1, 1, 10, dtype=np.float64 if fault == "float64" else np.float32)[:, None]
@@ -69,14 +70,8 @@ class Line:
         self.train = Arrays(x, 2 * x)
         self.eval = {"no __len__": Unsized(), "no method": object()}.get(fault, self.train)
 
-    def label_counts(self, start, stop):
-        return None
-
     def model(self, section):
         return nn.Sequential(Counts(), nn.Dropout(0.5), nn.Linear(1, 1)) if self.fault == "draws" else nn.Linear(1, 1)
-
-    def prepare(self, inputs):
-        return inputs
 
     def loss(self, outputs, targets):
         errors = (outputs - targets).square()
@@ -244,6 +239,81 @@ def test_missing_members_are_named():
         ConfigError, match="Task.open of mine returns an object of type SimpleNamespace without notes, loss"
     ):
         open_data(Task(name="mine"), 0, None)
+
+
+class Plain(BaseTask):
+    """The least that a task needs, with ``data`` for both splits."""
+
+    def __init__(self, data):
+        self.train = self.eval = data
+
+    def loss(self, outputs, targets):
+        return (outputs - targets).square().mean()
+
+
+class Doubled:
+    """Rows x and 2x of ``values``, not in ``Arrays``."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __len__(self):
+        return len(self.values)
+
+    def batch(self, rows, epoch):
+        x = torch.from_numpy(self.values[rows])
+        return Batch(x, 2 * x, rows)
+
+
+def test_a_task_of_data_and_a_loss_has_all_members():
+    class Task(TaskSection):
+        def open(self, seed: int, cache_dir: Path | None) -> object:
+            return Plain(Doubled(np.ones((5, 3), np.float32)))
+
+    opened = open_data(Task(name="mine"), 0, None)
+    assert (opened.summary, opened.notes) == ({"train rows": 5, "eval rows": 5}, ())
+    assert opened.label_counts(0, 5) is None
+    model = opened.model(ModelSection(name="linear", args={"num_classes": 4}))
+    batch = opened.train.batch(np.arange(3), 0)
+    assert model(opened.prepare(batch.inputs)).shape == (3, 4)
+    sums = Sums()
+    for targets in (torch.ones(3), torch.zeros(1)):
+        sums.add(opened.evaluate(torch.zeros(len(targets)), targets))
+    assert opened.report(sums) == {"loss": 0.75}
+
+
+def test_a_number_of_outputs_is_given_to_the_model_and_required_of_it():
+    task = Plain(Doubled(np.ones((5, 3), np.float32)))
+    task.num_outputs = 2
+    assert task.model(ModelSection(name="linear")).layer.weight.shape == (2, 3)
+    with pytest.raises(ConfigError):
+        task.model(ModelSection(name="torch.nn.Linear", args={"in_features": 3, "out_features": 7}))
+
+
+@pytest.mark.parametrize("kind", [Doubled, lambda values: Arrays(values, 2 * values)])
+def test_a_fingerprint_is_of_the_rows(kind):
+    values = np.random.default_rng(0).random((50, 3), dtype=np.float32)
+    found = Plain(kind(values)).fingerprint
+    assert Plain(kind(values.copy())).fingerprint == found
+    changed = values.copy()
+    changed[31, 1] += 1
+    for other in (changed, values[:-1], values.reshape(50, 1, 3), values[::-1]):
+        assert Plain(kind(other.copy())).fingerprint != found
+
+
+def test_classes_of_arrays_are_counted():
+    class Letters(Classification):
+        classes = ("a", "b", "c")
+        train = eval = Arrays(np.zeros((4, 2), np.float32), np.array([0, 2, 2, 0]))
+
+    assert Letters().label_counts(1, 4).tolist() == [1, 0, 2]
+    assert Letters().model(ModelSection(name="linear")).layer.weight.shape == (3, 2)
+    Letters.train = Doubled(np.zeros((4, 2), np.float32))
+    assert Letters().label_counts(0, 4) is None
+    Letters.options = LabelledTask(name="letters", loss={"class_weights": "balanced"})
+    with pytest.raises(ConfigError) as caught:
+        Letters().objective.loss  # noqa: B018
+    assert caught.value.where == "task.loss.class_weights"
 
 
 def test_section_without_open_is_reported():

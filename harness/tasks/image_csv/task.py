@@ -102,11 +102,6 @@ class ImageCsv(Supervised):
     learned_size: tuple[int, ...] | None = None
 
     @property
-    def summary(self) -> dict[str, Any]:
-        rows = {"train rows": len(self.train), "eval rows": len(self.eval)}
-        return rows | self.objective.summary(len(self.eval))
-
-    @property
     def notes(self) -> list[str]:
         return [*self.train.table.notes, *self.eval.table.notes, *self.objective.notes]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,26 +56,6 @@ class Images(Classification):
     train: Arrays
     eval: Arrays
     classes: tuple[str, ...]
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        rows = {"train rows": len(self.train), "eval rows": len(self.eval)}
-        return rows | self.objective.summary(len(self.eval))
-
-    @property
-    def notes(self) -> list[str]:
-        return self.objective.notes
-
-    @property
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for rows in (self.train, self.eval):
-            for array in (rows.inputs, rows.targets):
-                digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
-
-    def label_counts(self, start: int, stop: int) -> np.ndarray:
-        return np.bincount(self.train.targets[start:stop], minlength=len(self.classes))
 
     def model(self, section: ModelSection) -> nn.Module:
         outputs, example = len(self.classes), torch.zeros(2, *self.train.inputs.shape[1:])

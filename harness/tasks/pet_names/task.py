@@ -17,7 +17,7 @@ from torch.nn import functional
 from harness.data.names import ALPHABET, BLANK_CODE, CodeRows, read, split, whole, windows
 from harness.errors import ConfigError, DataError, plural
 from harness.tasks.pet_names.config import Task
-from harness.training.task import Batch, ModelSection, Pairs, Report, Sums, model_builder
+from harness.training.task import BaseTask, Batch, ModelSection, Pairs, model_builder
 
 
 def open_data(task: Task, seed: int, cache_dir: Path | None) -> PetNames:
@@ -31,7 +31,12 @@ def open_data(task: Task, seed: int, cache_dir: Path | None) -> PetNames:
             where=task.names,
             hint=hint,
         )
-    return PetNames(task, list(dict.fromkeys(train)), validation, num_skipped)
+    train = list(dict.fromkeys(train))
+    return PetNames(task, train, validation, num_skipped, _rows(task, train), _rows(task, validation))
+
+
+def _rows(task: Task, names: Sequence[str]) -> NameRows:
+    return NameRows(whole(names) if task.rows == "names" else windows(names, task.window))
 
 
 def context(task: Task, prefixes: Tensor) -> Tensor:
@@ -73,24 +78,15 @@ class NameRows:
 
 
 @dataclass(frozen=True)
-class PetNames:
+class PetNames(BaseTask):
     """The opened task. ``eval_names`` are all different, and none of them is in ``train_names``."""
 
     options: Task
     train_names: Sequence[str]
     eval_names: Sequence[str]
     num_skipped: int
-
-    @cached_property
-    def train(self) -> NameRows:
-        return NameRows(self._rows(self.train_names))
-
-    @cached_property
-    def eval(self) -> NameRows:
-        return NameRows(self._rows(self.eval_names))
-
-    def _rows(self, names: Sequence[str]) -> CodeRows:
-        return whole(names) if self.options.rows == "names" else windows(names, self.options.window)
+    train: NameRows
+    eval: NameRows
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -114,9 +110,6 @@ class PetNames:
     @property
     def fingerprint(self) -> str:
         return hashlib.sha256("\n".join([*self.train_names, "", *self.eval_names]).encode()).hexdigest()
-
-    def label_counts(self, start: int, stop: int) -> None:
-        """None: a row has no label."""
 
     def model(self, section: ModelSection) -> nn.Module:
         return build_model(self.options, section)
@@ -158,9 +151,6 @@ class PetNames:
             "window_loss": ((nats * times).sum(), num_positions),
             "char_accuracy": ((hits & real).sum(), num_real),
         }
-
-    def report(self, sums: Sums) -> Report:
-        return {name: sums.ratio(name) for name in self.options.metrics}
 
     @property
     def signature(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from harness.config.targets import LabelledTask, LossSection
 from harness.errors import ConfigError, first_line, plural, users_line
 from harness.training.evaluation.metrics import Labels
 
-Counts = Callable[[], tuple[np.ndarray, int]]  # (training rows with each label, training rows)
+Counts = Callable[[], tuple[np.ndarray | None, int]]  # (training rows with each label, training rows)
 
 
 class Loss:
@@ -145,7 +145,11 @@ def _class_weights(given: Any, labels: Sequence[str | int], sigmoid: bool, count
         return None
     if given == "balanced":
         assert counts is not None  # only a task opened on new data lacks them, which computes no loss
-        return torch.from_numpy(_balanced(*counts(), sigmoid)).float()
+        rows, num_rows = counts()
+        if rows is None:
+            hint = "add label_counts(start, stop) to it, or give a weight for each label"
+            raise ConfigError("the task does not count the training rows with each label", where=where, hint=hint)
+        return torch.from_numpy(_balanced(rows, num_rows, sigmoid)).float()
     if isinstance(given, dict):
         known = [str(label) for label in labels]
         if unknown := [label for label in given if label not in known]:

@@ -1,15 +1,14 @@
 """The objective of a task with labels: its loss, its metrics and its predictions, which follow from the kind of labels.
 
 The settings are in ``harness.config.targets``. A task makes an ``Objective`` when it opens its data, for tables with
-``tables.open_tables``, and inherits from ``Supervised``, which passes everything on.
+``tables.open_tables``, and inherits from ``harness.training.task.Supervised``, which passes everything on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from harness.config.targets import TOP, LabelledTask
 from harness.errors import ConfigError, plural
 from harness.training.evaluation.losses import Counts, Loss
-from harness.training.evaluation.metrics import Columns, Labels, OwnMetric, Pairs, Report, SingleLabel, Sums
+from harness.training.evaluation.metrics import Columns, Labels, OwnMetric, Pairs, Report, Sums
 
 MAX_KEPT = 1 << 29  # outputs of all evaluation rows that a metric may keep, as numbers
 _MADE_UP_ROWS = 64
@@ -123,47 +122,3 @@ class Objective:
         names = ", ".join(map(str, self.labels.names)) if self.labels.kind == "regression" else len(self.labels.names)
         loss = self.section.loss_name + (f" ({options})" if options else "")
         return {self.labels.title: names, "loss": loss, "metrics": metrics}
-
-
-class Supervised:
-    """``loss``, ``evaluate``, ``report`` and ``predictions`` of a task with an ``objective``."""
-
-    objective: Objective
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean over the rows of the batch."""
-        return self.objective.loss(outputs, targets)
-
-    def evaluate(self, outputs: Tensor, targets: Tensor) -> Pairs:
-        """Return the loss and the metrics of a batch as sums and counts."""
-        return self.objective.evaluate(outputs, targets)
-
-    def report(self, sums: Sums) -> Report:
-        """Return {metric: value} of the reduced pairs, and details of the evaluation."""
-        return self.objective.report(sums)
-
-    def predictions(self, outputs: Tensor) -> Columns:
-        """Columns that the model adds to the table of predictions."""
-        return self.objective.labels.predictions(outputs)
-
-    def errors(self, columns: Mapping[str, np.ndarray]) -> Columns:
-        """Columns that follow from the predictions and the labels."""
-        return self.objective.errors(columns)
-
-
-class Classification(Supervised):
-    """``Supervised`` for a task with one class per row, whose model returns logits (batch, classes).
-
-    ``classes[index]`` is the label of a class index. If the task's ``options`` are a LabelledTask, they choose the loss
-    and the metrics; otherwise the loss is the cross entropy.
-    """
-
-    classes: Sequence[str | int]
-
-    @cached_property
-    def objective(self) -> Objective:  # type: ignore[override]
-        task: Any = self  # an OpenedTask, which counts its labels
-        options = getattr(self, "options", None)
-        section = options if isinstance(options, LabelledTask) else LabelledTask(name="labelled")
-        labels = SingleLabel(tuple(self.classes))
-        return Objective(section, labels, lambda: (task.label_counts(0, len(task.train)), len(task.train)))
