@@ -64,9 +64,10 @@ def _world_sizes(found: RunComparison) -> Iterator[str]:
     if found.equality.verdict != "different" or not one or not other or one == other:
         return
     yield (
-        f"  On {one} and on {formatting.ranks(other)}, sums are computed in different orders, so the last digits "
-        "differ."
+        f"  On {one} and on {formatting.ranks(other)}, sums are computed in different orders, which changes the last "
+        "digits."
     )
+    yield "  Each rank has its own random stream and batch norm statistics: with dropout or batch norm, more differs."
     shards = [side.runs[0].config.get("data") for side in (found.one, found.other)]
     if any(not isinstance(data, dict) or data.get("shard") != "global" for data in shards):
         yield "  The batches hold different rows, too; data.shard=global makes them equal for any number of ranks."

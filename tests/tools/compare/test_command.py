@@ -111,6 +111,7 @@ def test_different_world_sizes(runs, capsys):
     assert re.search(r"other settings  equal\n", text)
     assert re.search(r"ranks +1 × .*cpu.* +2 × .*cpu", text)
     assert "On 1 and on 2 ranks, sums are computed in different orders" in text
+    assert "Each rank has its own random stream and batch norm statistics" in text
     assert "data.shard=global makes them equal" in text
 
 
