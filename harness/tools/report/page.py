@@ -28,6 +28,7 @@ from harness.tools.report.run_set import ReportedRun, RunSet
 from harness.tools.report.sections import Chart
 from harness.version import __version__
 
+_EVALUATED = ("task.name", "task.eval_csv", "task.eval_rows")  # which rows a run is evaluated on
 _DASHES = {"solid": "", "dash": "9 5", "dot": "2 4", "dashdot": "9 4 2 4"}
 
 
@@ -125,7 +126,11 @@ def _headline(runs: RunSet) -> str:
     if runs.best is None:
         return text + (" It has no" if len(runs.runs) == 1 else " None of them has an") + " evaluation yet."
     better = "higher" if runs.direction == "max" else "lower"
-    return f"{text} Ranked by validation {formatting.metric(runs.metric)}; {better} is better."
+    data = [{key: run.settings.get(key) for key in _EVALUATED} for run in runs.runs if run.best is not None]
+    unlike = [key for key in _EVALUATED if any(each[key] != data[0][key] for each in data)]
+    ranked = f"Ranked by validation {formatting.metric(runs.metric)}; {better} is better."
+    differ = f" But the runs differ in {' and '.join(unlike)}: values from other rows do not compare." if unlike else ""
+    return f"{text} {ranked}{differ}"
 
 
 def _cards(runs: RunSet, best: ReportedRun) -> list[dict[str, str]]:

@@ -82,6 +82,16 @@ def test_best_run_first_and_runs_without_evaluation_last(tmp_path):
     assert (found.metric, found.direction) == ("top1", "max")
 
 
+def test_runs_that_are_evaluated_on_different_rows_are_told_of(tmp_path):
+    one, other, third = (
+        write_run(tmp_path / name, Fake(name=name, settings={"task.eval_csv": csv}))
+        for name, csv in (("one", "a.csv"), ("other", "a.csv"), ("third", "b.csv"))
+    )
+    told = "But the runs differ in task.eval_csv: values from other rows do not compare."
+    assert told not in page.render(build(one, other))
+    assert told in page.render(build(one, third))
+
+
 def test_of_equal_results_the_sooner_one_is_the_best(tmp_path):
     """Equal in the digits that the report shows: what differs beyond them means nothing."""
     slow = write_run(tmp_path / "slow", Fake(name="slow", world=2, efficiency=0.3, final=0.9500001))
