@@ -180,6 +180,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     rate = written.rows / seconds
     if runtime.rank == 0 and written.fit:
         log.info("labels of %s: %s", request.source, written.fit)
+    written.warn_of_one_class()
     log.info("%s: %s in %.1f s (%.0f rows/s, %s)", request.out, plural(written.rows, "row"), seconds, rate, ranks)
     return EXIT_DONE
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import numpy as np
 import pandas as pd
@@ -135,6 +136,14 @@ def test_error_of_numbers_whose_labels_are_text(tmp_path):
     file = predictions.PredictionFile(tmp_path / "x.csv")
     file.add(pa.table({"id": [0, 1, 2], "prediction": [1.0, 2.0, 3.0], "label": ["1.5", "", "1"]}), 0, {})
     assert file.finish().fit == f"root mean square error of prediction {((0.5**2 + 2**2) / 2) ** 0.5:.5g}"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "warned"), [("aa ba", True), ("aa bb", False), ("aa aa", False), ("", False)], ids=str
+)
+def test_a_model_that_predicts_one_class_is_warned_of(caplog, pairs, warned):
+    predictions.Written(pairs=Counter(map(tuple, pairs.split()))).warn_of_one_class()
+    assert ("the model predicts 'a' for every row, but there are 2 labels" in caplog.text) == warned
 
 
 def test_wrong_rows_and_pairs_for_trackers(folder):

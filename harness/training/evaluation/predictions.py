@@ -254,6 +254,16 @@ class Written:
         found = [f"{name} {math.sqrt(total / rows):.5g}" for name, (total, rows) in self.squares.items() if rows]
         return f"root mean square error of {', '.join(found)}" if found else ""
 
+    def warn_of_one_class(self) -> None:
+        """Warn if all rows are predicted alike, though they have several labels: the weights have learned nothing."""
+        labels, predicted = ({pair[place] for pair in self.pairs} for place in (0, 1))
+        if len(predicted) == 1 < len(labels):
+            log.warning(
+                "the model predicts %r for every row, but there are %d labels: it has learned nothing that tells them "
+                "apart; look at the training loss, and try another optimizer.lr, or more epochs",
+                *predicted, len(labels),
+            )  # fmt: skip
+
 
 class SomeRows:
     """Up to SAMPLE_ROWS rows of a table that comes in parts: the first ones of each class, of all classes equally
@@ -447,6 +457,7 @@ def write_for_run(run: Run) -> bool:
         for sample in _samples(run.task.eval, written):
             run.tracker.show(sample)
         log.info("predictions.csv: %s, with the weights of step %d", plural(written.rows, "row"), run.state.best_step)
+        written.warn_of_one_class()
     return True
 
 
