@@ -136,7 +136,7 @@ def predict(
     import pandas as pd
 
     from harness.inference import predict as inference
-    from harness.inference.rows import as_file
+    from harness.inference.rows import as_file, without_temporary
     from harness.runs import fetched
     from harness.training.evaluation import prediction_files
 
@@ -144,7 +144,7 @@ def predict(
         out = Path(folder, "predictions.parquet")
         words = [*_words({"data.cache_dir": cache} if cache else {}), *_words(overrides)]
         request = inference.PredictRequest(fetched.local_copy(str(run)), source, out, words, trust)
-        with _as_before():
+        with _as_before(), without_temporary({str(out): "predictions"}, folder):
             inference.in_this_process(request)
         table = pd.read_parquet(out)
         for column in table if prediction_files.folder_of(out).is_dir() else ():

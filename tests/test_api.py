@@ -107,7 +107,7 @@ def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):
         train(path)
     with pytest.raises(DataError, match="no such annotation file"):
         train(load_config(path, {"task.train_csv": "nothing.csv"}))
-    with pytest.raises(ConfigError, match="no weights yet"):
+    with pytest.raises(ConfigError, match="failed at its start and has no weights: .*nothing.csv: no such annotation"):
         predict(tmp_path / "runs" / "small", path.parent / "eval.csv")
     train(load_config(path, {"name": "short", "train.max_steps": 1}))
     table = pd.DataFrame({"path": ["train_images/0.png", "gone.png"], "note": ["two\nlines", "b"]})
@@ -115,6 +115,11 @@ def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):
         predict(tmp_path / "runs" / "short", table, {"task.root": str(tmp_path), "data.num_workers": 0})
     with pytest.raises(DataError, match=r"^the table: no column 'path'; the columns are 'note'"):
         predict(tmp_path / "runs" / "short", table[["note"]])
+    row = {"path": "train_images/0.png", "label": "0"}
+    with caplog.at_level("INFO", "harness"):
+        predict(tmp_path / "runs" / "short", [row], {"task.root": str(tmp_path)})
+    assert "labels of the table: " in caplog.text
+    assert "harness-" not in caplog.text
     (tmp_path / "train_images" / "7.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"train.csv:9: image cannot be decoded"):
         train(load_config(path))

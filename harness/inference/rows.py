@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import re
 import tempfile
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     Rows = str | os.PathLike[str] | pd.DataFrame | list[str] | list[Mapping[str, object]]
+
+log = logging.getLogger("harness")
 
 
 @contextmanager
@@ -44,10 +47,29 @@ def as_file(rows: Rows, columns: Sequence[str] = ()) -> Iterator[tuple[str, str 
         file = str(Path(folder, "rows.csv"))
         rows.to_csv(file, index=False, quoting=csv.QUOTE_ALL)  # pandas alone does not quote a carriage return
         try:
-            yield file, folder
+            with without_temporary({file: "the table"}, folder):
+                yield file, folder
         except HarnessError as error:
             error.message, error.where = (_of_table(text, file) for text in (error.message, error.where))
             raise
+
+
+@contextmanager
+def without_temporary(names: Mapping[str, str], folder: str) -> Iterator[None]:
+    """Context in which the log has ``names`` in place of temporary files, and no line on others of their ``folder``."""
+
+    def rename(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        for file, name in names.items():
+            text = text.replace(file, name)
+        record.msg, record.args = text, ()
+        return folder not in text or record.levelno > logging.INFO
+
+    log.addFilter(rename)
+    try:
+        yield
+    finally:
+        log.removeFilter(rename)
 
 
 def _of_table(text: str, file: str) -> str:
