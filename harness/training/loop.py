@@ -123,19 +123,19 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     run.ranks.activate(run.ranks.own.start)
     count_uncounted(run)
     run.set_lr()
-    host_waits = train.on_nan == "skip"  # will_skip may wait for the device, skip_flag never does
+    host_waits, spoiled = train.on_nan == "skip", False  # will_skip may wait for the device, skip_flag never does
     skip = precision.will_skip(run.optimizer) if host_waits else precision.skip_flag(run.optimizer)
     if run.gradient_hook and skip is not True:  # where only the device knows of an overflow, they may be infinite
         run.gradient_hook(precision.master_params(run.optimizer), run.state.step)
     if train.clip_norm is not None or host_waits:
         norm = run.meter.norm = clip_grad_norm_(precision.master_params(run.optimizer), train.clip_norm or math.inf)
         if host_waits and not skip and not finite_everywhere(run, norm, losses):
-            skip = True
-            clear_gradients(run.optimizer)
+            skip = spoiled = True
     elif measured:
         params = precision.master_params(run.optimizer)
         run.meter.norm = get_total_norm([param.grad for param in params if param.grad is not None])
-    run.optimizer.step()  # amp has replaced it: after an overflow it does nothing, as any does without gradients
+    if not spoiled:  # without gradients an optimizer may still count a step, or decay weights
+        run.optimizer.step()  # amp has replaced it: after an overflow it does nothing
     end_step(run, losses, skip)
     timer.end("optimizer")
     if run.hooks.after_step:

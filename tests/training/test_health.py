@@ -99,6 +99,17 @@ def test_nan_loss_stops_at_the_next_log_line_or_is_skipped(start, level):
     assert all(math.isfinite(entry["loss"]) for entry in run.state.history)
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("name", ["fused_adam", "fused_lamb", "fused_novograd", "adamw"])
+def test_optimizers_do_not_count_a_skipped_step(start, name, level):
+    run = start("nan loss once", 4, f"optimizer.name={name}", f"precision.opt_level={level}", "train.on_nan=skip")
+    assert loop.train(run)
+    assert run.state.skipped == 1
+    steps = [entry["step"] for entry in (*run.optimizer.param_groups, *run.optimizer.state.values()) if "step" in entry]
+    assert steps
+    assert {int(step) for step in steps} == {run.state.applied}
+
+
 def test_a_run_without_a_checkpoint_may_start_again_in_other_ways(start):
     text = failure(start("nan loss once", 1, "precision.opt_level=O1"))
     assert "or set schedule.warmup_epochs=1, or use precision.opt_level=O4 (bfloat16)" in text
