@@ -536,12 +536,14 @@ def test_registered_functions_are_replaced_by_initialize(monkeypatch):
     amp.register_half_function(module, "double")
     amp.register_float_function(torch, "sigmoid")
     amp.register_half_function(torch, "softmax")
+    amp.register_half_function(torch.Tensor, "softmax")  # inherited: torch.Tensor itself has none
     amp.register_float_function(torch, "matmul")
     assert module.double is original, "applied before initialize"
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     assert module.double(rand(2)).dtype is torch.float16
     assert torch.sigmoid(rand(2, dtype=torch.float16)).dtype is torch.float32
     assert torch.softmax(rand(2, 2), -1).dtype is torch.float16, "the script's choice overrides the lists"
+    assert rand(2, 2).softmax(-1).dtype is torch.float16
     assert torch.matmul(rand(2, 2), rand(2, 2)).dtype is torch.float32
     amp.initialize(nn.Linear(1, 1), opt_level="O0", verbosity=0)
     assert module.double is original
@@ -554,6 +556,7 @@ def test_registered_functions_are_replaced_by_initialize(monkeypatch):
     assert module.double is original, "forgotten by reset"
     amp.reset()
     assert (torch.sigmoid, torch.softmax, torch.matmul) == (sigmoid, softmax, matmul)
+    assert "softmax" not in vars(torch.Tensor)
     amp.register_bfloat16_function(module, "double")
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     assert module.double(rand(2)).dtype is torch.bfloat16, "also where the level's own precision is float16"

@@ -623,6 +623,7 @@ def in_a_group():
         group = dist.new_group(ranks=[0, 1], backend="nccl")
         x = torch.full((1,), float(dist.get_rank() + 1)).cuda()
         dist.all_reduce(x, group=group)
+        assert dist.new_group([0, 1], None, "nccl", None, False, "named").group_desc == "named"
         torch.manual_seed(dist.get_rank())
         model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1).cuda(), device_ids=[torch.cuda.current_device()])
         model(x).sum().backward()

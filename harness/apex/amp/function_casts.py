@@ -16,12 +16,13 @@ import torch
 
 from harness.apex.amp.cast_engine import disable_casts, engine
 from harness.apex.amp.cast_kernels import cast, widest_dtype
+from harness.apex.patches import Patches
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Rule = Callable[[list[Any]], torch.dtype | None]  # arguments -> the dtype to cast them to, or None
 
 _registered: list[tuple[Any, str, Rule]] = []
-_replaced: list[tuple[Any, str, Any]] = []
+_replaced = Patches()
 
 
 def _half(arguments: list[Any]) -> torch.dtype | None:
@@ -107,10 +108,9 @@ def register_promote_function(module: Any, function_name: str) -> None:
 def apply_registrations() -> None:
     """Replace all registered functions, when O1 or O4 starts. ``restore_functions`` must have been called before."""
     for module, name, rule in _registered:
-        original = getattr(module, name)
-        of_torch = str(getattr(module, "__name__", "")).split(".")[0] == "torch"
-        _replaced.append((module, name, original))
-        setattr(module, name, _annotate(original, rule, final=of_torch or rule is _float))
+        home = str(getattr(module, "__module__", None) or getattr(module, "__name__", ""))  # of a class, of a module
+        final = home.split(".")[0] == "torch" or rule is _float
+        _replaced.set(module, name, _annotate(getattr(module, name), rule, final))
 
 
 def undo_registrations() -> None:
@@ -121,6 +121,4 @@ def undo_registrations() -> None:
 
 def restore_functions() -> None:
     """Put every replaced function back, when O1 or O4 ends. The registrations stay, for its next start."""
-    while _replaced:
-        module, name, original = _replaced.pop()
-        setattr(module, name, original)
+    _replaced.undo()

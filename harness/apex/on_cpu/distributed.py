@@ -121,7 +121,7 @@ def _new_group(
         del kwargs["device_id"]
     if _is_nccl(backend):
         count("new_group(nccl)")
-        backend, args = "gloo", ()
+        backend, args = "gloo", (None, *args[1:]) if args else ()  # without pg_options, which are NCCL's
         kwargs.pop("pg_options", None)
     return original(ranks, timeout, backend, *args, **kwargs)
 
