@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, Field, ValidationError, create_model
 
-from harness.config import plugins, schedules, signatures
+from harness.config import other_names, plugins, schedules, signatures
 from harness.config.constraints import Conflict, conflicts
 from harness.config.launch import LaunchSection, built_in, section_class, with_engines
 from harness.config.merge import COMMAND_LINE, merged, origin_of
@@ -360,6 +360,9 @@ def _nearest(path: list[str], cls: type[BaseModel]) -> str:
     if ":" in path[-1]:
         return "write a space after the colon"
     known = _keys(cls)
+    ours = other_names.setting(".".join(path))
+    if ours and any(f"{ours.partition('=')[0]}.".startswith(f"{key}.") for key in known):
+        return f"did you mean {ours}?"
     prefix = "".join(f"{part}." for part in path[:-1])
     section = re.sub(r"\.\d+\.", ".", prefix)  # of a list
     siblings = [key[len(section) :] for key in known if key.startswith(section) and "." not in key[len(section) :]]

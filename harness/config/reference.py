@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from harness.config import loader
+from harness.config import loader, other_names
 from harness.config.schema import Config
 from harness.errors import ConfigError, similar
 
@@ -38,7 +38,8 @@ class Setting:
     def line(self) -> str:
         """``key=default`` and the first sentence."""
         sentence = re.split(r"(?<=[.;])\s", self.text, maxsplit=1)[0].rstrip(".;")
-        return f"{self.key} ({self.default})  {sentence}"
+        key = self.example if self.key == "schedule.name" else self.key  # each schedule has one
+        return f"{key} ({self.default})  {sentence}"
 
     @property
     def value(self) -> str:
@@ -228,7 +229,8 @@ def _values(node: dict[str, Any]) -> list[Any]:
 
 
 def search(words: Sequence[str]) -> list[Setting]:
-    """Return the settings that ``words`` name: a key, a section, or words of the description. Best first.
+    """Return the settings that ``words`` name: a key, a section, a name of Hugging Face, a schedule, or words of the
+    description. Best first.
 
     If no setting has all words, those with the most of them. Raises ConfigError if none has any.
     """
@@ -238,15 +240,31 @@ def search(words: Sequence[str]) -> list[Setting]:
         found := [each for each in settings if f"{each.key}.".startswith(f"{words[0].rstrip('.')}.")]
     ):
         return found
+    if len(words) == 1 and (found := _called(words[0], settings)):
+        return found
     scored = [(_score(each, words), each) for each in settings]
     most = max(count for (count, _), _ in scored)
     found = [each for (count, _), each in sorted(scored, key=lambda pair: -pair[0][1]) if count == most]
+    if not most and "_" in "".join(words):
+        return search([word.replace("_", " ") for word in words])
     if not most:
         known = {word for each in settings for word in re.findall(r"[a-z]{4,}", f"{each.key} {each.text}".lower())}
         near = next((near for word in words if (near := similar(word, known))), None)
         hint = f"did you mean {near}?" if near else "try another word; harness settings lists all"
         raise ConfigError(f"no setting mentions {' '.join(words)!r}", hint=hint)
     return found
+
+
+def _called(word: str, settings: Sequence[Setting]) -> list[Setting]:
+    """Return the setting that Hugging Face calls ``word``, or those of the schedule ``word`` and then those with this
+    word in their key."""
+    if ours := other_names.setting(word):
+        around = [each for each in settings if f"{ours.partition('=')[0]}.".startswith(f"{each.key}.")]
+        return around[-1:]
+    found = [each for each in settings if each.key.startswith("schedule.") and word in each.parts]
+    return found and found + [
+        each for each in settings if each not in found and re.search(rf"[._]{re.escape(word)}", each.key)
+    ]
 
 
 def key_of(name: str, exact: bool = False) -> str | None:
@@ -256,6 +274,8 @@ def key_of(name: str, exact: bool = False) -> str | None:
     """
     settings = [each for chapter in chapters() for each in chapter.settings if "[]" not in each.key]
     wanted = name.replace("-", "_")
+    if (ours := other_names.SETTINGS.get(wanted, "=")) and "=" not in ours:
+        return ours
     if same := [each.key for each in settings if each.key.rpartition(".")[2] == wanted]:
         return min(same, key=lambda key: key.count("."))
     words = name.split("-")

@@ -192,8 +192,8 @@ class OptimizerSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay, such as 0.0001; null: the optimizer's default."""
     args: Arguments = {}
-    """Other keyword arguments of the optimizer, such as {nesterov: true} or {betas: [0.9, 0.95]}. Without {foreach} or
-    {fused}, sgd, adam and adamw update the weights in one kernel.
+    """Other keyword arguments of the optimizer, such as {nesterov: true} or {betas: [0.9, 0.95], eps: 1.0e-6}. Without
+    {foreach} or {fused}, sgd, adam and adamw update the weights in one kernel.
     """
     groups: tuple[GroupSection, ...] = Field(default=(), strict=False)
     """Parameters with a different learning rate or weight decay, such as [{match: 1d, weight_decay: 0.0}]; the first

@@ -608,3 +608,18 @@ def test_override_that_yaml_would_cut_off(tmp_path, value):
 def test_error_about_a_long_text_is_no_error_of_its_own(tmp_path):
     error = ConfigError("wrong", where="x " * 5000)
     assert loader.placed(error, loader.load(write_yaml(tmp_path / "c.yaml", settings(tmp_path)))).where == "x " * 5000
+
+
+@pytest.mark.parametrize(
+    ("theirs", "hint"),
+    [
+        ("learning_rate=1", "learning_rate: unknown key; did you mean optimizer.lr?"),
+        ("weight_decay=1", "weight_decay: unknown key; did you mean optimizer.weight_decay?"),
+        ("train.bf16=true", "train.bf16: unknown key; did you mean precision.opt_level=O4?"),
+        ("optimizer.eps=1", "optimizer.eps: unknown key; did you mean optimizer.args.eps?"),
+        ("model.lora.rank=4", "model.lora.rank: unknown key; did you mean model.lora.r?"),
+        ("schedule.name=linear", "unknown schedule 'linear'; use polynomial, by default a straight line down to 0"),
+    ],
+)
+def test_names_of_hugging_face_lead_to_ours(tmp_path, theirs, hint):
+    assert hint in refused(tmp_path, GOOD, theirs)

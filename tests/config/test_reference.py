@@ -99,6 +99,27 @@ def test_usual_words_find_the_setting(words, key):
     assert key in [each.key for each in reference.search(words.split())[:5]]
 
 
+@pytest.mark.parametrize(("word", "keys"), [
+    ("learning_rate", ["optimizer.lr"]),
+    ("fp16", ["precision.opt_level"]),
+    ("adam_epsilon", ["optimizer.args"]),
+    ("eps", ["optimizer.args"]),
+    ("lora_alpha", ["model.lora.alpha"]),
+    ("eval_batch", ["batch.eval_per_rank"]),
+    ("polynomial", ["schedule.name", "schedule.args.power", "schedule.args.min_lr"]),
+])  # fmt: skip
+def test_names_of_hugging_face_of_schedules_and_of_arguments(word, keys):
+    found = reference.search([word])
+    assert [each.key for each in found] == keys
+    assert word != "polynomial" or {each.parts for each in found} == {("polynomial",)}
+
+
+def test_schedule_with_a_common_word_as_name():
+    found = [each.key for each in reference.search(["step"])]
+    assert found[:3] == ["schedule.name", "schedule.args.milestones", "schedule.args.gamma"]
+    assert {"train.max_steps", "schedule.warmup_steps"} < set(found)
+
+
 def test_other_forms_of_a_word_are_found():
     for words in ("evaluation frequency", "evaluating", "evaluations epoch"):
         assert reference.search(words.split())[0].key == "train.evaluate_every"

@@ -23,7 +23,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from harness.cli import main
-from harness.config import loader, reference
+from harness.config import loader, other_names, reference, schedules
 from harness.config.trust import require_harmless
 from harness.data import hub
 from harness.distributed.runtime import Runtime
@@ -32,6 +32,7 @@ from harness.inference import export
 from harness.training import build
 from harness.training.check import preflight
 from harness.training.models import lora, weights
+from harness.training.optimizer.schedule import Schedule
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import Kill, last_checkpoint, losses, run, run_folder
 from tests.end_to_end.processes import drivers
@@ -40,7 +41,7 @@ from tests.ranks import wait_for
 
 INSTALL = "pip install 'apex-harness[huggingface]'"
 transformers = pytest.importorskip("transformers", reason=f"transformers is not installed: {INSTALL}")
-pytest.importorskip("peft", reason=f"peft is not installed: {INSTALL}")
+peft = pytest.importorskip("peft", reason=f"peft is not installed: {INSTALL}")
 
 WORDS = ["good", "bad", "film", "day", "sun", "rain", "yes", "no", "maybe", "it", "is", "the", "a", "not", "very"]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -290,19 +291,33 @@ def test_shipped_configuration_of_the_hub(tmp_path, monkeypatch, capsys, with_lo
 
 
 def test_table_of_training_arguments():
-    """The page names arguments of the installed transformers, settings, values that they take, and the defaults."""
+    """The page names arguments of the installed transformers, settings, values that they take, and the defaults; hints
+    and ``harness settings`` name the same settings."""
     section = (ROOT / "docs" / "fine_tuning.md").read_text().partition("### From TrainingArguments\n")[2]
     fields = {each.name: each.default for each in dataclasses.fields(transformers.TrainingArguments)}
     keys = {setting.key for chapter in reference.chapters() for setting in chapter.settings}
     config = ROOT / "configs" / "hub" / "text_pairs.yaml"
     rows = re.findall(r"^\| (`[a-z].*) \| (.*) \|$", section.partition("\n## ")[0], re.M)
-    assert len(rows) == 16
+    assert len(rows) == 21
+    others = {"Trainer", "EarlyStoppingCallback", "LoraConfig"}
+    parameters = [
+        inspect.signature(getattr(transformers, each)).parameters for each in ("EarlyStoppingCallback", "Trainer")
+    ]
+    of_lora = inspect.signature(peft.LoraConfig).parameters
+    known = {*fields, *of_lora, *parameters[0], *parameters[1]}
     for theirs, ours in rows:
-        assert set(re.findall(r"`(.*?)`", theirs)) <= fields.keys()
+        names = set(re.findall(r"`(.*?)`", theirs)) - others
+        assert names <= known
+        hints = {other_names.setting(name) for name in names}
+        keys_here = {named.partition("=")[0] for named in re.findall(r"`(.*?)`", ours)}
+        assert {hint.partition("=")[0] for hint in hints} <= keys_here
         for named in re.findall(r"`(.*?)`", ours):
             key, given, _ = named.partition("=")
-            assert key in keys, named
+            assert key in keys or key.startswith("optimizer.args."), named
             loader.load(config, shlex.split(named) if given else [])
+    ours = {hint.partition("=")[0] for hint in other_names.SETTINGS.values()}
+    assert {key for key in ours if not key.startswith("optimizer.args.")} <= keys
+    assert set(other_names.SCHEDULES) <= {each.value for each in transformers.SchedulerType}
     shown = yaml.safe_load(re.search(r"```yaml\n(.*?)```", section, re.S)[1])
     assert shown == {
         "batch": {"per_rank": fields["per_device_train_batch_size"] * fields["gradient_accumulation_steps"]},
@@ -312,7 +327,23 @@ def test_table_of_training_arguments():
         "precision": {"opt_level": {False: "O0"}[fields["fp16"] or fields["bf16"]]},
         "train": {"epochs": fields["num_train_epochs"], "clip_norm": fields["max_grad_norm"]},
     }  # fmt: skip
-    assert fields["adam_epsilon"] == inspect.signature(torch.optim.AdamW).parameters["eps"].default
+    adamw = inspect.signature(torch.optim.AdamW).parameters
+    assert (fields["adam_epsilon"], fields["label_smoothing_factor"]) == (adamw["eps"].default, 0)
+    assert (fields["adam_beta1"], fields["adam_beta2"]) == adamw["betas"].default
+
+
+def test_linear_of_transformers():
+    """It is polynomial; the first update of its warm-up has the rate 0, ours that of the second."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = transformers.get_linear_schedule_with_warmup(optimizer, 4, 12)
+    rates = []
+    for _ in range(12):
+        rates.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    section = schedules.section("polynomial")(name="polynomial", warmup_steps=4)
+    ours = Schedule(section, 1.0, 1.0, 4, 12)
+    assert [ours.lr(step) for step in range(12)] == pytest.approx([*rates[1:5], *rates[4:]])
 
 
 # What is refused

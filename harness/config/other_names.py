@@ -1,0 +1,37 @@
+"""What Hugging Face calls the settings (TrainingArguments, LoraConfig): for the hints of errors, ``harness settings``
+and the table of docs/fine_tuning.md."""
+
+from __future__ import annotations
+
+SETTINGS = {
+    "output_dir": "output", "run_name": "name", "seed": "seed", "resume_from_checkpoint": "checkpoint.resume",
+    "learning_rate": "optimizer.lr", "weight_decay": "optimizer.weight_decay", "optim": "optimizer.name",
+    "adam_beta1": "optimizer.args.betas", "adam_beta2": "optimizer.args.betas", "adam_epsilon": "optimizer.args.eps",
+    "lr_scheduler_type": "schedule.name", "warmup_steps": "schedule.warmup_steps",
+    "warmup_ratio": "schedule.warmup_epochs", "num_train_epochs": "train.epochs", "max_steps": "train.max_steps",
+    "per_device_train_batch_size": "batch.per_rank", "per_device_eval_batch_size": "batch.eval_per_rank",
+    "gradient_accumulation_steps": "batch.accumulate", "max_grad_norm": "train.clip_norm",
+    "fp16": "precision.opt_level=O1", "bf16": "precision.opt_level=O4",
+    "label_smoothing_factor": "task.loss.label_smoothing", "early_stopping_patience": "train.patience",
+    "compute_metrics": "task.metrics", "metric_for_best_model": "checkpoint.best_metric",
+    "load_best_model_at_end": "checkpoint.best_metric", "eval_strategy": "train.evaluate_every",
+    "eval_steps": "train.evaluate_every", "save_steps": "checkpoint.every", "save_total_limit": "checkpoint.keep",
+    "logging_steps": "train.log_every", "report_to": "trackers", "dataloader_num_workers": "data.num_workers",
+    "gradient_checkpointing": "model.activation_checkpointing", "torch_compile": "model.compile",
+    "lora.rank": "model.lora.r", "r": "model.lora.r", "lora_alpha": "model.lora.alpha",
+    "target_modules": "model.lora.targets", "lora_dropout": "model.lora.dropout",
+    "eps": "optimizer.args.eps", "betas": "optimizer.args.betas",
+}  # fmt: skip
+SCHEDULES = {
+    "linear": "polynomial, by default a straight line down to 0; and schedule.warmup_steps",
+    "cosine_with_restarts": "cosine_restarts",
+    "cosine_with_min_lr": "cosine with schedule.args.min_lr",
+    "constant_with_warmup": "constant with schedule.warmup_steps",
+    "reduce_lr_on_plateau": "plateau",
+    "warmup_stable_decay": "wsd",
+}
+
+
+def setting(key: str) -> str | None:
+    """Return our setting, maybe with a value, for the dotted ``key`` that ends with a name of Hugging Face."""
+    return SETTINGS.get(".".join(key.split(".")[-2:])) or SETTINGS.get(key.rpartition(".")[2])
