@@ -84,7 +84,7 @@ def test_train_twice_and_predict(path, capsys):
     capsys.readouterr()
     train(load_config(path, {"train.epochs": 2, "train.max_steps": 50}))
     hint = "to train longer, type train.epochs=N with N above 3 (now 2); for a new run, type name=NAME\n"
-    assert f"nothing left to train: step 12 was the last; {hint}" in capsys.readouterr().err
+    assert f"nothing left to do: step 12 was the last; {hint}" in capsys.readouterr().err
     assert reader.read(Path(longer.folder)).lengths == {
         "train.epochs": [(0, 2), (8, 3)], "train.max_steps": [(0, None)]
     }  # fmt: skip
@@ -97,6 +97,28 @@ def test_train_twice_and_predict(path, capsys):
     assert (table["prediction"].astype(str) == table["label"]).mean() == pytest.approx(longer.best)
     again = predict(longer.folder, pd.read_csv(path.parent / "eval.csv")[["path"]].assign(note="two\rlines"))
     pd.testing.assert_frame_equal(again, table.drop(columns="label"))
+
+
+def test_a_finished_run_that_starts_again_does_only_what_is_missing(path, monkeypatch):
+    """A kill after the last checkpoint leaves no record of the end, perhaps with results of an earlier end."""
+    from harness.training import loop
+
+    evaluate, evaluated = loop.evaluate, []
+    first = train(load_config(path))
+    folder = Path(first.folder)
+    predicted = (folder / "predictions.csv").read_bytes()
+    log = (folder / "metrics.jsonl").read_bytes()
+    monkeypatch.setattr(loop, "evaluate", lambda run: evaluated.append(run.state.step) or evaluate(run))
+    for _ in range(2):
+        assert (train(load_config(path)), evaluated) == (first, [])
+    assert (folder / "metrics.jsonl").read_bytes() == log
+    for lost in ("predictions.csv", "summary.json", "logs/rank-0.exit.json", "metrics.jsonl"):
+        (folder / lost).unlink()
+        assert (train(load_config(path)), evaluated) == (first, [8]), lost
+        assert (folder / "predictions.csv").read_bytes() == predicted
+        evaluated.clear()
+    assert train(load_config(path, {"train.epochs": 3})).history[:2] == first.history
+    assert evaluated == [8, 12]
 
 
 def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):

@@ -16,6 +16,7 @@ import yaml
 
 from harness.config import loader, merge
 from harness.config.schema import Config, recipe_difference
+from harness.distributed.rank_exit import Cause
 from harness.errors import ConfigError, first_line, plural, reason, remedy, require_regular_file
 from harness.runs import exit_files, layout, ownership, provenance
 from harness.runs.checkpoint import FROM_SCRATCH, Checkpoints
@@ -71,6 +72,7 @@ class RunFolder:
         self.where = str(path)  # for messages
         self.claimed = False  # by this start; before that, the files may belong to another
         self.start: Any = None  # set by ``claim``; rank 0 sends it to the other ranks, which pass it to ``attach``
+        self._done_at: int | None = None  # the step at which the last start finished; set by ``claim``
         self._lock: Lock | None = None
         self._lock_on = path
         self._config = ""  # of this start, until it is written
@@ -129,6 +131,8 @@ class RunFolder:
             if not (self.path / layout.CONFIG).exists():
                 self.write_config()
             self.checkpoints.run_folder = self.path
+            last = exit_files.read(self.logs).get(0)
+            self._done_at = last.step if last and last.cause is Cause.DONE else None
             self.forget_end()
         except OSError as error:
             raise cannot_write(self.path, error) from None
@@ -236,6 +240,18 @@ class RunFolder:
 
     def detach(self, rank: int, done: bool) -> None:
         """Upload the last files of ``rank``. ``done``: the run is complete."""
+
+    def results(self, step: int, predictions: bool) -> dict[str, Any]:
+        """Return the summary if the last start finished at ``step`` and its weights and, on request, its
+        ``predictions`` are there; otherwise nothing."""
+        files = [self.weights, *([self.path / layout.PREDICTIONS] if predictions else [])]
+        if self._done_at != step or not all(path.is_file() for path in files):
+            return {}
+        with contextlib.suppress(OSError, ValueError):
+            summary: dict[str, Any] = read_sealed(self.path / layout.SUMMARY)
+            lost = any(None in entry.values() for entry in summary["history"])  # numbers that JSON does not have
+            return summary if summary["finished"] and summary["step"] == step and not lost else {}
+        return {}
 
     def add_start(self, start: dict[str, Any]) -> list[str]:
         """Add ``start`` (``harness.runs.provenance``) to ``provenance.json``; return warnings about what has changed

@@ -136,6 +136,13 @@ class MetricsLog:
         """Return the SHA-256 of the log so far, which ``rewind`` checks; empty on ranks other than 0."""
         return self._hash.hexdigest() if self._path else ""
 
+    def goes_on(self, offset: int, digest: str) -> bool:
+        """Return True if the log has entries after ``offset``, and those before are the ones of ``digest``."""
+        if self._file is None:
+            return False
+        size = self._file.seek(0, os.SEEK_END)
+        return size > offset and hashlib.sha256(os.pread(self._file.fileno(), offset, 0)).hexdigest() == digest
+
     def rewind(self, offset: int, digest: str = "", evaluations: Sequence[dict[str, Any]] = ()) -> None:
         """Delete the entries after ``offset``, which a resumed run writes again, and start the trackers.
 

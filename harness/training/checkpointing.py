@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from harness.training.optimizer.optim import Ema, class_name, with_settings_of
 from harness.training.progress import State
 from harness.training.run import Run
 from harness.training.strategies import sharding
+from harness.training.task import SupportsPredictions
 
 log = logging.getLogger("harness")
 
@@ -122,13 +124,19 @@ def resume(run: Run) -> None:
             restore(run, path, is_own)
             if is_own and run.runtime.rank == 0 and run.checkpoints.named(layout.LATEST) == path.name:
                 run.checkpoints.sweep()  # a kill may have come after the checkpoint, before the removal of older ones
-        # Later lines of metrics.jsonl will be written again.
-        if is_own:
+
+    def rewind() -> None:
+        if run.done_at == run.state.step:
+            run.tracker.rewind(run.tracker.offset())
+        elif is_own:  # later lines of metrics.jsonl will be written again
             run.tracker.rewind(run.log_offset, run.log_digest, run.state.history)
         else:
             run.tracker.rewind(0)
 
     run.runtime.patiently("restoring", work)
+    if is_own:
+        _keep_results(run)
+    run.runtime.patiently("opening the log", rewind)
     if path is not None and is_own:
         run.writer.complete = run.state.step
     if path is not None and not is_own:
@@ -136,6 +144,28 @@ def resume(run: Run) -> None:
         run.saved_step = -1
         save(run)  # so that this run no longer needs the other one
         run.writer.wait()
+
+
+def _keep_results(run: Run) -> None:
+    """Set ``run.done_at`` if an earlier start has finished the run: its last evaluation, which comes after the
+    checkpoint, then is in its summary. Collective."""
+    before, runtime = run.state, run.runtime
+
+    def work() -> dict[str, Any]:
+        if runtime.rank or not run.tracker.goes_on(run.log_offset, run.log_digest):
+            return {}
+        return run.folder.results(before.step, isinstance(run.task, SupportsPredictions))
+
+    summary = runtime.from_first(runtime.patiently("looking for results", work))
+    if not summary or (best := summary["best"][run.config.best_metric]) is None:
+        return
+    step, history = summary["best"]["step"], summary["history"]
+    later = sum(entry["step"] > step for entry in history)
+    run.state = replace(before, evaluated=before.step, history=history, best=best, best_step=step, since_best=later)
+    if run.finished():
+        run.done_at = before.step
+    else:  # it is to train longer
+        run.state = before
 
 
 def checkpoint_to_resume(run: Run) -> tuple[Path | None, bool]:

@@ -67,7 +67,8 @@ def announce(run: Run) -> None:
         longer = f"to train longer, type {' and '.join(reached)}; for a new run, type name=NAME"
         if why := run.ended_early():
             longer = f"it ended early: {why}; for a new run, type name=NAME"
-        log.info("nothing left to train: step %d was the last; %s", state.step, longer)
+        what = "do" if run.done_at == state.step else "train"
+        log.info("nothing left to %s: step %d was the last; %s", what, state.step, longer)
 
 
 def _launcher(config: Config, runtime: Runtime) -> str:

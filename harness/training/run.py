@@ -70,6 +70,8 @@ class Run:
     """None after the first evaluation."""
     saved_step: int = -1
     """The step of the newest checkpoint, complete or on its way; -1: none."""
+    done_at: int = -1
+    """The step at which an earlier start finished, if its results are all there; -1: there is something to do."""
     log_offset: int = 0
     """Bytes of metrics.jsonl that were written before the restored checkpoint."""
     log_digest: str = ""

@@ -56,7 +56,7 @@ def test_a_hook_ends_training_on_all_ranks(tmp_path, data):
     assert (folder / "predictions.csv").exists()
     assert run(tmp_path / "config.yaml", 2) == [0, 0]
     assert (
-        "nothing left to train: step 5 was the last; it ended early: only here"
+        "nothing left to do: step 5 was the last; it ended early: only here"
         in (tmp_path / "terminal-0.txt").read_text()
     )
 

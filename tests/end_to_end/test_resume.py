@@ -252,7 +252,7 @@ def test_starting_a_finished_run_changes_nothing_and_more_epochs_continue_it(tmp
     outdated = shutil.copytree(newest_checkpoint(folder), folder / "checkpoints" / "step-1")
     assert run(config, 1, "train.epochs=2") == [0]
     assert not outdated.exists()
-    assert (config.parent / "terminal-0.txt").read_text().count("nothing left to train: ") == 1
+    assert (config.parent / "terminal-0.txt").read_text().count("nothing left to do: ") == 1
     assert_same_run(tmp_path / "before", folder)
     assert run(config, 1, "train.epochs=1", "train.max_steps=5") == [0]
     assert (folder / "config.yaml").read_bytes() == (tmp_path / "before" / "config.yaml").read_bytes()
