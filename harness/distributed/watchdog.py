@@ -6,35 +6,42 @@ killed. A failing rank therefore puts its RankExit into the launch's key-value s
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import secrets
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from harness.distributed import stack, stalls
+from harness.distributed import processes, stack
 from harness.distributed.rank_exit import Cause, RankExit
-from harness.distributed.runtime import Runtime
+from harness.distributed.runtime import Runtime, main_groups
 from harness.distributed.stop import Stop
 from harness.distributed.store import LIMIT_S, StoreTimeout
 from harness.distributed.threads import thread
+from harness.errors import EXIT_FAILURE
 
 log = logging.getLogger("harness")
 
 _KEY = "failed"  # in the store: the RankExit of the first failure
 _STOP = "stop"  # in the store: the signal that some rank has received
+_ASKED = "asked"  # in the store: "RANK:TOKEN" of the question that is open; the answers are at "at/TOKEN/RANK"
 PERIOD_S = 1.0  # between two looks
 GRACE_S = 12.0  # for the main thread to end by itself, with a checkpoint or a traceback
 JOIN_S = 1.0  # for the thread to return from a request to the store
 STOP_GRACE_S = 5.0  # likewise, once another rank has stopped without a checkpoint
 NEWS_S = 3.0  # for all ranks to be notified of a failure before the failing one closes its connections
+ANSWER_S = 10.0  # for the watchdogs of the other ranks to say where their ranks are
 _POLL_S = 0.1
 _STORE_LOST = "rank 0, or the launcher, is gone"
-_BEAT_S = 5.0  # between two heartbeats
-_BUSY_S = stalls.ANSWER_S + LIMIT_S  # that the watchdog may need between two, to ask where the ranks are
-_IN_ORDER = "ended"  # in place of a count of heartbeats: the rank has ended in order, maybe before others
+_STOPPED, _TRACED, _ENDED = "Tt", "t", "X"  # states of a process
+_CANNOT_ANSWER = (*_STOPPED, _ENDED)
 _GRACES_S = {Cause.HUNG: NEWS_S, Cause.STOPPED: STOP_GRACE_S}
 
 
@@ -63,8 +70,7 @@ class Watchdog:
         # A shell may end before its job does (nohup). Only a launcher's death leaves the rank without supervision.
         self._parent = (parent or os.getppid()) if runtime.launch.supervised else None
         self.doing = ""  # where the main thread was when this rank learned of another's failure
-        self.stalls = stalls.Stalls(runtime, step)
-        self._heartbeat = Heartbeat(runtime)
+        self.stalls = Stalls(runtime, step)
         self._answered = time.monotonic()  # when the store last answered
         self.first_failure: RankExit | None = None
         """The launch's first failure, or the stop of a rank that waited for data, once this rank has learned of it."""
@@ -74,12 +80,9 @@ class Watchdog:
         self._alone_s = 0.0  # that the only rank has been in it
         self._finished = threading.Event()
         self._thread = thread(self._run, "harness-watchdog")
-        self._clock = thread(self._tick, "harness-clock")
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
-        if self._runtime.world_size > 1:
-            self._clock.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,7 +90,8 @@ class Watchdog:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
         with suppress(Exception):
-            self._heartbeat.end()
+            if self._runtime.store is not None:
+                self._runtime.store.set(_ended_key(self._runtime.rank), "yes")
 
     def publish_failure(self, failure: RankExit) -> RankExit | None:
         """Publish ``failure`` and return the launch's first one: this, or an earlier one of a peer. None if the store
@@ -116,7 +120,7 @@ class Watchdog:
         if self.first_failure:
             return self._published
         found = self.stalls.missing(doing, timed_out)
-        if found is None and self._wait_for([_KEY], stalls.ANSWER_S + NEWS_S):
+        if found is None and self._wait_for([_KEY], ANSWER_S + NEWS_S):
             self._peer_failure()
         return found
 
@@ -130,10 +134,6 @@ class Watchdog:
                 time.sleep(_POLL_S)
         return False
 
-    def _tick(self) -> None:  # apart from the watchdog, which may wait for the store
-        while not self._finished.wait(PERIOD_S):
-            self.stalls.tick()
-
     def _run(self) -> None:
         while not self._finished.wait(PERIOD_S):
             if record := self._reason_to_end():
@@ -145,13 +145,13 @@ class Watchdog:
 
     def _reason_to_end(self) -> RankExit | None:
         """Return the record with which this rank ends, if it has to: the launcher is gone; the only rank is overdue; a
-        peer has failed, is silent, or keeps this rank waiting. The checks of peers set ``first_failure``, and return
+        peer has failed, or keeps this rank waiting. The checks of peers set ``first_failure``, and return
         why."""
         if self._parent is not None and os.getppid() != self._parent:
             return self._record(Cause.LAUNCHER_LOST, "LauncherLost", "the launcher is gone")
         if self._overdue():
             return self.first_failure
-        if message := self._peer_failure() or self._silent_peer() or self._stalled():
+        if message := self._peer_failure() or self._stalled():
             first = self.first_failure
             if first is not None and first.rank == self._runtime.rank and first.cause is Cause.HUNG:
                 return first  # it is this rank that the others found hung
@@ -212,30 +212,17 @@ class Watchdog:
             return "another rank failed, and its record cannot be read"
         return f"rank {self.first_failure.rank} failed"
 
-    def _silent_peer(self) -> str:
-        """Find and publish a rank whose process is gone, stopped or out of reach. The main thread may be waiting for it
-        without an end, in a CUDA synchronization."""
-        found: RankExit | None = None
-        with suppress(Exception):
-            if (rank := self._heartbeat.beat()) is not None:
-                found = self.stalls.silent(rank)
-        return self._publish(found) if found else ""
-
     def _stalled(self) -> str:
         """Find and publish the rank that is missing, if the main thread waits for it without an end: in a collective of
-        nccl. One of gloo raises after the timeout."""
-        limit_s = self._runtime.limit_s
-        if self._runtime.world_size == 1:  # which starts no collectives
+        nccl, or in a CUDA synchronization. A collective of gloo raises after the timeout."""
+        limit_s, silent_s = self._runtime.limit_s, time.monotonic() - self._answered
+        if self._runtime.world_size == 1 or self.stalls.waited_s() < limit_s + 2 * PERIOD_S:  # one rank starts none
             return ""
-        if self.stalls.waited_s() < limit_s + 2 * PERIOD_S:
+        if LIMIT_S <= silent_s < limit_s:  # the store may be late, or its holder frozen
             return ""
-        store_is_lost = time.monotonic() - self._answered >= limit_s
-        found = self.stalls.missing(stack.main_thread_at(), timed_out=False)
-        if found is not None and (found.cause is Cause.HUNG or store_is_lost):
+        if found := self.stalls.missing(stack.main_thread_at(), timed_out=False):
             return self._publish(found)
-        if found is not None:  # the rank found may only be slow to answer; its heartbeat decides
-            self.stalls.withdraw()
-        return _STORE_LOST if store_is_lost else ""
+        return _STORE_LOST if silent_s >= limit_s else ""
 
     def _publish(self, found: RankExit) -> str:
         """Publish the failure of another rank that cannot report it itself; return the message."""
@@ -265,58 +252,186 @@ class Watchdog:
         self._exit_process(record.exit_code)
 
 
-class Heartbeat:
-    """The heartbeats of this rank, through the store, and those of the rank that it watches: they tell a rank that is
-    gone from one that is slow.
+@dataclass(frozen=True)
+class Position:
+    """Where a rank is."""
 
-    The watchdog thread publishes them, so they continue while the main thread computes, waits or is blocked in C code
-    that releases the GIL. They stop if the process ends, is stopped, or its machine is out of reach. Each rank watches
-    the next one, so that the store answers two requests per rank and period, however many ranks there are.
+    step: int | None
+    started: dict[str, int]
+    """Collectives that it has started, by process group."""
+    doing: str
+    stack: list[str]
+    waited_s: float
+    """Time since it started the last one."""
+
+
+class Stalls:
+    """Finds the rank that keeps this one waiting, by the number of collectives that each rank has started. ``step``
+    returns the current step.
+
+    A rank that has waited too long queries the watchdogs of all ranks, through the store, for the positions of their
+    ranks. Until then, nothing is exchanged. A rank that does not respond is stopped, blocked outside Python, or has
+    ended.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._period_s = min(_BEAT_S, runtime.timeout_s / 4)
-        self._count, self._at = 0, -self._period_s
-        self._watched = (runtime.rank + 1) % runtime.world_size
-        self._heard, self._silent_s = "", 0.0
-        self._ended, self._publishing = False, threading.Lock()
+    def __init__(self, runtime: Runtime, step: Callable[[], int | None]) -> None:
+        self._runtime, self.step = runtime, step
+        self._started: dict[str, int] = {}
+        self._since = time.monotonic()
+        self._waited_in = ""  # the place of the collective that has failed
+        self._frozen: processes.Identity | None = None  # the process of the rank that was found HUNG without an answer
+        self._looking = threading.Lock()
+        self._asking = threading.Lock()  # the main thread and the watchdog ask one after the other
+        self._answered = ""  # the last question that this rank has answered
 
-    def beat(self) -> int | None:
-        """Publish that this rank is alive, and look at the watched one, at most once per period. Returns the watched
-        rank once its process has been silent for ``timeout_s``. Raises what the store raises."""
-        store, now = self._runtime.store, time.monotonic()
-        if store is None or self._runtime.world_size == 1 or now - self._at < self._period_s:
+    def waited_s(self) -> float:
+        """Return the time since this rank started its last collective, or since the first look at it. To be called
+        about once per second."""
+        return self._look()[1]
+
+    def _look(self) -> tuple[dict[str, int], float]:
+        """Return the collectives that this rank has started, with the time since the last one. Both are of now: a rank
+        that has computed for long and then starts a collective has not waited long for it."""
+        with self._looking:  # the main thread and the watchdog
+            now, started = time.monotonic(), num_started()
+            if started != self._started:
+                self._started, self._since = started, now
+            return started, now - self._since
+
+    def answer(self) -> None:
+        """Publish where this rank is, if another rank has asked."""
+        store = self._runtime.store
+        if store is None or self._runtime.world_size == 1 or (asked := store.find(_ASKED)) in ("", self._answered):
+            return
+        position = self._position(self._waited_in or stack.main_thread_at())
+        store.set(_answer_of(self._runtime.rank, asked), json.dumps(asdict(position)))
+        self._answered = asked
+
+    def missing(self, doing: str, timed_out: bool) -> RankExit | None:
+        """Return the rank for which this one waited in ``doing``: HUNG, or NODE_LOST if it is gone or out of reach.
+        None if that cannot be determined, or if another rank is determining it. Takes little more than ANSWER_S.
+
+        ``timed_out``: a collective of this rank has timed out.
+        """
+        store, rank = self._runtime.store, self._runtime.rank
+        if store is None or not self._runtime.peers:
             return None
-        passed_s, self._at = now - self._at, now
-        if passed_s > 2 * self._period_s + _BUSY_S:  # this process was stopped, and maybe the other as well
-            passed_s = self._silent_s = 0.0
-        passed_s = min(passed_s, 2 * self._period_s)
-        self._count += 1
-        with self._publishing:
-            if self._ended:  # while this thread waited for the store
+        self._waited_in = doing
+        # A new one each time: the answers to an earlier question say where the ranks were then.
+        question = f"{rank}:{secrets.token_hex(4)}"
+        with self._asking:
+            try:
+                asked = store.compare_set(_ASKED, "", question)
+                if asked.partition(":")[0] == str(rank) and asked != question:  # an earlier one of this rank
+                    asked = store.compare_set(_ASKED, asked, question)
+                if asked != question:
+                    return None
+                positions = self._ask(question, {rank: self._position(doing)})
+                ended = [rank for rank in self._others(positions) if store.find(_ended_key(rank))]
+                found = self._silent([*positions, *ended]) or self._behind(positions, timed_out)
+                if found is None:
+                    store.delete(_ASKED)
+                return found
+            except (StoreTimeout, RuntimeError):  # the store does not respond, or is closed
+                # A launcher that is frozen harms no rank; a rank that is frozen does. The store runs in a thread of its
+                # own, which also a busy rank 0 does not hold up, so that its silence alone is no reason to accuse it.
+                holder_is_rank_0 = not self._runtime.launch.store_is_held and rank != 0
+                if holder_is_rank_0 and self._runtime.peers[0].state() in ("", *_CANNOT_ANSWER):
+                    return self._silent(range(1, self._runtime.world_size))
                 return None
-            store.set(_beat_of(self._runtime.rank), str(self._count))
-        if self._watched == self._runtime.rank:  # all others have ended
+
+    def release(self) -> None:
+        """Let the rank that ``missing`` found end if it cannot answer: continue a stopped process, which is then
+        notified of the failure, and kill one in which no thread of Python can run. Call it once everything is
+        recorded."""
+        state = self._frozen.state() if self._frozen else ""
+        if self._frozen and state and state not in (_ENDED, _TRACED):
+            processes.send(signal.SIGCONT if state in _STOPPED else signal.SIGKILL, [self._frozen.pid])
+
+    def _position(self, doing: str) -> Position:
+        started, waited_s = self._look()
+        return Position(self.step(), started, doing, stack.main_thread_lines(), waited_s)
+
+    def _ask(self, question: str, positions: dict[int, Position]) -> dict[int, Position]:
+        """Return ``positions`` and those of all ranks that answer ``question`` in time."""
+        store, deadline = self._runtime.store, time.monotonic() + ANSWER_S
+        assert store is not None
+        while time.monotonic() < deadline:
+            for rank in (silent := self._others(positions)):
+                if answer := store.find(_answer_of(rank, question)):
+                    positions[rank] = Position(**json.loads(answer))
+            if all(self._runtime.peers[rank].state() in _CANNOT_ANSWER for rank in silent if rank not in positions):
+                break
+            time.sleep(_POLL_S)
+        return positions
+
+    def _others(self, ranks: Collection[int]) -> list[int]:
+        return [rank for rank in range(self._runtime.world_size) if rank not in ranks]
+
+    def _silent(self, answered: Collection[int]) -> RankExit | None:
+        """Return the first rank that has not ``answered``, and why."""
+        for rank in self._others(answered):
+            process = self._runtime.peers[rank]
+            state, name = process.state(), f"its process {process.pid}"
+            if state == _ENDED:
+                return self._record(rank, Cause.NODE_LOST, f"{name} ended without a report")
+            if state == "":
+                reason = f"{name} does not answer: it is stopped, blocked or gone, or its machine is out of reach"
+                return self._record(rank, Cause.NODE_LOST, reason)
+            self._frozen = process
+            if state in _STOPPED:
+                return self._record(rank, Cause.HUNG, f"{name} is stopped, by SIGSTOP or a debugger")
+            reason = f"{name} does not answer: it is running C code that does not release the GIL"
+            return self._record(rank, Cause.HUNG, reason)
+        return None
+
+    def _behind(self, positions: Mapping[int, Position], timed_out: bool) -> RankExit | None:
+        """The rank that has started fewer collectives than one that has waited for the whole timeout."""
+        groups = sorted({group for position in positions.values() for group in position.started})
+        counts = {rank: [at.started.get(group, 0) for group in groups] for rank, at in positions.items()}
+        least, most = (list(map(pick, *counts.values())) for pick in (min, max))
+        ahead = {
+            rank for rank, count in counts.items()
+            if any(n == high > low for n, low, high in zip(count, least, most, strict=True))
+        }  # fmt: skip
+        longest_s = max((positions[rank].waited_s for rank in ahead), default=0.0)
+        if not ahead or not (timed_out or longest_s >= self._runtime.limit_s):
             return None
-        heard = store.compare_set(_beat_of(self._watched), "", "0")  # this creates the key if it does not exist
-        if heard == _IN_ORDER:
-            self._watched = (self._watched + 1) % self._runtime.world_size
-            self._heard, self._silent_s = "", 0.0
-        elif heard != self._heard:
-            self._heard, self._silent_s = heard, 0.0
-        else:
-            self._silent_s += passed_s
-        return self._watched if self._silent_s >= self._runtime.timeout_s else None
+        if behind := positions.keys() - ahead:
+            rank = min(behind, key=lambda rank: (sum(counts[rank]), rank))
+            waiting = f"rank {min(ahead)} waited for it in {positions[min(ahead)].doing}"
+            return self._record(rank, Cause.HUNG, f"it was in {positions[rank].doing}; {waiting}", positions[rank])
+        # Each one is ahead in some group: they wait in different collectives. The odd one out is named.
+        common = Counter(map(tuple, counts.values()))
+        rank = min(counts, key=lambda rank: (common[tuple(counts[rank])], -rank))
+        other = next(other for other in sorted(counts) if counts[other] != counts[rank])
+        reason = f"its collective, in {positions[rank].doing}, does not match that of rank {other}"
+        return self._record(rank, Cause.HUNG, f"{reason}, in {positions[other].doing}", positions[rank])
 
-    def end(self) -> None:
-        """Publish that this rank ends in order: nobody waits for it. ``beat`` publishes nothing more. Raises what the
-        store raises."""
-        if self._runtime.store is not None and self._runtime.world_size > 1:
-            with self._publishing:
-                self._ended = True
-                self._runtime.store.set(_beat_of(self._runtime.rank), _IN_ORDER)
+    def _record(self, rank: int, cause: Cause, message: str, at: Position | None = None) -> RankExit:
+        host = self._runtime.peers[rank].host
+        if cause is not Cause.HUNG:  # an engine may have seen more
+            text = f"{message} (on {host})"
+            return RankExit(rank, cause, EXIT_FAILURE, step=self.step(), error="Lost", message=text, time=time.time())
+        message = f"it did not join the other ranks within {self._runtime.limit_s:g} s: {message}"
+        at = at or Position(self.step(), {}, "", [], 0.0)
+        return RankExit(rank, cause, EXIT_FAILURE, host, at.step, "Hung", message, at.doing, at.stack, time.time())
 
 
-def _beat_of(rank: int) -> str:
-    return f"beat/{rank}"
+def _answer_of(rank: int, question: str) -> str:
+    return f"at/{question.partition(':')[2]}/{rank}"
+
+
+def _ended_key(rank: int) -> str:
+    """Return the key that exists once ``rank`` has ended in order: nobody waits for it."""
+    return f"ended/{rank}"
+
+
+def num_started() -> dict[str, int]:
+    """Collectives that the main thread has started, by process group. torch counts them itself."""
+    counts: dict[str, int] = {}
+    for group in main_groups():
+        with suppress(RuntimeError):  # a backend that does not count
+            backends: set[Any] = {group._get_backend(device) for device in group._device_types}
+            counts[str(group.group_name)] = sum(backend._get_sequence_number_for_group() for backend in backends)
+    return counts

@@ -56,10 +56,6 @@ log = logging.getLogger("harness")
 _PRINT_S = 20.0  # for local rank 0 to print an early error; torch's launcher cuts it short once that has exited
 
 
-class Paused(TrainingError):
-    """This process was stopped and continued."""
-
-
 class ExitReporter:
     """Writes this rank's RankExit once. ``run`` is set as soon as it is built, for the step in the record. Without a
     ``folder`` it only reports to the terminal and the other ranks; without ``shown`` only to the ranks."""
@@ -106,7 +102,7 @@ class ExitReporter:
             return code
         by_peer = isinstance(error, HarnessError) and error.origin_rank not in (None, self._runtime.rank)
         record = self._record(
-            Cause.PEER_LOST if by_peer or (lost and not isinstance(shown, Paused)) else Cause.ERROR,
+            Cause.PEER_LOST if by_peer or lost else Cause.ERROR,
             exit_code_of(shown),
             error=type(shown).__name__, message=_text(shown), doing=watchdog.doing or stack.raised_at(error),
             traceback=traceback.format_exception(error),
@@ -144,12 +140,6 @@ class ExitReporter:
         failure = collective_errors.diagnose(error)
         if failure is None or failure.fault is Fault.OWN:
             return None, explained(error, self.run)
-        if (pause_s := watchdog.stalls.pause_s()) > self._runtime.timeout_s / 2:
-            return None, Paused(
-                f"this process was suspended for {pause_s:.0f} s and lost contact with the other ranks, which wait "
-                f"at most {self._runtime.timeout_s:g} s (runtime.timeout_s)",
-                hint="run the same command again; training resumes from its newest checkpoint, if there is one",
-            )
         if missing := watchdog.missing(stack.raised_at(error), failure.fault is Fault.TIMEOUT):
             return missing, TrainingError(f"lost contact with rank {missing.rank}")
         return None, explained(error, self.run)

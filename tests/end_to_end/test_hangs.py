@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import sys
 import time
-from contextlib import suppress
 
 import pytest
 
 from benchmarks.campaign.start import descendants
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_OWN_CODE
-from tests.end_to_end.experiment import assert_same_run, run, run_folder, write_config
+from tests.end_to_end.experiment import run, run_folder, write_config
 from tests.end_to_end.models import Hangs
 from tests.end_to_end.processes import (
     END_S,
@@ -125,40 +122,6 @@ def test_thread_of_the_user_does_not_keep_a_failed_rank(tmp_path, data):
         wait_until(lambda: (run_folder(config) / "failure.json").exists(), START_S, "the report")
         assert one.wait(END_S) == EXIT_OWN_CODE
     assert one.text().count("ArithmeticError: a layer went wrong, only here") == 2  # first, and in the traceback
-
-
-@pytest.mark.slow
-def test_job_that_was_stopped_as_a_whole_says_so_and_resumes_exactly(tmp_path, data):
-    """As by a scheduler that suspends a job: all ranks get SIGSTOP, and SIGCONT after the timeout. Rank 0, which waits
-    for rank 1 nearly all the time, continues first. If both continue at once, the run may go on."""
-    slow = {"name": f"{MODELS}.Late", "args": {"step_s": 0.3}}
-    runtime = {"device": "cpu", "timeout_s": TIMEOUT_S}
-    for attempt in range(4):  # rank 0 may have been stopped in the moment in which it did not wait
-        config = write_config(tmp_path / f"stopped-{attempt}", data, model=slow, runtime=runtime)
-        terminal = tmp_path / f"{attempt}.txt"
-        ranks = drivers(2, ["-c", str(config)], terminal)
-        try:
-            wait_for_steps(run_folder(config), 2)
-            for process, _ in ranks:
-                os.kill(process.pid, signal.SIGSTOP)
-            time.sleep(TIMEOUT_S + 1)
-            os.kill(ranks[0][0].pid, signal.SIGCONT)
-            deadline = time.monotonic() + END_S
-            while "was suspended for" not in terminal.read_text() and time.monotonic() < deadline:
-                time.sleep(0.1)
-            with suppress(ProcessLookupError):
-                os.kill(ranks[1][0].pid, signal.SIGCONT)
-        finally:
-            codes = wait_for(ranks, END_S)
-        if "was suspended for" in terminal.read_text() and codes == [EXIT_FAILURE] * 2:
-            break
-    assert codes == [EXIT_FAILURE] * 2
-    assert re.search(r"this process was suspended for \d+ s and lost contact with the other", terminal.read_text())
-    assert "training resumes from its newest checkpoint" in failure_of(config)["message"]
-    assert run(config, 2) == [EXIT_DONE] * 2
-    unbroken = write_config(tmp_path / "unbroken", data, model=slow)
-    assert run(unbroken, 2) == [EXIT_DONE] * 2
-    assert_same_run(run_folder(unbroken), run_folder(config))
 
 
 class Blocks:
