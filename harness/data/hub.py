@@ -124,6 +124,10 @@ class HubTokenizer:
             rows[0] = self.tokenizer.pad_token_id
         return np.ascontiguousarray(rows.transpose(1, 2, 0))
 
+    def lengths(self, texts: Sequence[Sequence[str]]) -> np.ndarray:
+        """Return the number of tokens of each row of ``texts``, of which none is cut."""
+        return np.asarray([len(ids) for ids in self.tokenizer(*texts, verbose=False)["input_ids"]], dtype=np.int64)
+
     def example(self, length: int) -> Tensor:
         """Return two made-up rows of ``length`` tokens."""
         values = {_INPUTS[0]: int(self.tokenizer.pad_token_id == 0), _INPUTS[1]: 1, _INPUTS[2]: 0}

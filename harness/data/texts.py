@@ -22,7 +22,7 @@ from harness.data.batch import Batch
 from harness.data.hub import HubTokenizer
 from harness.data.row_labels import RowLabels
 from harness.data.table.table import Table
-from harness.errors import DataError
+from harness.errors import DataError, plural
 from harness.runs.console import working
 from harness.runs.fetch import made_once
 from harness.runs.files import cache_folder, read_sealed, write_sealed
@@ -33,6 +33,7 @@ UNKNOWN = 1  # the id of every word that is not in the vocabulary
 RULE = "NFD, lower case; a word is a run of letters, marks, digits and underscores"
 _BETWEEN_WORDS = r"[^\p{L}\p{M}\p{N}_]+"
 _CHUNK_ROWS = 1 << 16
+_LOOKED_AT = 500  # rows whose tokens are counted
 
 
 class Tokenizer(Protocol):
@@ -155,7 +156,7 @@ class TextTable:
     """The texts and labels of a table, as a dataset: inputs are ids, int64 (batch, positions), padded with 0 on the
     right. Of a tokenizer of transformers, which takes texts or pairs of them, they are (batch, positions, inputs).
 
-    max_length: of a text in tokens; what follows is cut off
+    max_length: of a row in tokens; what follows is cut off, of a pair first the end of the longer text
     fixed: pad all batches to ``max_length`` instead of to their longest text
     """
 
@@ -187,6 +188,24 @@ class TextTable:
         padded = np.zeros((len(counts), width), dtype=np.int64)
         padded[inside] = ids[(starts[:, None] + places)[inside]]
         return padded
+
+    @cached_property
+    def lengths(self) -> str:
+        """How many tokens rows have and how many of them are cut, in words, by a look at some; empty if the tokenizer
+        fails, which the first batch reports."""
+        rows = np.unique(np.linspace(0, len(self) - 1, min(_LOOKED_AT, len(self))).round().astype(np.int64))
+        texts = [self.table.strings(column, rows) for column in self.columns]
+        try:
+            if isinstance(self.tokenizer, HubTokenizer):
+                counts = self.tokenizer.lengths(texts)
+            else:
+                counts = self.tokenizer.encode(texts[0])[1]
+        except Exception:  # of the user's own tokenizer
+            return ""
+        longest, cut = int(counts.max(initial=0)), int((counts > self.max_length).sum())
+        if not cut:
+            return f"the longest of {plural(len(rows), 'row')} looked at has {longest:,}"
+        return f"{cut:,} of {plural(len(rows), 'row')} looked at are cut; the longest has {longest:,}"
 
     def notes(self) -> list[str]:
         """Return a warning for each column with rows without text."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -51,6 +52,16 @@ def folder(tmp_path):
 
 
 # Tokens
+
+
+def test_rows_that_are_cut_are_counted(folder):
+    """Of a tokenizer that fails, nothing is said here: the first batch says it."""
+    task = opened(folder, tokenizer={"max_length": 3})
+    assert task.summary["tokens"].endswith("at most 3 per row; 2 of 6 rows looked at are cut; the longest has 50"), (
+        "three words are not cut"
+    )
+    assert opened(folder).summary["tokens"].endswith("at most 256 per row; the longest of 6 rows looked at has 50")
+    assert replace(task.train, tokenizer=OwnTokenizer("mine", lambda text: [99], 5)).lengths == ""
 
 
 def test_words():

@@ -130,6 +130,18 @@ def test_pairs_with_masks(make, bert, pad):
     assert task.known(rows)["hypothesis"] == task.eval.table.strings("hypothesis", rows)
 
 
+def test_pair_loses_the_end_of_the_longer_text_first(make, bert):
+    task = build.open_task(make("task.tokenizer.max_length=10"), Runtime())
+    found = hub.tokenizer(f"hf:{bert}", "here", pairs=True)
+    pair = [["good bad film day sun rain"], ["yes no maybe it"]]
+    for length, kept in ((13, "good bad film day sun rain [SEP] yes no maybe it"), (12, "good bad film day sun [SEP] "
+                         "yes no maybe it"), (9, "good bad film [SEP] yes no maybe")):  # fmt: skip
+        ids = found.padded(pair, length, False)[0, :, 0]
+        assert found.tokenizer.decode(ids) == f"[CLS] {kept} [SEP]"
+    assert found.lengths(pair).tolist() == [13]
+    assert " rows looked at " in task.summary["tokens"]
+
+
 def test_padding_does_not_change_the_outputs(make):
     task, model = built(make())
     inputs = task.train.batch(np.arange(4), None).inputs

@@ -29,9 +29,11 @@ class TokenizerSection(Section):
     max_words: Annotated[int, Field(ge=1, le=10_000_000)] = 20_000
     """Size of the vocabulary of `words`; all other words are one token."""
     max_length: Annotated[int, Field(ge=1, le=2**20)] = 256
-    """Maximum number of tokens per text; the rest is cut off."""
+    """Maximum number of tokens per row, a text or a pair; the rest is cut off: of a pair, first the end of the longer
+    text. `harness check` says how many rows are cut.
+    """
     pad: Literal["batch", "max_length"] = "batch"
-    """Pad shorter texts to the length of the longest in the batch, or to max_length, which torch.compile prefers."""
+    """Pad shorter rows to the length of the longest in the batch, or to max_length, which torch.compile prefers."""
     num_tokens: Positive | None = None
     """For a tokenizer of your own: its largest id plus one, such as 30522."""
     args: Arguments = {}

@@ -105,8 +105,9 @@ class TextCsv(Supervised):
     @property
     def summary(self) -> dict[str, Any]:
         options = self.options.tokenizer
-        shown = f"{options.name}, {self.tokenizer.num_tokens:,} distinct; at most {options.max_length} per text"
-        rows = {"train rows": len(self.train), "eval rows": len(self.eval), "tokens": shown}
+        shown = f"{options.name}, {self.tokenizer.num_tokens:,} distinct; at most {options.max_length} per row"
+        tokens = "; ".join(filter(None, [shown, self.train.lengths]))
+        rows = {"train rows": len(self.train), "eval rows": len(self.eval), "tokens": tokens}
         return rows | self.objective.summary(len(self.eval))
 
     @cached_property

@@ -38,6 +38,7 @@ _BOXES = (
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _PACKED = re.compile(rf"[\[(]?\s*{_NUMBER.pattern}([\s,;]+{_NUMBER.pattern}){{3}}\s*[\])]?")
 _WRONG = "correct it: "  # starts the comment of a guess that cannot be right
+_UNUSED = "not used: "  # starts the part of a comment about a column of texts that the model does not read
 _TYPICAL = 224  # height and width of images that most published models were trained on
 _WITHOUT_GPU = 96  # a fifth of the pixels, and of the time
 _SMALL = 64  # up to here a small network is enough
@@ -86,7 +87,7 @@ def write(sources: Sequence[str], out: Path | None, model: str | None = None) ->
         raise ConfigError("this file already exists and will not be overwritten", where=str(out), hint=hint) from None
     except OSError as error:
         raise ConfigError(f"cannot write: {reason(error)}", where=str(out), hint=remedy(error)) from None
-    wrong = [f"warning: {line.lstrip()}" for line in lines if f"# {_WRONG}" in line]
+    wrong = [f"warning: {line.lstrip()}" for line in lines if f"# {_WRONG}" in line or f"; {_UNUSED}" in line]
     commands = [f"  harness {verb} -c {file}" for verb in ("check", "train")]
     return "\n".join([text, f"wrote {out}; now check it:", *commands, *wrong])
 
@@ -253,7 +254,8 @@ def _texts(
     taken = names if of_hub else [max(texts, key=texts.__getitem__)]  # others take one column
     why = f"{' and '.join(f'{texts[name]:.1f}' for name in taken)} words per row"
     if len(taken) < len(names):
-        why += f"; {', '.join(names)}: a pair, for models of Hugging Face"
+        left = ", ".join(name for name in names if name not in taken)
+        why += f"; {_UNUSED}{left}: for both texts of a pair, add --model {HUB}FOLDER_OR_NAME to harness init"
     yield f"task:\n  name: text_csv  # a text{' pair' * (len(taken) > 1)} and a label per row\n{files}"
     yield f"  text_column: {_plain(taken if len(taken) > 1 else taken[0])}  # {why}"
     yield f"  {labels}  # {why_labels}"
