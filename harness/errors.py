@@ -231,8 +231,8 @@ def similar_path(path: str | os.PathLike[str], wanted: Callable[[Path], bool] = 
     except OSError:
         return None
     near = similar(wrong.name, there)
-    if near is None:
-        return None
+    if near is None or (Path(near).suffix == wrong.suffix and not similar(wrong.stem, [Path(near).stem])):
+        return None  # wrong.csv and train.csv are alike only in their ends
     found = wrong.with_name(near) / path.relative_to(wrong)
     return found if os.path.exists(found) else similar_path(found, wanted)
 

@@ -105,6 +105,7 @@ def test_similar_paths(tmp_path, monkeypatch):
         ("my rnus/digit", os.path.isdir, "did you mean 'my runs/digits'?"),
         (tmp_path / "my runs" / "digtis.csv", os.path.isfile, f"did you mean '{tmp_path}/my runs/digits.csv'?"),
         ("my rnus/other.csv", os.path.exists, ""),
+        ("my runs/diary.csv", os.path.exists, ""),  # only .csv is alike
         ("my runs/digits", os.path.isfile, ""),
         ("x", os.path.exists, ""),
     ):
