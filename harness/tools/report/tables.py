@@ -128,8 +128,9 @@ def problems(run: ReportedRun) -> list[str]:
     """Why a run did not finish, and which files are missing or damaged; empty if all is well."""
     failure, lines = run.record.failure, []
     if failure:
-        where = f"rank {failure.get('rank')} at step {failure.get('step')}"
-        lines.append(f"{failure.get('error') or 'failed'} ({where}): {_reason(run.record)}")
+        when = f"at step {step}" if (step := failure.get("step")) else "at its start"
+        lines.append(f"{failure.get('error') or 'failed'} (rank {failure.get('rank')} {when}): {_reason(run.record)}")
+        lines += [line.strip() for line in str(failure.get("message")).splitlines() if line.startswith("  -> ")]
     elif run.record.trial and run.record.trial.error:
         lines.append(run.record.trial.error.strip().splitlines()[0])
     return [*lines, *run.record.problems]

@@ -49,6 +49,12 @@ def test_starts_that_failed_before_the_first_step_are_one_line(tmp_path, monkeyp
     assert "from 9 run folders" in text
 
 
+def test_a_failed_start_alone_says_what_to_do(tmp_path):
+    (run,) = build(write_failed_start(tmp_path / "start", "model.name: unknown\n  -> it takes: resnet50")).runs
+    assert tables.problems(run)[1:] == ["-> it takes: resnet50"]
+    assert " at its start): model.name: unknown" in tables.problems(run)[0]
+
+
 @pytest.mark.parametrize("change", ["logged", "step", "alone", "trial"])
 def test_failed_runs_that_are_shown_in_full(tmp_path, change):
     """Those that have trained, trials of a sweep, and failed starts where there is nothing else."""
