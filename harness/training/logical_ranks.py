@@ -104,6 +104,18 @@ class LogicalRanks:
         self.active = self.own.start
         self._spare = self._others.pop(self.active).buffers
 
+    def average_buffers(self) -> None:
+        """Set the running statistics of batch norms, and other floating-point buffers, which training leaves to each
+        rank, to their mean over ranks, on all of them. Collective."""
+        own = [{name: b for name, b in of_rank.items() if b.is_floating_point()} for of_rank in self.buffers()]
+        if self.num == 1 or not own[0]:
+            return
+        flat = [torch.cat([buffer.double().reshape(-1) for buffer in of_rank.values()]) for of_rank in own]
+        means = (self.sum(flat) / self.num).split([buffer.numel() for buffer in own[0].values()])
+        for of_rank in own:
+            for buffer, mean in zip(of_rank.values(), means, strict=True):
+                buffer.copy_(mean.view_as(buffer))
+
     def set_buffers(self, values: dict[str, Tensor]) -> None:
         """Give all ranks of this process the buffers ``values``."""
         for buffers in self.buffers():

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from harness.data.loader import MicroBatch
+from harness.training import run_log
 from harness.training.checkpointing import keep_best, save
 from harness.training.evaluation.evaluate import evaluate, is_number, prepare, try_evaluation
 from harness.training.hooks import AFTER_EVALUATION, AFTER_STEP, BEFORE_TRAINING
@@ -71,7 +72,7 @@ def epoch(run: Run) -> None:
         if run.first_look is not None:
             run.first_look.poll()
         if logs:
-            run.end_window()
+            run_log.end_window(run)
         if left and run.size.save_every and number % run.size.save_every == 0:
             count_uncounted(run)
             save(run)
@@ -80,47 +81,30 @@ def epoch(run: Run) -> None:
     count_uncounted(run)
     run.progress.stop()
     if run.meter.steps and (left == 0 or run.evaluation_due()):
-        run.end_window()
+        run_log.end_window(run)
         count_uncounted(run)  # which, on a GPU, writes the line
     if left == 0 or run.finished():
         run.health.updates(state, run.writer.complete)
     if left == 0:
-        run.log_coverage()
+        run_log.log_coverage(run)
         state.next_epoch()
 
 
 def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     """Take one optimizer step over the micro-batches of ``group``, applied or skipped on all ranks alike. Collective.
 
-    ``measured``: a log line with the gradient norm follows. Gradients are averaged over ranks once, in the last
-    backward pass. Whether they overflowed follows from gradients that are equal on all ranks, without communication;
-    under fsdp, whose ranks hold parts of them, torch reduces it as amp unscales them. Where the device can skip the
-    step by itself, the host learns of it after the next backward pass has been queued (``count_uncounted``), before
-    anything depends on it: the learning rate, the moving average, the counts.
+    ``measured``: a log line with the gradient norm follows.
 
-    After an overflow amp skips the step: ``scale_loss`` marks the optimizer. With train.on_nan: skip, this function
-    skips one whose loss or gradients are not finite.
+    After an overflow amp skips the step: ``scale_loss`` marks the optimizer. Whether gradients overflowed follows from
+    values that are equal on all ranks, without communication; under fsdp, whose ranks hold parts of them, torch reduces
+    it as amp unscales them. With train.on_nan: skip, a step whose loss or gradients are not finite is skipped here.
+
+    Where the device can skip the step by itself, the host learns of it after the next backward pass has been queued
+    (``count_uncounted``), before anything depends on it: the learning rate, the moving average, the counts.
     """
     train, precision, timer = run.config.train, run.precision, run.meter.timer
-    losses = []
     timer.start()
-    for index, micro in enumerate(group):
-        ends_step = index == len(group) - 1
-        run.ranks.activate(micro.rank)
-        with run.parallel.sync_gradients(ends_step, counts=micro.num_rows > 0):
-            inputs, share = mixed(train, run.config.seed, run.step, prepare(run, micro.batch.inputs))
-            outputs = run.parallel.model(inputs)
-            loss = mixed_loss(run.task.loss, outputs, micro.batch.targets, share)
-            require_loss(run.task, loss)
-            weighted = loss if micro.weight == 1.0 else loss * micro.weight
-            timer.end("forward")
-            with precision.scale_loss(weighted, run.optimizer, delay_unscale=not ends_step) as scaled:
-                if exchange := ends_step and run.parallel.exchanges:
-                    end_backward_before_exchange(timer, scaled)
-                run.parallel.backward(scaled, micro.ends)
-                timer.end("reduce" if exchange else "backward")
-        losses.append((loss, micro))
-    run.ranks.activate(run.ranks.own.start)
+    losses = backward(run, group)
     count_uncounted(run)
     run.set_lr()
     host_waits, spoiled = train.on_nan == "skip", False  # will_skip may wait for the device, skip_flag never does
@@ -143,6 +127,30 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
         run.hooks.call(AFTER_STEP, run)  # which may look at the gradients
         timer.start()  # their time is not part of the step
     clear_gradients(run.optimizer)
+
+
+def backward(run: Run, group: list[MicroBatch]) -> Losses:
+    """Add up the gradients of the micro-batches of ``group``, which are averaged over ranks once, in the last backward
+    pass. Returns their losses. Collective."""
+    timer, losses = run.meter.timer, []
+    for index, micro in enumerate(group):
+        ends_step = index == len(group) - 1
+        run.ranks.activate(micro.rank)
+        with run.parallel.sync_gradients(ends_step, counts=micro.num_rows > 0):
+            inputs, share = mixed(run.config.train, run.config.seed, run.step, prepare(run, micro.batch.inputs))
+            outputs = run.parallel.model(inputs)
+            loss = mixed_loss(run.task.loss, outputs, micro.batch.targets, share)
+            require_loss(run.task, loss)
+            weighted = loss if micro.weight == 1.0 else loss * micro.weight
+            timer.end("forward")
+            with run.precision.scale_loss(weighted, run.optimizer, delay_unscale=not ends_step) as scaled:
+                if exchange := ends_step and run.parallel.exchanges:
+                    end_backward_before_exchange(timer, scaled)
+                run.parallel.backward(scaled, micro.ends)
+                timer.end("reduce" if exchange else "backward")
+        losses.append((loss, micro))
+    run.ranks.activate(run.ranks.own.start)
+    return losses
 
 
 def finite_everywhere(run: Run, norm: Tensor, losses: Losses) -> bool:
@@ -181,7 +189,7 @@ def count_uncounted(run: Run) -> None:
             run.ema.update(run.precision.master_params(run.optimizer))  # which only the next step changes
         count(run, used, skipped)
     if run.meter.ended:
-        run.log_train()
+        run_log.log_train(run)
         run.meter.timer.start()  # the line is not part of a step
 
 
@@ -223,7 +231,7 @@ def evaluation(run: Run) -> Report | None:
     else:
         state.since_best += 1
     lowered = run.schedule.after_evaluation(state.plateau, value, increases, state.applied)
-    run.write_summary(report)
+    run_log.write_summary(run, report)
     when = f"step {state.step}" if state.in_epoch else f"epoch {state.epoch}"
     shown = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
     rows = f"{report['rows_used']} of {report['rows']} rows"

@@ -1,10 +1,9 @@
-"""One training run: its parts, as the loop uses them, and what it logs and reports."""
+"""One training run: its parts, as the loop uses them, and when it ends and evaluates."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from harness.config.schema import Config
-from harness.data.batch import Dataset
 from harness.data.loader import EvalData, TrainData
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
@@ -23,7 +21,6 @@ from harness.runs.run_dir import RunFolder
 from harness.trackers.metrics_log import MetricsLog
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.division import Sizes
-from harness.training.evaluation.metrics import Report
 from harness.training.first_look import FirstLook
 from harness.training.health import Health
 from harness.training.hooks import Hooks
@@ -168,95 +165,6 @@ class Run:
         self.meter.costs.add(spent_s)
         self.meter.costs.add({"tracker": self.tracker.take_cpu_s()})
 
-    def end_window(self) -> None:
-        """End the steps of a log line, and write it. On a GPU, ``log_train`` writes it after the next backward pass has
-        been queued, so that the device does not run out of work. Collective."""
-        self.collect_waits()
-        self.meter.end_window(self.precision.next_scale())
-        if self.runtime.device.type != "cuda":
-            self.log_train()
-
-    def log_train(self) -> None:
-        """Write a training entry; its loss is the mean over the rows of all ranks in the steps applied since the last.
-        Collective."""
-        state, meter, lr = self.state, self.meter, self.lr
-        self._notice_threads()
-        meter.tick()
-        start, steps = time.perf_counter(), meter.steps
-        time_s = meter.time_s  # before ``reduce``, which resets the meter
-        seen = meter.reduce(self.ranks)
-        state.rows, state.rows_skipped = state.rows + seen.rows, state.rows_skipped + seen.rows_skipped
-        state.bad_rows, state.train_s = state.bad_rows + seen.bad, state.train_s + time_s
-        self.health.loss(seen.total, steps, state, self.writer.complete)
-        rows_per_s = seen.rows / time_s if time_s else None
-        self.tracker.log(
-            "train",
-            {"step": state.step, "epoch": state.epoch, "loss": seen.loss, "lr": lr, **self._group_rates(),
-             "grad_norm": seen.norm, "loss_scale": seen.scale, "skipped": state.skipped, "samples": state.rows,
-             "samples_skipped": state.rows_skipped, "samples_per_s": rows_per_s,
-             **unreadable(self.task.train, seen.bad_rows), "memory_mib": meter.peak_mib(), "data_wait": seen.waited,
-             **{f"time_{phase}": round(share, 6) for phase, share in seen.shares.items()}, "cost": seen.cost,
-             "wall_s": self.wall_s()},
-        )  # fmt: skip
-        which = "the last step was" if steps == 1 else f"all of the last {steps} steps were"
-        all_skipped = f"{which} skipped, loss scale {seen.scale:g}"
-        shown = f"loss {seen.loss:.4f}" if seen.rows > seen.rows_skipped else all_skipped
-        self.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
-        meter.costs.add({"log": time.perf_counter() - start})
-
-    def _notice_threads(self) -> None:
-        """Warn if code of the user has changed torch's number of threads, by which sums on a CPU are divided."""
-        before, self.num_threads = self.num_threads, torch.get_num_threads()
-        if before != self.num_threads and self.runtime.device.type == "cpu":
-            log.warning(
-                "the number of torch's threads has changed from %d to %d: on a CPU, results depend on it; remove the "
-                "call of torch.set_num_threads, and set launch.threads or OMP_NUM_THREADS",
-                before, self.num_threads,
-            )  # fmt: skip
-
-    def _group_rates(self) -> dict[str, float]:
-        """Return the learning rates of the groups that have their own, numbered as in the log at the start."""
-        groups = self.optimizer.param_groups
-        return {f"lr_group_{n}": group["lr"] for n, group in enumerate(groups) if group.get("lr_scale", 1.0) != 1.0}
-
-    def log_coverage(self) -> None:
-        """Write how many distinct rows the epoch used over all ranks, and how many updated the weights; start the next.
-        Collective."""
-        state, rows = self.state, self.coverage.num_rows
-        used, repeated, skipped, missing = self.coverage.covered(
-            self.runtime, getattr(self.task.train, "row_name", str)
-        )
-        self.tracker.log(
-            "epoch",
-            {"step": state.step, "epoch": state.epoch, "rows_used": used, "rows_updated": used - skipped, "rows": rows,
-             "rows_repeated": repeated,
-             "steps_skipped": state.epoch_skipped, "bad_rows": state.bad_rows},
-        )  # fmt: skip
-        text = f"{used} of {rows} rows used"
-        if state.epoch_skipped:
-            steps = plural(state.epoch_skipped, "step")
-            why = "because of overflow" + (" or NaN" if self.config.train.on_nan != "stop" else "")
-            text += f"; {used - skipped} of them updated the weights, and {skipped} belonged to {steps} skipped {why}"
-        text += f"; {plural(repeated, 'more use')} of rows that were used before" if repeated else ""
-        if missing and self.config.data.tail == "use":
-            text += f"; rows not used: {', '.join(missing)}{', ...' if rows - used > len(missing) else ''}"
-        if state.bad_rows:
-            text += f"; {plural(state.bad_rows, 'unreadable row')} so far, which metrics.jsonl names"
-        log.info("epoch %d: %s", state.epoch + 1, text)
-        self.coverage.clear()
-
-    def average_buffers(self) -> None:
-        """Set the running statistics of batch norms, and other floating-point buffers, which training leaves to each
-        rank, to their mean over ranks, on all of them. Collective."""
-        own = [{name: b for name, b in of_rank.items() if b.is_floating_point()} for of_rank in self.ranks.buffers()]
-        if self.ranks.num == 1 or not own[0]:
-            return
-        flat = [torch.cat([buffer.double().reshape(-1) for buffer in of_rank.values()]) for of_rank in own]
-        means = (self.ranks.sum(flat) / self.ranks.num).split([buffer.numel() for buffer in own[0].values()])
-        for of_rank in own:
-            for buffer, mean in zip(of_rank.values(), means, strict=True):
-                buffer.copy_(mean.view_as(buffer))
-
     def averaged(self) -> AbstractContextManager[None]:
         """Context in which the model holds the weights to evaluate and export: the moving average, if there is one."""
         return self.ema.swapped_in() if self.ema else nullcontext()
@@ -268,23 +176,6 @@ class Run:
             return nullcontext()
         self._compiled.add(stage)
         return self.runtime.announced(f"compiling {stage}")
-
-    def write_summary(self, evaluation: Report) -> None:
-        """Write summary.json, and the confusion matrix, of the newest evaluation. Collective."""
-        state = self.state
-        with self.runtime.together("writing the summary"):
-            if self.runtime.rank == 0:
-                self.folder.confusion(evaluation)
-                self.folder.summary(
-                    {"name": self.config.name, "finished": self.finished(), "ended_early": self.ended_early() or None,
-                     "epoch": state.epoch, "step": state.step,
-                     "evaluation": {name: value for name, value in evaluation.items() if name != "confusion"},
-                     "best": {self.config.best_metric: state.best, "step": state.best_step}, "history": state.history,
-                     "samples": state.rows, "samples_skipped": state.rows_skipped, "skipped": state.skipped,
-                     "bad_rows": state.bad_rows,
-                     "wall_s": self.wall_s(), "world_size": self.ranks.num, "amp": self.precision.backend}
-                )  # fmt: skip
-                self.folder.publish()
 
     def end_look(self) -> None:
         """End the first look at the evaluation rows, if it still runs."""
@@ -299,9 +190,3 @@ class Run:
         self.tracker.close(done=self.finished() and not self.runtime.failed)
         self.train_data.loader.close()
         self.eval_data.loader.close()
-
-
-def unreadable(dataset: Dataset, rows: Iterable[int]) -> dict[str, list[str]]:
-    """Return the field of a log line that names the ``rows`` of ``dataset`` that could not be read; none without."""
-    name = getattr(dataset, "row_name", str)
-    return {"unreadable": found} if (found := [name(row) for row in rows]) else {}

@@ -20,7 +20,8 @@ from harness.data.loader import StoppedWaiting
 from harness.errors import DataError, HarnessError, users_line
 from harness.training import rng
 from harness.training.evaluation.metrics import Pairs, Report, Rows, Sums, reduced
-from harness.training.run import Run, unreadable
+from harness.training.run import Run
+from harness.training.run_log import unreadable
 from harness.training.task import OpenedTask, described, wrong_return
 
 log = logging.getLogger("harness")
@@ -33,7 +34,7 @@ def evaluate(run: Run) -> Report | None:
     batches it has, and the ranks communicate again only in the reduction. If the weights are sharded, every rank also
     calls the model equally often, at the end with a row that does not count.
     """
-    run.average_buffers()  # without this, each rank would evaluate a different model
+    run.ranks.average_buffers()  # without this, each rank would evaluate a different model
     data, module, ranks = run.eval_data, run.parallel.eval_model, run.ranks
     sums = {rank: Sums() for rank in ranks.own}
     rows, bad = 0, list[int]()

@@ -1,0 +1,120 @@
+"""The lines and files in which a run says how training goes: training and epoch entries, and summary.json."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+import torch
+
+from harness.data.batch import Dataset
+from harness.errors import plural
+from harness.training.evaluation.metrics import Report
+from harness.training.run import Run
+
+log = logging.getLogger("harness")
+
+
+def end_window(run: Run) -> None:
+    """End the steps of a log line, and write it. On a GPU, ``log_train`` writes it after the next backward pass has
+    been queued, so that the device does not run out of work. Collective."""
+    run.collect_waits()
+    run.meter.end_window(run.precision.next_scale())
+    if run.runtime.device.type != "cuda":
+        log_train(run)
+
+
+def log_train(run: Run) -> None:
+    """Write a training entry; its loss is the mean over the rows of all ranks in the steps applied since the last.
+    Collective."""
+    state, meter, lr = run.state, run.meter, run.lr
+    _notice_threads(run)
+    meter.tick()
+    start, steps = time.perf_counter(), meter.steps
+    time_s = meter.time_s  # before ``reduce``, which resets the meter
+    seen = meter.reduce(run.ranks)
+    state.rows, state.rows_skipped = state.rows + seen.rows, state.rows_skipped + seen.rows_skipped
+    state.bad_rows, state.train_s = state.bad_rows + seen.bad, state.train_s + time_s
+    run.health.loss(seen.total, steps, state, run.writer.complete)
+    rows_per_s = seen.rows / time_s if time_s else None
+    run.tracker.log(
+        "train",
+        {"step": state.step, "epoch": state.epoch, "loss": seen.loss, "lr": lr, **_group_rates(run),
+         "grad_norm": seen.norm, "loss_scale": seen.scale, "skipped": state.skipped, "samples": state.rows,
+         "samples_skipped": state.rows_skipped, "samples_per_s": rows_per_s,
+         **unreadable(run.task.train, seen.bad_rows), "memory_mib": meter.peak_mib(), "data_wait": seen.waited,
+         **{f"time_{phase}": round(share, 6) for phase, share in seen.shares.items()}, "cost": seen.cost,
+         "wall_s": run.wall_s()},
+    )  # fmt: skip
+    which = "the last step was" if steps == 1 else f"all of the last {steps} steps were"
+    all_skipped = f"{which} skipped, loss scale {seen.scale:g}"
+    shown = f"loss {seen.loss:.4f}" if seen.rows > seen.rows_skipped else all_skipped
+    run.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
+    meter.costs.add({"log": time.perf_counter() - start})
+
+
+def _notice_threads(run: Run) -> None:
+    """Warn if code of the user has changed torch's number of threads, by which sums on a CPU are divided."""
+    before, run.num_threads = run.num_threads, torch.get_num_threads()
+    if before != run.num_threads and run.runtime.device.type == "cpu":
+        log.warning(
+            "the number of torch's threads has changed from %d to %d: on a CPU, results depend on it; remove the "
+            "call of torch.set_num_threads, and set launch.threads or OMP_NUM_THREADS",
+            before, run.num_threads,
+        )  # fmt: skip
+
+
+def _group_rates(run: Run) -> dict[str, float]:
+    """Return the learning rates of the groups that have their own, numbered as in the log at the start."""
+    groups = run.optimizer.param_groups
+    return {f"lr_group_{n}": group["lr"] for n, group in enumerate(groups) if group.get("lr_scale", 1.0) != 1.0}
+
+
+def log_coverage(run: Run) -> None:
+    """Write how many distinct rows the epoch used over all ranks, and how many updated the weights; start the next.
+    Collective."""
+    state, rows = run.state, run.coverage.num_rows
+    used, repeated, skipped, missing = run.coverage.covered(run.runtime, getattr(run.task.train, "row_name", str))
+    run.tracker.log(
+        "epoch",
+        {"step": state.step, "epoch": state.epoch, "rows_used": used, "rows_updated": used - skipped, "rows": rows,
+         "rows_repeated": repeated,
+         "steps_skipped": state.epoch_skipped, "bad_rows": state.bad_rows},
+    )  # fmt: skip
+    text = f"{used} of {rows} rows used"
+    if state.epoch_skipped:
+        steps = plural(state.epoch_skipped, "step")
+        why = "because of overflow" + (" or NaN" if run.config.train.on_nan != "stop" else "")
+        text += f"; {used - skipped} of them updated the weights, and {skipped} belonged to {steps} skipped {why}"
+    text += f"; {plural(repeated, 'more use')} of rows that were used before" if repeated else ""
+    if missing and run.config.data.tail == "use":
+        text += f"; rows not used: {', '.join(missing)}{', ...' if rows - used > len(missing) else ''}"
+    if state.bad_rows:
+        text += f"; {plural(state.bad_rows, 'unreadable row')} so far, which metrics.jsonl names"
+    log.info("epoch %d: %s", state.epoch + 1, text)
+    run.coverage.clear()
+
+
+def write_summary(run: Run, evaluation: Report) -> None:
+    """Write summary.json, and the confusion matrix, of the newest evaluation. Collective."""
+    state = run.state
+    with run.runtime.together("writing the summary"):
+        if run.runtime.rank == 0:
+            run.folder.confusion(evaluation)
+            run.folder.summary(
+                {"name": run.config.name, "finished": run.finished(), "ended_early": run.ended_early() or None,
+                 "epoch": state.epoch, "step": state.step,
+                 "evaluation": {name: value for name, value in evaluation.items() if name != "confusion"},
+                 "best": {run.config.best_metric: state.best, "step": state.best_step}, "history": state.history,
+                 "samples": state.rows, "samples_skipped": state.rows_skipped, "skipped": state.skipped,
+                 "bad_rows": state.bad_rows,
+                 "wall_s": run.wall_s(), "world_size": run.ranks.num, "amp": run.precision.backend}
+            )  # fmt: skip
+            run.folder.publish()
+
+
+def unreadable(dataset: Dataset, rows: Iterable[int]) -> dict[str, list[str]]:
+    """Return the field of a log line that names the ``rows`` of ``dataset`` that could not be read; none without."""
+    name = getattr(dataset, "row_name", str)
+    return {"unreadable": found} if (found := [name(row) for row in rows]) else {}
