@@ -162,10 +162,7 @@ def _keep_results(run: Run) -> None:
     step, history = summary["best"]["step"], summary["history"]
     later = sum(entry["step"] > step for entry in history)
     run.state = replace(before, evaluated=before.step, history=history, best=best, best_step=step, since_best=later)
-    if run.finished():
-        run.done_at = before.step
-    else:  # it is to train longer
-        run.state = before
+    run.state, run.done_at = (run.state, before.step) if run.finished() else (before, -1)  # it is to train longer
 
 
 def checkpoint_to_resume(run: Run) -> tuple[Path | None, bool]:
