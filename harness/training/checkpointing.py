@@ -10,10 +10,10 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harness.data.seeds import TRAINING
 from harness.errors import CheckpointError, first_line
@@ -28,6 +28,51 @@ from harness.training.strategies import sharding
 from harness.training.task import SupportsPredictions
 
 log = logging.getLogger("harness")
+
+
+class OfRank(TypedDict):
+    """What each rank has of its own."""
+
+    rng: dict[str, Any]
+    """Its random streams, from ``rng.Streams.plain``."""
+    buffers: dict[str, Tensor]
+    """On the CPU; empty if there is one rank, whose buffers are in the model."""
+    meter: dict[str, Any]
+    """From ``Meter.state``."""
+
+
+class BesideTheModel(TypedDict):
+    """The parts of a checkpoint that are no tensors of the model's and, apart from hooks, the same on all ranks."""
+
+    state: dict[str, Any]
+    amp: dict[str, Any]
+    schedule: dict[str, Any]
+    hooks: list[dict[str, Any]]
+
+
+class Content(BesideTheModel):
+    """The content of a checkpoint. Of several files in the format ``sharded``, each rank has its shards."""
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    optimizer_class: str
+    backend: str
+    """Whose amp it was: ``Precision.backend``."""
+    opt_level: str
+    ema: dict[str, Any] | None
+    ranks: list[OfRank]
+    seen: Tensor
+    """The rows that the epoch has used, from ``Coverage.reduced``."""
+    log_offset: int
+    """Bytes of metrics.jsonl before it."""
+    log_sha256: str
+    world_size: int
+    kernels: dict[str, str]
+    """With logical ranks, on what the bits of a result depend besides the recipe."""
+    data: str
+    """The fingerprint of the task's data."""
+    order: dict[str, Any]
+    """The settings on which the order of the rows in an epoch depends."""
 
 
 def save(run: Run) -> None:
@@ -55,12 +100,13 @@ def _save(run: Run) -> None:
     seen = run.coverage.reduced(runtime)
     run.writer.wait()  # before the model is gathered, which may need the memory
     shards = run.writer.writes_shards
-    weights, optimizer, ema = (
-        None if part is None else part.state_dict() if shards else _whole(run, part)
-        for part in (run.module, run.optimizer, run.ema)
-    )
+
+    def of(part: nn.Module | torch.optim.Optimizer | Ema) -> dict[str, Any]:
+        return part.state_dict() if shards else _whole(run, part)
+
+    weights, optimizer, ema = of(run.module), of(run.optimizer), of(run.ema) if run.ema else None
     log_offset, log_digest = runtime.patiently("syncing the log", lambda: (run.tracker.offset(), run.tracker.digest()))
-    content = {
+    content: Content = {
         **beside_the_model(run),
         "model": weights,
         "optimizer": optimizer,
@@ -77,13 +123,12 @@ def _save(run: Run) -> None:
         "data": run.task.fingerprint,
         "order": _order(run),
     }
-    run.writer.write(state.step, content if shards or runtime.rank == 0 else None)
+    run.writer.write(state.step, {**content} if shards or runtime.rank == 0 else None)
     run.saved_step = state.step
 
 
-def beside_the_model(run: Run) -> dict[str, Any]:
-    """Return the parts of a checkpoint that are no tensors of the model's and, apart from hooks, the same on all ranks.
-    ``harness verify-resume`` compares them at each step."""
+def beside_the_model(run: Run) -> BesideTheModel:
+    """Return what ``harness verify-resume`` compares at each step."""
     return {
         "state": run.state.to_dict(),
         "amp": run.precision.state_dict(),
@@ -192,7 +237,7 @@ def restore(run: Run, path: Path, is_own: bool = True) -> None:
     """
     own = sharding.own_shards(run.module, run.optimizer, run.ema.average if run.ema else ())
     mapped = run.parallel.sharded  # each rank then reads only its shard
-    content = run.checkpoints.read(path, mapped, own)
+    content = cast(Content, run.checkpoints.read(path, mapped, own))
     _check_fit(run, content, path)
     try:
         state = State.from_dict(content["state"])
@@ -219,7 +264,7 @@ def restore(run: Run, path: Path, is_own: bool = True) -> None:
     log.info("resumed from %s: epoch %d, step %d", path, run.state.epoch + 1, run.state.step)
 
 
-def _check_fit(run: Run, content: dict[str, Any], path: Path) -> None:
+def _check_fit(run: Run, content: Content, path: Path) -> None:
     """Raise CheckpointError if the checkpoint has another opt level, optimizer, data or order of the rows."""
     level = run.config.precision.opt_level
     if content["opt_level"] != level:
@@ -259,7 +304,7 @@ def _order(run: Run) -> dict[str, Any]:
     return {"seed": run.config.seed, "data.shard": run.config.data.shard}
 
 
-def _check_kernels(run: Run, content: dict[str, Any], path: Path) -> None:
+def _check_kernels(run: Run, content: Content, path: Path) -> None:
     """Raise CheckpointError if results of logical ranks would have other bits here."""
     now = kernels(run.runtime.device) if run.ranks.fixed else {}
     before = content["kernels"] if run.ranks.fixed else {}
@@ -285,15 +330,19 @@ def _whole(run: Run, part: nn.Module | torch.optim.Optimizer | Ema) -> dict[str,
     return whole
 
 
-def _of_this_process(run: Run) -> list[dict[str, Any]]:
+def _of_this_process(run: Run) -> list[OfRank]:
     """Return the state that differs between ranks, of each rank of this process."""
     return [
-        {**state, "buffers": {name: buffer.cpu() for name, buffer in state["buffers"].items()}, "meter": meter}
+        {
+            "rng": state["rng"],
+            "buffers": {name: buffer.cpu() for name, buffer in state["buffers"].items()},
+            "meter": meter,
+        }
         for state, meter in zip(run.ranks.state(), run.meter.state(), strict=True)
     ]
 
 
-def _restore_ranks(run: Run, content: dict[str, Any]) -> None:
+def _restore_ranks(run: Run, content: Content) -> None:
     """Restore the state that differs between ranks, and the rows that the epoch has used."""
     saved, ranks = content["ranks"], run.ranks
     if run.runtime.rank == 0:

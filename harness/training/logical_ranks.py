@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,7 +96,7 @@ class LogicalRanks:
             for of_rank in (self._of_active() if rank == self.active else self._others[rank] for rank in self.own)
         ]
 
-    def load_state(self, ranks: Sequence[dict[str, Any]]) -> None:
+    def load_state(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Restore the ``state`` of all ranks, in order."""
         for rank in reversed(self.own):
             self._restore(_Owned(rng.Streams.from_plain(ranks[rank]["rng"]), ranks[rank]["buffers"]))
