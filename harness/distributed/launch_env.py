@@ -6,9 +6,10 @@ import torch, so that launchers start fast.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from harness.errors import LaunchError
 
@@ -34,6 +35,8 @@ class Launch:
     """Torch's launcher, which ends all ranks of a node once one has ended."""
     supervised: bool = False
     """Started by a launcher that this process must not outlive."""
+    parent: int = field(default=0, compare=False)
+    """The process that started this one, as seen at its start; 0: not known."""
     restart: int = 0
     call: int = 0
     """Of the Python API in this process, which may start several runs."""
@@ -49,12 +52,19 @@ class Launch:
         """True if no launcher has started this process."""
         return self == Launch()
 
+    @property
+    def orphaned(self) -> bool:
+        """True if the launcher is gone. A shell may end before its job does (nohup): only a launcher's death leaves a
+        rank without supervision."""
+        return self.supervised and self.parent not in (0, os.getppid())
 
-def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
+
+def detect(environ: Mapping[str, str], local_rank: int | None = None, parent: int | None = None) -> Launch:
     """Return the launch that ``environ`` describes: a complete set of torch's variables, else Slurm's, else one
     process.
 
-    ``local_rank`` is the command line's ``--local_rank`` or ``--local-rank``, which must agree.
+    ``local_rank`` is the command line's ``--local_rank`` or ``--local-rank``, which must agree. ``parent``: the process
+    that started this one, if it was noted earlier, since it may have died meanwhile.
     Raises LaunchError for an incomplete set, a number out of range or a contradiction.
     """
     in_slurm = "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ
@@ -73,7 +83,7 @@ def detect(environ: Mapping[str, str], local_rank: int | None = None) -> Launch:
             f"launcher: {launch.by}",
             hint="remove --local_rank, or start the script with a launcher that sets both",
         )
-    return launch
+    return replace(launch, parent=parent or os.getppid())
 
 
 def may_be_first(environ: Mapping[str, str]) -> bool:

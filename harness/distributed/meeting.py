@@ -137,7 +137,7 @@ class _Meeting:
 
     def _verdict(self, mine: _Arrival) -> _Arrival:
         """Return the verdict of rank 0; of this rank, if there is none at its limit."""
-        for _ in pauses():
+        for _ in pauses(self.launch):
             if self.store.check([_VERDICT]):
                 break
             late = time.monotonic() > self.until
@@ -186,7 +186,7 @@ def _problem(arrivals: dict[int, _Arrival]) -> HarnessError | None:
 def _wait_until_heard(launch: Launch, known: LimitedStore, num_ranks: int, until: float) -> None:
     """Note that this rank has read the news. If the store ends with this process, wait for ``num_ranks`` to do so."""
     known.append(_HEARD, f"{launch.rank} ")
-    for _ in pauses() if store.hosts_store(launch) else ():
+    for _ in pauses(launch) if store.hosts_store(launch) else ():
         if len(set(known.get(_HEARD).split())) >= num_ranks or time.monotonic() > until:
             return
 

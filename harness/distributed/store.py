@@ -105,13 +105,15 @@ class LimitedStore:
             raise
 
 
-def pauses() -> Iterator[None]:
-    """Iterations of a poll without an end, with a pause between them that grows."""
+def pauses(launch: Launch) -> Iterator[None]:
+    """Iterations of a poll without an end, with a pause between them that grows. Raises PeersMissing once the launcher
+    is gone: nobody would end this process."""
     pause_s, longest_s = _PAUSES_S
-    while True:
+    while not launch.orphaned:
         yield
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, longest_s)
+    raise PeersMissing("the launcher exited before all ranks had connected")
 
 
 def address(launch: Launch) -> str:
@@ -127,7 +129,7 @@ def open_store(launch: Launch, timeout_s: float) -> TCPStore:
     """Return the store of ``launch``. Raises LaunchError or PeersMissing, soon after ``timeout_s``. A signal meanwhile
     is handled at once: threads make the calls that may block."""
     until, hosts = time.monotonic() + timeout_s, hosts_store(launch)
-    for _ in pauses():
+    for _ in pauses(launch):
         try:
             _look(launch, hosts, max(until - time.monotonic(), 0.1))
             limit = timedelta(seconds=max(timeout_s, 1.0) if hosts else _ANSWER_S)

@@ -57,18 +57,14 @@ class Watchdog:
         runtime: Runtime,
         stop: Stop,
         *,
-        parent: int | None = None,
         on_blocked: Callable[[RankExit, RankExit | None], None] = lambda record, first: None,
         step: Callable[[], int | None] = lambda: None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
-        """``parent``: the process that started this one, as seen at its start; it may have died since.
-        ``on_blocked(record, first)`` is called before a blocked rank is ended with ``record``; ``first`` is the
+        """``on_blocked(record, first)`` is called before a blocked rank is ended with ``record``; ``first`` is the
         launch's first failure, if it is known. ``step()`` returns the present step."""
         self._runtime, self._stop = runtime, stop
         self._on_blocked, self._exit_process = on_blocked, exit_process
-        # A shell may end before its job does (nohup). Only a launcher's death leaves the rank without supervision.
-        self._parent = (parent or os.getppid()) if runtime.launch.supervised else None
         self.doing = ""  # where the main thread was when this rank learned of another's failure
         self.stalls = Stalls(runtime, step)
         self._answered = time.monotonic()  # when the store last answered
@@ -147,7 +143,7 @@ class Watchdog:
         """Return the record with which this rank ends, if it has to: the launcher is gone; the only rank is overdue; a
         peer has failed, or keeps this rank waiting. The checks of peers set ``first_failure``, and return
         why."""
-        if self._parent is not None and os.getppid() != self._parent:
+        if self._runtime.launch.orphaned:
             return self._record(Cause.LAUNCHER_LOST, "LauncherLost", "the launcher is gone")
         if self._overdue():
             return self.first_failure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import time
@@ -21,7 +20,6 @@ from harness.distributed import signals
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.meeting import telling_peers
 from harness.distributed.monitor import follow_until_done
-from harness.distributed.orphan import exits_without_launcher
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop, on_signals
 from harness.distributed.watchdog import Watchdog
@@ -112,11 +110,10 @@ def _without_open_new(name: str) -> str:
 
 
 def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> int:
-    parent = os.getppid()
     with ExitStack() as stack:
         try:
             # The main thread may be in C code while the ranks meet.
-            with exits_without_launcher(launch, parent), signals.ending_the_process("before the ranks had connected"):
+            with signals.ending_the_process("before the ranks had connected"):
                 with telling_peers(launch):
                     config = _configuration(request, world_size, launch)
                 runtime = stack.enter_context(connected(launch, config))
@@ -124,7 +121,7 @@ def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> in
             return failed_early(launch, error)
         stop = Stop(runtime)
         reporter = ExitReporter(runtime, stop)
-        watching = Watchdog(runtime, stop, parent=parent, on_blocked=reporter.blocked)
+        watching = Watchdog(runtime, stop, on_blocked=reporter.blocked)
         with (
             on_signals(stop, "no predictions will be written"),
             watching as watchdog,

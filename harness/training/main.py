@@ -25,7 +25,6 @@ from harness.distributed import signals
 from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.meeting import telling_peers
-from harness.distributed.orphan import exits_without_launcher
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop, on_signals
 from harness.distributed.watchdog import Watchdog
@@ -61,13 +60,12 @@ def main(
     launch = Launch()  # until the environment is understood; an error in it may concern this rank alone
     with ExitStack() as stack:
         try:
-            launch = detect(environ, local_rank)
+            launch = detect(environ, local_rank, parent)
             console.to_terminal(launch.rank, launch.local_rank == 0)
-            with exits_without_launcher(launch, parent):
-                with telling_peers(launch):
-                    config = config or loader.load(path, overrides)
-                determinism.require(config.train.deterministic)  # before CUDA starts
-                runtime = stack.enter_context(connected(launch, config))
+            with telling_peers(launch):
+                config = config or loader.load(path, overrides)
+            determinism.require(config.train.deterministic)  # before CUDA starts
+            runtime = stack.enter_context(connected(launch, config))
             if launch.rank:  # rank 0 describes the run
                 log.info(
                     "joined the run: %s of %d on this machine, %s; rank 0 prints the log",
@@ -79,7 +77,7 @@ def main(
             if config is not None and isinstance(error, HarnessError):
                 error = loader.placed(error, config)
             return failed_early(launch, error)
-        return run_rank(config, runtime, parent)
+        return run_rank(config, runtime)
 
 
 def connected(launch: Launch, config: Config) -> AbstractContextManager[Runtime]:
@@ -102,9 +100,9 @@ def facts(config: Config, device: torch.device) -> list[Facts]:
     return [*provenance.facts(config), Facts(same, amp)]
 
 
-def run_rank(config: Config, runtime: Runtime, parent: int | None = None) -> int:
+def run_rank(config: Config, runtime: Runtime) -> int:
     """Train as one rank of a run; return the exit code. Every rank calls it."""
-    started = RunStart(config, runtime, parent)
+    started = RunStart(config, runtime)
     try:
         with started as run:
             started.done = loop.train(run) and predictions.write_for_run(run)
@@ -120,8 +118,7 @@ class RunStart:
     A context with the run as its value. Every rank enters it. An error, of the body too, is reported to the other
     ranks, in failure.json and, with ``shown``, on the terminal; then it leaves the context."""
 
-    def __init__(self, config: Config, runtime: Runtime, parent: int | None = None, shown: bool = True) -> None:
-        """``parent``: id of the process that started this one. If that is a launcher and ends, this rank ends, too."""
+    def __init__(self, config: Config, runtime: Runtime, shown: bool = True) -> None:
         self.config, self.runtime = config, runtime
         self.done = False
         """Set it in the body: False, the default, means stopped early, with a checkpoint to resume from."""
@@ -131,7 +128,6 @@ class RunStart:
         self._folder = run_folder(config)
         self._stop = Stop(runtime)
         self._reporter = ExitReporter(runtime, self._stop, self._folder, shown)
-        self._parent = parent
 
     @property
     def run(self) -> Run | None:
@@ -142,9 +138,7 @@ class RunStart:
         reporter = self._reporter
         with ExitStack() as stack:
             stack.enter_context(on_signals(self._stop, rest=lambda: self.run.progress.rest() if self.run else ""))
-            watching = Watchdog(
-                self.runtime, self._stop, parent=self._parent, on_blocked=reporter.blocked, step=reporter.step
-            )
+            watching = Watchdog(self.runtime, self._stop, on_blocked=reporter.blocked, step=reporter.step)
             self._watchdog = stack.enter_context(watching)
             stack.enter_context(precision.half_on_cpu(self.config.precision, self.runtime.device))
             if self.config.model.compile:

@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from harness.distributed import meeting, runtime, store
 from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch
 from harness.distributed.meeting import meet, telling_peers
+from harness.distributed.store import PeersMissing
 from harness.errors import EXIT_FAILURE, EXIT_USAGE, DataError, HarnessError, LaunchError
 from tests.end_to_end.processes import wait_until
 from tests.ranks import free_port, start
@@ -204,6 +206,15 @@ def test_ranks_whose_groups_of_torch_could_not_connect():
     message = assert_same_error(outcomes(_differ, [(rank, port) for rank in range(2)]), EXIT_USAGE)
     assert f'  device: "cuda" on rank 0 ({HOST}); "cpu" on rank 1 ({HOST})\n' in message
     assert f'  version of torch: "2.0.0" on rank 0 ({HOST}); "2.1.0" on rank 1 ({HOST})\n' in message
+
+
+def test_ranks_end_with_their_launcher():
+    """Also before it has opened the store."""
+    port = free_port()
+    for rank in range(2):
+        alone = replace(launch(rank, 2, port), supervised=True, parent=os.getppid() + 1)
+        with pytest.raises(PeersMissing, match="the launcher exited before all ranks had connected"):
+            meet(alone, "cpu", LIMIT_S)
 
 
 def test_rank_0_names_a_master_address_that_does_not_exist():

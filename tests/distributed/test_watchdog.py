@@ -17,10 +17,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from harness.distributed import orphan
 from harness.distributed import watchdog as module
 from harness.distributed.launch_env import Launch, detect
-from harness.distributed.orphan import exits_without_launcher
 from harness.distributed.processes import Identity
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime, open_runtime
@@ -35,7 +33,6 @@ from tests.ranks import run_ranks, start
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(module, "PERIOD_S", 0.02)
-    monkeypatch.setattr(orphan, "PERIOD_S", 0.02)
     monkeypatch.setattr(module, "GRACE_S", 0.1)
     monkeypatch.setattr(module, "ANSWER_S", 0.3)
     monkeypatch.setattr(module.logging, "shutdown", lambda: None)
@@ -187,17 +184,14 @@ def test_work_of_a_single_rank_is_limited(quick):
 
 def watching() -> list[threading.Thread]:
     """The threads that may end this process."""
-    return [thread for thread in threading.enumerate() if thread.name in ("harness-watchdog", "harness-orphan")]
+    return [thread for thread in threading.enumerate() if thread.name == "harness-watchdog"]
 
 
-def _outlive(parent: int, path: str, looks: Callable[[], int] | None = None) -> None:
-    """``looks``: how often the watchdog has looked, if there is one."""
+def _outlive(parent: int, path: str, looks: Callable[[], int]) -> None:
+    """``looks``: how often the watchdog has looked."""
     wait_until(lambda: os.getppid() != parent, 30, "the parent's death")
-    if looks is not None:
-        before = looks()
-        wait_until(lambda: looks() > before + 5, 30, "the watchdog looks, or ends the process")
-    elif watching():
-        time.sleep(60)
+    before = looks()
+    wait_until(lambda: looks() > before + 5, 30, "the watchdog looks, or ends the process")
     Path(path).write_text("left alone")
 
 
@@ -206,7 +200,7 @@ def _orphan(path: str, elastic: bool):
     (ready, started), parent = os.pipe(), os.getpid()
     if os.fork() == 0:
         module.PERIOD_S, module.GRACE_S = 0.02, 0.1
-        runtime = Runtime(Launch(elastic=elastic, supervised=elastic))
+        runtime = Runtime(Launch(elastic=elastic, supervised=elastic, parent=os.getppid()))
         stop = Stop(runtime)
         causes = []
 
@@ -225,47 +219,15 @@ def _orphan(path: str, elastic: bool):
     os.read(ready, 1)
 
 
-def _orphan_before_rendezvous(path: str, supervised: bool):
-    """The same before rendezvous."""
-    (ready, started), parent = os.pipe(), os.getpid()
-    if os.fork() == 0:
-        orphan.PERIOD_S = 0.02
-
-        def exit_process(code: int) -> None:
-            Path(path).write_text(str(code))
-            os._exit(0)
-
-        with exits_without_launcher(Launch(supervised=supervised), exit_process=exit_process):
-            os.write(started, b"x")
-            _outlive(parent, path)
-        os._exit(0)
-    os.read(ready, 1)
-
-
 @pytest.mark.parametrize(
-    ("orphan", "supervised", "expected"),
-    [
-        (_orphan, True, "70 launcher_lost the launcher is gone"),
-        (_orphan, False, "left alone"),
-        (_orphan_before_rendezvous, True, "70"),
-        (_orphan_before_rendezvous, False, "left alone"),
-    ],
+    ("supervised", "expected"), [(True, "70 launcher_lost the launcher is gone"), (False, "left alone")]
 )
-def test_death_of_the_launcher_is_noticed(tmp_path, orphan, supervised, expected):
+def test_death_of_the_launcher_is_noticed(tmp_path, supervised, expected):
     result = tmp_path / "result"
-    process, _ = start(orphan, (str(result), supervised))
+    process, _ = start(_orphan, (str(result), supervised))
     process.join(30)
     wait_until(lambda: result.exists() and result.read_text(), 50, "the result")
     assert result.read_text() == expected
-
-
-def test_launcher_that_dies_after_rendezvous_is_left_to_the_watchdog(quick, monkeypatch):
-    exits = []
-    with exits_without_launcher(Launch(supervised=True), exit_process=exits.append):
-        assert watching()
-    monkeypatch.setattr(orphan.os, "getppid", lambda: 1)
-    wait_until(lambda: not watching(), 30, "the thread ends")
-    assert not exits
 
 
 def _fail_on_one():

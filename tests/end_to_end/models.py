@@ -28,13 +28,6 @@ class Slow(nn.Module):
         return self.layer(images.flatten(1))
 
 
-class Late(Slow):
-    """``Slow`` on rank 1 only: the other ranks wait for it in every step."""
-
-    def __init__(self, num_classes: int, step_s: float) -> None:
-        super().__init__(num_classes, step_s if os.environ.get("RANK") == "1" else 0.0)
-
-
 class Raises(Slow):
     """Raises in training step ``step`` of a process (from 1), only on rank ``rank``."""
 
