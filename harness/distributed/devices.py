@@ -1,19 +1,22 @@
-"""The device of each rank; shared and broken devices. Why a machine has none: no_cuda.py."""
+"""The device of each rank; broken devices; why torch can use none of a machine, and what to install then."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from harness.distributed.no_cuda import Reason, why_none
 from harness.errors import LaunchError, plural
 
 log = logging.getLogger("harness")
@@ -25,6 +28,16 @@ ALL_ALIKE = (
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROBE = "import torch; torch.ones(1, device='cuda').add_(1).item()"
 _OPENS_S = 60.0
+
+# {major version of CUDA: oldest driver on Linux}, with minor version compatibility: table 2 of
+# https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/index.html
+OLDEST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+# {major version of CUDA: the index of torch's wheels for it}, as named in
+# https://pytorch.org/get-started/previous-versions
+_WHEELS = {11: "cu118", 12: "cu126"}
+PREVIOUS_VERSIONS = "https://pytorch.org/get-started/previous-versions"
+
+_ROOT = Path("/")
 
 CPU_RANKS = 2  # enough to show how ranks work together, on any machine
 
@@ -112,23 +125,100 @@ def opening(names: Sequence[str]) -> list[str]:
     return found
 
 
-def card(device: torch.device) -> str:
-    """Return a name that identifies a CUDA device on any host; empty for a CPU."""
-    if device.type == "cpu":
-        return ""
-    visible = os.environ.get(_VISIBLE, "").split(",")
-    if device.index < len(visible) and visible[device.index].startswith("MIG"):
-        return visible[device.index]  # a MIG slice; all slices of a card may share its UUID
-    return str(torch.cuda.get_device_properties(device).uuid)
+# Why there is none
 
 
-def check_own(cards: Sequence[tuple[str, str]]) -> None:
-    """Raise LaunchError if two ranks use one card. ``cards``: host and card name, by rank."""
-    first: dict[str, int] = {}
-    for rank, (host, name) in enumerate(cards):
-        if name and name in first:
-            raise LaunchError(
-                f"ranks {first[name]} and {rank} both use the CUDA device {name} of {host}",
-                hint="give each rank its own device: srun --gpus-per-task=1, or one visible GPU per rank on each node",
-            )
-        first[name] = rank
+class Reason(Enum):
+    """Why there is no CUDA device."""
+
+    NO_DRIVER = "this machine has no NVIDIA driver"
+    NO_DEVICE = "the driver shows no device to this container or machine"
+    CPU_BUILD = "torch is built without CUDA"
+    HIDDEN = "CUDA_VISIBLE_DEVICES hides the devices"
+    BROKEN = "there is a device, and torch is built for CUDA, but it does not work"
+
+
+@dataclass(frozen=True)
+class NoCuda:
+    """A ``reason`` with its ``text`` for the user, and ``remedies``: what to type, or to install."""
+
+    reason: Reason
+    text: str
+    remedies: tuple[str, ...] = ()
+
+
+def why_none(warning: str, variables: Mapping[str, str], root: Path | None = None) -> NoCuda:
+    """Return the reason why ``count_devices`` found none, with its ``warning``. ``variables``: of the environment;
+    ``root``: of the file system."""
+    root = _ROOT if root is None else root
+    built, driver = built_for(torch.version), driver_version(root)
+    has_device = any(root.glob("dev/nvidia[0-9]*"))
+    too_old = "driver on your system is too old" in warning  # also in WSL, where the driver has no such files
+    if driver is None and not has_device and not too_old:
+        text = f"no NVIDIA driver (torch is built for {built or 'the CPU only'})"
+        return NoCuda(Reason.NO_DRIVER, text)
+    driver = driver or "of unknown version"
+    if not has_device and not too_old:  # a container sees the file of its host's driver, but not the devices
+        text = f"driver {driver}, but this container or machine has no device"
+        return NoCuda(Reason.NO_DEVICE, text, ("docker run --gpus all …, or request a GPU from your scheduler",))
+    if built is None:
+        text = f"driver {driver}, but torch {torch.__version__} is built for the CPU"
+        return NoCuda(Reason.CPU_BUILD, text, ("install a CUDA build: https://pytorch.org/get-started/locally",))
+    hidden = variables.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and re.fullmatch(r"\s*(-\d+.*)?\s*|NoDevFiles", hidden):
+        text = f"CUDA_VISIBLE_DEVICES={hidden!r} hides all devices"
+        return NoCuda(Reason.HIDDEN, text, ("unset CUDA_VISIBLE_DEVICES",))
+    if needed := _too_old(driver, built):
+        text = (
+            f"driver {driver} is too old for {built}, which torch {torch.__version__} is built for: it needs {needed} "
+            "or newer"
+        )
+        return NoCuda(
+            Reason.BROKEN, text, (f"update the NVIDIA driver to {needed} or newer", f"or {_older_torch(driver)}")
+        )
+    visible = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden})"
+    text = f"driver {driver} and torch built for {built}, but no device is usable{visible}: "
+    return NoCuda(
+        Reason.BROKEN,
+        text + (warning or "torch gives no reason"),
+        (
+            "nvidia-smi  # does the driver respond, and is its CUDA version at least that of torch?",
+            f"update the driver, or {_older_torch(driver)}",
+        ),
+    )
+
+
+def built_for(version: Any) -> str | None:
+    """ "CUDA 13.2" or "ROCm 6.4", from ``torch.version``; None for a build for the CPU."""
+    if version.cuda:
+        return f"CUDA {version.cuda}"
+    return f"ROCm {version.hip}" if getattr(version, "hip", None) else None
+
+
+def driver_version(root: Path) -> str | None:
+    """Return the version of the kernel's NVIDIA driver, read from a file because a call into a broken driver may
+    hang."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return match.group(1) if match else "of unknown version"
+
+
+def _too_old(driver: str, built: str) -> str | None:
+    """Return the oldest driver for the CUDA that torch is built for, if ``driver`` is older."""
+    major = re.match(r"CUDA (\d+)", built)
+    needed = OLDEST_DRIVERS.get(int(major[1])) if major else None
+    return needed if needed and _numbers(driver) and _numbers(driver) < _numbers(needed) else None
+
+
+def _older_torch(driver: str) -> str:
+    """Return what to install for ``driver``: the newest of torch's wheels that it can run."""
+    fitting = [wheel for major, wheel in sorted(_WHEELS.items()) if _numbers(driver) >= _numbers(OLDEST_DRIVERS[major])]
+    name = f" ({fitting[-1]}: --index-url https://download.pytorch.org/whl/{fitting[-1]})" if fitting else ""
+    return f"install a torch for an older CUDA{name}; see {PREVIOUS_VERSIONS}"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]

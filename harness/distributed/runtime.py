@@ -336,8 +336,8 @@ def open_runtime(
 
     One group uses gloo for CPU tensors and nccl for CUDA tensors. ``timeout_s`` bounds every wait for a peer,
     ``work_timeout_s`` work that the ranks have announced to each other.
-    ``facts(device)``: the values that must be equal on all ranks. Raises LaunchError if they are not, or share a
-    device; PeersMissing if they do not connect.
+    ``facts(device)``: the values that must be equal on all ranks. Raises LaunchError if they are not; PeersMissing if
+    the ranks do not connect.
     """
     launch = launch or detect(os.environ)
     with telling_peers(launch):
@@ -368,15 +368,13 @@ def open_runtime(
 
 
 def _compare(runtime: Runtime, facts: Sequence[Facts]) -> None:
-    """Raise LaunchError if the ranks were started differently, or if two of them share a device; else make their
-    processes known to each other. Collective."""
-    own = Identity.of_this_process(), devices.card(runtime.device), facts
-    runtime.peers, cards, theirs = zip(*runtime.gather(own), strict=True)
-    hosts = [process.host for process in runtime.peers]
+    """Raise LaunchError if the ranks were started differently; else make their processes known to each other.
+    Collective."""
+    runtime.peers, theirs = zip(*runtime.gather((Identity.of_this_process(), facts)), strict=True)
+    hosts = {rank: process.host for rank, process in enumerate(runtime.peers)}
     differ = theirs.count(facts) < len(theirs)  # quick, also for a thousand ranks
-    if differ and (found := disagreement(dict(enumerate(theirs)), dict(enumerate(hosts)))):
+    if differ and (found := disagreement(dict(enumerate(theirs)), hosts)):
         raise found
-    devices.check_own(list(zip(hosts, cards, strict=True)))
 
 
 def _connect(launch: Launch, target: torch.device, store: Any, timeout_s: float) -> Runtime:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import types
 import warnings
 
 import pytest
 import torch
 
 from harness import cli
-from harness.distributed.devices import card, check_own, choose, fitting_ranks
+from harness.distributed.devices import choose, fitting_ranks
 from harness.errors import EXIT_USAGE, LaunchError
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
@@ -26,7 +25,7 @@ def with_devices(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
-    monkeypatch.setattr("harness.distributed.no_cuda._ROOT", tmp_path)
+    monkeypatch.setattr("harness.distributed.devices._ROOT", tmp_path)
     return there_are
 
 
@@ -60,7 +59,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "is_available", is_available)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)  # by NVML, which works with any driver
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr("harness.distributed.no_cuda._ROOT", root)
+        monkeypatch.setattr("harness.distributed.devices._ROOT", root)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -171,18 +170,3 @@ def test_single_visible_device_needs_a_launcher_that_isolates(with_devices):
         LaunchError, match="this node has 1 visible CUDA device for 4 processes; each process needs its own"
     ):
         choose("auto", 3, 4)
-
-
-def test_two_ranks_on_one_card_are_refused():
-    check_own([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-3")])
-    assert card(torch.device("cpu")) == ""
-    check_own([("a", ""), ("a", "")])
-    with pytest.raises(LaunchError, match="ranks 1 and 2 both use the CUDA device GPU-2 of a") as caught:
-        check_own([("a", "GPU-1"), ("a", "GPU-2"), ("a", "GPU-2"), ("a", "GPU-1")])
-    assert "--gpus-per-task=1" in caught.value.hint
-
-
-def test_slices_of_a_card_have_own_names(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="u"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,GPU-2")
-    assert [card(torch.device("cuda", index)) for index in (0, 1, 2)] == ["MIG-1", "u", "u"]

@@ -151,20 +151,20 @@ def apex(system: System) -> Iterator[Finding]:
 def cuda(system: System) -> Iterator[Finding]:
     import torch
 
-    from harness.distributed import devices, no_cuda
-    from harness.distributed.no_cuda import Reason
+    from harness.distributed import devices
+    from harness.distributed.devices import Reason
 
     marks: dict[Reason, Mark] = {Reason.NO_DRIVER: "ok", Reason.NO_DEVICE: "note", Reason.HIDDEN: "note"}
     count, warning = devices.count_devices()
     if count:
-        built, driver = no_cuda.built_for(torch.version), no_cuda.driver_version(system.root)
+        built, driver = devices.built_for(torch.version), devices.driver_version(system.root)
         yield Finding(
             "cuda", "ok", f"{plural(count, 'device')}; torch is built for {built or 'the CPU only'}, driver {driver}"
         )
         for index in range(count):
             yield _device(torch.cuda, index)
     else:
-        found = no_cuda.why_none(warning, system.variables, system.root)
+        found = devices.why_none(warning, system.variables, system.root)
         then = "does not start" if found.reason is Reason.BROKEN else "runs on the CPU"
         text = f"{found.text}: training {then}"
         yield Finding("cuda", marks.get(found.reason, "problem"), text, found.remedies)
