@@ -43,7 +43,9 @@ _INTERFACE = (
 # name of the error says where it came up: a lost connection can be an ncclInternalError.
 _RULES = (
     _Rule(
-        r"Duplicate GPU detected", Fault.OWN, "give each rank its own GPU: start at most one rank per GPU of a machine"
+        r"Duplicate GPU detected",
+        Fault.OWN,
+        "give each rank its own GPU: srun --gpus-per-task=1, or at most one rank per GPU of a machine",
     ),
     _Rule(
         r"shared memory segment|/dev/shm",

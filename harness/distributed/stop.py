@@ -112,12 +112,9 @@ class Stop:
 
 
 @contextmanager
-def on_signals(
-    stop: Stop, then: str = "a checkpoint is written first", rest: Callable[[], str] = lambda: ""
-) -> Iterator[None]:
+def on_signals(stop: Stop, then: str = "a checkpoint is written first") -> Iterator[None]:
     """SIGINT, SIGTERM, SIGHUP and SIGUSR1 request a stop while the body runs (harness.distributed.signals has the
-    rule). ``then``: what happens at the first one, for its message; ``rest``: returns what has to end before that, if
-    it takes long."""
+    rule). ``then``: what happens at the first one, for its message."""
     launch = stop.runtime.launch
 
     def request(number: int) -> None:
@@ -128,9 +125,7 @@ def on_signals(
         stop.hear(number)
         if launch.elastic or not launch.supervised:  # otherwise harness launch has printed it
             again = "" if number == signals.WARNING else "; press Ctrl-C again to exit immediately"
-            log.info("stopping (%s): %s%s", signals.signal_name(number), ", ".join(filter(None, (then, rest()))), again)
-        elif left := rest():
-            log.info("stopping (%s) %s", signals.signal_name(number), left)
+            log.info("stopping (%s): %s%s", signals.signal_name(number), then, again)
 
     with signals.phase(request, notice):
         yield

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from harness.data.seeds import TRAINING
 from harness.errors import CheckpointError, first_line
 from harness.runs import checkpoint, layout
+from harness.runs.console import working
 from harness.runs.weights_file import on_host
 from harness.training import hooks
 from harness.training.logical_ranks import kernels
@@ -82,7 +83,7 @@ def save(run: Run) -> None:
         return
     start = time.perf_counter()
     run.hooks.call(hooks.BEFORE_CHECKPOINT, run)
-    with run.progress.during("writing a checkpoint"):
+    with working("writing a checkpoint"):
         _save(run)
     if run.state.in_epoch:  # otherwise it is not part of the training time
         run.meter.costs.add({"checkpoint": time.perf_counter() - start})

@@ -90,7 +90,7 @@ def test_bar_on_a_terminal(terminal, monkeypatch, clock):
     assert "loss 0.5000  lr 0.1  100 rows/s  5 min left" in text, "of the run, which has 3 steps left in this epoch"
 
 
-def test_bar_of_an_evaluation_and_a_checkpoint(terminal, monkeypatch, clock):
+def test_bar_of_an_evaluation(terminal, monkeypatch, clock):
     stream, shown = terminal
     monkeypatch.setattr(sys, "stderr", stream)
     progress = ProgressBar(rank=0)
@@ -102,21 +102,13 @@ def test_bar_of_an_evaluation_and_a_checkpoint(terminal, monkeypatch, clock):
     text = shown()
     assert "validation:" in text
     assert "3/3" in text
-    with progress.during("writing a checkpoint"):
-        assert "writing a checkpoint" in shown()
-    progress.start(epoch=0, epochs=2, done=0, steps=4)
-    with progress.during("writing a checkpoint"):
-        assert "epoch 1/2, writing a checkpoint" in shown()
-    progress.stop()
 
 
 def test_other_ranks_show_nothing(terminal, monkeypatch, clock):
     stream, shown = terminal
     monkeypatch.setattr(sys, "stderr", stream)
-    progress = ProgressBar(rank=1)
-    clock.use(progress)
-    with progress.during("writing a checkpoint"):
-        assert shown() == ""
+    clock.use(ProgressBar(rank=1))
+    assert shown() == ""
 
 
 def test_plain_lines_without_a_terminal(log, capsys, clock):
@@ -134,10 +126,6 @@ def test_plain_lines_without_a_terminal(log, capsys, clock):
     for _ in range(40):
         clock.now += 1
         progress.step()
-    with progress.during("writing a checkpoint"):
-        clock.now += 31
-    with progress.during("writing a checkpoint"):
-        pass
     lines = capsys.readouterr().err.splitlines()
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
     assert [line[9:] for line in lines] == [
@@ -147,7 +135,6 @@ def test_plain_lines_without_a_terminal(log, capsys, clock):
         "epoch 1/2  step 77/500  15 min left",
         "validation  batch 8/80  16 min left",
         "validation  batch 39/80  21 min left",
-        "writing a checkpoint",
     ]
 
 
@@ -252,25 +239,6 @@ def test_other_work_of_another_rank_or_process_is_not_shown(monkeypatch, at_once
     monkeypatch.setattr(os, "getpid", lambda: -1)
     with console.working("copying b"):
         pass
-
-
-def test_what_is_left_of_a_long_step(clock):
-    """A stop waits for it, and says how long."""
-    progress = ProgressBar(rank=0, total_steps=8)
-    assert progress.rest() == ""
-    progress.start(epoch=0, epochs=2, done=0, steps=4)
-    clock.now += 70
-    assert progress.rest() == "after this step (1 min so far)"
-    progress.step()
-    clock.now += 20
-    assert progress.rest() == "after this step (about 50 s)"
-    clock.now += 60
-    assert progress.rest() == "after this step (1 min so far)"
-    progress.open("validation", "batch", 0, 3)
-    clock.now += 1
-    assert progress.rest() == ""
-    clock.now += 2
-    assert progress.rest() == "after this batch (3 s so far)"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min"), (3660, "1 h 1 min")])
