@@ -102,12 +102,11 @@ class Loader:
         num_workers: int,
         device: torch.device,
         timeout_s: float = math.inf,
-        leave: Callable[[float], bool] = lambda waited_s: False,
+        leave: Callable[[], bool] = lambda: False,
         reading: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
     ) -> None:
-        """Workers that deliver nothing for ``timeout_s`` are an error. Meanwhile, ``leave`` is called twice per second,
-        with the seconds waited so far; it returns whether to end the wait, or raises. Without workers, each batch is
-        read within ``reading(what is read)``."""
+        """Workers that deliver nothing for ``timeout_s`` are an error. Meanwhile, ``leave`` is called twice per second:
+        it returns whether to end the wait. Without workers, each batch is read within ``reading(what is read)``."""
         self.dataset, self.device = dataset, device
         self.wait_s = 0.0  # time that training waited for data
         self.spent_s: dict[str, float] = {}  # time that loading took, by stage, in this process or in workers
@@ -194,7 +193,7 @@ class Loader:
     def _while_waiting(self) -> None:
         self._blocked = True
         waited_s = time.perf_counter() - self._since
-        if self._leave(waited_s):
+        if self._leave():
             raise StoppedWaiting
         if waited_s > self._timeout_s:
             raise TrainingError(

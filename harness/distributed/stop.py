@@ -18,12 +18,6 @@ from harness.distributed.runtime import Runtime
 log = logging.getLogger("harness")
 
 PERIOD_S = 0.5  # between two reductions of the flags
-LEAVE_S = 10.0  # for data to arrive after a request, so that all ranks can stop with a checkpoint
-
-
-class StoppedAlone(Exception):
-    """A stop was requested while this rank waited for data, and other ranks for it: it cannot take part in a decision,
-    so it ends without a new checkpoint."""
 
 
 class Stop:
@@ -37,19 +31,12 @@ class Stop:
         self.text = ""
         """The reason why this rank requests a stop; empty: it requests none."""
         self.signal: int | None = None
-        """The signal that any rank has received, perhaps before its main thread could request a stop."""
-        self._heard_at = 0.0
+        """The first signal that this rank has received."""
         self.verdict = False
         """The common decision."""
 
     def request(self, text: str) -> None:
         self.text = self.text or text
-
-    def hear(self, number: int) -> None:
-        """Some rank received the signal ``number``: this ends waits for data and sets the exit code, but requests
-        nothing. Callable from any thread."""
-        if self.signal is None:
-            self._heard_at, self.signal = time.monotonic(), number
 
     @property
     def exit_code(self) -> int:
@@ -77,20 +64,10 @@ class Stop:
                 self._pending = self.runtime.max_async([bool(self.text), self._next_pause()])
         return self.verdict
 
-    def ends_wait(self, waited_s: float) -> bool:
-        """Return True if a stop ends a wait for data that has lasted ``waited_s``, on the only rank. Several ranks
-        decide together, but the others wait for this one: after LEAVE_S, or before they time out, it raises
-        StoppedAlone."""
-        if self.runtime.world_size == 1:
-            return bool(self.text)
-        # Before the others give up waiting for this one.
-        late_s = max(self.runtime.timeout_s - LEAVE_S, self.runtime.timeout_s / 2)
-        if self.signal is None:
-            return False
-        if waited_s > late_s or min(waited_s, time.monotonic() - self._heard_at) > LEAVE_S:
-            name = signals.signal_name(self.signal)
-            raise StoppedAlone(f"stopped ({name}): rank {self.runtime.rank} had waited {waited_s:.0f} s for data")
-        return False
+    def ends_wait(self) -> bool:
+        """Return True if a stop ends a wait for data, on the only rank. Several ranks decide together, and the others
+        wait for this one."""
+        return self.runtime.world_size == 1 and bool(self.text)
 
     def decide_now(self) -> bool:
         """Return the decision, including every request made so far. Waits for all ranks, so it is for rare points only.
@@ -118,11 +95,10 @@ def on_signals(stop: Stop, then: str = "a checkpoint is written first") -> Itera
     launch = stop.runtime.launch
 
     def request(number: int) -> None:
-        stop.hear(number)
+        stop.signal = stop.signal or number
         stop.request(signals.signal_name(number))
 
     def notice(number: int) -> None:
-        stop.hear(number)
         if launch.elastic or not launch.supervised:  # otherwise harness launch has printed it
             again = "" if number == signals.WARNING else "; press Ctrl-C again to exit immediately"
             log.info("stopping (%s): %s%s", signals.signal_name(number), then, again)

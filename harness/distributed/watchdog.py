@@ -30,19 +30,16 @@ from harness.errors import EXIT_FAILURE
 log = logging.getLogger("harness")
 
 _KEY = "failed"  # in the store: the RankExit of the first failure
-_STOP = "stop"  # in the store: the signal that some rank has received
 _ASKED = "asked"  # in the store: "RANK:TOKEN" of the question that is open; the answers are at "at/TOKEN/RANK"
 PERIOD_S = 1.0  # between two looks
 GRACE_S = 12.0  # for the main thread to end by itself, with a checkpoint or a traceback
 JOIN_S = 1.0  # for the thread to return from a request to the store
-STOP_GRACE_S = 5.0  # likewise, once another rank has stopped without a checkpoint
 NEWS_S = 3.0  # for all ranks to be notified of a failure before the failing one closes its connections
 ANSWER_S = 10.0  # for the watchdogs of the other ranks to say where their ranks are
 _POLL_S = 0.1
 _STORE_LOST = "rank 0, or the launcher, is gone"
 _STOPPED, _TRACED, _ENDED = "Tt", "t", "X"  # states of a process
 _CANNOT_ANSWER = (*_STOPPED, _ENDED)
-_GRACES_S = {Cause.HUNG: NEWS_S, Cause.STOPPED: STOP_GRACE_S}
 
 
 class Watchdog:
@@ -69,9 +66,8 @@ class Watchdog:
         self.stalls = Stalls(runtime, step)
         self._answered = time.monotonic()  # when the store last answered
         self.first_failure: RankExit | None = None
-        """The launch's first failure, or the stop of a rank that waited for data, once this rank has learned of it."""
+        """The launch's first failure, once this rank has learned of it."""
         self._published: RankExit | None = None  # the first failure, if it is another rank's and this one published it
-        self._stop_is_shared = False
         self._alone_in: tuple[str, float] | None = None
         self._alone_s = 0.0  # that the only rank has been in it
         self._finished = threading.Event()
@@ -136,7 +132,6 @@ class Watchdog:
                 self._end(record)
                 return
             with suppress(Exception):
-                self._share_stop()
                 self.stalls.answer()
 
     def _reason_to_end(self) -> RankExit | None:
@@ -151,8 +146,6 @@ class Watchdog:
             first = self.first_failure
             if first is not None and first.rank == self._runtime.rank and first.cause is Cause.HUNG:
                 return first  # it is this rank that the others found hung
-            if first is not None and first.cause is Cause.STOPPED:
-                return replace(self._record(Cause.STOPPED, "", first.message), exit_code=first.exit_code)
             return self._record(Cause.PEER_LOST, "PeerLost", message)
         return None
 
@@ -173,18 +166,6 @@ class Watchdog:
         message = f"{within[0]} has not ended within {within[1]:g} s: it was in {self.doing}"
         self.first_failure = replace(self._record(Cause.HUNG, "Hung", message), traceback=stack.main_thread_lines())
         return True
-
-    def _share_stop(self) -> None:
-        """Announce a signal that this rank has received, or take note of one that another announced. The ranks agree on
-        a stop between steps (harness.distributed.stop); this is for one that waits for data."""
-        store = self._runtime.store
-        if store is None or self._stop_is_shared:
-            return
-        if self._stop.signal is not None:
-            store.set(_STOP, str(self._stop.signal))
-        elif number := store.find(_STOP):
-            self._stop.hear(int(number))
-        self._stop_is_shared = self._stop.signal is not None
 
     def _peer_failure(self) -> str:
         store = self._runtime.store
@@ -232,14 +213,12 @@ class Watchdog:
         overdue = record.cause is Cause.HUNG and self._runtime.world_size == 1
         if not overdue:
             self._stop.request(record.message)
-            if self._finished.wait(_GRACES_S.get(record.cause, GRACE_S)):
+            if self._finished.wait(NEWS_S if record.cause is Cause.HUNG else GRACE_S):
                 return
         if overdue:
             log.error("error: %s\n%s", record.message, "".join(record.traceback).rstrip())
         elif record.cause is Cause.HUNG:  # the others print what they have found
             log.error("the other ranks are no longer waiting for this one: exiting")
-        elif record.cause is Cause.STOPPED:
-            log.info(record.message)
         else:
             log.error("exiting, because this rank is blocked: %s", record.message)
         self._on_blocked(record, self.first_failure)

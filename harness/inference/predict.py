@@ -120,7 +120,7 @@ def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> in
         except Exception as error:
             return failed_early(launch, error)
         stop = Stop(runtime)
-        reporter = ExitReporter(runtime, stop)
+        reporter = ExitReporter(runtime)
         watching = Watchdog(runtime, stop, on_blocked=reporter.blocked)
         with (
             on_signals(stop, "no predictions will be written"),

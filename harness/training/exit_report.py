@@ -6,7 +6,6 @@ What ends a rank, and the cause and the exit code in its record:
 - its own error: error, the error's code; published as the launch's first failure, if there is none yet
 - an error that all ranks raise (``Runtime.together``): peer_lost with the error's code, but for the rank it comes from
 - a collective that fails: peer_lost, the first failure's code; the rank that it waited for is published, if it is found
-- a stop is requested while this rank waits for data: stopped, 75 with a checkpoint; the others end likewise
 - the main thread is blocked after any of these, or its launcher is gone: the watchdog makes the record, and its thread
   ends the process
 
@@ -28,7 +27,6 @@ from harness.distributed.collective_errors import Fault
 from harness.distributed.launch_env import Launch
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
-from harness.distributed.stop import Stop, StoppedAlone
 from harness.distributed.store import PeersMissing
 from harness.distributed.watchdog import Watchdog
 from harness.errors import (
@@ -60,8 +58,8 @@ class ExitReporter:
     """Writes this rank's RankExit once. ``run`` is set as soon as it is built, for the step in the record. Without a
     ``folder`` it only reports to the terminal and the other ranks; without ``shown`` only to the ranks."""
 
-    def __init__(self, runtime: Runtime, stop: Stop, folder: RunFolder | None = None, shown: bool = True) -> None:
-        self._runtime, self._stop, self._folder, self._shown = runtime, stop, folder, shown
+    def __init__(self, runtime: Runtime, folder: RunFolder | None = None, shown: bool = True) -> None:
+        self._runtime, self._folder, self._shown = runtime, folder, shown
         self.run: Run | None = None
 
     def step(self) -> int | None:
@@ -81,7 +79,7 @@ class ExitReporter:
         """Write ``record``, with which the watchdog is about to end this rank. ``first``: the launch's first failure,
         if it is known."""
         self._write(record)
-        if first and self._claimed and record.cause is not Cause.STOPPED:
+        if first and self._claimed:
             exit_files.write_first(self._claimed.path, first)
         if self._folder:
             self._folder.detach(self._runtime.rank, done=False)
@@ -91,18 +89,9 @@ class ExitReporter:
         Returns the exit code, which is that of the first failure."""
         self._runtime.failed, error = True, readable(error)
         missing, shown = self._reason(error, watchdog)
-        lost, first = lost_peer(error), watchdog.first_failure
-        if isinstance(error, StoppedAlone):
-            alone, lost = self._stopped_alone(error), True
-            first = watchdog.publish_failure(alone) or alone
-        if lost and first and first.cause is Cause.STOPPED:  # by a rank that waited for data
-            log.info("%s", first.message)
-            code = self._write(self._record(Cause.STOPPED, first.exit_code, message=first.message))
-            watchdog.linger()
-            return code
         by_peer = isinstance(error, HarnessError) and error.origin_rank not in (None, self._runtime.rank)
         record = self._record(
-            Cause.PEER_LOST if by_peer or lost else Cause.ERROR,
+            Cause.PEER_LOST if by_peer or lost_peer(error) else Cause.ERROR,
             exit_code_of(shown),
             error=type(shown).__name__, message=_text(shown), doing=watchdog.doing or stack.raised_at(error),
             traceback=traceback.format_exception(error),
@@ -123,17 +112,6 @@ class ExitReporter:
             self._show(reported, shown)
         watchdog.linger()
         return code
-
-    def _stopped_alone(self, error: StoppedAlone) -> RankExit:
-        if self.run:
-            self.run.writer.close()
-        saved = self.run.writer.complete if self.run else -1
-        code = EXIT_STOPPED if saved >= 0 else self._stop.exit_code
-        again = "there is no checkpoint yet, so the same command starts from the beginning"
-        if saved >= 0:
-            again = f"the same command resumes from the checkpoint of step {saved}, or from a later one"
-        message = f"{error}; {again if self.run else 'nothing was written'}"
-        return self._record(Cause.STOPPED, code, message=message)
 
     def _reason(self, error: BaseException, watchdog: Watchdog) -> tuple[RankExit | None, BaseException]:
         """Return the rank that this one waited for, if it can be determined, and ``error`` as it is shown."""
@@ -159,8 +137,6 @@ class ExitReporter:
     def _first_failure(self, record: RankExit, watchdog: Watchdog) -> RankExit:
         """Return the launch's first failure, from the store, or from failure.json if the store is closed."""
         known = watchdog.publish_failure(record)
-        if known and known.cause is Cause.STOPPED:  # while this rank failed by itself
-            known = record
         first = known or record
         written = exit_files.write_first(self._claimed.path, first) if self._claimed else first
         return known or written

@@ -127,7 +127,7 @@ class RunStart:
         self._pid = os.getpid()
         self._folder = run_folder(config)
         self._stop = Stop(runtime)
-        self._reporter = ExitReporter(runtime, self._stop, self._folder, shown)
+        self._reporter = ExitReporter(runtime, self._folder, shown)
 
     @property
     def run(self) -> Run | None:

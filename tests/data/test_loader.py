@@ -366,7 +366,7 @@ def test_signal_to_all_processes_does_not_end_a_worker_that_starts(monkeypatch, 
 
 def test_wait_for_workers_can_be_ended():
     asked = []
-    loader = Loader(Odd("blocks"), 1, CPU, leave=lambda waited_s: asked.append(waited_s) is None)
+    loader = Loader(Odd("blocks"), 1, CPU, leave=lambda: asked.append(None) is None)
     data = TrainData(loader, "contiguous", range(1), 1, 4, 1, 0)
     try:
         assert len(list(data.groups(0, []))) < 3
@@ -374,7 +374,7 @@ def test_wait_for_workers_can_be_ended():
             list(EvalData(loader, range(1), 1, 4).turns())  # one of the batches blocks
     finally:
         loader.close()
-    assert asked[0] > 0
+    assert asked
 
 
 def test_waiting_time_is_measured():

@@ -82,7 +82,7 @@ def test_decision_now_includes_every_request(asking):
 def test_the_exit_code_of_each_signal_is_known_to_launchers():
     for number in NUMBERS:
         stop = Stop(Runtime())
-        stop.hear(number)
+        stop.signal = number
         assert stop.exit_code in EXITS_BY_SIGNAL
 
 

@@ -368,39 +368,6 @@ def test_signal_while_the_loader_workers_deliver_nothing(tmp_path, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("signalled", "every", "code"), [(0, 1, EXIT_STOPPED), (1, None, 143)])
-def test_stop_while_one_of_several_ranks_gets_no_data(tmp_path, data, signalled, every, code):
-    """The other rank waits for it in the gradient exchange, also if it is the only one that got the signal."""
-    settings = {**SLOW, "runtime": {"device": "cpu", "timeout_s": 30}, "checkpoint": {"every": every}}
-    config, terminal = write_config(tmp_path, data, **settings), tmp_path / "terminal.txt"
-    folder, ranks = run_folder(config), drivers(2, ["-c", str(config)], terminal)
-    try:
-        wait_for_steps(folder, 2)
-        tasks = Path(f"/proc/{ranks[1][0].pid}/task").glob("*/children")
-        workers = [int(pid) for task in tasks for pid in task.read_text().split()]
-        for worker in workers:
-            os.kill(worker, signal.SIGSTOP)
-        time.sleep(2)  # until the batches that were ready are used
-        os.kill(ranks[signalled][0].pid, signal.SIGTERM)
-    finally:
-        codes = wait_for(ranks, END_S)
-    assert workers
-    assert codes == [code] * 2, terminal.read_text()
-    step = max(steps(folder))
-    again = f"resumes from the checkpoint of step {step}" if every else "starts from the beginning"
-    assert re.search(
-        rf"stopped \(SIGTERM\): rank 1 had waited \d+ s for data; .*the same command {again}", terminal.read_text()
-    )
-    assert not (folder / "failure.json").exists()
-    for rank in range(2):
-        assert json.loads((folder / "logs" / f"rank-{rank}.exit.json").read_text())["cause"] == "stopped"
-    if every:
-        assert checkpoint_of(folder) == step
-        assert wait_for(drivers(2, ["-c", str(config)], terminal), START_S) == [0, 0]
-        assert steps(folder) == list(range(1, 17))
-
-
-@pytest.mark.slow
 def test_small_shared_memory_is_an_error_that_names_the_remedy(tmp_path, data):
     """In a mount namespace whose /dev/shm has 1 MiB. Docker's default is 64 MiB."""
     mount = "mount -t tmpfs -o size=1m shm /dev/shm"

@@ -117,7 +117,7 @@ def failed(tmp_path, error, *, store=None, rank=0):
     folder.logs.mkdir(exist_ok=True)
     folder.claimed = True
     runtime = Runtime(Launch(rank=rank), store=store and LimitedStore(store))
-    code = ExitReporter(runtime, Stop(runtime), folder).failed(error, Watchdog(runtime, Stop(runtime)))
+    code = ExitReporter(runtime, folder).failed(error, Watchdog(runtime, Stop(runtime)))
     failure = tmp_path / "failure.json"
     return code, exit_files.read(folder.logs)[rank], json.loads(failure.read_text()) if failure.exists() else None
 
@@ -173,7 +173,7 @@ def test_blocked_rank_is_recorded(tmp_path):
         RankExit(0, Cause.PEER_LOST, 70, "here", 4),
         RankExit(1, Cause.ERROR, 65, "there", 5, message="bad row"),
     )
-    ExitReporter(Runtime(), Stop(Runtime()), folder).blocked(exit, first)
+    ExitReporter(Runtime(), folder).blocked(exit, first)
     assert exit_files.read(folder.logs) == {0: exit}
     assert json.loads((tmp_path / "failure.json").read_text()) == asdict(first)
 
@@ -184,7 +184,7 @@ def test_the_signal_of_harness_launch_is_printed_once(caplog, supervised):
     caplog.set_level("INFO", "harness")
     runtime = Runtime(Launch(supervised=supervised))
     run = SimpleNamespace(runtime=runtime, stop=Stop(runtime), state=State(step=7), config=None)
-    run.stop.hear(signal.SIGTERM)
+    run.stop.signal = signal.SIGTERM
     run.stop.request("SIGTERM")
     main.finish(run, done=False)
     alone = "stopped early (SIGTERM) at step 7, with a checkpoint; the same command resumes from it"

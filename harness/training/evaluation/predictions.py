@@ -27,7 +27,7 @@ from harness.config.schema import Config
 from harness.data.batch import Batch, Dataset
 from harness.data.loader import BatchRequest, Loader, StoppedWaiting
 from harness.distributed.runtime import Runtime
-from harness.distributed.stop import Stop, StoppedAlone
+from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError, first_line, plural, users_line
 from harness.runs import layout
 from harness.runs.console import ProgressBar
@@ -97,8 +97,6 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path, progress:
                         ready = next(batches), _known(predictor.task, asked[turn])
                 except StoppedWaiting:
                     continue
-                except StoppedAlone:
-                    raise
                 except Exception as error:
                     failure = error
                     stop.request("a prediction failed")
