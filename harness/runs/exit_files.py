@@ -13,7 +13,7 @@ from pathlib import Path
 from harness.distributed.launch_env import Launch
 from harness.distributed.rank_exit import RankExit, to_torch_error_file
 from harness.runs import layout
-from harness.runs.files import read_json, write_atomically
+from harness.runs.files import identity, read_json, write_atomically
 
 
 def write(logs: Path, record: RankExit) -> None:
@@ -69,8 +69,18 @@ class ExitFiles:
     Earlier records are remembered, not removed: ranks of another machine may be writing theirs to the same disk.
     """
 
-    def __init__(self, logs: Path) -> None:
-        self._logs, self._earlier = logs, read(logs)
+    def __init__(self, folder: Path) -> None:
+        """``folder``: of the run."""
+        self._logs, self._failure = folder / layout.LOGS, folder / layout.FAILURE
+        self._earlier, self._earlier_failure = read(self._logs), identity(self._failure)
 
     def read(self) -> dict[int, RankExit]:
+        """Return the records of the ranks."""
         return {rank: record for rank, record in read(self._logs).items() if record != self._earlier.get(rank)}
+
+    def first(self) -> RankExit | None:
+        """Return the failure in failure.json."""
+        with suppress(OSError, ValueError):
+            if identity(self._failure) != self._earlier_failure:
+                return RankExit.from_dict(read_json(self._failure))
+        return None

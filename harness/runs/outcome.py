@@ -30,7 +30,7 @@ from harness.errors import (
 )
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
-from harness.runs.files import identity, read_sealed, write_atomically
+from harness.runs.files import read_sealed, write_atomically
 from harness.runs.locks import Lock
 from harness.runs.url_store import UrlStore
 
@@ -213,8 +213,7 @@ class ExitCollector:
     def __init__(self, folder: Path, world_size: int = 1, url: str = "") -> None:
         self._folder, self._world_size = folder, world_size
         self._failure = folder / layout.FAILURE
-        self._earlier_failure = identity(self._failure)
-        self._exit_files = ExitFiles(folder / layout.LOGS)
+        self._exit_files = ExitFiles(folder)
         self._url = UrlStore(url) if url else None
         self._start = self._url.read(layout.START) if self._url else None
         self._earlier_local_start = _text(folder / layout.START)
@@ -246,17 +245,11 @@ class ExitCollector:
 
     def _outcome(self, report: EngineReport) -> RunOutcome:
         own = sorted(self._exit_files.read().values(), key=lambda exit: exit.time)
-        exits = [*self._first_reported(), *own, *report.exits]
+        first = self._exit_files.first()  # on which the ranks have agreed, if they could
+        exits = [*([first] if first else []), *own, *report.exits]
         world_size = report.world_size or self._world_size
         summary = _read(self._folder / layout.SUMMARY)
         return judge(exits, report.stopped, world_size, self._shown, summary, report.signal, report.shares_terminal)
-
-    def _first_reported(self) -> list[RankExit]:
-        """Return the failure that the ranks agreed on as the first, if they could."""
-        if identity(self._failure) != self._earlier_failure and (content := _read(self._failure)):
-            with suppress(ValueError):
-                return [RankExit.from_dict(content)]
-        return []
 
     def _fetch(self) -> bool:
         """Fetch the ranks' records from the URL. False if this start has not written there, or if a later start has

@@ -23,7 +23,7 @@ from typing import Any
 
 from harness.data.loader_workers import worker_death
 from harness.distributed import collective_errors, stack
-from harness.distributed.collective_errors import Fault
+from harness.distributed.collective_errors import CollectiveError, Fault
 from harness.distributed.launch_env import Launch
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
@@ -88,10 +88,12 @@ class ExitReporter:
         """Report ``error``: in failure.json and on the terminal by the rank that failed first, and in every rank's log.
         Returns the exit code, which is that of the first failure."""
         self._runtime.failed, error = True, readable(error)
-        missing, shown = self._reason(error, watchdog)
+        lost = lost_peer(error)
+        missing = watchdog.missing(stack.raised_at(error), lost.fault is Fault.TIMEOUT) if lost else None
+        shown = TrainingError(f"lost contact with rank {missing.rank}") if missing else explained(error, self.run)
         by_peer = isinstance(error, HarnessError) and error.origin_rank not in (None, self._runtime.rank)
         record = self._record(
-            Cause.PEER_LOST if by_peer or lost_peer(error) else Cause.ERROR,
+            Cause.PEER_LOST if by_peer or lost else Cause.ERROR,
             exit_code_of(shown),
             error=type(shown).__name__, message=_text(shown), doing=watchdog.doing or stack.raised_at(error),
             traceback=traceback.format_exception(error),
@@ -100,7 +102,9 @@ class ExitReporter:
             watchdog.acknowledge()
             return self._write(record)
         reported = missing or record
-        first = self._first_failure(reported, watchdog)
+        first = watchdog.publish_failure(reported) or reported
+        if self._claimed:
+            first = exit_files.write_first(self._claimed.path, first)
         watchdog.stalls.release()
         is_own = first.rank == record.rank and first.cause is Cause.HUNG  # as the other ranks have found
         code = self._write(first if is_own else replace(record, exit_code=first.exit_code))
@@ -113,15 +117,6 @@ class ExitReporter:
         watchdog.linger()
         return code
 
-    def _reason(self, error: BaseException, watchdog: Watchdog) -> tuple[RankExit | None, BaseException]:
-        """Return the rank that this one waited for, if it can be determined, and ``error`` as it is shown."""
-        failure = collective_errors.diagnose(error)
-        if failure is None or failure.fault is Fault.OWN:
-            return None, explained(error, self.run)
-        if missing := watchdog.missing(stack.raised_at(error), failure.fault is Fault.TIMEOUT):
-            return missing, TrainingError(f"lost contact with rank {missing.rank}")
-        return None, explained(error, self.run)
-
     def _show(self, record: RankExit, error: BaseException) -> None:
         """Print the launch's first failure: that of another rank that cannot report it itself, or ``error``."""
         if record.cause is Cause.HUNG:
@@ -133,13 +128,6 @@ class ExitReporter:
             log.error("error: lost contact with the other ranks: rank %s: %s", record.rank, record.message)
         else:
             show(error, record.traceback)
-
-    def _first_failure(self, record: RankExit, watchdog: Watchdog) -> RankExit:
-        """Return the launch's first failure, from the store, or from failure.json if the store is closed."""
-        known = watchdog.publish_failure(record)
-        first = known or record
-        written = exit_files.write_first(self._claimed.path, first) if self._claimed else first
-        return known or written
 
     def _record(self, cause: Cause, code: int, **others: Any) -> RankExit:
         return RankExit.now(self._runtime.rank, cause, code, step=self.step(), **others)
@@ -218,7 +206,7 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
     return (worker_death(error) if isinstance(error, Exception) else None) or error
 
 
-def lost_peer(error: BaseException) -> bool:
-    """Return True for the error of a collective in which this rank waited for another one."""
+def lost_peer(error: BaseException) -> CollectiveError | None:
+    """Return the meaning of the error of a collective in which this rank waited for another one; else None."""
     failure = collective_errors.diagnose(error)
-    return failure is not None and failure.fault is not Fault.OWN
+    return failure if failure and failure.fault is not Fault.OWN else None

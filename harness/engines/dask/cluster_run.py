@@ -73,7 +73,7 @@ class ClusterRun:
         self._failed_at: float | None = None
         self._looked_at = 0.0
         self._folder = RunFolder(job.folder, job.config.checkpoint.keep)
-        self._exit_files = ExitFiles(self._folder.logs)
+        self._exit_files = ExitFiles(self._folder.path)
         self._files: Files | None = None
         self._ended = threading.Event()
         try:

@@ -130,7 +130,7 @@ class SlurmRun:
         self._deadline = float("inf")  # when a job that was asked to stop is cancelled
         self._printed = ""  # the last line about its state
         self._gave_up = False  # on ranks that do not end although another has failed
-        self._exit_files = ExitFiles(job.folder / layout.LOGS)
+        self._exit_files = ExitFiles(job.folder)
         self._seen_start, self._earlier_failure = 0, identity(job.folder / layout.FAILURE)
         self._output = JobOutput()
 

@@ -27,7 +27,6 @@ from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.engines.base import Job, shell
 from harness.engines.torchrun.settings import Settings
 from harness.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, EXITS_BY_SIGNAL, LaunchError, plural
-from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
 
 KILL_S = 5.0  # from SIGTERM to SIGKILL
@@ -60,7 +59,7 @@ class TorchrunRun:
         self._job, self._where = job, rendezvous_of(job)
         self._checked = 0.0
         self._idle_since: float | None = None
-        self._exit_files = ExitFiles(job.folder / layout.LOGS)
+        self._exit_files = ExitFiles(job.folder)
         self._errors = Path(tempfile.mkdtemp(prefix="harness-torchrun-"))
         command = _command(job, self._where, str(self._errors))
         try:

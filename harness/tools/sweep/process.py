@@ -22,7 +22,7 @@ from harness.distributed.rank_exit import Cause
 from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.errors import EXIT_DONE, EXIT_STOPPED, EXITS_BY_SIGNAL
 from harness.runs import layout, reader
-from harness.runs.files import identity, read_json
+from harness.runs.exit_files import ExitFiles
 from harness.runs.followed import FollowedFile, read_entry
 from harness.tools.sweep.spec import typed
 
@@ -43,7 +43,7 @@ class TrialProcess:
         """``keep``: file descriptors that stay open as long as the trial runs."""
         self._folder, self._log = folder, folder.with_name(f"{folder.name}.log")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        self._earlier_failure = identity(folder / layout.FAILURE)
+        self._exit_files = ExitFiles(folder)
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         self._stopped = False
         self.killed = False
@@ -77,8 +77,8 @@ class TrialProcess:
         """None while the trial runs, then how it ended and the reason."""
         if not self._group.poll():
             return None
-        code, failure = self._group.exits[0], self._failure()
-        message = next(iter(str(failure.get("message", "")).strip().splitlines()), "")
+        code, failure = self._group.exits[0], self._exit_files.first()
+        message = next(iter(failure.message.strip().splitlines()), "") if failure else ""
         if code == EXIT_DONE:
             return "done", ""
         if code < 0:
@@ -87,19 +87,9 @@ class TrialProcess:
             return "interrupted", "stopped with a checkpoint"
         if code in EXITS_BY_SIGNAL or (self._stopped and not failure):
             return "interrupted", "stopped before its first checkpoint"
-        if failure.get("cause") in (Cause.SIGNAL, Cause.NODE_LOST):
+        if failure and failure.cause in (Cause.SIGNAL, Cause.NODE_LOST):
             return "interrupted", message or "a rank was killed"
         return "failed", message or self._last_error() or f"exit code {code}"
-
-    def _failure(self) -> dict[str, Any]:
-        """Return the content of failure.json if this start of the trial wrote it."""
-        path = self._folder / layout.FAILURE
-        if identity(path) == self._earlier_failure:
-            return {}
-        with contextlib.suppress(OSError, ValueError):
-            content = read_json(path)
-            return content if isinstance(content, dict) else {}
-        return {}
 
     def _last_error(self) -> str:
         """Return the last error message in the log of this start, or its last line."""
