@@ -29,16 +29,8 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROBE = "import torch; torch.ones(1, device='cuda').add_(1).item()"
 _OPENS_S = 60.0
 
-# {major version of CUDA: oldest driver on Linux}, with minor version compatibility: table 2 of
-# https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/index.html
-OLDEST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
-# {major version of CUDA: the index of torch's wheels for it}, as named in
-# https://pytorch.org/get-started/previous-versions
-_WHEELS = {11: "cu118", 12: "cu126"}
 PREVIOUS_VERSIONS = "https://pytorch.org/get-started/previous-versions"
-
 _ROOT = Path("/")
-
 CPU_RANKS = 2  # enough to show how ranks work together, on any machine
 
 
@@ -168,14 +160,6 @@ def why_none(warning: str, variables: Mapping[str, str], root: Path | None = Non
     if hidden is not None and re.fullmatch(r"\s*(-\d+.*)?\s*|NoDevFiles", hidden):
         text = f"CUDA_VISIBLE_DEVICES={hidden!r} hides all devices"
         return NoCuda(Reason.HIDDEN, text, ("unset CUDA_VISIBLE_DEVICES",))
-    if needed := _too_old(driver, built):
-        text = (
-            f"driver {driver} is too old for {built}, which torch {torch.__version__} is built for: it needs {needed} "
-            "or newer"
-        )
-        return NoCuda(
-            Reason.BROKEN, text, (f"update the NVIDIA driver to {needed} or newer", f"or {_older_torch(driver)}")
-        )
     visible = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden})"
     text = f"driver {driver} and torch built for {built}, but no device is usable{visible}: "
     return NoCuda(
@@ -183,7 +167,7 @@ def why_none(warning: str, variables: Mapping[str, str], root: Path | None = Non
         text + (warning or "torch gives no reason"),
         (
             "nvidia-smi  # does the driver respond, and is its CUDA version at least that of torch?",
-            f"update the driver, or {_older_torch(driver)}",
+            f"update the driver, or install a torch for an older CUDA; see {PREVIOUS_VERSIONS}",
         ),
     )
 
@@ -204,21 +188,3 @@ def driver_version(root: Path) -> str | None:
         return None
     match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return match.group(1) if match else "of unknown version"
-
-
-def _too_old(driver: str, built: str) -> str | None:
-    """Return the oldest driver for the CUDA that torch is built for, if ``driver`` is older."""
-    major = re.match(r"CUDA (\d+)", built)
-    needed = OLDEST_DRIVERS.get(int(major[1])) if major else None
-    return needed if needed and _numbers(driver) and _numbers(driver) < _numbers(needed) else None
-
-
-def _older_torch(driver: str) -> str:
-    """Return what to install for ``driver``: the newest of torch's wheels that it can run."""
-    fitting = [wheel for major, wheel in sorted(_WHEELS.items()) if _numbers(driver) >= _numbers(OLDEST_DRIVERS[major])]
-    name = f" ({fitting[-1]}: --index-url https://download.pytorch.org/whl/{fitting[-1]})" if fitting else ""
-    return f"install a torch for an older CUDA{name}; see {PREVIOUS_VERSIONS}"
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import struct
 
-from harness.errors import LaunchError, reason
+from harness.errors import LaunchError
 
 _SIOCGIFADDR = 0x8915  # "get interface address", linux/sockios.h
 _ANYWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737), so the route to it is the default route
@@ -33,18 +33,6 @@ def interfaces() -> dict[str, str]:
     except OSError:
         return {}
     return {name: address for name in names if (address := address_of(name))}
-
-
-def require_loopback() -> None:
-    """Raise LaunchError unless processes of this machine can connect to each other at 127.0.0.1."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=5.0).close()
-    except OSError as error:
-        raise LaunchError(
-            f"the ranks of this machine cannot connect to each other at 127.0.0.1: {reason(error)}",
-            hint="turn on the loopback interface (ip link set lo up; ip addr add 127.0.0.1/8 dev lo)",
-        ) from None
 
 
 def is_here(host: str) -> bool:
