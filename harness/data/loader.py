@@ -254,7 +254,7 @@ class MicroBatch:
 
 
 class Part(NamedTuple):
-    """The rows of one micro-batch of ``rank``, whose last of the step it is if it ``ends`` it. ``place`` of ``num``."""
+    """The rows of one micro-batch of ``rank``: number ``place`` of the ``num`` that the rank has in a step."""
 
     rank: int
     rows: np.ndarray
@@ -280,7 +280,7 @@ class TrainData:
     seed: int
     tail: str = "use"
     batch_norm_spans_ranks: bool = False
-    """It then accepts a single row of a rank."""
+    """Whether batch norms compute with the rows of all ranks, so that a rank may have a single one."""
 
     @property
     def num_rows(self) -> int:

@@ -52,10 +52,6 @@ _GLOBAL = re.compile(r"(?:GLOBAL:?|refers to) ([\w.]+)")  # in refusals to load 
 _ANOTHER = "choose another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
 
 
-class OtherVersion(str):
-    """A problem, as ``damage`` returns it: another version of the harness wrote the checkpoint."""
-
-
 class Checkpoints:
     """The checkpoints of one run folder. Rank 0 uses it, but every rank reads, and writes its part of a sharded one."""
 
@@ -162,7 +158,7 @@ class Checkpoints:
         for path in sorted((found[step] for step in sorted(found, reverse=True)), key=lambda path: path.name != named):
             problem = damage(path)
             if not problem:
-                newer = next((name for name in refused if isinstance(refused[name], OtherVersion)), None)
+                newer = next((name for name in refused if _is_of_other_version(self.folder / name)), None)
                 if newer is None:
                     return path
                 resume = shlex.quote(f"checkpoint.resume={path}")
@@ -270,10 +266,17 @@ def damage(path: Path) -> str:
     except CheckpointError as error:
         return error.message
     if (version := manifest.get("version")) != VERSION:
-        return OtherVersion(
+        return (
             f"its version is {version}, but this version of the harness reads {VERSION}: use the version that wrote it"
         )
     return next(filter(None, (_damage_of(path / name, facts) for name, facts in manifest["files"].items())), "")
+
+
+def _is_of_other_version(path: Path) -> bool:
+    try:
+        return bool(_manifest(path).get("version") != VERSION)
+    except CheckpointError:
+        return False
 
 
 def _manifest(path: Path) -> dict[str, Any]:

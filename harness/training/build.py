@@ -26,11 +26,12 @@ from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
 from harness.training import checkpointing, determinism, hooks, memory, mixing, rng
 from harness.training.checkpoint_writer import CheckpointWriter
+from harness.training.determinism import kernels
 from harness.training.division import Sizes, doubts, sizes, warn_of_skew
 from harness.training.evaluation.evaluate import laid_out
 from harness.training.first_look import FirstLook
 from harness.training.health import Health
-from harness.training.logical_ranks import LogicalRanks, kernels
+from harness.training.logical_ranks import LogicalRanks
 from harness.training.meter import Meter
 from harness.training.models import recompute
 from harness.training.optimizer import on_gradients, optim, precision

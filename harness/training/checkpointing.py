@@ -21,7 +21,7 @@ from harness.runs import checkpoint, layout
 from harness.runs.console import working
 from harness.runs.weights_file import on_host
 from harness.training import hooks
-from harness.training.logical_ranks import kernels
+from harness.training.determinism import kernels
 from harness.training.optimizer.optim import Ema, class_name, with_settings_of
 from harness.training.progress import State
 from harness.training.run import Run

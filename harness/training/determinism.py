@@ -13,8 +13,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import platform
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -203,3 +205,25 @@ def _error(what: str, operations: set[str]) -> ConfigError:
         hint="use train.deterministic=warn (a resume may then differ in the last bits) or false"
         + (f"; or use another operation ({'; '.join(instead)})" if instead else ""),
     )
+
+
+def kernels(device: torch.device) -> dict[str, Any]:
+    """Return what the last bits of a result depend on, besides the code and the numbers: it must not change within a
+    run."""
+    facts: dict[str, Any] = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
+    if device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name(device)
+        facts["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        facts["tf32"] = [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+    else:
+        facts["processor"] = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
+        facts["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    return facts
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -23,7 +23,7 @@ SKEWED = 0.5  # total variation distance between the labels of a shard and of al
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers that follow from the configuration, the number of rows and the world size."""
+    """What follows from the configuration, the number of rows and the world size: batches, steps, and the schedule."""
 
     per_rank: int
     micro_batch: int

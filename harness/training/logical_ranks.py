@@ -8,10 +8,7 @@ no result depends on the number of processes.
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -265,25 +262,3 @@ class _Layout:
             flat.as_strided(parameter.shape, strides, offset)
             for parameter, strides, offset in zip(self.parameters, self._strides, self._offsets, strict=True)
         ]
-
-
-def kernels(device: torch.device) -> dict[str, Any]:
-    """Return what the last bits of a result depend on, besides the code and the numbers: it must not change within a
-    run."""
-    facts: dict[str, Any] = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
-    if device.type == "cuda":
-        facts["device"] = torch.cuda.get_device_name(device)
-        facts["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-        facts["tf32"] = [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
-    else:
-        facts["processor"] = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
-        facts["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
-    return facts
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from harness.data.loader import MicroBatch
 from harness.training import run_log
 from harness.training.checkpointing import keep_best, save
-from harness.training.evaluation.evaluate import evaluate, is_number, prepare, try_evaluation
+from harness.training.evaluation.evaluate import evaluate, prepare, try_evaluation
 from harness.training.hooks import AFTER_EVALUATION, AFTER_STEP, BEFORE_TRAINING
 from harness.training.meter import Reading, end_backward_before_exchange
 from harness.training.mixing import mixed, mixed_loss
@@ -74,15 +74,15 @@ def epoch(run: Run) -> None:
         if logs:
             run_log.end_window(run)
         if left and run.size.save_every and number % run.size.save_every == 0:
-            count_uncounted(run)
+            settle_last_step(run)
             save(run)
         if run.stop.poll() or number == end or state.ended:
             break
-    count_uncounted(run)
+    settle_last_step(run)
     run.progress.stop()
     if run.meter.steps and (left == 0 or run.evaluation_due()):
         run_log.end_window(run)
-        count_uncounted(run)  # which, on a GPU, writes the line
+        settle_last_step(run)  # which, on a GPU, writes the line
     if left == 0 or run.finished():
         run.health.updates(state, run.writer.complete)
     if left == 0:
@@ -100,12 +100,12 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     it as amp unscales them. With train.on_nan: skip, a step whose loss or gradients are not finite is skipped here.
 
     Where the device can skip the step by itself, the host learns of it after the next backward pass has been queued
-    (``count_uncounted``), before anything depends on it: the learning rate, the moving average, the counts.
+    (``settle_last_step``), before anything depends on it: the learning rate, the moving average, the counts.
     """
     train, precision, timer = run.config.train, run.precision, run.meter.timer
     timer.start()
     losses = backward(run, group)
-    count_uncounted(run)
+    settle_last_step(run)
     run.set_lr()
     host_waits, spoiled = train.on_nan == "skip", False  # will_skip may wait for the device, skip_flag never does
     skip = precision.will_skip(run.optimizer) if host_waits else precision.skip_flag(run.optimizer)
@@ -123,7 +123,7 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     end_step(run, losses, skip)
     timer.end("optimizer")
     if run.hooks.after_step:
-        count_uncounted(run)
+        settle_last_step(run)
         run.hooks.call(AFTER_STEP, run)  # which may look at the gradients
         timer.start()  # their time is not part of the step
     clear_gradients(run.optimizer)
@@ -174,16 +174,16 @@ def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
             # stop: a loss that is NaN fails the run, even if its step was skipped; skip: it must not
             if run.config.train.on_nan == "stop" or skip is not True:
                 run.meter.add_loss(loss, micro.num_rows, skip, place)
-    run.uncounted = used, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip
+    run.unsettled = used, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip
     if not isinstance(skip, Tensor):
-        count_uncounted(run)
+        settle_last_step(run)
 
 
-def count_uncounted(run: Run) -> None:
+def settle_last_step(run: Run) -> None:
     """Count the last step, and write its log line, if that is not done. Collective. The host waits until the device has
     ended that step, not for the work that it was given since."""
-    if run.uncounted is not None:
-        (used, skip), run.uncounted = run.uncounted, None
+    if run.unsettled is not None:
+        (used, skip), run.unsettled = run.unsettled, None
         skipped = skip if isinstance(skip, bool) else skip.values()["skip"] != 0
         if run.ema and not skipped:
             run.ema.update(run.precision.master_params(run.optimizer))  # which only the next step changes
@@ -212,14 +212,8 @@ def evaluation(run: Run) -> Report | None:
     if report is None:
         return None  # stopped; the evaluation is still due, and comes first after a resume
     state.evaluated = state.step
-    numbers = {key: value for key, value in report.items() if is_number(value)}
-    unreadable = {key: value for key, value in report.items() if key == "unreadable"}
+    numbers = run_log.log_evaluation(run, report, time.perf_counter() - start)
     metrics = {key: numbers[key] for key in run.config.task.metrics}
-    waited_s, spent_s = run.eval_data.loader.take_times()
-    run.meter.costs.add({"cpu": spent_s.get("cpu", 0.0)})
-    cost = {"evaluation": time.perf_counter() - start, "data": waited_s}
-    line = {"step": state.step, "epoch": state.epoch, **numbers, **unreadable, "cost": cost, "wall_s": run.wall_s()}
-    run.tracker.log("eval", line)
     run.health.validation(metrics, state)
     state.history.append({"step": state.step, "epoch": state.epoch, **metrics})
     value = numbers[name]

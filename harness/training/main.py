@@ -173,7 +173,7 @@ class RunStart:
         run = self.run
         assert run is not None  # built by __enter__
         deliver(self._folder, self.runtime, self.done)
-        finish(run, self.done)
+        description.conclude(run, self.done)
         self.runtime.barrier()
         self.code = self._reporter.ended(self.done, self._stop.text)
         if not self.done:
@@ -275,38 +275,3 @@ def deliver(folder: RunFolder, runtime: Runtime, done: bool) -> None:
             raise
         if error.origin_rank in (None, runtime.rank):
             log.error("error: %s", error)
-
-
-def finish(run: Run, done: bool) -> None:
-    """Log the results, or how to resume."""
-    state, config = run.state, run.config
-    if run.runtime.rank:
-        log.info("%s at step %d", "done" if done else "stopped with a checkpoint", state.step, extra=console.OF_NODE)
-    if not done:
-        launch = run.runtime.launch
-        if launch.supervised and not launch.elastic and run.stop.signal is not None:
-            log.info("stopped at step %d, with a checkpoint", state.step)  # harness launch prints why, and what next
-            return
-        log.info(
-            "stopped early (%s) at step %d, with a checkpoint; the same command resumes from it",
-            run.stop.text or "by another rank",
-            state.step,
-        )
-        return
-    if not state.ended and (why := run.ended_early()):  # a hook's reason is in the log already
-        log.info("training ended early, at step %d: %s", state.step, why)
-    if state.history:
-        last = state.history[-1]
-        shown = "  ".join(f"{key} {value:.4f}" for key, value in last.items() if key in config.task.metrics)
-        log.info("last validation, at step %d: %s", last["step"], shown)
-    if state.best is not None:
-        where = "weights.safetensors has the weights of this step"
-        log.info("best %s %.4f at step %d; %s", config.best_metric, state.best, state.best_step, where)
-    steps = f"{plural(state.skipped, 'skipped step')}"
-    skipped = f" ({state.rows_skipped} of them in {steps})" if state.skipped else ""
-    if state.rows:  # a loop of the user's own may not count them
-        log.info(
-            "throughput: %.0f rows/s in training, %d rows%s in %.1f s overall",
-            run.throughput(), state.rows, skipped, run.wall_s(),
-        )  # fmt: skip
-    log.info("run folder: %s", run.folder.where)

@@ -77,8 +77,8 @@ class Run:
     """``time.perf_counter()`` at which state.wall_s was zero."""
     start_weights: dict[str, object] = field(default_factory=dict)
     """What this start loaded: source, hash."""
-    uncounted: tuple[Used, bool | Reading] | None = None
-    """The last step, until it is counted, and if it was skipped."""
+    unsettled: tuple[Used, bool | Reading] | None = None
+    """The last step, until it is counted, and whether it was skipped."""
     lr: float = 0.0
     """The learning rate of the last step, for the parameters without a group of their own."""
     num_threads: int = field(default_factory=torch.get_num_threads)
@@ -114,7 +114,7 @@ class Run:
     @property
     def step(self) -> int:
         """The number of steps so far, including one that is not counted yet."""
-        return self.state.step + (self.uncounted is not None)
+        return self.state.step + (self.unsettled is not None)
 
     def throughput(self) -> float:
         """Training rows per second over all ranks, including skipped steps, log lines and checkpoints, but not
@@ -141,8 +141,8 @@ class Run:
         return ""
 
     def evaluation_due(self) -> bool:
-        """Return True if the present step is to be evaluated and is not yet: training is over, or one step ago the next
-        evaluation was one step away."""
+        """Return True if the present step is to be evaluated and is not yet: training is over, or the last step was the
+        one at which ``train.evaluate_every`` asks for an evaluation."""
         return self.state.step > self.state.evaluated and (self.finished() or self.steps_to_evaluation(before=1) == 1)
 
     def steps_to_evaluation(self, before: int = 0) -> int:

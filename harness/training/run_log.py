@@ -10,7 +10,7 @@ import torch
 
 from harness.data.batch import Dataset
 from harness.errors import plural
-from harness.training.evaluation.metrics import Report
+from harness.training.evaluation.metrics import Report, is_number
 from harness.training.run import Run
 
 log = logging.getLogger("harness")
@@ -94,6 +94,18 @@ def log_coverage(run: Run) -> None:
         text += f"; {plural(state.bad_rows, 'unreadable row')} so far, which metrics.jsonl names"
     log.info("epoch %d: %s", state.epoch + 1, text)
     run.coverage.clear()
+
+
+def log_evaluation(run: Run, report: Report, took_s: float) -> dict[str, float]:
+    """Write an evaluation entry; return the numbers of ``report``."""
+    numbers = {key: value for key, value in report.items() if is_number(value)}
+    unread = {key: value for key, value in report.items() if key == "unreadable"}
+    waited_s, spent_s = run.eval_data.loader.take_times()
+    run.meter.costs.add({"cpu": spent_s.get("cpu", 0.0)})
+    cost = {"evaluation": took_s, "data": waited_s}
+    position = {"step": run.state.step, "epoch": run.state.epoch}
+    run.tracker.log("eval", {**position, **numbers, **unread, "cost": cost, "wall_s": run.wall_s()})
+    return numbers
 
 
 def write_summary(run: Run, evaluation: Report) -> None:

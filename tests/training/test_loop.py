@@ -76,7 +76,7 @@ def test_steps_on_a_cuda_device_wait_as_often_as_the_table_says(tmp_path, built,
     groups = iter(run.train_data.groups(0, []))
     for _ in range(3):
         loop.step(run, next(groups))
-    loop.count_uncounted(run)
+    loop.settle_last_step(run)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -142,7 +142,7 @@ def test_run_that_is_killed_with_an_open_decision_resumes_exactly(start, number,
     killed = mock.patch.object(loop, "step", lambda run, *rest, **more: _killed_after(number, step, run, *rest, **more))
     with killed, pytest.raises(InterruptedError):
         loop.train(first)
-    assert first.uncounted is not None
+    assert first.unsettled is not None
     resumed = start("broken")
     assert resumed.state.step == saved
     assert_same(finished(resumed), whole)
@@ -159,7 +159,7 @@ def test_host_waits_for_a_step_only_when_the_device_has_the_next_one(start):
     groups = iter(run.train_data.groups(0, []))
     for _ in range(3):
         loop.step(run, next(groups), measured=True)
-    assert run.uncounted is not None
+    assert run.unsettled is not None
     run_log.end_window(run)
     gpu = syncs._gpu
     gpu.order.clear()

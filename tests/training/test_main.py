@@ -24,7 +24,7 @@ from harness.distributed.watchdog import Watchdog
 from harness.errors import EXIT_FAILURE, EXIT_OWN_CODE, ConfigError, DataError, LaunchError, exit_code_of
 from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
-from harness.training import main, train_command
+from harness.training import description, main, train_command
 from harness.training.exit_report import ExitReporter, explained, failed_early
 from harness.training.progress import State
 from tests.conftest import ROOT
@@ -186,7 +186,7 @@ def test_the_signal_of_harness_launch_is_printed_once(caplog, supervised):
     run = SimpleNamespace(runtime=runtime, stop=Stop(runtime), state=State(step=7), config=None)
     run.stop.signal = signal.SIGTERM
     run.stop.request("SIGTERM")
-    main.finish(run, done=False)
+    description.conclude(run, done=False)
     alone = "stopped early (SIGTERM) at step 7, with a checkpoint; the same command resumes from it"
     assert caplog.messages == ["stopped at step 7, with a checkpoint" if supervised else alone]
 
@@ -231,7 +231,7 @@ def test_error_at_the_end_of_a_run_is_recorded(tmp_path, monkeypatch):
 
     write_rows(tmp_path, "train", 4)
     write_rows(tmp_path, "eval", 4)
-    monkeypatch.setattr(main, "finish", finish)
+    monkeypatch.setattr(description, "conclude", finish)
     monkeypatch.setattr(main.determinism, "require", lambda level: None)  # it changes settings of the whole process
     start = main.RunStart(make_config(tmp_path), Runtime())
     with pytest.raises(OSError, match="No space"), start:

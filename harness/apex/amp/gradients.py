@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from harness.apex.accumulated_gradients import announce_aside, set_aside, take_aside
 from harness.apex.amp.master_weights import all_params
+from harness.apex.amp.saved_masters import lazy_init
 from harness.apex.amp.scaler import LossScaler
-from harness.apex.amp.stash import AmpStash, lazy_init, stash_of
+from harness.apex.amp.stash import AmpStash, stash_of
 from harness.apex.dtypes import REDUCED
 
 

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from harness.apex.amp import cast_engine, gradients
 from harness.apex.amp.device_flags import step_with_flag
 from harness.apex.amp.master_weights import all_params, recast_state
+from harness.apex.amp.saved_masters import drop_saved_masters, lazy_init, loading_masters, saving_masters
 from harness.apex.amp.scaler import LossScaler
-from harness.apex.amp.stash import AmpStash, drop_saved_masters, lazy_init, loading_masters, saving_masters, stash_of
+from harness.apex.amp.stash import AmpStash, stash_of
 
 NAMES = (
     "_amp_stash",

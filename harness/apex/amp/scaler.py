@@ -74,8 +74,8 @@ class LossScaler:
         self._clean = 0
         self._on_device: tuple[Tensor, Tensor] | None = None  # scale and count, if the host's follow later
         self._has_overflow = False
-        self._found: dict[torch.device, Tensor] = {}
-        self._flag: Tensor | None = None
+        self._found_inf: dict[torch.device, Tensor] = {}  # not 0 if a gradient on that device was inf or NaN
+        self._apex_flag: Tensor | None = None  # _overflow_buf, once a script has asked for it
         self._inverse: dict[torch.device, tuple[float, Tensor]] = {}
         self._deferred = 0
         self._in_a_row = 0
@@ -114,8 +114,10 @@ class LossScaler:
     @property
     def device_of_flag(self) -> torch.device | None:
         """The device that knows alone whether this context overflowed; None if the host must find out."""
-        known_elsewhere = self._has_overflow or self._flag is not None or self._deferred
-        return next(iter(self._found)) if self.dynamic and not known_elsewhere and len(self._found) == 1 else None
+        known_elsewhere = self._has_overflow or self._apex_flag is not None or self._deferred
+        return (
+            next(iter(self._found_inf)) if self.dynamic and not known_elsewhere and len(self._found_inf) == 1 else None
+        )
 
     @property
     def _overflow_buf(self) -> Tensor:
@@ -123,25 +125,25 @@ class LossScaler:
 
         Loops that unscale by themselves pass it to ``multi_tensor_applier`` or replace it. ``update_scale`` reads it.
         """
-        if self._flag is None:
-            device = next(iter(self._found), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-            self._flag = torch.zeros(1, dtype=torch.int32, device=device)
-        for found in self._found.values():
-            self._flag.masked_fill_(found.to(self._flag.device) != 0, 1)
-        return self._flag
+        if self._apex_flag is None:
+            device = next(iter(self._found_inf), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            self._apex_flag = torch.zeros(1, dtype=torch.int32, device=device)
+        for found in self._found_inf.values():
+            self._apex_flag.masked_fill_(found.to(self._apex_flag.device) != 0, 1)
+        return self._apex_flag
 
     @_overflow_buf.setter
     def _overflow_buf(self, flag: Tensor) -> None:
-        self._flag = flag
+        self._apex_flag = flag
 
     def clear_overflow_state(self) -> None:
         """Forget that an inf or NaN was found."""
         self._has_overflow = False
-        for found in (*self._found.values(), *self._flags()):
+        for found in (*self._found_inf.values(), *self._apex_flags()):
             found.zero_()
 
-    def _flags(self) -> list[Tensor]:
-        return [] if self._flag is None else [self._flag]
+    def _apex_flags(self) -> list[Tensor]:
+        return [] if self._apex_flag is None else [self._apex_flag]
 
     def unscale_(self, gradients: Sequence[Tensor], scale: float | Tensor) -> None:
         """Divide dense ``gradients`` by ``scale`` in place; a dynamic scaler also notes any inf or NaN among them.
@@ -191,12 +193,12 @@ class LossScaler:
         flags.read_flags()
         self._on_device = None
         if self.dynamic and not self._has_overflow:
-            self._has_overflow = any(found.item() for found in (*self._found.values(), *self._flags()))
+            self._has_overflow = any(found.item() for found in (*self._found_inf.values(), *self._apex_flags()))
         return self.count(self._has_overflow)
 
     def update_on_device(self) -> Tensor:
         """Update the scale after a context, on the device of its flag, and return the flag: not 0 if it overflowed."""
-        device, found = self._found.popitem()  # the next context gets a flag of its own: this one is read later
+        device, found = self._found_inf.popitem()  # the next context gets a flag of its own: this one is read later
         if self._on_device is None:
             dtypes = torch.float64, torch.int64  # float64 as on the host
             before = zip((self._scale, self._clean), dtypes, strict=True)
@@ -245,12 +247,12 @@ class LossScaler:
             )
 
     def _buffers(self, device: torch.device, inverse: float | Tensor) -> tuple[Tensor, Tensor]:
-        if device not in self._found:
-            self._found[device] = torch.zeros((), device=device)  # 0-dim: DTensors take it as equal on all ranks
+        if device not in self._found_inf:
+            self._found_inf[device] = torch.zeros((), device=device)  # 0-dim: DTensors take it as equal on all ranks
         if isinstance(inverse, Tensor):
-            return self._found[device], inverse.to(device, torch.float32)
+            return self._found_inf[device], inverse.to(device, torch.float32)
         cached = self._inverse.get(device)
         if cached is None or cached[0] != inverse:
             cached = (inverse, torch.full((), inverse, device=device))
             self._inverse[device] = cached
-        return self._found[device], cached[1]
+        return self._found_inf[device], cached[1]

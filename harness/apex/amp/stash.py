@@ -1,8 +1,7 @@
-"""``optimizer._amp_stash``: what amp keeps about one optimizer, and how masters travel in its state dict."""
+"""``optimizer._amp_stash``: what amp keeps about one optimizer."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,31 +12,24 @@ from harness.apex.accumulated_gradients import take_aside
 from harness.apex.amp.device_flags import flags
 from harness.apex.amp.master_weights import MasterWeights
 from harness.apex.amp.messages import messages
-
-SAVED = "master_params"  # key in each param group of a saved optimizer: one tensor or None per parameter
+from harness.apex.amp.scaler import LossScaler
 
 
 class AmpStash(MasterWeights):
-    """The masters of an optimizer, if its level has them, and the state of its next step.
-
-    ``already_patched``: the next ``step()`` will be skipped; ``skips`` is what the host knows of it, and ``flag``
-    decides on the device, if it is not None. ``params_have_scaled_gradients``: gradients of delayed
-    contexts wait to be unscaled; they carry the scale ``scaled_by``. ``backward_ended`` notes the end of a context of
-    this optimizer, ``gradients_cleared`` that no model parameter has a gradient; ``warn_of_lost_gradients`` needs both.
-    """
+    """The masters of an optimizer, if its level has them, and the state of its next step."""
 
     num_contexts = 0  # contexts that have ended, of all optimizers: each may leave gradients in parameters of any
 
     def __init__(self, master_weights: bool) -> None:
         super().__init__()
         self.master_weights = master_weights
-        self.skips = False
-        self.flag: Tensor | None = None
+        self.skips = False  # the next step, as far as the host knows
+        self.flag: Tensor | None = None  # if not None, it decides on the device whether the next step is skipped
         self.lazy_init_called = not master_weights
-        self.params_have_scaled_gradients = False
-        self.scaled_by: float | Tensor = 1.0
-        self.deferred_to: Any = None  # the scaler whose overflow check waits for a reduction over ranks
-        self.undo: list[Any] = []
+        self.params_have_scaled_gradients = False  # those of delayed contexts wait to be unscaled
+        self.scaled_by: float | Tensor = 1.0  # their scale
+        self.deferred_to: LossScaler | None = None  # its overflow check waits for a reduction over ranks
+        self.undo: list[Callable[..., Any]] = []
         self.ever_scaled = False  # in a context of this optimizer
         self._warned = False
         self._cleared_at = -1
@@ -65,10 +57,12 @@ class AmpStash(MasterWeights):
         return flag
 
     def backward_ended(self) -> None:
+        """Note the end of a context of this optimizer."""
         AmpStash.num_contexts += 1
         self.ever_scaled = True
 
     def gradients_cleared(self, certain: bool) -> None:
+        """Note that no model parameter has a gradient, if that is ``certain``."""
         self._cleared_at = AmpStash.num_contexts if certain else -1
 
     def may_have_lost_gradients(self) -> bool:
@@ -104,97 +98,3 @@ def stash_of(optimizer: Optimizer) -> AmpStash:
             "every optimizer to amp.initialize, and use the ones it returns."
         )
     return stash
-
-
-def lazy_init(optimizer: Optimizer) -> None:
-    """Create the masters of ``optimizer``, once, at its first use; gradients that already exist are kept."""
-    stash = stash_of(optimizer)
-    if not stash.lazy_init_called:
-        stash.adopt_all(optimizer)
-        stash.lazy_init_called = True
-        _take_saved(optimizer)
-
-
-def saving_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
-    """``Optimizer.state_dict``, with the masters in what ``previous`` returns.
-
-    A method of the instance, not a hook: some optimizers wrap another one, pass state dicts on to it, and have no hooks
-    because they never call ``Optimizer.__init__``.
-    """
-
-    @functools.wraps(previous)
-    def state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        flags.read_flags()  # which corrects counts of steps
-        plain = previous(*args, **kwargs)
-        return _with_masters(self, plain) if stash_of(self).master_weights else plain
-
-    return state_dict
-
-
-def loading_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
-    """``Optimizer.load_state_dict``, which also loads the masters."""
-
-    @functools.wraps(previous)
-    def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        flags.read_flags()
-        lazy_init(self)  # without masters the state would be rounded to the model's dtype (contract 3.5 B)
-        previous(*args, **kwargs)
-        stash = stash_of(self)
-        if not stash.master_weights:
-            drop_saved_masters(self)
-            return
-        _take_saved(self)
-        if stash.all_fp16_params and not stash.saved and self.state:
-            messages.warn(
-                "The loaded optimizer state holds no master weights: neither Apex nor opt levels without masters save "
-                "them. The masters are recreated from the model's weights, which are rounded to "
-                f"{stash.all_fp16_params[0].dtype} in an Apex checkpoint; their extra precision is lost. Everything "
-                "else is restored.",
-                always=True,
-            )
-
-    return load_state_dict
-
-
-def drop_saved_masters(optimizer: Optimizer) -> None:
-    """Remove masters that came with the checkpoint of another level; this level steps on the weights."""
-    for group in optimizer.param_groups:
-        group.pop(SAVED, None)
-
-
-def _with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Put the masters (aliases, like all of a state dict) into their param group, None where there is none.
-
-    A plain torch optimizer carries them along there, so they survive being loaded before ``initialize``.
-    """
-    stash = stash_of(optimizer)
-    lazy_init(optimizer)
-    stash.refresh()
-    if len(state_dict.get("param_groups", ())) != len(optimizer.param_groups):
-        messages.warn(
-            f"{type(optimizer).__name__}.state_dict() returns no param_groups, so it does not hold the master weights: "
-            "a resumed run recreates them from the model's rounded weights. Return the wrapped optimizer's state dict.",
-            always=True,
-        )
-        return state_dict
-    masters = {id(master) for master in stash.all_fp32_from_fp16_params}
-    groups = [
-        {**saved, SAVED: [p.detach() if id(p) in masters else None for p in group["params"]]}
-        for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
-    ]
-    return {**state_dict, "param_groups": groups}
-
-
-def _take_saved(optimizer: Optimizer) -> None:
-    """Move the saved masters out of the groups of ``optimizer`` (see ``SAVED``) into its masters.
-
-    Without saved masters (a checkpoint of Apex or of another level) the masters follow the model's weights.
-    """
-    stash = stash_of(optimizer)
-    masters = {id(master) for master in stash.all_fp32_from_fp16_params}
-    saved: dict[Tensor, Tensor] = {}
-    for group in optimizer.param_groups:
-        for master, value in zip(group["params"], group.pop(SAVED, None) or [], strict=False):
-            if value is not None and id(master) in masters and value.shape == master.shape:
-                saved[master] = value.to(master.device, master.dtype)
-    stash.load(saved)

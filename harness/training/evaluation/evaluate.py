@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from itertools import chain
-from typing import Protocol, TypeGuard, cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from harness.data.batch import Dataset
 from harness.data.loader import StoppedWaiting
 from harness.errors import DataError, HarnessError, users_line
 from harness.training import rng
-from harness.training.evaluation.metrics import Pairs, Report, Rows, Sums, reduced
+from harness.training.evaluation.metrics import Pairs, Report, Rows, Sums, is_number, reduced
 from harness.training.run import Run
 from harness.training.run_log import unreadable
 from harness.training.task import OpenedTask, described, wrong_return
@@ -133,10 +133,6 @@ def report(run: Run, total: Sums) -> Report:
     with run.runtime.together("computing the metrics"):
         found = numbers(run.task, total, run.config.task.metrics)
     return {**found, **run.runtime.from_first({key: value for key, value in found.items() if is_number(value)})}
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float)
 
 
 def add_pairs(sums: Sums, task: OpenedTask, outputs: torch.Tensor, targets: torch.Tensor) -> None:

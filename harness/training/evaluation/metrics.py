@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -78,6 +78,10 @@ class Sums:
         """Return sum / count; NaN if nothing was counted."""
         total, count = self.pairs[name]
         return (total / count).item()
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float)
 
 
 def reduced(parts: Sequence[Sums], ranks: LogicalRanks) -> Sums:
