@@ -50,7 +50,7 @@ def indices_by_kind(*lists: Sequence[Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
-def chosen(vector: Tensor, indices: Sequence[int]) -> Tensor:
+def elements(vector: Tensor, indices: Sequence[int]) -> Tensor:
     """Return ``vector[indices]``, without the wait for the copy of a list of indices to the device."""
     return vector if list(indices) == list(range(len(vector))) else torch.stack([vector[i] for i in indices])
 

@@ -49,22 +49,23 @@ BRIEFS = {
 
 def level_properties(opt_level: str) -> Properties:
     """Return the defaults of ``opt_level``; raise RuntimeError for an unknown one."""
-    half, bfloat, dynamic = torch.float16, torch.bfloat16, "dynamic"
-    # order: cast_model_type, patch_torch_functions, its type, keep_batchnorm_fp32, master_weights, loss_scale
-    rows: dict[str, tuple[Any, ...]] = {
-        "O0": (torch.float32, False, None, None, False, 1.0),
-        "O1": (None, True, half, None, None, dynamic),
-        "O2": (half, False, None, True, True, dynamic),
-        "O3": (half, False, None, False, False, 1.0),
-        "O4": (None, True, bfloat, None, None, 1.0),
-        "O5": (bfloat, False, None, True, True, 1.0),
+    half, bfloat = torch.float16, torch.bfloat16
+    casts: dict[str, Any] = {"patch_torch_functions": True}
+    masters: dict[str, Any] = {"keep_batchnorm_fp32": True, "master_weights": True}
+    levels: dict[str, dict[str, Any]] = {
+        "O0": {"cast_model_type": torch.float32, "master_weights": False},
+        "O1": {**casts, "patch_torch_functions_type": half, "loss_scale": "dynamic"},
+        "O2": {**masters, "cast_model_type": half, "loss_scale": "dynamic"},
+        "O3": {"cast_model_type": half, "keep_batchnorm_fp32": False, "master_weights": False},
+        "O4": {**casts, "patch_torch_functions_type": bfloat},
+        "O5": {**masters, "cast_model_type": bfloat},
     }
-    if not isinstance(opt_level, str) or opt_level not in rows:
+    if not isinstance(opt_level, str) or opt_level not in levels:
         raise RuntimeError(
-            f"Unexpected optimization level {opt_level!r}. It must be one of {', '.join(map(repr, rows))}: a capital "
+            f"Unexpected optimization level {opt_level!r}. It must be one of {', '.join(map(repr, levels))}: a capital "
             'letter O and a digit. Use amp.initialize(model, optimizer, opt_level="O1").'
         )
-    return Properties(True, opt_level, *rows[opt_level])
+    return Properties(enabled=True, opt_level=opt_level, **levels[opt_level])
 
 
 class _Level:

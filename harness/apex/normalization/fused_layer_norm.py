@@ -113,17 +113,19 @@ class _ParameterDtype(_InputDtype):
     weight: nn.Parameter
 
     def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **others: Any
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool = True,
     ) -> None:
-        name = type(self).__name__
-        if not others.pop("elementwise_affine", True):
+        if not elementwise_affine:
+            name = type(self).__name__
             raise RuntimeError(
                 f"{name}(elementwise_affine=False) is impossible: its result has the dtype of its parameters. "
                 f"Use {name.removeprefix('Mixed')}."
             )
-        if others:
-            known = "normalized_shape, eps, memory_efficient"
-            raise TypeError(f"{name}: unknown argument {next(iter(others))!r}. Its arguments are {known}.")
         super().__init__(normalized_shape, eps=eps, memory_efficient=memory_efficient)
 
     def _result_dtype(self, input: Tensor) -> torch.dtype:

@@ -37,7 +37,7 @@ class ParameterBatch(NamedTuple):
         return self.weights[0].dtype
 
 
-def parts(batch: ParameterBatch) -> Iterator[ParameterBatch]:
+def cache_sized(batch: ParameterBatch) -> Iterator[ParameterBatch]:
     """``batch`` in parts of consecutive parameters, for updates of several passes: on a CPU, a part stays in its cache
     between them, and temporary tensors take little memory. Elsewhere ``batch`` itself, for few kernels."""
     start = size = 0
@@ -50,13 +50,13 @@ def parts(batch: ParameterBatch) -> Iterator[ParameterBatch]:
     yield ParameterBatch(*(tensors[start:] for tensors in batch))
 
 
-def writable(param: Tensor) -> Tensor:
+def weight_buffer(param: Tensor) -> Tensor:
     """Return ``param``, or an empty wide tensor for it if it is narrow or its memory has gaps."""
-    dense = param.is_contiguous() or torch.empty_like(param).stride() == param.stride()
+    dense = param.is_contiguous() or torch.empty_like(param, device="meta").stride() == param.stride()
     return param if dense and param.dtype is wide(param) else torch.empty_like(param, dtype=wide(param))
 
 
-def like(tensor: Tensor, weight: Tensor) -> Tensor:
+def fitting(tensor: Tensor, weight: Tensor) -> Tensor:
     """Return ``tensor``, or an empty one for it if its dtype or strides are not those of ``weight``."""
     fits = tensor.dtype is weight.dtype and tensor.stride() == weight.stride()
     return tensor if fits else torch.empty_like(weight)

@@ -26,7 +26,7 @@ from harness.apex.dtypes import follow
 from harness.apex.fp16_utils.fp16_optimizer import ScalingOptimizer, check_fit
 from harness.apex.fp16_utils.loss_scaler import DynamicLossScaler
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer
-from harness.apex.tensor_groups import flatten, unflatten
+from harness.apex.tensor_groups import flatten, norms, unflatten
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
@@ -106,12 +106,12 @@ class FP16_Optimizer(ScalingOptimizer):
             )
         self._refresh()
         grads = list(map(self._flat_gradient, self.fp16_groups, self.fp32_groups_flat))
-        norms = torch.stack([grad.norm().to(grads[0].device) for grad in grads]).tolist()
-        self.overflow = not all(map(math.isfinite, norms))
+        sizes = torch.stack([norms([grad])[0].to(grads[0].device) for grad in grads]).tolist()
+        self.overflow = not all(map(math.isfinite, sizes))
         if self.overflow:
             self._reduce_scale("the step is skipped")
         else:
-            self._step_masters(grads, norms)
+            self._step_masters(grads, sizes)
             self._copy_to_model()
             self._update_scale(False)
 
@@ -121,11 +121,11 @@ class FP16_Optimizer(ScalingOptimizer):
         if not self.dynamic_loss_scale:
             self.cur_scale = scale
 
-    def _step_masters(self, grads: list[Tensor], norms: list[float]) -> None:
+    def _step_masters(self, grads: list[Tensor], grad_norms: list[float]) -> None:
         step: Any = self.optimizer.step
         takes_grads = "grads" in inspect.signature(step).parameters and not isinstance(self.optimizer, FusedOptimizer)
         if takes_grads:
-            step(grads=[[grad] for grad in grads], scale=self.cur_scale, grad_norms=norms)
+            step(grads=[[grad] for grad in grads], scale=self.cur_scale, grad_norms=grad_norms)
             return
         for master, grad in zip(self.fp32_groups_flat, grads, strict=True):
             master.grad = grad.div_(self.cur_scale)

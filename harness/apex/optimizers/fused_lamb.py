@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.apex.dtypes import wide
-from harness.apex.optimizers.batch import parts
+from harness.apex.optimizers.batch import cache_sized
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer, step_for_kernel
 from harness.apex.tensor_groups import by_device_and_dtype, norms, one_for_each
 
@@ -41,7 +41,7 @@ class LambOptimizer(FusedOptimizer):
 
     def _update_scaled(self, group: dict[str, Any], factor: Tensor | float, found_inf: Tensor | None) -> None:
         """Update ``group`` from its gradients times ``factor``. With a nonzero ``found_inf`` nothing changes."""
-        for batch in (part for whole in self._batches(group) for part in parts(whole)):
+        for batch in (part for whole in self._batches(group) for part in cache_sized(whole)):
             moments = self._moments(batch, "exp_avg"), self._moments(batch, "exp_avg_sq")
             skip = None if found_inf is None else (found_inf != 0).to(batch.device)
             updates = lamb_stage1(group, batch.weights, batch.grads, *moments, factor, self.adam_w_mode, skip)

@@ -70,13 +70,13 @@ class FusedNovoGrad(FusedOptimizer):
         for group in self._counted_groups():
             running = self._running_norms(group)
             for batch in self._batches(group):
-                blend = self._blended(group, batch, running)
+                norms_now = self._advance_norms(group, batch, running)
                 exp_avgs = self._moments(batch, "exp_avg")
-                novograd_update(group, batch.weights, batch.grads, exp_avgs, blend, self.reg_inside_moment)
+                novograd_update(group, batch.weights, batch.grads, exp_avgs, norms_now, self.reg_inside_moment)
                 self._write_back(batch)
             self._keep(group, running)
 
-    def _blended(self, group: dict[str, Any], batch: ParameterBatch, running: dict[Tensor, Tensor]) -> Tensor:
+    def _advance_norms(self, group: dict[str, Any], batch: ParameterBatch, running: dict[Tensor, Tensor]) -> Tensor:
         """Advance the running norms of ``batch`` and return them, one per parameter."""
         new = norms(batch.grads, 2 if group["norm_type"] == 2 else math.inf)
         first = new.new_zeros(()) if group["init_zero"] else None
@@ -84,9 +84,9 @@ class FusedNovoGrad(FusedOptimizer):
             running.get(param, one if first is None else first)
             for param, one in zip(batch.params, new.unbind(), strict=True)
         ]
-        blend = blended_norms(group, torch.stack(old), new)
-        running.update(zip(batch.params, blend.unbind(), strict=True))
-        return blend
+        now = next_norms(group, torch.stack(old), new)
+        running.update(zip(batch.params, now.unbind(), strict=True))
+        return now
 
     def _members(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Parameters that have had a gradient: those in reduced precision, and the others."""
@@ -125,7 +125,7 @@ class FusedNovoGrad(FusedOptimizer):
             self._keep(group, self._running_norms(group))
 
 
-def blended_norms(group: dict[str, Any], old: Tensor, new: Tensor) -> Tensor:
+def next_norms(group: dict[str, Any], old: Tensor, new: Tensor) -> Tensor:
     """Return the running norms after a step, from the ``old`` ones and those of the gradients: one value for each
     tensor."""
     beta2 = group["betas"][1]

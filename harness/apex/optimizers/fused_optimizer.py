@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from harness.apex.amp.device_flags import flags
 from harness.apex.dtypes import follow, wide
-from harness.apex.optimizers.batch import ParameterBatch, copied_where_new, like, writable
+from harness.apex.optimizers.batch import ParameterBatch, copied_where_new, fitting, weight_buffer
 from harness.apex.tensor_groups import by_device_and_dtype
 
 MASTER = "master_param"  # key in the state of a parameter
@@ -202,9 +202,9 @@ class FusedOptimizer(Optimizer):
         if params[0].dtype in self.mastered:
             weights = [self._master(param) for param in params]
         else:
-            weights = copied_where_new(params, [writable(param) for param in params])
+            weights = copied_where_new(params, [weight_buffer(param) for param in params])
         return ParameterBatch(
-            params, weights, copied_where_new(grads, [like(g, w) for g, w in zip(grads, weights, strict=True)])
+            params, weights, copied_where_new(grads, [fitting(g, w) for g, w in zip(grads, weights, strict=True)])
         )
 
     def _master(self, param: Tensor) -> Tensor:
@@ -225,8 +225,8 @@ class FusedOptimizer(Optimizer):
             moment = state.get(name)
             if moment is None:
                 state[name] = moment = torch.zeros_like(weight)
-            elif (fitting := like(moment, weight)) is not moment:
-                state[name] = moment = fitting.copy_(moment)
+            elif (fresh := fitting(moment, weight)) is not moment:
+                state[name] = moment = fresh.copy_(moment)
             moments.append(moment)
         return moments
 

@@ -12,20 +12,20 @@ Apex.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.apex.dtypes import wide
-from harness.apex.optimizers.batch import copied_where_new, like, writable
+from harness.apex.optimizers.batch import copied_where_new, fitting, weight_buffer
 from harness.apex.optimizers.fused_adagrad import adagrad_update
 from harness.apex.optimizers.fused_adam import adam_update
 from harness.apex.optimizers.fused_lamb import lamb_stage1, lamb_stage2
-from harness.apex.optimizers.fused_novograd import blended_norms, novograd_update
+from harness.apex.optimizers.fused_novograd import next_norms, novograd_update
 from harness.apex.optimizers.fused_sgd import sgd_update
-from harness.apex.tensor_groups import TensorLists, checked_lists, chosen, indices_by_kind, norms
+from harness.apex.tensor_groups import TensorLists, checked_lists, elements, indices_by_kind, norms
 
 __all__ = [
     "multi_tensor_adagrad",
@@ -95,7 +95,7 @@ def multi_tensor_l2norm(
     if found:
         flat = torch.cat([part.to(each.device, non_blocking=True) for part in found])  # in the widest dtype
         places = sum(groups, [])
-        each = chosen(flat, sorted(range(len(places)), key=places.__getitem__))
+        each = elements(flat, sorted(range(len(places)), key=places.__getitem__))
     total = torch.linalg.vector_norm(each).reshape(1)
     noop_flag.masked_fill_(~total.isfinite().to(noop_flag.device).reshape(()), 1)
     return total, each if per_tensor else each.new_empty(0)
@@ -205,7 +205,7 @@ def multi_tensor_sgd(
         for old, new in zip(*alike[3:], weights, strict=True) if alike[3:] else ():
             old.copy_(torch.where(skip, old, new))
 
-    _apply(lists, 1, "123"[: len(lists) - 1], update)
+    _apply(lists, 1, range(1, len(lists)), update)
 
 
 @torch.no_grad()
@@ -228,7 +228,7 @@ def multi_tensor_adam(
     _apply(
         lists,
         1,
-        "123",
+        (1, 2, 3),
         lambda _, alike: adam_update(group, alike[1], alike[0], alike[2], alike[3], bool(mode)),
     )
 
@@ -265,7 +265,7 @@ def multi_tensor_adam_capturable(
             for old, new in zip(params, weights, strict=True):
                 old.copy_(torch.where(skip, old, new))
 
-    _apply(lists, 1 if len(lists) == 4 else 4, "01234"[: len(lists)], update)
+    _apply(lists, 1 if len(lists) == 4 else 4, range(len(lists)), update)
 
 
 multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
@@ -284,7 +284,7 @@ def multi_tensor_adagrad(
     """Adagrad for ``[g, p, sums of squares]``. Changes p and the sums."""
     lists = checked_lists(tensor_lists, "multi_tensor_adagrad", 3)
     group = dict(lr=lr, eps=epsilon, weight_decay=weight_decay)
-    _apply(lists, 1, "12", lambda _, alike: adagrad_update(group, alike[1], alike[0], alike[2], bool(mode)))
+    _apply(lists, 1, (1, 2), lambda _, alike: adagrad_update(group, alike[1], alike[0], alike[2], bool(mode)))
 
 
 @torch.no_grad()
@@ -315,11 +315,11 @@ def multi_tensor_novograd(
 
     def update(indices: list[int], alike: Lists) -> None:
         new = norms(alike[0], 2 if norm_type == 2 else float("inf"))
-        blend = blended_norms(group, chosen(grad_norms, indices).to(new.device), new)
+        blend = next_norms(group, elements(grad_norms, indices).to(new.device), new)
         torch._foreach_copy_([grad_norms[i] for i in indices], list(blend.to(grad_norms).unbind()))
         novograd_update(group, alike[1], alike[0], alike[2], blend, moment_mode == 0)
 
-    _apply(lists, 1, "12", update)
+    _apply(lists, 1, (1, 2), update)
 
 
 @torch.no_grad()
@@ -360,7 +360,7 @@ def multi_tensor_lamb(
         for copies in alike[4:]:
             torch._foreach_copy_(copies, weights)
 
-    _apply(lists, 1, "01234"[: len(lists)], update)
+    _apply(lists, 1, range(len(lists)), update)
 
 
 @torch.no_grad()
@@ -399,11 +399,11 @@ def multi_tensor_lamb_stage1_cuda(
 
     def update(indices: list[int], alike: Lists) -> None:
         grads, weights, exp_avgs, exp_avg_sqs, targets = alike
-        decay = chosen(per_tensor_decay, indices).to(weights[0])
+        decay = elements(per_tensor_decay, indices).to(weights[0])
         group = _group(1.0, beta1, beta2, epsilon, step + 1, 1, decay)
         torch._foreach_copy_(targets, lamb_stage1(group, weights, grads, exp_avgs, exp_avg_sqs, factor, True))
 
-    _apply(lists, 1, "234", update)
+    _apply(lists, 1, (2, 3, 4), update)
 
 
 @torch.no_grad()
@@ -426,13 +426,13 @@ def multi_tensor_lamb_stage2_cuda(
 
     def update(indices: list[int], alike: Lists) -> None:
         weights, updates = alike
-        both = [chosen(each, indices).to(weights[0]) for each in (per_tensor_param_norm, per_tensor_update_norm)]
+        both = [elements(each, indices).to(weights[0]) for each in (per_tensor_param_norm, per_tensor_update_norm)]
         lamb_stage2(weights, [each.clone() for each in updates], lr, (both[0], both[1]) if adapted else None)
 
-    _apply(lists, 0, "0", update)
+    _apply(lists, 0, (0,), update)
 
 
-def _apply(lists: Lists, weights: int, changed: str, update: Callable[[list[int], Lists], None]) -> None:
+def _apply(lists: Lists, weights: int, changed: Iterable[int], update: Callable[[list[int], Lists], None]) -> None:
     """Call ``update(indices, alike)`` for each kind of tensors in ``lists``, then copy results back.
 
     ``alike`` holds the tensors with these indices, list by list, in the dtype and layout that kernels need for those
@@ -443,12 +443,12 @@ def _apply(lists: Lists, weights: int, changed: str, update: Callable[[list[int]
         if not indices:
             continue
         given = [[one[i] for i in indices] for one in lists]
-        targets = [writable(tensor) for tensor in given[weights]]
-        layouts = [[like(*pair) for pair in zip(one, targets, strict=True)] for one in given]
+        targets = [weight_buffer(tensor) for tensor in given[weights]]
+        layouts = [[fitting(*pair) for pair in zip(one, targets, strict=True)] for one in given]
         layouts[weights] = targets
         alike = [copied_where_new(*pair) for pair in zip(given, layouts, strict=True)]
         update(indices, alike)
-        for number in map(int, changed):
+        for number in changed:
             copied_where_new(alike[number], given[number])
 
 
