@@ -178,6 +178,9 @@ def test_work_of_a_single_rank_is_limited(quick):
     assert runtime.patiently("uploading", lambda: runtime.alone_in, math.inf) == ("uploading", math.inf)
     with runtime.announced("compiling"):
         assert runtime.alone_in == ("compiling", 9.0)
+        with runtime.limited("reading a batch"):
+            pass
+        assert runtime.alone_in == ("compiling", 9.0)
     assert runtime.alone_in is None
     assert pair(dist.HashStore(), 1.0)[0].runtime.alone_in is None
 

@@ -204,6 +204,7 @@ def test_resume_on_another_world_size_uses_every_row_once(tmp_path, data, rule):
     assert run(config, 3) == [0, 0, 0]
     (epoch,) = of_split(run_folder(config), "epoch")
     assert epoch["rows_used"] == epoch["rows"] == 61
+    assert epoch["rows_repeated"] == 0
     trained = of_split(run_folder(config), "train")
     assert trained[-1]["samples"] == 61
     if rule == "global":  # the global batches are those of the unbroken run, and so are the losses

@@ -72,6 +72,8 @@ def test_values_of_a_stranger_are_used(folder):
         ({"task": {"name": "strange.Task"}}, "task.name: imports strange.Task"),
         ({"checkpoint": {"format": "strange.Net"}}, "checkpoint.format: imports strange.Net"),
         ({"optimizer": {"name": "strange.Net"}}, "optimizer.name: imports strange.Net"),
+        ({"schedule": {"name": "strange.Net"}}, "schedule.name: imports strange.Net"),
+        ({"parallel": {"strategy": "strange.Net"}}, "parallel.strategy: imports strange.Net"),
         ({"task": {"transforms": {"eval": [{"strange.Net": {"x": 1}}]}}}, "task.transforms.eval: imports strange.Net"),
         (
             {"task": {"transforms": {"train": [{"RandomApply": {"transforms": ["torch.hub.load"]}}]}}},

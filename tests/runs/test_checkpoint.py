@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness.errors import CheckpointError
-from harness.runs import checkpoint, files
+from harness.runs import checkpoint, files, ownership
 from harness.runs.checkpoint import VERSION, Checkpoints, damage, read
 from harness.runs.storage import LocalStore
 from harness.runs.weights_file import load_weights, on_host, save_weights
@@ -67,6 +67,17 @@ def test_a_mapped_file_may_be_removed(tmp_path):
     loaded = read(checkpoints.newest(), mapped=True)
     shutil.rmtree(checkpoints.folder)
     assert torch.equal(loaded["model"]["weight"], torch.full((4,), 7.0))
+
+
+def test_a_format_with_a_dot_is_imported_for_an_own_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "cache"))
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 3, "harness.runs.formats.whole")
+    checkpoints.write(7, content(7))
+    (tmp_path / "run" / "config.yaml").write_text("name: x\n")
+    with pytest.raises(CheckpointError, match="whose code would be imported"):
+        read(checkpoints.newest())
+    ownership.remember("name: x\n")
+    assert read(checkpoints.newest())["state"] == {"step": 7}
 
 
 def test_writing_a_step_again_replaces_it(tmp_path):

@@ -12,7 +12,7 @@ from harness import cli
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError
 from harness.runs import trained_run
-from harness.runs.checkpoint import Checkpoints
+from harness.runs.checkpoint import Checkpoints, steps
 from harness.runs.weights_file import load_weights
 from harness.training import loop
 from harness.training.checkpointing import checkpoint_to_resume, restore, resume, save
@@ -137,8 +137,16 @@ def test_a_new_run_has_only_its_own_evaluations(started):
     place = trained(started("first", "train.epochs=2"))
     forked = started("forked", "train.epochs=3", f"checkpoint.resume={place}")
     assert forked.state.history == []
+    assert list(steps(forked.checkpoints.folder)) == [8]  # so that it no longer needs the other one
     loop.train(forked)
     assert [entry["epoch"] for entry in forked.state.history] == [2, 3]  # it begins with one
+
+
+def test_the_time_of_earlier_starts_counts(started):
+    run = started("first", "train.max_steps=3")
+    run.started -= 3600
+    trained(run)
+    assert started("first", "train.max_steps=3").wall_s() > 3600
 
 
 def test_a_moving_average_that_is_switched_on_begins_with_the_weights_of_the_checkpoint(started):

@@ -229,6 +229,17 @@ def test_rows_of_skipped_steps_are_told_apart(start, caplog):
     assert "12 of 12 rows used; 7 of them updated the weights, and 5 belonged to 1 step skipped" in caplog.text
 
 
+def test_an_unreadable_row_that_is_read_twice_for_batch_norm_counts_once(start, tmp_path):
+    """Nor does the row that replaces it count again."""
+    run = start("", 1, "train.epochs=1", "batch.global=11", task={"on_bad_row": "skip"})
+    *_, (last,) = run.train_data.groups(0, [])
+    (row,) = last.rows
+    (tmp_path / "train_images" / f"{row}.png").write_bytes(b"not an image")
+    assert loop.train(run)
+    epoch = json.loads(run.folder.metrics.read_text().splitlines()[-2])
+    assert [epoch[key] for key in ("rows_used", "rows", "rows_repeated", "bad_rows")] == [11, 12, 0, 1]
+
+
 def test_progress_says_that_all_steps_were_skipped(start):
     run, shown = start("large gradients", 1, "precision.opt_level=O1", "train.log_every=3"), []
     run.progress.show = shown.append

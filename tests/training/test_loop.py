@@ -1,11 +1,14 @@
-"""When the host waits for the device, and that what it does later gives the same results, on the GPU of tests/syncs.py.
+"""When a run logs, evaluates and saves; and, on the GPU of tests/syncs.py, when the host waits for the device, and that
+what it does later gives the same results.
 
 The table in docs/strategies.md is counted there, too.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -13,13 +16,15 @@ import torch
 from torch import nn
 
 from harness.config import loader
+from harness.data.shards import Segment
 from harness.distributed.runtime import Runtime
+from harness.runs.checkpoint import steps
 from harness.training import loop, run_log
 from harness.training.optimizer.precision import Precision
 from harness.training.run import Run
 from tests import sync_table, syncs
 from tests.end_to_end.experiment import assert_same, last_checkpoint, record
-from tests.fixtures import settings, write_rows, write_yaml
+from tests.fixtures import make_config, settings, write_rows, write_yaml
 
 OPTIMIZERS = {
     "sgd": {"name": "sgd", "momentum": 0.9}, "adam": {"name": "adam"}, "fused_adam": {"name": "fused_adam"},
@@ -87,6 +92,35 @@ def test_steps_on_a_cuda_device_wait_as_often_as_the_table_says(tmp_path, built,
             torch.cuda.set_sync_debug_mode("default")
     waits = [warning for warning in caught if "synchronizing" in str(warning.message)]
     assert len(waits) == (2 if level == "O2" else 0), [(wait.filename, wait.lineno) for wait in waits]
+
+
+def test_when_a_run_logs_evaluates_and_saves(tmp_path, built):
+    """Intervals count from the start of the run. Before an evaluation, there is a line and a checkpoint."""
+    write_rows(tmp_path, "train", 12)
+    write_rows(tmp_path, "eval", 3)
+    train = {"epochs": 2, "log_every": "4 steps", "evaluate_every": "5 steps", "deterministic": False}
+    checkpoint = {"every": "4 steps", "keep": 99}
+    run = built(make_config(tmp_path, batch={"global": 2}, train=train, checkpoint=checkpoint))
+    assert loop.train(run)
+    entries = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    lines = [entry for entry in entries if entry["split"] == "train"]
+    assert [line["step"] for line in lines] == [4, 5, 6, 8, 10, 12]  # an epoch has 6 steps
+    assert all(line["grad_norm"] for line in lines)
+    assert [entry["step"] for entry in entries if entry["split"] == "eval"] == [5, 10, 12]
+    assert sorted(steps(run.checkpoints.folder)) == [4, 5, 6, 8, 10, 12]
+    rows = [after - before for before, after in pairwise([0, *(line["samples"] for line in lines)])]
+    spent_s = sum(num / line["samples_per_s"] for num, line in zip(rows, lines, strict=True))
+    assert run.state.train_s == pytest.approx(spent_s)
+
+
+def test_part_of_an_epoch_that_another_number_of_ranks_began(tmp_path, built):
+    """Two ranks have taken 2 steps of 2 rows each. One rank has 2 left; from the start, it would have taken 6."""
+    write_rows(tmp_path, "train", 12)
+    write_rows(tmp_path, "eval", 3)
+    train = {"evaluate_every": "0.5 epochs", "deterministic": False}
+    run = built(make_config(tmp_path, ["batch={global: null, per_rank: 2}"], train=train))
+    run.state.segments, run.state.step = [Segment(2, 2, 2)], 2
+    assert (run.evaluation_due(), run.steps_to_evaluation()) == (True, 2)
 
 
 @pytest.fixture
