@@ -1,10 +1,12 @@
-"""Runs that stopped learning fail, and those that only look like it do not. Several ranks: end_to_end."""
+"""Runs that stopped learning fail, and those that only look like it do not. More of several ranks: end_to_end."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,12 +15,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from harness.distributed.launch_env import detect
+from harness.distributed.runtime import open_runtime
 from harness.errors import DataError, OwnCodeError, TrainingError
 from harness.training import loop
 from harness.training.health import Health
 from harness.training.progress import State
 from harness.training.run import Run
 from tests.fixtures import make_config, write_rows
+from tests.ranks import run_ranks
 
 HERE = "tests.training.test_health"
 NUM_TRAIN, STEPS = 12, 3  # rows and steps of an epoch
@@ -188,6 +193,27 @@ def test_state_of_the_optimizer_is_checked(start):
     text = failure(run)
     assert "the optimizer's exp_avg_sq of layer.bias is no longer finite (step 6, epoch 2" in text
     assert f"step-{STEPS}" in text
+
+
+def _with_an_infinite_moment_on_rank_1(folder: Path) -> str:
+    with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
+        layer = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(layer.parameters())
+        layer(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if runtime.rank == 1:
+            optimizer.state[layer.weight]["exp_avg_sq"][0, 0] = torch.inf
+        precision = SimpleNamespace(loss_scale=lambda: 1.0)
+        health = Health(make_config(folder), runtime, precision, layer, None, optimizer, "runs/x")
+        with pytest.raises(TrainingError) as raised:
+            health.weights(State(step=1), 0)
+        return raised.value.message
+
+
+def test_state_of_the_optimizer_on_one_rank_fails_all(tmp_path):
+    """Under fsdp, each rank has that of its shards."""
+    for text in run_ranks(2, _with_an_infinite_moment_on_rank_1, tmp_path, group=False):
+        assert "the optimizer's exp_avg_sq of weight is no longer finite" in text
 
 
 def test_first_epochs_may_pass_until_the_loss_scale_fits(start):

@@ -83,6 +83,7 @@ CASES = [
     (SINGLE, {"name": "bce"}, lambda o, t: functional.binary_cross_entropy_with_logits(o, torch.eye(3)[t])),
     (SINGLE, {"name": "focal", "gamma": 1.5}, lambda o, t: focal(o, t, 1.5)),
     (MULTI, {}, lambda o, t: functional.binary_cross_entropy_with_logits(o, t.float())),
+    (MULTI, {"label_smoothing": 0.1}, lambda o, t: functional.binary_cross_entropy_with_logits(o, t * 0.9 + 0.05)),
     (MULTI, {"name": "focal"}, lambda o, t: sigmoid_focal(o, t, 2.0)),
     (NUMBERS, {}, functional.mse_loss),
     (NUMBERS, {"name": "l1"}, functional.l1_loss),
@@ -106,7 +107,8 @@ def test_losses_are_the_mean_over_rows(labels, loss, expected):
     torch.testing.assert_close(subject.loss(outputs, targets), expected(outputs, targets))
     parts = [subject.loss(outputs[a:b], targets[a:b]) * (b - a) / 40 for a, b in ((0, 7), (7, 40))]
     torch.testing.assert_close(sum(parts), subject.loss(outputs, targets))
-    plain = expected if not loss.get("label_smoothing") else functional.cross_entropy
+    without = {key: value for key, value in loss.items() if key != "label_smoothing"}
+    plain = next(each for kind, options, each in CASES if (kind, options) == (labels, without))
     for edges in ((0, 40), (0, 3, 39, 40)):
         assert report_of(subject, outputs, targets, edges)["loss"] == pytest.approx(plain(outputs, targets).item())
 
