@@ -30,7 +30,6 @@ from harness.errors import (
     DataError,
     HarnessError,
     LaunchError,
-    TrainingError,
     first_line,
     readable,
 )
@@ -47,9 +46,7 @@ _REMEDIES = {
     "device": devices.ALL_ALIKE,
     "version of torch": "install the same packages on every machine",
 }
-_ERRORS: dict[str, type[HarnessError]] = {
-    kind.__name__: kind for kind in (LaunchError, DataError, TrainingError, PeersMissing)
-}
+_ERRORS: dict[int, type[HarnessError]] = {EXIT_USAGE: LaunchError, EXIT_DATA: DataError}
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class _Arrival:
     host: str
     values: dict[str, Any]
     """Those of ``_REMEDIES``."""
-    error: Sequence[str] = ()
+    error: Sequence[Any] = ()
     """Result of ``_to_record``."""
 
 
@@ -138,8 +135,8 @@ class _Meeting:
     def _verdict(self, mine: _Arrival) -> _Arrival:
         """Return the verdict of rank 0; of this rank, if there is none at its limit."""
         for _ in pauses(self.launch):
-            if self.store.check([_VERDICT]):
-                break
+            if verdict := self.store.find(_VERDICT):
+                return _Arrival(**json.loads(verdict))
             late = time.monotonic() > self.until
             if mine.rank > 0 and not late:
                 continue
@@ -149,15 +146,14 @@ class _Meeting:
             if late or (len(arrivals) >= self.launch.world_size and len(counts) == 1):
                 if not problem and len(arrivals) < self.launch.world_size:
                     problem = self._missing(arrivals)
-                self._publish(replace(mine, error=_to_record(problem) if problem else ()))
-                break
+                return self._publish(replace(mine, error=_to_record(problem) if problem else ()))
             if problem:
                 self.until = min(self.until, time.monotonic() + _GRACE_S)
-        return _Arrival(**json.loads(self.store.get(_VERDICT)))
+        raise AssertionError("unreachable: the poll has no end")
 
-    def _publish(self, verdict: _Arrival) -> None:
-        """Publish ``verdict``, unless another rank has published one before."""
-        self.store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))
+    def _publish(self, verdict: _Arrival) -> _Arrival:
+        """Publish ``verdict`` and return it, or return the one that another rank has published before."""
+        return _Arrival(**json.loads(self.store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))))
 
     def _missing(self, arrivals: dict[int, _Arrival]) -> PeersMissing:
         size, place = self.launch.world_size, store.address(self.launch)
@@ -167,7 +163,7 @@ class _Meeting:
 
 def _arrivals(known: LimitedStore) -> dict[int, _Arrival]:
     """The ranks that have come, by rank."""
-    arrivals = [_Arrival(**json.loads(line)) for line in known.get(_ARRIVED).splitlines()]
+    arrivals = [_Arrival(**json.loads(line)) for line in known.find(_ARRIVED).splitlines()]
     return {arrival.rank: arrival for arrival in arrivals}
 
 
@@ -187,24 +183,21 @@ def _wait_until_heard(launch: Launch, known: LimitedStore, num_ranks: int, until
     """Note that this rank has read the news. If the store ends with this process, wait for ``num_ranks`` to do so."""
     known.append(_HEARD, f"{launch.rank} ")
     for _ in pauses(launch) if store.hosts_store(launch) else ():
-        if len(set(known.get(_HEARD).split())) >= num_ranks or time.monotonic() > until:
+        if len(set(known.find(_HEARD).split())) >= num_ranks or time.monotonic() > until:
             return
 
 
-def _to_record(error: BaseException, whose: str = "") -> Sequence[str]:
-    """Class, message and hint of ``error``. ``whose``: the rank that cannot start because of it."""
-    kind = type(error).__name__
+def _to_record(error: BaseException, whose: str = "") -> Sequence[Any]:
+    """Exit code, message and hint of ``error``. ``whose``: the rank that cannot start because of it."""
     if not isinstance(error, HarnessError):
-        error = TrainingError(f"{kind}: {first_line(readable(error))}")
-    if kind not in _ERRORS:
-        kind = {EXIT_USAGE: "LaunchError", EXIT_DATA: "DataError"}.get(error.exit_code, "TrainingError")
+        error = PeersMissing(f"{type(error).__name__}: {first_line(readable(error))}")
     message = f"{error.where}: {error.message}" if error.where else error.message
-    return kind, f"{whose} cannot start: {message}" if whose else message, error.hint
+    return error.exit_code, f"{whose} cannot start: {message}" if whose else message, error.hint
 
 
-def _to_error(record: Sequence[str]) -> HarnessError:
-    kind, message, hint = record
-    return _ERRORS[kind](message, hint=hint)
+def _to_error(record: Sequence[Any]) -> HarnessError:
+    code, message, hint = record
+    return _ERRORS.get(code, PeersMissing)(message, hint=hint)
 
 
 @contextmanager

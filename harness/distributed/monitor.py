@@ -29,8 +29,6 @@ class EngineReport:
     """Ranks of the last start, if that differs from the requested number."""
     signal: int = 0
     """The signal by which this process was asked to stop; 0: none."""
-    shares_terminal: bool = False
-    """The ranks of this machine wrote their errors to the terminal of this process."""
 
 
 class LaunchedRun(Protocol):

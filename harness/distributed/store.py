@@ -57,11 +57,6 @@ class LimitedStore:
     def check(self, keys: Sequence[str]) -> bool:
         return self._ask(lambda: bool(self._store.check(list(keys))))
 
-    def get(self, key: str) -> str:
-        """Return the value of ``key``, which must exist: torch waits for a key that does not, longer than
-        ``limit_s``."""
-        return self._ask(lambda: str(self._store.get(key).decode()))
-
     def find(self, key: str) -> str:
         """Return the value of ``key``; empty if it does not exist."""
         found = self.compare_set(key, _ABSENT, _ABSENT)  # which returns what it expects of a key that does not exist

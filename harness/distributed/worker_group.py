@@ -55,7 +55,6 @@ class WorkerGroup:
         ends_with_parent: bool = False,
     ) -> None:
         self._grace_s, self._lock = grace_s, threading.Lock()
-        self._shares_terminal = not any(worker.output for worker in workers.values())
         self.deadline = float("inf")
         """Time (time.monotonic) at which remaining processes are killed; infinite until the group is stopped."""
         self._failed_at = float("inf")
@@ -143,7 +142,7 @@ class WorkerGroup:
             else RankExit.from_code(rank, code)
             for rank, code in self.wait(meanwhile).items()
         ]
-        return EngineReport(exits, stopped=self.num_stops > 0, shares_terminal=self._shares_terminal)
+        return EngineReport(exits, stopped=self.num_stops > 0)
 
 
 class LocalRun(WorkerGroup):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -63,7 +62,6 @@ def judge(
     folder: str = "",
     summary: Mapping[str, Any] | None = None,
     number: int = 0,
-    shares_terminal: bool = False,
 ) -> RunOutcome:
     """Return the outcome of the run in ``folder``, from ``exits``, the exits of its ranks. Of two errors, the earlier
     one in ``exits`` is the first. ``ExitCollector`` puts the failure first on which the ranks have agreed through their
@@ -73,7 +71,7 @@ def judge(
 
     ``exits`` may hold the rank's own record and what the engine saw of the same rank; then the own one counts, since a
     library that aborts after training does no harm. ``stopped``: a user requested the stop, with the signal ``number``
-    if it is known. ``summary``: the content of summary.json. ``shares_terminal``: as in EngineReport.
+    if it is known. ``summary``: the content of summary.json.
 
     The cause of a failure is the first of these that there is:
 
@@ -103,8 +101,7 @@ def judge(
         for rank in sorted(rank for rank in last if rank is not None)
     }
     failure = asdict(first) | {"ranks": ranks}
-    is_shown = shares_terminal and first.cause is Cause.ERROR and first.host == socket.gethostname()
-    return RunOutcome(first.exit_code, _failure_text(failure, folder, is_shown), failure)
+    return RunOutcome(first.exit_code, _failure_text(failure, folder), failure)
 
 
 def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
@@ -170,18 +167,16 @@ def _code_without_failure(codes: set[int], stopped: int) -> int:
     return stopped or next((code for code in EXITS_BY_SIGNAL if code in codes), EXIT_FAILURE)
 
 
-def _failure_text(failure: Mapping[str, Any], folder: str, is_shown: bool) -> str:
-    """``is_shown``: the rank's own message is in the same terminal."""
+def _failure_text(failure: Mapping[str, Any], folder: str) -> str:
     # Without the traceback and the hint: the rank printed them, and failure.json has them.
     host = f" on {failure['host']}" if failure["host"] else ""
     message = next(iter(str(failure["message"]).strip().splitlines()), "")
-    what = f"{failure['error']}, printed above" if is_shown else f"{failure['error']}: {message}"
     others: dict[str, list[int]] = {}
     for rank, text in failure["ranks"].items():
         if int(rank) != failure["rank"]:
             others.setdefault(text, []).append(int(rank))
     lines = [
-        f"failed: rank {failure['rank']}{host} at step {failure['step']}: {what}",
+        f"failed: rank {failure['rank']}{host} at step {failure['step']}: {failure['error']}: {message}",
         *(f"  {rank_names(ranks)}: {text}" for text, ranks in others.items()),
         f"logs: {folder}/{layout.LOGS}; report: {folder}/{layout.FAILURE}",
     ]
@@ -249,7 +244,7 @@ class ExitCollector:
         exits = [*([first] if first else []), *own, *report.exits]
         world_size = report.world_size or self._world_size
         summary = _read(self._folder / layout.SUMMARY)
-        return judge(exits, report.stopped, world_size, self._shown, summary, report.signal, report.shares_terminal)
+        return judge(exits, report.stopped, world_size, self._shown, summary, report.signal)
 
     def _fetch(self) -> bool:
         """Fetch the ranks' records from the URL. False if this start has not written there, or if a later start has

@@ -119,13 +119,10 @@ class ExitReporter:
 
     def _show(self, record: RankExit, error: BaseException) -> None:
         """Print the launch's first failure: that of another rank that cannot report it itself, or ``error``."""
-        if record.cause is Cause.HUNG:
-            trace = "".join(record.traceback).rstrip()
-            log.error(
-                "error: rank %s on %s: %s%s", record.rank, record.host, record.message, f"\n{trace}" if trace else ""
-            )
-        elif record.cause is Cause.NODE_LOST:
-            log.error("error: lost contact with the other ranks: rank %s: %s", record.rank, record.message)
+        if record.cause in (Cause.HUNG, Cause.NODE_LOST):
+            who = f"rank {record.rank}{f' on {record.host}' if record.host else ''}"
+            trace = "".join(["\n", *record.traceback]).rstrip()
+            log.error("error: lost contact with the other ranks: %s: %s%s", who, record.message, trace)
         else:
             show(error, record.traceback)
 

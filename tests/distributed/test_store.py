@@ -34,7 +34,7 @@ def test_frozen_store():
         if tasks.exists():  # its threads do not stop at the same moment
             wait_until(lambda: all(" T " in (task / "stat").read_text() for task in tasks.iterdir()), 30, "it stops")
         begin = time.monotonic()
-        for request in (lambda: store.check(["a"]), lambda: store.compare_set("a", "", "2"), lambda: store.get("a")):
+        for request in (lambda: store.check(["a"]), lambda: store.compare_set("a", "", "2"), lambda: store.find("a")):
             with pytest.raises(StoreTimeout):
                 request()
         assert time.monotonic() - begin < HELD_S
@@ -42,7 +42,7 @@ def test_frozen_store():
 
         def answers():
             try:
-                return store.get("a") == "1"
+                return store.find("a") == "1"
             except StoreTimeout:
                 return False
 

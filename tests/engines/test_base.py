@@ -54,9 +54,7 @@ def test_exception_on_rank_1(tmp_path, stripes, engine):
     text = run_.text()
     assert text.count("failed: rank 1 on") == 1
     report = text[text.index("failed: rank 1 on") :]
-    assert re.search(r"at step 10: ArithmeticError(, printed above|: \S+models\.py:\d+: a layer went wrong)", report), (
-        report
-    )
+    assert re.search(r"at step 10: ArithmeticError: \S+models\.py:\d+: a layer went wrong", report), report
     assert re.search(r"  rank 0: [\w ]+ on .* at step \d+", report), report
     assert set(json.loads((tmp_path / "runs" / "run" / "failure.json").read_text())["ranks"]) == {"0", "1"}
     own = text.partition("Root Cause (first observed failure)")[0]  # of torchrun, whose summary repeats the error

@@ -190,7 +190,7 @@ def test_launcher_without_ranks_is_ended_unless_it_may_restart_them(
         threading.Timer(1.0, lambda: (started_.stop(), started_.stop())).start()
     report = started_.follow()
     exits = [exit_of(0, exit_code), *([RankExit.lost(lost)] if lost else [])]
-    assert report == EngineReport(exits, not is_ended, 2, shares_terminal=True)
+    assert report == EngineReport(exits, not is_ended, 2)
     assert not list(tmp_path.glob("harness-torchrun-*"))
 
 

@@ -154,15 +154,6 @@ def test_report_names_the_failing_rank_and_what_the_others_did():
     }  # fmt: skip
 
 
-def test_report_does_not_repeat_what_the_rank_printed_on_the_same_terminal(monkeypatch):
-    monkeypatch.setattr("socket.gethostname", lambda: "n1")
-    cases = {"ValueError, printed above": [error(1)], "ValueError: m0": [error(0)], "Hung: m1": [hung(1)]}
-    for shown, exits in (cases | {"Killed: the process received SIGKILL": seen((1, KILL))}).items():
-        outcome = judge(exits, world_size=2, shares_terminal=True)
-        assert f" at step {outcome.failure['step']}: {shown}" in outcome.text.splitlines()[0]
-    assert "ValueError: m1" in judge([error(1)]).text
-
-
 def test_killed_rank_is_reported_at_its_peers_step():
     outcome = judge([peer_lost(0, step=12), *seen((1, KILL))])
     assert outcome.text.startswith("failed: rank 1 at step 12: Killed: the process received SIGKILL")

@@ -124,7 +124,7 @@ class TorchrunRun:
         world_size = world_size or self._job.world_size
         if lost := self._lost(code, exits, world_size, stopped):
             exits.append(RankExit.lost(lost))
-        return EngineReport(exits, stopped, world_size, shares_terminal=True)
+        return EngineReport(exits, stopped, world_size)
 
     def _lost(self, code: int, exits: list[RankExit], world_size: int, stopped: bool) -> str:
         """Return the reason why some ranks left no record, if the run has failed."""
