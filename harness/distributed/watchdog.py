@@ -62,7 +62,6 @@ class Watchdog:
         launch's first failure, if it is known. ``step()`` returns the present step."""
         self._runtime, self._stop = runtime, stop
         self._on_blocked, self._exit_process = on_blocked, exit_process
-        self.doing = ""  # where the main thread was when this rank learned of another's failure
         self.stalls = Stalls(runtime, step)
         self._answered = time.monotonic()  # when the store last answered
         self.first_failure: RankExit | None = None
@@ -150,9 +149,8 @@ class Watchdog:
         return None
 
     def _record(self, cause: Cause, error: str, message: str) -> RankExit:
-        self.doing = self.doing or stack.main_thread_at()
-        step = self.stalls.step()
-        return RankExit.now(self._runtime.rank, cause, step=step, error=error, message=message, doing=self.doing)
+        doing, step = stack.main_thread_at(), self.stalls.step()
+        return RankExit.now(self._runtime.rank, cause, step=step, error=error, message=message, doing=doing)
 
     def _overdue(self) -> bool:
         """Return True if the only rank takes longer than allowed: that is then the first failure. Counts periods, in
@@ -162,8 +160,7 @@ class Watchdog:
         self._alone_in = within
         if within is None or self._alone_s <= within[1]:
             return False
-        self.doing = stack.main_thread_at()
-        message = f"{within[0]} has not ended within {within[1]:g} s: it was in {self.doing}"
+        message = f"{within[0]} has not ended within {within[1]:g} s: it was in {stack.main_thread_at()}"
         self.first_failure = replace(self._record(Cause.HUNG, "Hung", message), traceback=stack.main_thread_lines())
         return True
 
@@ -176,12 +173,10 @@ class Watchdog:
         except StoreTimeout:  # harmless by itself; see Stalls.missing
             return ""
         except Exception:
-            self.doing = self.doing or stack.main_thread_at()
             return _STORE_LOST
         self._answered = time.monotonic()
         if not record:
             return ""
-        self.doing = self.doing or stack.main_thread_at()
         self.acknowledge()
         try:
             self.first_failure = RankExit.from_json(record)
@@ -203,7 +198,6 @@ class Watchdog:
 
     def _publish(self, found: RankExit) -> str:
         """Publish the failure of another rank that cannot report it itself; return the message."""
-        self.doing = stack.main_thread_at()
         self.first_failure = self.publish_failure(found) or found
         self._published = found if self.first_failure == found else None
         return f"rank {self.first_failure.rank} failed: {self.first_failure.message}"

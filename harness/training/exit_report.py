@@ -95,7 +95,7 @@ class ExitReporter:
         record = self._record(
             Cause.PEER_LOST if by_peer or lost else Cause.ERROR,
             exit_code_of(shown),
-            error=type(shown).__name__, message=_text(shown), doing=watchdog.doing or stack.raised_at(error),
+            error=type(shown).__name__, message=_text(shown), doing=stack.raised_at(error),
             traceback=traceback.format_exception(error),
         )  # fmt: skip
         if by_peer:  # all ranks raise this error, and the rank that it comes from reports it
