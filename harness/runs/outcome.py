@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from harness.distributed import signals
@@ -30,7 +30,6 @@ from harness.errors import (
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
 from harness.runs.files import read_sealed, write_atomically
-from harness.runs.locks import Lock
 from harness.runs.url_store import UrlStore
 
 # Exit codes of ranks that were asked to stop; SIGTERM kills a rank that has not installed its handler yet.
@@ -217,38 +216,30 @@ class ExitCollector:
     def conclude(self, report: EngineReport) -> RunOutcome:
         """Return the outcome of a run whose end the engine observed as ``report``. A failure is also written as
         failure.json."""
-        fetched = self._fetch()
-        outcome = self._outcome(report)
+        outcome, is_at_url = self._judge(report)
         if outcome.failure:
-            self._write(json.dumps(outcome.failure, indent=1) + "\n", to_url=fetched)
-        elif fetched and outcome.exit_code == EXIT_DONE:
-            self._remove()  # the URL has it
+            self._write(json.dumps(outcome.failure, indent=1) + "\n", is_at_url)
         return outcome
-
-    def _remove(self) -> None:
-        """Remove the scratch folder, unless a later start on this machine uses it."""
-        lock = Lock(self._folder.parent, is_folder=True)
-        with suppress(OSError):
-            if self._folder.is_dir() and lock.try_acquire():
-                shutil.rmtree(self._folder, ignore_errors=True)
-        lock.release()
 
     def preview(self, report: EngineReport) -> RunOutcome:
         """Return ``conclude`` without writing anything about it, for a run that may start again."""
-        self._fetch()
-        return self._outcome(report)
+        return self._judge(report)[0]
 
-    def _outcome(self, report: EngineReport) -> RunOutcome:
-        own = sorted(self._exit_files.read().values(), key=lambda exit: exit.time)
-        first = self._exit_files.first()  # on which the ranks have agreed, if they could
-        exits = [*([first] if first else []), *own, *report.exits]
+    def _judge(self, report: EngineReport) -> tuple[RunOutcome, bool]:
+        """Return the outcome, and whether this start has written at the URL."""
+        with TemporaryDirectory(prefix="harness-exits-") as place:
+            at_url = ExitFiles(copy := Path(place))
+            is_at_url = self._fetch(copy)
+            own = {**at_url.read(), **self._exit_files.read()}.values()
+            first = self._exit_files.first() or at_url.first()  # on which the ranks have agreed, if they could
+            summary = _read((copy if is_at_url else self._folder) / layout.SUMMARY)
+        exits = [*([first] if first else []), *sorted(own, key=lambda exit: exit.time), *report.exits]
         world_size = report.world_size or self._world_size
-        summary = _read(self._folder / layout.SUMMARY)
-        return judge(exits, report.stopped, world_size, self._shown, summary, report.signal)
+        return judge(exits, report.stopped, world_size, self._shown, summary, report.signal), is_at_url
 
-    def _fetch(self) -> bool:
-        """Fetch the ranks' records from the URL. False if this start has not written there, or if a later start has
-        taken the run over, according to this machine's ``start.json``, if there is one."""
+    def _fetch(self, copy: Path) -> bool:
+        """Fetch the ranks' records from the URL to ``copy``. False if this start has not written there, or if a later
+        start has taken the run over, according to this machine's ``start.json``, if there is one."""
         if self._url is None:
             return False
         try:
@@ -258,7 +249,7 @@ class ExitCollector:
             for name in self._url.files():
                 if name in (layout.FAILURE, layout.SUMMARY) or fnmatch(name, f"{layout.LOGS}/{layout.RANK_EXITS}"):
                     with suppress(FileNotFoundError):  # a rank that still runs may have removed it
-                        self._url.get(name, self._folder / name)
+                        self._url.get(name, copy / name)
         except (HarnessError, OSError) as error:
             print(f"could not fetch the ranks' records: {error}", file=sys.stderr)
             return False

@@ -11,9 +11,7 @@ import pytest
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.runs import exit_files, layout
-from harness.runs.locks import Lock
 from harness.runs.outcome import ExitCollector, judge
-from harness.runs.storage import LocalStore
 from harness.runs.url_store import UrlStore
 
 
@@ -246,17 +244,3 @@ def test_failure_is_not_written_into_the_run_of_a_later_start(tmp_path):
     UrlStore(url).write(layout.START, "a later start")
     assert collector.conclude(EngineReport(seen((0, KILL)))).failure
     assert UrlStore(url).read(layout.FAILURE) == ""
-
-
-@pytest.mark.parametrize("used", [False, True])
-def test_the_scratch_folder_of_a_later_start_is_not_removed(tmp_path, used):
-    kept, scratch = UrlStore(f"file://{tmp_path}/at-url"), tmp_path / "cache" / "scratch"
-    collector = ExitCollector(scratch, 1, kept.where)
-    scratch.mkdir(parents=True)
-    for store in (kept, LocalStore(scratch)):
-        store.write(layout.START, "the newest start")
-    lock = Lock(scratch.parent, is_folder=True)
-    assert not used or lock.try_acquire()
-    assert collector.conclude(EngineReport(seen((0, 0)))).exit_code == 0
-    assert scratch.exists() == used
-    lock.release()
