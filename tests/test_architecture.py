@@ -269,6 +269,7 @@ RUNTIME = {
     "max_async",
     "together",
     "all_equal",
+    "all_agree",
 }
 RANK_TEST = re.compile(r"\b_?(local_)?rank (==|!=|>|<) |[=<>] \w*\.?_?rank\b")
 

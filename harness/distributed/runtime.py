@@ -39,7 +39,6 @@ from harness.distributed.store import LimitedStore, PeersMissing, address
 from harness.distributed.threads import Background
 from harness.errors import (
     HarnessError,
-    LaunchError,
     OwnCodeError,
     TrainingError,
     first_line,
@@ -275,15 +274,17 @@ class Runtime:
             with_nccl = "nccl" in str(dist.get_backend_config(group))
             _set_timeout(_timedelta(self.limit_s + _NCCL_S * with_nccl), group)
 
-    def all_equal(self, value: Value, what: str, hint: str = "") -> Value:
-        """Return ``value`` if every rank holds the same; else raise LaunchError with a rank that differs.
-        Collective."""
-        for rank, other in enumerate(self.gather(value)):
-            if other != value:
-                raise LaunchError(
-                    f"{what} differs between ranks: {value!r} on rank {self.rank}, {other!r} on rank {rank}", hint=hint
-                )
-        return value
+    def all_equal(self, value: Any, what: str, hint: str) -> None:
+        """Raise LaunchError unless every rank holds the same ``value`` for ``what``. Collective."""
+        self.all_agree([Facts(hint, {what: value})])
+
+    def all_agree(self, facts: Sequence[Facts]) -> None:
+        """Raise LaunchError, which lists what differs, unless all ranks have the same ``facts``. Collective."""
+        theirs = self.gather(facts)
+        if theirs.count(facts) < len(theirs):  # quick, also for a thousand ranks
+            hosts = {rank: process.host for rank, process in enumerate(self.peers)}
+            if found := disagreement(dict(enumerate(theirs)), hosts):
+                raise found
 
 
 def main_groups() -> list[Any]:
@@ -352,7 +353,8 @@ def open_runtime(
     runtime = _connect(launch, target, store, timeout_s)
     runtime.work_timeout_s = work_timeout_s
     try:
-        _compare(runtime, own)
+        runtime.peers = runtime.gather(Identity.of_this_process())
+        runtime.all_agree(own)
         yield runtime
     finally:
         # After a failure nccl would wait for peers that may be gone. gloo aborts if left open.
@@ -365,16 +367,6 @@ def open_runtime(
             wait([Background(dist.destroy_process_group, "harness-close")], _CLOSE_S)
         elif no_failure:
             dist.destroy_process_group()
-
-
-def _compare(runtime: Runtime, facts: Sequence[Facts]) -> None:
-    """Raise LaunchError if the ranks were started differently; else make their processes known to each other.
-    Collective."""
-    runtime.peers, theirs = zip(*runtime.gather((Identity.of_this_process(), facts)), strict=True)
-    hosts = {rank: process.host for rank, process in enumerate(runtime.peers)}
-    differ = theirs.count(facts) < len(theirs)  # quick, also for a thousand ranks
-    if differ and (found := disagreement(dict(enumerate(theirs)), hosts)):
-        raise found
 
 
 def _connect(launch: Launch, target: torch.device, store: Any, timeout_s: float) -> Runtime:
