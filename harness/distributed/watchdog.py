@@ -80,9 +80,7 @@ class Watchdog:
         self._finished.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
-        with suppress(Exception):
-            if self._runtime.store is not None:
-                self._runtime.store.set(_ended_key(self._runtime.rank), "yes")
+        self.acknowledge()
 
     def publish_failure(self, failure: RankExit) -> RankExit | None:
         """Publish ``failure`` and return the launch's first one: this, or an earlier one of a peer. None if the store
@@ -94,15 +92,15 @@ class Watchdog:
         return self.first_failure
 
     def acknowledge(self) -> None:
-        """Publish that this rank has seen the failure."""
+        """Publish that nobody waits for this rank any more: it has seen the failure, or ends in order."""
         with suppress(Exception):
             if self._runtime.store is not None:
-                self._runtime.store.set(f"heard/{self._runtime.rank}", "")
+                self._runtime.store.set(_leaves(self._runtime.rank), "yes")
 
     def linger(self) -> None:
         """Wait until all peers have seen the failure, at most NEWS_S: the store or the launcher may end with this
         rank."""
-        self._wait_for([f"heard/{rank}" for rank in range(self._runtime.world_size)], NEWS_S)
+        self._wait_for([*map(_leaves, range(self._runtime.world_size))], NEWS_S)
 
     def missing(self, doing: str, timed_out: bool) -> RankExit | None:
         """Return the rank that a collective of this rank, in ``doing``, waited for, as ``Stalls.missing``, or that this
@@ -296,8 +294,8 @@ class Stalls:
                 if asked != question:
                     return None
                 positions = self._ask(question, {rank: self._position(doing)})
-                ended = [rank for rank in self._others(positions) if store.find(_ended_key(rank))]
-                found = self._silent([*positions, *ended]) or self._behind(positions, timed_out)
+                left = [rank for rank in self._others(positions) if store.find(_leaves(rank))]
+                found = self._silent([*positions, *left]) or self._behind(positions, timed_out)
                 if found is None:
                     store.delete(_ASKED)
                 return found
@@ -391,9 +389,8 @@ def _answer_of(rank: int, question: str) -> str:
     return f"at/{question.partition(':')[2]}/{rank}"
 
 
-def _ended_key(rank: int) -> str:
-    """Return the key that exists once ``rank`` has ended in order: nobody waits for it."""
-    return f"ended/{rank}"
+def _leaves(rank: int) -> str:
+    return f"leaves/{rank}"
 
 
 def num_started() -> dict[str, int]:
