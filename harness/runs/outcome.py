@@ -25,11 +25,10 @@ from harness.errors import (
     EXIT_USAGE,
     EXITS_BY_SIGNAL,
     HarnessError,
-    plural,
 )
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
-from harness.runs.files import read_sealed, write_atomically
+from harness.runs.files import write_atomically
 from harness.runs.url_store import UrlStore
 
 # Exit codes of ranks that were asked to stop; SIGTERM kills a rank that has not installed its handler yet.
@@ -59,7 +58,6 @@ def judge(
     stopped: bool = False,
     world_size: int = 1,
     folder: str = "",
-    summary: Mapping[str, Any] | None = None,
     number: int = 0,
 ) -> RunOutcome:
     """Return the outcome of the run in ``folder``, from ``exits``, the exits of its ranks. Of two errors, the earlier
@@ -70,7 +68,7 @@ def judge(
 
     ``exits`` may hold the rank's own record and what the engine saw of the same rank; then the own one counts, since a
     library that aborts after training does no harm. ``stopped``: a user requested the stop, with the signal ``number``
-    if it is known. ``summary``: the content of summary.json.
+    if it is known.
 
     The cause of a failure is the first of these that there is:
 
@@ -87,7 +85,7 @@ def judge(
     if (first := _first_failure(known, stopped)) is None:
         codes = {exit.exit_code for exit in known}
         code = signals.ended_by(number or signal.SIGTERM) if stopped else 0
-        return _without_failure(codes, code, folder, summary or {})
+        return _without_failure(codes, code, folder)
     if first.rank is None:
         first = replace(first, rank=next((rank for rank in range(world_size) if rank not in own), 0))
     if not first.by_rank:  # the records of the other ranks have a step and a host
@@ -127,15 +125,11 @@ def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
     return consequence
 
 
-def _without_failure(codes: set[int], stopped: int, folder: str, summary: Mapping[str, Any]) -> RunOutcome:
+def _without_failure(codes: set[int], stopped: int, folder: str) -> RunOutcome:
     """``stopped``: the exit code of a run that was stopped without a checkpoint; 0: no stop was requested."""
     code = _code_without_failure(codes, stopped)
     if code == EXIT_DONE:
-        best = summary.get("best") or {}
-        shown = "".join(f"; best {name} {value:.4f} at step {best.get('step')}" for name, value in best.items()
-                        if name != "step" and isinstance(value, float))  # fmt: skip
-        steps = f", {plural(summary['step'], 'step')}" if isinstance(summary.get("step"), int) else ""
-        return RunOutcome(code, f"done: {folder}{steps}{shown}")
+        return RunOutcome(code, f"done: {folder}")
     if code in EXITS_BY_SIGNAL and codes <= _STOPPED:
         return RunOutcome(code, f"stopped before the run began: {folder}; the same command starts it again")
     if code == EXIT_STOPPED:
@@ -232,10 +226,9 @@ class ExitCollector:
             is_at_url = self._fetch(copy)
             own = {**at_url.read(), **self._exit_files.read()}.values()
             first = self._exit_files.first() or at_url.first()  # on which the ranks have agreed, if they could
-            summary = _read((copy if is_at_url else self._folder) / layout.SUMMARY)
         exits = [*([first] if first else []), *sorted(own, key=lambda exit: exit.time), *report.exits]
         world_size = report.world_size or self._world_size
-        return judge(exits, report.stopped, world_size, self._shown, summary, report.signal), is_at_url
+        return judge(exits, report.stopped, world_size, self._shown, report.signal), is_at_url
 
     def _fetch(self, copy: Path) -> bool:
         """Fetch the ranks' records from the URL to ``copy``. False if this start has not written there, or if a later
@@ -247,7 +240,7 @@ class ExitCollector:
             if start in ("", self._start) or local_start not in ("", self._earlier_local_start, start):
                 return False
             for name in self._url.files():
-                if name in (layout.FAILURE, layout.SUMMARY) or fnmatch(name, f"{layout.LOGS}/{layout.RANK_EXITS}"):
+                if name == layout.FAILURE or fnmatch(name, f"{layout.LOGS}/{layout.RANK_EXITS}"):
                     with suppress(FileNotFoundError):  # a rank that still runs may have removed it
                         self._url.get(name, copy / name)
         except (HarnessError, OSError) as error:
@@ -269,10 +262,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError:
         return ""
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError):
-        content = read_sealed(path)
-        return content if isinstance(content, dict) else None
-    return None

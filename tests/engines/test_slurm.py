@@ -166,7 +166,7 @@ def test_preempted_and_out_of_time(cluster, tmp_path, stripes, unbroken):
     assert run_.text().count("resumed from") == 2
     assert "launcher: srun" in run_.text()
     last = run_.text().splitlines()[-1]
-    assert re.fullmatch(r"done: .*/runs/run, 24 steps; best top1 \d\.\d+ at step \d+", last)
+    assert re.fullmatch(r"done: .*/runs/run", last)
     assert_same_run(unbroken, folder)
 
 

@@ -157,14 +157,6 @@ def test_killed_rank_is_reported_at_its_peers_step():
     assert outcome.text.startswith("failed: rank 1 at step 12: Killed: the process received SIGKILL")
 
 
-def test_summary_is_shown_when_done():
-    summary = {"step": 9, "best": {"top1": 0.5, "step": 6}}
-    assert judge([DONE], folder="x", summary=summary).text == "done: x, 9 steps; best top1 0.5000 at step 6"
-
-
-# Files of the run folder
-
-
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / layout.LOGS).mkdir()
