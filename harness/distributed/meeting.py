@@ -75,9 +75,15 @@ def meet(launch: Launch, device: str, timeout_s: float, failed: BaseException | 
     number = launch.restart if launch.store_is_held else 0
     prefixed = PrefixStore(f"harness/{number}/{launch.call}", opened)
     meeting = _Meeting(launch, LimitedStore(prefixed, _ANSWER_S), timeout_s, until)
-    with _lost_store_explained(launch):
-        if error := meeting.run(device, failed):
-            raise failed or error
+    try:
+        error = meeting.run(device, failed)
+    except StoreTimeout:
+        raise store.unanswered(launch) from None
+    except RuntimeError as problem:
+        lost = f"lost contact with rank 0 or the launcher at {store.address(launch)} while the ranks connected"
+        raise PeersMissing(f"{lost}: {first_line(problem)}", hint=HINT) from None
+    if error:
+        raise failed or error
     opened.set_timeout(timedelta(seconds=timeout_s))
     return prefixed
 
@@ -144,8 +150,8 @@ class _Meeting:
             problem = _problem(arrivals)
             counts = {arrival.values["number of ranks (WORLD_SIZE)"] for arrival in arrivals.values()}
             if late or (len(arrivals) >= self.launch.world_size and len(counts) == 1):
-                if not problem and len(arrivals) < self.launch.world_size:
-                    problem = self._missing(arrivals)
+                if missing := set(range(self.launch.world_size)) - arrivals.keys():
+                    problem = problem or self._missing(missing)
                 return self._publish(replace(mine, error=_to_record(problem) if problem else ()))
             if problem:
                 self.until = min(self.until, time.monotonic() + _GRACE_S)
@@ -155,10 +161,9 @@ class _Meeting:
         """Publish ``verdict`` and return it, or return the one that another rank has published before."""
         return _Arrival(**json.loads(self.store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))))
 
-    def _missing(self, arrivals: dict[int, _Arrival]) -> PeersMissing:
-        size, place = self.launch.world_size, store.address(self.launch)
-        who = agreement.rank_names(set(range(size)) - arrivals.keys())
-        return PeersMissing(f"{who} of {size} did not connect at {place} within {self.timeout_s:g} s", hint=HINT)
+    def _missing(self, ranks: set[int]) -> PeersMissing:
+        who, place = f"{agreement.rank_names(ranks)} of {self.launch.world_size}", store.address(self.launch)
+        return PeersMissing(f"{who} did not connect at {place} within {self.timeout_s:g} s", hint=HINT)
 
 
 def _arrivals(known: LimitedStore) -> dict[int, _Arrival]:
@@ -198,16 +203,3 @@ def _to_record(error: BaseException, whose: str = "") -> Sequence[Any]:
 def _to_error(record: Sequence[Any]) -> HarnessError:
     code, message, hint = record
     return _ERRORS.get(code, PeersMissing)(message, hint=hint)
-
-
-@contextmanager
-def _lost_store_explained(launch: Launch) -> Iterator[None]:
-    try:
-        yield
-    except StoreTimeout:
-        raise store.unanswered(launch) from None
-    except HarnessError:
-        raise
-    except RuntimeError as error:
-        lost = f"lost contact with rank 0 or the launcher at {store.address(launch)} while the ranks connected"
-        raise PeersMissing(f"{lost}: {first_line(error)}", hint=HINT) from None
