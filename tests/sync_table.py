@@ -42,7 +42,7 @@ def runtime(strategy: str) -> Runtime:
     if STRATEGIES[strategy] == 1:
         return Runtime(device=torch.device("cuda:0"))
     launch = Launch(rank=dist.get_rank(), world_size=dist.get_world_size(), local_world_size=dist.get_world_size())
-    return Runtime(launch, torch.device("cuda:0"), timeout_s=60, _control=dist.new_group(backend="gloo"))
+    return Runtime(launch, torch.device("cuda:0"), timeout_s=60, group=dist.new_group(backend="gloo"))
 
 
 def counted(folder: Path, strategy: str, level: str) -> dict[str, list[Sync]]:

@@ -78,9 +78,9 @@ class Runtime:
     """Set when this rank reports a failure, its own or a consequence of another's."""
     alone_in: tuple[str, float] | None = None
     """With one rank, what it does, and the seconds that it may take: ``limited`` sets it, the watchdog enforces it."""
+    group: Any = None
+    """A gloo group for Python objects and flags, separate from that of the gradients; None without a process group."""
     _in_announced: bool = False
-    _control: Any = None
-    """A gloo group for Python objects and flags, separate from that of the gradients."""
 
     @property
     def rank(self) -> int:
@@ -89,11 +89,6 @@ class Runtime:
     @property
     def world_size(self) -> int:
         return self.launch.world_size
-
-    @property
-    def group(self) -> Any:
-        """The gloo group of ``gather`` and the like; None without a process group."""
-        return self._control
 
     def new_group(self) -> Any:
         """Return a gloo group of all ranks for the collectives of another thread, which does announced work.
@@ -120,20 +115,20 @@ class Runtime:
     def sum_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``sum`` for a tensor on the CPU, which nccl cannot reduce."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, group=self._control)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def union_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the bits of ``tensor`` (integers on the CPU, same shape on all) that are set on any rank, in place."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.BOR, group=self._control)
+            dist.all_reduce(tensor, op=dist.ReduceOp.BOR, group=self.group)
         return tensor
 
     def gather(self, value: Value) -> list[Value]:
         """Every rank's ``value`` (picklable), by rank, on all ranks."""
         values: list[Any] = [value] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(values, value, group=self._control)
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def gather_to_first(self, value: Value) -> list[Value]:
@@ -141,14 +136,14 @@ class Runtime:
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self._control)
+        dist.gather_object(value, values, group=self.group)
         return values or []
 
     def from_first(self, value: Value) -> Value:
         """Rank 0's ``value`` (picklable) on all ranks."""
         values = [value]
         if self.world_size > 1:
-            dist.broadcast_object_list(values, src=0, group=self._control)
+            dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
     def barrier(self) -> None:
@@ -159,7 +154,7 @@ class Runtime:
         if self.world_size == 1:
             return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
         def answer() -> list[int]:
             work.wait()
@@ -270,7 +265,7 @@ class Runtime:
     def _bound(self, announced: bool) -> None:
         """Bound the collectives that start from now on, in all groups but those of other threads."""
         self._in_announced = announced
-        for group in main_groups() if self._control is not None else ():
+        for group in main_groups() if self.group is not None else ():
             with_nccl = "nccl" in str(dist.get_backend_config(group))
             _set_timeout(_timedelta(self.limit_s + _NCCL_S * with_nccl), group)
 
@@ -386,7 +381,7 @@ def _connect(launch: Launch, target: torch.device, store: Any, timeout_s: float)
         hint = f"check that the interface {interface} reaches the other machines ({names}; launch.interface)"
         what = f"the ranks met at {address(launch)}, but could not all connect to each other: {first_line(error)}"
         raise PeersMissing(what, hint=hint) from None
-    return Runtime(launch, target, LimitedStore(store), timeout_s, _control=control)
+    return Runtime(launch, target, LimitedStore(store), timeout_s, group=control)
 
 
 def _choose_interface(launch: Launch) -> None:

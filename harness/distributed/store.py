@@ -73,9 +73,6 @@ class LimitedStore:
         """Set ``key`` to ``value`` if it has the value ``expected`` (empty: if it does not exist); return its value."""
         return self._ask(lambda: str(self._store.compare_set(key, expected, value).decode()))
 
-    def delete(self, key: str) -> None:
-        self._ask(lambda: self._store.delete_key(key))
-
     def _ask(self, request: Callable[[], Value]) -> Value:
         """Return the result of ``request``, made by a daemon thread of its own, which may stay behind."""
         if self._gone:  # another request would fail, too, and print a C++ stack

@@ -297,7 +297,7 @@ class Stalls:
                 left = [rank for rank in self._others(positions) if store.find(_leaves(rank))]
                 found = self._silent([*positions, *left]) or self._behind(positions, timed_out)
                 if found is None:
-                    store.delete(_ASKED)
+                    store.set(_ASKED, "")
                 return found
             except (StoreTimeout, RuntimeError):  # the store does not respond, or is closed
                 # A launcher that is frozen harms no rank; a rank that is frozen does. The store runs in a thread of its

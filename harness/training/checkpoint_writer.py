@@ -41,7 +41,7 @@ class CheckpointWriter:
 
     def __post_init__(self) -> None:
         if self.writes_shards:
-            self._side = replace(self.runtime, _control=self.runtime.new_group())
+            self._side = replace(self.runtime, group=self.runtime.new_group())
 
     @property
     def writes_shards(self) -> bool:

@@ -289,7 +289,7 @@ def test_nccl_aborts_only_after_the_missing_rank_has_been_named(monkeypatch):
         runtime = module._connect(Launch(world_size=2), torch.device(device), dist.HashStore(), 5.0)
     assert limits == [5.0, 50.0]
     limits.clear()
-    runtime.work_timeout_s, runtime._control = 60.0, "gloo"
+    runtime.work_timeout_s, runtime.group = 60.0, "gloo"
     monkeypatch.setattr(runtime, "barrier", lambda: None)
     monkeypatch.setattr(module, "main_groups", lambda: ["cpu:gloo,cuda:nccl", "gloo"])
     monkeypatch.setattr(dist, "get_backend_config", lambda group: group)
