@@ -362,7 +362,7 @@ def _nearest(path: list[str], cls: type[BaseModel]) -> str:
     known = _keys(cls)
     ours = other_names.setting(".".join(path))
     if ours and any(f"{ours.partition('=')[0]}.".startswith(f"{key}.") for key in known):
-        return f"did you mean {ours}?"
+        return str(other_names.hint(".".join(path)))
     prefix = "".join(f"{part}." for part in path[:-1])
     section = re.sub(r"\.\d+\.", ".", prefix)  # of a list
     siblings = [key[len(section) :] for key in known if key.startswith(section) and "." not in key[len(section) :]]

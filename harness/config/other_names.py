@@ -22,6 +22,14 @@ SETTINGS = {
     "target_modules": "model.lora.targets", "lora_dropout": "model.lora.dropout",
     "eps": "optimizer.args.eps", "betas": "optimizer.args.betas",
 }  # fmt: skip
+UNITS = {  # where ours counts something else
+    "warmup_ratio": "it counts epochs: 0.1 of a run of 3 epochs is 0.3",
+    "warmup_steps": "it counts updates; for a share, schedule.warmup_epochs: 0.1 of a run of 3 epochs is 0.3",
+    "per_device_train_batch_size": "it is the product with the accumulation: 8 rows, 4 times, are "
+    "batch.per_rank=32 batch.accumulate=4",
+    "gradient_accumulation_steps": "it splits the batch: 8 rows, 4 times, are batch.per_rank=32 batch.accumulate=4",
+    "eval_steps": "a number counts epochs; steps are 'train.evaluate_every=500 steps'",
+}
 SCHEDULES = {
     "linear": "polynomial, by default a straight line down to 0; and schedule.warmup_steps",
     "cosine_with_restarts": "cosine_restarts",
@@ -30,6 +38,13 @@ SCHEDULES = {
     "reduce_lr_on_plateau": "plateau",
     "warmup_stable_decay": "wsd",
 }
+
+
+def hint(key: str) -> str | None:
+    """Return the hint for the unknown ``key``, with the unit where ours has another; None if it is no name of Hugging
+    Face."""
+    ours, unit = setting(key), UNITS.get(key.rpartition(".")[2])
+    return ours and f"did you mean {ours}?{f' {unit}' if unit else ''}"
 
 
 def setting(key: str) -> str | None:

@@ -170,7 +170,11 @@ def unknown(kind: str, name: str, known: Iterable[str], where: str, otherwise: s
 
 
 def _near(name: str, known: Iterable[str]) -> list[str]:
-    """Return the up to three of ``known`` that are about as similar to ``name`` as the most similar one."""
+    """Return the up to three of ``known`` that are about as similar to ``name`` as the most similar one; or
+    the one that ``name`` is with an addition, as in adamw_torch."""
+    known = list(known)
+    if (first := name.partition("_")[0]) in known and name.replace("_", "") not in known:
+        return [first]
     found = difflib.get_close_matches(name, known, n=10)
     found = [each for each in found if each[0] == name[0]] or found
     alike = {each: difflib.SequenceMatcher(None, each, name).ratio() for each in found}

@@ -55,6 +55,7 @@ _METRICS = {
 }
 TOP = re.compile("top[1-9][0-9]{0,5}")
 _ELSEWHERE = {"accuracy": "top1", "f1": "macro_f1", "f1_score": "macro_f1", "mse": "rmse"}  # names in other libraries
+_MEANS = dict.fromkeys(("f1", "f1_score"), " (the mean of the F1 of each class)")
 DEFAULT_LOSS: dict[Kind, str] = {"single_label": "cross_entropy", "multi_label": "bce", "regression": "mse"}
 DEFAULT_METRICS: dict[Kind, tuple[str, ...]] = {  # the first picks the best checkpoint
     "single_label": ("top1", "loss", "mean_class_accuracy"),
@@ -285,4 +286,4 @@ def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str,
 def _near(name: str, suitable: Sequence[str] | Mapping[str, Any]) -> str:
     known = {**{each: each for each in suitable}, **{key: to for key, to in _ELSEWHERE.items() if to in suitable}}
     near = difflib.get_close_matches(name.lower(), known, n=1)
-    return f"did you mean {known[near[0]]}? " if near else ""
+    return f"did you mean {known[near[0]]}{_MEANS.get(near[0], '')}? " if near else ""

@@ -618,6 +618,21 @@ def test_error_about_a_long_text_is_no_error_of_its_own(tmp_path):
         ("train.bf16=true", "train.bf16: unknown key; did you mean precision.opt_level=O4?"),
         ("optimizer.eps=1", "optimizer.eps: unknown key; did you mean optimizer.args.eps?"),
         ("model.lora.rank=4", "model.lora.rank: unknown key; did you mean model.lora.r?"),
+        (
+            "warmup_ratio=0.1",
+            "did you mean schedule.warmup_epochs? it counts epochs: 0.1 of a run of 3 epochs is 0.3",
+        ),
+        ("schedule.warmup_ratio=0.1", "it counts epochs"),
+        (
+            "warmup_steps=0.1",
+            "did you mean schedule.warmup_steps? it counts updates; for a share, schedule",
+        ),
+        ("per_device_train_batch_size=8", "8 rows, 4 times, are batch.per_rank=32 batch.accumulate=4"),
+        (
+            "train.eval_steps=500",
+            "did you mean train.evaluate_every? a number counts epochs; steps are 'train.",
+        ),
+        ("task.metrics=[f1]", "did you mean macro_f1 (the mean of the F1 of each class)?"),
         ("schedule.name=linear", "unknown schedule 'linear'; use polynomial, by default a straight line down to 0"),
     ],
 )

@@ -193,6 +193,7 @@ def test_fused_by_short_name(name):
     ("section", "message"),
     [
         ({"name": "fused_adm"}, "did you mean fused_adam?"),
+        ({"name": "adamw_torch"}, "did you mean adamw?"),
         ({"name": "lbfgs"}, "unknown optimizer"),  # needs a closure
         ({"name": "optimizer"}, "unknown optimizer"),
         ({"name": "torch.optim.Nope"}, "cannot be imported"),
