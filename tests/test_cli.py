@@ -494,3 +494,26 @@ command(["--help"])
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, env=environ)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", said)
+
+
+@pytest.mark.parametrize(
+    ("variables", "spins"),
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    ids=["default", "number", "policy"],
+)
+def test_idle_threads_of_torch_sleep_soon_unless_the_user_says_otherwise(variables, spins):
+    program = """
+import atexit, os, sys
+
+@atexit.register
+def _():
+    print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
+
+from harness.__main__ import command
+command(["--version"])
+"""
+    environ = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60, env=environ | variables
+    )
+    assert ended.stdout.splitlines()[-1] == f"{spins} False", ended.stderr

@@ -89,9 +89,12 @@ class Stop:
 
 
 @contextmanager
-def on_signals(stop: Stop, then: str = "a checkpoint is written first") -> Iterator[None]:
+def on_signals(
+    stop: Stop, then: str = "a checkpoint is written first", rest: Callable[[], str] = lambda: ""
+) -> Iterator[None]:
     """SIGINT, SIGTERM, SIGHUP and SIGUSR1 request a stop while the body runs (harness.distributed.signals has the
-    rule). ``then``: what happens at the first one, for its message."""
+    rule). ``then``: what happens at the first one, for its message; ``rest``: returns what has to end before that, if
+    it takes long."""
     launch = stop.runtime.launch
 
     def request(number: int) -> None:
@@ -101,7 +104,9 @@ def on_signals(stop: Stop, then: str = "a checkpoint is written first") -> Itera
     def notice(number: int) -> None:
         if launch.elastic or not launch.supervised:  # otherwise harness launch has printed it
             again = "" if number == signals.WARNING else "; press Ctrl-C again to exit immediately"
-            log.info("stopping (%s): %s%s", signals.signal_name(number), then, again)
+            log.info("stopping (%s): %s%s", signals.signal_name(number), ", ".join(filter(None, (then, rest()))), again)
+        elif left := rest():
+            log.info("stopping (%s) %s", signals.signal_name(number), left)
 
     with signals.phase(request, notice):
         yield

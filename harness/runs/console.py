@@ -24,6 +24,7 @@ log = logging.getLogger("harness")
 
 # Without a terminal: seconds after which new numbers, or else the position alone, are worth a line.
 PLAIN_PERIOD_S, SILENT_S = 10.0, 30.0
+LONG_S = 2.0  # of a step that a stop has to wait for
 WORK_S = 2.0  # after which other work shows itself
 _REDRAWN_S = 0.5  # between two looks at that work on a terminal
 OF_NODE = {"of_node": True}  # of records about a machine: that it joined, and how it ended
@@ -175,6 +176,8 @@ class ProgressBar:
         self._text, self._text_of = "", ("", 0)  # the newest numbers, and the epoch and the step that they are of
         self._written = False  # these numbers, as a line
         self._where, self._unit, self._done, self._of = "", "step", 0, 0  # a loop of the user's own may open nothing
+        self._mark: float | None = None  # when the last step or batch ended
+        self._lasted: dict[str, float] = {}  # seconds, by unit
 
     def start(self, epoch: int, epochs: int, done: int, steps: int) -> None:
         """Begin to show an epoch."""
@@ -186,6 +189,7 @@ class ProgressBar:
         if not self._of_run:
             self._began, self._step, self._total_steps = None, done, total
         self._where, self._unit, self._done, self._of = where, unit, done, total
+        self._mark = time.monotonic()
         if self._shows and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=done, desc=where, leave=False, file=sys.stderr, bar_format=_BAR,
                              ncols=_columns(), dynamic_ncols=bool(_width()))  # fmt: skip
@@ -196,6 +200,9 @@ class ProgressBar:
             return
         self._done += 1
         now = time.monotonic()
+        if self._mark is not None:
+            self._lasted[self._unit] = now - self._mark
+        self._mark = now
         if self._unit == "step" or not self._of_run:
             self._step += 1
             self._began = self._began or (now, self._step)
@@ -214,6 +221,19 @@ class ProgressBar:
             self._bar.set_postfix_str(self._described(now), refresh=False)
         elif self._shows and self._where and now - self._plain_at > PLAIN_PERIOD_S:
             self._write(now)
+
+    def rest(self) -> str:
+        """Return what is left of the current step or batch, in words; empty if it is short. Callable from any
+        thread."""
+        unit, mark = self._unit, self._mark
+        if mark is None:
+            return ""
+        spent = time.monotonic() - mark
+        whole = self._lasted.get(unit, 0.0)
+        if max(spent, whole) < LONG_S:
+            return ""
+        left = f"about {in_words(whole - spent)}" if spent < whole else f"{in_words(spent)} so far"
+        return f"after this {unit} ({left})"
 
     def stop(self) -> None:
         if self._bar is not None:

@@ -137,7 +137,7 @@ class RunStart:
     def __enter__(self) -> Run:
         reporter = self._reporter
         with ExitStack() as stack:
-            stack.enter_context(on_signals(self._stop))
+            stack.enter_context(on_signals(self._stop, rest=lambda: self.run.progress.rest() if self.run else ""))
             watching = Watchdog(self.runtime, self._stop, on_blocked=reporter.blocked, step=reporter.step)
             self._watchdog = stack.enter_context(watching)
             stack.enter_context(precision.half_on_cpu(self.config.precision, self.runtime.device))

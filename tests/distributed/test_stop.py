@@ -123,24 +123,24 @@ def _early_word() -> None:
     raise SystemExit(0 if heard else 1)
 
 
-def test_a_signal_is_answered_at_once(tmp_path):
-    """While the main thread is in C code; by a rank whose launcher has answered, not at all."""
-    process, result = start(_answer, (str(tmp_path / "log"),))
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_signal_is_answered_at_once_with_what_has_to_end_first(supervised, tmp_path):
+    """Also by a rank whose launcher has said the rest, and while the main thread is in C code."""
+    process, result = start(_answer, (supervised, str(tmp_path / "log")))
     assert wait_for([(process, result)], 30) == [0]
-    answer = "stopping (SIGTERM): a checkpoint is written first; press Ctrl-C again to exit immediately"
-    assert (tmp_path / "log").read_text().splitlines() == [answer]
+    left = "after this step (about 50 s)"
+    alone = f"stopping (SIGTERM): a checkpoint is written first, {left}; press Ctrl-C again to exit immediately"
+    assert (tmp_path / "log").read_text().splitlines() == [f"stopping (SIGTERM) {left}" if supervised else alone]
 
 
-def _answer(path: str) -> None:
+def _answer(supervised: bool, path: str) -> None:
     signals.install()
     log = logging.getLogger("harness")
     log.addHandler(logging.FileHandler(path))
     log.setLevel(logging.INFO)
     runtime = Runtime()
-    told, alone = Stop(replace(runtime, launch=replace(runtime.launch, supervised=True))), Stop(runtime)
-    with on_signals(told):
-        signals._state.phase.notice(signal.SIGTERM)
-    with on_signals(alone):
+    runtime.launch = replace(runtime.launch, supervised=supervised)
+    with on_signals(Stop(runtime), rest=lambda: "after this step (about 50 s)"):
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: Path(path).read_text(), 20, "the answer")
     raise SystemExit(0)

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE
+from harness.runs import console
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import (
     assert_same_run,
@@ -290,9 +291,10 @@ def test_second_signal_ends_at_once(tmp_path, data):
     config = write_config(tmp_path, data, model=model)
     with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt", fork=True) as run:
         wait_until(lambda: "the model sleeps" in run.text(), START_S, "the second step")
+        time.sleep(console.LONG_S)
         run.signal(signal.SIGINT)
         run.signal(signal.SIGHUP)  # the system delivers the lower number first if it finds both
-        wait_until(lambda: "): a checkpoint is written first; press" in run.text(), 10, "the message")
+        wait_until(lambda: "): a checkpoint is written first, after this step (" in run.text(), 10, "the message")
         time.sleep(1.1)
         assert run.process.poll() is None
         run.signal(signal.SIGINT)

@@ -241,6 +241,25 @@ def test_other_work_of_another_rank_or_process_is_not_shown(monkeypatch, at_once
         pass
 
 
+def test_what_is_left_of_a_long_step(clock):
+    """A stop waits for it, and says how long."""
+    progress = ProgressBar(rank=0, total_steps=8)
+    assert progress.rest() == ""
+    progress.start(epoch=0, epochs=2, done=0, steps=4)
+    clock.now += 70
+    assert progress.rest() == "after this step (1 min so far)"
+    progress.step()
+    clock.now += 20
+    assert progress.rest() == "after this step (about 50 s)"
+    clock.now += 60
+    assert progress.rest() == "after this step (1 min so far)"
+    progress.open("validation", "batch", 0, 3)
+    clock.now += 1
+    assert progress.rest() == ""
+    clock.now += 2
+    assert progress.rest() == "after this batch (3 s so far)"
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min"), (3660, "1 h 1 min")])
 def test_times_in_words(seconds, text):
     assert console.in_words(seconds) == text
