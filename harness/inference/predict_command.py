@@ -36,20 +36,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from harness.data.table.source import locate
     from harness.distributed.launch_env import detect
-    from harness.runs import trained_run
+    from harness.runs import fetched, trained_run
     from harness.runs.files import is_url
 
     launch = detect(os.environ)
     if launch.alone:  # errors come before the import of torch, unless other ranks must be told
-        folder = _run_folder(arguments)
+        folder = fetched.local_copy(arguments.folder)
         trained_run.configuration(folder, arguments.overrides, arguments.trust)
+        _require_free(arguments.out)
         if not is_url(arguments.csv):
             locate(arguments.csv)
     else:
         from harness.distributed.meeting import telling_peers
 
         with telling_peers(launch):
-            folder = _run_folder(arguments)
+            folder = fetched.local_copy(arguments.folder)
+            _require_free(arguments.out)
     from harness.inference import predict
 
     out = arguments.out or _OUT
@@ -57,13 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     return predict.main(request, arguments.world, os.environ, arguments.words)
 
 
-def _run_folder(arguments: argparse.Namespace) -> Path:
-    """Return the run on this machine. Raises ConfigError, also if the output has the default name and exists: only a
-    file that the user names is replaced."""
-    from harness.runs import fetched
-
-    folder = fetched.local_copy(arguments.folder)
-    if arguments.out is None and _OUT.exists():
+def _require_free(out: Path | None) -> None:
+    """Raise ConfigError if the output has the default name and exists: only a file that the user names is replaced."""
+    if out is None and _OUT.exists():
         hint = f"--out {_OUT} replaces it; --out FILE writes another file"
         raise ConfigError("this file already exists", where=str(_OUT), hint=hint)
-    return folder

@@ -285,17 +285,19 @@ def lacking(record: Record, what: str, hint: str) -> ConfigError:
 
 def run_hint(path: Path, wanted: str = "a run folder") -> str:
     """Return the hint for ``path``, which is not ``wanted``: a run with a similar name, or else the newest runs below
-    ``runs`` and ``path``."""
-    runs: list[tuple[float, Path]] = []
-    for config in (*Path().glob(f"runs/*/{layout.CONFIG}"), *path.glob(f"*/{layout.CONFIG}")):
+    ``runs`` and ``path``, those with weights first."""
+    runs: list[tuple[bool, float, Path]] = []
+    found = [*path.glob(f"*/{layout.CONFIG}"), *Path().glob(f"runs/*/{layout.CONFIG}")]
+    for config in {config.resolve(): config for config in found}.values():
         results = [file for name in (layout.METRICS, layout.WEIGHTS) if (file := config.with_name(name)).is_file()]
         if results:
-            runs.append((max(file.stat().st_mtime for file in results), config.parent))
-    named = {run.name: run for _, run in sorted(runs)}
+            newest_change = max(file.stat().st_mtime for file in results)
+            runs.append((config.with_name(layout.WEIGHTS) in results, newest_change, config.parent))
+    named = {run.name: run for *_, run in sorted(runs)}
     near = named.get(path.name) or named.get(similar(path.name, named) or "")
     if near:
         return f"did you mean {shlex.quote(str(near))}?"
-    newest = [shlex.quote(str(run)) for _, run in sorted(runs, reverse=True)[:_NAMED]]
+    newest = [shlex.quote(str(run)) for *_, run in sorted(runs, reverse=True)[:_NAMED]]
     return did_you_mean(path, os.path.isdir) or f"give {wanted}{', such as ' if newest else ''}{', '.join(newest)}"
 
 

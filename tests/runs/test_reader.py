@@ -200,13 +200,17 @@ def test_other_runs_in_place_of_one_that_does_not_exist(tmp_path, monkeypatch):
     for path in ("photos", "photo", "runs/Photos", "elsewhere/photos"):
         assert reader.run_hint(Path(path)) == "did you mean runs/photos?"
     assert reader.run_hint(Path("nope")) == "give a run folder, such as runs/photos, runs/b, runs/c, runs/d, runs/e"
+    (tmp_path / "runs" / "c" / "weights.safetensors").touch()
+    os.utime(tmp_path / "runs" / "c" / "weights.safetensors", (1, 1))
+    for path in (Path("runs"), Path("runs").resolve()):
+        assert reader.run_hint(path).endswith("such as runs/c, runs/photos, runs/b, runs/d, runs/e")
     for command in (
         lambda: facts.read(Path("nope")),
         lambda: trained_run.configuration(Path("nope"), ()),
         lambda: reader.find([Path("nope")]),
     ):
         with pytest.raises(
-            ConfigError, match="nope: there is no such folder\n  -> give a run folder.*, such as runs/photos, "
+            ConfigError, match="nope: there is no such folder\n  -> give a run folder.*, such as runs/c, runs/photos, "
         ):
             command()
 
