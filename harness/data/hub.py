@@ -72,11 +72,14 @@ def _downloaded(place: str, where: str, patterns: Sequence[str]) -> Path:
         missing = offline and isinstance(error, LocalEntryNotFoundError)
         why = "is not in the cache" if missing else f"cannot be had: {first_line(error)}"
         network = "HF_HUB_OFFLINE is set; unset it to download" if offline else "check the name and the network"
+        of_hub = f"{network}; or type elsewhere: hf download {name} --local-dir FOLDER, and here {HUB}FOLDER"
+        keys = (where, "model.name") if where == "task.tokenizer.name" else (where,)
+        whole = " ".join(f"{key}={HUB}/PATH" for key in keys)
+        hint = f"of a folder that is not in {Path.cwd()}, type the whole path: {whole}; of the hub: {of_hub}"
         raise ConfigError(
             f"there is no folder {place}, and the hub's {place} {why}",
             where=where,
-            hint=_nearest(place)
-            or f"{network}; or type elsewhere: hf download {name} --local-dir FOLDER, and here {HUB}FOLDER",
+            hint=_nearest(place) or (of_hub if "/" in place else hint),
         ) from None
 
 

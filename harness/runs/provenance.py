@@ -163,6 +163,7 @@ def of_start(
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": [sys.executable, *sys.argv],
+        "folder": str(Path.cwd()),
         **code,
         "packages": {name: version(name) for name in PACKAGES},
         "python": platform.python_version(),

@@ -5,6 +5,7 @@ Torch is imported where weights are read: an error in the configuration is shown
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 from collections.abc import Sequence
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.config import loader
+from harness.config.places import HUB
 from harness.config.schema import Config, flatten
 from harness.config.trust import require_harmless
 from harness.errors import CheckpointError, ConfigError, plural, reason
 from harness.runs import layout, ownership, reader
-from harness.runs.files import read_sealed
+from harness.runs.files import expanded, read_json, read_sealed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,7 +45,25 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> C
     if not trust and not ownership.is_own(run):
         require_harmless(run / layout.CONFIG, overrides)
         overrides = ["data.cache_dir=null", *overrides]  # the user, not the run, decides where files are written
-    return loader.load(run / layout.CONFIG, overrides)
+    config = loader.load(run / layout.CONFIG, overrides)
+    elsewhere = _of_start(run, config)
+    return loader.load(run / layout.CONFIG, [*elsewhere, *overrides]) if elsewhere else config
+
+
+def _of_start(run: Path, config: Config) -> list[str]:
+    """Return overrides with the whole path of each folder of Hugging Face that is not in the working folder, but in the
+    one in which ``run`` was started."""
+    try:
+        start = Path(read_json(run / layout.PROVENANCE)[-1]["folder"])
+    except (OSError, ValueError, TypeError, LookupError):
+        return []
+    named = {key: str(value) for key, value in flatten(loader.as_tree(config)).items() if str(value).startswith(HUB)}
+    places = {key: value.removeprefix(HUB) for key, value in named.items()}
+    return [
+        f"{key}={json.dumps(f'{HUB}{start / place}')}"
+        for key, place in places.items()
+        if not expanded(place).is_dir() and (start / place).is_dir()
+    ]
 
 
 def inputs(config: Config) -> list[str]:

@@ -12,6 +12,7 @@ import json
 import random
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -585,6 +586,32 @@ def test_a_tokenizer_that_changed_is_refused(make, bert, tmp_path, capsys, monke
     changed = [f"task.tokenizer.name=hf:{tmp_path}/other", f"model.name=hf:{tmp_path}/other"]
     assert main(["predict", str(folder), "--csv", "eval.csv", "--out", "new.csv", *changed]) == 2
     assert "is no longer the tokenizer that the run was trained with" in capsys.readouterr().err
+
+
+def test_prediction_from_another_folder(make, bert, tmp_path, capsys, monkeypatch):
+    """A relative folder is also looked for where the run was started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    shutil.copytree(bert, "small bert")
+    make(
+        train={"epochs": 1},
+        task={"tokenizer": {"name": "hf:small bert", "max_length": 20}},
+        model={"name": "hf:small bert"},
+    )
+    assert run(tmp_path / "config.yaml") == [0]
+    folder = run_folder(tmp_path / "config.yaml")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    words = ["predict", str(folder), "--csv", "../eval.csv", "--out", "new.csv"]
+    assert main(words) == 0
+    assert Path("new.csv").read_text() == (folder / "predictions.csv").read_text()
+    (tmp_path / "small bert").rename(tmp_path / "moved")
+    both = ["task.tokenizer.name=hf:../moved", "model.name=hf:../moved"]
+    assert main([*words, *both]) == 0
+    monkeypatch.setattr("harness.data.hub._nearest", lambda _: "")
+    assert main([*words, "task.tokenizer.name=hf:my_bert"]) == 2
+    hint = f"not in {Path.cwd()}, type the whole path: task.tokenizer.name=hf:/PATH model.name=hf:/PATH; of the hub: HF"
+    assert hint in capsys.readouterr().err
 
 
 def test_images(tmp_path, monkeypatch):
