@@ -110,6 +110,7 @@ def open_run(config: Config) -> Iterator[Run]:
     from harness.training.evaluation import predictions
 
     with _started(config) as start, start as run:
+        loop.warn_of_own_loop(run)
         before = run.state.step
         yield run
         if run.finished() or run.state.step > before:

@@ -23,7 +23,7 @@ from torch.testing import assert_close
 
 import harness
 from harness import load_config, load_model, open_run, predict, train
-from harness.errors import CheckpointError, ConfigError, DataError, HarnessError
+from harness.errors import CheckpointError, ConfigError, DataError, HarnessError, TrainingError
 from harness.runs import reader
 from harness.runs.checkpoint import read
 from harness.training import parts
@@ -290,6 +290,29 @@ def test_an_own_loop_ends_as_done(path, tmp_path, capsys):
     assert len(pd.read_csv(folder / "predictions.csv")) == 9
     assert own_loop(path, 2, **overrides) == 4, "a longer loop goes on from there"
     assert (folder / "checkpoints" / "latest").read_text() == "step-4\n"
+
+
+class Quiet:
+    def after_step(self, run):
+        raise AssertionError("called")
+
+
+def test_an_own_loop_is_told_what_it_must_do_itself(path, capsys):
+    own_loop(path, 1, **{"train.ema_decay": None, "precision.opt_level": "O0"})
+    assert "a loop of your own" not in capsys.readouterr().err
+    asked = {"train.clip_norm": 1.0, "hooks": ["tests.test_api.Quiet"], "name": "asked", "precision.opt_level": "O0"}
+    own_loop(path, 1, **asked)
+    left = "train.clip_norm, train.ema_decay, after_step of tests.test_api.Quiet\n"
+    assert capsys.readouterr().err.count(f"must do these itself, or they have no effect: {left}") == 1
+
+
+def test_an_own_loop_that_does_not_advance_ends(path):
+    with open_run(load_config(path, {"precision.opt_level": "O0", "train.ema_decay": None})) as run:
+        groups = run.train_data.groups
+        assert len([*groups(run.state.epoch, run.state.segments)]) == 4
+        with pytest.raises(TrainingError, match="epoch 0 have been used, and none was counted") as caught:
+            next(groups(run.state.epoch, run.state.segments))
+    assert "call run.train_data.advance(run.state.segments)" in caught.value.hint
 
 
 EXAMPLE = textwrap.dedent(parts.__doc__.partition("::\n")[2])

@@ -15,14 +15,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler, get_worker_info
 
-from harness.data.batch import Batch, Dataset, copied_ahead
+from harness.data.batch import Batch, Dataset, copied_ahead, read
 from harness.data.loader_workers import (
     PREFETCH,
     LoadError,
@@ -85,7 +85,7 @@ class _Fetch(torch.utils.data.Dataset[Any]):
 
     def _batch(self, request: BatchRequest) -> Batch:
         start, on_core = time.perf_counter(), time.thread_time()
-        batch = self.dataset.batch(request.rows, request.epoch)
+        batch = read(self.dataset, request.rows, request.epoch)
         batch.spent_s |= {"load": time.perf_counter() - start, "cpu": time.thread_time() - on_core}
         if get_worker_info() is not None:  # the training process samples its own
             before, self._starved_s = self._starved_s, run_queue_s()
@@ -281,6 +281,8 @@ class TrainData:
     tail: str = "use"
     batch_norm_spans_ranks: bool = False
     """Whether batch norms compute with the rows of all ranks, so that a rank may have a single one."""
+    _passed: list[tuple[int, int]] = field(default_factory=list)
+    """The epoch and the step at which ``groups`` began, if it came to the end of that epoch."""
 
     @property
     def num_rows(self) -> int:
@@ -305,7 +307,13 @@ class TrainData:
 
     def groups(self, epoch: int, segments: Sequence[Segment]) -> Iterator[list[MicroBatch]]:
         """Yield the groups of ``epoch`` after ``segments``: the same number on every rank, fewer only if the loader's
-        ``leave`` ended a wait."""
+        ``leave`` ended a wait. Raises TrainingError if the epoch was passed and is asked for from the same position."""
+        position = epoch, sum(segment.steps for segment in segments)
+        if position in self._passed:
+            raise TrainingError(
+                f"all groups of epoch {epoch} have been used, and none was counted: this loop would never end",
+                hint="in your loop, after each step, call run.train_data.advance(run.state.segments)",
+            )
         done, first = list(segments), 0
         if done and self._ours(done[-1]):
             first = done.pop().steps  # the current ranks continue the last segment with the same assignment
@@ -331,6 +339,7 @@ class TrainData:
             except StoppedWaiting:
                 return
             yield [MicroBatch.of(batch, part, scale) for part, batch in zip(parts, group, strict=True)]
+        self._passed[:] = [position] if steps else []
 
     def _micro_batches(self, shards: Mapping[int, RowOrder], num_left: int, step: int) -> list[Part]:
         """Return the rows of this process in ``step``, in the same number of parts on every rank.
@@ -365,7 +374,7 @@ class TrainData:
 
     def any_inputs(self) -> torch.Tensor:
         """Return the inputs of one row, on the device, for a pass that does not count."""
-        return self.loader.dataset.batch(np.zeros(1, np.int64), 0).to(self.loader.device).inputs
+        return read(self.loader.dataset, np.zeros(1, np.int64), 0).to(self.loader.device).inputs
 
     def _rows_of(self, segments: Sequence[Segment]) -> Iterator[int]:
         """Number of rows in each segment, over all ranks."""
@@ -410,7 +419,7 @@ class EvalData:
     def first(self) -> Batch | None:
         """Return the first batch of this process, read in it, on the device; None if it has no rows."""
         rows = next(self._requests(self.ranks.start), None)
-        return None if rows is None else self.loader.dataset.batch(rows, None).to(self.loader.device)
+        return None if rows is None else read(self.loader.dataset, rows, None).to(self.loader.device)
 
     def _requests(self, rank: int) -> Iterator[np.ndarray]:
         start, stop = bounds(self.num_rows, rank, self.world_size)

@@ -108,6 +108,7 @@ def test_resume_at_any_position_continues_the_same_order(workers):
     train = data(23, rank=1, world=2, per_rank=4, accumulate=2, workers=workers)
     try:
         uninterrupted = contents(train.groups(1, []))
+        contents(train.groups(2, []))
         segments: list[Segment] = []
         for position in range(train.steps_per_epoch()):
             assert contents(train.groups(1, copy.deepcopy(segments))) == uninterrupted[position:]
