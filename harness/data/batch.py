@@ -11,6 +11,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from harness.errors import OwnCodeError, place_of
+
 AHEAD = 2  # batches that are copied to a CUDA device before they are needed
 STAGES = ("read", "decode", "transform")  # of loading, which a dataset may measure
 
@@ -107,3 +109,24 @@ class Dataset(Protocol):
         run and a run on other ranks ask for the same rows in other batches: see ``harness.data.seeds.row_seed``.
         """
         ...
+
+
+def read(dataset: Dataset, rows: np.ndarray, epoch: int | None) -> Batch:
+    """Return these rows of ``dataset``. Raises OwnCodeError if its method returns anything but a Batch."""
+    batch: object = dataset.batch(rows, epoch)
+    if not isinstance(batch, Batch):
+        raise OwnCodeError(
+            f"{type(dataset).__name__}.batch() returned {described(batch)}, not a Batch",
+            where=place_of(type(dataset), "batch") or "task.name",
+            hint="return harness.training.task.Batch(inputs, targets, rows)",
+        )
+    return batch
+
+
+def described(value: object) -> str:
+    """Return the kind of ``value``, in words."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return "nothing" if value is None else f"a value of type {type(value).__name__}"

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from harness.config.schema import ModelSection, TaskSection
 from harness.config.targets import LabelledTask
 from harness.data.arrays import Arrays
-from harness.data.batch import Batch, Dataset
+from harness.data.batch import Batch, Dataset, described, read
 from harness.data.seeds import row_seed, seeded_torch
 from harness.errors import ConfigError, OwnCodeError, TrainingError, place_of
 from harness.training.evaluation.metrics import Columns, Pairs, Report, SingleLabel, Sums
@@ -228,7 +228,7 @@ class BaseTask:
             if isinstance(data, Arrays):
                 parts = [data.inputs, data.targets]
             else:
-                rows = data.batch(np.arange(0, len(data), max(len(data) // 64, 1)), None)
+                rows = read(data, np.arange(0, len(data), max(len(data) // 64, 1)), None)
                 parts = [rows.inputs.numpy(), rows.targets.numpy()]
             digest.update(str([len(data), *((part.dtype, part.shape) for part in parts)]).encode())
             for part in parts:
@@ -241,7 +241,7 @@ class BaseTask:
 
     def model(self, section: ModelSection) -> nn.Module:
         """Build the configured model. It gets ``num_outputs`` as its ``num_classes``, if it takes that."""
-        example = self.prepare(self.train.batch(np.arange(min(2, len(self.train))), 0).inputs)
+        example = self.prepare(read(self.train, np.arange(min(2, len(self.train))), 0).inputs)
         known = {} if self.num_outputs is None else {"num_classes": self.num_outputs}
         return model_builder.build(section.name, section.args, known, example, self.num_outputs)
 
@@ -365,15 +365,6 @@ def require_loss(task: OpenedTask, loss: object) -> None:
         return
     hint = "return the mean over the rows, one number, as torch's functions compute it from the outputs"
     raise wrong_return(task, "loss", found, hint)
-
-
-def described(value: object) -> str:
-    """Return the kind of ``value``, in words."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple):
-        return f"({', '.join(type(item).__name__ for item in value)})"
-    return "nothing" if value is None else f"a value of type {type(value).__name__}"
 
 
 def wrong_return(task: OpenedTask, method: str, found: str, hint: str) -> TrainingError:

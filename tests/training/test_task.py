@@ -47,6 +47,14 @@ class Unsized:
         raise NotImplementedError
 
 
+class Tuples:
+    def __len__(self) -> int:
+        return 10
+
+    def batch(self, rows: np.ndarray, epoch: int | None) -> object:
+        return torch.ones(len(rows), 1), torch.ones(len(rows), 1)
+
+
 class Counts(nn.Module):
     """Has buffers that change in every pass: one in place, one by another."""
 
@@ -68,6 +76,10 @@ class Line(BaseTask):
         x = np.linspace(-1, 1, 10, dtype=np.float64 if fault == "float64" else np.float32)[:, None]
         self.fault = fault
         self.train = Arrays(x, 2 * x)
+        if fault.startswith("tuples"):
+            self.train = Tuples()
+            if "fingerprint" in fault:
+                self.fingerprint = "of tuples"
         self.eval = {"no __len__": Unsized(), "no method": object()}.get(fault, self.train)
 
     def model(self, section):
@@ -203,6 +215,17 @@ def test_wrong_return_of_inherited_method_names_the_own_class():
     error = wrong_return(Own(), "loss", "nothing", "")
     assert error.where == f"{HERE}:{inspect.getsourcelines(Own)[1]}"
     assert type(wrong_return(Supervised(), "loss", "nothing", "")) is not OwnCodeError
+
+
+@pytest.mark.parametrize("fault", ["tuples", "tuples, own fingerprint"])
+def test_a_dataset_that_does_not_return_a_batch_is_named(tmp_path, fault):
+    with pytest.raises(OwnCodeError) as caught:
+        train(tmp_path, fault)
+    for error in (caught.value, checked(tmp_path, fault)[0]):
+        assert str(error) == (
+            f"{HERE}:{inspect.getsourcelines(Tuples.batch)[1]}: Tuples.batch() returned (Tensor, Tensor), not a Batch\n"
+            "  -> return harness.training.task.Batch(inputs, targets, rows)"
+        )
 
 
 @pytest.mark.parametrize(

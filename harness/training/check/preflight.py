@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from harness.config import constraints, loader
 from harness.config.schema import Config
-from harness.data.batch import Batch, Dataset
+from harness.data.batch import Batch, Dataset, read
 from harness.data.loader_workers import require_shared_memory
 from harness.distributed import devices, machine, stack
 from harness.distributed.runtime import Runtime
@@ -383,7 +383,7 @@ def _batch(dataset: Dataset, num_rows: int, epoch: int | None, split: str) -> Ba
     """Return ``num_rows`` rows, evenly spread over ``dataset``; None if all of them are unreadable."""
     rows = np.linspace(0, len(dataset) - 1, num_rows).round().astype(np.int64)
     with _stage("batch() of the dataset", split):
-        batch = dataset.batch(rows, epoch)
+        batch = read(dataset, rows, epoch)
     return batch if len(batch) else None
 
 

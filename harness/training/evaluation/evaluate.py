@@ -15,14 +15,14 @@ import torch
 
 from harness.config.schema import Config
 from harness.data.arrays import Arrays
-from harness.data.batch import Dataset
+from harness.data.batch import Dataset, described
 from harness.data.loader import StoppedWaiting
 from harness.errors import DataError, HarnessError, users_line
 from harness.training import rng
 from harness.training.evaluation.metrics import Pairs, Report, Rows, Sums, is_number, reduced
 from harness.training.run import Run
 from harness.training.run_log import unreadable
-from harness.training.task import OpenedTask, described, wrong_return
+from harness.training.task import OpenedTask, wrong_return
 
 log = logging.getLogger("harness")
 
