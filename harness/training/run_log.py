@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable
 
@@ -37,7 +38,7 @@ def log_train(run: Run) -> None:
     state.rows, state.rows_skipped = state.rows + seen.rows, state.rows_skipped + seen.rows_skipped
     state.bad_rows, state.train_s = state.bad_rows + seen.bad, state.train_s + time_s
     run.health.loss(seen.total, steps, state, run.writer.complete)
-    rows_per_s = seen.rows / time_s if time_s else None
+    rows_per_s, run.loss = seen.rows / time_s if time_s else None, seen.loss
     run.tracker.log(
         "train",
         {"step": state.step, "epoch": state.epoch, "loss": seen.loss, "lr": lr, **_group_rates(run),
@@ -82,7 +83,8 @@ def log_coverage(run: Run) -> None:
          "rows_repeated": repeated,
          "steps_skipped": state.epoch_skipped, "bad_rows": state.bad_rows},
     )  # fmt: skip
-    text = f"{used} of {rows} rows used"
+    text = f"loss {run.loss:.4f}; " if math.isfinite(run.loss) else ""
+    text += f"{used} of {rows} rows used"
     if state.epoch_skipped:
         steps = plural(state.epoch_skipped, "step")
         why = "because of overflow" + (" or NaN" if run.config.train.on_nan != "stop" else "")
