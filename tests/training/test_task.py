@@ -6,6 +6,8 @@ import inspect
 import json
 import os
 import random
+import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,7 +90,9 @@ class Line(BaseTask):
     def loss(self, outputs, targets):
         errors = (outputs - targets).square()
         wrong = {"rows": errors[:, 0], "float": errors.mean().item(), "detached": errors.detach().mean(),
-                 "nan": errors.mean() * torch.nan}  # fmt: skip
+                 "nan": errors.mean() * torch.nan, "sum": errors.sum()}  # fmt: skip
+        if self.fault == "broadcast":
+            return nn.functional.mse_loss(outputs, targets[:, 0])
         return wrong.get(self.fault, errors.mean())
 
     def evaluate(self, outputs, targets):
@@ -129,6 +133,29 @@ def train(folder: Path, fault: str) -> Run:
             return run
     finally:
         amp.reset()
+
+
+def warned(folder: Path, fault: str) -> str:
+    facts, errors = preflight.examine(configured(folder, fault), (), 1)
+    assert errors == []
+    return facts.get("warning", "")
+
+
+def test_a_loss_that_is_a_sum_is_warned_of(tmp_path):
+    place = f"{HERE}:{inspect.getsourcelines(Line.loss)[1]}: loss() is "
+    assert warned(tmp_path, "sum").count(place) == 1
+    assert "for the same rows twice, so it is a sum; return the mean" in warned(tmp_path, "sum")
+    assert "so it is a sum" not in warned(tmp_path, "")
+
+
+def test_a_loss_of_other_shapes_is_one_warning_with_its_line(tmp_path):
+    with warnings.catch_warnings(record=True) as others:
+        warnings.simplefilter("always")
+        found = warned(tmp_path, "broadcast")
+    lines, first = inspect.getsourcelines(Line.loss)
+    line = first + next(number for number, text in enumerate(lines) if "mse_loss" in text)
+    assert re.findall(r"[\w/.]+:\d+: Using a target size", found) == [f"{HERE}:{line}: Using a target size"]
+    assert not [each for each in others if "target size" in str(each.message)]
 
 
 RETURNS = [

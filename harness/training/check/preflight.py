@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -25,6 +27,7 @@ from harness.errors import (
     OwnCodeError,
     TrainingError,
     first_line,
+    is_users,
     place_of,
     plural,
     readable,
@@ -202,6 +205,8 @@ class _Trial:
     step_s: float = 0.0
     """The time of the training step, on ``batch``."""
     kept: memory.KeptForBackward | None = None
+    doubts: dict[str, str] = field(default_factory=dict)
+    """What is probably wrong with the loss, in words, each under its place or kind."""
 
     def __post_init__(self) -> None:
         self.untried = ["a training step and an evaluation (because of the errors)"]
@@ -218,7 +223,9 @@ class _Trial:
         why = "no row could be read"
         try:
             for stage in (_train, _evaluate):
-                if found := stage(self, audit):
+                with self._of_shapes():
+                    found = stage(self, audit)
+                if found:
                     done.append(found)
                     del left[0 if stage is _train else -1]
         except OutOfTime as error:
@@ -226,13 +233,51 @@ class _Trial:
             done.append(why)
         self.untried = [f"{' and '.join(left)} ({why})"] if left else []
         self.untried += self._other_than_the_run()
+        if self.doubts:
+            facts["warning"] = "; ".join(filter(None, [facts.get("warning"), *self.doubts.values()]))
         facts["one batch"] = f"{', '.join(done)}; on the CPU in float32, in {time.monotonic() - start:.1f} s"
         if self.device.type == "cpu" and self.step_s:
-            facts["duration"] = self._duration(min(start + self.limit_s - time.monotonic(), _PACE_S))
+            with self._of_shapes():
+                facts["duration"] = self._duration(min(start + self.limit_s - time.monotonic(), _PACE_S))
         level = self.config.train.deterministic
         facts["deterministic"] = determinism.describe(level, audit.found | determinism.unrestorable(self.model))
         if audit.found and level is True and self.device.type == "cuda":
             raise determinism.refused(audit.found)
+
+    @contextmanager
+    def _of_shapes(self) -> Iterator[None]:
+        """Context that adds torch's warnings of a loss whose outputs and targets differ in shape to ``doubts``, in one
+        line, and passes the others on."""
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                yield
+        finally:
+            for each in caught:
+                text = str(each.message)
+                if "different to the input size" in text:
+                    place = f"{os.path.relpath(each.filename)}:{each.lineno}" if is_users(each.filename) else ""
+                    place = place or self._loss_place()
+                    self.doubts.setdefault(place, f"{place}: {' '.join(text.split())}")
+                else:
+                    warnings.showwarning(each.message, each.category, each.filename, each.lineno)
+
+    def _loss_place(self) -> str:
+        return place_of(type(self.task), "loss") or f"the loss of the task {self.config.task.name}"
+
+    def look_for_a_sum(self, outputs: Tensor, targets: Tensor, loss: float) -> None:
+        """Add to ``doubts`` a loss that is twice as large for the same rows twice. Draws from no random stream of the
+        trial."""
+        both = outputs, targets
+        if not all(isinstance(part, Tensor) and part.dim() and len(part) == len(outputs) for part in both):
+            return
+        with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
+            twice = self.task.loss(*(torch.cat([part, part]) for part in both)).item()
+            if loss and abs(twice / loss - 2) < 1e-3:
+                self.doubts["sum"] = (
+                    f"{self._loss_place()}: loss() is {loss:.4g} for {plural(len(outputs), 'row')} and {twice:.4g} for "
+                    "the same rows twice, so it is a sum; return the mean over the rows, or the learning rate depends "
+                    "on the size of the batch"
+                )
 
     def _duration(self, left_s: float) -> str:
         """Return the time of all steps in words, at the pace of further steps: the first one is slower, because it is
@@ -356,6 +401,7 @@ def _train(run: _Trial, audit: Audit) -> str:
         with _stage(f"the optimizer {run.config.optimizer.name}", "training"):
             run.optimizer.step()
     run.step_s = time.monotonic() - start
+    run.look_for_a_sum(outputs.detach(), batch.targets, loss.item())
     return f"{plural(len(batch), 'training row')} through prepare, model, loss {loss.item():.4g}, backward, optimizer"
 
 
