@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from harness.config import seals
@@ -29,6 +30,7 @@ Verdict = Literal["equal", "equal so far", "different"]
 """equal: every file is bitwise equal, times excluded · equal so far: one of the runs is incomplete, and no log line or
 checkpoint that both have differs; its best weights may be of an earlier evaluation · different."""
 
+_GUESSES = ("prediction", "label")
 _TOPOLOGY = ("world_size", "ranks", "launched_by", "threads", "amp")
 
 
@@ -414,7 +416,7 @@ def paired_predictions(one: Path, other: Path) -> tuple[PairedPredictions | None
         if table is None or "id" not in table.column_names:
             return None, f"{label} has no predictions.csv with ids, predictions and labels"
         tables.append(table)
-    if any("error" in table.column_names for table in tables):
+    if any("error" in table.column_names or _has_fractions(table) for table in tables):
         return None, "they are numbers, not classes; see the error metrics above"
     mine, theirs = tables = [table.select(["id", "prediction", "label"]) for table in tables]
     if mine.select(["id", "label"]) != theirs.select(["id", "label"]):
@@ -434,6 +436,16 @@ def paired_predictions(one: Path, other: Path) -> tuple[PairedPredictions | None
     counts = both, only_one, only_other, len(mine) - both - only_one - only_other
     interval, p = significance.paired_interval(*counts), significance.mcnemar(only_one, only_other)
     return PairedPredictions(len(mine), *counts, (only_other - only_one) / len(mine), interval, p), ""
+
+
+def _has_fractions(table: pa.Table) -> bool:
+    """Return True if predictions and labels are numbers and a prediction with a fraction is no label: those of a task
+    of the user's own, which has no column of errors."""
+    try:
+        shown = {name: {float(text) for text in pc.unique(table[name].drop_null()).to_pylist()} for name in _GUESSES}
+    except ValueError:
+        return False
+    return any(not value.is_integer() and value not in shown["label"] for value in shown["prediction"])
 
 
 def spreads(one: Sequence[Evaluations], other: Sequence[Evaluations], best: bool) -> list[Spread]:

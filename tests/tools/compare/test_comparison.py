@@ -79,6 +79,7 @@ def test_rows_of_another_order_are_paired_by_id_and_truth(tmp_path):
         ([("x", 1, 1), ("x", 0, 1)], "id,prediction,label", "contain different rows"),
         ([("q", 1, 1)], "id,prediction,label", "no row in common"),
         ([("x", 0.5, 1)], "id,score,label", "no predictions.csv with ids, predictions and labels"),
+        ([("x", 0.52, 1), ("y", 2, 0)], "id,prediction,label", "they are numbers, not classes; see the error metrics"),
         ([("x", 1)], "id,prediction,label", "no predictions.csv with"),
         (None, "", "no predictions.csv with"),
     ],
