@@ -74,6 +74,14 @@ def test_an_output_that_does_not_answer(folder, monkeypatch):
     assert "Connection refused" in str(problem)
 
 
+def of_one_argument(gradients): ...
+
+
+def test_a_wrong_function_on_gradients_is_one_error(folder):
+    (problem,) = examine(folder, "train.on_gradients=tests.training.test_preflight.of_one_argument")[1]
+    assert "cannot be called with the gradients of a step" in problem.message
+
+
 def test_operation_without_a_deterministic_implementation(folder, monkeypatch):
     """Named for any machine; an error where training would run on CUDA and refuse it."""
     model = {"model": {"name": "tests.training.test_preflight.Pooled"}}

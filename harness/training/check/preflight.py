@@ -98,8 +98,8 @@ class _Examination:
         amp = attempt(precision.choose, config.precision, device, config.needs_our_amp) if device else None
         attempt(metrics_log.require, config.trackers)
         attempt(_require_output, config)
-        if config.train.on_gradients:
-            attempt(on_gradients.find, config.train.on_gradients)
+        name = config.train.on_gradients
+        has_function = name is None or attempt(on_gradients.find, name) is not None
         own_hooks = attempt(hooks.build, config.hooks)
         task = self._open_task()
         size = (
@@ -120,7 +120,7 @@ class _Examination:
                 readable_rows = self._sample(task)
                 if optimizer is not None:
                     trial = _Trial(config, task, model, optimizer, size, device, self.world_size, self.limit_s)
-                    if readable_rows:
+                    if readable_rows and has_function:
                         attempt(trial.run, self.facts)
                     attempt(trial.require_memory, self.facts)
                     untried = trial.untried
