@@ -385,6 +385,18 @@ def test_part_that_was_not_saved_is_named(tmp_path):
         parts.load(checkpoints, {"model": torch.nn.Linear(1, 1), "ema": torch.nn.Linear(1, 1)})
 
 
+def test_wrong_arguments_of_parts_are_named(tmp_path, caplog, monkeypatch):
+    with pytest.raises(ConfigError, match="no tail 'dropp'\n  -> give tail='use' or tail='drop'"):
+        parts.num_steps(10, 2, 3, "dropp")
+    checkpoints, model = parts.Checkpoints(str(tmp_path / "saved"), 2), torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="the part 'x' is of type int, without state_dict"):
+        parts.save(checkpoints, 2, {"m": model, "x": 3})
+    parts.save(checkpoints, 2, {"m": model, "o": torch.optim.SGD(model.parameters())})
+    monkeypatch.setattr(logging.getLogger("harness"), "propagate", True)
+    assert parts.load(checkpoints, {"m": model}) == 2
+    assert "step-2 also holds o, which is not restored; add it to parts" in caplog.text
+
+
 @pytest.mark.parametrize("wrapped", ["save", "load", "names"])
 def test_parts_with_and_without_a_wrapper(tmp_path, wrapped):
     """One of save and load has the model in a wrapper; "names": the file has those of the wrapper."""

@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from harness.errors import ConfigError
+
 RULES = ("contiguous", "strided", "global")
 _ORDER, _SHUFFLE = 11, 12  # distinguish the two uses of (seed, epoch)
 _CHUNK = 1 << 17  # rows that are computed at once: 1 MiB, 20 ms
@@ -188,6 +190,8 @@ def num_rows_used(num_rows: int, segment: Segment) -> int:
 
 def num_steps(num_rows: int, world_size: int, per_rank: int, tail: str = "use") -> int:
     """Number of optimizer steps, equal on every rank, for ``num_rows`` rows. Shards differ by at most one row."""
+    if tail not in ("use", "drop"):
+        raise ConfigError(f"there is no tail {tail!r}", hint="give tail='use' or tail='drop'")
     longest, shortest = -(-num_rows // world_size), num_rows // world_size
     return -(-longest // per_rank) if tail == "use" else shortest // per_rank
 

@@ -55,9 +55,9 @@ _ANOTHER = "choose another with checkpoint.resume=FOLDER, or start from scratch 
 class Checkpoints:
     """The checkpoints of one run folder. Rank 0 uses it, but every rank reads, and writes its part of a sharded one."""
 
-    def __init__(self, folder: Path, keep: int, form: str = "whole") -> None:
+    def __init__(self, folder: str | Path, keep: int, form: str = "whole") -> None:
         """``form``: the name of the format in which to write. Raises ConfigError if there is none."""
-        self.folder, self.keep, self.form = folder, keep, form
+        self.folder, self.keep, self.form = Path(folder), keep, form
         self.format = formats.find(form)
         self.run_folder: Path | None = None  # the run folder, once a start has claimed it
         self._pinned: set[Path] = set()

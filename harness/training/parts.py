@@ -57,7 +57,7 @@ from torch import nn
 from harness.apex import amp
 from harness.data.shards import bounds, num_steps, shard
 from harness.distributed.runtime import Runtime, open_runtime
-from harness.errors import CheckpointError
+from harness.errors import CheckpointError, ConfigError
 from harness.runs.checkpoint import Checkpoints, read
 from harness.training import rng
 from harness.training.evaluation.metrics import Sums
@@ -91,6 +91,7 @@ def save(checkpoints: Checkpoints, step: int, parts: Mapping[str, Stateful], ran
     """Write the ``parts`` after ``step`` steps. Rank 0 writes them; of each rank, the random streams and the buffers of
     the models are kept. Collective over ``ranks``. Raises CheckpointError, with earlier checkpoints intact."""
     ranks = ranks or Runtime()
+    _require_stateful(parts)
     with ranks.together("saving"):
         buffers = {name: {key: each.cpu() for key, each in own.items()} for name, own in _buffers(parts).items()}
         own = {"rng": rng.get_state(ranks.device).plain(), "buffers": buffers}
@@ -107,6 +108,7 @@ def load(checkpoints: Checkpoints, parts: Mapping[str, Stateful], ranks: Runtime
     model may be in DistributedDataParallel now and not when it was saved, or the reverse. All machines must share the
     folder. Collective over ``ranks``. Raises CheckpointError."""
     ranks = ranks or Runtime()
+    _require_stateful(parts)
     with ranks.together("looking for a checkpoint"):
         path = checkpoints.newest() if ranks.rank == 0 else None
     path = ranks.from_first(path)
@@ -118,6 +120,8 @@ def load(checkpoints: Checkpoints, parts: Mapping[str, Stateful], ranks: Runtime
             saved = ", ".join(content["parts"])
             what = f"the checkpoint has no part {' or '.join(missing)}; it has {saved}"
             raise CheckpointError(what, where=str(path), hint="name the parts as they were saved")
+        if left := sorted(content["parts"].keys() - parts.keys()):
+            log.warning("%s also holds %s, which is not restored; add it to parts to restore it", path, ", ".join(left))
         for name, part in parts.items():
             _bare(part).load_state_dict(_without_wrapper(content["parts"][name], part))
         if len(content["ranks"]) == ranks.world_size:
@@ -135,6 +139,15 @@ def load(checkpoints: Checkpoints, parts: Mapping[str, Stateful], ranks: Runtime
                 ranks.world_size,
             )
     return int(content["step"])
+
+
+def _require_stateful(parts: Mapping[str, object]) -> None:
+    for name, part in parts.items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise ConfigError(
+                f"the part {name!r} is of type {type(part).__name__}, without state_dict() and load_state_dict(state)",
+                hint="give objects that have both, such as models, optimizers and amp",
+            )
 
 
 def _buffers(parts: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
