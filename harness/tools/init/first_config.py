@@ -41,6 +41,7 @@ _WRONG = "correct it: "  # starts the comment of a guess that cannot be right
 _UNUSED = "not used: "  # starts the part of a comment about a column of texts that the model does not read
 _TYPICAL = 224  # height and width of images that most published models were trained on
 _WITHOUT_GPU = 96  # a fifth of the pixels, and of the time
+_ALL_WEIGHTS = "model.lora=null optimizer.lr=5e-5"  # instead of LoRA, which takes a larger lr
 _SMALL = 64  # up to here a small network is enough
 
 
@@ -65,6 +66,9 @@ class Annotations:
 def write(sources: Sequence[str], out: Path | None, model: str | None = None) -> str:
     """Write the configuration of ``model`` for ``sources``, (training file, validation file) or what leads to them, to
     ``out``; return a text with the next commands. Raises ConfigError, also if ``out`` exists, and DataError."""
+    if model and not model.startswith(HUB) and (Path(model) / "config.json").is_file():
+        hint = f"did you mean --model {shlex.quote(HUB + model)}?"
+        raise ConfigError("this folder is a model of Hugging Face", where=f"--model {model}", hint=hint)
     train, evaluation = (_read(source) for source in _pair(sources))
     name = _name(train.source)
     out = out or Path(f"{name}.yaml")
@@ -89,6 +93,9 @@ def write(sources: Sequence[str], out: Path | None, model: str | None = None) ->
         raise ConfigError(f"cannot write: {reason(error)}", where=str(out), hint=remedy(error)) from None
     wrong = [f"warning: {line.lstrip()}" for line in lines if f"# {_WRONG}" in line or f"; {_UNUSED}" in line]
     commands = [f"  harness {verb} -c {file}" for verb in ("check", "train")]
+    if model and model.startswith(HUB):
+        commands += ["it trains LoRA, to save memory; to train all weights, with their lower lr:"]
+        commands += [f"  harness train -c {file} {_ALL_WEIGHTS}"]
     return "\n".join([text, f"wrote {out}; now check it:", *commands, *wrong])
 
 
@@ -287,7 +294,7 @@ def _model(name: str) -> str:
     if not name.startswith(HUB):
         return f"model: {{name: {_plain(name)}}}"
     section = {"name": name, "lora": {"r": 8, "alpha": 16}}
-    return f"model: {_plain(section)}  # without lora, all weights are trained"
+    return f"model: {_plain(section)}  # lora: small matrices, to save memory; all weights: {_ALL_WEIGHTS}"
 
 
 def _path_column(rows: Annotations) -> tuple[str, str] | None:

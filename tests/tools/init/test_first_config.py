@@ -13,7 +13,7 @@ from torchvision.io import write_jpeg, write_png
 from harness import cli
 from harness.apex.on_cpu import half_kernels
 from harness.config import loader
-from harness.errors import DataError
+from harness.errors import ConfigError, DataError
 from harness.tools.init import first_config
 from harness.training.check import preflight
 
@@ -189,12 +189,26 @@ def pairs(label) -> None:
 def test_pairs_of_texts_for_a_model_of_hugging_face(folder, label, setting):
     pairs(label)
     text = first_config.write([], Path("pairs.yaml"), "hf:a folder")
+    assert "# lora: small matrices, to save memory; all weights: model.lora=null optimizer.lr=5e-5\n" in text
+    again = text.splitlines()[-1].split()
+    assert again[:4] == ["harness", "train", "-c", "pairs.yaml"]
+    whole = loader.load("pairs.yaml", again[4:])
+    assert (whole.model.lora, whole.optimizer.lr, loader.load("pairs.yaml").optimizer.lr) == (None, 5e-5, 5e-4)
     task, model = (getattr(loader.load("pairs.yaml"), section) for section in ("task", "model"))
     assert "text_column: [question, answer]  # 5.0 and 5.0 words per row\n" in text
     assert task.text_columns == ("question", "answer")
     assert task.model_dump(include={"label_column", "labels"}, exclude_defaults=True) == setting
     assert (task.tokenizer.name, task.tokenizer.max_length) == ("hf:a folder", 16)
     assert (model.name, model.lora.r) == ("hf:a folder", 8)
+
+
+def test_a_folder_of_hugging_face_without_its_prefix_is_refused(folder):
+    pairs(lambda row: row % 2)
+    Path("a bert").mkdir()
+    Path("a bert/config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="did you mean --model 'hf:a bert'\\?"):
+        first_config.write([], Path("pairs.yaml"), "a bert")
+    assert not Path("pairs.yaml").exists()
 
 
 def test_pairs_of_texts_without_a_model_are_named(folder, capsys):
