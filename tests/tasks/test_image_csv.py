@@ -42,7 +42,7 @@ def test_classes_are_the_labels_of_training(folder):
     task = opened(folder)
     assert task.objective.labels.names == (0, 1, 2)
     assert task.summary == {
-        "train rows": 9, "eval rows": 5, "classes": 3, "loss": "cross_entropy",
+        "train rows": 9, "eval rows": 5, "classes": "3: 0, 1, 2", "loss": "cross_entropy",
         "metrics": "top1, loss, mean_class_accuracy",
     }  # fmt: skip
     assert task.eval.batch(np.arange(5), None).targets.tolist() == [0, 1, 2, 0, 1]

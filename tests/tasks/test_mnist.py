@@ -38,7 +38,7 @@ def test_images_equal_torchvision(task):
         assert torch.equal(batch.inputs[:, 0], theirs.data)
         assert torch.equal(batch.targets, theirs.targets)
     assert opened.summary == {
-        "train rows": 25, "eval rows": 12, "classes": 10, "loss": "cross_entropy",
+        "train rows": 25, "eval rows": 12, "classes": f"10: {', '.join(opened.classes)}", "loss": "cross_entropy",
         "metrics": "top1, loss, mean_class_accuracy",
     }  # fmt: skip
     assert opened.label_counts(0, 25).tolist() == [3] * 5 + [2] * 5

@@ -359,7 +359,7 @@ def test_unusable_metric_is_refused_before_training(metric, message):
 def test_costs_are_stated_and_limited():
     keeping = objective(MULTI, metrics=[{"name": "tests.training.test_objective.spread", "better": "max"}])
     facts = keeping.summary(1 << 20)
-    assert facts["labels"] == 4
+    assert facts["labels"] == "4: " + ", ".join(MULTI.names)
     assert re.search(r"keeps all outputs .* for spread: 20.0 MiB", facts["metrics"])
     with pytest.raises(ConfigError, match="spread would keep"):
         keeping.check(MAX_KEPT)

@@ -21,6 +21,7 @@ from harness.training.evaluation.metrics import Columns, Labels, OwnMetric, Pair
 
 MAX_KEPT = 1 << 29  # outputs of all evaluation rows that a metric may keep, as numbers
 _MADE_UP_ROWS = 64
+_NAMED = 10  # in a summary
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ class Objective:
         if self._keeping:
             mib = self._kept(num_rows) * (5 if self.labels.kind == "multi_label" else 4) / 2**20
             metrics += f" (each rank keeps all outputs of an evaluation for {', '.join(self._keeping)}: {mib:.1f} MiB)"
-        names = ", ".join(map(str, self.labels.names)) if self.labels.kind == "regression" else len(self.labels.names)
+        names = ", ".join(map(str, self.labels.names[:_NAMED])) + ", ..." * (len(self.labels.names) > _NAMED)
+        if self.labels.kind != "regression":
+            names = f"{len(self.labels.names)}: {names}"
         loss = self.section.loss_name + (f" ({options})" if options else "")
         return {self.labels.title: names, "loss": loss, "metrics": metrics}
