@@ -190,22 +190,34 @@ class TextTable:
         return padded
 
     @cached_property
-    def lengths(self) -> str:
-        """How many tokens rows have and how many of them are cut, in words, by a look at some; empty if the tokenizer
-        fails, which the first batch reports."""
+    def _looked_at(self) -> np.ndarray:
+        """The numbers of tokens of some rows; empty if the tokenizer fails, which the first batch reports."""
         rows = np.unique(np.linspace(0, len(self) - 1, min(_LOOKED_AT, len(self))).round().astype(np.int64))
         texts = [self.table.strings(column, rows) for column in self.columns]
         try:
             if isinstance(self.tokenizer, HubTokenizer):
-                counts = self.tokenizer.lengths(texts)
-            else:
-                counts = self.tokenizer.encode(texts[0])[1]
+                return self.tokenizer.lengths(texts)
+            return self.tokenizer.encode(texts[0])[1]
         except Exception:  # of the user's own tokenizer
+            return np.empty(0, np.int64)
+
+    @property
+    def lengths(self) -> str:
+        """How many tokens rows have and how many of them are cut, in words; empty if the tokenizer fails."""
+        counts = self._looked_at
+        longest, cut, looked = int(counts.max(initial=0)), int((counts > self.max_length).sum()), len(counts)
+        if not looked:
             return ""
-        longest, cut = int(counts.max(initial=0)), int((counts > self.max_length).sum())
         if not cut:
-            return f"the longest of {plural(len(rows), 'row')} looked at has {longest:,}"
-        return f"{cut:,} of {plural(len(rows), 'row')} looked at are cut; the longest has {longest:,}"
+            return f"the longest of {plural(looked, 'row')} looked at has {longest:,}"
+        return f"{cut:,} of {plural(looked, 'row')} looked at are cut; the longest has {longest:,}"
+
+    @property
+    def cut(self) -> list[str]:
+        """A warning if most rows are cut."""
+        if (self._looked_at > self.max_length).sum() * 2 <= len(self._looked_at):
+            return []
+        return [f"most texts lose their end: {self.lengths}; task.tokenizer.max_length is {self.max_length}"]
 
     def notes(self) -> list[str]:
         """Return a warning for each column with rows without text."""

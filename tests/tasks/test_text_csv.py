@@ -60,6 +60,10 @@ def test_rows_that_are_cut_are_counted(folder):
     assert task.summary["tokens"].endswith("at most 3 per row; 2 of 6 rows looked at are cut; the longest has 50"), (
         "three words are not cut"
     )
+    assert not any("lose their end" in note for note in task.notes)
+    (note,) = (each for each in opened(folder, tokenizer={"max_length": 1}).notes if "lose their end" in each)
+    assert note.startswith("most texts lose their end: ")
+    assert note.endswith("; task.tokenizer.max_length is 1")
     assert opened(folder).summary["tokens"].endswith("at most 256 per row; the longest of 6 rows looked at has 50")
     assert replace(task.train, tokenizer=OwnTokenizer("mine", lambda text: [99], 5)).lengths == ""
 
