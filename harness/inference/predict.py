@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config
+from harness.config.targets import LabelledTask
 from harness.data.loader import Loader
 from harness.distributed import signals
 from harness.distributed.launch_env import Launch, detect
@@ -177,6 +178,8 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     rate = written.rows / seconds
     if runtime.rank == 0 and written.fit:
         log.info("labels of %s: %s", request.source, written.fit)
+    if isinstance(config.task, LabelledTask) and config.task.label_kind == "single_label":
+        written.warn_of_unknown_labels(trained_run.learned(request.run).get("classes", ()))
     written.warn_of_one_class()
     log.info("%s: %s in %.1f s (%.0f rows/s, %s)", request.out, plural(written.rows, "row"), seconds, rate, ranks)
     return EXIT_DONE

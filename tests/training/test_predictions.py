@@ -146,6 +146,17 @@ def test_a_model_that_predicts_one_class_is_warned_of(caplog, pairs, warned):
     assert ("the model predicts 'a' for every row, but there are 2 labels" in caplog.text) == warned
 
 
+@pytest.mark.parametrize("classes", [("same", "different"), (0, 1)])
+def test_labels_that_the_model_does_not_know_are_warned_of(caplog, classes):
+    predictions.Written(pairs=Counter({("0", "same"): 3, ("1", "same"): 2, ("", "same"): 1})).warn_of_unknown_labels(
+        classes
+    )
+    told = (
+        "5 rows with labels that the model was not trained on, and never predicts: '0', '1'; it predicts 'same', 'diff"
+    )
+    assert (told in caplog.text) == (classes != (0, 1))
+
+
 def test_wrong_rows_and_pairs_for_trackers(folder):
     """Over all rows of the file; the samples have the first rows of each class, but for those that cannot be read."""
     rows = Rows(500, frozenset([3, 77]))
@@ -164,7 +175,7 @@ def test_wrong_rows_and_pairs_for_trackers(folder):
     pairs = read.groupby(["label", "prediction"]).size()
     assert written.pairs == {(str(label), prediction): count for (label, prediction), count in pairs.items()}
     right = len(read) - len(wrong)
-    assert written.fit == f"{right} of {len(read)} labels predicted ({right / len(read):.4f})"
+    assert written.fit == f"{right} of {len(read)} predictions are correct ({right / len(read):.4f})"
     first, second = predictions._samples(rows, written)
     assert (first.name, second.name) == ("predictions", "wrong")
     assert (first.confusion.counts.sum(), second.confusion) == (498, None)

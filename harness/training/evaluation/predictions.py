@@ -28,7 +28,7 @@ from harness.data.batch import Batch, Dataset
 from harness.data.loader import BatchRequest, Loader, StoppedWaiting
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.errors import DataError, HarnessError, first_line, plural, users_line
+from harness.errors import DataError, HarnessError, first_line, listed, plural, users_line
 from harness.runs import layout
 from harness.runs.console import ProgressBar
 from harness.runs.files import commit, temporary_for
@@ -248,9 +248,21 @@ class Written:
         """How well the predictions fit the labels of the rows, in words; empty without labels."""
         if total := self.pairs.total():
             right = sum(count for (label, prediction), count in self.pairs.items() if label == prediction)
-            return f"{right:,} of {plural(total, 'label')} predicted ({right / total:.4f})"
+            return f"{right:,} of {total:,} predictions are correct ({right / total:.4f})"
         found = [f"{name} {math.sqrt(total / rows):.5g}" for name, (total, rows) in self.squares.items() if rows]
         return f"root mean square error of {', '.join(found)}" if found else ""
+
+    def warn_of_unknown_labels(self, classes: Sequence[str | int]) -> None:
+        """Warn of labels that are not among ``classes``, the only ones that the model predicts."""
+        known, unknown = set(map(str, classes)), Counter[str]()
+        for (label, _), count in self.pairs.items():
+            if label.strip() and label not in known:
+                unknown[label] += count
+        if unknown:
+            log.warning(
+                "%s with labels that the model was not trained on, and never predicts: %s; it predicts %s",
+                plural(unknown.total(), "row"), listed(sorted(unknown), 5), listed(list(map(str, classes)), 5),
+            )  # fmt: skip
 
     def warn_of_one_class(self) -> None:
         """Warn if all rows are predicted alike, though they have several labels: the weights have learned nothing."""
