@@ -82,6 +82,11 @@ def users_line(error: BaseException) -> str:
     return found or getattr(error.__cause__, "users_line", "")  # of an error that comes from another process
 
 
+def without_harness(trace: Iterable[str]) -> list[str]:
+    """Return the parts of a formatted traceback that are not calls within the harness."""
+    return [part for part in trace if not part.startswith(f'  File "{_PACKAGE}')]
+
+
 def place_of(kind: type, method: str = "") -> str:
     """Return "FILE:LINE" of ``method`` of the class ``kind``, or else of the class. Empty if neither has a source file
     outside of the harness."""

@@ -43,6 +43,7 @@ from harness.errors import (
     reason,
     remedy,
     users_line,
+    without_harness,
 )  # fmt: skip
 from harness.runs import console, exit_files, layout
 from harness.runs.run_dir import RunFolder
@@ -124,7 +125,8 @@ class ExitReporter:
             trace = "".join(["\n", *record.traceback]).rstrip()
             log.error("error: lost contact with the other ranks: %s: %s%s", who, record.message, trace)
         else:
-            show(error, record.traceback)
+            folder = self._claimed
+            show(error, record.traceback, f"{folder.where}/{layout.FAILURE}" if folder else "")
 
     def _record(self, cause: Cause, code: int, **others: Any) -> RankExit:
         return RankExit.now(self._runtime.rank, cause, code, step=self.step(), **others)
@@ -154,16 +156,18 @@ def failed_early(launch: Launch, error: BaseException) -> int:
     return record.exit_code
 
 
-def show(error: BaseException, trace: Sequence[str]) -> None:
+def show(error: BaseException, trace: Sequence[str], whole: str = "") -> None:
     """Print ``error``, and its traceback ``trace`` unless its text explains it. Of an error in the user's own code, the
-    first line names its place."""
+    first line names its place, and calls within the harness are left to the file ``whole``, if there is one."""
     if isinstance(error, HarnessError):
         log.error("error: %s", error)
         log.debug("%s", "".join(trace).rstrip())
     else:
         where = users_line(error)
         place = f"error: {where}: {type(error).__name__}: {first_line(error, '')}\n" if where else ""
-        log.error("%s%s", place, "".join(trace).rstrip())
+        calls = without_harness(trace) if place and whole else trace
+        more = f"\n  -> {whole} has the traceback with the calls of the harness" if len(calls) < len(trace) else ""
+        log.error("%s%s%s", place, "".join(calls).rstrip(), more)
 
 
 def _text(error: BaseException) -> str:

@@ -26,7 +26,9 @@ from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
 from harness.training import description, main, train_command
 from harness.training.exit_report import ExitReporter, explained, failed_early
+from harness.training.mixing import mixed_loss
 from harness.training.progress import State
+from harness.training.task import BaseTask
 from tests.conftest import ROOT
 from tests.fixtures import make_config, settings, write_rows, write_yaml
 
@@ -128,6 +130,24 @@ def test_own_error_is_recorded_and_printed(tmp_path, caplog):
     assert (exit.cause, exit.error, exit.message, exit.step) == (Cause.ERROR, "DataError", "a.csv:3: bad row", 0)
     assert failure == asdict(exit)
     assert "error: a.csv:3: bad row" in caplog.text
+
+
+def test_own_exception_is_printed_without_calls_of_the_harness(tmp_path, caplog):
+    class Own(BaseTask):
+        def loss(self, outputs, targets):
+            raise ValueError("wrong")
+
+    try:
+        mixed_loss(Own().loss, None, None, None)
+    except ValueError as error:
+        *_, failure = failed(tmp_path, error)
+    (shown,) = [record.getMessage() for record in caplog.records if "wrong" in record.getMessage()]
+    assert re.match(r"error: tests/training/test_main.py:\d+: ValueError: wrong\nTraceback", shown)
+    assert shown.endswith(
+        f"ValueError: wrong\n  -> {tmp_path}/failure.json has the traceback with the calls of the harness"
+    )
+    assert "harness/training/mixing.py" not in shown
+    assert "harness/training/mixing.py" in "".join(failure["traceback"])
 
 
 def test_lost_peer_is_a_consequence(tmp_path):
