@@ -23,6 +23,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import pkgutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,10 +128,20 @@ def _nearest(name: str, error: BaseException, holds: str) -> str:
         dotted = package.replace("/", ".").strip(".")
         dotted += "" if "." in dotted else f".{holds or 'Class'}"
         return f"write {dotted}, without .py and with dots between folders"
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+        parent, _, missing = error.name.rpartition(".")
+        near = similar(missing, _modules(parent))
+        return f"did you mean {parent}{parent and '.'}{near}{name.removeprefix(error.name)}?" if near else ""
     if not (isinstance(error, AttributeError) and inspect.ismodule(error.obj) and error.name == attribute):
         return ""
-    near = similar(attribute, vars(error.obj)) if error.obj.__name__ == package else None
+    near = similar(attribute, [*vars(error.obj), *_modules(package)]) if error.obj.__name__ == package else None
     return f"did you mean {package}.{near}?" if near else ""
+
+
+def _modules(package: str) -> list[str]:
+    """Return the modules in ``package``, which is imported; in the working folder, if it is empty."""
+    folders = getattr(sys.modules.get(package), "__path__", ()) if package else [str(Path.cwd())]
+    return [module.name for module in pkgutil.iter_modules(folders)]
 
 
 def makes(part: Any, base: type) -> bool:
