@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -57,6 +59,7 @@ def made(num_classes: int) -> Own:
     return Own(num_classes, 3.0)
 
 
+IMAGES = SimpleNamespace(image_size=None, transforms=None, color=None)
 CHARACTER_MODELS = ("char_lstm", "char_gru")
 
 
@@ -134,6 +137,9 @@ def test_first_weights_depend_on_the_seed_alone():
         ("small_cnm", {}, "model.name: unknown model 'small_cnm'\n  -> did you mean small_cnn?"),
         ("zzzzzzzz", {}, "use one of char_gru, char_lstm, fashion_cnn, linear"),
         ("tests.training.test_model_builder.Nope", {}, "cannot be imported"),
+        ("tests.training.test_model_bilder.Own", {}, "-> did you mean tests.training.test_model_builder.Own?"),
+        ("tests.trainin.test_model_builder.Own", {}, "-> did you mean tests.training.test_model_builder.Own?"),
+        ("test.training.test_model_builder.Own", {}, "cannot be imported"),
         ("tests.training.test_model_builder.not_a_module", {}, "not_a_module is not a torch.nn.Module"),
         ("tests.training.test_model_builder.unannotated", {}, "annotated to return one: def make(...) -> torch.nn.Mod"),
         ("subprocess.Popen", {"args": ["touch", "executed"]}, "subprocess.Popen is not a torch.nn.Module"),
@@ -148,8 +154,21 @@ def test_first_weights_depend_on_the_seed_alone():
 )
 def test_model_that_cannot_be_built(name, args, message):
     with pytest.raises(ConfigError) as caught:
-        build(name, args, KNOWN, GRAY, outputs=4)
+        build(name, args, KNOWN, GRAY, outputs=4, task=IMAGES)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("example", "hint"),
+    [
+        (torch.zeros(2, 7), "check model.args, and the shape of the inputs that the task gives the model"),
+        (torch.zeros(2, 5, dtype=torch.float64), "return float32 from batch() of the dataset, or from prepare() of"),
+    ],
+)
+def test_hint_for_a_task_without_settings_for_images(example, hint):
+    with pytest.raises(ConfigError) as caught:
+        build("torch.nn.Linear", {"in_features": 5, "out_features": 1}, {}, example)
+    assert caught.value.hint.startswith(hint)
 
 
 class Segmentation(nn.Conv2d):

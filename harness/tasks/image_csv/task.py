@@ -193,9 +193,11 @@ class ImageCsv(Supervised):
     def model(self, section: ModelSection) -> nn.Module:
         outputs, example = len(self.objective.labels.names), self._example(self.image_size)
         known = {"num_classes": outputs, "in_channels": self.options.channels}
-        model = model_builder.build(section.name, section.args, known, example, outputs)
+        model = model_builder.build(section.name, section.args, known, example, outputs, self.options)
         if self.learned_size is None and self._first[0].shape != self._first[1].shape:
-            model_builder.try_batch(model, section.name, self._example(self._first[0].shape[-2:]), outputs)
+            model_builder.try_batch(
+                model, section.name, self._example(self._first[0].shape[-2:]), outputs, self.options
+            )
         return model
 
     def _example(self, size: Sequence[int]) -> Tensor:

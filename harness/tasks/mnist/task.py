@@ -60,7 +60,7 @@ class Images(Classification):
     def model(self, section: ModelSection) -> nn.Module:
         outputs, example = len(self.classes), torch.zeros(2, *self.train.inputs.shape[1:])
         known = {"num_classes": outputs, "in_channels": 1}
-        return model_builder.build(section.name, section.args, known, example, outputs)
+        return model_builder.build(section.name, section.args, known, example, outputs, self.options)
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """uint8 (batch, 1, height, width) -> normalized float32, on the same device; float32 as it is."""

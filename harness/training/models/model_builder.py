@@ -24,7 +24,12 @@ TIMM = "timm:"  # before the name of a model of timm
 
 
 def build(
-    name: str, args: Mapping[str, Any], known: Mapping[str, Any], example: Tensor, outputs: int | None = None
+    name: str,
+    args: Mapping[str, Any],
+    known: Mapping[str, Any],
+    example: Tensor,
+    outputs: int | None = None,
+    task: object = None,
 ) -> nn.Module:
     """Return the model ``name`` on the CPU in float32, in training mode.
 
@@ -32,6 +37,7 @@ def build(
     model gets those that its signature has. ``example`` is one prepared batch. It initializes lazy layers, and a model
     that cannot process it raises ConfigError here instead of crashing at the first step. So does one that does not
     return ``outputs`` numbers for each row, if the task gives that number; without it, a model may return anything.
+    ``task``: its section, of whose settings a hint names those that change the example.
     """
     make, library = _find(name)
     accepted = inspect.signature(make).parameters
@@ -59,7 +65,7 @@ def build(
     if not isinstance(model, nn.Module):
         what = f"{name} returns an object of type {type(model).__name__}, not a torch.nn.Module"
         raise ConfigError(what, where="model.name", hint="return a torch.nn.Module from it")
-    try_batch(model, name, example, outputs)
+    try_batch(model, name, example, outputs, task)
     return model
 
 
@@ -109,7 +115,7 @@ def _reason(error: Exception) -> str:
     return first_line(error)
 
 
-def try_batch(model: nn.Module, name: str, example: Tensor, outputs: int | None) -> None:
+def try_batch(model: nn.Module, name: str, example: Tensor, outputs: int | None, task: object = None) -> None:
     """Raise ConfigError if ``model`` cannot process ``example``, or does not return ``outputs`` numbers for each row.
     Leaves it in training mode."""
     if any(param.is_meta for param in model.parameters()):  # built without values
@@ -121,7 +127,7 @@ def try_batch(model: nn.Module, name: str, example: Tensor, outputs: int | None)
         raise determinism.explained(error) or ConfigError(
             f"model {name} cannot process a batch of shape {tuple(example.shape)}: {_reason(error)}",
             where=users_line(error) or "model.name",
-            hint=_fixed_size(model, name, error) or _remedy(model, example, name),
+            hint=_fixed_size(model, name, error) or _remedy(model, example, name, task),
         ) from None
     finally:
         model.train()
@@ -143,7 +149,7 @@ def _fixed_size(model: nn.Module, name: str, error: Exception) -> str:
     return f"set task.image_size=[{height},{width}]"
 
 
-def _remedy(model: nn.Module, example: Tensor, name: str) -> str:
+def _remedy(model: nn.Module, example: Tensor, name: str, task: object) -> str:
     """Return the hint if ``model``, which is ``name``, cannot process ``example``, the most likely cause first."""
     if name.startswith(HUB) and not example.is_floating_point():
         places = getattr(getattr(model, "config", None), "max_position_embeddings", None)
@@ -161,8 +167,14 @@ def _remedy(model: nn.Module, example: Tensor, name: str) -> str:
             "use a model that takes token ids, such as text_cnn, or one of your own that takes num_tokens and "
             "num_classes"
         )
-    gray = "set task.color=rgb, which torchvision models need; or " if example.shape[1] == 1 else ""
-    return f"{gray}check model.args, task.image_size, task.transforms and task.color"
+    if example.dtype is torch.float64 and all(param.dtype is not torch.float64 for param in model.parameters()):
+        return "return float32 from batch() of the dataset, or from prepare() of the task, which returned float64"
+    settings = [f"task.{key}" for key in ("image_size", "transforms", "color") if hasattr(task, key)]
+    gray = hasattr(task, "color") and example.shape[1] == 1
+    first = "set task.color=rgb, which torchvision models need; or " if gray else ""
+    if not settings:
+        return "check model.args, and the shape of the inputs that the task gives the model"
+    return f"{first}check {', '.join(['model.args', *settings[:-1]])} and {settings[-1]}"
 
 
 def _find(name: str) -> tuple[Callable[..., nn.Module], str]:
