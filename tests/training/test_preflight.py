@@ -74,6 +74,18 @@ def test_an_output_that_does_not_answer(folder, monkeypatch):
     assert "Connection refused" in str(problem)
 
 
+def summed(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def test_an_own_loss_of_a_built_in_task_that_is_a_sum_is_named(folder):
+    facts, problems = examine(folder, "task.loss.name=tests.training.test_preflight.summed")
+    assert problems == []
+    line = summed.__code__.co_firstlineno
+    assert f"tests/training/test_preflight.py:{line}: loss() is " in facts["warning"]
+    assert "so it is a sum" not in examine(folder)[0].get("warning", "")
+
+
 def of_one_argument(gradients): ...
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.config import constraints, loader
+from harness.config import constraints, loader, plugins
 from harness.config.schema import Config
 from harness.data.batch import Batch, Dataset, read
 from harness.data.loader_workers import require_shared_memory
@@ -262,6 +262,9 @@ class _Trial:
                     warnings.showwarning(each.message, each.category, each.filename, each.lineno)
 
     def _loss_place(self) -> str:
+        name = getattr(self.config.task, "loss_name", "")
+        if "." in name:
+            return place_of(plugins.import_own("loss", name, "task.loss.name")) or name
         return place_of(type(self.task), "loss") or f"the loss of the task {self.config.task.name}"
 
     def look_for_a_sum(self, outputs: Tensor, targets: Tensor, loss: float) -> None:
