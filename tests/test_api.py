@@ -309,10 +309,33 @@ def test_an_own_loop_is_told_what_it_must_do_itself(path, capsys):
 def test_an_own_loop_that_does_not_advance_ends(path):
     with open_run(load_config(path, {"precision.opt_level": "O0", "train.ema_decay": None})) as run:
         groups = run.train_data.groups
-        assert len([*groups(run.state.epoch, run.state.segments)]) == 4
-        with pytest.raises(TrainingError, match="epoch 0 have been used, and none was counted") as caught:
+        for _ in range(2):  # maybe for statistics of the rows, before the steps
+            assert len([*groups(run.state.epoch, run.state.segments)]) == 4
+        for _ in range(4):
+            assert len([*groups(0, [])]) == 4, "a list of its own, as to measure the training accuracy"
+        for _ in range(2):
+            assert len([*groups(run.state.epoch, run.state.segments)]) == 4
+        with pytest.raises(TrainingError, match="epoch 0 have been used 2 times, and none was counted") as caught:
             next(groups(run.state.epoch, run.state.segments))
+        for _ in range(4):
+            run.train_data.advance(run.state.segments)
+        for _ in range(2):
+            assert [*groups(run.state.epoch, run.state.segments)] == []
+        with pytest.raises(TrainingError) as forgotten:  # next_epoch
+            next(groups(run.state.epoch, run.state.segments))
+    assert "run.state.next_epoch()" in forgotten.value.hint
     assert "call run.train_data.advance(run.state.segments)" in caught.value.hint
+
+
+def test_parts_keep_what_a_wrapper_has_of_its_own(tmp_path):
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
+    average.update_parameters(torch.nn.Linear(1, 1))
+    checkpoints = parts.Checkpoints(tmp_path, keep=1)
+    parts.save(checkpoints, 1, {"average": average})
+    again = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
+    assert parts.load(checkpoints, {"average": again}) == 1
+    assert again.n_averaged == 1
+    assert torch.equal(again.module.weight, average.module.weight)
 
 
 EXAMPLE = textwrap.dedent(parts.__doc__.partition("::\n")[2])

@@ -50,7 +50,7 @@ def unknown_option(
     known = [each for action in parser._actions for each in action.option_strings]
     near, key = similar(typed, known), None
     if trains := hasattr(arguments, "config"):
-        from harness.config import reference
+        from harness.config import other_names, reference
 
         key = reference.key_of(name, exact=near is not None)
     if trains and name in _OF_LAUNCH and verb != "launch":
@@ -58,6 +58,8 @@ def unknown_option(
         settings = [word for word in words if "=" in word and not word.startswith("-")]
         command = ["harness", "launch", "-c", config, f"--{_OF_LAUNCH[name]}", value or "N", *settings]
         hint = f"type: {shlex.join(command)}"
+    elif key and name.replace("-", "_") in other_names.UNITS:
+        hint = f"settings are written as key=value; {other_names.hint(name.replace('-', '_'))}"
     elif key:
         hint = f"settings are written as key=value: {key}={value or 'VALUE'}"
     else:

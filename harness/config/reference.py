@@ -260,7 +260,7 @@ def _called(word: str, settings: Sequence[Setting]) -> list[Setting]:
     word in their key."""
     if ours := other_names.setting(word):
         around = [each for each in settings if f"{ours.partition('=')[0]}.".startswith(f"{each.key}.")]
-        return around[-1:]
+        return [each for each in around if each.key == around[-1].key]
     found = [each for each in settings if each.key.startswith("schedule.") and word in each.parts]
     return found and found + [
         each for each in settings if each not in found and re.search(rf"[._]{re.escape(word)}", each.key)

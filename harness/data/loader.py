@@ -35,6 +35,8 @@ from harness.data.loader_workers import (
 from harness.data.shards import RowOrder, Segment, bounds, num_rows_in_step, num_rows_used, num_steps, shard
 from harness.errors import TrainingError, remedy
 
+_PASSES = 2  # over an epoch without counting a step, until a loop is taken for endless
+
 log = logging.getLogger("harness")
 
 
@@ -281,8 +283,8 @@ class TrainData:
     tail: str = "use"
     batch_norm_spans_ranks: bool = False
     """Whether batch norms compute with the rows of all ranks, so that a rank may have a single one."""
-    _passed: list[tuple[int, int]] = field(default_factory=list)
-    """The epoch and the step at which ``groups`` began, if it came to the end of that epoch."""
+    _passed: list[tuple[Sequence[Segment], tuple[int, int]]] = field(default_factory=list)
+    """The last times that ``groups`` came to the end of an epoch: from which list, epoch and step."""
 
     @property
     def num_rows(self) -> int:
@@ -307,12 +309,15 @@ class TrainData:
 
     def groups(self, epoch: int, segments: Sequence[Segment]) -> Iterator[list[MicroBatch]]:
         """Yield the groups of ``epoch`` after ``segments``: the same number on every rank, fewer only if the loader's
-        ``leave`` ended a wait. Raises TrainingError if the epoch was passed and is asked for from the same position."""
+        ``leave`` ended a wait. Raises TrainingError if the list ``segments`` comes back unchanged again and again."""
         position = epoch, sum(segment.steps for segment in segments)
-        if position in self._passed:
+        passes = sum(before is segments and place == position for before, place in self._passed)
+        if passes == _PASSES:
             raise TrainingError(
-                f"all groups of epoch {epoch} have been used, and none was counted: this loop would never end",
-                hint="in your loop, after each step, call run.train_data.advance(run.state.segments)",
+                f"all groups of epoch {epoch} have been used {_PASSES} times, and none was counted: this loop would "
+                "never end",
+                hint="in your loop, call run.train_data.advance(run.state.segments) after each step, and "
+                "run.state.next_epoch() after the last one",
             )
         done, first = list(segments), 0
         if done and self._ours(done[-1]):
@@ -339,7 +344,7 @@ class TrainData:
             except StoppedWaiting:
                 return
             yield [MicroBatch.of(batch, part, scale) for part, batch in zip(parts, group, strict=True)]
-        self._passed[:] = [position] if steps else []
+        self._passed[:] = [(segments, position), *self._passed][:_PASSES]
 
     def _micro_batches(self, shards: Mapping[int, RowOrder], num_left: int, step: int) -> list[Part]:
         """Return the rows of this process in ``step``, in the same number of parts on every rank.

@@ -250,6 +250,7 @@ class Stalls:
         self._looking = threading.Lock()
         self._asking = threading.Lock()  # the main thread and the watchdog ask one after the other
         self._answered = ""  # the last question that this rank has answered
+        self._open = "", 0.0  # the question of another rank, and when this one first found it open
 
     def waited_s(self) -> float:
         """Return the time since this rank started its last collective, or since the first look at it. To be called
@@ -289,7 +290,7 @@ class Stalls:
         with self._asking:
             try:
                 asked = store.compare_set(_ASKED, "", question)
-                if asked.partition(":")[0] == str(rank) and asked != question:  # an earlier one of this rank
+                if asked != question and (asked.partition(":")[0] == str(rank) or self._is_old(asked)):
                     asked = store.compare_set(_ASKED, asked, question)
                 if asked != question:
                     return None
@@ -306,6 +307,12 @@ class Stalls:
                 if holder_is_rank_0 and self._runtime.peers[0].state() in ("", *_CANNOT_ANSWER):
                     return self._silent(range(1, self._runtime.world_size))
                 return None
+
+    def _is_old(self, asked: str) -> bool:
+        """Return True if the question of another rank has been open for so long that it must be gone."""
+        if asked != self._open[0]:
+            self._open = asked, time.monotonic()
+        return time.monotonic() - self._open[1] > 2 * ANSWER_S
 
     def release(self) -> None:
         """Let the rank that ``missing`` found end if it cannot answer: continue a stopped process, which is then

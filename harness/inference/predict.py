@@ -178,8 +178,9 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     rate = written.rows / seconds
     if runtime.rank == 0 and written.fit:
         log.info("labels of %s: %s", request.source, written.fit)
-    if isinstance(config.task, LabelledTask) and config.task.label_kind == "single_label":
-        written.warn_of_unknown_labels(trained_run.learned(request.run).get("classes", ()))
+    one_label = isinstance(config.task, LabelledTask) and config.task.label_kind == "single_label"
+    if one_label and (classes := trained_run.learned(request.run).get("classes")):
+        written.warn_of_unknown_labels(classes)
     written.warn_of_one_class()
     log.info("%s: %s in %.1f s (%.0f rows/s, %s)", request.out, plural(written.rows, "row"), seconds, rate, ranks)
     return EXIT_DONE

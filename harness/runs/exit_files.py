@@ -6,6 +6,7 @@ A rank that was killed leaves none.
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,8 +36,10 @@ def write_first(folder: Path, first: RankExit) -> RankExit:
         with open(path, "x", encoding="utf-8") as file:
             file.write(first.to_json() + "\n")
     except FileExistsError:
-        with suppress(OSError, ValueError):  # another rank may be writing it at this moment
-            return RankExit.from_dict(read_json(path))
+        for _ in range(20):  # another rank may be writing it at this moment
+            with suppress(OSError, ValueError):
+                return RankExit.from_dict(read_json(path))
+            time.sleep(0.05)
     except OSError:
         pass  # a full disk or a missing folder; the log and the terminal show the error
     return first

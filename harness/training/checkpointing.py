@@ -203,7 +203,7 @@ def _keep_results(run: Run) -> None:
         return run.folder.results(before.step, isinstance(run.task, SupportsPredictions))
 
     summary = runtime.from_first(runtime.patiently("looking for results", work))
-    if not summary or (best := summary["best"][run.config.best_metric]) is None:
+    if not summary or (best := summary["best"].get(run.config.best_metric)) is None:
         return
     step, history = summary["best"]["step"], summary["history"]
     later = sum(entry["step"] > step for entry in history)

@@ -55,6 +55,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from harness.apex import amp
+from harness.apex.parallel import DistributedDataParallel
 from harness.data.shards import bounds, num_steps, shard
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.errors import CheckpointError, ConfigError
@@ -75,6 +76,8 @@ __all__ = [
     "shard",
 ]
 
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, DistributedDataParallel)  # without state of theirs
+
 log = logging.getLogger("harness")
 
 
@@ -91,8 +94,8 @@ def save(checkpoints: Checkpoints, step: int, parts: Mapping[str, Stateful], ran
     """Write the ``parts`` after ``step`` steps. Rank 0 writes them; of each rank, the random streams and the buffers of
     the models are kept. Collective over ``ranks``. Raises CheckpointError, with earlier checkpoints intact."""
     ranks = ranks or Runtime()
-    _require_stateful(parts)
     with ranks.together("saving"):
+        _require_stateful(parts)
         buffers = {name: {key: each.cpu() for key, each in own.items()} for name, own in _buffers(parts).items()}
         own = {"rng": rng.get_state(ranks.device).plain(), "buffers": buffers}
     of_ranks = ranks.gather_to_first(own)
@@ -108,8 +111,8 @@ def load(checkpoints: Checkpoints, parts: Mapping[str, Stateful], ranks: Runtime
     model may be in DistributedDataParallel now and not when it was saved, or the reverse. All machines must share the
     folder. Collective over ``ranks``. Raises CheckpointError."""
     ranks = ranks or Runtime()
-    _require_stateful(parts)
     with ranks.together("looking for a checkpoint"):
+        _require_stateful(parts)
         path = checkpoints.newest() if ranks.rank == 0 else None
     path = ranks.from_first(path)
     if path is None:
@@ -156,8 +159,8 @@ def _buffers(parts: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
 
 
 def _bare(part: Any) -> Any:
-    """Return the model in DistributedDataParallel or another wrapper, and anything else as it is."""
-    while isinstance(part, nn.Module) and [name for name, _ in part.named_children()] == ["module"]:
+    """Return the model in DataParallel or DistributedDataParallel, and anything else as it is."""
+    while isinstance(part, _WRAPPERS):
         part = part.module
     return part
 

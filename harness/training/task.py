@@ -12,6 +12,7 @@ divide among them. ``Pairs``, ``Sums``, ``Report`` and ``Columns`` are types of 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -221,17 +222,21 @@ class BaseTask:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all rows of ``Arrays``, or of about 64 rows of another dataset: override it, or a run does not
-        notice changes of the others."""
+        """A digest of all rows of ``Arrays``. Of another dataset it covers about 64 rows, of ``train`` without the
+        inputs, which may be augmented: override it, or a run does not notice changes of the others."""
         digest = hashlib.sha256()
-        for data in (self.train, self.eval):
+        for data, epoch in ((self.train, 0), (self.eval, None)):
+            parts: list[np.ndarray | Tensor]
             if isinstance(data, Arrays):
                 parts = [data.inputs, data.targets]
             else:
-                rows = read(data, np.arange(0, len(data), max(len(data) // 64, 1)), None)
-                parts = [rows.inputs.numpy(), rows.targets.numpy()]
-            digest.update(str([len(data), *((part.dtype, part.shape) for part in parts)]).encode())
+                rows = np.arange(0, len(data), max(len(data) // 64, 1))
+                batch = read(copy.copy(data), rows, epoch)  # a file opened at first use is not for loader workers
+                parts = [batch.targets] if epoch == 0 else [batch.inputs, batch.targets]
+            digest.update(str([len(data), *((str(part.dtype), tuple(part.shape)) for part in parts)]).encode())
             for part in parts:
+                if isinstance(part, Tensor):  # NumPy has no bfloat16
+                    part = part.detach().reshape(-1).view(torch.uint8).numpy()
                 digest.update(np.ascontiguousarray(part).data)
         return digest.hexdigest()
 
@@ -241,7 +246,7 @@ class BaseTask:
 
     def model(self, section: ModelSection) -> nn.Module:
         """Build the configured model. It gets ``num_outputs`` as its ``num_classes``, if it takes that."""
-        example = self.prepare(read(self.train, np.arange(min(2, len(self.train))), 0).inputs)
+        example = self.prepare(read(copy.copy(self.train), np.arange(min(2, len(self.train))), 0).inputs)
         known = {} if self.num_outputs is None else {"num_classes": self.num_outputs}
         return model_builder.build(section.name, section.args, known, example, self.num_outputs)
 
@@ -264,12 +269,12 @@ class Supervised(BaseTask):
 
     objective: Objective
 
-    @property
+    @cached_property
     def summary(self) -> Mapping[str, object]:
         """Number of rows, labels, loss and metrics."""
         return {**super().summary, **self.objective.summary(len(self.eval))}
 
-    @property
+    @cached_property
     def notes(self) -> Sequence[str]:
         """Warnings about the labels."""
         return self.objective.notes
@@ -334,7 +339,9 @@ def open_data(section: TaskSection, seed: int, cache_dir: Path | None) -> Opened
         raise ConfigError(
             f"Task.open of {section.name} returns an object of type {kind} without {', '.join(missing)}",
             where=place_of(type(opened)) or "task.name",
-            hint="inherit from harness.training.task.BaseTask, which has defaults, and see docs/add_a_task.md",
+            hint="set train and eval in __init__, and write loss"
+            if isinstance(opened, BaseTask)
+            else "inherit from harness.training.task.BaseTask, which has defaults, and see docs/add_a_task.md",
         )
     for split in ("train", "eval"):
         _require_dataset(section, split, getattr(opened, split))

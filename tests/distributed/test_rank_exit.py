@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import asdict, replace
 
 import pytest
@@ -52,6 +53,15 @@ def test_first_failure_is_kept(tmp_path):
     other = replace(EXIT, rank=0)
     assert [exit_files.write_first(tmp_path, exit) for exit in (EXIT, other)] == [EXIT] * 2
     assert json.loads((tmp_path / "failure.json").read_text()) == asdict(EXIT)
+
+
+def test_a_failure_that_another_rank_is_writing_is_waited_for(tmp_path):
+    path = tmp_path / "failure.json"
+    path.write_text('{"rank": ')
+    writer = threading.Timer(0.3, path.write_text, [json.dumps(asdict(EXIT))])
+    writer.start()
+    assert exit_files.write_first(tmp_path, replace(EXIT, rank=0)) == EXIT
+    writer.join()
 
 
 def test_a_failure_that_another_rank_is_writing_is_left_alone(tmp_path):

@@ -412,6 +412,18 @@ def test_answers_to_an_earlier_question_do_not_count(monkeypatch):
     assert found_by_rank_0(monkeypatch, *both, [{"0": 9}, {"0": 8}]).rank == 1
 
 
+def test_a_question_whose_rank_is_gone_is_taken_over(monkeypatch):
+    monkeypatch.setattr(module, "num_started", lambda: {"0": 7})
+    monkeypatch.setattr(module, "ANSWER_S", 0.1)
+    store = LimitedStore(dist.HashStore())
+    rank_0 = ranks_of(store, 2, peers=[HERE, replace(HERE, pid=2**22 + 1)])[0]
+    store.set("asked", "1:abc")  # and has ended since
+    assert rank_0.missing("all_reduce", True) is None
+    time.sleep(0.3)
+    assert rank_0.missing("all_reduce", True).rank == 1
+    assert store.find("asked").startswith("0:")
+
+
 def test_rank_that_is_late_for_less_than_the_timeout_is_not_accused(monkeypatch):
     assert found_by_rank_0(monkeypatch, [{"0": 7}, {"0": 6}], timed_out=False) is None
 

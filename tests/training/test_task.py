@@ -29,7 +29,7 @@ from harness.inference import predict
 from harness.training import loop, main
 from harness.training.check import preflight
 from harness.training.run import Run
-from harness.training.task import Arrays, BaseTask, Classification, Sums, Supervised, open_data, wrong_return
+from harness.training.task import Arrays, BaseTask, Classification, Sums, Supervised, open_data, row_seed, wrong_return
 from tests.ranks import run_ranks
 
 HERE = "tests/training/test_task.py"
@@ -351,12 +351,38 @@ def test_a_fingerprint_is_of_the_rows(kind):
         assert Plain(kind(other.copy())).fingerprint != found
 
 
+class Augmented(Doubled):
+    """Draws, also for targets, as the docs say; opens its file at first use."""
+
+    file = None
+
+    def batch(self, rows, epoch):
+        self.file = object()
+        noise = [np.random.default_rng(row_seed(0, epoch, int(row))).normal() for row in rows]
+        batch = super().batch(rows, epoch)
+        return Batch(batch.inputs.bfloat16() + torch.tensor(noise)[:, None], batch.targets, rows)
+
+
+def test_a_dataset_that_augments_is_read_as_in_training_and_by_a_copy():
+    values = np.random.default_rng(0).random((50, 3), dtype=np.float32)
+    task = Plain(Augmented(values))
+    task.eval = Doubled(values)
+    model = task.model(ModelSection(name="linear", args={"num_classes": 4}))
+    assert model.layer.weight.shape == (4, 3)
+    assert len(task.fingerprint) == 64
+    assert task.train.file is None, "loader workers must not share it"
+
+
 def test_classes_of_arrays_are_counted():
     class Letters(Classification):
         classes = ("a", "b", "c")
         train = eval = Arrays(np.zeros((4, 2), np.float32), np.array([0, 2, 2, 0]))
 
+        def __init__(self):
+            self.notes = ["a note"]
+
     assert Letters().label_counts(1, 4).tolist() == [1, 0, 2]
+    assert Letters().notes == ["a note"]
     assert Letters().model(ModelSection(name="linear")).layer.weight.shape == (3, 2)
     Letters.train = Doubled(np.zeros((4, 2), np.float32))
     assert Letters().label_counts(0, 4) is None

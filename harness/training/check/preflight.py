@@ -404,7 +404,7 @@ def _train(run: _Trial, audit: Audit) -> str:
         with _stage(f"the optimizer {run.config.optimizer.name}", "training"):
             run.optimizer.step()
     run.step_s = time.monotonic() - start
-    run.look_for_a_sum(outputs.detach(), batch.targets, loss.item())
+    run.look_for_a_sum(outputs, batch.targets, loss.item())
     return f"{plural(len(batch), 'training row')} through prepare, model, loss {loss.item():.4g}, backward, optimizer"
 
 

@@ -47,6 +47,7 @@ MAX_CONFUSION = 64  # classes in the picture of a confusion matrix
 BLOCK_ROWS = 64  # fewer if the configuration has smaller batches
 GROUP_ROWS = 1 << 15  # written at once; one row group of Parquet
 SAMPLE_ROWS = 32
+_FEW_ROWS = 20  # of which one class does not say that nothing was learned
 ROW = "row of the dataset"
 FIRST_COLUMNS = ("id", "prediction", "label")  # if present; the task's other columns follow in its order
 
@@ -266,8 +267,9 @@ class Written:
 
     def warn_of_one_class(self) -> None:
         """Warn if all rows are predicted alike, though they have several labels: the weights have learned nothing."""
-        labels, predicted = ({pair[place] for pair in self.pairs} for place in (0, 1))
-        if len(predicted) == 1 < len(labels):
+        labelled = {pair: count for pair, count in self.pairs.items() if pair[0].strip()}
+        labels, predicted = ({pair[place] for pair in labelled} for place in (0, 1))
+        if len(predicted) == 1 < len(labels) and sum(labelled.values()) >= _FEW_ROWS:
             log.warning(
                 "the model predicts %r for every row, but there are %d labels: it has learned nothing that tells them "
                 "apart; look at the training loss, and try another optimizer.lr, or more epochs",

@@ -60,7 +60,7 @@ def _train(run: Path, settings: dict[str, str], behaviour: str, asked: list[int]
             if asked:
                 return 75
         if behaviour == "fail" and epoch == 2:
-            report = {"rank": 0, "error": "TrainingError", "message": "the loss became nan\nand more"}
+            report = {"rank": 0, "cause": "error", "exit_code": 70, "message": "the loss became nan\nand more"}
             (run / "failure.json").write_text(json.dumps(report))
             return 70
         if behaviour.startswith("die") and epoch == 2 and len(starts.read_text()) <= int(behaviour[3:] or 1):
