@@ -151,7 +151,7 @@ def failed_early(launch: Launch, error: BaseException) -> int:
     exit_files.write_for_torch(launch, record)
     if not isinstance(shown, HarnessError) or launch.local_rank == 0 or (shown.unmet and not launch.supervised):
         show(shown, traceback.format_exception(error))
-    elif launch.elastic:
+    elif launch.elastic and not launch.orphaned:
         time.sleep(_PRINT_S)  # the launcher ends all ranks at the first exit, also local rank 0 before it has printed
     return record.exit_code
 

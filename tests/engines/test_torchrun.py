@@ -290,7 +290,7 @@ def test_ranks_before_rendezvous_end_with_their_launcher(tmp_path, stripes, engi
             os.kill(above, signal.SIGKILL)
         run_.process.wait()
         (tmp_path / "go").write_text("")  # rank 1 wakes up and finds nobody
-        wait_until(lambda: not run_.alive(), 20, "the ranks end")
+        wait_until(lambda: not run_.alive(), END_S, "the ranks end")
     assert not (tmp_path / "runs").exists()
 
 
