@@ -58,8 +58,8 @@ def unknown_option(
         settings = [word for word in words if "=" in word and not word.startswith("-")]
         command = ["harness", "launch", "-c", config, f"--{_OF_LAUNCH[name]}", value or "N", *settings]
         hint = f"type: {shlex.join(command)}"
-    elif key and name.replace("-", "_") in other_names.UNITS:
-        hint = f"settings are written as key=value; {other_names.hint(name.replace('-', '_'))}"
+    elif key and (of_hub := name.replace("-", "_")) in other_names.UNITS:
+        hint = f"settings are written as key=value; {other_names.hint(of_hub)}"
     elif key:
         hint = f"settings are written as key=value: {key}={value or 'VALUE'}"
     else:

@@ -270,7 +270,7 @@ def _called(word: str, settings: Sequence[Setting]) -> list[Setting]:
 def key_of(name: str, exact: bool = False) -> str | None:
     """Return the key that an option of another tool, such as "batch-size", means; None if there is none.
 
-    ``exact``: only a key with this name.
+    ``exact``: only a key with this name, or a name of Hugging Face.
     """
     settings = [each for chapter in chapters() for each in chapter.settings if "[]" not in each.key]
     wanted = name.replace("-", "_")

@@ -309,7 +309,7 @@ class Stalls:
                 return None
 
     def _is_old(self, asked: str) -> bool:
-        """Return True if the question of another rank has been open for so long that it must be gone."""
+        """Return True if the question ``asked`` has been open for so long that the rank that asked it must be gone."""
         if asked != self._open[0]:
             self._open = asked, time.monotonic()
         return time.monotonic() - self._open[1] > 2 * ANSWER_S

@@ -68,7 +68,7 @@ class Content(BesideTheModel):
     """Bytes of metrics.jsonl before it."""
     log_sha256: str
     world_size: int
-    kernels: dict[str, str]
+    kernels: dict[str, Any]
     """With logical ranks, on what the bits of a result depend besides the recipe."""
     data: str
     """The fingerprint of the task's data."""

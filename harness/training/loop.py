@@ -120,7 +120,8 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     losses = backward(run, group)
     settle_last_step(run)
     run.set_lr()
-    host_waits, spoiled = train.on_nan == "skip", False  # will_skip may wait for the device, skip_flag never does
+    spoiled = False
+    host_waits = train.on_nan == "skip"  # will_skip may wait for the device, skip_flag never does
     skip = precision.will_skip(run.optimizer) if host_waits else precision.skip_flag(run.optimizer)
     if run.gradient_hook and skip is not True:  # where only the device knows of an overflow, they may be infinite
         run.gradient_hook(precision.master_params(run.optimizer), run.state.step)

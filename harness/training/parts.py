@@ -76,7 +76,7 @@ __all__ = [
     "shard",
 ]
 
-_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, DistributedDataParallel)  # without state of theirs
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, DistributedDataParallel)  # they have no state
 
 log = logging.getLogger("harness")
 
@@ -167,6 +167,6 @@ def _bare(part: Any) -> Any:
 
 def _without_wrapper(saved: Any, part: Any) -> Any:
     """Return ``saved``, tensors by name, with the names of the bare model if those of its wrapper were written."""
-    if not isinstance(part, nn.Module) or any(key in _bare(part).state_dict() for key in saved):
+    if not isinstance(part, nn.Module) or saved.keys() & _bare(part).state_dict().keys():
         return saved
     return {key.removeprefix("module."): value for key, value in saved.items()}

@@ -114,6 +114,13 @@ def test_names_of_hugging_face_of_schedules_and_of_arguments(word, keys):
     assert word != "polynomial" or {each.parts for each in found} == {("polynomial",)}
 
 
+def test_all_schedules_are_found_by_the_name_of_hugging_face():
+    found = reference.search(["lr_scheduler_type"])
+    assert {each.key for each in found} == {"schedule.name"}
+    assert found == [each for each in reference.search(["schedule"]) if each.key == "schedule.name"]
+    assert len(found) > 1
+
+
 def test_schedule_with_a_common_word_as_name():
     found = [each.key for each in reference.search(["step"])]
     assert found[:3] == ["schedule.name", "schedule.args.milestones", "schedule.args.gamma"]

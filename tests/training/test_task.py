@@ -71,6 +71,14 @@ class Counts(nn.Module):
         return inputs
 
 
+class Twice(nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def forward(self, inputs):
+        return inputs, super().forward(inputs)
+
+
 class Line(BaseTask):
     num_outputs = 1
 
@@ -85,9 +93,13 @@ class Line(BaseTask):
         self.eval = {"no __len__": Unsized(), "no method": object()}.get(fault, self.train)
 
     def model(self, section):
+        if self.fault == "two outputs":
+            return Twice()
         return nn.Sequential(Counts(), nn.Dropout(0.5), nn.Linear(1, 1)) if self.fault == "draws" else nn.Linear(1, 1)
 
     def loss(self, outputs, targets):
+        if self.fault == "two outputs":
+            outputs = outputs[1]
         errors = (outputs - targets).square()
         wrong = {"rows": errors[:, 0], "float": errors.mean().item(), "detached": errors.detach().mean(),
                  "nan": errors.mean() * torch.nan, "sum": errors.sum()}  # fmt: skip
@@ -100,6 +112,8 @@ class Line(BaseTask):
             random.random(), np.random.normal(), torch.rand(1)
         if self.fault == "raises" or (self.fault == "raises on rank 1" and os.environ["RANK"] == "1"):
             raise KeyError("height")
+        if self.fault == "two outputs":
+            outputs = outputs[1]
         errors = (outputs - targets).square()
         right = {"loss": (errors.sum(), torch.tensor(len(errors)))}
         wrong = {"a number": errors.sum(), "numbers": {"loss": (1.0, 2)}, "unsummed": {"loss": (errors, errors)}}
@@ -139,6 +153,11 @@ def warned(folder: Path, fault: str) -> str:
     facts, errors = preflight.examine(configured(folder, fault), (), 1)
     assert errors == []
     return facts.get("warning", "")
+
+
+def test_a_model_may_return_what_the_loss_takes(tmp_path):
+    assert checked(tmp_path, "two outputs") == []
+    train(tmp_path, "two outputs")
 
 
 def test_a_loss_that_is_a_sum_is_warned_of(tmp_path):
@@ -390,6 +409,16 @@ def test_classes_of_arrays_are_counted():
     with pytest.raises(ConfigError) as caught:
         Letters().objective.loss  # noqa: B018
     assert caught.value.where == "task.loss.class_weights"
+
+
+def test_an_unfinished_own_task_is_told_what_to_write():
+    class Task(TaskSection):
+        def open(self, seed: int, cache_dir: Path | None) -> object:
+            return BaseTask()
+
+    with pytest.raises(ConfigError, match="without train, eval, loss\n") as caught:
+        open_data(Task(name="mine"), 0, None)
+    assert caught.value.hint == "set train and eval in __init__, and write loss"
 
 
 def test_section_without_open_is_reported():
