@@ -20,7 +20,7 @@ SETTINGS = {
     "gradient_checkpointing": "model.activation_checkpointing", "torch_compile": "model.compile",
     "lora.rank": "model.lora.r", "r": "model.lora.r", "lora_alpha": "model.lora.alpha",
     "target_modules": "model.lora.targets", "lora_dropout": "model.lora.dropout",
-    "eps": "optimizer.args.eps", "betas": "optimizer.args.betas",
+    "modules_to_save": "model.lora.modules_to_save", "eps": "optimizer.args.eps", "betas": "optimizer.args.betas",
 }  # fmt: skip
 UNITS = {  # where ours counts something else
     "warmup_ratio": "it counts epochs: 0.1 of a run of 3 epochs is 0.3",

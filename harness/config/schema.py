@@ -87,6 +87,8 @@ class LoraSection(Section):
     """
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the inputs of the matrices."""
+    modules_to_save: tuple[str, ...] = Field(default=(), strict=False)
+    """Modules to train whole, besides the last layers, such as [pooler]: named as in targets."""
 
 
 class ModelSection(Section):
@@ -105,7 +107,8 @@ class ModelSection(Section):
     """true: the weights must match the model exactly; false: missing weights are initialized at random."""
     freeze: tuple[str, ...] = Field(default=(), strict=False)
     """Patterns such as "layer1.*" for the names of parameters that are not trained. Batch norms in the frozen
-    parts still update their running statistics.
+    parts still update their running statistics. With lora: of the last layers and modules_to_save; the matrices are
+    trained, unless a pattern names lora_.
     """
     channels_last: bool = False
     """Keep images and convolution weights in the channels-last memory format, which is faster on tensor cores."""

@@ -255,6 +255,34 @@ def test_only_matrices_and_the_last_layer_are_trained(make, targets, number):
     assert facts["weights"].endswith(f"; {2 * number} new LoRA matrices")
 
 
+def test_modules_to_save_are_trained_whole(make):
+    """They are not adapted, also if targets names them; the weights to start from are loaded into them."""
+    config = make(model={"lora": {"targets": ["query", "dense"], "modules_to_save": ["layer.1.output", "pooler"]}})
+    _, model = built(config)
+    weights.load(model, config)
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    whole = {name for name in trained if lora.PART not in name}
+    assert {name.rpartition(".")[0] for name in whole} == {
+        "classifier", "bert.pooler.dense", "bert.encoder.layer.1.output.dense", "bert.encoder.layer.1.output.LayerNorm"
+    }  # fmt: skip
+    assert len(trained) - len(whole) == 2 * 7
+    with pytest.raises(ConfigError, match="no layer of the model matches 'poler'\n  -> did you mean pooler") as caught:
+        built(make(model={"lora": {"modules_to_save": ["poler"]}}))
+    assert caught.value.where == "model.lora.modules_to_save"
+    with pytest.raises(ConfigError, match="no linear layers to adapt but .* modules_to_save"):
+        built(make(model={"lora": {"modules_to_save": ["bert"]}}))
+
+
+@pytest.mark.parametrize(
+    ("freeze", "left"),
+    [("bert.*", {"A", "B", "classifier"}), ("*", {"A", "B"}), ("*.lora_A.*", {"B", "classifier"})],
+)
+def test_frozen_layers_keep_their_matrices(make, freeze, left):
+    _, model = built(make(model={"freeze": [freeze], "lora": {"targets": ["query"]}}))
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert {name.partition(".lora_")[2][:1] or name.partition(".")[0] for name in trained} == left
+
+
 def test_lora_of_a_model_without_transformers(make):
     net = torch.nn.Sequential(
         torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
@@ -472,7 +500,7 @@ def test_missing_library_is_named(make, monkeypatch):
 # Runs
 
 
-LORA = {"lora": {"r": 4, "targets": ["query", "value"], "dropout": 0.1}}
+LORA = {"lora": {"r": 4, "targets": ["query", "value"], "dropout": 0.1, "modules_to_save": ["pooler"]}}
 
 
 @pytest.mark.parametrize("model", [{}, LORA], ids=["whole", "lora"])
@@ -489,7 +517,7 @@ def test_a_killed_run_resumes_exactly(make, tmp_path, model):
     before = last_checkpoint(base / "run")
     assert all(torch.equal(value, before["model"][name]) for name, value in content["model"].items())
     trained = len(content["optimizer"]["state"])
-    assert trained == (10 if model else len(content["model"]))
+    assert trained == (12 if model else len(content["model"]))
 
 
 @pytest.mark.parametrize("model", [{}, LORA], ids=["whole", "lora"])

@@ -19,18 +19,22 @@ _KINDS = (*_LINEAR, "Conv1d", "Conv2d", "Conv3d", "Embedding")
 
 
 def apply(model: nn.Module, section: LoraSection) -> None:
-    """Freeze ``model`` but for its last layers, and put matrices to train beside the layers that ``section`` names.
-    Raises ConfigError."""
+    """Freeze ``model`` but for its last layers and modules_to_save, and put matrices to train beside the layers that
+    ``section`` names. Raises ConfigError."""
     hub.require("peft", "model.lora")
     from peft import LoraConfig, inject_adapter_in_model
 
+    modules = {name: "" for name, _ in model.named_modules() if name}
+    saved = [name for target in section.modules_to_save for name in _matching(target, modules, "modules_to_save")]
     heads = last_layers(model)
     layers = {name: type(module).__name__ for name, module in model.named_modules() if _is_layer(module)}
     plain = [name for name, kind in layers.items() if kind in _LINEAR and not _inside(name, heads)]
-    chosen = {name for target in section.targets for name in _matching(target, layers)} or plain
+    chosen = {name for target in section.targets for name in _matching(target, layers, "targets")} or {*plain}
+    chosen = {name for name in chosen if not _inside(name, saved)}
     if not chosen:
-        raise ConfigError("the model has no linear layers but the last ones", where="model.lora", hint="name its "
-                          f"layers in model.lora.targets, such as {', '.join([*layers][:5])}")  # fmt: skip
+        what = "it has no linear layers to adapt but the last ones and those of modules_to_save"
+        hint = f"name its layers in model.lora.targets, such as {', '.join([*layers][:5])}"
+        raise ConfigError(what, where="model.lora", hint=hint)
     try:
         wanted = LoraConfig(
             r=section.r, lora_alpha=section.alpha, lora_dropout=section.dropout,  # type: ignore[arg-type]
@@ -40,7 +44,7 @@ def apply(model: nn.Module, section: LoraSection) -> None:
     except ValueError as error:
         raise ConfigError(f"peft cannot adapt this model: {first_line(error)}", where="model.lora") from None
     for name, param in model.named_parameters():
-        param.requires_grad_(f".{PART}" in name or (_inside(name, heads) and BASE not in name))
+        param.requires_grad_(f".{PART}" in name or (_inside(name, heads + saved) and BASE not in name))
 
 
 def summary(model: nn.Module, section: LoraSection) -> str:
@@ -77,12 +81,13 @@ def _inside(name: str, modules: list[str]) -> bool:
     return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
-def _matching(target: str, layers: Mapping[str, str]) -> list[str]:
-    """Return the names of ``layers`` that ``target`` means. Raises ConfigError if there are none."""
+def _matching(target: str, layers: Mapping[str, str], key: str) -> list[str]:
+    """Return the names of ``layers`` that ``target`` of the setting ``key`` means. Raises ConfigError if there are
+    none."""
     found = [name for name in layers if f".{name}".endswith(f".{target}") or fnmatch.fnmatchcase(name, target)]
     if not found:
         ends = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
         near = similar(target, [*layers, *ends])
         hint = f"did you mean {near}?" if near else f"the layers are called {', '.join(ends)}"
-        raise ConfigError(f"no layer of the model matches {target!r}", where="model.lora.targets", hint=hint)
+        raise ConfigError(f"no layer of the model matches {target!r}", where=f"model.lora.{key}", hint=hint)
     return found

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from harness.config import plugins, signatures
 from harness.config.schema import OptimizerSection
 from harness.errors import ConfigError, plural, similar, users_line
+from harness.training.models import lora
 from harness.training.strategies.sharding import local, part_like
 
 _WITH_STATE = ("amsgrad", "centered")  # settings of torch's optimizers that keep another average from the first step
@@ -35,12 +36,13 @@ def scaled_lr(section: OptimizerSection, global_batch: int) -> float:
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
-    """Stop the training of the parameters whose names match one of ``patterns``. Raises ConfigError if a pattern
-    matches none, or if all are frozen."""
+    """Stop the training of the parameters whose names match one of ``patterns``: of matrices of LoRA, only if it names
+    them. Raises ConfigError if a pattern matches none, or if all are frozen."""
     named = dict(model.named_parameters())
     for pattern in patterns:
         for name in _matching(pattern, named, "model.freeze"):
-            named[name].requires_grad_(False)
+            if f".{lora.PART}" not in name or lora.PART in pattern:
+                named[name].requires_grad_(False)
     if named and not any(param.requires_grad for param in named.values()):
         hint = "remove a pattern: the last layer is usually trained"
         raise ConfigError("every parameter is frozen", where="model.freeze", hint=hint)
