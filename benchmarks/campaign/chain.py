@@ -57,14 +57,15 @@ class _Runner:
             codes = whole.hung or f"exit codes {whole.codes}"
             self.problem("failed", f"the uninterrupted run: {codes}; see {unbroken.parent}/terminal.txt")
             return
-        num_steps = sum(event["event"] == "step" for event in whole.events[0])
+        num_steps = sum(event["event"] == "step" for event in whole.events[0])  # without those skipped by a loss scaler
+        last = _steps_done(self._place(unbroken.parent))
         is_hit = True
         for number, place in enumerate(plan.places(chain)):
             size = next(sizes)
             if is_hit or place in plan.OF_EVERY_START:
-                left = num_steps - _steps_done(self._place(broken.parent))
-                kill, how = plan.kill(chain, number, place, size, whole.events, left)
-                is_hit = self._start(broken, size, place, kill, how)
+                done = _steps_done(self._place(broken.parent))
+                kill, how = plan.kill(chain, number, place, size, whole.events, num_steps - done)
+                is_hit = self._start(broken, size, place, kill, how, is_trained=done == last)
             if self.problems:
                 return
         self._start(broken, next(sizes))
@@ -78,10 +79,11 @@ class _Runner:
         return path
 
     def _start(
-        self, config: Path, size: int, place: str = "", kill: PlannedKill | None = None, how: HowKilled = "KILL"
-    ) -> bool:
+        self, config: Path, size: int, place: str = "", kill: PlannedKill | None = None, how: HowKilled = "KILL",
+        is_trained: bool = False,
+    ) -> bool:  # fmt: skip
         """Start the run on ``size`` ranks, record the kill, and check its end; False if it ended before it could be
-        killed."""
+        killed. ``is_trained``: the run has made all of its steps."""
         end = start(config, self._chain.engine, size, kill, how)
         words = "the last start" if kill is None else "a start that ended before its kill"
         if end.killed and kill:
@@ -94,7 +96,9 @@ class _Runner:
             )  # fmt: skip
         if end.hung:
             self.problem("hang", f"{words}: {end.hung}")
-        elif wrong := verdict.wrong_codes(self._chain, kill if end.killed else None, how, place, end.codes):
+        elif wrong := verdict.wrong_codes(
+            self._chain, kill if end.killed else None, how, place, end.codes, is_trained
+        ):  # fmt: skip
             self.problem("exit code", f"{words}: {wrong}")
         return end.killed is not None
 

@@ -96,22 +96,24 @@ def _names(folder: Path) -> set[str]:
     return {name for name in names - _OF_CAMPAIGN if not re.search(r"^records/|/tables/.*\.tmp$", name)}
 
 
-def wrong_codes(chain: Chain, kill: PlannedKill | None, how: HowKilled, place: str, codes: Sequence[int]) -> str:
+def wrong_codes(
+    chain: Chain, kill: PlannedKill | None, how: HowKilled, place: str, codes: Sequence[int], is_trained: bool
+) -> str:
     """The reason why the exit codes of a start do not fit its end; empty if they do.
 
     A stopped rank exits with 75, or with 130 (SIGINT) or 143 (SIGTERM) before there is a checkpoint; a rank that lost
-    a peer with 70. A run may also have been done already when the signal came.
+    a peer with 70. A run may also have been done already when the signal came; its ranks leave one by one.
     """
-    allowed = {0} if kill is None else _allowed(chain, kill, how, place)
+    allowed = {0} if kill is None else _allowed(chain, kill, how, place, is_trained)
     if all(code in allowed for code in codes):
         return ""
     return f"exit codes {codes} instead of {sorted(allowed)}"
 
 
-def _allowed(chain: Chain, kill: PlannedKill, how: HowKilled, place: str) -> set[int]:
+def _allowed(chain: Chain, kill: PlannedKill, how: HowKilled, place: str, is_trained: bool) -> set[int]:
     number = signal.Signals[f"SIG{how}"]
     if number == signal.SIGKILL:
-        done = {0} if place == "end" or kill.delay_s else set()
+        done = {0} if place == "end" or is_trained or kill.delay_s else set()
         if chain.engine != "bare":
             # torch's launcher exits with 1 for a rank that failed.
             return {_KILLED, *done} if kill.target == "launcher" else {0, 1, _LOST}
