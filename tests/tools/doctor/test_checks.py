@@ -149,6 +149,33 @@ def test_packages(monkeypatch):
     assert only(checks.packages).mark == "note"
 
 
+def test_extras(monkeypatch):
+    """Each is named, with versions or with what to type; those of developers are not."""
+    versions = {"transformers": "5.1", "timm": "1", "pytest": "9"}
+    required = ["torch>=2", "timm; extra == 'timm'", 'transformers>=5; extra == "huggingface"',
+                "peft; extra == 'huggingface'", "s3fs; extra == 's3'", "dask[distributed]; extra == 'dask'",
+                "apex-harness[dask]; extra == 'all'", "pytest; extra == 'test'"]  # fmt: skip
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    install = "python -m pip install 'apex-harness[huggingface]'"
+    assert found(checks.extras) == [
+        Finding("extras", "ok", "timm: timm 1"),
+        Finding("extras", "ok", "huggingface: transformers 5.1, no peft", (install,)),
+        Finding("extras", "ok", "not installed: s3, dask",
+                ("python -m pip install 'apex-harness[s3,dask]'  # those that you want to use",)),
+    ]  # fmt: skip
+    versions["transformers"] = "4.9"
+    old = found(checks.extras)[1]
+    text = "huggingface: transformers 4.9, no peft: too old, it needs transformers>=5"
+    assert old == Finding("extras", "note", text, (install,))
+
+
 @pytest.mark.parametrize("name", ["torch", "torchvision"])
 def test_torch_that_cannot_be_imported(monkeypatch, name):
     assert [finding.mark for finding in found(checks.torch)] == ["ok", "ok"]
