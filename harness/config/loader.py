@@ -338,7 +338,8 @@ def _sentence(error: Any, path: list[str], cls: type[BaseModel]) -> str:
     shown = repr(seen) if len(repr(seen)) <= 200 else f"{repr(seen)[:200]}..."
     if kind in ("model_type", "dict_type"):
         return f"it should be a section of settings, {{key: value}} (found: {shown})"
-    return f"{_RENAMED.get(kind) or error['msg'].replace('Input should', 'it should')} (found: {shown})"
+    unit = f"; {other_names.UNITS[path[-1]]}" if kind.startswith("int_") and path[-1] in other_names.UNITS else ""
+    return f"{_RENAMED.get(kind) or error['msg'].replace('Input should', 'it should')} (found: {shown}){unit}"
 
 
 def _path(loc: Iterable[Any], raw: Any) -> list[str]:

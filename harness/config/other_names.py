@@ -24,7 +24,7 @@ SETTINGS = {
 }  # fmt: skip
 UNITS = {  # where ours counts something else
     "warmup_ratio": "it counts epochs: 0.1 of a run of 3 epochs is 0.3",
-    "warmup_steps": "it counts updates; for a share, schedule.warmup_epochs: 0.1 of a run of 3 epochs is 0.3",
+    "warmup_steps": "it counts updates; for a share, schedule.warmup_epochs=0.3 is 0.1 of a run of 3 epochs",
     "per_device_train_batch_size": "it is the product with the accumulation: 8 rows, 4 times, are "
     "batch.per_rank=32 batch.accumulate=4",
     "gradient_accumulation_steps": "it splits the batch: 8 rows, 4 times, are batch.per_rank=32 batch.accumulate=4",
@@ -48,5 +48,9 @@ def hint(key: str) -> str | None:
 
 
 def setting(key: str) -> str | None:
-    """Return our setting, maybe with a value, for the dotted ``key`` that ends with a name of Hugging Face."""
-    return SETTINGS.get(".".join(key.split(".")[-2:])) or SETTINGS.get(key.rpartition(".")[2])
+    """Return our setting, maybe with a value, for the dotted ``key`` that ends with a name of Hugging Face; a single
+    word, such as r, means it only in our section, in train and without a section."""
+    *sections, name = key.split(".")
+    ours = SETTINGS.get(".".join([*sections[-1:], name])) or SETTINGS.get(name)
+    fits = "_" in name or not sections or (ours and sections[-1] in ("train", *ours.split(".")))
+    return ours if fits else None

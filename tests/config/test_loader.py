@@ -624,6 +624,13 @@ def test_error_about_a_long_text_is_no_error_of_its_own(tmp_path):
         ),
         ("schedule.warmup_ratio=0.1", "it counts epochs"),
         (
+            "schedule.warmup_steps=0.1",
+            "(found: 0.1); it counts updates; for a share, schedule.warmup_epochs=0.3 is 0.1 of a run of 3 epochs",
+        ),
+        ("r=4", "r: unknown key; did you mean model.lora.r?"),
+        ("batch.eps=1", "batch.eps: unknown key; known keys: global, "),
+        ("data.per_device_train_batch_size=8", "did you mean batch.per_rank?"),
+        (
             "warmup_steps=0.1",
             "did you mean schedule.warmup_steps? it counts updates; for a share, schedule",
         ),
