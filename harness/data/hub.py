@@ -178,8 +178,18 @@ def require_same(name: str, model: str, chosen: HubTokenizer) -> None:
         raise ConfigError(f"{name} has other tokens than {model}", where=where, hint=f"set {where}={model}")
 
 
-def _digest(found: Any, words: dict[str, int]) -> str:
+def without_lengths(found: Any) -> Any:
+    """Return the backend of the tokenizer ``found``, if it has one, without the lengths of its last call or file, which
+    each call sets."""
     backend = getattr(found, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    return backend
+
+
+def _digest(found: Any, words: dict[str, int]) -> str:
+    backend = without_lengths(found)
     rules = backend.to_str() if backend is not None else json.dumps(words, sort_keys=True)
     facts = [type(found).__name__, rules, found.special_tokens_map, found.padding_side, found.truncation_side]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

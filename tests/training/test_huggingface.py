@@ -527,11 +527,16 @@ def test_from_texts_to_from_pretrained(make, tmp_path, monkeypatch, model):
     make(model=model)
     assert run(tmp_path / "config.yaml") == [0], (tmp_path / "terminal-0.txt").read_text()
     folder = run_folder(tmp_path / "config.yaml")
-    assert main(["predict", str(folder), "--csv", "eval.csv", "--out", "new.csv"]) == 0
+    words = ["predict", str(folder), "--csv", "eval.csv"]
+    assert main([*words, "--out", "new.csv"]) == 0
     assert (tmp_path / "new.csv").read_text() == (folder / "predictions.csv").read_text()
     assert main(["export", str(folder), "--format", "huggingface", "--out", "out"]) == 0
     there = transformers.AutoModelForSequenceClassification.from_pretrained("out").eval()
     own = transformers.AutoTokenizer.from_pretrained("out")
+    assert own.model_max_length == 20
+    again = [*words, "--out", "again.csv", "task.tokenizer.name=hf:out"]
+    assert main(again) == 0
+    assert (tmp_path / "new.csv").read_text() == (tmp_path / "again.csv").read_text()
     with open(folder / "predictions.csv") as file:
         rows = list(csv.DictReader(file))
     encoded = own(

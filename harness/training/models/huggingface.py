@@ -181,14 +181,22 @@ def save(model: nn.Module, path: Path, signature: Mapping[str, Any], tokenizer: 
         plain.config.output_mean, plain.config.output_std = scale["mean"], scale["std"]
     with _quiet():
         plain.save_pretrained(path)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(path)
-        if processor := _processor(signature.get("preprocessing", {})):
-            (path / _PROCESSOR).write_text(json.dumps(processor, indent=1) + "\n", encoding="utf-8")
+        _save_inputs(path, signature.get("preprocessing", {}), tokenizer)
         loaded: Any = own.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
     loaded.__class__ = adapted
     there: nn.Module = loaded.eval()
     return there
+
+
+def _save_inputs(path: Path, facts: Mapping[str, Any], tokenizer: Any) -> None:
+    """Write the ``tokenizer``, with the length of the task, or the preprocessing of images into the folder ``path``."""
+    if tokenizer is not None:
+        own = copy.deepcopy(tokenizer)
+        hub.without_lengths(own)
+        own.model_max_length = facts["max_length"]
+        own.save_pretrained(path)
+    if processor := _processor(facts):
+        (path / _PROCESSOR).write_text(json.dumps(processor, indent=1) + "\n", encoding="utf-8")
 
 
 def _processor(facts: Mapping[str, Any]) -> dict[str, Any]:
