@@ -43,7 +43,7 @@ def test_an_installed_apex_is_used_on_cuda(nvidia):
     chosen = choose(PrecisionSection(), CUDA)
     assert chosen.backend == "apex of unknown version"
     assert chosen.amp is nvidia["apex.amp"]
-    assert chosen.distributed is nvidia["apex.parallel"]
+    assert chosen.parallel is nvidia["apex.parallel"]
 
 
 def test_setting_that_needs_harness_apex(nvidia):

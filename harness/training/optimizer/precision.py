@@ -9,10 +9,11 @@ import importlib
 import importlib.metadata
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,36 @@ from harness.errors import ConfigError
 _MEASURING_S, _BUSY_S = 0.2, 1.0  # of the two levels in turns; at most, while other programs hide which is slower
 
 
+class Amp(Protocol):
+    """What training uses of an ``amp`` module."""
+
+    _amp_state: Any
+    initialize: Callable[..., Any]
+
+    def scale_loss(
+        self, loss: Tensor, optimizers: torch.optim.Optimizer, /, *, delay_unscale: bool
+    ) -> AbstractContextManager[Tensor]: ...
+    def master_params(self, optimizer: torch.optim.Optimizer, /) -> Iterator[Tensor]: ...
+    def state_dict(self) -> Mapping[str, Mapping[str, float]]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+
+class Parallel(Protocol):
+    """What training uses of a ``parallel`` module."""
+
+    LARC: ModuleType
+    DistributedDataParallel: Any
+    SyncBatchNorm: Any
+
+    def convert_syncbn_model(self, module: nn.Module, /) -> nn.Module: ...
+
+
 @dataclass(frozen=True)
 class Precision:
     """One amp implementation at one opt level. ``backend`` is its name and version."""
 
-    amp: Any
-    distributed: Any
-    """The module that holds its DistributedDataParallel."""
+    amp: Amp
+    parallel: Parallel
     backend: str
     options: dict[str, Any]
 
@@ -44,25 +68,22 @@ class Precision:
     def larc(self, optimizer: torch.optim.Optimizer, section: LarcSection) -> torch.optim.Optimizer:
         """Return ``optimizer`` with layer-wise adaptive rates. Call before ``initialize``, which patches its
         ``step``."""
-        wrapped: torch.optim.Optimizer = self.distributed.LARC.LARC(optimizer, **section.model_dump())
+        wrapped: torch.optim.Optimizer = self.parallel.LARC.LARC(optimizer, **section.model_dump())
         return wrapped
 
     def synchronized(self, model: nn.Module) -> nn.Module:
         """Return ``model`` with synchronized batch norms. Call it before the optimizer is built, since it copies
         weights."""
-        converted: nn.Module = self.distributed.convert_syncbn_model(model)
-        return converted
+        return self.parallel.convert_syncbn_model(model)
 
     def scale_loss(
         self, loss: Tensor, optimizer: torch.optim.Optimizer, delay_unscale: bool
     ) -> AbstractContextManager[Tensor]:
-        context: AbstractContextManager[Tensor] = self.amp.scale_loss(loss, optimizer, delay_unscale=delay_unscale)
-        return context
+        return self.amp.scale_loss(loss, optimizer, delay_unscale=delay_unscale)
 
     def master_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         """Return the parameters that the optimizer updates (masters, if there are any), in the order of its groups."""
-        params: Iterator[Tensor] = self.amp.master_params(optimizer)
-        return params
+        return self.amp.master_params(optimizer)
 
     def will_skip(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return True if the next ``optimizer.step()`` will be skipped because of an overflow. The same on all
@@ -79,18 +100,21 @@ class Precision:
 
     def next_scale(self) -> float | Tensor:
         """Return ``loss_scale``, or, where only the device knows it, a scalar there."""
-        scalers = getattr(self.amp._amp_state, "loss_scalers", None) or []
-        factor = getattr(scalers[0], "factor", None) if scalers else None
+        factor = getattr(self._scaler, "factor", None)
         return factor if isinstance(factor, Tensor) else self.loss_scale()
 
     def loss_scale(self) -> float:
-        scalers = getattr(self.amp._amp_state, "loss_scalers", None) or []
-        return float(scalers[0].loss_scale()) if scalers else 1.0
+        return float(self._scaler.loss_scale()) if self._scaler else 1.0
 
     def can_lower_scale(self) -> bool:
         """Return True if the loss scale is dynamic and above its minimum, which is 1 unless min_loss_scale is set."""
-        scalers = getattr(self.amp._amp_state, "loss_scalers", None) or []
-        return bool(scalers) and scalers[0].dynamic and self.loss_scale() > (self.options.get("min_loss_scale") or 1.0)
+        dynamic = bool(self._scaler and self._scaler.dynamic)
+        return dynamic and self.loss_scale() > (self.options.get("min_loss_scale") or 1.0)
+
+    @property
+    def _scaler(self) -> Any:
+        """The scaler of the loss, of a private type of each amp, or None while amp is off."""
+        return next(iter(getattr(self.amp._amp_state, "loss_scalers", None) or []), None)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: dict(scaler) for name, scaler in self.amp.state_dict().items()}
@@ -223,10 +247,11 @@ def set_tf32(section: PrecisionSection) -> None:
         torch.backends.cudnn.allow_tf32 = section.tf32
 
 
-def installed_apex() -> tuple[tuple[Any, Any, str] | None, str]:
+def installed_apex() -> tuple[tuple[Amp, Parallel, str] | None, str]:
     """Return ((amp, parallel, name), "") of an installed Apex with both, else (None, the reason)."""
     try:
-        amp, parallel = importlib.import_module("apex.amp"), importlib.import_module("apex.parallel")
+        amp: Any = importlib.import_module("apex.amp")
+        parallel: Any = importlib.import_module("apex.parallel")
     except ModuleNotFoundError as error:
         if error.name == "apex":
             return None, "no Apex is installed"

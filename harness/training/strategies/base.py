@@ -92,7 +92,7 @@ class ParallelStrategy:
         """Set ``model``, ``module`` and ``summary``, after amp, which changes the types of the weights."""
         self.model = self.module = model
         if self._syncs_norms:
-            kind = self.precision.distributed.SyncBatchNorm
+            kind = self.precision.parallel.SyncBatchNorm
             self.sync_norms = tuple(module for module in model.modules() if isinstance(module, kind))
 
     @property

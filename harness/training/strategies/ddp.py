@@ -28,7 +28,7 @@ class Strategy(ParallelStrategy):
             self.summary = f"ddp, {self.ranks.num} logical ranks on {self.world_size} processes, summed in a tree"
         elif self.world_size > 1:
             delayed = self.section.delay_allreduce
-            self._ddp = self.precision.distributed.DistributedDataParallel(model, delay_allreduce=delayed)
+            self._ddp = self.precision.parallel.DistributedDataParallel(model, delay_allreduce=delayed)
             self.model, self.exchanges = self._ddp, True
             self.summary = f"ddp, {'delayed' if delayed else 'overlapped'} all-reduce"
 
