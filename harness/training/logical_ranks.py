@@ -275,6 +275,9 @@ class _Layout:
 # size, as a ring does, where each block is one subtree. Few numbers are gathered whole.
 
 
+Group = dist.ProcessGroup | None
+
+
 class Node(NamedTuple):
     """The sum of the leaves from place * 2^level on, up to 2^level of them. ``value`` is None in a plan."""
 
@@ -324,7 +327,7 @@ class TreeSum:
         num_leaves: int,
         process: int = 0,
         num_processes: int = 1,
-        group: Any = None,
+        group: Group = None,
         merge: Callable[[Any, Any], Any] = Tensor.add_,
     ) -> None:
         self._num_leaves, self._num_processes, self._group, self._merge = num_leaves, num_processes, group, merge
@@ -344,7 +347,7 @@ class TreeSum:
         return exchanged(roots, self._num_leaves, self._num_processes, self._group)
 
 
-def exchanged(roots: Sequence[Tensor], num_leaves: int, num_processes: int, group: Any = None) -> Tensor:
+def exchanged(roots: Sequence[Tensor], num_leaves: int, num_processes: int, group: Group = None) -> Tensor:
     """Return the sum over all logical ranks, where ``roots``, flat tensors, are what this process can add up alone.
     Every process completes the tree for one piece. Collective."""
     plans = [plan(num_leaves, process, num_processes) for process in range(num_processes)]
@@ -370,7 +373,7 @@ def exchanged(roots: Sequence[Tensor], num_leaves: int, num_processes: int, grou
     return gathered[:length]
 
 
-def _gathered(roots: Sequence[Tensor], plans: Sequence[list[Node]], num_leaves: int, group: Any) -> Tensor:
+def _gathered(roots: Sequence[Tensor], plans: Sequence[list[Node]], num_leaves: int, group: Group) -> Tensor:
     """Return ``exchanged`` of few numbers, for which one message of all of them is quicker than two of their pieces."""
     own = roots[0] if len(roots) == 1 else torch.cat(list(roots))
     received = own.new_empty(len(plans) * len(roots), len(roots[0]))

@@ -72,9 +72,9 @@ class CudaTimer(StepTimer):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._free: list[Any] = []
-        self._pending: deque[tuple[str, Any]] = deque()  # (phase that ends there, event), not read yet
-        self._window_end: Any = None  # event
+        self._free: list[torch.cuda.Event] = []
+        self._pending: deque[tuple[str, torch.cuda.Event]] = deque()  # (phase that ends there, event), not read yet
+        self._window_end: torch.cuda.Event | None = None
 
     def start(self) -> None:
         self.end("")
@@ -107,7 +107,7 @@ class CudaTimer(StepTimer):
             self._free.append(before)
 
 
-def wait_for(event: Any) -> None:
+def wait_for(event: torch.cuda.Event) -> None:
     """Wait until the device has passed ``event``."""
     if not event.query():
         event.synchronize()

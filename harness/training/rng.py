@@ -23,23 +23,26 @@ def seed_all(*key: int) -> None:
     random.seed(seed)
 
 
+NumpyState = tuple[str, np.ndarray, int, int, float]
+
+
 class Streams(NamedTuple):
     """The state of every stream of a rank, as the libraries give it."""
 
     torch: Tensor
     devices: Sequence[Tensor]
-    numpy: Any
+    numpy: NumpyState
     python: tuple[Any, ...]
 
     def plain(self) -> dict[str, Any]:
         """Return the state as tensors and plain numbers, which load with ``weights_only=True``."""
         name, keys, position, has_gauss, gauss = self.numpy
         version, internal, gauss_next = self.python
-        keys = torch.from_numpy(np.asarray(keys, dtype=np.int64))
+        words = torch.from_numpy(np.asarray(keys, dtype=np.int64))
         return {
             "torch": self.torch,
             "cuda": list(self.devices),
-            "numpy": [str(name), keys, int(position), int(has_gauss), float(gauss)],
+            "numpy": [str(name), words, int(position), int(has_gauss), float(gauss)],
             "python": [version, list(internal), gauss_next],
         }
 
@@ -82,16 +85,16 @@ class _NumpyStream:
     _BYTES = 625 * 4  # 624 words of the generator and a position
     _known: bytes | None = None  # the memory after the last call; None if it would not tell everything
 
-    def get(self) -> Any:
+    def get(self) -> NumpyState:
         content = self._memory()
         if content is not None and content == self._known:
             words = np.frombuffer(content, dtype=np.uint32)
             return "MT19937", words[:624], int(words[624]), 0, 0.0
-        state = np.random.get_state(legacy=True)
+        state: NumpyState = np.random.get_state(legacy=True)  # type: ignore[assignment]
         self._remember(state)
         return state
 
-    def set(self, state: Any) -> None:
+    def set(self, state: NumpyState) -> None:
         content, packed = self._memory(), self._packed(state)
         if content is not None and content == self._known and packed is not None:
             ctypes.memmove(_global_generator().ctypes.state_address, packed, self._BYTES)
@@ -100,7 +103,7 @@ class _NumpyStream:
             np.random.set_state(state)
             self._remember(state)
 
-    def _remember(self, state: Any) -> None:
+    def _remember(self, state: NumpyState) -> None:
         packed = self._packed(state)
         self._known = packed if packed is not None and packed == self._memory() else None
 
@@ -110,7 +113,7 @@ class _NumpyStream:
             return None
         return ctypes.string_at(generator.ctypes.state_address, self._BYTES)
 
-    def _packed(self, state: Any) -> bytes | None:
+    def _packed(self, state: NumpyState) -> bytes | None:
         """Return the memory of a generator in ``state``; None if that is not the whole state."""
         name, keys, position, has_gauss, gauss = state
         if name != "MT19937" or has_gauss or gauss:
