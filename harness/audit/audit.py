@@ -107,12 +107,15 @@ def _folder(wanted: Path | None) -> Iterator[tuple[Path, Callable[[], object]]]:
     yield wanted, lambda: None
 
 
+_SEEDS = "give it a seed: manual_seed(0) of a torch.Generator, numpy.random.default_rng(0), random.Random(0)"
+
+
 class _CannotTellError(Exception):
     """No verdict is possible, for the reason in ``finding``."""
 
-    def __init__(self, code: str, text: str, evidence: Sequence[str] = ()) -> None:
+    def __init__(self, code: str, text: str, evidence: Sequence[str] = (), remedy: str = "") -> None:
         super().__init__(text)
-        self.finding = Finding(code, text, tuple(evidence))
+        self.finding = Finding(code, text, tuple(evidence), remedy=remedy)
 
 
 @contextmanager
@@ -223,35 +226,41 @@ class _Audit:
         shape = shape.on_any_ranks() if self._varies else shape
         self._chosen = kills.choose(shape, of.kills, of.seed, of.ranks, of.alone)
         self._say(self._estimate(first))
+        self._say("steps: calls of optimizer.step(), without those that Apex's amp skips after an overflow")
         self._session.fresh()
         self._require_success(self._start(AGAIN, self._plan))
         differences = diagnosis.deterministic(first, self._records[AGAIN])
         self._are_equal = not differences
         if differences:
-            evidence = (*differences[0].evidence, *self._chance(max(differences[0].steps, default=1)))
-            raise _CannotTellError(differences[0].code, differences[0].text, evidence)
+            found, remedy = self._chance(max(differences[0].steps, default=1))
+            raise _CannotTellError(differences[0].code, differences[0].text, (*found, *differences[0].evidence), remedy)
 
-    def _chance(self, step: int) -> list[str]:
-        """Start the command until ``step``, where two undisturbed starts differ, and return what can be the cause."""
+    def _chance(self, step: int) -> tuple[list[str], str]:
+        """Start the command until ``step``, where two undisturbed starts differ, and return what can be the cause, and
+        what helps if that is more than the usual."""
         plan = replace(self._plan, steps=step)
         self._observe("observed", replace(plan, chance=True), "to find the lines that chance comes from")
         draws = records.draws(self._session.records("observed"), self._session.work)
         if found := [draw for draw in draws if draw.stream in ("entropy", "operation")]:
-            return [self._of_chance(draw) for draw in found]
+            seeded = all(draw.stream == "operation" for draw in found)
+            return [self._of_chance(draw) for draw in found], "" if seeded else _SEEDS
         for name in ("hashes", "hashes-again"):
             self._observe(name, plan, "with the order of sets fixed", hashes=False)
         if not diagnosis.deterministic(self._records["hashes"], self._records["hashes-again"]):
-            return [
+            what = (
                 "the order of a set or the hash of a string is the cause: with PYTHONHASHSEED=0, two starts are equal"
-            ]
-        return [self._of_chance(draw) for draw in draws if draw.stream == "clock"]
+            )
+            return [what], "sort the set, or start the script with PYTHONHASHSEED=0"
+        return [self._of_chance(draw) for draw in draws if draw.stream == "clock"], ""
 
     @staticmethod
     def _of_chance(draw: Draw) -> str:
         if draw.stream == "operation":
             place = "" if draw.place.endswith(":0") else f"{draw.place} calls "
             return f"{place}{draw.function}, which is not deterministic"
-        return draw.described + (", which reads a clock" if draw.stream == "clock" else ", which is not seeded")
+        return draw.described + (
+            ", which reads a clock" if draw.stream == "clock" else ": a generator without a fixed seed"
+        )
 
     def _observe(self, name: str, plan: AuditPlan, text: str, hashes: bool = True) -> None:
         self._session.fresh()

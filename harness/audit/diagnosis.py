@@ -7,6 +7,7 @@ first difference; what differs there is the fault, and what differs later may fo
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +34,14 @@ __all__ = ["compare", "deterministic", "failure", "offset", "summaries", "with_f
 _HARMLESS = {"beside", "buffers", "scale", "streams"}  # parts that may differ while training stays equal
 _FOLLOWS = {"counter", "learning-rate", "optimizer-state"}  # faults that a hook may cause, and the harness has not
 _NEVER = float("inf")
+_OF_SCRIPT = re.compile(r"__main__\['(\w+)'\]")
+_RESTORED = {
+    "torch.Generator": ("get_state()", "pass it to {0}.set_state()"),
+    "numpy Generator": ("bit_generator.state", "assign it to {0}.bit_generator.state"),
+    "numpy RandomState": ("get_state()", "pass it to {0}.set_state()"),
+    "random.Random": ("getstate()", "pass it to {0}.setstate()"),
+}
+"""Random generators of the script's own: how to save and to restore one."""
 _GLOBAL = re.compile(r"[\w.]+\['\w+'\]")  # an attribute of a module
 
 
@@ -105,8 +114,10 @@ def with_forgotten(finding: Finding, observed: StartRecord, again: StartRecord, 
     """Add a line for each attribute that training changes and that the resumed start does not have as the undisturbed
     one: the reason, if another one is unknown. ``observed`` and ``again``, both undisturbed, show which attributes are
     equal in equal starts."""
-    found, following = _forgotten(observed, again, resumed)
+    found, following, remedies = _forgotten(observed, again, resumed)
     lines = [found[name] for name in sorted(found)]
+    if finding.code in ("row-order", "other") or any("." in name for name in finding.names):  # of no global stream
+        finding = replace(finding, remedy="; ".join(sorted(remedies)) or finding.remedy)
     follows = finding.code in _FOLLOWS and observed.of_harness
     if lines and (follows or (finding.code == "other" and finding.steps)):  # it has no steps if the start failed
         finding = replace(finding, code="unsaved-state")
@@ -115,10 +126,15 @@ def with_forgotten(finding: Finding, observed: StartRecord, again: StartRecord, 
     return finding.with_lines(lines)
 
 
-def _forgotten(observed: StartRecord, again: StartRecord, resumed: StartRecord) -> tuple[dict[str, str], set[str]]:
-    """Return {attribute: a sentence}, and the tensors in global variables that may follow from other rows."""
+def _forgotten(
+    observed: StartRecord, again: StartRecord, resumed: StartRecord
+) -> tuple[dict[str, str], set[str], set[str]]:
+    """Return {attribute: a sentence}, the tensors in global variables that may follow from other rows, and how to
+    restore random generators."""
     found: dict[str, str] = {}
     following: set[str] = set()
+    remedies: set[str] = set()
+    generators: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for one, same, other in by_rank(observed, again, resumed):
         recorded = [
             [step for step in process.steps if step.attributes] if process else [] for process in (one, same, other)
@@ -133,10 +149,18 @@ def _forgotten(observed: StartRecord, again: StartRecord, resumed: StartRecord) 
                     continue
                 if step.inputs != other_step.inputs and _GLOBAL.fullmatch(name) and yours[name].startswith("array of"):
                     following.add(name)
+                elif mine[name].partition(" at ")[0] in _RESTORED:
+                    generators[mine[name], yours[name]].add(_OF_SCRIPT.sub(r"\1", name))
                 else:
                     text = f"{name} is {yours[name]} instead of {mine[name]}: no checkpoint restores it"
                     found.setdefault(name, text)
-    return found, following - found.keys()
+    for (state, _), names in generators.items():  # one generator has several names, such as in a loader and its sampler
+        kind, name = state.partition(" at ")[0], min(names, key=lambda name: (name.endswith(".generator"), name))
+        found[name] = f"{name}, a {kind}, is not as it was: no checkpoint restores it"
+        variable, (save, restore) = name.partition(" ")[0], _RESTORED[kind]
+        save, restore = f"save {variable}.{save} in each checkpoint", restore.format(variable)
+        remedies.add(f"{save}; after a resume, {restore} before the first batch")
+    return found, following - found.keys(), remedies
 
 
 def _some(finding: Finding | None) -> list[Finding]:

@@ -77,6 +77,8 @@ class Finding:
     names: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     place: str = ""
+    remedy: str = ""
+    """What helps, where more is known than what usually helps."""
 
     def with_draws(self, draws: Sequence[Draw]) -> Finding:
         """Add the lines that draw from the streams in question: those of ``names`` or, where the order of rows is
@@ -96,7 +98,7 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        return (FAULTS.get(self.code) or UNDECIDED[self.code])[1]
+        return self.remedy or (FAULTS.get(self.code) or UNDECIDED[self.code])[1]
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class Verdict:
         """Return ``{"format": 1, "verdict", "exit_code", "findings": [{"code", "title", "text", "evidence", "advice",
         "steps", "names", "ranks", "place"}], "starts": [the fields of StartSummary], "notes"}``."""
         findings = [{"title": finding.title, "advice": finding.advice, **asdict(finding)} for finding in self.findings]
+        for finding in findings:
+            del finding["remedy"]  # which is the advice
         return {
             "format": 1,
             "verdict": self.kind,

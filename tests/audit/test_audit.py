@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.audit import records
 from harness.audit.audit import AuditRequest, audit
-from harness.audit.verdict import COULD_NOT_TELL, EXACT, NOT_EXACT, Verdict
+from harness.audit.verdict import COULD_NOT_TELL, EXACT, NOT_EXACT, Draw, Verdict
 from harness.errors import ConfigError
 from tests.audit import fake_training
 from tests.conftest import ROOT
@@ -44,8 +45,8 @@ def test_exact(project, tmp_path):
     verdict, printed = run(project, "--out", "{out}")
     assert (verdict.kind, verdict.findings) == (EXACT, ())
     assert names(printed) == ["undisturbed", "again", "killed", "resumed"]
-    assert "before step 8, 1 step after the checkpoint of step 6" in printed[3]
-    assert "from out/step-6.pt" in printed[4]
+    assert "before step 8, 1 step after the checkpoint of step 6" in printed[4]
+    assert "from out/step-6.pt" in printed[5]
     assert os.listdir(project) == ["fake_training.py"]
     assert os.listdir(tmp_path / "temporary") == []
 
@@ -111,6 +112,13 @@ def test_a_run_that_differs_by_chance_is_not_blamed(project):
     verdict, printed = run(project, "--fault", "chance")
     assert (verdict.kind, verdict.findings[0].code) == (COULD_NOT_TELL, "not-deterministic")
     assert names(printed) == ["undisturbed", "again", "observed", "hashes", "hashes-again"]
+
+
+def test_a_generator_without_a_seed_is_what_chance_comes_from(project, monkeypatch):
+    monkeypatch.setattr(records, "draws", lambda *_: [Draw("entropy", "os.urandom", "train.py:3")])
+    finding = run(project, "--fault", "chance")[0].findings[0]
+    assert finding.evidence[0] == "train.py:3 calls os.urandom: a generator without a fixed seed"
+    assert finding.advice.startswith("give it a seed: ")
 
 
 @pytest.mark.parametrize(
@@ -221,4 +229,5 @@ def test_the_length_is_estimated_after_the_first_start(project):
         r"the first start took \d s for 10 steps; 5 more of about that length or less: \d s to \d s, and longer .*"
     )
     assert re.fullmatch(expected, printed[1]), printed[1]
-    assert printed[2] == "starting 'again'"
+    assert printed[2].startswith("steps: calls of optimizer.step()")
+    assert printed[3] == "starting 'again'"

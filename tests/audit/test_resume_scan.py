@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from harness.audit import diagnosis
 from harness.audit.starts import HOOK
@@ -147,11 +148,32 @@ def test_only_what_training_changes_and_equal_starts_share_is_forgotten():
         return {"m['x']": f"array of (2,) ({name})", "m['g']": f"torch.Generator at {place}"}
 
     observed, resumed = start(batch("a", "1"), batch("b", "2")), start(batch("c", "3"))
-    generator = "m['g'] is torch.Generator at 3 instead of torch.Generator at 2: no checkpoint restores it"
+    generator = "m['g'], a torch.Generator, is not as it was: no checkpoint restores it"
     rows = "also other tensors, perhaps only since the rows are: m['x']"
     assert lines(replace(unknown, code="row-order"), observed, observed, resumed)[1] == (generator, rows)
+    advice = "save m['g'].get_state() in each checkpoint; after a resume, pass it to m['g'].set_state() before"
+    for code, names, has in (("row-order", (), True), ("random-streams", ("torch",), False), ("rows", (), False)):
+        one = Finding(code, "rows differ", names=names)
+        assert (diagnosis.with_forgotten(one, observed, observed, resumed).advice.startswith(advice)) is has
     resumed.processes[0].steps[0].inputs = observed.processes[0].steps[1].inputs
     assert len(lines(unknown, observed, observed, resumed)[1]) == 2, "with equal rows, a tensor is state"
+
+
+def test_generators_of_loaders_and_in_local_variables_are_found():
+    import resume_scan
+
+    def train() -> dict[str, str]:
+        noise, chance = np.random.default_rng(0), random.Random(0)
+        loader = DataLoader([0, 1], shuffle=True, generator=torch.Generator())
+        before = resume_scan.attributes([], [])
+        [*loader], noise.random(), chance.random()
+        after = resume_scan.attributes([], [])
+        return {name: text.partition(" at ")[0] for name, text in after.items() if text != before.get(name)}
+
+    found = train()
+    kinds = {"DataLoader.generator": "torch.Generator", "noise in train()": "numpy Generator",
+             "chance in train()": "random.Random"}  # fmt: skip
+    assert {name: found.get(name) for name in kinds} == kinds
 
 
 def test_a_result_of_the_step_is_no_state():

@@ -83,7 +83,7 @@ class _Observer:
 
     def _chance(self, owner: Any, name: str, frame: FrameType) -> None:
         if name == "urandom" or (name == "seed" and isinstance(owner, torch.Generator)):
-            self.draw("entropy", name, frame)
+            self.draw("entropy", "os.urandom" if name == "urandom" else "torch.Generator.seed", frame)
         elif name == "seed" and isinstance(owner, random.Random):
             values = frame.f_locals
             if frame.f_code.co_name == "seed" and values.get("a", values.get("x")) is None:

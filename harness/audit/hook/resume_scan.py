@@ -106,13 +106,31 @@ def attributes(modules: Sequence[nn.Module], optimizers: Sequence[Any]) -> dict[
         numbers[name] += 1
         roots[name + (f" {numbers[name]}" if numbers[name] > 1 else "")] = each
     for name, module in list(sys.modules.items()):  # libraries put objects there that are no modules and have no name
-        if issubclass(type(module), types.ModuleType) and _is_users_module(name):
+        if issubclass(type(module), types.ModuleType) and _is_users_module(name) and name != "__mp_main__":
             roots[name] = {key: value for key, value in vars(module).items() if key[:2] != "__"}
     found: dict[str, str] = {}
     seen: dict[int, Any] = {}
     for name, root in roots.items():
         found.update(_walk(name, root, seen, 0))
+    for name, generator in _local_generators():
+        found.update(_walk(name, generator, seen, 0))
     return found
+
+
+def _local_generators() -> Iterator[tuple[str, Any]]:
+    """Yield the random generators of loaders, and those in local variables of the functions that train."""
+    loads = torch.utils.data.DataLoader, torch.utils.data.Sampler
+    for each in gc.get_objects():
+        if issubclass(type(each), loads) and (generator := vars(each).get("generator")) is not None:
+            yield f"{type(each).__name__}.generator", generator
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name != "<module>" and is_users(os.path.realpath(code.co_filename)):
+            for name, value in [*frame.f_locals.items()]:
+                if _generator(value):
+                    yield f"{name} in {code.co_name}()", value
+        frame = frame.f_back
 
 
 def _objects() -> list[Any]:
