@@ -17,12 +17,14 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set ``owner.name`` until ``undo``."""
+    def set(self, owner: Any, name: str, value: Any, *, yields: bool = False) -> None:
+        """Set ``owner.name`` until ``undo``. ``yields``: if other code has set it since, ``undo`` leaves it."""
         before = vars(owner).get(name, _MISSING)
         setattr(owner, name, value)
 
         def restore() -> None:
+            if yields and vars(owner).get(name) is not value:
+                return
             if before is not _MISSING:
                 setattr(owner, name, before)
             elif name in vars(owner):

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.apex.amp import cast_kernels, cast_lists
 from harness.apex.dtypes import REDUCED
+from harness.apex.patches import Patches
 
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
 ASKED_FOR = {"to", "type", "type_as", "half", "float", "bfloat16", "double", "cpu", "cuda", "backward"}
@@ -44,7 +45,7 @@ class CastEngine:
         self._libraries: dict[str, torch.library.Library] = {}
         self._before: dict[str, tuple[bool, torch.dtype]] = {}
         self._cache_before = True
-        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what owner itself had before, ours
+        self._patches = Patches()
         self._lists, self._allow_banned = cast_lists.APEX, False
         self._report: ExitStack | None = None
 
@@ -86,9 +87,7 @@ class CastEngine:
             self._replace(nn.functional, name, _in_float32)
 
     def _replace(self, owner: Any, name: str, make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        before, ours = vars(owner).get(name), make(name, getattr(owner, name))
-        setattr(owner, name, ours)
-        self._replaced.append((owner, name, before, ours))
+        self._patches.set(owner, name, make(name, getattr(owner, name)), yields=True)  # to harness.apex.uninstall
 
     def add(self, device_type: str) -> None:
         """Cast operations on ``device_type`` too."""
@@ -120,14 +119,8 @@ class CastEngine:
         torch.set_autocast_cache_enabled(self._cache_before)
         if self._report is not None:
             self._report.close()
-        for owner, name, before, ours in self._replaced:
-            if vars(owner).get(name) is not ours:
-                continue  # replaced since, as by harness.apex.uninstall
-            if before is not None:
-                setattr(owner, name, before)  # a function of torch, or a redirection of --device cpu
-            else:
-                delattr(owner, name)  # uncovers the inherited method
-        self._libraries, self._before, self.dtype, self._report, self._replaced = {}, {}, None, None, []
+        self._patches.undo()
+        self._libraries, self._before, self.dtype, self._report = {}, {}, None, None
 
 
 engine = CastEngine()
