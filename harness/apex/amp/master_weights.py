@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.dtypes import REDUCED, follow
+from harness.apex.dtypes import REDUCED
 
 
 def all_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -131,6 +131,16 @@ class MasterWeights:
         if self.all_fp16_params:
             torch._foreach_copy_(self.all_fp16_params, self.all_fp32_from_fp16_params)
             self.record_versions()
+
+
+@torch.no_grad()
+def follow(master: Tensor, weight: Tensor, candidate: Tensor | None = None) -> None:
+    """Give ``master`` the value of ``weight``, which other code may have written to.
+
+    Elements of ``candidate``, by default the master itself, that round to the weight's are kept, with their extra bits.
+    """
+    candidate = master if candidate is None else candidate
+    master.copy_(torch.where(candidate.to(weight.dtype) == weight, candidate, weight.float()))
 
 
 def recast_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:

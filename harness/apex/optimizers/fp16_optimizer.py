@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.dtypes import follow
+from harness.apex.amp.master_weights import follow
 from harness.apex.fp16_utils.fp16_optimizer import ScalingOptimizer, check_fit
 from harness.apex.fp16_utils.loss_scaler import DynamicLossScaler
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer

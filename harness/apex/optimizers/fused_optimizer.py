@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from harness.apex.amp.device_flags import flags
-from harness.apex.dtypes import follow, wide
+from harness.apex.amp.master_weights import follow
+from harness.apex.dtypes import wide
 from harness.apex.optimizers.batch import ParameterBatch, copied_where_new, fitting, weight_buffer
 from harness.apex.tensor_groups import by_device_and_dtype
 
