@@ -1,4 +1,4 @@
-"""What Python, numpy, PyYAML, Pillow, scipy.misc, matplotlib, librosa and transformers had or accepted.
+"""What Python, numpy, PyYAML, Pillow, scipy.misc and matplotlib had or accepted.
 
 A function with ``used`` and ``original`` is called in place of ``original``; see ``table.Call``.
 """
@@ -6,7 +6,6 @@ A function with ``used`` and ``original`` is called in place of ``original``; se
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import re
 import sys
@@ -20,7 +19,6 @@ Used = Callable[[], None]
 # Python, and PyYAML
 
 ArgSpec = namedtuple("ArgSpec", "args varargs keywords defaults")
-logger = logging.getLogger("transformers")  # what ``from transformers import logger`` gave
 
 
 def getargspec(function: Any) -> ArgSpec:
@@ -141,26 +139,6 @@ def getsize(
     return int(right - left), int(bottom + stroke_width)
 
 
-def textsize(
-    self: Any,
-    text: str,
-    font: Any = None,
-    spacing: int = 4,
-    direction: Any = None,
-    features: Any = None,
-    language: Any = None,
-    stroke_width: int = 0,
-) -> tuple[int, int]:
-    """``draw.textsize``: width and height of one or more lines of text, in pixels."""
-    font = font or self.getfont()
-    options = (direction, features, language, stroke_width)
-    if "\n" not in text:
-        return getsize(font, text, *options)
-    lines = text.split("\n")
-    height = getsize(font, "A", stroke_width=stroke_width)[1] + spacing
-    return max(getsize(font, line, *options)[0] for line in lines), len(lines) * height - spacing
-
-
 def tostring_rgb(self: Any) -> bytes:
     """``canvas.tostring_rgb``: the red, green and blue bytes of each pixel."""
     import numpy as np
@@ -173,85 +151,6 @@ def tostring_rgb(self: Any) -> bytes:
 _RESAMPLING = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "cubic": 3}  # Pillow's numbers
 
 
-def bytescale(data: Any, cmin: Any = None, cmax: Any = None, high: int = 255, low: int = 0) -> Any:
-    """``data`` scaled from [cmin, cmax] (by default its range) to bytes from ``low`` to ``high``; bytes unchanged."""
-    import numpy as np
-
-    if data.dtype == np.uint8:
-        return data
-    if not 0 <= low <= high <= 255:
-        raise ValueError(f"low and high must be in order and between 0 and 255, not {low} and {high}")
-    cmin, cmax = data.min() if cmin is None else cmin, data.max() if cmax is None else cmax
-    if cmax < cmin:
-        raise ValueError(f"cmax must not be below cmin; they are {cmax} and {cmin}")
-    scale = float(high - low) / ((cmax - cmin) or 1)
-    return (((data - cmin) * scale + low).clip(low, high) + 0.5).astype(np.uint8)
-
-
-def toimage(
-    arr: Any,
-    high: int = 255,
-    low: int = 0,
-    cmin: Any = None,
-    cmax: Any = None,
-    pal: Any = None,
-    mode: str | None = None,
-    channel_axis: int | None = None,
-) -> Any:
-    """Return an image of an array: (height, width), or with 3 or 4 channels on any axis. Values are scaled to bytes."""
-    import numpy as np
-    from PIL import Image
-
-    data = np.asarray(arr)
-    if np.iscomplexobj(data):
-        raise ValueError("Cannot convert a complex-valued array.")
-    if data.ndim == 2 and mode == "F":
-        return Image.fromarray(data.astype(np.float32))
-    if data.ndim == 2 and mode in (None, "L", "P"):
-        image = Image.fromarray(bytescale(data, cmin, cmax, high, low))
-        if mode == "P" or pal is not None:
-            palette = np.arange(256)[:, None].repeat(3, 1) if pal is None else pal
-            image.putpalette(np.asarray(palette, np.uint8).tobytes())
-        return image
-    channels = {None: (3, 4), "RGBA": (4,), "CMYK": (4,), "RGB": (3,), "YCbCr": (3,)}.get(mode, ())
-    axes = [axis for count in channels for axis in range(data.ndim) if data.shape[axis] == count]
-    if data.ndim != 3 or not axes or (channel_axis is not None and data.shape[channel_axis] not in channels):
-        raise ValueError(f"no image of mode {mode} has the shape {data.shape}")
-    axis = axes[0] if channel_axis is None else channel_axis
-    values = np.moveaxis(bytescale(data, cmin, cmax, high, low), axis, -1)
-    image = Image.fromarray(np.ascontiguousarray(values))
-    return image if mode is None or image.mode == mode else Image.frombytes(mode, image.size, image.tobytes())
-
-
-def fromimage(im: Any, flatten: bool = False, mode: str | None = None) -> Any:
-    """Return the array of an image: (height, width) or (height, width, channels); with ``flatten``, one float32
-    channel."""
-    import numpy as np
-
-    if mode is not None:
-        im = im if im.mode == mode else im.convert(mode)
-    elif im.mode == "P":
-        im = im.convert("RGBA" if "transparency" in im.info else "RGB")
-    if flatten:
-        im = im.convert("F")
-    elif im.mode == "1":
-        im = im.convert("L")
-    return np.array(im)
-
-
-def imread(name: Any, flatten: bool = False, mode: str | None = None) -> Any:
-    """Return the array of an image file; see ``fromimage``."""
-    from PIL import Image
-
-    return fromimage(Image.open(name), flatten=flatten, mode=mode)
-
-
-def imsave(name: Any, arr: Any, format: str | None = None) -> None:
-    """Write an array, with channels last, as an image file; see ``toimage``."""
-    image = toimage(arr, channel_axis=2)
-    image.save(name) if format is None else image.save(name, format)
-
-
 def imresize(arr: Any, size: Any, interp: str = "bilinear", mode: str | None = None) -> Any:
     """Return an array of bytes: the image in ``arr``, scaled to bytes and resized.
 
@@ -259,26 +158,38 @@ def imresize(arr: Any, size: Any, interp: str = "bilinear", mode: str | None = N
     """
     import numpy as np
 
-    image = toimage(arr, mode=mode)
+    image = _image(np.asarray(arr), mode)
     if np.issubdtype(type(size), np.signedinteger):
         size = tuple((np.array(image.size) * (size / 100.0)).astype(int))
     elif np.issubdtype(type(size), np.floating):
         size = tuple((np.array(image.size) * size).astype(int))
     else:
         size = (size[1], size[0])
-    return fromimage(image.resize(size, resample=_RESAMPLING[interp]))
+    return np.array(image.resize(size, resample=_RESAMPLING[interp]))
 
 
-# librosa
-
-
-def write_wav(path: Any, y: Any, sr: int, norm: bool = False) -> None:
-    """``librosa.output.write_wav``: samples of shape (n,) or (2, n), scaled to a peak of 1 with ``norm``."""
-    import librosa
+def _image(data: Any, mode: str | None) -> Any:
+    """Return an image of an array: (height, width), or with 3 or 4 channels on any axis. Values are scaled to bytes."""
     import numpy as np
-    import scipy.io.wavfile
+    from PIL import Image
 
-    librosa.util.valid_audio(y)
-    if norm and np.issubdtype(y.dtype, np.floating):
-        y = librosa.util.normalize(y, norm=np.inf, axis=None)
-    scipy.io.wavfile.write(path, sr, y.T if y.ndim > 1 and y.shape[0] == 2 else y)
+    if data.ndim == 2 and mode == "F":
+        return Image.fromarray(data.astype(np.float32))
+    if data.ndim == 2 and mode in (None, "L"):
+        return Image.fromarray(_scaled(data))
+    channels = {None: (3, 4), "RGBA": (4,), "CMYK": (4,), "RGB": (3,), "YCbCr": (3,)}.get(mode, ())
+    axis = next((axis for count in channels for axis in range(data.ndim) if data.shape[axis] == count), None)
+    if data.ndim != 3 or axis is None:
+        raise ValueError(f"no image of mode {mode} has the shape {data.shape}")
+    image = Image.fromarray(np.ascontiguousarray(np.moveaxis(_scaled(data), axis, -1)))
+    return image if mode is None or image.mode == mode else Image.frombytes(mode, image.size, image.tobytes())
+
+
+def _scaled(data: Any) -> Any:
+    """Return ``data`` scaled from its range to bytes; bytes are unchanged."""
+    import numpy as np
+
+    if data.dtype == np.uint8:
+        return data
+    scale = 255.0 / ((data.max() - data.min()) or 1)
+    return (((data - data.min()) * scale).clip(0, 255) + 0.5).astype(np.uint8)

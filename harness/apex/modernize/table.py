@@ -104,12 +104,8 @@ NAMES = [
     Names("PIL.Image", "PILLOW_VERSION=__version__ ANTIALIAS=LANCZOS LINEAR=BILINEAR CUBIC=BICUBIC"),
     Names("PIL.ImageFont:ImageFont", "getsize", _OTHER),
     Names("PIL.ImageFont:FreeTypeFont", "getsize", _OTHER),
-    Names("PIL.ImageDraw:ImageDraw", "textsize", _OTHER),
     Names("matplotlib.backends.backend_agg:FigureCanvasAgg", "tostring_rgb", _OTHER),
-    Names("scipy.misc", "bytescale fromimage imread imresize imsave toimage", _OTHER),
-    Names("librosa", "output=librosa.output"),
-    Names("librosa.output", "write_wav", _OTHER),
-    Names("transformers", "logger", _OTHER),
+    Names("scipy.misc", "imresize", _OTHER),
 ]
 
 _TRANSFORMS, _FUNCTIONS = "torchvision.transforms.transforms", "torchvision.transforms.functional"
