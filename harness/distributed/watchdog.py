@@ -105,12 +105,12 @@ class Watchdog:
     def missing(self, doing: str, timed_out: bool) -> RankExit | None:
         """Return the rank that a collective of this rank, in ``doing``, waited for, as ``Stalls.missing``, or that this
         rank has found before. None if another rank has published the first failure, or is looking for it."""
-        self._peer_failure()
+        self._learn_of_failure()
         if self.first_failure:
             return self._published
         found = self.stalls.missing(doing, timed_out)
         if found is None and self._wait_for([_KEY], ANSWER_S + NEWS_S):
-            self._peer_failure()
+            self._learn_of_failure()
         return found
 
     def _wait_for(self, keys: Sequence[str], limit_s: float) -> bool:
@@ -125,21 +125,21 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._finished.wait(PERIOD_S):
-            if record := self._reason_to_end():
+            if record := self._look():
                 self._end(record)
                 return
             with suppress(Exception):
                 self.stalls.answer()
 
-    def _reason_to_end(self) -> RankExit | None:
-        """Return the record with which this rank ends, if it has to: the launcher is gone; the only rank is overdue; a
-        peer has failed, or keeps this rank waiting. The checks of peers set ``first_failure``, and return
-        why."""
+    def _look(self) -> RankExit | None:
+        """Look at the launcher and the peers, and publish what is found. Return the record with which this rank ends,
+        if it has to: the launcher is gone; the only rank is overdue; a peer has failed, or keeps this rank waiting."""
         if self._runtime.launch.orphaned:
             return self._record(Cause.LAUNCHER_LOST, "LauncherLost", "the launcher is gone")
-        if self._overdue():
-            return self.first_failure
-        if message := self._peer_failure() or self._stalled():
+        if overdue := self._count_alone():
+            self.first_failure = overdue
+            return overdue
+        if message := self._learn_of_failure() or self._publish_missing():
             first = self.first_failure
             if first is not None and first.rank == self._runtime.rank and first.cause is Cause.HUNG:
                 return first  # it is this rank that the others found hung
@@ -150,19 +150,20 @@ class Watchdog:
         doing, step = stack.main_thread_at(), self.stalls.step()
         return RankExit.now(self._runtime.rank, cause, step=step, error=error, message=message, doing=doing)
 
-    def _overdue(self) -> bool:
-        """Return True if the only rank takes longer than allowed: that is then the first failure. Counts periods, in
-        none of which this process was suspended."""
+    def _count_alone(self) -> RankExit | None:
+        """Count a period, in which this process was not suspended, of what the only rank is in. Return the record of
+        its failure if it takes longer than allowed."""
         within = self._runtime.alone_in
         self._alone_s = self._alone_s + PERIOD_S if within is self._alone_in else 0.0
         self._alone_in = within
         if within is None or self._alone_s <= within[1]:
-            return False
+            return None
         message = f"{within[0]} has not ended within {within[1]:g} s: it was in {stack.main_thread_at()}"
-        self.first_failure = replace(self._record(Cause.HUNG, "Hung", message), traceback=stack.main_thread_lines())
-        return True
+        return replace(self._record(Cause.HUNG, "Hung", message), traceback=stack.main_thread_lines())
 
-    def _peer_failure(self) -> str:
+    def _learn_of_failure(self) -> str:
+        """Look for the launch's first failure in the store, keep it, and acknowledge it. Return a message if there is
+        one, or if the store is gone."""
         store = self._runtime.store
         if store is None:
             return ""
@@ -182,20 +183,17 @@ class Watchdog:
             return "another rank failed, and its record cannot be read"
         return f"rank {self.first_failure.rank} failed"
 
-    def _stalled(self) -> str:
+    def _publish_missing(self) -> str:
         """Find and publish the rank that is missing, if the main thread waits for it without an end: in a collective of
-        nccl, or in a CUDA synchronization. A collective of gloo raises after the timeout."""
+        nccl, or in a CUDA synchronization. A collective of gloo raises after the timeout. Return the message."""
         limit_s, silent_s = self._runtime.limit_s, time.monotonic() - self._answered
         if self._runtime.world_size == 1 or self.stalls.waited_s() < limit_s + 2 * PERIOD_S:  # one rank starts none
             return ""
         if LIMIT_S <= silent_s < limit_s:  # the store may be late, or its holder frozen
             return ""
-        if found := self.stalls.missing(stack.main_thread_at(), timed_out=False):
-            return self._publish(found)
-        return _STORE_LOST if silent_s >= limit_s else ""
-
-    def _publish(self, found: RankExit) -> str:
-        """Publish the failure of another rank that cannot report it itself; return the message."""
+        found = self.stalls.missing(stack.main_thread_at(), timed_out=False)
+        if found is None:
+            return _STORE_LOST if silent_s >= limit_s else ""
         self.first_failure = self.publish_failure(found) or found
         self._published = found if self.first_failure == found else None
         return f"rank {self.first_failure.rank} failed: {self.first_failure.message}"

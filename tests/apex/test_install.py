@@ -317,6 +317,10 @@ def test_patches_are_undone_in_reverse():
     assert dict(vars(Owner)) == before
     assert Owner.name == "inherited"
     assert not mapping
+    patches.set(Owner, "name", 1, yields=True)
+    Owner.name = 3
+    patches.undo()
+    assert Owner.name == 3
 
 
 @pytest.mark.contract("9")
