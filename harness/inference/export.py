@@ -55,7 +55,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
         raise ConfigError(
             f"missing packages: {', '.join(missing)}",
             where=f"--format {kind}",
-            hint=f"run pip install 'apex-harness[{kind}]', or use --format torch_export",
+            hint=f"run pip install 'apex-harness[{form.extra or kind}]', or use --format torch_export",
         )
     config = trained_run.configuration(run, overrides, trust)
     out = out or run / f"model{form.suffix}"
@@ -106,7 +106,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
     if has_units:
         log.info("its numbers are in the unit of their column")
     elif scale:
-        place, prefix = (out / "config.json", "output_") if form.folder else (f"{out.name}.json", "")
+        place, prefix = (out / "config.json", "output_") if kind == "huggingface" else (f"{out.name}.json", "")
         log.info(
             "its numbers are standardized: multiply them by %sstd and add %smean, which are in %s",
             prefix, prefix, place,

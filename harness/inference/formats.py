@@ -45,7 +45,8 @@ class ExportFormat:
     tolerance: ClassVar[float]
     """The largest difference of an output that is allowed, relative to the largest output, or to 1."""
     packages: ClassVar[tuple[str, ...]] = ()
-    """Packages of the extra of the same name, which may be missing."""
+    """Packages of the ``extra``, by default that of the format's name, which may be missing."""
+    extra: ClassVar[str] = ""
     folder: ClassVar[bool] = False
     """True if it writes a folder."""
 
@@ -128,11 +129,30 @@ class HuggingFace(ExportFormat):
         return huggingface.save(subject.model, path, subject.signature, subject.tokenizer)
 
 
+class Peft(ExportFormat):
+    """A folder that ``from_pretrained`` of peft loads, with the tokenizer: the matrices of LoRA, and the modules that
+    the run's folder or name of Hugging Face does not have."""
+
+    suffix, tolerance, packages, extra, folder = ".peft", 1e-5, ("transformers", "peft"), "huggingface", True
+
+    def to_units(self, subject: Exported, mean: Tensor, std: Tensor) -> bool:
+        from harness.training.models import huggingface
+
+        return huggingface.to_units(subject.model, mean, std, adapter=True)
+
+    def write(self, subject: Exported, path: Path) -> Function:
+        from harness.training.models import huggingface
+
+        name = str(subject.facts["name"])
+        return huggingface.save_adapter(subject.model, path, name, subject.signature, subject.tokenizer)
+
+
 FORMATS: Mapping[str, ExportFormat] = {
     "safetensors": Safetensors(),
     "torch_export": TorchExport(),
     "onnx": Onnx(),
     "huggingface": HuggingFace(),
+    "peft": Peft(),
 }
 
 

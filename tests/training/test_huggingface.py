@@ -551,6 +551,43 @@ def test_from_texts_to_from_pretrained(make, tmp_path, monkeypatch, model):
         export.export(folder, "huggingface", tmp_path / "out")
 
 
+@pytest.mark.parametrize("targets", [["query", "value"], []], ids=["some", "all"])
+@pytest.mark.parametrize("kind", ["single_label", "regression"])
+def test_an_adapter_for_peft(make, tmp_path, monkeypatch, kind, targets):
+    """It has the modules that the base lacks, such as the pooler of this one, and computes what the run predicts."""
+    monkeypatch.chdir(tmp_path)
+    options = {"r": 4, "targets": targets, "modules_to_save": ["layer.1.output.LayerNorm"]}
+    make(model={"lora": options}, task={"labels": {"kind": kind}}, train={"epochs": 1})
+    if kind == "regression":
+        write_numbers(tmp_path)
+    assert run(tmp_path / "config.yaml") == [0], (tmp_path / "terminal-0.txt").read_text()
+    folder = run_folder(tmp_path / "config.yaml")
+    assert main(["export", str(folder), "--format", "peft", "--out", "out"]) == 0
+    size = sum(len(value.flatten()) for value in load_file("out/adapter_model.safetensors").values())
+    there = peft.AutoPeftModelForSequenceClassification.from_pretrained("out", num_labels=2 - (kind == "regression"))
+    assert size < sum(param.numel() for param in there.get_base_model().parameters()) / 2
+    own = transformers.AutoTokenizer.from_pretrained("out")
+    with open(folder / "predictions.csv") as file:
+        rows = list(csv.DictReader(file))
+    texts = [[row[column] for row in rows] for column in ("premise", "hypothesis")]
+    found = there.eval()(**own(*texts, padding=True, return_tensors="pt")).logits.detach()
+    if kind == "regression":
+        torch.testing.assert_close(found[:, 0].tolist(), [float(row["prediction"]) for row in rows], atol=0.05, rtol=0)
+        return
+    expected = torch.tensor([[float(row["score_class 0"]), float(row["score_class 1"])] for row in rows])
+    torch.testing.assert_close(found.softmax(1), expected, atol=1e-5, rtol=1e-4)
+    other = write_bert(tmp_path / "other", initializer_range=0.5)
+    with pytest.raises(ConfigError, match="(?s)beside the matrices are not those of hf:.*-> use --format huggingface"):
+        export.export(folder, "peft", tmp_path / "none", [f"model.name=hf:{other}"])
+
+
+def test_a_model_without_matrices_is_no_adapter(make):
+    from harness.training.models import huggingface
+
+    with pytest.raises(ConfigError, match="(?s)has no matrices of LoRA.*-> train with model.name=hf:.* and model.lora"):
+        huggingface.save_adapter(built(make())[1], Path("none"), "hf:none", {}, None)
+
+
 def write_numbers(folder: Path) -> None:
     write_pairs(folder)
     for split in ("train", "eval"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -14,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.config.places import HUB
 from harness.data import hub
 from harness.data.hub import HubTokenizer
 from harness.errors import ConfigError, first_line, similar
-from harness.runs.files import read_json
+from harness.runs.files import expanded, read_json
 from harness.training.models import lora
 
 _PROCESSOR = "preprocessor_config.json"
+_PEFT = "--format peft"
 _BY_TASK = ("num_labels", "id2label", "label2id")  # settings of a model that follow from the data
 
 
@@ -145,11 +148,12 @@ def published(name: str, model: nn.Module) -> tuple[Path, dict[str, Tensor]]:
     return file, {key: other.get(key, t) for key, t in there.state_dict().items() if key not in found["missing_keys"]}
 
 
-def to_units(model: nn.Module, mean: Tensor, std: Tensor) -> bool:
+def to_units(model: nn.Module, mean: Tensor, std: Tensor, adapter: bool = False) -> bool:
     """Let the last layer of ``model`` return numbers times ``std`` plus ``mean``, and add matrices of LoRA to the
-    weights; return False if it is no linear layer with a bias."""
-    lora.merge(model)
-    layers = [module for head in lora.last_layers(model) for module in model.get_submodule(head).modules()]
+    weights, for an ``adapter`` only there; return False if it is no linear layer with a bias."""
+    heads = lora.last_layers(model)
+    lora.merge(model, within=heads if adapter else None)
+    layers = [module for head in heads for module in model.get_submodule(head).modules()]
     last = next((layer for layer in reversed(layers) if next(layer.parameters(recurse=False), None) is not None), None)
     if type(last) is not nn.Linear or last.out_features != len(std) or last.bias is None:
         return False
@@ -186,6 +190,56 @@ def save(model: nn.Module, path: Path, signature: Mapping[str, Any], tokenizer: 
     loaded.__class__ = adapted
     there: nn.Module = loaded.eval()
     return there
+
+
+def save_adapter(
+    model: nn.Module, path: Path, name: str, signature: Mapping[str, Any], tokenizer: Any
+) -> Callable[[Tensor], Tensor]:
+    """Write the matrices of LoRA of ``model``, the modules that ``hf:FOLDER_OR_NAME`` does not have, and the
+    ``tokenizer`` into the folder ``path``; return the model that peft loads there. Raises ConfigError."""
+    kind: Any = type(model)
+    if not (issubclass(kind, OneTensor) and lora.adapted(model)):
+        hint = "train with model.name=hf:FOLDER_OR_NAME and model.lora, or use --format huggingface or safetensors"
+        raise ConfigError("the model has no matrices of LoRA, or is none of transformers", where=_PEFT, hint=hint)
+    import peft
+
+    plain: Any = copy.deepcopy(model)
+    settings, state = plain.peft_config.pop("default"), plain.state_dict()
+    own = {each.replace(lora.BASE, "."): value for each, value in state.items() if f".{lora.PART}" not in each}
+    there = {each: value for each, value in published(name, model)[1].items() if value.shape == own[each].shape}
+    changed = {each for each, value in own.items() if each not in there or not torch.equal(value, there[each])}
+    modules = {each.rpartition(".")[0] for each in changed}
+    whole = sorted(each for each in modules if not lora.inside(each, [*modules - {each}]))
+    layers = [each for each in lora.adapted(model) if not lora.inside(each, whole)]
+    if not layers or any(each.rpartition(".")[0] in lora.adapted(model) for each in changed & there.keys()):
+        what = f"the weights beside the matrices are not those of {name}: the run started from others, or rounded them"
+        raise ConfigError(what, where=_PEFT, hint="use --format huggingface, which needs no other weights")
+    lora.merge(plain, removed=layers)
+    del plain.peft_config
+    plain.__class__ = inner = kind.__mro__[2]
+    place, _, revision = name.removeprefix(HUB).partition("@")
+    folder = expanded(name.removeprefix(HUB))
+    if tokenizer is not None:
+        settings.task_type, by_peft = peft.TaskType.SEQ_CLS, ("classifier", "score")  # which it saves anyway
+        whole = [each for each in whole if each not in by_peft]
+    settings.target_modules, settings.modules_to_save = layers, whole
+    settings.revision = None if folder.is_dir() else revision or None
+    plain.name_or_path = settings.base_model_name_or_path = str(folder.resolve()) if folder.is_dir() else place
+    with _quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft about transformers
+        wrapped = peft.get_peft_model(plain, settings)
+        matrices = {f"base_model.model.{each}": state[each] for each in state if f".{lora.PART}" in each}
+        wrapped.load_state_dict({each: matrices[each] for each in matrices.keys() & wrapped.state_dict()}, strict=False)
+        wrapped.save_pretrained(path, save_embedding_layers=False)
+        _save_inputs(path, signature.get("preprocessing", {}), tokenizer)
+        base = inner.from_pretrained(
+            str(hub.folder(name, "model.name")), config=model.config, dtype=torch.float32, local_files_only=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
+        loaded = peft.PeftModel.from_pretrained(base, str(path)).get_base_model()
+    loaded.__class__ = kind
+    found: nn.Module = loaded.eval()
+    return found
 
 
 def _save_inputs(path: Path, facts: Mapping[str, Any], tokenizer: Any) -> None:

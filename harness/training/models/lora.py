@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -28,9 +29,9 @@ def apply(model: nn.Module, section: LoraSection) -> None:
     saved = [name for target in section.modules_to_save for name in _matching(target, modules, "modules_to_save")]
     heads = last_layers(model)
     layers = {name: type(module).__name__ for name, module in model.named_modules() if _is_layer(module)}
-    plain = [name for name, kind in layers.items() if kind in _LINEAR and not _inside(name, heads)]
+    plain = [name for name, kind in layers.items() if kind in _LINEAR and not inside(name, heads)]
     chosen = {name for target in section.targets for name in _matching(target, layers, "targets")} or {*plain}
-    chosen = {name for name in chosen if not _inside(name, saved)}
+    chosen = {name for name in chosen if not inside(name, saved)}
     if not chosen:
         what = "it has no linear layers to adapt but the last ones and those of modules_to_save"
         hint = f"name its layers in model.lora.targets, such as {', '.join([*layers][:5])}"
@@ -44,22 +45,31 @@ def apply(model: nn.Module, section: LoraSection) -> None:
     except ValueError as error:
         raise ConfigError(f"peft cannot adapt this model: {first_line(error)}", where="model.lora") from None
     for name, param in model.named_parameters():
-        param.requires_grad_(f".{PART}" in name or (_inside(name, heads + saved) and BASE not in name))
+        param.requires_grad_(f".{PART}" in name or (inside(name, heads + saved) and BASE not in name))
 
 
 def summary(model: nn.Module, section: LoraSection) -> str:
     """Return what ``apply`` did to ``model``."""
-    layers = [name for name, module in model.named_modules() if hasattr(module, "get_base_layer")]
+    layers = adapted(model)
     ends = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     shown = ", ".join(ends if len(ends) <= 6 else [*ends[:5], "..."])
     return f"r {section.r}, alpha {section.alpha:g}, on {plural(len(layers), 'layer')} ({shown})"
 
 
-def merge(model: nn.Module) -> None:
-    """Add the matrices to the weights of ``model``, which then has its own layers again."""
-    adapted = [(name, module) for name, module in model.named_modules() if hasattr(module, "get_base_layer")]
-    for name, layer in adapted:
-        layer.merge()
+def adapted(model: nn.Module) -> list[str]:
+    """Return the names of the layers that have matrices."""
+    return [name for name, module in model.named_modules() if hasattr(module, "get_base_layer")]
+
+
+def merge(model: nn.Module, removed: Collection[str] = (), within: Sequence[str] | None = None) -> None:
+    """Add the matrices to the weights of ``model``, which then has its own layers again: of all layers, or of those
+    ``within`` some modules; matrices of the layers ``removed`` are not added."""
+    for name in adapted(model):
+        if within is not None and not inside(name, within):
+            continue
+        layer: Any = model.get_submodule(name)
+        if name not in removed:
+            layer.merge()
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, layer.get_base_layer())
 
@@ -77,7 +87,8 @@ def last_layers(model: nn.Module) -> list[str]:
     return [name.rpartition(".")[0] for name, _ in model.named_parameters()][-1:]
 
 
-def _inside(name: str, modules: list[str]) -> bool:
+def inside(name: str, modules: Sequence[str]) -> bool:
+    """Return whether ``name`` is of one of ``modules``, or within it."""
     return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
