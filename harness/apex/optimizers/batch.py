@@ -6,13 +6,14 @@ All arithmetic is in the *wide* dtype: float32 for float16 and bfloat16 paramete
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from harness.apex.dtypes import wide
 
+Group = dict[str, Any]  # of ``param_groups``: "params", and by name the options of their update, "step" among them
 _IN_CACHE = 1 << 18  # elements: 1 MiB of weights
 
 

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from harness.apex.amp.master_weights import follow
 from harness.apex.fp16_utils.fp16_optimizer import ScalingOptimizer, check_fit
 from harness.apex.fp16_utils.loss_scaler import DynamicLossScaler
+from harness.apex.optimizers.batch import Group
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer
 from harness.apex.tensor_groups import flatten, norms, unflatten
 
@@ -77,12 +78,12 @@ class FP16_Optimizer(ScalingOptimizer):
         for group in init_optimizer.param_groups:
             self._adopt(group)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add a group, which gets a master of its own."""
         self.optimizer.add_param_group(param_group)
         self._adopt(self.optimizer.param_groups[-1])
 
-    def _adopt(self, group: dict[str, Any]) -> None:
+    def _adopt(self, group: Group) -> None:
         model = [param for param in group["params"] if param.requires_grad]
         device = next((param.device for param in group["params"]), None)
         flat = flatten([param.detach().float() for param in model]) if model else torch.zeros(0, device=device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.optimizers.batch import ParameterBatch
+from harness.apex.optimizers.batch import Group, ParameterBatch
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer
 
 
@@ -32,12 +32,12 @@ class FusedAdagrad(FusedOptimizer):
         self.adagrad_w_mode = adagrad_w_mode
         super().__init__(params, dict(lr=lr, eps=eps, weight_decay=weight_decay), set_grad_none)
 
-    def _update_batch(self, group: dict[str, Any], batch: ParameterBatch) -> None:
+    def _update_batch(self, group: Group, batch: ParameterBatch) -> None:
         adagrad_update(group, batch.weights, batch.grads, self._moments(batch, "sum"), self.adagrad_w_mode)
 
 
 def adagrad_update(
-    group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], sums: list[Tensor], adagrad_w_mode: bool
+    group: Group, weights: list[Tensor], grads: list[Tensor], sums: list[Tensor], adagrad_w_mode: bool
 ) -> None:
     """Update weights and sums in place, for tensors as in a ``ParameterBatch``."""
     lr, weight_decay = float(group["lr"]), group["weight_decay"]

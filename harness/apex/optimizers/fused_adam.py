@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.apex.dtypes import REDUCED, wide
-from harness.apex.optimizers.batch import ParameterBatch, copied_where_new
+from harness.apex.optimizers.batch import Group, ParameterBatch, copied_where_new
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer, step_for_kernel
 from harness.apex.tensor_groups import by_device_and_dtype, norms
 
@@ -109,7 +109,7 @@ class FusedAdam(FusedOptimizer):
             wide_grads = [grad.to(wide(grad)) for grad in kind]
             torch._foreach_copy_(kind, torch._foreach_mul(wide_grads, factor.to(kind[0].device, wide(kind[0]))))
 
-    def _update_batch(self, group: dict[str, Any], batch: ParameterBatch) -> None:
+    def _update_batch(self, group: Group, batch: ParameterBatch) -> None:
         moments = self._moments(batch, "exp_avg"), self._moments(batch, "exp_avg_sq")
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
@@ -118,7 +118,7 @@ class FusedAdam(FusedOptimizer):
             grads = [param.grad for param in batch.params if param.grad is not None]
             copied_where_new(batch.grads, grads)
 
-    def _adopt_loaded(self, group: dict[str, Any]) -> None:
+    def _adopt_loaded(self, group: Group) -> None:
         if "step" not in group:  # saved by torch.optim.Adam or AdamW, which count per parameter
             states = [self.state[param] for param in group["params"] if param in self.state]
             counts = [state.pop("step") for state in states if "step" in state]
@@ -128,7 +128,7 @@ class FusedAdam(FusedOptimizer):
 
 
 def adam_update(
-    group: dict[str, Any],
+    group: Group,
     weights: list[Tensor],
     grads: list[Tensor],
     exp_avgs: list[Tensor],

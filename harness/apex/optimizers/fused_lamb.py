@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.apex.dtypes import wide
-from harness.apex.optimizers.batch import cache_sized
+from harness.apex.optimizers.batch import Group, cache_sized
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer, step_for_kernel
 from harness.apex.tensor_groups import by_device_and_dtype, norms, one_for_each
 
@@ -39,7 +39,7 @@ class LambOptimizer(FusedOptimizer):
         norm = torch.linalg.vector_norm(torch.cat(each)) * _on(inv_scale, device)
         return (max_norm / norm).clamp(max=1.0) * _on(inv_scale, device)
 
-    def _update_scaled(self, group: dict[str, Any], factor: Tensor | float, found_inf: Tensor | None) -> None:
+    def _update_scaled(self, group: Group, factor: Tensor | float, found_inf: Tensor | None) -> None:
         """Update ``group`` from its gradients times ``factor``. With a nonzero ``found_inf`` nothing changes."""
         for batch in (part for whole in self._batches(group) for part in cache_sized(whole)):
             moments = self._moments(batch, "exp_avg"), self._moments(batch, "exp_avg_sq")
@@ -101,7 +101,7 @@ class FusedLAMB(LambOptimizer):
 
 
 def lamb_stage1(
-    group: dict[str, Any],
+    group: Group,
     weights: list[Tensor],
     grads: list[Tensor],
     exp_avgs: list[Tensor],
@@ -156,7 +156,7 @@ def _add_decay(targets: list[Tensor], weights: list[Tensor], decay: Tensor | flo
 
 
 def _adam_updates(
-    group: dict[str, Any], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], skip: Tensor | None
+    group: Group, grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], skip: Tensor | None
 ) -> list[Tensor]:
     """Advance the moments. Returns Adam's updates without ``lr`` as new tensors, 0 where ``skip`` is true."""
     beta1, beta2 = group["betas"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.apex.dtypes import REDUCED
-from harness.apex.optimizers.batch import ParameterBatch
+from harness.apex.optimizers.batch import Group, ParameterBatch
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer
 from harness.apex.tensor_groups import norms, one_for_each
 
@@ -76,7 +76,7 @@ class FusedNovoGrad(FusedOptimizer):
                 self._write_back(batch)
             self._keep(group, running)
 
-    def _advance_norms(self, group: dict[str, Any], batch: ParameterBatch, running: dict[Tensor, Tensor]) -> Tensor:
+    def _advance_norms(self, group: Group, batch: ParameterBatch, running: dict[Tensor, Tensor]) -> Tensor:
         """Advance the running norms of ``batch`` and return them, one per parameter."""
         new = norms(batch.grads, 2 if group["norm_type"] == 2 else math.inf)
         first = new.new_zeros(()) if group["init_zero"] else None
@@ -88,12 +88,12 @@ class FusedNovoGrad(FusedOptimizer):
         running.update(zip(batch.params, now.unbind(), strict=True))
         return now
 
-    def _members(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    def _members(self, group: Group) -> tuple[list[Tensor], list[Tensor]]:
         """Parameters that have had a gradient: those in reduced precision, and the others."""
         known = [param for param in group["params"] if "exp_avg" in self.state.get(param, {})]
         return [p for p in known if p.dtype in REDUCED], [p for p in known if p.dtype not in REDUCED]
 
-    def _running_norms(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
+    def _running_norms(self, group: Group) -> dict[Tensor, Tensor]:
         """Return ``group["exp_avg_sq"]`` by parameter."""
         reduced, others = self._members(group)
         stored = group.get("exp_avg_sq", [])
@@ -112,20 +112,20 @@ class FusedNovoGrad(FusedOptimizer):
         values = [value for vector in stored for value in vector.unbind()]
         return {param: value.to(param.device) for param, value in zip(members, values, strict=True)}
 
-    def _keep(self, group: dict[str, Any], running: dict[Tensor, Tensor]) -> None:
+    def _keep(self, group: Group, running: dict[Tensor, Tensor]) -> None:
         device = group["params"][0].device
         group["exp_avg_sq"] = [
             torch.stack([running[param].to(device) for param in members]) if members else torch.zeros(0, device=device)
             for members in self._members(group)
         ]
 
-    def _adopt_loaded(self, group: dict[str, Any]) -> None:
+    def _adopt_loaded(self, group: Group) -> None:
         super()._adopt_loaded(group)
         if "exp_avg_sq" in group:
             self._keep(group, self._running_norms(group))
 
 
-def next_norms(group: dict[str, Any], old: Tensor, new: Tensor) -> Tensor:
+def next_norms(group: Group, old: Tensor, new: Tensor) -> Tensor:
     """Return the running norms after a step, from the ``old`` ones and those of the gradients: one value for each
     tensor."""
     beta2 = group["betas"][1]
@@ -135,7 +135,7 @@ def next_norms(group: dict[str, Any], old: Tensor, new: Tensor) -> Tensor:
 
 
 def novograd_update(
-    group: dict[str, Any],
+    group: Group,
     weights: list[Tensor],
     grads: list[Tensor],
     exp_avgs: list[Tensor],

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from harness.apex.amp.device_flags import flags
 from harness.apex.amp.master_weights import follow
 from harness.apex.dtypes import wide
-from harness.apex.optimizers.batch import ParameterBatch, copied_where_new, fitting, weight_buffer
+from harness.apex.optimizers.batch import Group, ParameterBatch, copied_where_new, fitting, weight_buffer
 from harness.apex.tensor_groups import by_device_and_dtype
 
 MASTER = "master_param"  # key in the state of a parameter
@@ -105,7 +105,7 @@ class FusedOptimizer(Optimizer):
         """Drop the gradients, or zero them with ``set_to_none=False``. The default is ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add a group with its own options; missing options default to the constructor's."""
         super().add_param_group(param_group)
         self._place_counters(self.param_groups[-1])
@@ -128,15 +128,15 @@ class FusedOptimizer(Optimizer):
         for group in self.param_groups:
             self._update_group(group)
 
-    def _update_group(self, group: dict[str, Any]) -> None:
+    def _update_group(self, group: Group) -> None:
         for batch in self._batches(group):
             self._update_batch(group, batch)
             self._write_back(batch)
 
-    def _update_batch(self, group: dict[str, Any], batch: ParameterBatch) -> None:
+    def _update_batch(self, group: Group, batch: ParameterBatch) -> None:
         raise NotImplementedError
 
-    def _adopt_loaded(self, group: dict[str, Any]) -> None:
+    def _adopt_loaded(self, group: Group) -> None:
         """Convert a loaded ``group`` to the form that ``_update`` expects."""
         self._place_counters(group)
 
@@ -155,7 +155,7 @@ class FusedOptimizer(Optimizer):
 
     # Step counts
 
-    def _place_counters(self, group: dict[str, Any]) -> None:
+    def _place_counters(self, group: Group) -> None:
         """Keep ``lr`` and ``step`` in tensors of the group's own if capturable, else a loaded ``step`` as a number."""
         if self.capturable:
             group["lr"] = _own_tensor(group["lr"], group, torch.float32)
@@ -164,21 +164,21 @@ class FusedOptimizer(Optimizer):
         elif isinstance(group.get("step"), Tensor):
             group["step"], group["lr"] = int(group["step"]), float(group["lr"])
 
-    def _counted_groups(self) -> Iterator[dict[str, Any]]:
+    def _counted_groups(self) -> Iterator[Group]:
         """Count this step in every group that has parameters, and yield the group."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             if group["params"]:
                 yield self._steps.advance(group, found_inf, self.capturable)
 
-    def uncount_step(self, groups: list[dict[str, Any]]) -> None:
+    def uncount_step(self, groups: list[Group]) -> None:
         """Take back the count of a step of ``groups`` that was skipped on the device."""
         for group in groups:
             self._steps.take_back(group)
 
     # Batches
 
-    def _batches(self, group: dict[str, Any]) -> list[ParameterBatch]:
+    def _batches(self, group: Group) -> list[ParameterBatch]:
         """Return the parameters of ``group`` that have a gradient, sorted by device and dtype."""
         params = [param for param in group["params"] if param.grad is not None and param.numel() > 0]
         return [self._batch(alike) for alike in by_device_and_dtype(params)]
@@ -240,7 +240,7 @@ class FusedOptimizer(Optimizer):
             self._versions.update((param, param._version) for param in batch.params)
 
 
-def step_for_kernel(group: dict[str, Any], device: torch.device) -> Tensor:
+def step_for_kernel(group: Group, device: torch.device) -> Tensor:
     """Return ``group["step"]`` for torch's fused Adam kernels.
 
     Without bias correction it is infinity, at which the kernels' correction ``1 - beta**step`` is 1.
@@ -262,7 +262,7 @@ def _check_options(name: str, options: dict[str, Any]) -> None:
         raise ValueError(f"{name} was given betas={betas}; both must be at least 0 and below 1, as in (0.9, 0.999).")
 
 
-def _own_tensor(value: Any, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Tensor:
+def _own_tensor(value: Any, group: Group, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Tensor:
     """Return a copy of ``value`` as a tensor, on the device of the group's first parameter."""
     device = group["params"][0].device if group["params"] else None
     return torch.as_tensor(value).detach().to(device, dtype, copy=True).reshape(shape)
@@ -281,7 +281,7 @@ class StepCount:
     def __init__(self) -> None:
         self._skipped: dict[int, Tensor] = {}  # by id of a group: skipped steps in its number, as the device knows
 
-    def advance(self, group: dict[str, Any], found_inf: Tensor | None, capturable: bool) -> dict[str, Any]:
+    def advance(self, group: Group, found_inf: Tensor | None, capturable: bool) -> Group:
         """Count a step. Returns ``group``, or a copy with the number of this step as the device knows it."""
         if capturable:
             if "step" not in group:
@@ -295,7 +295,7 @@ class StepCount:
         self._skipped[id(group)] = before + (found_inf != 0)
         return {**group, "step": torch.full((), float(group["step"]), device=found_inf.device) - before}
 
-    def take_back(self, group: dict[str, Any]) -> None:
+    def take_back(self, group: Group) -> None:
         """Correct the number of ``group`` by a step that the device has skipped."""
         if id(group) in self._skipped:
             group["step"] -= 1

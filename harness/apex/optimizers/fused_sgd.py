@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from harness.apex.optimizers.batch import ParameterBatch
+from harness.apex.optimizers.batch import Group, ParameterBatch
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer
 
 
@@ -57,7 +57,7 @@ class FusedSGD(FusedOptimizer):
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         super().__init__(params, defaults, set_grad_none)
 
-    def _update_batch(self, group: dict[str, Any], batch: ParameterBatch) -> None:
+    def _update_batch(self, group: Group, batch: ParameterBatch) -> None:
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         skip = None if found_inf is None else found_inf != 0
         has_momentum = group["momentum"] != 0
@@ -71,7 +71,7 @@ class FusedSGD(FusedOptimizer):
 
 
 def sgd_update(
-    group: dict[str, Any],
+    group: Group,
     weights: list[Tensor],
     grads: list[Tensor],
     momentum_buffers: list[Tensor],

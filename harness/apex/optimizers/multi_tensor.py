@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from harness.apex.dtypes import wide
-from harness.apex.optimizers.batch import copied_where_new, fitting, weight_buffer
+from harness.apex.optimizers.batch import Group, copied_where_new, fitting, weight_buffer
 from harness.apex.optimizers.fused_adagrad import adagrad_update
 from harness.apex.optimizers.fused_adam import adam_update
 from harness.apex.optimizers.fused_lamb import lamb_stage1, lamb_stage2
@@ -465,7 +465,7 @@ def _group(
     step: Tensor | int,
     bias_correction: int,
     weight_decay: Tensor | float,
-) -> dict[str, Any]:
+) -> Group:
     """Return the options of a kernel as the group of an optimizer."""
     return dict(
         lr=lr.reshape(()) if isinstance(lr, Tensor) else lr,
