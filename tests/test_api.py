@@ -78,6 +78,8 @@ def test_train_twice_and_predict(path, capsys):
     assert re.search(
         rf"best top1 \d\.\d+ at step {first.best_step}; weights.safetensors has the weights of this step", log
     )
+    assert re.search(r"epoch 2/2  step 8/8  validation on (\d+) of \1 rows: top1 \d\.\d+ \(best", log)
+    assert f"; for other rows: harness predict {first.folder} --csv CSV" in log.splitlines()[-1]
     longer = train(load_config(path, {"train.epochs": 3}))
     assert (longer.finished, longer.step, longer.folder) == (True, 12, first.folder)
     assert longer.history[:2] == first.history

@@ -173,16 +173,15 @@ class ProgressBar:
         self._plain_at = -math.inf  # so that the first step is due
         self._began: tuple[float, int] | None = None  # when the first step of this process had ended, and its number
         self._step = 0  # of the run
-        self._text, self._text_of = "", ("", 0)  # the newest numbers, and the epoch and the step that they are of
-        self._written = False  # these numbers, as a line
+        self._text, self._written = "", False  # the newest numbers, and whether a line has them
         self._where, self._unit, self._done, self._of = "", "step", 0, 0  # a loop of the user's own may open nothing
         self._mark: float | None = None  # when the last step or batch ended
         self._lasted: dict[str, float] = {}  # seconds, by unit
 
-    def start(self, epoch: int, epochs: int, done: int, steps: int) -> None:
-        """Begin to show an epoch."""
-        self._step = epoch * steps + done
-        self.open(f"epoch {epoch + 1}/{epochs}", "step", done, steps)
+    def start(self, epoch: str, step: int) -> None:
+        """Begin to show an epoch, from the ``step`` of the run on."""
+        self._step = step
+        self.open(epoch, "step", step, self._total_steps)
 
     def open(self, where: str, unit: str, done: int, total: int) -> None:
         """Begin to show anything else, such as an evaluation. Where there is no run, its end is what is left."""
@@ -213,9 +212,8 @@ class ProgressBar:
             self._write(now)
 
     def show(self, text: str) -> None:
-        """Show ``text``, the newest numbers, next to the bar, or as a line: once, and with their step if that comes
-        later."""
-        self._text, self._text_of, self._written = text, (self._where, self._done), False
+        """Show ``text``, the newest numbers and their steps, next to the bar, or once as a line."""
+        self._text, self._written = text, False
         now = time.monotonic()
         if self._bar is not None:
             self._bar.set_postfix_str(self._described(now), refresh=False)
@@ -247,13 +245,10 @@ class ProgressBar:
         self._written = self._written or self._unit == "step"
 
     def _described(self, now: float) -> str:
-        left, (where, step) = self._left_s(now), self._text_of
-        shown = [] if left is None else [f"{in_words(left)} left"]
-        if self._unit != "step" or not self._text or self._written:
-            return "  ".join(shown)
-        late = self._bar is None and step != self._done  # a bar shows all the time how far it is
-        of = [f"(of {where})"] if where != self._where else [f"(at step {step})"] if late else []
-        return "  ".join([self._text, *of, *shown])
+        left = self._left_s(now)
+        shown = "" if left is None else f"{in_words(left)} left"
+        text = "" if self._unit != "step" or self._written else self._text
+        return "  ".join(filter(None, (text, shown)))
 
     def _left_s(self, now: float) -> float | None:
         """Seconds to the end of the run at the pace of this process so far, evaluations and checkpoints included."""

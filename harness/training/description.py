@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from harness.config import presets
 from harness.config.schema import Config
 from harness.distributed.runtime import Runtime
 from harness.errors import plural
-from harness.runs import console, provenance
-from harness.training import determinism
+from harness.runs import console, layout, provenance
+from harness.training import determinism, run_log
 from harness.training.division import Sizes
 from harness.training.optimizer import optim, precision
 from harness.training.run import Run
@@ -33,7 +34,8 @@ def announce(run: Run) -> None:
         "launcher": _launcher(config, runtime),
         "run folder": run.folder.where,
     }
-    for name, value in facts.items():
+    shown = "loss: mean over the rows of these steps; rows/s: over all ranks; time left: of the whole run"
+    for name, value in {**facts, "log lines": shown}.items():
         log.info("%14s: %s", name, value)
     first = runtime.rank == 0
     slow = precision.warning(config.precision, runtime.device) if first and not run.state.step else ""
@@ -101,10 +103,13 @@ def conclude(run: Run, done: bool) -> None:
     skipped = f" ({state.rows_skipped} of them in {steps})" if state.skipped else ""
     if state.rows:  # a loop of the user's own may not count them
         log.info(
-            "throughput: %.0f rows/s in training, %d rows%s in %.1f s overall",
-            run.throughput(), state.rows, skipped, run.wall_s(),
+            "throughput: %.0f rows/s in training, over all ranks; %d rows%s in %.1f s with validation and checkpoints",
+            run.throughput(), state.rows, skipped, run_log.total_s(run),
         )  # fmt: skip
-    log.info("run folder: %s", run.folder.where)
+    where, predicted = shlex.quote(run.folder.where), (run.folder.path / layout.PREDICTIONS).is_file()
+    log.info("run folder: %s%s", run.folder.where, ", with predictions.csv of the validation rows" * predicted)
+    predict = f"; for other rows: harness predict {where} --csv CSV --out predictions.csv" * predicted
+    log.info("next: harness report %s%s", where, predict)
 
 
 def _launcher(config: Config, runtime: Runtime) -> str:

@@ -71,8 +71,7 @@ def epoch(run: Run) -> None:
     run.parallel.model.train()
     run.meter.restart_clock()
     left = data.steps_left(state.segments)
-    epochs = config.train.epochs or -(-run.size.total_steps // data.steps_per_epoch())
-    run.progress.start(state.epoch, epochs, data.steps_per_epoch() - left, data.steps_per_epoch())
+    run.progress.start(run_log.epoch_of(run, state.epoch + 1), state.step)
     run.lr = run.schedule.lr(state.applied, state.plateau.reductions)
     end = min(state.step + run.steps_to_evaluation(), config.train.max_steps or sys.maxsize)
     for number, group in enumerate(data.groups(state.epoch, state.segments), state.step + 1):
@@ -240,10 +239,10 @@ def evaluation(run: Run) -> Report | None:
         state.since_best += 1
     lowered = run.schedule.after_evaluation(state.plateau, value, increases, state.applied)
     run_log.write_summary(run, report)
-    when = f"step {state.step}" if state.in_epoch else f"epoch {state.epoch}"
-    shown = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+    best = "best so far" if better or state.best is None else f"best: {state.best:.4f} at step {state.best_step}"
+    shown = "  ".join(f"{key} {number:.4f}{f' ({best})' if key == name else ''}" for key, number in metrics.items())
     rows = f"{report['rows_used']} of {report['rows']} rows"
-    log.info("%s: validation: %s  (%s)%s", when, shown, rows, "  best so far" if better else "")
+    log.info("%s  validation on %s: %s", run_log.position(run, state.epoch + state.in_epoch), rows, shown)
     if lowered:
         log.info("learning rate lowered to %.3g", run.schedule.lr(state.applied, state.plateau.reductions))
     run.hooks.call(AFTER_EVALUATION, run, report)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -82,8 +81,8 @@ class Run:
     """The last step, until it is counted, and whether it was skipped."""
     lr: float = 0.0
     """The learning rate of the last step, for the parameters without a group of their own."""
-    loss: float = math.nan
-    """Of the last log line: the mean over its rows."""
+    loss: str = ""
+    """Of the last log line: the mean over its rows, and its steps."""
     num_threads: int = field(default_factory=torch.get_num_threads)
     """Threads of torch, before the task's code ran."""
 

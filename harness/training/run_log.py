@@ -6,11 +6,14 @@ import logging
 import math
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 
 from harness.data.batch import Dataset
 from harness.errors import plural
+from harness.runs import layout
+from harness.runs.files import read_sealed
 from harness.training.evaluation.metrics import Report, is_number
 from harness.training.run import Run
 
@@ -38,7 +41,9 @@ def log_train(run: Run) -> None:
     state.rows, state.rows_skipped = state.rows + seen.rows, state.rows_skipped + seen.rows_skipped
     state.bad_rows, state.train_s = state.bad_rows + seen.bad, state.train_s + time_s
     run.health.loss(seen.total, steps, state, run.writer.complete)
-    rows_per_s, run.loss = seen.rows / time_s if time_s else None, seen.loss
+    rows_per_s = seen.rows / time_s if time_s else None
+    which = f"step {state.step}" if steps == 1 else f"steps {state.step - steps + 1}-{state.step}"
+    run.loss = f"loss {seen.loss:.4f} ({which})" if math.isfinite(seen.loss) else ""
     run.tracker.log(
         "train",
         {"step": state.step, "epoch": state.epoch, "loss": seen.loss, "lr": lr, **_group_rates(run),
@@ -48,9 +53,8 @@ def log_train(run: Run) -> None:
          **{f"time_{phase}": round(share, 6) for phase, share in seen.shares.items()}, "cost": seen.cost,
          "wall_s": run.wall_s()},
     )  # fmt: skip
-    which = "the last step was" if steps == 1 else f"all of the last {steps} steps were"
-    all_skipped = f"{which} skipped, loss scale {seen.scale:g}"
-    shown = f"loss {seen.loss:.4f}" if seen.rows > seen.rows_skipped else all_skipped
+    all_skipped = f"skipped: all of {which}, loss scale {seen.scale:g}"
+    shown = run.loss if seen.rows > seen.rows_skipped else all_skipped
     run.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
     meter.costs.add({"log": time.perf_counter() - start})
 
@@ -83,8 +87,7 @@ def log_coverage(run: Run) -> None:
          "rows_repeated": repeated,
          "steps_skipped": state.epoch_skipped, "bad_rows": state.bad_rows},
     )  # fmt: skip
-    text = f"loss {run.loss:.4f}; " if math.isfinite(run.loss) else ""
-    text += f"{used} of {rows} rows used"
+    text = f"{run.loss}  " * bool(run.loss) + f"{used} of {rows} rows used"
     if state.epoch_skipped:
         steps = plural(state.epoch_skipped, "step")
         why = "because of overflow" + (" or NaN" if run.config.train.on_nan != "stop" else "")
@@ -94,8 +97,25 @@ def log_coverage(run: Run) -> None:
         text += f"; rows not used: {', '.join(missing)}{', ...' if rows - used > len(missing) else ''}"
     if state.bad_rows:
         text += f"; {plural(state.bad_rows, 'unreadable row')} so far, which metrics.jsonl names"
-    log.info("epoch %d: %s", state.epoch + 1, text)
+    log.info("%s  end of the epoch: %s", position(run, state.epoch + 1), text)
     run.coverage.clear()
+
+
+def epoch_of(run: Run, epoch: int) -> str:
+    """Return which ``epoch`` of how many, from 1, as log lines begin."""
+    return f"epoch {epoch}/{run.config.train.epochs or -(-run.size.total_steps // run.train_data.steps_per_epoch())}"
+
+
+def position(run: Run, epoch: int) -> str:
+    """Return ``epoch_of``, and which step of how many."""
+    return f"{epoch_of(run, epoch)}  step {run.state.step}/{run.size.total_steps}"
+
+
+def total_s(run: Run) -> float:
+    """Return the seconds of the run until its last evaluation, as summary.json and the commands that read it say."""
+    with suppress(OSError, ValueError, KeyError):
+        return float(read_sealed(run.folder.path / layout.SUMMARY)["wall_s"])
+    return run.wall_s()
 
 
 def log_evaluation(run: Run, report: Report, took_s: float) -> dict[str, float]:

@@ -343,7 +343,7 @@ def test_lost_terminal_does_not_end_a_run(tmp_path, data):
     finally:
         process.kill()
     assert steps(run_folder(config)) == list(range(1, 17))
-    assert "run folder: " in (run_folder(config) / "logs" / "rank-0.log").read_text().splitlines()[-1]
+    assert "next: " in (run_folder(config) / "logs" / "rank-0.log").read_text().splitlines()[-1]
 
 
 # Without data

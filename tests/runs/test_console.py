@@ -67,7 +67,7 @@ class Clock:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
     def use(self, progress: ProgressBar, step_s: float = 0.2) -> None:
-        progress.start(epoch=0, epochs=2, done=0, steps=4)
+        progress.start("epoch 1/2", 0)
         for _ in range(4):
             self.now += step_s
             progress.step()
@@ -86,8 +86,8 @@ def test_bar_on_a_terminal(terminal, monkeypatch, clock):
     clock.use(ProgressBar(rank=0, total_steps=8), step_s=60)
     text = shown()
     assert "epoch 1/2:" in text
-    assert "4/4" in text
-    assert "loss 0.5000  lr 0.1  100 rows/s  5 min left" in text, "of the run, which has 3 steps left in this epoch"
+    assert "4/8" in text, "of the run, as in the lines"
+    assert "loss 0.5000  lr 0.1  100 rows/s  5 min left" in text, "of the run, which has 5 steps left"
 
 
 def test_bar_of_an_evaluation(terminal, monkeypatch, clock):
@@ -113,15 +113,15 @@ def test_other_ranks_show_nothing(terminal, monkeypatch, clock):
 
 def test_plain_lines_without_a_terminal(log, capsys, clock):
     """The first after the first step, then new numbers after 10 s, and the position after 30 s without any. Numbers are
-    written once, and with their step if that comes later."""
+    written once."""
     console.to_terminal(0)
     progress = ProgressBar(rank=0, total_steps=1000)
-    progress.start(epoch=0, epochs=2, done=0, steps=500)
+    progress.start("epoch 1/2", 0)
     for step in range(1, 101):
         clock.now += 1
         progress.step()
         if step in (15, 20):
-            progress.show(f"loss 0.{step}")
+            progress.show(f"loss 0.{step} (step {step})")
     progress.open("validation", "batch", 0, 80)
     for _ in range(40):
         clock.now += 1
@@ -129,37 +129,37 @@ def test_plain_lines_without_a_terminal(log, capsys, clock):
     lines = capsys.readouterr().err.splitlines()
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
     assert [line[9:] for line in lines] == [
-        "epoch 1/2  step 1/500",
-        "epoch 1/2  step 15/500  loss 0.15  16 min left",
-        "epoch 1/2  step 46/500  loss 0.20  (at step 20)  16 min left",
-        "epoch 1/2  step 77/500  15 min left",
+        "epoch 1/2  step 1/1000",
+        "epoch 1/2  step 15/1000  loss 0.15 (step 15)  16 min left",
+        "epoch 1/2  step 46/1000  loss 0.20 (step 20)  16 min left",
+        "epoch 1/2  step 77/1000  15 min left",
         "validation  batch 8/80  16 min left",
         "validation  batch 39/80  21 min left",
     ]
 
 
-def test_numbers_of_the_epoch_before_are_named_as_such(log, capsys, clock):
-    """Until the first log line of an epoch; an evaluation within it does not matter."""
+def test_numbers_are_written_once_and_steps_are_those_of_the_run(log, capsys, clock):
+    """Also in the next epoch, and after an evaluation."""
     console.to_terminal(0)
     progress = ProgressBar(rank=0, total_steps=300)
-    progress.start(epoch=0, epochs=2, done=0, steps=150)
-    progress.show("loss 0.9000")
-    progress.show("loss 0.8000")
+    progress.start("epoch 1/2", 0)
+    progress.show("loss 0.9000 (step 149)")
+    progress.show("loss 0.8000 (step 150)")
     progress.stop()
-    for epoch, done in ((1, 0), (1, 50)):
+    for done in (150, 200):
         progress.open("validation", "batch", 0, 1)
-        progress.start(epoch, epochs=2, done=done, steps=150)
+        progress.start("epoch 2/2", done)
         clock.now += 31
         progress.step()
         clock.now += 11
         progress.show("loss 0.5000")
     lines = capsys.readouterr().err.splitlines()
     assert [re.sub(r"  \d+ min left", "", line[9:]) for line in lines] == [
-        "epoch 1/2  step 0/150  loss 0.9000",
-        "epoch 2/2  step 1/150  loss 0.8000  (of epoch 1/2)",
-        "epoch 2/2  step 1/150  loss 0.5000",
-        "epoch 2/2  step 51/150",
-        "epoch 2/2  step 51/150  loss 0.5000",
+        "epoch 1/2  step 0/300  loss 0.9000 (step 149)",
+        "epoch 2/2  step 151/300  loss 0.8000 (step 150)",
+        "epoch 2/2  step 151/300  loss 0.5000",
+        "epoch 2/2  step 201/300",
+        "epoch 2/2  step 201/300  loss 0.5000",
     ]
 
 

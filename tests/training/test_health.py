@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from harness.distributed.launch_env import detect
 from harness.distributed.runtime import open_runtime
 from harness.errors import DataError, OwnCodeError, TrainingError
-from harness.training import loop
+from harness.training import loop, run_log
 from harness.training.health import Health
 from harness.training.progress import State
 from harness.training.run import Run
@@ -254,8 +254,10 @@ def test_rows_of_skipped_steps_are_told_apart(start, caplog):
     summary = json.loads((run.folder.path / "summary.json").read_text())
     assert (summary["samples"], summary["samples_skipped"], summary["skipped"]) == (12, 5, 1)
     assert run.throughput() == pytest.approx(12 / run.state.train_s)
+    assert run_log.total_s(run) == summary["wall_s"] < run.wall_s(), "one number, whenever it is asked for"
     used = (
-        r"epoch 1: loss \d\.\d{4}; 12 of 12 rows used; 7 of them updated the weights, and 5 belonged to 1 step skipped"
+        r"epoch 1/1  step 3/3  end of the epoch: loss \d\.\d{4} \(steps 1-3\)  12 of 12 rows used; "
+        "7 of them updated the weights, and 5 belonged to 1 step skipped"
     )
     assert re.search(used, caplog.text)
 
@@ -275,7 +277,7 @@ def test_progress_says_that_all_steps_were_skipped(start):
     run, shown = start("large gradients", 1, "precision.opt_level=O1", "train.log_every=3"), []
     run.progress.show = shown.append
     loop.train(run)
-    assert shown[0].startswith("all of the last 3 steps were skipped, loss scale 128  lr ")
+    assert shown[0].startswith("skipped: all of steps 1-3, loss scale 128  lr ")
     assert shown[-1].startswith("loss ")
 
 

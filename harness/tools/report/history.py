@@ -89,7 +89,8 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
         improvements=_improvements(evaluated, metric, direction),
         shares=_shares(train, windows["seconds"]),
         rows_per_s=_speed(windows[windows["seconds"] > 0]),
-        wall_s=_known(pd.concat([train["wall_s"], evals["wall_s"]]).max()),
+        wall_s=(record.summary.get("wall_s") if record.state == "finished" else None)
+        or _known(pd.concat([train["wall_s"], evals["wall_s"]]).max()),
         skipped=_count(train["skipped"]),
     )
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic_runs import PHASES, Fake, write_run
 from harness.runs import reader
+from harness.runs.files import read_sealed, write_sealed
 from harness.tools.report import history
 
 
@@ -36,6 +37,9 @@ def test_points_along_all_axes(tmp_path):
     assert past.validation.at["seconds"].tolist() == pytest.approx([7.4, 14.8])
     assert list(past.validation.values) == ["loss", "top1"], "only metrics, and only numbers"
     assert past.wall_s == pytest.approx(14.8)
+    summary = tmp_path / "run" / "summary.json"
+    write_sealed(summary, {**read_sealed(summary), "wall_s": 15.0})
+    assert read(tmp_path / "run").wall_s == 15.0, "the number that training says"
 
 
 def test_unfinished_epoch_is_extrapolated(tmp_path):
