@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import importlib
 import inspect
 import json
 import logging
@@ -12,6 +15,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -23,10 +27,17 @@ from torch.testing import assert_close
 
 import harness
 from harness import load_config, load_model, open_run, predict, train
-from harness.errors import CheckpointError, ConfigError, DataError, HarnessError, TrainingError
+from harness.data.loader import TrainData
+from harness.distributed.stop import Stop
+from harness.errors import CheckpointError, ConfigError, DataError, HarnessError, OwnCodeError, TrainingError
 from harness.runs import reader
 from harness.runs.checkpoint import read
+from harness.trackers.metrics_log import MetricsLog
 from harness.training import parts
+from harness.training.optimizer.precision import Precision
+from harness.training.progress import State
+from harness.training.run import Run
+from harness.training.strategies.base import ParallelStrategy
 from tests.conftest import ROOT
 from tests.fixtures import settings, write_rows, write_yaml
 from tests.ranks import run_ranks
@@ -365,6 +376,7 @@ def in_parts(folder: str, stop_at: int = 99) -> tuple[float, list[torch.Tensor],
     seen, names, loss = list[int](), {}, functional.cross_entropy
     os.makedirs(folder, exist_ok=True)
     os.chdir(folder)
+    warnings.filterwarnings("error", ".broadcast_buffers", FutureWarning)
     with mock.patch.object(data, "TensorDataset", Rows), mock.patch.object(functional, "cross_entropy", counted):
         try:
             exec(EXAMPLE, names)
@@ -395,7 +407,7 @@ def test_parts_without_a_task(tmp_path, world):
 
 
 def test_every_part_is_on_the_page_and_in_the_script():
-    table = PAGE.partition("## Parts, one by one")[2]
+    table = PAGE.partition("## Parts, one by one")[2].partition("\n## ")[0]
     for name in parts.__all__:
         assert f"`{name}" in table, name
         assert name == "Runtime" or name in EXAMPLE, name
@@ -479,6 +491,93 @@ def test_the_script_of_the_page(digits, capsys):
         torch.load(f"runs/{name}/checkpoints/step-23/state.pt", weights_only=True) for name in ("my_loop", "killed")
     ]
     assert all(torch.equal(value, read[1]["model"][name]) for name, value in read[0]["model"].items())
+
+
+def test_names_that_are_typed_are_those_that_are_found():
+    """Editors and mypy read the imports for types."""
+    tree = ast.parse(Path(harness.__file__).read_text())
+    (typed,) = [node.body for node in tree.body if isinstance(node, ast.If)]
+    places = {}
+    for node in typed:
+        if isinstance(node, ast.ImportFrom):
+            places |= {alias.asname: (node.module, alias.name) for alias in node.names if alias.asname}
+        else:
+            for target, value in zip(node.targets[0].elts, node.value.elts, strict=True):
+                places[target.id] = (f"harness.training.{value.value.id}", value.attr)
+    assert {*places} == {*harness.__all__} - {"__version__"}
+    for name, (module, inside) in places.items():
+        assert getattr(harness, name) is getattr(importlib.import_module(module), inside), name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        getattr(harness, "noth" + "ing")
+
+
+# Of a run, but not for code of the user's.
+INTERNAL = {
+    "size", "gradient_hook", "health", "writer", "progress", "meter", "hooks", "coverage", "first_look", "done_at",
+    "log_offset", "log_digest", "started", "start_weights", "unsettled", "num_threads", "ranks", "checkpoints",
+    "ended_early", "steps_to_evaluation", "set_lr", "collect_waits", "compiling", "end_look", "close",
+}  # fmt: skip
+
+
+def test_the_page_lists_what_a_run_and_its_state_have():
+    table = PAGE.partition("### What a run has")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \| (.*) \|$", table, re.M)
+    listed = {name: kind for names, kind, _ in rows for name in re.findall(r"`(\w+)", names)}
+    fields = {field.name: str(field.type) for field in dataclasses.fields(Run)}
+    there = {name for name in {*vars(Run), *fields} if not name.startswith("_")}
+    assert {*listed} | INTERNAL == there
+    assert not {*listed} & INTERNAL
+    for name, kind in listed.items():
+        member = vars(Run).get(name)
+        get = member.fget if isinstance(member, property) else member
+        typed = fields.get(name) or get.__annotations__["return"]
+        assert any(word in typed for word in re.findall(r"\w+", kind)) or kind == "context", name
+    (counters,) = [meaning for names, _, meaning in rows if names == "`state`"]
+    named = re.findall(r"`(\w+)`", counters)
+    assert len(named) == 8
+    assert {*named} <= {field.name for field in dataclasses.fields(State)}
+
+
+def test_calls_on_the_page_take_their_arguments():
+    calls = {"prepare": harness.prepare, "save_run": harness.save_run, "evaluate_run": harness.evaluate_run}
+    run = {"train_data": TrainData, "parallel": ParallelStrategy, "precision": Precision, "state": State,
+           "stop": Stop, "tracker": MetricsLog}  # fmt: skip
+    table = PAGE.partition("### What a loop calls")[2].partition("###")[0]
+    found = re.findall(r"^\| `(?:run\.(\w+)\.)?(\w+)\((.*?)\)`", table, re.M)
+    assert len(found) == 12
+    for part, name, arguments in found:
+        function = getattr(run[part], name) if part else calls[name]
+        names = [each for each in arguments.split(", ") if each and not each.startswith('"')]
+        assert {*names} <= inspect.signature(function).parameters.keys(), name
+
+
+class Careless(torch.nn.Module):
+    """A model whose forward pass fails in the second step."""
+
+    def __init__(self, num_classes: int, width: int):
+        super().__init__()
+        self.layer, self.calls = torch.nn.Linear(1, num_classes), 0
+
+    def forward(self, inputs):
+        self.calls += self.training
+        if self.calls == 2:
+            raise KeyError("planted")
+        return self.layer(inputs.flatten(1).mean(1, keepdim=True))
+
+
+class CarelessHook:
+    def after_step(self, run):
+        raise KeyError("planted")
+
+
+def test_an_own_exception_comes_out_as_it_is(path):
+    plain = {"batch.accumulate": 1, "precision.opt_level": "O0"}
+    with pytest.raises(KeyError, match="planted") as caught:
+        train(load_config(path, {"model.name": "tests.test_api.Careless", **plain}))
+    assert caught.traceback[-1].name == "forward"
+    with pytest.raises(OwnCodeError) as wrapped:
+        train(load_config(path, {"hooks": ["tests.test_api.CarelessHook"], "name": "hooked", **plain}))
+    assert isinstance(wrapped.value.__cause__, KeyError)
 
 
 def test_every_name_is_on_the_page_and_the_import_is_light():

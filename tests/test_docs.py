@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -397,6 +398,14 @@ def check_task(folder: Path, output: dict[str, str], names: dict[str, Any]) -> N
     assert predictions["id"].tolist() == list(range(500))
     error = (predictions["prediction"] - predictions["label"]).abs().mean()
     assert error == pytest.approx(one["best"]["mae"], rel=1e-3)
+    images = [(torch.arange(4.0).view(1, 2, 2) + row, row % 3) for row in range(40)]
+    dataset, rows = names["Flipped"](images, seed=3), np.array([7, 2, 30])
+    plain, epoch = dataset.batch(rows, None), dataset.batch(rows, 0)
+    assert plain.inputs.equal(torch.stack([images[row][0] for row in rows]))
+    assert (plain.targets.tolist(), plain.rows.tolist(), len(dataset)) == ([1, 2, 0], [7, 2, 30], 40)
+    assert epoch.inputs[1:].equal(dataset.batch(rows[1:], 0).inputs), "the same in another batch"
+    flipped = [dataset.batch(np.arange(40), epoch).inputs[:, 0, 0, 0] % 4 for epoch in range(2)]
+    assert not flipped[0].equal(flipped[1])
     first, again = torch.ones(1000), torch.ones(1000)
     for gradient in (first, again):
         names["gaussian"]([("weight", gradient)], torch.Generator().manual_seed(0), 0)
@@ -800,7 +809,7 @@ def last_loss(text: str, with_apex: bool) -> float:
     return float(names["loss"])
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "error:.broadcast_buffers:FutureWarning")
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_both_programs_train_alike(example, one_process):
     before, after = EXAMPLES[example]

@@ -8,7 +8,7 @@ script is complete; killed, it resumes bit for bit, on one process or under torc
     from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader, TensorDataset
 
-    from harness.training.parts import Checkpoints, Sums, amp, bounds, load, num_steps, open_runtime, save, shard
+    from harness import Checkpoints, Sums, amp, bounds, load, num_steps, open_runtime, save, shard
 
     x = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
     rows, size = TensorDataset(x, x[:, :3].argmax(1)), 10
@@ -20,7 +20,8 @@ script is complete; killed, it resumes bit for bit, on one process or under torc
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
         if ranks.world_size > 1:  # equal weights; each rank has its own statistics of the batch norm
-            model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+            model = nn.parallel.DistributedDataParallel(model)
+            model.broadcast_buffers = False  # as an argument, torch 2.14 warns of it
         parts = {"model": model, "optimizer": optimizer, "amp": amp}
         checkpoints = Checkpoints(Path("checkpoints"), keep=2)
         steps = num_steps(len(rows), ranks.world_size, size, "drop")  # of an epoch; "use" if the shards are equal
