@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from harness.config import presets
 from harness.config.schema import Config
 from harness.distributed.runtime import Runtime
 from harness.errors import plural
@@ -137,7 +136,6 @@ def describe(
         "learning rate": f"{size.lr:g}{scaled}",
         "schedule": size.schedule.describe(),
         "amp": precision.describe(config.precision, device, backend),
-        "nearest preset": presets.nearest(config),
         "deterministic": determinism.describe(config.train.deterministic),
         "shards": config.data.shard,
     }

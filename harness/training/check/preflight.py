@@ -171,7 +171,6 @@ class _Examination:
     def _plan(self, task: OpenedTask, size: division.Sizes, device: torch.device, backend: str) -> None:
         num_ranks = self.config.parallel.num_ranks(self.world_size)
         self.facts |= description.describe(self.config, task, size, num_ranks, device, backend)
-        self.facts["nearest preset"] += "; choose another with extends: preset:NAME"
         with precision.half_on_cpu(self.config.precision, device):
             slow = precision.warning(self.config.precision, device)
         warnings = filter(None, [*division.doubts(self.config, size, len(task.train)), slow])
