@@ -17,7 +17,7 @@ _HAS_PROC = Path("/proc/self/stat").exists()
 
 
 class FamilyMember(NamedTuple):
-    """A process, with the time of its start: another one may get its number later."""
+    """A process, with the time of its start: another process may get its number later."""
 
     pid: int
     started: str
@@ -35,8 +35,7 @@ class ProcessFamily:
         self._known = {FamilyMember(launcher, process.started)} if (process := _process(launcher)) else set()
 
     def alive(self) -> set[FamilyMember]:
-        """Look for members, and return those that have not ended. One that was found is remembered when its parent
-        ends."""
+        """Look for members, and return those that have not ended. A member is remembered when its parent ends."""
         table = _table()
         table.pop(os.getpid(), None)
         children = defaultdict(list)

@@ -90,18 +90,16 @@ def _arguments(name: str, function: Function, passed: tuple[str, ...], by_run: t
     try:
         described = " ".join((inspect.getdoc(function) or name).partition("\n\n")[0].split())
         parameters = [
-            one for one in inspect.signature(function).parameters.values()
-            if one.name not in passed and one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)
+            each for each in inspect.signature(function).parameters.values()
+            if each.name not in passed and each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
         ]  # fmt: skip
         hints = _hints(function, parameters)
         fields: dict[str, Any] = {}
-        for one in parameters:
-            required = one.default is one.empty
-            kind, default = (hints[one.name] | None, None) if one.name in by_run else (hints[one.name], one.default)
-            fields[one.name] = (
-                kind,
-                Field(... if required and one.name not in by_run else default, description=described),
-            )
+        for each in parameters:
+            kind, default = hints[each.name], ... if each.default is each.empty else each.default
+            if each.name in by_run:
+                kind, default = kind | None, None
+            fields[each.name] = (kind, Field(default, description=described))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a parameter may have the name of a method of pydantic
             return create_model(f"{function.__name__}_arguments", __base__=Section, **fields)
@@ -115,6 +113,6 @@ def _arguments(name: str, function: Function, passed: tuple[str, ...], by_run: t
 def _hints(function: Function, parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
     """Return the types of ``parameters`` by name. torch imports some of them for type checkers only."""
     made = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)  # type: ignore[misc]
-    annotations = {one.name: Any if one.annotation is one.empty else one.annotation for one in parameters}
+    annotations = {each.name: Any if each.annotation is each.empty else each.annotation for each in parameters}
     known = {**vars(collections.abc), **getattr(made, "__globals__", {}), "Iterable": list, "Sequence": list}
     return get_type_hints(SimpleNamespace(__annotations__=annotations), known, include_extras=True)

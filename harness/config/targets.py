@@ -23,14 +23,14 @@ _CLASSES: tuple[Kind, ...] = ("single_label", "multi_label")
 
 class _LossRule(NamedTuple):
     kinds: tuple[Kind, ...]
-    """The kinds of labels that it can be used with."""
+    """The kinds of labels that the loss can be used with."""
     options: tuple[str, ...] = ()
-    """The settings that it takes."""
+    """The settings that the loss takes."""
 
 
 class _MetricRule(NamedTuple):
     kinds: tuple[Kind, ...]
-    """The kinds of labels that it can be computed of."""
+    """The kinds of labels that the metric can be computed for."""
     better: Better
 
 
@@ -84,14 +84,14 @@ class LabelsSection(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> LabelsSection:
-        columns = self.column if isinstance(self.column, tuple) else ()
+        columns = self.column if isinstance(self.column, tuple) else None
         if self.chosen == "multi_label" and self.separator is None:
             raise ValueError('kind: multi_label needs a separator, the text between labels, such as separator: "|"')
         if self.chosen != "multi_label" and (self.separator is not None or self.empty != "error"):
             raise ValueError(f"separator and empty are for kind: multi_label, but the kind is {self.chosen}")
-        if self.chosen != "regression" and isinstance(self.column, tuple):
+        if self.chosen != "regression" and columns is not None:
             raise ValueError("only kind: regression takes several columns; name one column")
-        if isinstance(self.column, tuple) and (not columns or len(set(columns)) < len(columns)):
+        if columns is not None and (not columns or len(set(columns)) < len(columns)):
             raise ValueError(f"name at least one column, and each only once (found: {list(columns)})")
         return self
 
@@ -123,7 +123,7 @@ class LossSection(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The settings of single losses that are set."""
+        """The settings that only some losses take, of those that are set."""
         given = {"label_smoothing": self.label_smoothing or None, "class_weights": self.class_weights,
                  "gamma": self.gamma, "delta": self.delta, "args": self.args or None}  # fmt: skip
         return {key: value for key, value in given.items() if value is not None}

@@ -347,7 +347,7 @@ def read(
 
 
 def _refusal(error: Exception) -> str:
-    """Why torch refuses a file that holds more than data, without torch's advice to load it nevertheless."""
+    """Return why torch refuses a file that holds more than data, without torch's advice to load it nevertheless."""
     if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in str(error):
         return ""
     found = _GLOBAL.search(str(error))

@@ -81,14 +81,14 @@ def to_terminal(rank: int, of_node: bool = False) -> None:
 
 
 def show_work(rank: int = 0) -> None:
-    """Let ``working`` show itself, on rank 0."""
+    """Let ``working`` show progress, on rank 0."""
     global _shown_by
     _shown_by = os.getpid() if rank == 0 else None
 
 
 @dataclass
 class Work:
-    """How far a piece of work is."""
+    """The progress of a piece of work."""
 
     what: str
     unit: str = ""
@@ -161,7 +161,7 @@ def to_file(folder: Path, rank: int) -> None:
 
 
 class ProgressBar:
-    """Progress on rank 0: of an epoch, with the time left of the whole run, and of an evaluation.
+    """Shows progress on rank 0: of an epoch, with the time left of the whole run, and of an evaluation.
 
     A bar on a terminal; otherwise log lines, the first after one step, then every few seconds, however long a step is.
     """
@@ -251,7 +251,7 @@ class ProgressBar:
         return "  ".join(filter(None, (text, shown)))
 
     def _left_s(self, now: float) -> float | None:
-        """Seconds to the end of the run at the pace of this process so far, evaluations and checkpoints included."""
+        """Return the seconds left of the run at the pace of this process so far, evaluations and checkpoints included."""
         if self._began is None or self._step <= self._began[1] or not self._total_steps:
             return None
         since, first = self._began
@@ -259,7 +259,7 @@ class ProgressBar:
 
 
 def in_words(seconds: float) -> str:
-    """ "45 s", "12 min", "3 h 20 min"."""
+    """Return a duration such as "45 s", "12 min" or "3 h 20 min"."""
     if seconds < 59.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -274,5 +274,5 @@ def _width() -> int:
 
 
 def _columns() -> int | None:
-    """What tqdm needs to know of the width: nothing if it can ask the terminal."""
+    """Return the width for tqdm: None if it can ask the terminal."""
     return None if _width() else COLUMNS

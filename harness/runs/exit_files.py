@@ -70,7 +70,7 @@ class ExitFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: of the run."""
+        """``folder``: the run folder."""
         self._logs, self._failure = folder / layout.LOGS, folder / layout.FAILURE
         self._earlier, self._earlier_failure = read(self._logs), identity(self._failure)
 

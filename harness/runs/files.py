@@ -194,7 +194,7 @@ def read_sealed(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Like json.loads, but text that is nested too deeply raises ValueError, too."""
+    """Parse JSON like ``json.loads``, but raise ValueError for text that is nested too deeply, too."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -223,7 +223,7 @@ def finite(value: Any) -> Any:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Inode and modification time, to notice later that ``path`` was replaced; None if there is no file."""
+    """Return inode and modification time, to notice later that ``path`` was replaced; None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -247,8 +247,8 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def default_cache_dir() -> Path:
-    """$APEX_HARNESS_CACHE, else $XDG_CACHE_HOME/apex-harness, else ~/.cache/apex-harness; where that cannot be created,
-    a folder for temporary files."""
+    """Return $APEX_HARNESS_CACHE, else $XDG_CACHE_HOME/apex-harness, else ~/.cache/apex-harness; where that cannot be
+    created, a folder for temporary files."""
     if chosen := os.environ.get("APEX_HARNESS_CACHE"):
         return Path(chosen)
     if base := os.environ.get("XDG_CACHE_HOME"):

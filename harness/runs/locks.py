@@ -78,7 +78,7 @@ class Lock:
         return acquired
 
     def acquire(self, timeout_s: float) -> bool:
-        """``try_acquire`` until it succeeds; False after ``timeout_s``."""
+        """Call ``try_acquire`` until it succeeds; return False after ``timeout_s``."""
         until = time.monotonic() + timeout_s
         while not self.try_acquire():
             if time.monotonic() > until:
@@ -87,7 +87,7 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Does nothing if the lock is not held."""
+        """Release the lock, if it is held."""
         while self._open:
             os.close(self._open.popitem()[1])
         if self._marker is not None:

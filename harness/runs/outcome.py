@@ -177,7 +177,7 @@ def _failure_text(failure: Mapping[str, Any], folder: str) -> str:
 
 
 def _describe(exit: RankExit, first_message: str) -> str:
-    """One line for the report, without the message of the first failure, which all ranks may raise."""
+    """Return a line for the report, without the message of the first failure, which all ranks may raise."""
     if exit.cause is Cause.NODE_LOST or (not exit.by_rank and exit.message):
         return exit.message
     if exit.cause is Cause.SIGNAL:

@@ -211,7 +211,7 @@ def _git(folder: Path, until: float, *words: str) -> str | None:
 
 
 def warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Why the start ``now`` may give other results than if the start ``before`` had continued."""
+    """Return why the start ``now`` may give other results than if the start ``before`` had continued."""
     then, threads = before.get("threads"), now["threads"]
     found = []
     if now["cuda"] is None and then not in (None, threads):

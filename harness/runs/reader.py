@@ -212,7 +212,7 @@ def is_run(path: Path) -> bool:
 
 
 def _below(path: Path, depth: int = 1) -> Iterator[Record]:
-    """The runs in ``path``, which is a run, a sweep, or a folder of these."""
+    """Return the runs in ``path``, which is a run, a sweep, or a folder of these."""
     if (found := sweep(path)) is not None:
         yield from _trials(found)
     elif is_run(path):
@@ -224,7 +224,7 @@ def _below(path: Path, depth: int = 1) -> Iterator[Record]:
 
 
 def _trials(sweep: Sweep) -> Iterator[Record]:
-    """The sweep's runs, by number; all folders if ``sweep.json`` cannot be read."""
+    """Return the sweep's runs, by number; all folders if ``sweep.json`` cannot be read."""
     if not sweep.trials:
         folders = sorted(path for path in sweep.path.glob(f"{layout.TRIALS}/*") if path.is_dir())
         yield from (replace(read(path), sweep=sweep) for path in folders)
@@ -330,8 +330,8 @@ _NOT_EVALUATED = {
 
 
 def _missing(path: Path, state: State) -> list[str]:
-    """Files that a run has since its first evaluation and this one lacks, or that it had none; and whether the metrics
-    log ends in mid-line."""
+    """Return the files that a run has since its first evaluation and this one lacks, or that it had none; and whether
+    the metrics log ends in mid-line."""
     names: tuple[str, ...] = (layout.CONFIG, layout.PROVENANCE, layout.METRICS, layout.SUMMARY)
     why: list[str] = []
     if not any((path / name).is_file() for name in (layout.SUMMARY, layout.WEIGHTS)):

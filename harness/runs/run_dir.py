@@ -267,8 +267,8 @@ class RunFolder:
         return []
 
     def repair(self, finished: bool) -> list[str]:
-        """Warnings about damaged files that this start writes again. Raises ConfigError for summary.json if the run is
-        ``finished``: only an evaluation writes that file."""
+        """Return warnings about damaged files that this start writes again. Raises ConfigError for summary.json if the
+        run is ``finished``: only an evaluation writes that file."""
         warnings = []
         for name, when in ((layout.SUMMARY, "at the next evaluation"), (layout.TASK, "now")):
             try:

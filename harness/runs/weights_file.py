@@ -33,7 +33,7 @@ def with_versions(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any
 
 
 def on_host(weights: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copies of the tensors in ``weights`` on the CPU that share no memory, as safetensors requires (tied layers)."""
+    """Return CPU copies of the tensors in ``weights`` that share no memory, as safetensors requires (tied layers)."""
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
@@ -81,7 +81,7 @@ def weights_metadata(file: Any) -> dict[str, str]:
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """The SHA-256 of ``metadata`` and of the names, types, shapes and bytes of ``tensors``."""
+    """Return the SHA-256 of ``metadata`` and of the names, types, shapes and bytes of ``tensors``."""
     kinds = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in sorted(tensors.items())]
     found = hashlib.sha256(json.dumps([sorted(metadata.items()), kinds]).encode())
     for name, _, _ in kinds:

@@ -33,7 +33,7 @@ class BlockWriter:
         return self._file.write(view)
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: the file is not buffered."""
 
     def tell(self) -> int:
         return self._file.tell()
@@ -44,7 +44,7 @@ class BlockWriter:
         self._hash = _hash()
 
     def digests(self) -> dict[str, Any]:
-        """As JSON, for ``CheckedFile``."""
+        """Return the edges and digests of the blocks as JSON, for ``CheckedFile``."""
         return {"edges": self._edges, "digests": self._digests.hex()}
 
     def close(self) -> None:

@@ -261,7 +261,7 @@ def _write_rows(
 
 
 def _read_ahead(batches: Generator[pa.RecordBatch, None, None]) -> Generator[pa.RecordBatch, None, None]:
-    """Parse in a thread of its own, which takes as long as everything else together and releases the interpreter."""
+    """Parse in another thread, since parsing takes as long as everything else together and releases the interpreter."""
     with contextlib.closing(batches), ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as pool:
         waiting = deque(pool.submit(next, batches, None) for _ in range(_READ_AHEAD))
         try:

@@ -157,7 +157,7 @@ class Table:
         return [self._batch(b).column(index)[s].as_py() for b, s in zip(batches.tolist(), slots.tolist(), strict=True)]
 
     def slice(self, column: str, start: int, stop: int) -> pa.ChunkedArray:
-        """Rows [start, stop) of a text column as a view of the mapped file, without a copy."""
+        """Return rows [start, stop) of a text column as a view of the mapped file, without a copy."""
         index, length, pieces = self._index_of(column), self._manifest["batch_rows"], []
         while start < min(stop, self.num_rows):
             pieces.append(self._batch(start // length).column(index).slice(start % length, stop - start))

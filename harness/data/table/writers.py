@@ -69,7 +69,7 @@ class TextWriter:
         return hashlib.sha256(b"".join(digest.digest() for digest in self._digests)).hexdigest()
 
     def digests(self) -> dict[str, Any]:
-        """Of the blocks of the file: schema, record batches, footer."""
+        """Return the digests of the file's blocks: schema, record batches, footer."""
         return self._file.digests()
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class NumberWriter:
 
 
 def _numbers(texts: pa.Array) -> np.ndarray:
-    """float64; NaN for text that is not a number."""
+    """Return ``float64`` numbers; NaN for text that is not a number."""
     try:
         numbers: np.ndarray = texts.cast(pa.float64()).to_numpy(zero_copy_only=False)
     except pa.ArrowInvalid:

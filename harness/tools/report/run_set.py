@@ -28,8 +28,8 @@ _SMALLER_IS_BETTER = re.compile(r"loss|nll|perplexity|error|entropy|(^|_)(mae|ms
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """``label``: unique in the report. ``settings``: the flat configuration. ``recipe``: equal text for runs that
-    differ only by seed and world size. ``best``: of the deciding metric."""
+    """A run of the report. ``label``: unique in it. ``settings``: the flat configuration. ``recipe``: equal text for
+    runs that differ only by seed and world size. ``best``: the best value of the deciding metric."""
 
     record: Record
     label: str
@@ -51,7 +51,7 @@ class ReportedRun:
 
     @property
     def place(self) -> str:
-        """``trial 3``, for example, or the run folder."""
+        """The trial, such as ``trial 3``, or the run folder."""
         return f"trial {self.record.trial.number}" if self.record.trial else self.path
 
     @property
@@ -173,8 +173,8 @@ def build(records: Sequence[Record], metric: str | None = None, trust: bool = Fa
 
 
 def is_failed_start(record: Record) -> bool:
-    """Return True for a run that failed before its first step, because of a typo, for example. A trial of a sweep is
-    none: its settings matter."""
+    """Return True for a run that failed before its first step, because of a typo, for example. A trial of a sweep
+    never counts: its settings matter."""
     log = record.path / layout.METRICS
     logged = log.is_file() and log.stat().st_size > 0
     return record.state == "failed" and not (record.trial or record.failure.get("step") or record.summary or logged)
@@ -214,7 +214,7 @@ def _own_metrics(record: Record) -> list[str]:
 
 
 def direction_of(metric: str | None, records: Sequence[Record]) -> Direction:
-    """Taken from the sweep, otherwise from how the runs chose their best evaluation, otherwise from the name."""
+    """Return the better direction: that of the sweep, or else as the runs chose their best evaluation, or by name."""
     for record in records:
         if record.sweep and record.sweep.direction and record.sweep.metric == metric:
             return record.sweep.direction
@@ -242,8 +242,8 @@ def global_batch(settings: dict[str, Any], world: int | None) -> int | None:
 
 
 def recipe(record: Record, settings: dict[str, Any]) -> str:
-    """Equal text for comparable runs: everything that matters to training and the kind of device, except seed and world
-    size. Batches count over all ranks."""
+    """Return equal text for comparable runs: everything that matters to training and the kind of device, except seed
+    and world size. Batches count over all ranks."""
     if not settings:
         return str(record.path)
     kept = {key: value for key, value in settings.items() if _is_recipe(key) and key != "seed"}
@@ -264,7 +264,7 @@ def _is_recipe(key: str) -> bool:
 
 
 def varied_settings(records: Sequence[Record], flat: Sequence[dict[str, Any]]) -> list[str]:
-    """Keys for which the runs have different values; those that a sweep searched come first."""
+    """Return the keys for which the runs have different values; those that a sweep searched come first."""
     searched = list(dict.fromkeys(key for record in records if record.trial for key in record.trial.params))
     known = [settings for settings in flat if settings]
     keys = dict.fromkeys([*searched, *(key for settings in known for key in settings)])
@@ -275,7 +275,7 @@ def varied_settings(records: Sequence[Record], flat: Sequence[dict[str, Any]]) -
 
 
 def describe(settings: dict[str, Any], keys: Iterable[str]) -> str:
-    """ "lr 0.004 · batch 1024"; empty if that would be long."""
+    """Return ``keys`` with values, as in "lr 0.004 · batch 1024"; empty if that would be long."""
     parts = [f"{formatting.key(key)} {formatting.setting(settings.get(key), 4)}" for key in keys]
     return " · ".join(parts) if len(parts) <= _MAX_IN_LABEL else ""
 
