@@ -251,7 +251,7 @@ class ProgressBar:
         return "  ".join(filter(None, (text, shown)))
 
     def _left_s(self, now: float) -> float | None:
-        """Return the seconds left of the run at the pace of this process so far, evaluations and checkpoints included."""
+        """Return the seconds left of the run at this process's pace so far, evaluations and checkpoints included."""
         if self._began is None or self._step <= self._began[1] or not self._total_steps:
             return None
         since, first = self._began
