@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from harness.config.places import HUB
 from harness.errors import ConfigError, first_line, similar_path
-from harness.runs.files import expanded
+from harness.runs.files import expanded, new_folder
 
 CONFIG = "config.json"
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # of the hub: OWNER/NAME@REVISION
@@ -41,6 +42,17 @@ def folder(name: str, where: str) -> Path:
         hint = f"did you mean {HUB}{inside[-1]}?" if inside else "give a folder that save_pretrained wrote"
         raise ConfigError(f"the folder {path} has no {CONFIG}", where=where, hint=hint)
     return path
+
+
+def keep(name: str, copies: Path) -> None:
+    """Copy the files of ``hf:FOLDER_OR_NAME`` but the weights into the folder ``copies``, unless it is there."""
+    if not copies.is_dir():
+        there = folder(name, "model.name")
+        copies.parent.mkdir(exist_ok=True)
+        with new_folder(copies) as temporary:
+            for file in {file for pattern in _SMALL for file in there.glob(pattern)}:
+                if file.is_file() and not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, temporary / file.name)
 
 
 def weights(name: str, where: str) -> Path:

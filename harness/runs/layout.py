@@ -4,6 +4,7 @@ config.yaml  provenance.json  metrics.jsonl  summary.json  task.json  failure.js
 predictions_files/COLUMN/ROW.{png, npz}
 weights.safetensors  report.html  trackers.json  start.json (runs at a URL)
 checkpoints/step-N/{state.pt, manifest.json, and shards}  checkpoints/{latest, best}
+huggingface/PLACE/{config.json, and files of the tokenizer}
 logs/rank-N.log  logs/rank-N.exit.json  logs/losses.jsonl
 """
 
@@ -47,6 +48,11 @@ RESULTS = (METRICS, SUMMARY, WEIGHTS, PREDICTIONS, CONFUSION, f"{CHECKPOINTS}/{L
 
 
 _STEP = re.compile(r"step-(\d+)")
+
+
+def of_hub(place: str) -> str:
+    """Return the folder with copies of the small files of ``hf:PLACE``, for uses of the run without them."""
+    return f"huggingface/{place.replace('/', '--')}"
 
 
 def step_name(step: int) -> str:

@@ -52,18 +52,23 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> C
 
 def _of_start(run: Path, config: Config) -> list[str]:
     """Return overrides with the whole path of each folder of Hugging Face that is not in the working folder, but in the
-    one in which ``run`` was started."""
+    one in which ``run`` was started, or else of its copy in ``run``."""
     try:
         start = Path(read_json(run / layout.PROVENANCE)[-1]["folder"])
     except (OSError, ValueError, TypeError, LookupError):
         return []
+    found = {}
+    for key, place in places_of_hub(config).items():
+        others = [start / place, run.absolute() / layout.of_hub(place)]
+        if not expanded(place).is_dir() and (there := next((each for each in others if each.is_dir()), None)):
+            found[key] = there
+    return [f"{key}={json.dumps(f'{HUB}{there}')}" for key, there in found.items()]
+
+
+def places_of_hub(config: Config) -> dict[str, str]:
+    """Return the folders and names of Hugging Face in ``config``, by their settings."""
     named = {key: str(value) for key, value in flatten(loader.as_tree(config)).items() if str(value).startswith(HUB)}
-    places = {key: value.removeprefix(HUB) for key, value in named.items()}
-    return [
-        f"{key}={json.dumps(f'{HUB}{start / place}')}"
-        for key, place in places.items()
-        if not expanded(place).is_dir() and (start / place).is_dir()
-    ]
+    return {key: value.removeprefix(HUB) for key, value in named.items()}
 
 
 def inputs(config: Config) -> list[str]:

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from harness.config.places import HUB
 from harness.config.schema import Config
+from harness.data import hub
 from harness.distributed.runtime import Runtime
 from harness.errors import plural
-from harness.runs import console, layout, provenance
+from harness.runs import console, layout, provenance, trained_run
 from harness.training import determinism, run_log
 from harness.training.division import Sizes
 from harness.training.optimizer import optim, precision
@@ -59,6 +61,8 @@ def announce(run: Run) -> None:
                 start["weights"] = run.start_weights
             for warning in [*run.folder.repair(run.finished()), *run.folder.add_start(start)]:
                 log.warning("%s", warning)
+            for place in {place for key, place in trained_run.places_of_hub(config).items() if key != "model.weights"}:
+                hub.keep(f"{HUB}{place}", run.folder.path / layout.of_hub(place))
             run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
     if run.finished():
         train, state = config.train, run.state

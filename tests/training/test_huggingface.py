@@ -689,6 +689,27 @@ def test_prediction_from_another_folder(make, bert, tmp_path, capsys, monkeypatc
     assert hint in capsys.readouterr().err
 
 
+def test_a_run_is_used_without_the_folder_of_its_model(make, bert, tmp_path, capsys, monkeypatch):
+    """It has copies of the small files; only an adapter needs the weights, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    shutil.copytree(bert, "models/bert")
+    tokenizer = {"name": "hf:models/bert", "max_length": 20}
+    make(train={"epochs": 1}, task={"tokenizer": tokenizer}, model={"name": "hf:models/bert", "lora": {}})
+    assert run(tmp_path / "config.yaml") == [0]
+    folder = run_folder(tmp_path / "config.yaml")
+    Path("models").rename("moved")
+    copies = {file.name for file in (folder / "huggingface" / "models--bert").iterdir()}
+    assert copies == {file.name for file in bert.iterdir()} - {"model.safetensors"}
+    assert main(["predict", str(folder), "--csv", "eval.csv", "--out", "new.csv"]) == 0
+    assert Path("new.csv").read_text() == (folder / "predictions.csv").read_text()
+    assert main(["export", str(folder), "--format", "huggingface", "--out", "out"]) == 0
+    words = ["export", str(folder), "--format", "peft", "--out", "adapter"]
+    assert main(words) == 2
+    assert "-> type where the model is now: model.name=hf:FOLDER" in capsys.readouterr().err
+    assert main([*words, "model.name=hf:moved/bert"]) == 0
+
+
 def test_images(tmp_path, monkeypatch):
     """A vision transformer: its statistics are compared with the task's, and its folder has the preprocessing."""
     monkeypatch.chdir(tmp_path)

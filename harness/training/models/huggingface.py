@@ -206,7 +206,12 @@ def save_adapter(
     plain: Any = copy.deepcopy(model)
     settings, state = plain.peft_config.pop("default"), plain.state_dict()
     own = {each.replace(lora.BASE, "."): value for each, value in state.items() if f".{lora.PART}" not in each}
-    there = {each: value for each, value in published(name, model)[1].items() if value.shape == own[each].shape}
+    try:
+        _, found = published(name, model)
+    except ConfigError as error:  # such as of the copy in the run folder, which has no weights
+        hint = "type where the model is now: model.name=hf:FOLDER"
+        raise ConfigError(error.message, where="model.name", hint=hint) from None
+    there = {each: value for each, value in found.items() if value.shape == own[each].shape}
     changed = {each for each, value in own.items() if each not in there or not torch.equal(value, there[each])}
     modules = {each.rpartition(".")[0] for each in changed}
     whole = sorted(each for each in modules if not lora.inside(each, [*modules - {each}]))
@@ -238,8 +243,8 @@ def save_adapter(
         )  # fmt: skip
         loaded = peft.PeftModel.from_pretrained(base, str(path)).get_base_model()
     loaded.__class__ = kind
-    found: nn.Module = loaded.eval()
-    return found
+    ready: nn.Module = loaded.eval()
+    return ready
 
 
 def _save_inputs(path: Path, facts: Mapping[str, Any], tokenizer: Any) -> None:
