@@ -142,7 +142,8 @@ class LabelCoder:
         if all(_is_number(word) for word in words):
             return [
                 f"labels in {self.column!r} are numbers but not all integers ({others[0]!r} in row {row}): "
-                f"each distinct value is a class ({len(words)} in all)"
+                f"each distinct value is a class ({len(words)} in all); to predict the number, write "
+                f"labels: {{kind: regression, column: {self.column}}} below task, without label_column"
             ]
         if len(others) < len(words):
             return [

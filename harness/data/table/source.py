@@ -156,13 +156,13 @@ def _nearest_file(path: Path) -> str:
 
 def _files_in(folder: Path) -> str:
     try:
-        names = sorted(p.name for p in folder.iterdir() if p.is_file())
+        names = sorted(p.name for p in folder.iterdir() if p.name.endswith((".csv", ".csv.gz", ".parquet")))
     except OSError:
         return ""
     if not names:
-        return f"{folder} has no files"
+        return f"{folder} has no file that ends with .csv, .csv.gz or .parquet"
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"files in {folder}: {', '.join(names[:5])}{more}"
+    return f"annotation files in {folder}: {', '.join(names[:5])}{more}"
 
 
 def _remote_version(url: str) -> tuple[int | str, ...]:

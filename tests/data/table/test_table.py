@@ -138,7 +138,7 @@ def test_vocabulary(opened, labels, vocabulary):
 @pytest.mark.parametrize(
     ("labels", "note"),
     [
-        ("1\n2\n1.5\n", "numbers but not all integers.*'1.5' in row 2"),
+        ("1\n2\n1.5\n", "numbers but not all integers.*'1.5' in row 2.*kind: regression, column: label}"),
         (
             "1\n2\ncat\n",
             r"a mix of integers \(2\) "

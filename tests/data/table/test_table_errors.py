@@ -50,9 +50,10 @@ def parquet(*columns: list, names: list[str]) -> bytes:
 def test_missing_file_and_folder(refused, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train_v2.csv").touch()
+    (tmp_path / "data" / "a_note.txt").touch()
     near = f"did you mean {tmp_path}/data/train_v2.csv?"
     assert refused(None, "tain.csv") == ("no such annotation file", "", near)
-    assert refused(None, "xyz")[2] == f"files in {tmp_path}/data: train_v2.csv"
+    assert refused(None, "xyz")[2] == f"annotation files in {tmp_path}/data: train_v2.csv"
     with pytest.raises(DataError, match=f"the folder {tmp_path}/nowhere does not exist either"):
         open_table(tmp_path / "nowhere" / "a.csv", cache_dir=tmp_path)
     with pytest.raises(DataError, match="a folder, not an annotation file\n.*train_v2.csv"):
