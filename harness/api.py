@@ -1,8 +1,8 @@
 """The Python API: train and predict from a script or a notebook, with the objects that the command line uses.
 
-Each function also works on every rank of a launcher such as torchrun, and raises instead of exiting: errors of the
-user are ``harness.errors.HarnessError`` with ``message``, ``where`` and ``hint``. Afterwards the process is as before:
-its log handlers, signal handlers, random streams and settings of torch. docs/python_api.md has examples.
+Each function also works on every rank of a launcher such as torchrun, and raises instead of exiting: ``HarnessError``
+with ``message``, ``where`` and ``hint``, or what the user's own code raised, as it is. Afterwards the process is as
+before: its log handlers, signal handlers, random streams and settings of torch. docs/python_api.md has examples.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def open_run(config: Config) -> Iterator[Run]:
     The run is restored from its newest checkpoint, if there is one. Once the body has taken steps
     (``run.state.add_step``) and ends, the run is done: what is due of checkpoint, evaluation and summary is made up,
     and predictions are written. After a request to stop, by a signal or ``run.stop.request(why)``, there is a
-    checkpoint only, and the same call resumes. Every rank of a launcher enters it. Raises HarnessError.
+    checkpoint only, and the same call resumes. Every rank of a launcher enters it. Raises as ``train`` does.
     """
     from harness.training import checkpointing, loop
     from harness.training.evaluation import predictions

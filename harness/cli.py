@@ -163,6 +163,8 @@ def _parser(words: Sequence[str], commands: dict[str, Any]) -> argparse.Argument
     parser = _Parser(
         prog="harness",
         description="Train PyTorch models from YAML files, then compare, report, predict and export.",
+        epilog="harness init writes a first configuration, harness settings early stopping searches the settings, "
+        "harness VERB --help lists options, and python -c 'import harness; help(harness)' shows the Python API.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of harness, torch and Python")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")

@@ -70,7 +70,9 @@ def words_of(capsys, call, *argv) -> set[str]:
 def test_the_words_are_these(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
-    assert re.findall(r"^    ([\w-]+)\s", capsys.readouterr().out, re.M) == list(VERBS)
+    text = capsys.readouterr().out
+    assert re.findall(r"^    ([\w-]+)\s", text, re.M) == list(VERBS)
+    assert "python -c 'import harness; help(harness)'" in " ".join(text.split())
     for verb, words in [*VERBS.items(), *DATA.items()]:
         assert words_of(capsys, cli.main, *verb.split()) == set(words.split()), verb
 

@@ -20,6 +20,14 @@ from harness.errors import ConfigError, similar
 REQUIRED = "required"
 _FULL = 5  # so many settings are shown with their whole text
 _ENDING = re.compile(r"(?:ations?|ates?|ings?|ions?|ed|es|s|e)$")
+_OWN = {  # how to name a part of one's own
+    "model": "model.name=my_module.Net",
+    "loss": "task.loss.name=my_module.loss",
+    "metric": "'task.metrics=[{name: my_module.metric, better: max}]'",
+    "optimizer": "optimizer.name=my_module.Lion",
+    "schedule": "schedule.name=my_module.inverse_sqrt",
+    "task": "task.name=my_module.prices",
+}
 _CHOSEN = ("task", "schedule")  # sections that have the settings of the part that they name
 
 
@@ -236,6 +244,18 @@ def search(words: Sequence[str]) -> list[Setting]:
     """
     settings = [each for chapter in chapters() for each in chapter.settings]
     words = [part for word in words for part in word.lower().split()]
+    if (
+        len(words) == 2
+        and words[0] == "own"
+        and (example := _OWN.get(words[1]) or _OWN.get(words[1].removesuffix("s")))
+    ):
+        key = example.strip("'").partition("=")[0]
+        one = next(each for each in settings if each.key == key)
+        if key in ("task.name", "schedule.name"):  # which is a built-in one's
+            one = replace(one, kind="package.module" if key == "task.name" else "text", parts=())
+        if key == "task.name":
+            one = replace(one, text="Your own module with a class Task, which is a harness.TaskSection.")
+        return [replace(one, example=example)]
     if len(words) == 1 and (
         found := [each for each in settings if f"{each.key}.".startswith(f"{words[0].rstrip('.')}.")]
     ):

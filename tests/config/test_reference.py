@@ -149,3 +149,15 @@ def test_command_prints_text_lines_and_records(capsys):
     assert (record["key"], record["default"], record["parts"]) == ("train.patience", "null", [])
     assert cli.main(["settings", "pacience"]) == 2
     assert "did you mean patience?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["model", "loss", "metric", "optimizer", "schedule", "task"])
+def test_a_part_of_ones_own_is_found_with_an_example(part):
+    (found,) = reference.search(["own", part])
+    (word,) = shlex.split(found.example)
+    assert word.startswith(f"{found.key}=")
+    assert "my_module." in word
+    assert found.text
+    assert reference.search([f"own {part}s"]) == [found]
+    if part not in ("task", "schedule"):  # which loading imports
+        loader.load(str(ROOT / "configs" / "digits.yaml"), [word])
