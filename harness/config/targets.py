@@ -46,6 +46,8 @@ _METRICS = {
     "top1": _MetricRule(("single_label",), "max"),  # and top2, top3, ...
     "mean_class_accuracy": _MetricRule(("single_label",), "max"),
     "macro_f1": _MetricRule(_CLASSES, "max"),
+    "f1": _MetricRule(("single_label",), "max"),  # of two classes
+    "mcc": _MetricRule(("single_label",), "max"),
     "micro_f1": _MetricRule(("multi_label",), "max"),
     "exact_match": _MetricRule(("multi_label",), "max"),
     "rmse": _MetricRule(("regression",), "min"),
@@ -54,8 +56,13 @@ _METRICS = {
     "loss": _MetricRule((*_CLASSES, "regression"), "min"),
 }
 TOP = re.compile("top[1-9][0-9]{0,5}")
-_ELSEWHERE = {"accuracy": "top1", "f1": "macro_f1", "f1_score": "macro_f1", "mse": "rmse"}  # names in other libraries
-_MEANS = dict.fromkeys(("f1", "f1_score"), " (the mean of the F1 of each class)")
+_ELSEWHERE = {
+    "accuracy": "top1",
+    "f1_score": "macro_f1",
+    "matthews_corrcoef": "mcc",
+    "mse": "rmse",
+}  # names in other libraries
+_MEANS = {"f1_score": " (the mean of the F1 of each class)"}
 DEFAULT_LOSS: dict[Kind, str] = {"single_label": "cross_entropy", "multi_label": "bce", "regression": "mse"}
 DEFAULT_METRICS: dict[Kind, tuple[str, ...]] = {  # the first picks the best checkpoint
     "single_label": ("top1", "loss", "mean_class_accuracy"),

@@ -42,7 +42,7 @@ from harness.training.evaluation.predictions import Predictor
 from harness.training.exit_report import ExitReporter, failed_early
 from harness.training.main import connected
 from harness.training.optimizer import optim, precision
-from harness.training.task import OpenedTask, PredictingTask, SupportsNewData
+from harness.training.task import OpenedTask, PredictingTask, Supervised, SupportsNewData
 
 log = logging.getLogger("harness")
 
@@ -161,7 +161,9 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     loader = Loader(
         rows, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait, runtime.limited
     )
-    predictor, progress = Predictor(config, runtime, task, model.eval()), console.ProgressBar(runtime.rank)
+    objective = task.objective if isinstance(task, Supervised) else None
+    predictor = Predictor(config, runtime, task, model.eval(), objective=objective)
+    progress = console.ProgressBar(runtime.rank)
     try:
         written = predictions.write(predictor, loader, stop, request.out, progress)
     except predictions.TableError as error:
@@ -178,6 +180,8 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     rate = written.rows / seconds
     if runtime.rank == 0 and written.fit:
         log.info("labels of %s: %s", request.source, written.fit)
+    if objective is not None and written.sums.pairs:
+        log.info("metrics of the rows with labels: %s", "\n".join(objective.shown_report(written.sums)))
     one_label = isinstance(config.task, LabelledTask) and config.task.label_kind == "single_label"
     if one_label and (classes := trained_run.learned(request.run).get("classes")):
         written.warn_of_unknown_labels(classes)

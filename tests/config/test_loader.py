@@ -639,7 +639,7 @@ def test_error_about_a_long_text_is_no_error_of_its_own(tmp_path):
             "train.eval_steps=500",
             "did you mean train.evaluate_every? a number counts epochs; steps are 'train.",
         ),
-        ("task.metrics=[f1]", "did you mean macro_f1 (the mean of the F1 of each class)?"),
+        ("task.metrics=[f1_score]", "did you mean macro_f1 (the mean of the F1 of each class)?"),
         ("schedule.name=linear", "unknown schedule 'linear'; use polynomial, by default a straight line down to 0"),
     ],
 )

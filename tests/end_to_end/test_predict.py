@@ -134,6 +134,8 @@ def test_predictions_are_those_of_training_at_any_world_size(trained, tmp_path):
     assert codes == [0] * 3, output
     assert "23 rows in" in output
     assert "3 ranks" in output
+    best = json.loads((folder / "summary.json").read_text())["best"]["top1"]
+    assert f"metrics of the rows with labels: top1 {best:.4f}, loss " in output
     assert (tmp_path / "3.csv").read_bytes() == (folder / "predictions.csv").read_bytes()
 
 

@@ -213,6 +213,58 @@ def test_metrics_agree_with_scikit_learn():
     assert found["by_column"]["y"]["r2"] == pytest.approx(reference.r2_score(true[:, 1], predicted[:, 1]))
 
 
+def test_f1_and_mcc_of_two_classes_agree_with_scikit_learn():
+    """From counts that are summed over batches; f1 is that of the second class."""
+    reference, two = pytest.importorskip("sklearn.metrics"), SingleLabel(("no", "yes"))
+    outputs, targets = batch(two)
+    found = report_of(objective(two, metrics=["f1", "mcc"]), outputs, targets, (0, 1, 30, 40))
+    assert found["f1"] == pytest.approx(reference.f1_score(targets, outputs.argmax(1)))
+    assert found["mcc"] == pytest.approx(reference.matthews_corrcoef(targets, outputs.argmax(1)))
+    outputs, targets = batch(SINGLE)
+    found = report_of(objective(SINGLE, metrics=["mcc"]), outputs, targets, (0, 1, 30, 40))
+    assert found["mcc"] == pytest.approx(reference.matthews_corrcoef(targets, outputs.argmax(1)))
+    constant = report_of(objective(two, metrics=["mcc", "f1"]), torch.tensor([[1.0, 0.0]] * 3), torch.zeros(3).long())
+    assert (constant["mcc"], constant["f1"]) == (0, 0)
+    with pytest.raises(ConfigError, match="f1 is for two classes, and there are 3"):
+        objective(SINGLE, metrics=["f1"]).check(9)
+
+
+@pytest.mark.parametrize(
+    ("labels", "texts"),
+    [
+        (SINGLE, [["a", "", "b", "other", "c"]]),
+        (MULTI, [["a|c", "", "d", "a|other", "b"]]),
+        (NUMBERS, [["10", "", "2.5", "x", "7"], ["1", "2", "0.5", "1", "0"]]),
+    ],
+)
+def test_rows_of_a_new_file_are_evaluated_like_the_others(labels, texts):
+    """Rows with a blank or an unknown label are left out."""
+    subject, outputs = objective(labels), torch.randn(5, len(labels.names))
+    targets = {
+        "single_label": torch.tensor([0, 1, 2]),
+        "multi_label": torch.tensor([[1, 0, 1, 0], [0, 0, 0, 1], [0, 1, 0, 0]]),
+        "regression": torch.tensor([[0, 2], [-1.875, 0], [-0.75, -2]]),
+    }[labels.kind]
+    sums = Sums()
+    sums.add(subject.pairs_of_new(outputs, texts))
+    assert subject.report(sums) == report_of(subject, outputs[[0, 2, 4]], targets, (0, 3))
+    assert subject.pairs_of_new(outputs, []) == {}
+    assert subject.pairs_of_new(outputs[:1], [[""]] * len(texts)) == {}
+
+
+def test_precision_recall_and_f1_of_each_class_are_shown():
+    subject, sums = objective(SINGLE, metrics=["macro_f1"]), Sums()
+    outputs = torch.tensor([[5.0, 0, 0], [0, 5, 0], [0, 5, 0], [5, 0, 0]])
+    sums.add(subject.evaluate(outputs, torch.tensor([0, 1, 0, 0])))
+    first, *table = subject.shown_report(sums)
+    assert first.startswith("macro_f1 0.7333, loss ")
+    assert [line.split() for line in table] == [
+        ["classes", "precision", "recall", "f1", "rows"],
+        ["a", "1.0000", "0.6667", "0.8000", "3"],
+        ["b", "0.5000", "1.0000", "0.6667", "1"],
+    ]
+
+
 def test_r2_of_equal_labels_is_undefined():
     """Their spread is only what rounding leaves, which must not be a divisor."""
     subject = objective(Regression(("x",), mean=(0.0,), std=(1.0,)))

@@ -159,6 +159,11 @@ def test_labels_that_the_model_does_not_know_are_warned_of(caplog, classes):
     assert (told in caplog.text) == (classes != (0, 1))
 
 
+def test_rows_with_a_blank_label_are_not_counted_as_wrong():
+    found = predictions.Written(pairs=Counter({("a", "a"): 3, ("a", "b"): 1, ("", "a"): 2, (" ", "b"): 1}))
+    assert found.fit == "3 of 4 predictions are correct (0.7500)"
+
+
 def test_pairs_of_label_and_prediction(folder):
     """Over all rows of the file, but for those that cannot be read."""
     written = write(folder, "x.csv", Rows(500, frozenset([3, 77])))

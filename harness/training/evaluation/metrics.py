@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -160,6 +161,15 @@ class Labels:
         """Return the metrics, and details for the summary."""
         raise NotImplementedError
 
+    def per_label(self, sums: Sums) -> list[tuple[str | int, float, float, float]]:
+        """Return (label, rows that have it and are predicted so, rows predicted so, rows that have it) for each."""
+        return []
+
+    def targets(self, texts: Sequence[Sequence[str]], empty: bool) -> tuple[list[int], Tensor]:
+        """Return (the rows whose labels are usable, their targets) of ``texts``, the columns of labels as a file has
+        them. ``empty``: whether a blank text means that a row has no label."""
+        raise NotImplementedError
+
     def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs of the user's own metrics: probabilities and classes, or numbers in the unit of their
         columns."""
@@ -209,6 +219,13 @@ class SingleLabel(Labels):
         correct, count = sums.pairs["class_accuracy"]
         report["mean_class_accuracy"] = _mean_ratio(correct, count)
         report["macro_f1"] = _mean_ratio(*sums.pairs["f1"])
+        _, _, predicted, true = (np.array(each) for each in zip(*self.per_label(sums), strict=True))
+        right, rows = correct.sum().item(), true.sum()
+        spread = np.sqrt((rows**2 - (predicted**2).sum()) * (rows**2 - (true**2).sum()))
+        report["mcc"] = float((right * rows - (predicted * true).sum()) / spread) if spread else 0.0
+        if len(self.names) == 2:
+            doubled, both = (float(each[1]) for each in sums.pairs["f1"])
+            report["f1"] = doubled / both if both else 0.0
         report["class_accuracy"] = {
             str(label): (hit / num if num else None)
             for label, hit, num in zip(self.names, correct.tolist(), count.tolist(), strict=True)
@@ -216,6 +233,16 @@ class SingleLabel(Labels):
         if "confusion" in sums.pairs:
             report["confusion"] = [[int(cell) for cell in row] for row in sums.pairs["confusion"][0].tolist()]
         return report
+
+    def per_label(self, sums: Sums) -> list[tuple[str | int, float, float, float]]:
+        right, true = sums.pairs["class_accuracy"]
+        predicted = sums.pairs["f1"][1] - true
+        return list(zip(self.names, right.tolist(), predicted.tolist(), true.tolist(), strict=True))
+
+    def targets(self, texts: Sequence[Sequence[str]], empty: bool) -> tuple[list[int], Tensor]:
+        index = {str(name): place for place, name in enumerate(self.names)}
+        known = [row for row, text in enumerate(texts[0]) if text in index]
+        return known, torch.tensor([index[texts[0][row]] for row in known], dtype=torch.int64)
 
     def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.softmax(dim=1), targets
@@ -268,7 +295,6 @@ class MultiLabel(Labels):
             "micro_f1": (doubled.sum() / count.sum()).item(),
             "macro_f1": _mean_ratio(doubled, count),
         }
-        counts = zip(self.names, both.tolist(), num_predicted.tolist(), num_true.tolist(), strict=True)
         report["by_label"] = {
             str(label): {
                 "precision": hit / predicted if predicted else None,
@@ -276,9 +302,22 @@ class MultiLabel(Labels):
                 "f1": 2 * hit / (predicted + true) if predicted + true else None,
                 "rows": int(true),
             }
-            for label, hit, predicted, true in counts
+            for label, hit, predicted, true in self.per_label(sums)
         }
         return report
+
+    def per_label(self, sums: Sums) -> list[tuple[str | int, float, float, float]]:
+        (both, predicted), (_, true) = sums.pairs["precision"], sums.pairs["recall"]
+        return list(zip(self.names, both.tolist(), predicted.tolist(), true.tolist(), strict=True))
+
+    def targets(self, texts: Sequence[Sequence[str]], empty: bool) -> tuple[list[int], Tensor]:
+        index = {str(name): place for place, name in enumerate(self.names)}
+        parts = [text.split(self.separator) if text.strip() else [] for text in texts[0]]
+        known = [row for row, names in enumerate(parts) if (names or empty) and all(name in index for name in names)]
+        hot = torch.zeros(len(known), len(self.names), dtype=torch.uint8)
+        for place, row in enumerate(known):
+            hot[place, [index[name] for name in parts[row]]] = 1
+        return known, hot
 
     def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.sigmoid(), targets.long()
@@ -343,6 +382,12 @@ class Regression(Labels):
             for place, column in enumerate(self.names)
         }
         return report
+
+    def targets(self, texts: Sequence[Sequence[str]], empty: bool) -> tuple[list[int], Tensor]:
+        numbers = np.stack([pd.to_numeric(pd.Series(each), errors="coerce").to_numpy(float) for each in texts], axis=1)
+        known = np.isfinite(numbers).all(axis=1).nonzero()[0]
+        scaled = (numbers[known] - np.asarray(self.mean)) / np.asarray(self.std)
+        return known.tolist(), torch.from_numpy(scaled.astype(np.float32))
 
     def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         numbers, true = (self._numbers(scaled) for scaled in (outputs, targets))

@@ -6,7 +6,7 @@ The settings are in ``harness.config.targets``. A task makes an ``Objective`` wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config.targets import TOP, LabelledTask
+from harness.config.targets import TOP, LabelledTask, TableTask
+from harness.data.row_labels import column_names
 from harness.errors import ConfigError, plural
 from harness.training.evaluation.losses import Counts, Loss
 from harness.training.evaluation.metrics import Columns, Labels, OwnMetric, Pairs, Report, Sums
@@ -22,6 +23,7 @@ from harness.training.evaluation.metrics import Columns, Labels, OwnMetric, Pair
 MAX_KEPT = 1 << 29  # outputs of all evaluation rows that a metric may keep, as numbers
 _MADE_UP_ROWS = 64
 _NAMED = 10  # in a summary
+_IN_TABLE = 20  # labels
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,53 @@ class Objective:
         outputs = outputs.float()
         rows = torch.full((), float(len(targets)), device=outputs.device)  # a copy of it would make the host wait
         pairs = self.labels.pairs(outputs, targets, self._metric_names)
-        pairs["loss"] = (self.loss(outputs, targets, training=False) * rows, rows)
+        if self.counts is not None or self.section.loss.class_weights != "balanced":  # needs the training rows
+            pairs["loss"] = (self.loss(outputs, targets, training=False) * rows, rows)
         for metric in self._own_metrics:
             pairs |= metric.pairs(outputs, targets)
         return pairs
 
     def report(self, sums: Sums) -> Report:
         """Return {metric: value} of the reduced pairs; details by label or column; the confusion matrix as counts."""
-        found: dict[str, object] = {"loss": sums.ratio("loss"), **self.labels.report(sums)}
+        found: dict[str, object] = {"loss": sums.ratio("loss")} if "loss" in sums.pairs else {}
+        found |= self.labels.report(sums)
         for metric in self._own_metrics:
             found[metric.key] = metric.value(sums)
         details = {name: value for name, value in found.items() if not isinstance(value, int | float)}
-        return {name: found[name] for name in self._metric_names} | details
+        return {name: found[name] for name in self._metric_names if name in found} | details
+
+    @property
+    def label_columns(self) -> list[str]:
+        """The columns of labels of a table of predictions."""
+        return column_names("label", list(map(str, self.labels.names)) if self.labels.kind == "regression" else [""])
+
+    def pairs_of_new(self, outputs: Tensor, texts: Sequence[Sequence[str]]) -> Pairs:
+        """Return what ``evaluate`` does of the rows of a new file that have usable labels, on the CPU; empty if there
+        are none. ``texts``: the ``label_columns`` of the rows of ``outputs``, as far as the file has them."""
+        if len(texts) < len(self.label_columns):
+            return {}
+        empty = isinstance(self.section, TableTask) and self.section.labels.empty == "allow"
+        rows, targets = self.labels.targets(texts, empty)
+        return self.evaluate(outputs.cpu()[rows], targets) if rows else {}
+
+    def shown_report(self, sums: Sums) -> list[str]:
+        """Return the lines of the metrics, and of precision, recall, F1 and rows of each label: of many labels, those
+        with the lowest F1."""
+        found = self.report(sums)
+        lines = [", ".join(f"{name} {found[name]:.4f}" for name in self._metric_names if name in found)]
+        rows = [
+            (name, hit / predicted if predicted else 0.0, hit / true if true else 0.0,
+             2 * hit / (predicted + true) if predicted + true else 0.0, int(true))
+            for name, hit, predicted, true in self.labels.per_label(sums)
+            if predicted + true
+        ]  # fmt: skip
+        if len(rows) > _IN_TABLE:
+            lines.append(f"the {_IN_TABLE} of {len(rows)} {self.labels.title} with the lowest f1:")
+            rows = sorted(rows, key=lambda row: row[3])[:_IN_TABLE]
+        width = max((len(str(name)) for name, *_ in rows), default=0)
+        heading = [f"{self.labels.title:>{width}}  precision  recall      f1    rows"] if rows else []
+        table = [f"{name!s:>{width}}  {p:9.4f}  {r:6.4f}  {f:6.4f}  {n:6d}" for name, p, r, f, n in rows]
+        return [*lines, *heading, *table]
 
     def errors(self, columns: Mapping[str, np.ndarray]) -> Columns:
         """Columns that follow from predictions and labels: for numbers, prediction - label."""
@@ -92,6 +129,12 @@ class Objective:
                 where="task.metrics",
                 hint=f"use top1, which picks the best checkpoint, before {deciding}",
             )
+        if "f1" in self._metric_names and number != 2:
+            raise ConfigError(
+                f"f1 is for two classes, and there are {number}",
+                where="task.metrics",
+                hint="use macro_f1, the mean of the F1 of each class, or mcc",
+            )
         rows, generator = max(8, min(_MADE_UP_ROWS, 2 * number)), torch.Generator().manual_seed(0)
         outputs, targets = torch.randn(rows, number, generator=generator), self.labels.made_up(rows, generator)
         self.loss.require_gradient(outputs.clone(), targets)
@@ -116,7 +159,8 @@ class Objective:
     def summary(self, num_rows: int) -> dict[str, object]:
         """Facts for the log and ``harness check``. ``num_rows``: of the evaluation."""
         options = ", ".join(f"{key} {value}" for key, value in self.section.loss.options.items() if key != "args")
-        metrics = ", ".join(self.section.metrics)
+        of = f" (of class {self.labels.names[-1]})"
+        metrics = ", ".join(name + of * (name == "f1") for name in self.section.metrics)
         if self._keeping:
             mib = self._kept(num_rows) * (5 if self.labels.kind == "multi_label" else 4) / 2**20
             metrics += f" (each rank keeps all outputs of an evaluation for {', '.join(self._keeping)}: {mib:.1f} MiB)"

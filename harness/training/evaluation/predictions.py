@@ -35,6 +35,8 @@ from harness.runs.files import commit, temporary_for
 from harness.runs.locks import Lock
 from harness.runs.weights_file import load_weights
 from harness.training.evaluation.evaluate import prepare
+from harness.training.evaluation.metrics import Pairs, Sums
+from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.prediction_files import FilesFolder, RowFiles, folder_of
 from harness.training.run import Run
 from harness.training.strategies import sharding
@@ -57,6 +59,8 @@ class Predictor:
     task: PredictingTask
     model: nn.Module
     sharded: bool = False
+    objective: Objective | None = None
+    """What evaluates the rows that have labels; None: nothing."""
 
 
 class TableError(OSError):
@@ -170,13 +174,20 @@ def _known(task: PredictingTask, rows: np.ndarray) -> dict[str, pa.Array]:
 
 def _block(
     predictor: Predictor, batch: Batch, columns: dict[str, pa.Array], rows: np.ndarray, size: int, folder: str
-) -> tuple[pa.Table, int, dict[str, bytes]]:
+) -> tuple[pa.Table, int, dict[str, bytes], Pairs]:
     """Return (the table of ``rows``, number of unreadable rows, which have no prediction, the files in ``folder`` that
-    it names)."""
+    it names, what the rows with labels add to the metrics)."""
     files: dict[str, bytes] = {}
+    pairs: Pairs = {}
     if len(batch):
         outputs = _forward(predictor, batch, size)
         places = {row: place for place, row in enumerate(batch.rows.tolist())}
+        if predictor.objective is not None:
+            read = pa.array(np.searchsorted(rows, batch.rows))
+            texts = [
+                columns[name].take(read).to_pylist() for name in predictor.objective.label_columns if name in columns
+            ]
+            pairs = predictor.objective.pairs_of_new(outputs, texts)
         place_of = pa.array([places.get(row) for row in rows.tolist()])
         for name, values in predictor.task.predictions(outputs).items():
             if isinstance(values, RowFiles):
@@ -189,7 +200,7 @@ def _block(
             columns |= {name: pa.array(values) for name, values in predictor.task.errors(known).items()}
     names = [name for name in FIRST_COLUMNS if name in columns]
     names += [name for name in columns if name not in FIRST_COLUMNS]
-    return pa.table({name: columns[name] for name in names}), len(batch.bad), files
+    return pa.table({name: columns[name] for name in names}), len(batch.bad), files, pairs
 
 
 def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:
@@ -236,12 +247,15 @@ class Written:
     """{(label, prediction): number of rows}."""
     squares: dict[str, tuple[float, int]] = field(default_factory=dict)
     """{column: (squared errors, rows)}."""
+    sums: Sums = field(default_factory=Sums)
+    """Of the rows with labels, if the predictor has an objective."""
 
     @property
     def fit(self) -> str:
         """How well the predictions fit the labels of the rows, in words; empty without labels."""
-        if total := self.pairs.total():
-            right = sum(count for (label, prediction), count in self.pairs.items() if label == prediction)
+        labelled = {pair: count for pair, count in self.pairs.items() if pair[0].strip()}
+        if total := sum(labelled.values()):
+            right = sum(count for (label, prediction), count in labelled.items() if label == prediction)
             return f"{right:,} of {total:,} predictions are correct ({right / total:.4f})"
         found = [f"{name} {math.sqrt(total / rows):.5g}" for name, (total, rows) in self.squares.items() if rows]
         return f"root mean square error of {', '.join(found)}" if found else ""
@@ -283,8 +297,9 @@ class PredictionFile:
         self._written = Written()
         self._files = FilesFolder(path)
 
-    def add(self, block: pa.Table, bad: int, files: Mapping[str, bytes]) -> None:
-        """Append rows, of which ``bad`` could not be read, and the ``files`` that they name."""
+    def add(self, block: pa.Table, bad: int, files: Mapping[str, bytes], pairs: Pairs | None = None) -> None:
+        """Append rows, of which ``bad`` could not be read, the ``files`` that they name, and their ``pairs``."""
+        self._written.sums.add(pairs or {})
         if files and self._file is None:
             self._claim()
         self._files.add(files)
