@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 Entry = dict[str, Any]  # one line of metrics.jsonl: split, step, epoch, and finite numbers or None
 
 
@@ -28,6 +30,32 @@ class RunInfo:
     """Names of those of an evaluation."""
 
 
+@dataclass(frozen=True)
+class LabelPairs:
+    """``counts``: int (labels, predictions), the number of rows of each label with each prediction."""
+
+    names: list[str]
+    counts: np.ndarray
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows of predictions.csv. ``images``: uint8 (rows, 1 or 3, height, width), or None."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+    images: np.ndarray | None
+    name: str = "predictions"
+    """``predictions``: some rows of each class; ``wrong``: some whose prediction is not the label."""
+    confusion: LabelPairs | None = None
+    """With the first rows of a classification: the counts over all rows."""
+
+    def title(self, row: int) -> str:
+        """Return a caption for the image of a row, such as "prediction cat, label dog"."""
+        values = dict(zip(self.columns, self.rows[row], strict=True))
+        return ", ".join(f"{name} {values[name]}" for name in ("prediction", "label") if values.get(name) is not None)
+
+
 class Tracker(Protocol):
     """One tool. All calls come from one thread, not the training thread. An exception turns the tracker off."""
 
@@ -38,6 +66,9 @@ class Tracker(Protocol):
         """
 
     def log(self, entry: Entry) -> None: ...
+
+    def show(self, sample: Sample) -> None:
+        """Show rows of predictions.csv, at the end of training: called once for each name of a sample."""
 
     def finish(self, files: list[Path], done: bool) -> None:
         """Close the tracker: the last call. ``files``: artifacts to keep. ``done``: training ran to its end."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from harness.config import plugins
 from harness.distributed.threads import thread
 from harness.errors import first_line
-from harness.trackers.base import Entry, RunInfo, Tracker
+from harness.trackers.base import Entry, RunInfo, Sample, Tracker
 
 log = logging.getLogger("harness")
 
@@ -48,6 +48,10 @@ class Forwarder:
     def log(self, entry: Entry) -> None:
         if tracker := self._tracker:
             self._put(lambda: tracker.log(entry))
+
+    def show(self, sample: Sample) -> None:
+        if tracker := self._tracker:
+            self._put(lambda: tracker.show(sample))
 
     def finish(self, files: list[Path], done: bool) -> None:
         if tracker := self._tracker:

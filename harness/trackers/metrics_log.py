@@ -21,7 +21,7 @@ from harness.errors import CheckpointError, ConfigError, reason, remedy
 from harness.runs import layout
 from harness.runs.files import finite, read_json, write_atomically
 from harness.runs.followed import read_entry
-from harness.trackers.base import RunInfo, Tracker
+from harness.trackers.base import RunInfo, Sample, Tracker
 from harness.trackers.forwarder import Forwarder
 
 log = logging.getLogger("harness")
@@ -185,6 +185,11 @@ class MetricsLog:
         )
         log.warning("%s", self.damage)
         return len(text)
+
+    def show(self, sample: Sample) -> None:
+        """Send predictions to the trackers; the log does not contain them."""
+        for forwarder in self._forwarders:
+            forwarder.show(sample)
 
     def take_cpu_s(self) -> float:
         """Return the CPU time of the trackers' threads since the last call: Python code in them holds up the

@@ -7,10 +7,14 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from harness.runs import layout
 from harness.runs.locks import locked
-from harness.trackers.base import Entry, EntryTimes, RunInfo, scalars
+from harness.trackers import pictures
+from harness.trackers.base import Entry, EntryTimes, RunInfo, Sample, scalars
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a run contacts only hosts that the user named
 
@@ -82,6 +86,15 @@ class Tracker:
         values = {f"{entry['split']}/epoch": entry.get("epoch", 0), **scalars(entry)}  # epoch: for ``_last_steps``
         metrics = [Metric(name, float(value), now, step) for name, value in values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
+
+    def show(self, sample: Sample) -> None:
+        for row, image in enumerate(sample.images if sample.images is not None else ()):
+            pixels: Any = np.moveaxis(image, 0, -1)
+            name = "".join(letter if letter.isalnum() or letter in " -_" else "_" for letter in sample.title(row))
+            self._client.log_image(self._run_id, pixels, f"{sample.name}/{row:02d} {name}.png")
+        if sample.confusion is not None:
+            matrix: Any = np.moveaxis(pictures.confusion(sample.confusion), 0, -1)
+            self._client.log_image(self._run_id, matrix, "confusion.png")
 
     def finish(self, files: list[Path], done: bool) -> None:
         for path in files:

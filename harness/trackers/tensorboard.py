@@ -9,7 +9,8 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from harness.trackers.base import Entry, EntryTimes, RunInfo, scalars
+from harness.trackers import pictures
+from harness.trackers.base import Entry, EntryTimes, RunInfo, Sample, scalars
 
 
 class Tracker:
@@ -43,6 +44,17 @@ class Tracker:
         now = self._times.time(entry)
         for name, value in scalars(entry).items():
             self._writer.add_scalar(name, value, entry["step"], walltime=now)
+
+    def show(self, sample: Sample) -> None:
+        rows = [sample.columns, ["---"] * len(sample.columns), *sample.rows]
+        cells = [[f"{c:.4g}" if isinstance(c, float) else str(c).replace("|", "\\|") for c in row] for row in rows]
+        self._writer.add_text(sample.name, "\n".join("|" + "|".join(row) + "|" for row in cells), 0)
+        if sample.images is not None:
+            for row, image in enumerate(sample.images):
+                self._writer.add_image(f"{sample.name}/{row:02d} {sample.title(row)}", image, 0)
+        if sample.confusion is not None:
+            self._writer.add_image("confusion", pictures.confusion(sample.confusion), 0)
+        self._writer.flush()
 
     def finish(self, files: list[Path], done: bool) -> None:
         self._writer.close()

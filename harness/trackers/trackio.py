@@ -9,9 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import trackio
 
-from harness.trackers.base import Entry, RunInfo, scalars
+from harness.trackers import pictures
+from harness.trackers.base import Entry, RunInfo, Sample, scalars
 
 PROJECT = "apex-harness"  # unless TRACKIO_PROJECT names another
 
@@ -33,14 +36,30 @@ class Tracker:
                 resume="allow" if place else "never",
             )  # fmt: skip
         self._first = self._run._next_step - 1 if place else 0  # it has no public name
+        self._step = 0
         for entry in entries:
             self.log(entry)
         return f"view at {place}" if place else f"view with: trackio show --project {project}"
 
     def log(self, entry: Entry) -> None:
-        if entry["step"] >= self._first and (values := scalars(entry)):
-            self._run.log(values, step=entry["step"])
+        self._step = entry["step"]
+        if self._step >= self._first and (values := scalars(entry)):
+            self._run.log(values, step=self._step)
+
+    def show(self, sample: Sample) -> None:
+        table = pd.DataFrame(sample.rows, columns=sample.columns)
+        if sample.images is not None:
+            table.insert(1, "image", [_image(image) for image in sample.images])
+        shown: dict[str, Any] = {sample.name: trackio.Table(dataframe=table)}
+        if sample.confusion is not None:
+            shown["confusion"] = _image(pictures.confusion(sample.confusion))
+        self._run.log(shown, step=self._step)
 
     def finish(self, files: list[Path], done: bool) -> None:
         with contextlib.redirect_stdout(sys.stderr):
             self._run.finish()
+
+
+def _image(pixels: np.ndarray) -> Any:
+    """``pixels``: uint8 (1 or 3, height, width)."""
+    return trackio.Image(np.broadcast_to(np.moveaxis(pixels, 0, -1), (*pixels.shape[1:], 3)))

@@ -8,10 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import wandb
 from requests.utils import get_netrc_auth
 
-from harness.trackers.base import Entry, RunInfo, scalars
+from harness.trackers import pictures
+from harness.trackers.base import Entry, RunInfo, Sample, scalars
 
 PROJECT = "apex-harness"  # unless WANDB_PROJECT names another
 
@@ -23,9 +25,13 @@ class Tracker:
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
         folder = Path(os.environ.get("WANDB_DIR") or info.folder)
         offline = mode in ("offline", "dryrun")
+        # Images in tables are staged here for upload. W&B's default is the user's home, outside the run folder.
+        staged = Path(os.environ.setdefault("WANDB_DATA_DIR", str((folder / "wandb" / "data").resolve())))
         if offline:
             for old in (folder / "wandb").glob(f"offline-run-*-{info.id}"):
                 shutil.rmtree(old, ignore_errors=True)
+            if staged.parent == (folder / "wandb").resolve():
+                shutil.rmtree(staged, ignore_errors=True)
         self._run: Any = wandb.init(
             id=info.id,
             name=info.name,
@@ -53,6 +59,18 @@ class Tracker:
         counter = f"{entry['split']}/step"
         if entry["step"] > self._last_steps.get(counter, -1):
             self._run.log({"step": entry["step"], counter: entry["step"], **scalars(entry)})
+
+    def show(self, sample: Sample) -> None:
+        if sample.images is None:
+            table = wandb.Table(columns=sample.columns, data=sample.rows)
+        else:
+            images = [wandb.Image(np.moveaxis(image, 0, -1).squeeze()) for image in sample.images]
+            rows = [[row[0], image, *row[1:]] for row, image in zip(sample.rows, images, strict=True)]
+            table = wandb.Table(columns=[sample.columns[0], "image", *sample.columns[1:]], data=rows)
+        shown: dict[str, Any] = {sample.name: table}
+        if sample.confusion is not None:
+            shown["confusion"] = wandb.Image(np.moveaxis(pictures.confusion(sample.confusion), 0, -1))
+        self._run.log(shown)
 
     def finish(self, files: list[Path], done: bool) -> None:
         self._run.finish(exit_code=0 if done else 1)

@@ -94,13 +94,16 @@ def test_training_writes_predictions_of_the_best_weights(trained):
     assert {"step", "epoch", "top1", "loss"} <= set(summary["history"][0])
 
 
-def test_tensorboard_shows_metrics(trained):
+def test_tensorboard_shows_metrics_and_images(trained):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder, _ = trained
     reader = EventAccumulator(str(folder / "tensorboard"))
     reader.Reload()
+    images = reader.Tags()["images"]
+    assert "confusion" in images
+    assert sum(name.startswith("predictions/") for name in images) == 23
     record = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     for split, name in (("train", "loss"), ("eval", "top1")):
         points = [(event.step, event.value) for event in reader.Scalars(f"{split}/{name}")]

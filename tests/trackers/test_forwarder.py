@@ -13,6 +13,7 @@ import pytest
 
 from harness.config import loader
 from harness.trackers import forwarder, metrics_log
+from harness.trackers.base import Sample
 from tests.fixtures import make_config, write_rows
 
 
@@ -37,6 +38,9 @@ class RecordingTracker:
 
     def log(self, entry):
         self._record("log", entry["step"])
+
+    def show(self, sample):
+        self._record("show", sample.rows)
 
     def finish(self, files, done):
         self._record("finish", ([path.name for path in files], done))
@@ -76,10 +80,11 @@ def test_entries_arrive_in_order_and_are_replayed_on_resume(tmp_path, open_log, 
     log.log("train", {"step": 1, "loss": 0.5})
     offset = log.offset()
     log.log("train", {"step": 2, "loss": 0.4})
+    log.show(Sample(["id"], [[1]], None))
     (tmp_path / "run" / "summary.json").write_text("{}")
     log.close(done=True)
     assert tracker.calls == [
-        ("start", []), ("log", 1), ("log", 2), ("finish", (["summary.json"], True)),
+        ("start", []), ("log", 1), ("log", 2), ("show", [[1]]), ("finish", (["summary.json"], True)),
     ]  # fmt: skip
 
     tracker.calls.clear()  # killed after step 2, with a checkpoint at step 1
@@ -104,7 +109,7 @@ def test_run_keeps_its_id_and_start_time(open_log, tracker, tmp_path):
     assert start()[0] != first[0]
 
 
-@pytest.mark.parametrize("where", ["import", "start", "log", "finish"])
+@pytest.mark.parametrize("where", ["import", "start", "log", "show", "finish"])
 def test_failure_is_one_warning_and_the_log_continues(tmp_path, open_log, tracker, monkeypatch, warnings, where):
     tracker.fail_in = where
     if where == "import":
@@ -113,6 +118,7 @@ def test_failure_is_one_warning_and_the_log_continues(tmp_path, open_log, tracke
     log.rewind(0)
     for step in range(1, 6):
         log.log("train", {"step": step})
+    log.show(Sample(["id"], [[1]], None))
     log.close(done=True)
     (warning,) = warnings()
     assert "tracker tensorboard is off until the next start" in warning
@@ -120,7 +126,7 @@ def test_failure_is_one_warning_and_the_log_continues(tmp_path, open_log, tracke
     assert "second line" not in warning
     assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [1, 2, 3, 4, 5]
     calls = [call for call, _ in tracker.calls]
-    expected = ["start", *["log"] * 5, "finish"]
+    expected = ["start", *["log"] * 5, "show", "finish"]
     assert calls == ([] if where == "import" else expected[: expected.index(where)])
 
 

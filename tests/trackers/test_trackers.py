@@ -14,14 +14,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from harness.config import loader
 from harness.trackers import metrics_log
-from harness.trackers.base import scalars
+from harness.trackers.base import LabelPairs, Sample, scalars
 from tests.end_to_end.processes import wait_until
 from tests.fixtures import make_config, write_rows
 
+IMAGES = np.arange(3 * 64, dtype=np.uint8).reshape(3, 1, 8, 8)
+SAMPLE = Sample(
+    ["id", "prediction", "label", "score_cat", "score_dog"],
+    [["a.png", "cat", "cat", 0.9, 0.1], ["b.png", "cat", "dog", 0.6, 0.4], ["c.png", "dog", "dog", 0.2, 0.8]],
+    IMAGES,
+    confusion=LabelPairs(["cat", "dog"], np.array([[1, 0], [1, 1]])),
+)
+WRONG = Sample(SAMPLE.columns, SAMPLE.rows[1:2], IMAGES[1:2], "wrong")
 BIN = Path(sys.executable).parent
 
 
@@ -58,6 +67,8 @@ def killed_and_resumed(start, folder: Path, name: str) -> list[dict]:
     log.log("eval", {"step": 10, "epoch": 1, "top1": 0.25, "loss": float("nan"), "wall_s": 7.2})
     for step in range(11, 16):
         log.log("train", {"step": step, "epoch": 1, "loss": 1 / step, "wall_s": step * 0.7})
+    log.show(SAMPLE)
+    log.show(WRONG)
     log.close(done=True)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 16
@@ -107,6 +118,16 @@ def test_tensorboard(tmp_path, start):
     assert [event.wall_time for event in fresh.Scalars("train/loss")][10] == pytest.approx(started + 11 * 0.7)
     (config,) = fresh.Tensors("config/text_summary")
     assert "epochs: 20" in config.tensor_proto.string_val[0].decode()
+    (table,) = fresh.Tensors("predictions/text_summary")
+    assert "|b.png|cat|dog|0.6|0.4|" in table.tensor_proto.string_val[0].decode()
+    images = fresh.Tags()["images"]
+    assert [name.partition(" ")[0] for name in images] == [
+        *(f"predictions/0{n}" for n in range(3)),
+        "confusion",
+        "wrong/00",
+    ]
+    assert images[4] == "wrong/00 prediction cat, label dog"
+    assert fresh.Images(images[1])[0].encoded_image_string.startswith(b"\x89PNG")
 
 
 def records_of(file: Path) -> Iterator[bytes]:
@@ -163,6 +184,18 @@ def test_wandb(tmp_path, start, monkeypatch):
     assert (run.run_id, run.display_name, run.project) == (run_id, "small", "apex-harness")
     settings = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert settings["train.epochs"] == 20
+    (table,) = [row for row in rows if "predictions/path" in row]
+    assert (table["predictions/ncols"], table["predictions/nrows"]) == (6, 3)
+    content = json.loads((offline / "files" / table["predictions/path"]).read_text())
+    assert content["columns"] == ["id", "image", "prediction", "label", "score_cat", "score_dog"]
+    assert content["data"][1][0] == "b.png"
+    artifact, _ = [record.artifact for record in records if record.WhichOneof("record_type") == "artifact"]
+    staged = {entry.path: Path(entry.local_path) for entry in artifact.manifest.contents}
+    assert len(staged) == 4  # the table, with its images
+    assert sum("confusion/path" in row for row in rows) == 1
+    assert all(path.is_relative_to(folder / "wandb") for path in staged.values())  # not in the user's home
+    whole = json.loads(staged["predictions.table.json"].read_text())
+    assert staged[whole["data"][1][1]["path"]].read_bytes().startswith(b"\x89PNG")
     done = subprocess.run(
         [BIN / "wandb", "sync", "--dry-run", offline], capture_output=True, text=True, timeout=250, cwd=tmp_path
     )
@@ -233,6 +266,13 @@ class FakeTrackio:
             finish=lambda: None, _next_step=step + 1,
         )  # fmt: skip
 
+    def Image(self, value: np.ndarray, caption: str | None = None) -> Any:
+        assert (value.dtype, value.ndim, value.shape[-1]) == (np.uint8, 3, 3)
+        return {"_type": "trackio.image"}
+
+    def Table(self, columns=None, data=None, dataframe=None) -> Any:
+        return {"_type": "trackio.table", "_value": dataframe.to_dict("records")}
+
 
 @pytest.fixture(params=["installed", "fake"])
 def trackio_runs(request, tmp_path, monkeypatch):
@@ -251,7 +291,7 @@ def trackio_runs(request, tmp_path, monkeypatch):
 
 
 def test_trackio(tmp_path, start, trackio_runs):
-    """One run for both starts, which shows the log."""
+    """One run for both starts, which shows the log and the predictions."""
     lines = killed_and_resumed(start, tmp_path / "runs" / "small", "trackio")
     run_id = json.loads((tmp_path / "runs" / "small" / "trackers.json").read_text())["id"]
     found = trackio_runs("apex-harness")
@@ -260,6 +300,12 @@ def test_trackio(tmp_path, start, trackio_runs):
     for name in ("train/loss", "eval/top1"):
         points = [(row["step"], row[name]) for row in rows if name in row]
         assert points == [(step, pytest.approx(value)) for step, value in expected(lines, name)], name
+    (shown,) = [row for row in rows if "predictions" in row]
+    table = shown["predictions"]["_value"]
+    assert [row["id"] for row in table] == ["a.png", "b.png", "c.png"]
+    assert all(row["image"]["_type"] == "trackio.image" for row in table)
+    assert shown["confusion"]["_type"] == "trackio.image"
+    assert sum("wrong" in row for row in rows) == 1
 
 
 @pytest.mark.parametrize("trackio_runs", ["fake"], indirect=True)
@@ -297,8 +343,10 @@ def test_mlflow(tmp_path, start, monkeypatch):
     assert run.data.params["optimizer.name"] == "sgd"
     assert run.data.params["train.epochs"] == "10"  # MLflow parameters cannot change; config.yaml is current
     files = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert files == {"config.yaml", "summary.json", "predictions.csv", "model"}
+    assert files == {"config.yaml", "summary.json", "predictions.csv", "predictions", "wrong", "confusion.png", "model"}
     assert [file.path for file in client.list_artifacts(run.info.run_id, "model")] == ["model/weights.safetensors"]
+    pictures = [file.path for file in client.list_artifacts(run.info.run_id, "predictions")]
+    assert pictures[1] == "predictions/01 prediction cat_ label dog.png"
     config = Path(client.download_artifacts(run.info.run_id, "config.yaml", str(tmp_path)))
     assert "epochs: 20" in config.read_text()
 

@@ -22,7 +22,7 @@ from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError
 from harness.runs.console import ProgressBar
 from harness.training.evaluation import predictions
-from harness.training.evaluation.predictions import GROUP_ROWS, PredictionFile
+from harness.training.evaluation.predictions import GROUP_ROWS, ROW, SAMPLE_ROWS, PredictionFile
 from harness.training.task import Classification
 from tests.fixtures import make_config, write_rows
 from tests.ranks import RankFailure, run_ranks
@@ -164,14 +164,48 @@ def test_rows_with_a_blank_label_are_not_counted_as_wrong():
     assert found.fit == "3 of 4 predictions are correct (0.7500)"
 
 
-def test_pairs_of_label_and_prediction(folder):
-    """Over all rows of the file, but for those that cannot be read."""
-    written = write(folder, "x.csv", Rows(500, frozenset([3, 77])))
-    read = pd.read_csv(folder / "x.csv").dropna(subset="prediction")
+def test_wrong_rows_and_pairs_for_trackers(folder):
+    """Over all rows of the file; the samples have the first rows of each class, but for those that cannot be read."""
+    rows = Rows(500, frozenset([3, 77]))
+    written = write(folder, "x.csv", rows)
+    table = pd.read_csv(folder / "x.csv")
+    read = table.dropna(subset="prediction")
+    wrong = read[read["prediction"] != read["label"]]
+
+    def first_of_each(table: pd.DataFrame) -> list[int]:
+        number, extra = divmod(SAMPLE_ROWS, 3)
+        places = table.groupby("label").cumcount()
+        more = table[places == number].index[:extra].tolist()
+        return sorted([*table[places < number].index.tolist(), *more])
+
+    assert written.wrong.table()[ROW].to_pylist() == first_of_each(wrong)
     pairs = read.groupby(["label", "prediction"]).size()
     assert written.pairs == {(str(label), prediction): count for (label, prediction), count in pairs.items()}
-    right = len(read) - (read["prediction"] != read["label"]).sum()
+    right = len(read) - len(wrong)
     assert written.fit == f"{right} of {len(read)} predictions are correct ({right / len(read):.4f})"
+    first, second = predictions._samples(rows, written)
+    assert (first.name, second.name) == ("predictions", "wrong")
+    assert (first.confusion.counts.sum(), second.confusion) == (498, None)
+    assert [row[0] for row in first.rows] == [f"row {row}" for row in first_of_each(read)]
+    assert [row[0] for row in second.rows] == [f"row {row}" for row in first_of_each(wrong)]
+
+
+@pytest.mark.parametrize("order", ["by class", "mixed"])
+@pytest.mark.parametrize("num_classes", [1, 2, 5, 32, 100])
+def test_samples_come_from_all_classes(order, num_classes):
+    """Also of a table that is sorted by class, and of one with more classes than there are samples."""
+    rows = np.arange(40 * num_classes)
+    labels = rows // 40 if order == "by class" else rows % num_classes
+    some, table = predictions.SomeRows(), pa.table({ROW: rows, "label": labels})
+    for start in range(0, len(rows), 64):
+        some.add(table.slice(start, 64), [str(label) for label in labels[start : start + 64]])
+    found = some.table()
+    assert len(found) == SAMPLE_ROWS
+    assert found[ROW].to_pylist() == sorted(found[ROW].to_pylist())
+    counts = np.bincount(found["label"].to_numpy(), minlength=num_classes)
+    assert counts.max() - counts.min() <= 1
+    if num_classes == 100:
+        assert np.flatnonzero(counts)[[0, -1]].tolist() == [0, 99]
 
 
 @pytest.mark.parametrize("kind", ["csv", pytest.param("parquet", marks=pytest.mark.slow)])

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config
-from harness.data.batch import Batch
+from harness.data.batch import Batch, Dataset
 from harness.data.loader import BatchRequest, Loader, StoppedWaiting
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
@@ -34,6 +34,7 @@ from harness.runs.console import ProgressBar
 from harness.runs.files import commit, temporary_for
 from harness.runs.locks import Lock
 from harness.runs.weights_file import load_weights
+from harness.trackers.base import LabelPairs, Sample
 from harness.training.evaluation.evaluate import prepare
 from harness.training.evaluation.metrics import Pairs, Sums
 from harness.training.evaluation.objective import Objective
@@ -44,9 +45,12 @@ from harness.training.task import PredictingTask, SupportsErrors, SupportsPredic
 
 log = logging.getLogger("harness")
 
+MAX_CONFUSION = 64  # classes in the picture of a confusion matrix
 BLOCK_ROWS = 64  # fewer if the configuration has smaller batches
 GROUP_ROWS = 1 << 15  # written at once; one row group of Parquet
+SAMPLE_ROWS = 32
 _FEW_ROWS = 20  # of which one class does not say that nothing was learned
+ROW = "row of the dataset"
 FIRST_COLUMNS = ("id", "prediction", "label")  # if present; the task's other columns follow in its order
 
 
@@ -243,6 +247,9 @@ class Written:
     rows: int = 0
     bad: int = 0
     """Rows without a prediction, because they could not be read."""
+    some: SomeRows = field(default_factory=lambda: SomeRows())
+    wrong: SomeRows = field(default_factory=lambda: SomeRows())
+    """Rows whose prediction is not the label."""
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
     """{(label, prediction): number of rows}."""
     squares: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -282,6 +289,37 @@ class Written:
                 "apart; look at the training loss, and try another optimizer.lr, or more epochs",
                 *predicted, len(labels),
             )  # fmt: skip
+
+
+class SomeRows:
+    """Up to SAMPLE_ROWS rows of a table that comes in parts: the first ones of each class, of all classes equally
+    many. Of more classes than that, they are spread over them in the order of the table."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str | None] = Counter()
+        self._kept: list[pa.Table] = []
+        self._places: list[int] = []  # of each row that is kept, among those of its class
+
+    def add(self, rows: pa.Table, classes: Sequence[str | None]) -> None:
+        """Add the next ``rows``, with the class of each."""
+        kept = []
+        for row, name in enumerate(classes):
+            place = self._seen[name]
+            self._seen[name] += 1
+            if place < -(-SAMPLE_ROWS // len(self._seen)):
+                kept.append(row)
+                self._places.append(place)
+        if kept:
+            self._kept.append(rows.take(kept))
+
+    def table(self) -> pa.Table | None:
+        """Return them in the order of the table; None if there are none."""
+        if not self._kept:
+            return None
+        order = sorted(range(len(self._places)), key=lambda row: (self._places[row], row))
+        if len(self._seen) > SAMPLE_ROWS:  # the first row of each comes first
+            order = [order[at] for at in np.linspace(0, len(self._seen) - 1, SAMPLE_ROWS).round().astype(int)]
+        return pa.concat_tables(self._kept).take(sorted(order[:SAMPLE_ROWS]))
 
 
 class PredictionFile:
@@ -326,22 +364,30 @@ class PredictionFile:
             if name not in table.column_names:
                 table = table.append_column(name, pa.nulls(len(table)))
         table = table.select(self._schema.names).cast(self._schema)
-        self._count(table)
+        self._sample(table, self._written.rows - sum(map(len, self._waiting)))
         self._waiting = []
         if self._parquet is not None:
             self._parquet.write_table(table.combine_chunks(), row_group_size=len(table))
         else:
             self._file.write(_csv(table, header=False))
 
-    def _count(self, table: pa.Table) -> None:
-        """Count the pairs of label and prediction; of a regression, whose numbers nearly always differ, none."""
+    def _sample(self, table: pa.Table, first: int) -> None:
+        """Count the pairs of label and prediction, and keep some rows, of them some in which they differ; ``table``
+        begins at row ``first``. Of a regression, whose numbers nearly always differ, only the first rows."""
+        numbered = table.append_column(ROW, pa.array(np.arange(first, first + len(table))))
+        names = [name for name in ("label", "prediction") if name in table.column_names]
         self._add_squares(table)
-        names = ("label", "prediction")
-        if not {*names} <= {*table.column_names} or any(pa.types.is_floating(table[name].type) for name in names):
+        if any(pa.types.is_floating(table[name].type) for name in names) or "prediction" not in names:
+            self._written.some.add(numbered, [None] * len(table))
             return
-        labels, predicted = (table[name].cast(pa.string()).to_pylist() for name in names)
-        known = (pair for pair in zip(labels, predicted, strict=True) if None not in pair)
-        self._written.pairs.update(known)
+        classes, predicted = (table[name].cast(pa.string()).to_pylist() for name in (names[0], "prediction"))
+        read = [row for row, name in enumerate(predicted) if name is not None]
+        self._written.some.add(numbered.take(pa.array(read, pa.int64())), [classes[row] for row in read])
+        if "label" in names:
+            labelled = [row for row in read if classes[row] is not None]
+            self._written.pairs.update((classes[row], predicted[row]) for row in labelled)
+            wrong = [row for row in labelled if classes[row] != predicted[row]]
+            self._written.wrong.add(numbered.take(pa.array(wrong, pa.int64())), [classes[row] for row in wrong])
 
     def _add_squares(self, table: pa.Table) -> None:
         """Add the squared errors of a regression, whose labels may be text."""
@@ -421,8 +467,8 @@ def best_weights(runtime: Runtime, path: Path) -> dict[str, Tensor]:
 def write_for_run(run: Run) -> bool:
     """At the end of training, predict the evaluation rows with the best weights into ``predictions.csv``.
 
-    Returns False if the ranks agreed to stop; the same command then resumes here. The model has the best weights
-    afterwards. Collective.
+    Trackers get some rows. Returns False if the ranks agreed to stop; the same command then resumes here. The
+    model has the best weights afterwards. Collective.
     """
     if not isinstance(run.task, SupportsPredictions) or run.state.best is None or run.done_at == run.state.step:
         return True
@@ -435,6 +481,36 @@ def write_for_run(run: Run) -> bool:
     if written is None:
         return False
     if written.rows:
+        for sample in _samples(run.task.eval, written):
+            run.tracker.show(sample)
         log.info("predictions.csv: %s, with the weights of step %d", plural(written.rows, "row"), run.state.best_step)
         written.warn_of_one_class()
     return True
+
+
+def _samples(dataset: Dataset, written: Written) -> Iterator[Sample]:
+    """Yield the samples of a file of predictions that trackers show."""
+    names = sorted({name for pair in written.pairs for name in pair}, key=lambda name: (len(name), name))
+    matrix = None
+    if 2 <= len(names) <= MAX_CONFUSION:
+        place = {name: index for index, name in enumerate(names)}
+        counts = np.zeros((len(names), len(names)), np.int64)
+        for (label, prediction), count in written.pairs.items():
+            counts[place[label], place[prediction]] = count
+        matrix = LabelPairs(names, counts)
+    if (some := written.some.table()) is not None:
+        yield _sample(dataset, some, "predictions", matrix)
+    if (wrong := written.wrong.table()) is not None:
+        yield _sample(dataset, wrong, "wrong")
+
+
+def _sample(dataset: Dataset, some: pa.Table, name: str, matrix: LabelPairs | None = None) -> Sample:
+    """Return the rows of ``dataset`` whose numbers and predictions are in ``some``, and their images if the inputs are
+    images."""
+    rows, table = some[ROW].to_numpy(), some.drop_columns([ROW])
+    batch = dataset.batch(rows, None)
+    readable = np.flatnonzero(np.isin(rows, batch.rows))
+    inputs = batch.inputs
+    images = inputs.dtype == torch.uint8 and inputs.dim() == 4 and inputs.shape[1] in (1, 3)
+    values = [list(row.values()) for row in table.take(readable).to_pylist()]
+    return Sample(table.column_names, values, inputs.numpy() if images else None, name, matrix)
