@@ -347,7 +347,7 @@ def test_an_unknown_option_is_answered_with_what_was_meant(capsys, line, hint):
 def test_an_unknown_choice_is_answered_with_the_nearest_or_all(capsys):
     for choice, hint in (
         ("hugingface", "did you mean huggingface?"),
-        ("zip", "use one of safetensors, torch_export, onnx, huggingface"),
+        ("zip", "use one of safetensors, torch_export, onnx, huggingface, peft"),
     ):
         assert cli.main(["export", "runs/x", "--format", choice]) == 2
         assert capsys.readouterr().err == f"error: command line: --format cannot be '{choice}'\n  -> {hint}\n"

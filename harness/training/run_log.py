@@ -94,7 +94,7 @@ def log_coverage(run: Run) -> None:
         text += f"; {used - skipped} of them updated the weights, and {skipped} belonged to {steps} skipped {why}"
     text += f"; {plural(repeated, 'more use')} of rows that were used before" if repeated else ""
     if missing and run.config.data.tail == "use":
-        text += f"; rows not used: {', '.join(missing)}{', ...' if rows - used > len(missing) else ''}"
+        text += f"; rows not used, counted from 0: {', '.join(missing)}{', ...' if rows - used > len(missing) else ''}"
     if state.bad_rows:
         text += f"; {plural(state.bad_rows, 'unreadable row')} so far, which metrics.jsonl names"
     log.info("%s  end of the epoch: %s", position(run, state.epoch + 1), text)

@@ -75,7 +75,8 @@ def split(
             f"note: {plural(len(lacking), 'value')} of {stratify} found only in {outs[0].name}, not in {outs[1].name}: "
             f"{named}{more}"
         )
-    return "\n".join([*lines, f"next: harness init {shlex.join(map(str, outs))}"])
+    tables = outs if folder else [source]  # init finds both beside the source
+    return "\n".join([*lines, f"next: harness init {shlex.join(map(str, tables))}"])
 
 
 def _of_rows(strata: np.ndarray, wanted: int, generator: np.random.Generator) -> np.ndarray:

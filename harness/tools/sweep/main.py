@@ -105,6 +105,9 @@ def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
         else ""
     )
     yield f"best: trial {results.run_name(best.number)}, {plan.metric} {best.value:.5g}{which}"
+    same = [group for group in groups[1:] if (group.mean, len(group.trials)) == (groups[0].mean, len(groups[0].trials))]
+    if same:
+        yield f"  as good: {', '.join(results.run_name(group.trials[0].number) for group in same)}"
     yield f"  {trial_command(sweep.folder, sweep.name, results.run_folder(sweep.folder, best.number))}"
 
 

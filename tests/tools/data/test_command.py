@@ -131,7 +131,7 @@ def test_split_of_rows(tmp_path, capsys):
     """Exact, deterministic, complete, in order, with values that need quotes."""
     table = write_table(tmp_path / "t.csv", [(f'"{i}",\nx', i % 3) for i in range(100)])
     assert data("split", table, "--eval", "0.1") == 0
-    assert capsys.readouterr().out.endswith(f"\nnext: harness init {tmp_path}/t.train.csv {tmp_path}/t.eval.csv\n")
+    assert capsys.readouterr().out.endswith(f"\nnext: harness init {tmp_path}/t.csv\n")
     train, evaluation = rows_of(tmp_path / "t.train.csv"), rows_of(tmp_path / "t.eval.csv")
     assert (len(train), len(evaluation)) == (90, 10)
     numbers = [int(row["path"].split('"')[1]) for row in evaluation]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("optuna", reason="optuna is not installed: pip install 'apex-harness[sweep]'")
 
-from harness.tools.sweep import results
+from harness.tools.sweep import main, results
 from harness.tools.sweep.plan import Plan, make
 from harness.tools.sweep.slots import Machine
 from harness.tools.sweep.spec import load
@@ -78,3 +79,14 @@ def test_over_seeds():
     ]
     assert found[0].mean == pytest.approx(0.6)
     assert found[0].deviation == pytest.approx(0.1414, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "equal"), [((0.5, 0.9, 0.9, 0.9), "  as good: 0002, 0003"), ((0.5, 0.9, 0.8), None)]
+)
+def test_trials_as_good_as_the_best_are_named(tmp_path, values, equal):
+    spec = SimpleNamespace(folder=tmp_path, name="s", seeds=[0])
+    plan = SimpleNamespace(direction="maximize", metric="top1", file=SimpleNamespace(spec=spec))
+    trials = [SweepTrial(number, {"lr": number}, "finished", value) for number, value in enumerate(values)]
+    lines = [line for line in main._best(plan, trials) if not line.startswith("  harness")]
+    assert lines == ["best: trial 0001, top1 0.9", *([equal] if equal else [])]
