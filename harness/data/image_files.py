@@ -26,10 +26,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from harness.config.places import is_url
 from harness.data.vision import read_file
 from harness.errors import DataError, require_regular_file
 from harness.runs import fetch
-from harness.runs.files import cache_folder, is_url, write_atomically
+from harness.runs.files import cache_folder, write_atomically
 
 _TAR = ".tar/"
 _ARCHIVES_AT_ONCE = 4

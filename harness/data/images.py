@@ -21,6 +21,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from harness.config.places import is_url
 from harness.data import reduced_jpeg, vision
 from harness.data.batch import Batch, StageClock
 from harness.data.image_files import ImageFiles
@@ -30,7 +31,6 @@ from harness.data.table.source import require_root
 from harness.data.table.table import Table
 from harness.data.transforms import Pipeline
 from harness.errors import ConfigError, DataError, did_you_mean, first_line, plural
-from harness.runs.files import is_url
 
 NUM_TRIES = 100  # rows tried as a replacement for an unreadable one
 _CHUNK_ROWS = 1 << 16  # paths in memory at once, as a view of the table

@@ -11,10 +11,10 @@ from typing import Protocol
 
 from harness.config import loader, plugins
 from harness.config.launch import LaunchSection
+from harness.config.places import is_url
 from harness.config.schema import Config
 from harness.distributed.monitor import LaunchedRun
 from harness.errors import ConfigError, LaunchError
-from harness.runs.files import is_url
 from harness.runs.storage import working_folder
 
 

@@ -34,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from harness.config.places import is_url
     from harness.data.table.source import locate
     from harness.distributed.launch_env import detect
     from harness.runs import fetched, trained_run
-    from harness.runs.files import is_url
 
     launch = detect(os.environ)
     if launch.alone:  # errors come before the import of torch, unless other ranks must be told

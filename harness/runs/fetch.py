@@ -18,10 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from harness.config.places import is_url
 from harness.distributed.threads import thread
 from harness.errors import DataError, HarnessError, has_remedy, reason, remedy
 from harness.runs.console import working
-from harness.runs.files import is_url, replacing
+from harness.runs.files import replacing
 from harness.runs.locks import locked
 
 log = logging.getLogger("harness")

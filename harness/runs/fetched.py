@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from harness.config.places import is_url
 from harness.errors import ConfigError
 from harness.runs import layout
 from harness.runs.fetch import made_once
-from harness.runs.files import is_url, write_atomically
+from harness.runs.files import write_atomically
 from harness.runs.storage import LocalStore, copy_run, working_folder
 from harness.runs.url_store import UrlStore
 

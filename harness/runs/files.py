@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import seals
-from harness.config.places import is_url as is_url
 from harness.errors import ConfigError, HarnessError, did_you_mean, reason, remedy, require_regular_file
 from harness.runs import layout
 

@@ -23,13 +23,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from harness.config.places import is_url
 from harness.config.schema import Config
 from harness.distributed.threads import thread
 from harness.errors import CheckpointError, ConfigError, did_you_mean
 from harness.runs import layout
 from harness.runs.checkpoint import FROM_SCRATCH, damage, outdated
 from harness.runs.fetch import made_once, writing
-from harness.runs.files import is_url
 from harness.runs.run_dir import RunFolder, own_checkpoint
 from harness.runs.storage import LocalStore, copy_run, working_folder
 from harness.runs.url_store import UrlStore

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from harness.config import loader, merge
+from harness.config.places import is_url
 from harness.config.schema import Config, recipe_difference
 from harness.distributed.rank_exit import Cause
 from harness.errors import ConfigError, first_line, plural, reason, remedy, require_regular_file
@@ -22,7 +23,6 @@ from harness.runs import exit_files, layout, ownership, provenance
 from harness.runs.checkpoint import FROM_SCRATCH, Checkpoints
 from harness.runs.files import (
     finite,
-    is_url,
     make_folder,
     read_json,
     read_sealed,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from harness.config import loader
+from harness.config.places import is_url
 from harness.config.schema import Config
 from harness.distributed import signals
 from harness.distributed.agreement import Facts
@@ -30,7 +31,6 @@ from harness.distributed.stop import Stop, on_signals
 from harness.distributed.watchdog import Watchdog
 from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError, plural
 from harness.runs import console, provenance
-from harness.runs.files import is_url
 from harness.runs.run_dir import RunFolder, cannot_write
 from harness.training import build, description, determinism, loop
 from harness.training.evaluation import predictions

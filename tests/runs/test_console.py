@@ -245,7 +245,7 @@ def test_what_is_left_of_a_long_step(clock):
     """A stop waits for it, and says how long."""
     progress = ProgressBar(rank=0, total_steps=8)
     assert progress.rest() == ""
-    progress.start(epoch=0, epochs=2, done=0, steps=4)
+    progress.start("epoch 1/2", step=0)
     clock.now += 70
     assert progress.rest() == "after this step (1 min so far)"
     progress.step()

@@ -33,13 +33,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.config.places import is_url
 from harness.data.table import csv_reader
 from harness.data.table.labels import LabelColumns
 from harness.data.table.source import Source, failures, kind_of, locate, require_root
 from harness.errors import DataError, listed, similar
 from harness.runs.console import Work, working
 from harness.runs.fetch import fetched, made_once
-from harness.runs.files import cache_folder, is_url, read_sealed, replacing, write_sealed
+from harness.runs.files import cache_folder, read_sealed, replacing, write_sealed
 
 if TYPE_CHECKING:
     import pyarrow as pa

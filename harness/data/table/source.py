@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from harness.config.places import is_url
 from harness.errors import DataError, did_you_mean, remedy, require_regular_file
 from harness.runs.fetch import attempted
-from harness.runs.files import is_url
 
 # First bytes of files that are not text, and how to convert them.
 _FOREIGN = {

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from harness.audit.audit import AuditRequest
 from harness.audit.plan import PLAN
 from harness.config import loader
+from harness.config.places import is_url
 from harness.config.schema import Config, flatten
 from harness.errors import EXIT_FAILURE, ConfigError, HarnessError
 from harness.runs import checkpoint, layout
-from harness.runs.files import is_url
 from harness.tools.compare.exactness import FirstDifference, differences
 
 LONG_EPOCH, FEW_STEPS = 60, 24  # an epoch of more steps is not trained to its end unless --steps asks for it

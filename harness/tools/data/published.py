@@ -17,10 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness.config.places import is_url
 from harness.data.names import clean
 from harness.errors import ConfigError, DataError, did_you_mean
 from harness.runs.fetch import fetched, made_once
-from harness.runs.files import expanded, is_url, sha256, write_atomically
+from harness.runs.files import expanded, sha256, write_atomically
 
 _GITHUB = "https://raw.githubusercontent.com"
 _NOTICE = (

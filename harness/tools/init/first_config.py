@@ -16,11 +16,10 @@ from pathlib import Path
 
 import yaml
 
-from harness.config.places import HUB, IMAGE_SUFFIXES
+from harness.config.places import HUB, IMAGE_SUFFIXES, is_url
 from harness.data.table import convert
 from harness.data.table.source import kind_of, locate
 from harness.errors import ConfigError, DataError, plural, reason, remedy
-from harness.runs.files import is_url
 
 _ROWS = 100_000  # looked at, from the start of a file
 _PATHS = 50  # looked for in the folders that may be the root

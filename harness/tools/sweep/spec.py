@@ -22,9 +22,9 @@ from pydantic import Discriminator, Field, Tag
 from harness.config import loader, merge
 from harness.config.base import Arguments, Name, Place, Positive, Section
 from harness.config.constraints import Conflict
+from harness.config.places import is_url
 from harness.config.schema import flatten
 from harness.errors import ConfigError
-from harness.runs.files import is_url
 
 Settings = dict[str, Any]  # {dotted key: value} of the settings that differ between trials
 Number = Annotated[int | float, Field(allow_inf_nan=False)]

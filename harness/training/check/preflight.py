@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config import constraints, loader, plugins
+from harness.config.places import is_url
 from harness.config.schema import Config
 from harness.data.batch import Batch, Dataset, read
 from harness.data.loader_workers import require_shared_memory
@@ -35,7 +36,6 @@ from harness.errors import (
 )
 from harness.runs import remote
 from harness.runs.console import in_words
-from harness.runs.files import is_url
 from harness.trackers import metrics_log
 from harness.training import build, description, determinism, division, hooks, logical_ranks, memory
 from harness.training.determinism import Audit, OutOfTime

@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor, nn
 
-from harness.config.places import HUB
+from harness.config.places import HUB, is_url
 from harness.config.schema import Config, ModelSection
 from harness.data import hub
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError, ConfigError, DataError, did_you_mean, first_line, plural, reason, similar
 from harness.runs import checkpoint, fetch, layout, reader
-from harness.runs.files import cache_folder, expanded, is_url, sha256
+from harness.runs.files import cache_folder, expanded, sha256
 from harness.runs.weights_file import load_weights, with_versions
 from harness.training.models import lora
 from harness.training.models.model_builder import TIMM
