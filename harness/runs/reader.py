@@ -6,12 +6,9 @@ Incomplete and damaged files are not errors; they are listed in the ``problems``
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +18,9 @@ import yaml
 
 from harness.config import merge, seals
 from harness.distributed.rank_exit import Cause
-from harness.errors import ConfigError, did_you_mean, reason, require_regular_file, similar
-from harness.runs import exit_files, layout
-from harness.runs.files import parse_json, read_bytes, read_text
+from harness.errors import ConfigError, did_you_mean, reason, similar
+from harness.runs import exit_files, layout, metrics_table
+from harness.runs.files import parse_json, read_text
 
 _NAMED = 5  # runs in a hint
 
@@ -117,7 +114,7 @@ class Record:
 
         The columns of training lines always exist. Lines that are not JSON are left out and reported in ``problems``.
         """
-        table, problem = read_metrics(self.path / layout.METRICS)
+        table, problem = metrics_table.read(self.path / layout.METRICS)
         if problem and problem not in self.problems:
             self.problems.append(problem)
         return table
@@ -337,96 +334,9 @@ def _missing(path: Path, state: State) -> list[str]:
     if not any((path / name).is_file() for name in (layout.SUMMARY, layout.WEIGHTS)):
         names, why = names[:1], _NOT_EVALUATED.get(state, [])
     problems = [f"{name} is missing" for name in names if not (path / name).is_file()]
-    return [*problems, *why, *filter(None, [incomplete(path / layout.METRICS)])]
+    return [*problems, *why, *filter(None, [metrics_table.incomplete(path / layout.METRICS)])]
 
 
 def _was_stopped(path: Path) -> bool:
     first = exit_files.read(path / layout.LOGS).get(0)
     return first is not None and first.cause is Cause.STOPPED
-
-
-# The log
-
-_REAL, _WHOLE = pa.float64(), pa.int64()
-_KNOWN = pa.schema(
-    {"split": pa.string(), "step": _WHOLE, "epoch": _WHOLE, "samples": _WHOLE, "skipped": _WHOLE, "wall_s": _REAL,
-     "loss": _REAL, "lr": _REAL, "loss_scale": _REAL, "samples_per_s": _REAL, "data_wait": _REAL}
-)  # fmt: skip
-_TAIL_BYTES = 1 << 16  # enough for the last line
-_MAX_DEPTH = 64  # of nesting
-_HALF = "metrics.jsonl ends mid-line: the run was killed during a write, or is still writing"
-
-
-def read_metrics(path: Path) -> tuple[pa.Table, str]:
-    """Return the file as a table, one row per line, and what is wrong with it. Keys that a line does not have are null;
-    the columns of training lines always exist."""
-    try:
-        text = read_bytes(path)
-    except FileNotFoundError:
-        return _KNOWN.empty_table(), ""
-    except OSError as error:
-        return _KNOWN.empty_table(), f"metrics.jsonl cannot be read: {error.strerror}"
-    *lines, last = text.split(b"\n")
-    whole = not last or isinstance(_line(last), dict)
-    return _table([*lines, last] if whole else lines, [] if whole else [_HALF])
-
-
-def incomplete(path: Path) -> str:
-    """Return the problem of a file that ends in mid-line; empty for any other."""
-    try:
-        require_regular_file(path)
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            last = file.read().rpartition(b"\n")[2]
-    except OSError:
-        return ""
-    return _HALF if last and not isinstance(_line(last), dict) else ""
-
-
-def _line(text: bytes) -> Any:
-    """Return the value of a line; None if it is damaged, or cannot be a value of arrow."""
-    try:
-        value = parse_json(text)
-        if b"\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
-    except ValueError:
-        return None
-    return None if _deep(text) else value
-
-
-def _deep(text: bytes) -> bool:
-    """Return True if ``text`` may be nested more deeply than arrow can take."""
-    if text.count(b"{") + text.count(b"[") <= _MAX_DEPTH:
-        return False
-    return max(itertools.accumulate((byte in b"{[") - (byte in b"}]") for byte in text)) > _MAX_DEPTH
-
-
-def _table(lines: list[bytes], problems: list[str]) -> tuple[pa.Table, str]:
-    """Return the ``lines`` as a table, without damaged lines and values, and these with the ``problems`` before."""
-    rows = [_line(line) for line in lines if line.strip()]
-    good = [row for row in rows if isinstance(row, dict)]
-    if len(good) < len(rows):
-        problems.append(f"metrics.jsonl: damaged lines, which are left out: {len(rows) - len(good)} of {len(rows)}")
-    columns: dict[str, pa.Array] = {}
-    for name in dict.fromkeys([*_KNOWN.names, *(key for row in good for key in row)]):
-        values = [row.get(name) for row in good]
-        kind = _KNOWN.field(name).type if name in _KNOWN.names else None
-        if kind == _WHOLE and any(isinstance(value, float) for value in values):
-            kind = _REAL  # arrow would drop the fraction
-        try:
-            columns[name] = pa.array(values, type=kind)
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
-            fits = _text if kind == pa.string() else _number
-            columns[name] = pa.array([fits(value) for value in values], type=kind if fits is _text else _REAL)
-            problems.append(f"metrics.jsonl: {name!r} has values of several types; those that do not fit are left out")
-    return pa.table(columns), "; ".join(problems)
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _number(value: Any) -> float | None:
-    with suppress(OverflowError):  # of a whole number with more than 308 digits
-        return float(value) if isinstance(value, int | float) else None
-    return None

@@ -355,7 +355,7 @@ def test_a_run_records_shares_and_costs(tmp_path, world_size):
 def test_records_of_a_run(tmp_path):
     """The gradient norm is that of the unscaled gradients of the line's last step, before clipping."""
     from harness import open_run, train
-    from harness.runs.reader import read_metrics
+    from harness.runs import metrics_table
     from harness.training.evaluation.evaluate import prepare
 
     write_rows(tmp_path, "train", 20)
@@ -377,8 +377,8 @@ def test_records_of_a_run(tmp_path):
     for clip in (None, 0.1):
         extra = {**sections, "train": {**sections["train"], "clip_norm": clip, "max_steps": 3}}
         config = make_config(tmp_path, [f"name=clip{clip}", "precision.loss_scale=128"], **extra)
-        lines = read_metrics(tmp_path / "runs" / train(config).folder.split("/")[-1] / "metrics.jsonl")[0].to_pylist()
-        lines = [line for line in lines if line["split"] == "train"]
+        table, _ = metrics_table.read(tmp_path / "runs" / train(config).folder.split("/")[-1] / "metrics.jsonl")
+        lines = [line for line in table.to_pylist() if line["split"] == "train"]
         assert [line["step"] for line in lines] == [2, 3]
         if clip is None:
             assert [line["grad_norm"] for line in lines] == [pytest.approx(norm, rel=1e-2) for norm in norms[1:]]
