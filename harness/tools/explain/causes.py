@@ -44,7 +44,7 @@ class SlowCause:
 # The share of a run's time that each cause takes: 0 where it does not apply
 
 
-def stages(facts: RunFacts) -> dict[str, float]:
+def seconds_by_stage(facts: RunFacts) -> dict[str, float]:
     """Seconds of loading by stage."""
     known = {name: facts.load[name] for name in ("read", "decode", "transform")}
     return {**known, "collate": max(0.0, facts.load["load"] - sum(known.values()))}
@@ -58,22 +58,25 @@ def needed_workers(facts: RunFacts) -> int | None:
     return need if facts.workers < need <= MAX_WORKERS and need_cores <= max(free, 0) else None
 
 
-def data(stage: str) -> Callable[[RunFacts], float]:
+def share_of_stage(stage: str) -> Callable[[RunFacts], float]:
+    """Share of the run's time spent waiting for data, if ``stage`` is the longest and more workers would not help."""
+
     def share(facts: RunFacts) -> float:
-        load = stages(facts)
+        load = seconds_by_stage(facts)
         mine = stage == max(load, key=lambda name: load[name]) and needed_workers(facts) is None
-        return waiting(facts) if mine else 0.0
+        return share_of_waiting(facts) if mine else 0.0
 
     return share
 
 
-def waiting(facts: RunFacts) -> float:
-    """Share of the time that training waits for data, apart from what the loaders lose to a lack of cores, and from
-    what only one rank waits."""
-    return max(0.0, facts.spent["data"] - facts.late_data_s) / facts.total_s * (1 - starved_load(facts))
+def share_of_waiting(facts: RunFacts) -> float:
+    """Share of the run's time that training waits for data, apart from what the loaders lose to a lack of cores, and
+    from what only one rank waits."""
+    return max(0.0, facts.spent["data"] - facts.late_data_s) / facts.total_s * (1 - starved_share_of_loading(facts))
 
 
-def starved_load(facts: RunFacts) -> float:
+def starved_share_of_loading(facts: RunFacts) -> float:
+    """Share of the seconds of loading in which the loaders waited for a core."""
     return min(1.0, facts.load["load_starved"] / (facts.load["load"] or math.inf))
 
 
@@ -81,42 +84,47 @@ def spare_workers(facts: RunFacts) -> int:
     return max(1, facts.cores // facts.local_ranks - facts.threads)
 
 
-def full(facts: RunFacts) -> bool:
+def has_no_idle_core(facts: RunFacts) -> bool:
     """Return True if the machine has no idle core."""
     return facts.own + facts.others > 0.85 * facts.cores
 
 
-def without_core(facts: RunFacts) -> float:
-    """Share of the time lost to a lack of cores: by the training thread, or by workers that it waits for."""
-    return facts.starved + facts.share("data") * starved_load(facts)
+def share_without_core(facts: RunFacts) -> float:
+    """Share of the run's time lost to a lack of cores: by the training thread, or by workers that it waits for."""
+    return facts.starved + facts.share("data") * starved_share_of_loading(facts)
 
 
-def other_load(facts: RunFacts) -> float:
-    """Return the part of the lost time that other programs cause."""
-    heavy = facts.others > 0.25 * facts.cores and full(facts)
-    return without_core(facts) * facts.others / (facts.own + facts.others) if heavy else 0.0
+def share_of_other_load(facts: RunFacts) -> float:
+    """Share of the run's time lost to a lack of cores that other programs cause."""
+    heavy = facts.others > 0.25 * facts.cores and has_no_idle_core(facts)
+    return share_without_core(facts) * facts.others / (facts.own + facts.others) if heavy else 0.0
 
 
-def too_many_threads(facts: RunFacts) -> float:
+def share_of_too_many_threads(facts: RunFacts) -> float:
+    """Share of the run's time in which the threads of the model wait for a core, if they are more than the cores."""
     if facts.threads * facts.local_ranks <= facts.cores:
         return 0.0
     waiting = facts.threads_starved / (facts.threads_starved + facts.own / facts.local_ranks or math.inf)
     return facts.share("forward", "backward", "optimizer") * waiting
 
 
-def too_many_workers(facts: RunFacts) -> float:
+def share_of_too_many_workers(facts: RunFacts) -> float:
+    """Share of the run's time lost to a lack of cores, but not to other programs, if the workers are too many."""
     many = facts.workers * facts.local_ranks > 2 * facts.cores
-    return without_core(facts) - other_load(facts) if many else 0.0
+    return share_without_core(facts) - share_of_other_load(facts) if many else 0.0
 
 
-def slow_rank(facts: RunFacts) -> float:
+def share_of_slow_rank(facts: RunFacts) -> float:
+    """Share of the run's time in which the others wait for the slowest rank."""
     if facts.slow_rank is None:
         return 0.0
     lead = facts.slow_rank.share * facts.train_s / facts.total_s
     return lead * (1 - facts.starved)  # a rank is also late while it waits for a core
 
 
-def exchanging(slow: bool) -> Callable[[RunFacts], float]:
+def share_of_exchange(slow: bool) -> Callable[[RunFacts], float]:
+    """Share of the run's time spent exchanging gradients over a link that is, or is not, ``slow``."""
+
     def share(facts: RunFacts) -> float:
         mine = facts.exchange_s * facts.steps / facts.total_s if facts.world > 1 else 0.0
         return mine if mine > 0.25 and slow == slow_link(facts) else 0.0  # telling them apart takes a measurement
@@ -139,9 +147,9 @@ def slow_link(facts: RunFacts) -> bool:
     return facts.exchange_s > 8 * expected_exchange_s(facts)
 
 
-def launching(facts: RunFacts) -> float:
-    """Share of the time in which the host starts the work of layers that take less time than that. It is at least so
-    large: functions that are no modules are not counted."""
+def share_of_launching(facts: RunFacts) -> float:
+    """Share of the run's time in which the host starts the work of layers that take less time than that. It is at least
+    so large: functions that are no modules are not counted."""
     compute = facts.share("forward", "backward", "optimizer")
     if not facts.layers or compute < 0.4:  # the measurement below takes seconds
         return 0.0
@@ -150,18 +158,21 @@ def launching(facts: RunFacts) -> float:
     return compute * min(1.0, per_step * facts.steps / (on_a_core or math.inf))
 
 
-def small(facts: RunFacts) -> str:
+def why_layers_are_small(facts: RunFacts) -> str:
     """Why layers take little time: "micro-batches", "batch" or "model"."""
     if int(facts.setting("batch.accumulate", 1)) > 1 and facts.rows_per_pass <= 16:
         return "micro-batches"
     return "batch" if facts.rows_per_pass <= 16 else "model"
 
 
-def host(kind: str) -> Callable[[RunFacts], float]:
-    return lambda facts: launching(facts) if small(facts) == kind else 0.0
+def share_of_launching_for(kind: str) -> Callable[[RunFacts], float]:
+    """Share of the run's time, as of ``share_of_launching``, if ``why_layers_are_small`` is ``kind``."""
+    return lambda facts: share_of_launching(facts) if why_layers_are_small(facts) == kind else 0.0
 
 
-def evaluation(slow: bool) -> Callable[[RunFacts], float]:
+def share_of_evaluation(slow: bool) -> Callable[[RunFacts], float]:
+    """Share of the run's time spent evaluating, with rows that are, or are not, ``slow``."""
+
     def share(facts: RunFacts) -> float:
         train_row_s = facts.train_s * 1.0 / facts.rows
         return facts.share("evaluation") if slow == (facts.eval_row_s > 2 * train_row_s) else 0.0
@@ -169,7 +180,9 @@ def evaluation(slow: bool) -> Callable[[RunFacts], float]:
     return share
 
 
-def saving(slow: bool) -> Callable[[RunFacts], float]:
+def share_of_saving(slow: bool) -> Callable[[RunFacts], float]:
+    """Share of the run's time spent on checkpoints, to a disk that is, or is not, ``slow``."""
+
     def share(facts: RunFacts) -> float:
         speed = checkpoint_bytes(facts.path) / (save_s(facts) or math.inf)
         is_slow = save_s(facts) > 0.25 and speed < _SLOW_DISK
@@ -191,13 +204,15 @@ def save_s(facts: RunFacts) -> float:
 # What to change, and the wording
 
 
-def loading(facts: RunFacts, stage: str) -> str:
-    part = stages(facts)[stage] / (facts.load["load"] or math.inf)
-    per_row = 1e3 * stages(facts)[stage] * facts.world / facts.rows
+def stage_text(facts: RunFacts, stage: str) -> str:
+    """What ``stage`` takes: its share of the seconds of loading, and milliseconds per row."""
+    part = seconds_by_stage(facts)[stage] / (facts.load["load"] or math.inf)
+    per_row = 1e3 * seconds_by_stage(facts)[stage] * facts.world / facts.rows
     return f"takes {part:.0%} of the loading time, {per_row:.1f} ms per row"
 
 
-def rows(facts: RunFacts) -> str:
+def rows_of_a_pass(facts: RunFacts) -> str:
+    """The rows of one pass through the model."""
     return plural(round(facts.rows_per_pass), "row")
 
 
@@ -332,18 +347,18 @@ def log_change(facts: RunFacts) -> Change:
 
 CAUSES = (
     SlowCause(
-        "other load", 0.2, other_load,
+        "other load", 0.2, share_of_other_load,
         lambda f: f"competes with other programs, which keep {f.others:.1f} of {plural(f.cores, 'core')} busy",
         lambda f: Change("Stop them, or train on another machine"),
     ),
     SlowCause(
-        "too many workers", 0.2, too_many_workers,
+        "too many workers", 0.2, share_of_too_many_workers,
         lambda f: f"has more loader processes than cores: {f.workers * f.local_ranks} on {f.cores}",
         lambda f: Change(f"Set data.num_workers={spare_workers(f)} (now {f.workers})",
                          {"data.num_workers": spare_workers(f)}, 0.5),
     ),
     SlowCause(
-        "too many threads", 0.2, too_many_threads,
+        "too many threads", 0.2, share_of_too_many_threads,
         lambda f: f"has more threads than cores: {f.threads * f.local_ranks} on {f.cores}",
         lambda f: Change(f"Set launch.threads={max(1, f.cores // f.local_ranks)}, or OMP_NUM_THREADS (now {f.threads})",
                          {"launch.threads": max(1, f.cores // f.local_ranks)}),
@@ -355,76 +370,76 @@ CAUSES = (
                          {"trackers": []}, 0.5),
     ),
     SlowCause(
-        "too few workers", 0.15, lambda f: waiting(f) if needed_workers(f) else 0.0,
+        "too few workers", 0.15, lambda f: share_of_waiting(f) if needed_workers(f) else 0.0,
         lambda f: f"waits for data: {plural(f.workers, 'loader process')} per rank",
         workers_change,
     ),
     SlowCause(
-        "reading", 0.15, data("read"),
-        lambda f: f"waits for data: reading files {loading(f, 'read')}",
+        "reading", 0.15, share_of_stage("read"),
+        lambda f: f"waits for data: reading files {stage_text(f, 'read')}",
         lambda f: Change(f"Copy the files to a local disk{files_of(f)}"
                          + (", or pack them into tar archives (docs/data.md)" if files_of(f) else "")),
     ),
     SlowCause(
-        "decoding", 0.15, data("decode"),
-        lambda f: f"waits for data: decoding images {loading(f, 'decode')}",
+        "decoding", 0.15, share_of_stage("decode"),
+        lambda f: f"waits for data: decoding images {stage_text(f, 'decode')}",
         decoding_change,
     ),
     SlowCause(
-        "augmentation", 0.15, data("transform"),
-        lambda f: f"waits for data: transforming images {loading(f, 'transform')}",
+        "augmentation", 0.15, share_of_stage("transform"),
+        lambda f: f"waits for data: transforming images {stage_text(f, 'transform')}",
         augmentation_change,
     ),
     SlowCause(
-        "dataset code", 0.15, data("collate"),
-        lambda f: f"waits for data: the dataset's batch(), apart from images, {loading(f, 'collate')}",
+        "dataset code", 0.15, share_of_stage("collate"),
+        lambda f: f"waits for data: the dataset's batch(), apart from images, {stage_text(f, 'collate')}",
         lambda f: Change(f"Profile batch() of the task's dataset ({f.setting('task.name')})"),
     ),
-    SlowCause("slow rank", 0.15, slow_rank, slow_rank_text, slow_rank_change),
+    SlowCause("slow rank", 0.15, share_of_slow_rank, slow_rank_text, slow_rank_change),
     SlowCause(
-        "slow link", 0.25, exchanging(slow=True),
+        "slow link", 0.25, share_of_exchange(slow=True),
         lambda f: f"waits for a slow link between the ranks: {bandwidths(f)}",
         lambda f: Change("Set launch.interface to the machines' fastest network interface (see harness doctor)",
                          {}, expected_exchange_s(f) / f.exchange_s),
     ),
     SlowCause(
-        "gradient volume", 0.25, exchanging(slow=False),
+        "gradient volume", 0.25, share_of_exchange(slow=False),
         lambda f: f"exchanges {f.gradient_bytes / MIB:.1f} MiB of gradients in each step: {bandwidths(f)}",
         volume_change,
     ),
     SlowCause(
-        "tiny batches", 0.25, host("batch"),
-        lambda f: f"starts {plural(f.layers, 'layer')} per pass of {rows(f)}, so the host is the bottleneck",
+        "tiny batches", 0.25, share_of_launching_for("batch"),
+        lambda f: f"starts {plural(f.layers, 'layer')} per pass of {rows_of_a_pass(f)}, so the host is the bottleneck",
         batch_change,
     ),
     SlowCause(
-        "micro-batches", 0.25, host("micro-batches"),
-        lambda f: f"splits its steps into micro-batches of {rows(f)}, so the host is the bottleneck",
+        "micro-batches", 0.25, share_of_launching_for("micro-batches"),
+        lambda f: f"splits its steps into micro-batches of {rows_of_a_pass(f)}, so the host is the bottleneck",
         accumulate_change,
     ),
     SlowCause(
-        "small layers", 0.25, host("model"),
+        "small layers", 0.25, share_of_launching_for("model"),
         lambda f: f"runs {plural(f.layers, 'small layer')} per pass, so the host is the bottleneck",
         small_layers_change,
     ),
     SlowCause(
-        "frequent evaluation", 0.25, evaluation(False),
+        "frequent evaluation", 0.25, share_of_evaluation(False),
         lambda f: f"evaluates {plural(f.evaluations, 'time')} in {plural(f.epochs, 'epoch')}", evaluate_change,
     ),
     SlowCause(
-        "slow evaluation", 0.25, evaluation(True),
+        "slow evaluation", 0.25, share_of_evaluation(True),
         lambda f: f"needs {1e3 * f.eval_row_s:.1f} ms per validation row, but only {1e3 * f.train_s / f.rows:.1f} "
                   "ms per "
         "training row",
         slow_evaluation_change,
     ),
     SlowCause(
-        "frequent checkpoints", 0.15, saving(False),
+        "frequent checkpoints", 0.15, share_of_saving(False),
         lambda f: f"writes {plural(num_saves(f), 'checkpoint')} in {plural(f.steps, 'step')}",
         saving_change,
     ),
     SlowCause(
-        "slow checkpoints", 0.15, saving(True),
+        "slow checkpoints", 0.15, share_of_saving(True),
         lambda f: f"waits {save_s(f):.1f} s for each checkpoint of {checkpoint_bytes(f.path) / MIB:.1f} MiB",
         async_change,
     ),
