@@ -120,7 +120,7 @@ def _pair(sources: Sequence[str]) -> tuple[str, str]:
     train = Path(given[0])
     if not is_url(given[0]) and train.is_file():
         part = re.sub(r"(\.csv|\.csv\.gz|\.parquet)$", r".train\1", train.name, flags=re.IGNORECASE)
-        for first in (train, train.with_name(part)):  # as harness data split names it
+        for first in (train.with_name(part), train):  # the split of harness data split comes first
             for word in _EVAL:
                 other = first.with_name(re.sub("train(ing)?(?!.*train)", word, first.name))
                 if other != first and other.is_file() and first.is_file():

@@ -121,6 +121,15 @@ def test_an_existing_file_is_kept(folder, capsys):
     assert loader.load("other.yaml").task.eval_csv == "pets/eval.csv"
 
 
+def test_a_split_comes_before_another_file_beside_it(folder):
+    """The test rows of train.csv and test.csv are not for choosing the weights."""
+    for name in ("train", "train.train", "train.eval", "test"):
+        (folder / f"{name}.csv").write_text("text,label\n" + "".join(f"{name} {row},{row % 2}\n" for row in range(8)))
+    first_config.write(["train.csv"], folder / "x.yaml")
+    task = loader.load("x.yaml").task
+    assert (task.train_csv, task.eval_csv) == ("train.train.csv", "train.eval.csv")
+
+
 @pytest.mark.parametrize(
     ("column", "value", "setting", "reason"),
     [
