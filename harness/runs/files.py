@@ -11,10 +11,12 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from harness.config import seals
 from harness.errors import ConfigError, HarnessError, did_you_mean, reason, remedy, require_regular_file
@@ -190,6 +192,22 @@ def write_sealed(path: Path, fields: dict[str, Any], mark: str = "") -> None:
 def read_sealed(path: Path) -> Any:
     """Return ``read_json`` without the seal. Raises ValueError as well if that does not match."""
     return seals.unsealed(read_json(path))
+
+
+def read_or_empty(path: Path, kind: type, problems: list[str], read: Callable[[Path], Any] = read_sealed) -> Any:
+    """Return ``read(path)``; an empty ``kind`` if there is no such file, or, with a line for ``problems``, if it cannot
+    be read or is of another type."""
+    try:
+        content = read(path)
+    except FileNotFoundError:
+        return kind()
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        problems.append(f"{path.name} cannot be read: {reason(error)}")
+        return kind()
+    if isinstance(content, kind):
+        return content
+    problems.append(f"{path.name} contains type {type(content).__name__} where {kind.__name__} was expected")
+    return kind()
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -8,59 +8,35 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
-import yaml
 
-from harness.config import merge, seals
+from harness.config import merge
 from harness.distributed.rank_exit import Cause
-from harness.errors import ConfigError, did_you_mean, reason, similar
-from harness.runs import exit_files, layout, metrics_table
-from harness.runs.files import parse_json, read_text
+from harness.errors import ConfigError, did_you_mean, similar
+from harness.runs import exit_files, layout, metrics_table, sweep_folder
+from harness.runs.files import read_or_empty, read_text
+from harness.runs.sweep_folder import Sweep, Trial
 
 _NAMED = 5  # runs in a hint
 
-State = Literal["finished", "stopped", "pruned", "failed", "unfinished", "waiting", "unreadable"]
+RunState = Literal["finished", "stopped", "pruned", "failed", "unfinished", "waiting", "unreadable"]
 """finished: trained to its end · stopped: on request, with a checkpoint · pruned: by its sweep · failed: has a
 failure.json · unfinished: still running, or killed · waiting: a trial that has not started · unreadable: no run."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A trial of a sweep. ``value`` is that of the sweep's metric."""
-
-    number: int
-    params: dict[str, Any]
-    world: int | None
-    state: str
-    value: float | None
-    error: str | None
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A sweep folder. ``trials`` are the entries of ``sweep.json``; ``space`` is {key: values or a description}."""
-
-    path: Path
-    name: str
-    metric: str | None
-    direction: Literal["max", "min"] | None
-    space: dict[str, Any]
-    trials: list[dict[str, Any]]
-    problems: list[str]
-
-
-@dataclass(frozen=True)
+@dataclass
 class Record:
-    """A run folder. Fields that could not be read are empty, and ``problems`` has a line about each."""
+    """A run folder. Fields that could not be read are empty, and ``problems`` has a line about each; ``metrics`` adds
+    those of the log."""
 
     path: Path
     name: str
-    state: State
+    state: RunState
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     provenance: list[dict[str, Any]] = field(default_factory=list)
@@ -84,7 +60,7 @@ class Record:
         return sizes[0] if len(sizes) == 1 else None
 
     @property
-    def ranks(self) -> str:
+    def world_size_text(self) -> str:
         """ "2", or "1, then 2" if the number of ranks changed at a resume; empty if unknown."""
         return str(over_starts(self.world_sizes)) if self.world_sizes else ""
 
@@ -112,7 +88,7 @@ class Record:
     def metrics(self) -> pa.Table:
         """Return ``metrics.jsonl``, one row per line; keys that a line does not have are null.
 
-        The columns of training lines always exist. Lines that are not JSON are left out and reported in ``problems``.
+        The columns of training lines always exist. Lines that are not JSON are left out and added to ``problems``.
         """
         table, problem = metrics_table.read(self.path / layout.METRICS)
         if problem and problem not in self.problems:
@@ -148,15 +124,15 @@ def read(path: Path) -> Record:
     if not path.is_dir():
         return Record(path, path.name, "unreadable", problems=["there is no such folder"])
     problems: list[str] = []
-    config = _content(path / layout.CONFIG, dict, problems, merge.load)
-    summary = _content(path / layout.SUMMARY, dict, problems)
-    failure = _content(path / layout.FAILURE, dict, problems)
-    provenance = [start for start in _content(path / layout.PROVENANCE, list, problems) if isinstance(start, dict)]
+    config = read_or_empty(path / layout.CONFIG, dict, problems, lambda file: merge.load(read_text(file)))
+    summary = read_or_empty(path / layout.SUMMARY, dict, problems)
+    failure = read_or_empty(path / layout.FAILURE, dict, problems)
+    provenance = [start for start in read_or_empty(path / layout.PROVENANCE, list, problems) if isinstance(start, dict)]
     problems += [str(start["log_damage"]) for start in provenance if start.get("log_damage")]
     if not is_run(path):
         return Record(path, path.name, "unreadable", problems=["this is not a run folder", *problems])
     if (path / layout.FAILURE).exists():
-        state: State = "failed"
+        state: RunState = "failed"
     elif summary.get("finished") is True:
         state = "finished"
     else:
@@ -181,25 +157,6 @@ def find(paths: Iterable[Path]) -> list[Record]:
     return list(found.values())
 
 
-def sweep(path: Path) -> Sweep | None:
-    """Return the sweep folder at ``path``; None if it is not one."""
-    if not (path / layout.SWEEP).is_file():
-        return None
-    problems: list[str] = []
-    content = _content(path / layout.SWEEP, dict, problems)
-    directions: dict[Any, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}
-    space, trials = content.get("space"), content.get("trials")
-    return Sweep(
-        path,
-        str(content.get("name") or path.name),
-        content.get("metric"),
-        directions.get(content.get("direction")),
-        space if isinstance(space, dict) else {},
-        [trial for trial in trials if isinstance(trial, dict)] if isinstance(trials, list) else [],
-        problems,
-    )
-
-
 def is_run(path: Path) -> bool:
     """Return True if ``path`` has any file of a run."""
     return any((path / name).is_file() for name in (layout.CONFIG, layout.METRICS, layout.SUMMARY, layout.FAILURE))
@@ -210,7 +167,7 @@ def is_run(path: Path) -> bool:
 
 def _below(path: Path, depth: int = 1) -> Iterator[Record]:
     """Return the runs in ``path``, which is a run, a sweep, or a folder of these."""
-    if (found := sweep(path)) is not None:
+    if (found := sweep_folder.read(path)) is not None:
         yield from _trials(found)
     elif is_run(path):
         yield read(path)
@@ -227,7 +184,7 @@ def _trials(sweep: Sweep) -> Iterator[Record]:
         yield from (replace(read(path), sweep=sweep) for path in folders)
         return
     for place, entry in enumerate(sweep.trials):
-        trial = _trial(entry, place)
+        trial = sweep_folder.trial_of(entry, place)
         run = Path(str(entry.get("run")))
         if run.is_absolute() or ".." in run.parts:  # written by someone else, about a run that is not of this sweep
             run = Path(layout.TRIALS, run.name)
@@ -240,19 +197,6 @@ def _trials(sweep: Sweep) -> Iterator[Record]:
         elif trial.state == "failed" and state != "finished":
             state = "failed"
         yield replace(record, state=state, sweep=sweep, trial=trial)
-
-
-def _trial(entry: dict[str, Any], place: int) -> Trial:
-    """Return a trial of ``sweep.json``; values of the wrong type are ignored."""
-    number, params, world, value = (entry.get(key) for key in ("number", "params", "world", "value"))
-    return Trial(
-        number if isinstance(number, int) else place,
-        params if isinstance(params, dict) else {},
-        world if isinstance(world, int) else None,
-        str(entry.get("state")),
-        float(value) if isinstance(value, int | float) else None,
-        str(entry["error"]) if entry.get("error") else None,
-    )
 
 
 def require_folders(paths: Iterable[Path]) -> None:
@@ -301,32 +245,13 @@ def run_hint(path: Path, wanted: str = "a run folder") -> str:
 # Reading
 
 
-def _parse(text: str) -> Any:
-    return seals.unsealed(parse_json(text))
-
-
-def _content(path: Path, kind: type, problems: list[str], parse: Callable[[str], Any] = _parse) -> Any:
-    """Return the content of ``path``; empty if there is no such file, or if its type is not ``kind``."""
-    try:
-        content = parse(read_text(path))
-    except FileNotFoundError:
-        return kind()
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        problems.append(f"{path.name} cannot be read: {reason(error)}")
-        return kind()
-    if isinstance(content, kind):
-        return content
-    problems.append(f"{path.name} contains type {type(content).__name__} where {kind.__name__} was expected")
-    return kind()
-
-
 _NOT_EVALUATED = {
     "stopped": ["it was stopped before its first evaluation"],
     "unfinished": ["it has no evaluation yet: it is still training, or was killed"],
 }
 
 
-def _missing(path: Path, state: State) -> list[str]:
+def _missing(path: Path, state: RunState) -> list[str]:
     """Return the files that a run has since its first evaluation and this one lacks, or that it had none; and whether
     the metrics log ends in mid-line."""
     names: tuple[str, ...] = (layout.CONFIG, layout.PROVENANCE, layout.METRICS, layout.SUMMARY)

@@ -259,3 +259,10 @@ def test_a_trial_that_has_not_written_anything_is_waiting(tmp_path):
     assert (record.state, record.problems) == ("waiting", [])
     write_run(sweep / "trials" / "0000", finished=False)
     assert reader.find([sweep])[0].state == "unfinished"
+
+
+@pytest.mark.parametrize("state", [{}, {"state": "lost"}, {"state": ["failed"]}])
+def test_a_state_that_no_trial_has_is_ignored(tmp_path, state):
+    sweep = write_sweep(tmp_path / "sweep", [{"number": 0, "run": "trials/0000", **state}])
+    (record,) = reader.find([sweep])
+    assert (record.state, record.trial.state) == ("unreadable", None)

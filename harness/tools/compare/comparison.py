@@ -229,7 +229,7 @@ def _require_one_recipe(path: Path, runs: list[Record]) -> None:
     first, seen = runs[0], {seed(runs[0]): runs[0]}
     for run in runs[1:]:
         keys = [key for key in config_differences(first, run)[0] if key != "seed"]
-        if first.ranks != run.ranks:
+        if first.world_size_text != run.world_size_text:
             keys.append("number of ranks")
         if keys:
             more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""

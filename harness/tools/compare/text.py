@@ -45,7 +45,7 @@ def _sides(found: RunComparison | GroupComparison) -> Iterator[str]:
 
 
 def _state(record: Record) -> str:
-    return record.state + (f", {formatting.ranks(record.ranks)}" if record.ranks else "")
+    return record.state + (f", {formatting.ranks(record.world_size_text)}" if record.world_size_text else "")
 
 
 # Equality
@@ -60,7 +60,7 @@ def _equality(found: RunComparison) -> Iterator[str]:
 
 def _world_sizes(found: RunComparison) -> Iterator[str]:
     """The reasons why runs with different numbers of ranks differ."""
-    one, other = found.one.runs[0].ranks, found.other.runs[0].ranks
+    one, other = found.one.runs[0].world_size_text, found.other.runs[0].world_size_text
     if found.equality.verdict != "different" or not one or not other or one == other:
         return
     yield (

@@ -42,12 +42,12 @@ def choose(runs: RunSet) -> list[CurveLine]:
     """Return the best runs, MAX_LINES at most: a color and a symbol for each recipe, a dash for each world size."""
     drawn = [of_line for group in runs.seed_groups if (of_line := _drawn(group))][:MAX_LINES]
     recipes = list(dict.fromkeys(of_line[0].recipe for of_line in drawn))
-    worlds = sorted({of_line[0].record.ranks for of_line in drawn}, key=lambda ranks: (len(ranks), ranks))
+    worlds = sorted({of_line[0].record.world_size_text for of_line in drawn}, key=lambda ranks: (len(ranks), ranks))
     found = []
     for of_line in drawn:
         run = of_line[0]
         place = recipes.index(run.recipe)
-        dash = worlds.index(run.record.ranks) + place // NUM_COLORS
+        dash = worlds.index(run.record.world_size_text) + place // NUM_COLORS
         label = run.label if len(of_line) == 1 else _label(runs, of_line)
         color, symbol = place % NUM_COLORS, SYMBOLS[place % len(SYMBOLS)]
         found.append(CurveLine(label, of_line, color, DASHES[dash % len(DASHES)], symbol))

@@ -83,7 +83,7 @@ def provenance(run: ReportedRun) -> list[tuple[str, str]]:
         return []
     first = f" (the first of {len(starts)}: {_when(starts[0].get('started'))})" if len(starts) > 1 else ""
     facts = {"started": _when(start.get("started")) + first, "command": _command(start.get("command"))}
-    facts |= _over_starts(map(_facts, starts)) | {"ranks": run.record.ranks or formatting.NOTHING}
+    facts |= _over_starts(map(_facts, starts)) | {"ranks": run.record.world_size_text or formatting.NOTHING}
     packages = _over_starts(map(_packages, starts))
     facts["packages"] = "; ".join(f"{name} {version}" for name, version in packages.items())
     return list(facts.items())

@@ -47,7 +47,7 @@ class ReportedRun:
     @property
     def ranks(self) -> str:
         """The ranks in words, such as ``2 ranks`` or ``1, then 2 ranks``; empty if unknown."""
-        return formatting.ranks(self.record.ranks) if self.record.ranks else ""
+        return formatting.ranks(self.record.world_size_text) if self.record.world_size_text else ""
 
     @property
     def place(self) -> str:
@@ -144,7 +144,7 @@ class RunSet:
         """All runs, the group with the best run first."""
         found: dict[tuple[str, str], list[ReportedRun]] = {}
         for run in self.ranked:
-            found.setdefault((run.recipe, run.record.ranks), []).append(run)
+            found.setdefault((run.recipe, run.record.world_size_text), []).append(run)
         return [SeedGroup(runs) for runs in found.values()]
 
     def describe(self, run: ReportedRun, without: Sequence[str] = ("seed",)) -> str:
@@ -282,12 +282,12 @@ def describe(settings: dict[str, Any], keys: Iterable[str]) -> str:
 
 def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], varied: list[str]) -> list[str]:
     """Return a short unique name for each run: its settings, the number of ranks if that differs, its folder."""
-    worlds = {record.ranks for record in records}
+    worlds = {record.world_size_text for record in records}
     labels = []
     for record, settings in zip(records, flat, strict=True):
         label = describe(settings, varied) if settings and (record.sweep or len(varied) <= _MAX_IN_LABEL) else ""
-        if label and len(worlds) > 1 and record.ranks:
-            label += f" · {formatting.ranks(record.ranks)}"
+        if label and len(worlds) > 1 and record.world_size_text:
+            label += f" · {formatting.ranks(record.world_size_text)}"
         labels.append(label or _name(record))
     for distinction in (_name, lambda record: formatting.path(record.path)):
         seen = Counter(labels)

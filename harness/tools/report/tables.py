@@ -46,7 +46,7 @@ def all_runs(runs: RunSet) -> RunTable:
         cells = [
             Cell(run.label),
             Cell(formatting.STATES[run.record.state], run.record.state, run.record.state),
-            Cell(run.record.ranks or formatting.NOTHING, run.record.world_sizes[-1] if run.ranks else ""),
+            Cell(run.record.world_size_text or formatting.NOTHING, run.record.world_sizes[-1] if run.ranks else ""),
             *(_setting(run.settings.get(key)) for key in varied),
             _number(run.best, lambda value: formatting.number(value, formatting.BEST_DIGITS)),
             _number(run.at_best("epoch"), formatting.number),
@@ -112,8 +112,8 @@ def seeds_rows(runs: RunSet) -> tuple[list[str], list[list[str]]]:
             values = group.values
             numbers = [formatting.number(value, 5) for value in (group.mean, min(values), max(values))]
             rows.append(
-                [runs.describe(run), run.record.ranks or formatting.NOTHING, ", ".join(group.by_seed), numbers[0],
-                 f"± {formatting.number(group.spread, 2)}", *numbers[1:]]
+                [runs.describe(run), run.record.world_size_text or formatting.NOTHING, ", ".join(group.by_seed),
+                 numbers[0], f"± {formatting.number(group.spread, 2)}", *numbers[1:]]
             )  # fmt: skip
     return header, rows
 

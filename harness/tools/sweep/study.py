@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 import sqlalchemy
@@ -22,10 +22,11 @@ from optuna.trial import TrialState
 from harness.config import loader
 from harness.config.schema import NOT_THE_RECIPE, flatten
 from harness.errors import ConfigError, HarnessError, first_line, plural
+from harness.runs import sweep_folder
 from harness.tools.sweep.plan import Plan
 from harness.tools.sweep.spec import Range, Settings, SweepSpec, identity, typed
 
-State = Literal["waiting", "running", "finished", "pruned", "failed"]
+State = sweep_folder.TrialState
 _STATES: dict[TrialState, State] = {
     TrialState.COMPLETE: "finished",
     TrialState.PRUNED: "pruned",

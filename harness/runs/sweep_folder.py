@@ -1,0 +1,69 @@
+"""Reads the folder of a sweep. Its trials are run folders, which ``harness.runs.reader`` reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from harness.runs import layout
+from harness.runs.files import read_or_empty
+
+TrialState = Literal["waiting", "running", "finished", "pruned", "failed"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial of a sweep. ``state`` is None if it is not one; ``value`` is that of the sweep's metric."""
+
+    number: int
+    params: dict[str, Any]
+    world: int | None
+    state: TrialState | None
+    value: float | None
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep folder. ``trials`` are the entries of ``sweep.json``; ``space`` is {key: values or a description}."""
+
+    path: Path
+    name: str
+    metric: str | None
+    direction: Literal["max", "min"] | None
+    space: dict[str, Any]
+    trials: list[dict[str, Any]]
+    problems: list[str]
+
+
+def read(path: Path) -> Sweep | None:
+    """Return the sweep folder at ``path``; None if it is not one."""
+    if not (path / layout.SWEEP).is_file():
+        return None
+    problems: list[str] = []
+    content = read_or_empty(path / layout.SWEEP, dict, problems)
+    directions: dict[Any, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}
+    space, trials = content.get("space"), content.get("trials")
+    return Sweep(
+        path,
+        str(content.get("name") or path.name),
+        content.get("metric"),
+        directions.get(content.get("direction")),
+        space if isinstance(space, dict) else {},
+        [entry for entry in trials if isinstance(entry, dict)] if isinstance(trials, list) else [],
+        problems,
+    )
+
+
+def trial_of(entry: dict[str, Any], place: int) -> Trial:
+    """Return an entry of ``sweep.json``; values of the wrong type are ignored."""
+    number, params, world, state, value = (entry.get(key) for key in ("number", "params", "world", "state", "value"))
+    return Trial(
+        number if isinstance(number, int) else place,
+        params if isinstance(params, dict) else {},
+        world if isinstance(world, int) else None,
+        state if state in get_args(TrialState) else None,
+        float(value) if isinstance(value, int | float) else None,
+        str(entry["error"]) if entry.get("error") else None,
+    )
