@@ -6,28 +6,27 @@ A layer that fails ends the check, with all of its errors at once: file and line
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.util
 import json
-import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, Union
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, create_model
 
-from harness.config import other_names, plugins, schedules, signatures
+from harness.config import plugins, schedules, signatures
 from harness.config.constraints import Conflict, conflicts
 from harness.config.launch import LaunchSection, built_in, section_class, with_engines
 from harness.config.merge import COMMAND_LINE, merged, origin_of
 from harness.config.schema import Config, ScheduleSection, TaskSection, flatten
 from harness.config.seals import sealed_text
+from harness.config.sentences import Problem, described, not_finite
 from harness.errors import ConfigError, HarnessError
 
 __all__ = [
@@ -43,15 +42,8 @@ __all__ = [
 ]
 
 Content = TypeVar("Content", bound=BaseModel)
-Problem = tuple[str, str]  # dotted key, sentence
 _ORIGINS = "_origins"  # the attribute of a Config with the places of its keys
 _IN_FOLDER = "the folder of the configuration has it: run the command in {0}, or set PYTHONPATH={0}"
-_RENAMED = {
-    "tuple_type": "it should be a list",
-    "list_type": "it should be a list",
-    "string_type": "it should be text; put it in quotes if necessary",
-    "invalid_key": "keys must be text; put this key in quotes",
-}
 
 
 def load(
@@ -145,12 +137,12 @@ def load_as(
 
 def _validated(cls: type[Content], raw: Any) -> tuple[Content | None, list[Problem]]:
     """Return (``raw`` as ``cls`` if possible, the problems)."""
-    problems = _not_finite(raw)
+    problems = not_finite(raw)
     try:
         return cls.model_validate(raw), problems
     except ValidationError as errors:
         known = dict(problems)
-        return None, problems + [problem for problem in _described(errors, cls, raw) if problem[0] not in known]
+        return None, problems + [problem for problem in described(errors, cls, raw) if problem[0] not in known]
 
 
 def to_text(config: Config) -> str:
@@ -278,98 +270,3 @@ def _error(problems: Sequence[Problem], origins: dict[str, str], path: str) -> C
     lines = [f"  {origin_of(key, origins, path)}: {key}: {sentence}" for key, sentence in problems]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     return ConfigError(f"{count} in the configuration\n" + "\n".join(lines), where=path)
-
-
-# pydantic's errors as sentences: the key, the value found, what is allowed, and the nearest spelling
-
-
-def _described(errors: ValidationError, cls: type[BaseModel], raw: Any) -> list[Problem]:
-    """One problem per key. The errors of the branches of a union are joined into one sentence."""
-    found: dict[str, str] = {}
-    for error in errors.errors(include_url=False):
-        path = _path(error["loc"], raw)
-        key, sentence = ".".join(path), _sentence(error, path, cls)
-        found[key] = f"{found[key]}; or {sentence}" if key in found else sentence
-    return list(found.items())
-
-
-def _not_finite(tree: Any, key: str = "") -> list[Problem]:
-    """One problem per number in ``tree``, at any depth, that is infinite, NaN or too large for a float."""
-    if isinstance(tree, dict):
-        return [
-            problem
-            for name, value in tree.items()
-            for problem in _not_finite(value, f"{key}.{name}" if key else str(name))
-        ]
-    if isinstance(tree, list | tuple):
-        return [problem for place, value in enumerate(tree) for problem in _not_finite(value, f"{key}.{place}")]
-    if isinstance(tree, float) and math.isfinite(tree) or not isinstance(tree, int | float) or abs(tree) < 2**1023:
-        return []
-    return [
-        (key, f"it should be a finite number (found: {tree if isinstance(tree, float) else 'more than 300 digits'})")
-    ]
-
-
-def _keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of a model, each section before its keys."""
-    found: list[str] = []
-    for name, field in cls.model_fields.items():
-        key = f"{prefix}{field.alias or name}"
-        found.append(key)
-        for inner in (field.annotation, *get_args(field.annotation)):
-            kind = get_args(inner)[0] if get_origin(inner) is Annotated else inner
-            if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
-                found += _keys(kind, f"{key}.")
-    return found
-
-
-def _sentence(error: Any, path: list[str], cls: type[BaseModel]) -> str:
-    seen, kind, context = error["input"], error["type"], error.get("ctx", {})
-    if kind == "extra_forbidden":
-        return f"unknown key; {_nearest(path, cls)}"
-    if kind == "missing":
-        return "required, but not set"
-    if "expected" in context and kind == "literal_error":
-        allowed = [word.strip("'") for word in context["expected"].replace(" or ", ", ").split(", ")]
-        near = difflib.get_close_matches(str(seen), allowed, n=1)
-        return f"{seen!r} is not allowed; use {context['expected']}" + (f"; did you mean {near[0]}?" if near else "")
-    if kind == "value_error":  # raised by a validator of ours
-        return str(error["msg"]).removeprefix("Value error, ")
-    shown = repr(seen) if len(repr(seen)) <= 200 else f"{repr(seen)[:200]}..."
-    if kind in ("model_type", "dict_type"):
-        return f"it should be a section of settings, {{key: value}} (found: {shown})"
-    unit = f"; {other_names.UNITS[path[-1]]}" if kind.startswith("int_") and path[-1] in other_names.UNITS else ""
-    return f"{_RENAMED.get(kind) or error['msg'].replace('Input should', 'it should')} (found: {shown}){unit}"
-
-
-def _path(loc: Iterable[Any], raw: Any) -> list[str]:
-    """Return ``loc`` as keys of ``raw``, without the parts with which pydantic names a branch of a union."""
-    path: list[str] = []
-    node, last = raw, list(loc)[-1]
-    for part in loc:
-        if isinstance(node, dict) and (part in node or part in (last, "args")):  # args that are left out are checked
-            path.append(str(part))
-            node = node.get(part) or {}
-        elif isinstance(node, list) and isinstance(part, int):
-            path.append(str(part))
-            node = node[part] if part < len(node) else None
-    return path
-
-
-def _nearest(path: list[str], cls: type[BaseModel]) -> str:
-    """Return the nearest spelling of an unknown key: in its own section first, then anywhere."""
-    if ":" in path[-1]:
-        return "write a space after the colon"
-    known = _keys(cls)
-    ours = other_names.setting(".".join(path))
-    if ours and any(f"{ours.partition('=')[0]}.".startswith(f"{key}.") for key in known):
-        return str(other_names.hint(".".join(path)))
-    prefix = "".join(f"{part}." for part in path[:-1])
-    section = re.sub(r"\.\d+\.", ".", prefix)  # of a list
-    siblings = [key[len(section) :] for key in known if key.startswith(section) and "." not in key[len(section) :]]
-    if near := difflib.get_close_matches(path[-1], siblings, n=1):
-        return f"did you mean {prefix}{near[0]}?"
-    last = {key.rsplit(".", 1)[-1]: key for key in known}
-    if near := difflib.get_close_matches(path[-1], last, n=1, cutoff=0.8):
-        return f"did you mean {last[near[0]]}?"
-    return "known keys: " + ", ".join(siblings)
