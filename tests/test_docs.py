@@ -35,7 +35,7 @@ from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness import cli
 from harness.apex import amp
 from harness.apex.on_cpu import call_counter, redirect_cuda
-from harness.config import loader
+from harness.config import json_schema, loader
 from harness.config.launch import LaunchSection
 from harness.config.targets import problems
 from harness.tools.data import digits
@@ -171,7 +171,7 @@ def test_files_and_names_that_are_named_exist(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "apex" not in page])  # apex.parallel is no section
 def test_settings_that_are_named_exist(page):
-    schema = loader.json_schema()
+    schema = json_schema.text()
     for section, key in re.findall(rf"`({SECTIONS})\.([a-z_]+)(?=[`=:])", PAGES[page]):
         assert key == "py" or f'"{key}"' in schema, f"{section}.{key}"
 
@@ -910,7 +910,7 @@ def test_every_engine_has_a_section():
 
 
 def test_settings_and_files_of_the_engines_exist():
-    schema = loader.json_schema()
+    schema = json_schema.text()
     for key in re.findall(r"`(?:launch|data|runtime|checkpoint|train)\.(?:\w+\.)?(\w+)", PAGES["engines"]):
         assert f'"{key}"' in schema, key
     for name in re.findall(r"\blaunch/\w+\.\w+", PAGES["engines"]):

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar, Union
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, create_model
 
-from harness.config import plugins, schedules, signatures
+from harness.config import plugins, schedules
 from harness.config.constraints import Conflict, conflicts
-from harness.config.launch import LaunchSection, built_in, section_class, with_engines
+from harness.config.launch import LaunchSection, section_class
 from harness.config.merge import COMMAND_LINE, merged, origin_of
 from harness.config.schema import Config, ScheduleSection, TaskSection, flatten
 from harness.config.seals import sealed_text
@@ -33,11 +32,9 @@ __all__ = [
     "COMMAND_LINE",
     "as_tree",
     "config_class",
-    "json_schema",
     "load",
     "load_as",
     "placed",
-    "schema_tree",
     "to_text",
 ]
 
@@ -167,38 +164,6 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 def as_tree(config: Config) -> dict[str, Any]:
     """Return the resolved configuration as plain dictionaries, with the keys of the YAML."""
     return config.model_dump(mode="json", by_alias=True)
-
-
-def json_schema() -> str:
-    """JSON Schema of an experiment with any built-in task, for editors and ``configs/schema.json``."""
-    return json.dumps(schema_tree(), indent=1, sort_keys=True) + "\n"
-
-
-def schema_tree() -> dict[str, Any]:
-    """Return ``json_schema`` as dictionaries, with the settings in the order of their classes."""
-    shapes = tuple(schedules.section(name) for name in signatures.functions(schedules.BUILT_IN))
-    tasks = tuple(plugins.find("task", name, "task.name") for name in plugins.names("task"))
-    engines = with_engines(**built_in())
-    cls = config_class(Union[tasks], Union[shapes], engines)  # noqa: UP007 - unions made at run time
-    schema = cls.model_json_schema(by_alias=True)
-    schema["title"] = "apex-harness experiment"
-    for key, base in (
-        ("task", TaskSection),
-        ("schedule", ScheduleSection),
-    ):  # the user's own may have any
-        name = {"pattern": r"\.", "description": base.model_fields["name"].description}
-        own = {"properties": {"name": name}, "required": ["name"], "type": "object"}
-        schema["properties"][key]["description"] = Config.model_fields[key].description
-        schema["properties"][key]["anyOf"].append(own)
-    settings = "Settings of an engine of your own, under the last word of its name."
-    schema["$defs"][engines.__name__]["additionalProperties"] = {"type": "object", "description": settings}
-    schema["properties"]["extends"] = {
-        "description": "A YAML file or a preset, such as preset:modern, or a list of them, that this file starts from. "
-        "Paths are relative to this file.",
-        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
-    }
-    schema["required"] = []  # a file that extends another, or that is extended, may be incomplete
-    return schema
 
 
 def config_class(task: Any, schedule: Any = None, launch: type[LaunchSection] | None = None) -> type[Config]:

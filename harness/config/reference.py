@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from harness.config import loader, other_names
+from harness.config import json_schema, other_names
 from harness.config.schema import Config
 from harness.errors import ConfigError, similar
 
@@ -75,7 +75,7 @@ class Chapter:
 
 def chapters() -> list[Chapter]:
     """Return every setting of every built-in part, in the order of the schema."""
-    schema = loader.schema_tree()
+    schema = json_schema.tree()
     found = []
     for key, node in schema["properties"].items():
         settings: dict[tuple[str, str, str], Setting] = {}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import typing
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -474,62 +472,6 @@ def test_any_value_survives_saving(tmp_path_factory, name, text, number, args):
     tree = settings(folder, name=name, optimizer={"lr": number, "args": args})
     config = loader.config_class(Task).model_validate({**tree, "task": {**tree["task"], "root": text}})
     assert load(folder, loader.to_text(config)) == config
-
-
-# The schemas for editors
-
-
-def test_every_property_in_the_schemas_has_a_description():
-    """What an editor shows: the property's own description, or that of the section that it refers to."""
-    missing = []
-
-    def walk(node, path, sections):
-        for name, item in node.get("properties", {}).items() if isinstance(node, dict) else ():
-            of_section = sections.get(item.get("$ref", "").rpartition("/")[2], {})
-            if not (item.get("description") or of_section.get("description")):
-                missing.append(f"{path}.{name}")
-        for key, item in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-            walk(item, f"{path}.{key}", sections)
-
-    for name in ("schema.json", "sweeps/schema.json"):
-        schema = json.loads((ROOT / "configs" / name).read_text())
-        walk(schema, name, schema.get("$defs", {}))
-    assert not missing
-
-
-def test_schema_in_the_repository_is_current():
-    committed = (ROOT / "configs" / "schema.json").read_text()
-    assert committed == loader.json_schema(), "run: harness schema > configs/schema.json"
-
-
-def test_schema_has_the_keys_of_the_yaml():
-    schema = json.loads(loader.json_schema())
-    assert set(schema["properties"]) == set(Config.model_fields) | {"extends"}
-    assert "global" in schema["$defs"]["BatchSection"]["properties"]
-    assert schema["additionalProperties"] is False
-    assert "slurm" in schema["$defs"]["LaunchSection"]["properties"]["engine"]["anyOf"][0]["enum"]
-
-
-def test_every_experiment_refers_to_the_schema_and_loads():
-    files = sorted((ROOT / "configs").glob("*.yaml"))
-    assert [path.stem for path in files] == [
-        "digits",
-        "fashion_mnist",
-        "finetune",
-        "imagenet",
-        "mnist",
-        "multi_label",
-        "pet_names",
-        "pet_names_gru",
-        "regression",
-        "text",
-    ]
-    for path in files:
-        first = path.read_text().splitlines()[0]
-        assert first.startswith("# yaml-language-server: $schema="), path
-        assert (path.parent / first.split("$schema=")[1]).resolve() == ROOT / "configs" / "schema.json"
-        assert loader.load(path).name == path.stem
-        assert yaml.safe_load(path.read_text())["name"] == path.stem
 
 
 # Tasks of the user's own

@@ -22,8 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         text = spec.json_schema()
     else:
-        from harness.config import loader
+        from harness.config import json_schema
 
-        text = loader.json_schema()
+        text = json_schema.text()
     print(text, end="")
     return EXIT_DONE
