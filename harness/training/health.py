@@ -50,7 +50,7 @@ class Health:
 
     def __post_init__(self) -> None:
         fixed = {name for name, tensor in self._tensors() if not tensor.requires_grad}
-        self._unchecked = frozenset(fixed.intersection(_not_finite(self._peaks())))
+        self._unchecked = frozenset(fixed.intersection(_not_finite(self._peaks_of_all_ranks())))
 
     def loss(self, total: float, steps: int, state: State, saved_step: int) -> None:
         """Check ``total``, the reduced loss of the last ``steps`` steps, and the steps skipped in a row. Collective."""
@@ -64,10 +64,10 @@ class Health:
     def weights(self, state: State, saved_step: int) -> None:
         """Check the weights, their moving average, the buffers and the optimizer's state on every rank. Collective; the
         host waits."""
-        if _not_finite(self._peaks()):
+        if _not_finite(self._peaks_of_all_ranks()):
             self._fail("the weights are no longer finite", state, saved_step)
         # An infinite second moment freezes its weight, which stays finite.
-        bad = _not_finite(_peaks(self._optimizer_state()))
+        bad = _not_finite(_peaks_of_this_rank(self._optimizer_state()))
         if found := [name for of_rank in self.runtime.gather(bad[:1]) for name in of_rank]:
             self._fail(f"the optimizer's {found[0]} is no longer finite", state, saved_step)
 
@@ -97,11 +97,12 @@ class Health:
     def result(self, state: State) -> None:
         """At the end of the run, check that an evaluation could be the best; warn if no step updated the weights."""
         if not state.applied:
+            scale = self.precision.loss_scale()
             log.warning(
                 "no step updated the weights (%d skipped), which are still the initial ones: the loss scale started "
                 "too high and has fallen to %g; train for more steps, or set precision.max_loss_scale=%g",
                 state.step,
-                scale := self.precision.loss_scale(),
+                scale,
                 scale,
             )
         if state.history and state.best is None:
@@ -131,9 +132,10 @@ class Health:
                 if isinstance(value, Tensor) and value.shape == param.shape and value.dim():
                     yield f"{key} of {names.get(id(param), f'parameter {index}')}", value
 
-    def _peaks(self) -> dict[str, float]:
+    def _peaks_of_all_ranks(self) -> dict[str, float]:
         """Return the largest absolute value of each tensor over all ranks, NaN if it has one. Collective."""
-        mine = {name: peak for name, peak in _peaks(self._tensors()).items() if name not in self._unchecked}
+        found = _peaks_of_this_rank(self._tensors())
+        mine = {name: peak for name, peak in found.items() if name not in self._unchecked}
         largest = np.max([list(of_rank) for of_rank in self.runtime.gather(list(mine.values()))], axis=0)
         return dict(zip(mine, largest.tolist(), strict=True))
 
@@ -142,7 +144,7 @@ class Health:
 
         ``batches``: single batches may be the cause. Collective.
         """
-        peaks, config = self._peaks(), self.config
+        peaks, config = self._peaks_of_all_ranks(), self.config
         if bad := _not_finite(peaks):
             layer = f"first non-finite layer: {bad[0]} ({len(bad)} of {len(peaks)} tensors)"
         else:
@@ -185,7 +187,7 @@ def _remedies(config: Config, batches: bool, from_scratch: bool) -> str:
 
 
 @torch.no_grad()
-def _peaks(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, float]:
+def _peaks_of_this_rank(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, float]:
     """Return the largest absolute value of each dense floating-point tensor on this rank. The host waits for the
     device."""
     names, peaks = [], []
