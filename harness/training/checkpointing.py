@@ -24,7 +24,7 @@ from harness.training import hooks
 from harness.training.determinism import kernels
 from harness.training.optimizer.optim import Ema, class_name, with_settings_of
 from harness.training.progress import State
-from harness.training.run import Run
+from harness.training.run import Run, is_over
 from harness.training.strategies import sharding
 from harness.training.task import SupportsPredictions
 
@@ -207,8 +207,9 @@ def _keep_results(run: Run) -> None:
         return
     step, history = summary["best"]["step"], summary["history"]
     later = sum(entry["step"] > step for entry in history)
-    run.state = replace(before, evaluated=before.step, history=history, best=best, best_step=step, since_best=later)
-    run.state, run.done_at = (run.state, before.step) if run.finished() else (before, -1)  # it is to train longer
+    last = replace(before, evaluated=before.step, history=history, best=best, best_step=step, since_best=later)
+    if is_over(run.config, last):  # otherwise it is to train longer
+        run.state, run.done_at = last, before.step
 
 
 def checkpoint_to_resume(run: Run) -> tuple[Path | None, bool]:

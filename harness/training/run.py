@@ -125,22 +125,11 @@ class Run:
 
     def finished(self) -> bool:
         """Return True if training is over, by epochs, steps, patience or a hook. The same on every rank."""
-        state, train = self.state, self.config.train
-        return (
-            (train.epochs is not None and state.epoch >= train.epochs)
-            or (train.max_steps is not None and state.step >= train.max_steps)
-            or bool(self.ended_early())
-        )
+        return is_over(self.config, self.state)
 
     def ended_early(self) -> str:
         """Return why training is over before its last epoch or step; empty if it is not. The same on every rank."""
-        state, patience = self.state, self.config.train.patience
-        if state.ended:
-            return state.ended
-        if patience is not None and state.since_best >= patience:
-            evaluations = plural(state.since_best, "evaluation")
-            return f"{self.config.best_metric} was not better in the last {evaluations} (train.patience)"
-        return ""
+        return why_ended_early(self.config, self.state)
 
     def evaluation_due(self) -> bool:
         """Return True if the present step is to be evaluated and is not yet: training is over, or the last step was the
@@ -192,3 +181,24 @@ class Run:
         self.tracker.close(done=self.finished() and not self.runtime.failed)
         self.train_data.loader.close()
         self.eval_data.loader.close()
+
+
+def is_over(config: Config, state: State) -> bool:
+    """Return True if training is over in ``state``, by epochs, steps, patience or a hook."""
+    train = config.train
+    return (
+        (train.epochs is not None and state.epoch >= train.epochs)
+        or (train.max_steps is not None and state.step >= train.max_steps)
+        or bool(why_ended_early(config, state))
+    )
+
+
+def why_ended_early(config: Config, state: State) -> str:
+    """Return why training is over in ``state`` before its last epoch or step; empty if it is not."""
+    patience = config.train.patience
+    if state.ended:
+        return state.ended
+    if patience is not None and state.since_best >= patience:
+        evaluations = plural(state.since_best, "evaluation")
+        return f"{config.best_metric} was not better in the last {evaluations} (train.patience)"
+    return ""
