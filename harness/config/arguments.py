@@ -44,27 +44,42 @@ def unknown_option(
 ) -> ConfigError:
     """Return the error for an ``option`` that the verb does not have, with what to type instead."""
     typed, _, value = option.partition("=")
-    after = [*words[words.index(option) + 1 :], "-"][0]
-    value = value or ("" if after.startswith("-") or "=" in after else after)
-    name, verb = typed.lstrip("-").replace("_", "-"), arguments.verb
-    known = [each for action in parser._actions for each in action.option_strings]
-    near, key = similar(typed, known), None
-    if trains := hasattr(arguments, "config"):
-        from harness.config import other_names, reference
+    name, value = typed.lstrip("-").replace("_", "-"), value or _value_after(option, words)
+    near = similar(typed, [each for action in parser._actions for each in action.option_strings])
+    hint = _launch_hint(arguments, name, value, words) or _setting_hint(arguments, name, value, exact=near is not None)
+    hint = hint or (f"did you mean {near}?" if near else f"harness {arguments.verb} --help lists its options")
+    return ConfigError(f"harness {arguments.verb} has no option {typed}", where="command line", hint=hint)
 
-        key = reference.key_of(name, exact=near is not None)
-    if trains and name in _OF_LAUNCH and verb != "launch":
-        config = arguments.config or next((word for word in arguments.overrides if "=" not in word), "CONFIG")
-        settings = [word for word in words if "=" in word and not word.startswith("-")]
-        command = ["harness", "launch", "-c", config, f"--{_OF_LAUNCH[name]}", value or "N", *settings]
-        hint = f"type: {shlex.join(command)}"
-    elif key and (of_hub := name.replace("-", "_")) in other_names.UNITS:
-        hint = f"settings are written as key=value; {other_names.hint(of_hub)}"
-    elif key:
-        hint = f"settings are written as key=value: {key}={value or 'VALUE'}"
-    else:
-        hint = f"did you mean {near}?" if near else f"harness {verb} --help lists its options"
-    return ConfigError(f"harness {verb} has no option {typed}", where="command line", hint=hint)
+
+def _value_after(option: str, words: Sequence[str]) -> str:
+    """Return the word after ``option``, if it can be its value; else nothing."""
+    after = next(iter(words[words.index(option) + 1 :]), "-")
+    return "" if after.startswith("-") or "=" in after else after
+
+
+def _launch_hint(arguments: argparse.Namespace, name: str, value: str, words: Sequence[str]) -> str | None:
+    """Return the command to type if a verb that reads a configuration is given an option of ``harness launch``."""
+    if not hasattr(arguments, "config") or name not in _OF_LAUNCH or arguments.verb == "launch":
+        return None
+    config = arguments.config or next((word for word in arguments.overrides if "=" not in word), "CONFIG")
+    settings = [word for word in words if "=" in word and not word.startswith("-")]
+    command = ["harness", "launch", "-c", config, f"--{_OF_LAUNCH[name]}", value or "N", *settings]
+    return f"type: {shlex.join(command)}"
+
+
+def _setting_hint(arguments: argparse.Namespace, name: str, value: str, exact: bool) -> str | None:
+    """Return how to write the setting that a verb that reads a configuration is given as an option. ``exact``: only if
+    it is spelled like one."""
+    if not hasattr(arguments, "config"):
+        return None
+    from harness.config import other_names, reference
+
+    key, of_hub = reference.key_of(name, exact=exact), name.replace("-", "_")
+    if not key:
+        return None
+    if of_hub in other_names.UNITS:
+        return f"settings are written as key=value; {other_names.hint(of_hub)}"
+    return f"settings are written as key=value: {key}={value or 'VALUE'}"
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
