@@ -100,16 +100,23 @@ def _kind(path: str, name: str, one: Any, other: Any) -> str | None:
     streams, which are compared at each step, and settings."""
     words = set(re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", f"{os.path.basename(path)} {name}").lower()))
     last = set(re.findall(r"[a-z]+", name.lower().rpartition(".")[2]))
-    if {"log", "offset"} <= last:  # bytes of a log, which vary with the digits of the times in it
-        return None
-    if last & _OF_CLOCKS or words & _OF_STREAMS or words & _OF_SETTINGS:
+    is_log_offset = {"log", "offset"} <= last  # bytes of a log, which vary with the digits of the times in it
+    if is_log_offset or last & _OF_CLOCKS or words & (_OF_STREAMS | _OF_SETTINGS):
         return None
     values = [value for value in (one, other) if value is not None]
-    if all(isinstance(value, int | float) or value in ("nan", "inf", "-inf") for value in values):
-        return None if any(_is_clock(value) for value in values) else "counter"
-    if not all(isinstance(value, str) and _DIGEST.fullmatch(value) for value in values):
+    if all(map(_is_number, values)):
+        return None if any(map(_is_clock, values)) else "counter"
+    if not all(map(_is_digest, values)):
         return None
     return "counter" if last & _OF_LOGS else "tensor"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or value in ("nan", "inf", "-inf")
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
 
 def _is_clock(value: Any) -> bool:
@@ -118,7 +125,9 @@ def _is_clock(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return "none" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "none"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def beside_the_model(undisturbed: Process, resumed: Process, offset: int, until: float, known: Noise) -> Finding | None:
@@ -132,15 +141,16 @@ def beside_the_model(undisturbed: Process, resumed: Process, offset: int, until:
         for index, (ours, theirs) in enumerate(zip(undisturbed.steps[offset:], resumed.steps, strict=False))
         if ours.others is not None and theirs.others is not None and index <= until
     ]
-    if len(resumed.steps) == len(undisturbed.steps) - offset < until and undisturbed.end and resumed.end:
+    ended_together = len(resumed.steps) == len(undisturbed.steps) - offset
+    if ended_together and len(resumed.steps) < until and undisturbed.end and resumed.end:
         pairs.append((undisturbed.at_end("others"), resumed.at_end("others")))
     if not pairs or resumed.steps[0].others is None:
         return None
     names = set(known.without("others", unequal(*pairs[0], in_both=True)))
     for ours, theirs in pairs[1:]:
         names -= {name for name in names if name in ours and ours[name] == theirs.get(name)}
-    names = {name for name in names if "andom" not in name}
-    names = {name for name in names if not name.startswith("a tensor") or _is_average(undisturbed, pairs, name)}
+    names = {name for name in names if not _is_generator(name)}
+    names = {name for name in names if not _is_unnamed(name) or _is_average(undisturbed, pairs, name)}
     if not names:
         return None
     text = f"before step {offset + 1}, tensors beside the trained model differ: {named(sorted(names))}"
@@ -161,4 +171,12 @@ def generators(undisturbed: Process, resumed: Process, offset: int, known: Noise
     """Return the random generators of the script's own that differ at the first resumed step."""
     ours = undisturbed.steps[offset].others if offset < len(undisturbed.steps) else None
     names = known.without("others", unequal(ours or {}, resumed.steps[0].others or {}, in_both=True))
-    return [name for name in names if "andom" in name]
+    return [name for name in names if _is_generator(name)]
+
+
+def _is_generator(name: str) -> bool:
+    return "andom" in name  # Random of Python, RandomState of NumPy, or a name with random in it
+
+
+def _is_unnamed(name: str) -> bool:
+    return name.startswith("a tensor")
