@@ -41,7 +41,7 @@ from harness.training.evaluation.evaluate import laid_out
 from harness.training.evaluation.predictions import Predictor
 from harness.training.exit_report import ExitReporter, failed_early
 from harness.training.main import connected
-from harness.training.optimizer import optim, precision
+from harness.training.optimizer import optim, precision, trained_parameters
 from harness.training.task import OpenedTask, PredictingTask, Supervised, SupportsNewData
 
 log = logging.getLogger("harness")
@@ -202,7 +202,7 @@ def _model(
     precision.set_tf32(config.precision)
     chosen = precision.choose(config.precision, device, config.needs_our_amp)
     section = config.optimizer
-    optimizer = optim.build(section, optim.groups(section, model, section.lr), section.lr)
+    optimizer = optim.build(section, trained_parameters.groups(section, model, section.lr), section.lr)
     model, _ = chosen.initialize(model, optimizer)
     if config.model.compile:
         model.compile()

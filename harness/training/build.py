@@ -34,7 +34,7 @@ from harness.training.health import Health
 from harness.training.logical_ranks import LogicalRanks
 from harness.training.meter import Meter
 from harness.training.models import recompute
-from harness.training.optimizer import on_gradients, optim, precision
+from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
 from harness.training.optimizer.on_gradients import OnGradients
 from harness.training.progress import Coverage, State
 from harness.training.run import Run
@@ -153,7 +153,7 @@ def with_optimizer(
     amp = parallel.precision
     with parallel.ranks.runtime.together("building the optimizer"):
         # After ``place``, which makes the parameters that the optimizer holds.
-        optimizer = optim.build(config.optimizer, optim.groups(config.optimizer, model, size.lr), size.lr)
+        optimizer = optim.build(config.optimizer, trained_parameters.groups(config.optimizer, model, size.lr), size.lr)
         trained = [param for group in optimizer.param_groups for param in group["params"]]
         if config.optimizer.larc is not None:
             optimizer = amp.larc(optimizer, config.optimizer.larc)
@@ -235,7 +235,7 @@ def rehearse(config: Config, world_size: int) -> None:
     task = _opened(config)
     size = sizes(config, len(task.train), config.parallel.num_ranks(world_size))
     model = build_model(config, task)
-    optimizer = optim.build(config.optimizer, optim.groups(config.optimizer, model, size.lr), size.lr)
+    optimizer = optim.build(config.optimizer, trained_parameters.groups(config.optimizer, model, size.lr), size.lr)
     size.schedule.require_momentum(optimizer)
     on_gradients.of_run(config, model, optimizer, torch.device("cpu"))
     require_mixable(config, task)
@@ -256,7 +256,7 @@ def build_model(config: Config, task: OpenedTask) -> nn.Module:
         from harness.training.models import lora  # late: few runs need it
 
         lora.apply(model, config.model.lora)
-    optim.freeze(model, config.model.freeze)
+    trained_parameters.freeze(model, config.model.freeze)
     return model
 
 

@@ -16,7 +16,7 @@ from harness.errors import plural
 from harness.runs import console, layout, provenance, trained_run
 from harness.training import determinism, run_log
 from harness.training.division import Sizes
-from harness.training.optimizer import optim, precision
+from harness.training.optimizer import precision, trained_parameters
 from harness.training.run import Run
 from harness.training.task import OpenedTask, SupportsLearned
 
@@ -29,7 +29,7 @@ def announce(run: Run) -> None:
     card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
     facts = describe(config, run.task, run.size, run.ranks.num, runtime.device, run.precision.backend)
-    facts |= optim.describe(run.optimizer, run.module) | run.hooks.describe()
+    facts |= trained_parameters.describe(run.optimizer, run.module) | run.hooks.describe()
     facts |= {
         "parallel": run.parallel.describe(),
         "launcher": _launcher(config, runtime),

@@ -42,7 +42,7 @@ from harness.training.determinism import Audit, OutOfTime
 from harness.training.evaluation import evaluate
 from harness.training.evaluation.metrics import Sums
 from harness.training.models import lora, recompute, weights
-from harness.training.optimizer import on_gradients, optim, precision
+from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
 from harness.training.strategies.base import strategy_class
 from harness.training.task import OpenedTask, SupportsPredictions, SupportsSample, require_loss
 
@@ -163,9 +163,9 @@ class _Examination:
         if model is None or size is None:
             self.attempt(optim.build, section, [nn.Parameter(torch.zeros(1))], section.lr)
             return None
-        groups = self.attempt(optim.groups, section, model, size.lr)
+        groups = self.attempt(trained_parameters.groups, section, model, size.lr)
         optimizer = self.attempt(optim.build, section, groups, size.lr) if groups else None
-        self.facts |= optim.describe(optimizer, model) if optimizer else {}
+        self.facts |= trained_parameters.describe(optimizer, model) if optimizer else {}
         return optimizer
 
     def _plan(self, task: OpenedTask, size: division.Sizes, device: torch.device, backend: str) -> None:
