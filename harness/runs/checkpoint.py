@@ -55,10 +55,10 @@ _ANOTHER = "choose another with checkpoint.resume=FOLDER, or start from scratch 
 class Checkpoints:
     """The checkpoints of one run folder. Rank 0 uses it, but every rank reads, and writes its part of a sharded one."""
 
-    def __init__(self, folder: str | Path, keep: int, form: str = "whole") -> None:
-        """``form``: the name of the format in which to write. Raises ConfigError if there is none."""
-        self.folder, self.keep, self.form = Path(folder), keep, form
-        self.format = formats.find(form)
+    def __init__(self, folder: str | Path, keep: int, format_name: str = "whole") -> None:
+        """``format_name``: of the format in which to write. Raises ConfigError if there is none."""
+        self.folder, self.keep, self.format_name = Path(folder), keep, format_name
+        self.format = formats.find(format_name)
         self.run_folder: Path | None = None  # the run folder, once a start has claimed it
         self._pinned: set[Path] = set()
         self._lock = threading.Lock()  # an upload pins checkpoints from its own thread
@@ -98,7 +98,7 @@ class Checkpoints:
                 hint="a sharded checkpoint needs a folder that all machines share: set output to one, or use "
                 "checkpoint.format=whole",
             )  # fmt: skip
-        manifest = {"version": VERSION, "format": self.form, "step": step, "files": files}
+        manifest = {"version": VERSION, "format": self.format_name, "step": step, "files": files}
         write_sealed(folder / layout.MANIFEST, manifest)
         final = self.folder / layout.step_name(step)
         if final.exists():  # damaged, or abandoned by a resume from an earlier step
@@ -122,8 +122,8 @@ class Checkpoints:
             ) from None
 
     def read(self, path: Path, mapped: bool, own: formats.Own) -> dict[str, Any]:
-        """Return ``read``, for a user who has named the format of this run."""
-        return read(path, mapped, own, named=self.form)
+        """Return the content of the checkpoint ``path``. The format of this run is trusted: its user has named it."""
+        return read(path, mapped, own, trusted_format=self.format_name)
 
     def mark_best(self, step: int, weights: dict[str, Tensor], path: Path) -> None:
         """Make ``step`` the best checkpoint, and write its ``weights``, as from ``on_host``, to ``path``."""
@@ -157,7 +157,7 @@ class Checkpoints:
         # The one `latest` names comes first: those with higher numbers were abandoned by a resume from an earlier one.
         for path in sorted((found[step] for step in sorted(found, reverse=True)), key=lambda path: path.name != named):
             problem = damage(path)
-            if not problem:
+            if problem is None:
                 newer = next((name for name in refused if _is_of_other_version(self.folder / name)), None)
                 if newer is None:
                     return path
@@ -170,9 +170,11 @@ class Checkpoints:
                 )
             log.warning("checkpoint rejected: %s: %s", path, problem)
             refused[path.name] = problem
-        if not found and not named:
-            return None
-        lines = [f"  {name}: {problem}" for name, problem in (refused or {named: "it is missing"}).items()]
+        if not found:
+            if named is None:
+                return None
+            refused = {named: "it is missing"}
+        lines = [f"  {name}: {problem}" for name, problem in refused.items()]
         more = [f"  and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
         raise CheckpointError(
             "\n".join(["no checkpoint of this run can be used", *lines[:_MAX_LISTED], *more]),
@@ -182,15 +184,15 @@ class Checkpoints:
 
     def exist(self) -> bool:
         """Return True if there is any, complete or not, or if one is named that was removed."""
-        return bool(steps(self.folder) or self.named(layout.LATEST))
+        return bool(steps(self.folder)) or self.named(layout.LATEST) is not None
 
-    def named(self, pointer: str) -> str:
-        """Return the name of the checkpoint that ``latest`` or ``best`` points to; empty if there is none. Raises
+    def named(self, pointer: str) -> str | None:
+        """Return the name of the checkpoint that ``latest`` or ``best`` points to; None if there is none. Raises
         CheckpointError if the disk or its server fails: the checkpoint may exist."""
         try:
-            return read_text(self.folder / pointer).strip()
+            return read_text(self.folder / pointer).strip() or None
         except (FileNotFoundError, NotADirectoryError, ValueError):
-            return ""
+            return None
         except OSError as error:
             again = "run the same command again: it resumes from the newest checkpoint"
             raise CheckpointError(
@@ -201,8 +203,8 @@ class Checkpoints:
     def pinned(self) -> Iterator[dict[str, str]]:
         """Yield {pointer: checkpoint} for `best` and `latest`; neither checkpoint is removed until the block ends."""
         with self._lock:
-            names = {pointer: self.named(pointer) for pointer in (layout.BEST, layout.LATEST)}
-            names = {pointer: name for pointer, name in names.items() if name and (self.folder / name).is_dir()}
+            named = {pointer: self.named(pointer) for pointer in (layout.BEST, layout.LATEST)}
+            names = {pointer: name for pointer, name in named.items() if name and (self.folder / name).is_dir()}
             self._pinned = {self.folder / name for name in names.values()}
         try:
             yield names
@@ -215,7 +217,9 @@ class Checkpoints:
         with self._lock:
             found = steps(self.folder)
             try:
-                latest, best = (layout.step_number(self.named(pointer)) for pointer in (layout.LATEST, layout.BEST))
+                latest, best = (
+                    layout.step_number(self.named(pointer) or "") for pointer in (layout.LATEST, layout.BEST)
+                )
             except CheckpointError as error:
                 log.warning("older checkpoints are not removed: %s", error)
                 return
@@ -259,8 +263,8 @@ def digest(path: Path) -> str:
         return ""
 
 
-def damage(path: Path) -> str:
-    """Return the reason why the checkpoint folder ``path`` is unusable; empty if it is intact."""
+def damage(path: Path) -> str | None:
+    """Return the reason why the checkpoint folder ``path`` is unusable; None if it is intact."""
     try:
         manifest = _manifest(path)
     except CheckpointError as error:
@@ -269,7 +273,7 @@ def damage(path: Path) -> str:
         return (
             f"its version is {version}, but this version of the harness reads {VERSION}: use the version that wrote it"
         )
-    return next(filter(None, (_damage_of(path / name, facts) for name, facts in manifest["files"].items())), "")
+    return next(filter(None, (_damage_of(path / name, facts) for name, facts in manifest["files"].items())), None)
 
 
 def _is_of_other_version(path: Path) -> bool:
@@ -302,7 +306,7 @@ def _synced(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": sha256(file)}
 
 
-def _damage_of(file: Path, recorded: Mapping[str, Any]) -> str:
+def _damage_of(file: Path, recorded: Mapping[str, Any]) -> str | None:
     try:
         require_regular_file(file)
     except OSError as error:
@@ -312,21 +316,26 @@ def _damage_of(file: Path, recorded: Mapping[str, Any]) -> str:
         return f"{file.name} is truncated: {file.stat().st_size} of {recorded['bytes']} bytes"
     if sha256(file) != recorded["sha256"]:
         return f"{file.name} is damaged: its SHA-256 differs from the one in {layout.MANIFEST}"
-    return ""
+    return None
 
 
 def read(
-    path: Path, mapped: bool = False, own: formats.Own = lambda key, size: None, named: str = "", trust: bool = False
+    path: Path,
+    mapped: bool = False,
+    own: formats.Own = lambda key, size: None,
+    trusted_format: str | None = None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Load the checkpoint folder ``path`` onto the CPU. Raises CheckpointError, which names the folder.
 
     ``mapped``: memory-map the files, so that the ranks of a node share their pages. Copy the tensors that are to stay.
     ``own``: tensors like those to read from a sharded checkpoint, instead of whole ones.
 
-    A format with a dotted name is imported only if this user started the run, has ``named`` it, or says ``trust``.
+    A format with a dotted name is imported only if this user started the run, it is ``trusted_format``,
+    or ``trust`` is set.
     """
     name = str(_manifest(path).get("format"))
-    if "." in name and not (trust or named == name) and not ownership.is_own(path.absolute().parents[1]):
+    if "." in name and not (trust or trusted_format == name) and not ownership.is_own(path.absolute().parents[1]):
         raise CheckpointError(
             f"its format is {name}, whose code would be imported, and you did not start this run on this machine",
             where=str(path),

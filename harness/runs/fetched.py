@@ -47,7 +47,7 @@ def local_copy(place: str, checkpoint: bool = False) -> Path:
 def _is_complete(checkpoint: Path) -> bool:
     from harness.runs.checkpoint import damage  # late: it imports torch
 
-    return not damage(checkpoint)
+    return damage(checkpoint) is None
 
 
 def _fetch(store: UrlStore, folder: Path, newest: str) -> None:

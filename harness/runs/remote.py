@@ -118,7 +118,7 @@ class RemoteRunFolder(RunFolder):
                 self._scratch.write(_pointer(pointer), name + "\n")
         return latest
 
-    def _download_checkpoint(self, name: str) -> str:
+    def _download_checkpoint(self, name: str) -> str | None:
         if layout.step_number(name) is None:
             return f"{name!r} is not the name of a checkpoint"
         return _download(UrlStore(f"{self.where}/{layout.CHECKPOINTS}/{name}"), self.checkpoints.folder / name)
@@ -370,8 +370,8 @@ class Uploader:
                     self._changed.notify_all()
 
 
-def _download(checkpoint: UrlStore, target: Path) -> str:
-    """Copy ``checkpoint`` to the folder ``target``; return the reason why it is unusable, if it is."""
+def _download(checkpoint: UrlStore, target: Path) -> str | None:
+    """Copy ``checkpoint`` to the folder ``target``; return the reason why it is unusable, None if it is intact."""
     shutil.rmtree(target, ignore_errors=True)
     copy_run(checkpoint, LocalStore(target), checkpoint.files())
     return damage(target)
@@ -397,7 +397,7 @@ def borrow(config: Config) -> Path:
     return path
 
 
-def _borrow(store: UrlStore, target: Path) -> str:
+def _borrow(store: UrlStore, target: Path) -> str | None:
     with made_once(target):
         manifest = store.read(layout.MANIFEST)
         if not manifest:
@@ -405,6 +405,6 @@ def _borrow(store: UrlStore, target: Path) -> str:
                 "there is no checkpoint there", where=store.where,
                 hint="give a checkpoint, such as s3://BUCKET/runs/NAME/checkpoints/step-100",
             )  # fmt: skip
-        if LocalStore(target).read(layout.MANIFEST) == manifest and not damage(target):
-            return ""
+        if LocalStore(target).read(layout.MANIFEST) == manifest and damage(target) is None:
+            return None
         return _download(store, target)

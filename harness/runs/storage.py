@@ -47,7 +47,7 @@ def copy_run(
     files: Mapping[str, str],
     pointers: Mapping[str, str] | None = None,
     copied: dict[str, str] | None = None,
-    problem: Callable[[str], str] = lambda step: "",
+    problem: Callable[[str], str | None] = lambda step: None,
 ) -> None:
     """Copy ``files`` ({name: mark}) such that ``target`` can be resumed from, wherever the copy is interrupted.
 

@@ -386,7 +386,7 @@ def test_a_checkpoint_format_is_one_file(tmp_path, monkeypatch):
     monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "of another user"))
     with pytest.raises(CheckpointError, match="its format is packed.gz, whose code would be imported"):
         checkpoint.read(killed / "step-6")
-    assert checkpoint.damage(killed / "step-6") == ""
+    assert checkpoint.damage(killed / "step-6") is None
     assert trained("copy", f"checkpoint.resume={killed / 'step-6'}") == 0  # which names the format
     words = ["compare", "runs/line", "runs/killed"]
     code, text = in_its_own_process(tmp_path, *words)

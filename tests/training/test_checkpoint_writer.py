@@ -160,7 +160,7 @@ def test_a_rank_that_cannot_write_fails_all(tmp_path, behind):
     for message, problem, latest in run_ranks(2, _one_fails, str(tmp_path), behind):
         assert "rank 1 could not write its shards: " in message
         assert "No space left" in message
-        assert (problem, latest) == ("", "step-1")
+        assert (problem, latest) == (None, "step-1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
 
 

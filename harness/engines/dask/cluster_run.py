@@ -400,7 +400,7 @@ class Files:
 
         return {name: mark for name, mark in files.items() if fits(name)}
 
-    def _damage(self, step: str) -> str:
+    def _damage(self, step: str) -> str | None:
         return damage(self._checkpoints.folder / step)
 
 
