@@ -297,19 +297,15 @@ def _parts(found: Sequence[Difference]) -> Iterator[str]:
     counts = Counter(_part(item) for item in found)
     for part, count in counts.items():
         mine = [item.what for item in found if _part(item) == part]
-        named = ", ".join(
-            what.name.removeprefix(f"{part}.")
-            + (
-                f" (up to {what.by:.2g})"
-                if what.by is not None
-                else f" ({what.values[0]}, {what.values[1]})"
-                if what.values
-                else ""
-            )
-            for what in mine[:_NAMED]
-        )
+        named = ", ".join(what.name.removeprefix(f"{part}.") + _amount(what) for what in mine[:_NAMED])
         more = f" and {count - _NAMED} more" if count > _NAMED else ""
         yield f"  {_PARTS.get(part, part)}: {named}{more}"
+
+
+def _amount(what: StateDifference) -> str:
+    if what.by is not None:
+        return f" (up to {what.by:.2g})"
+    return f" ({what.values[0]}, {what.values[1]})" if what.values else ""
 
 
 def _part(item: Difference) -> str:
