@@ -25,8 +25,11 @@ log = logging.getLogger("harness")
 
 @contextmanager
 def as_file(rows: Rows, columns: Sequence[str] = ()) -> Iterator[tuple[str, str | None]]:
-    """Context with (a file of ``rows``, the cache folder for it if it is temporary). An error in a table names its
-    rows. ``columns``: what the model reads, if it is known; texts in a list are values of the only one."""
+    """Context with (a file of ``rows``, the cache folder for it if it is temporary).
+
+    ``columns``: what the model reads, if it is known; texts in a list are values of the only one. An error in a table
+    names its rows.
+    """
     shown = ", ".join(f'"{column}": ...' for column in columns or ("COLUMN",))
     if isinstance(rows, str | os.PathLike):
         if os.fspath(rows).lower().endswith(IMAGE_SUFFIXES):
