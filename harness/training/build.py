@@ -73,7 +73,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         writer = CheckpointWriter(runtime, folder.checkpoints, config.checkpoint.async_save, folder.publish)
         opened.callback(writer.close)
         run = Run(
-            config=config, runtime=runtime, folder=folder, stop=stop, task=task, size=size,
+            config=config, runtime=runtime, folder=folder, stop=stop, task=task, sizes=size,
             train_data=train_data, eval_data=eval_data, parallel=parallel, start_weights=start_weights,
             optimizer=optimizer, ema=ema, gradient_hook=gradient_hook, writer=writer, tracker=tracker,
             health=Health(config, runtime, parallel.precision, parallel.module, ema, optimizer, folder.where),

@@ -28,7 +28,7 @@ def announce(run: Run) -> None:
     runtime, config = run.runtime, run.config
     card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
-    facts = describe(config, run.task, run.size, run.ranks.num, runtime.device, run.precision.backend)
+    facts = describe(config, run.task, run.sizes, run.ranks.num, runtime.device, run.precision.backend)
     facts |= trained_parameters.describe(run.optimizer, run.module) | run.hooks.describe()
     facts |= {
         "parallel": run.parallel.describe(),

@@ -76,7 +76,7 @@ def epoch(run: Run) -> None:
     end = min(state.step + run.steps_to_evaluation(), config.train.max_steps or sys.maxsize)
     for number, group in enumerate(data.groups(state.epoch, state.segments), state.step + 1):
         left -= 1
-        logs = number % run.size.log_every == 0
+        logs = number % run.sizes.log_every == 0
         data.advance(state.segments)  # groups() has copied the list by now
         with run.compiling("the last step" if left == 0 else "the first step"):  # which may be smaller
             step(run, group, measured=logs or number == end or left == 0)
@@ -85,7 +85,7 @@ def epoch(run: Run) -> None:
             run.first_look.poll()
         if logs:
             run_log.end_window(run)
-        if left and run.size.save_every and number % run.size.save_every == 0:
+        if left and run.sizes.save_every and number % run.sizes.save_every == 0:
             settle_last_step(run)
             save(run)
         if run.stop.poll() or number == end or state.ended:

@@ -49,7 +49,7 @@ class Run:
     eval_data: EvalData
     parallel: ParallelStrategy
     optimizer: torch.optim.Optimizer
-    size: Sizes
+    sizes: Sizes
     """The sizes, and the schedule, which depends on them."""
     ema: Ema | None
     gradient_hook: OnGradients | None
@@ -81,8 +81,8 @@ class Run:
     """The last step, until it is counted, and whether it was skipped."""
     lr: float = 0.0
     """The learning rate of the last step, for the parameters without a group of their own."""
-    loss: str = ""
-    """Of the last log line: the mean over its rows, and its steps."""
+    loss_text: str = ""
+    """The loss in the last log line: the mean over its rows, and its steps; empty if it is not finite."""
     num_threads: int = field(default_factory=torch.get_num_threads)
     """Threads of torch, before the task's code ran."""
 
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def schedule(self) -> Schedule:
-        return self.size.schedule
+        return self.sizes.schedule
 
     @property
     def checkpoints(self) -> Checkpoints:

@@ -43,7 +43,7 @@ def log_train(run: Run) -> None:
     run.health.loss(seen.total, steps, state, run.writer.complete)
     rows_per_s = seen.rows / time_s if time_s else None
     which = f"step {state.step}" if steps == 1 else f"steps {state.step - steps + 1}-{state.step}"
-    run.loss = f"loss {seen.loss:.4f} ({which})" if math.isfinite(seen.loss) else ""
+    run.loss_text = f"loss {seen.loss:.4f} ({which})" if math.isfinite(seen.loss) else ""
     run.tracker.log(
         "train",
         {"step": state.step, "epoch": state.epoch, "loss": seen.loss, "lr": lr, **_group_rates(run),
@@ -54,7 +54,7 @@ def log_train(run: Run) -> None:
          "wall_s": run.wall_s()},
     )  # fmt: skip
     all_skipped = f"skipped: all of {which}, loss scale {seen.scale:g}"
-    shown = run.loss if seen.rows > seen.rows_skipped else all_skipped
+    shown = run.loss_text if seen.rows > seen.rows_skipped else all_skipped
     run.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
     meter.costs.add({"log": time.perf_counter() - start})
 
@@ -87,7 +87,7 @@ def log_coverage(run: Run) -> None:
          "rows_repeated": repeated,
          "steps_skipped": state.epoch_skipped, "bad_rows": state.bad_rows},
     )  # fmt: skip
-    text = f"{run.loss}  " * bool(run.loss) + f"{used} of {rows} rows used"
+    text = f"{run.loss_text}  " * bool(run.loss_text) + f"{used} of {rows} rows used"
     if state.epoch_skipped:
         steps = plural(state.epoch_skipped, "step")
         why = "because of overflow" + (" or NaN" if run.config.train.on_nan != "stop" else "")
@@ -103,12 +103,12 @@ def log_coverage(run: Run) -> None:
 
 def epoch_of(run: Run, epoch: int) -> str:
     """Return which ``epoch`` of how many, from 1, as log lines begin."""
-    return f"epoch {epoch}/{run.config.train.epochs or -(-run.size.total_steps // run.train_data.steps_per_epoch())}"
+    return f"epoch {epoch}/{run.config.train.epochs or -(-run.sizes.total_steps // run.train_data.steps_per_epoch())}"
 
 
 def position(run: Run, epoch: int) -> str:
     """Return ``epoch_of``, and which step of how many."""
-    return f"{epoch_of(run, epoch)}  step {run.state.step}/{run.size.total_steps}"
+    return f"{epoch_of(run, epoch)}  step {run.state.step}/{run.sizes.total_steps}"
 
 
 def total_s(run: Run) -> float:

@@ -194,7 +194,7 @@ class _Trial:
     task: OpenedTask
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    size: division.Sizes
+    sizes: division.Sizes
     device: torch.device
     """The device that the run will train on."""
     world_size: int
@@ -289,7 +289,7 @@ class _Trial:
         num_rows, row_s, least = len(self.batch), self.step_s / len(self.batch), "at most"
         row_bytes, end = (self.kept.num_bytes / num_rows if self.kept else 0.0), time.monotonic() + left_s
         with suppress(Exception):  # of rows that were not tried
-            for rows in (num_rows, *[min(self.size.micro_batch, len(self.task.train))] * 3):
+            for rows in (num_rows, *[min(self.sizes.micro_batch, len(self.task.train))] * 3):
                 start = time.monotonic()
                 if start + rows * row_s > end or rows * row_bytes > machine.memory_of()[1] / 2:
                     break
@@ -299,7 +299,7 @@ class _Trial:
                     pace_s = (time.monotonic() - start) / len(batch)
                     row_s = min(row_s, pace_s) if len(batch) == num_rows and least == "about" else pace_s
                     num_rows, least = len(batch), "about"
-        total = self.size.total_steps * self.size.per_rank
+        total = self.sizes.total_steps * self.sizes.per_rank
         return f"{least} {in_words(total * row_s)} for {total:,} training rows per rank, at the pace of {num_rows} here"
 
     def _other_than_the_run(self) -> list[str]:
@@ -321,7 +321,7 @@ class _Trial:
         shown = [f"{name} {memory.shown(share * size)}" for name, size in parts.items() if size]
         activations, how = self._activations()
         facts["memory"] = f"{', '.join(shown)} per rank; "
-        rows = plural(self.size.micro_batch, "row")
+        rows = plural(self.sizes.micro_batch, "row")
         if activations is None:
             facts["memory"] += f"activations and temporary tensors come on top (not known: {how})"
             activations = 0.0
@@ -359,12 +359,12 @@ class _Trial:
         """Return (bytes for a micro-batch in float32, from where), or (None, why they are not known)."""
         if self.kept is not None:
             rows = self.kept.num_rows
-            return self.kept.num_bytes * self.size.micro_batch / rows, f"measured on {plural(rows, 'row')}"
+            return self.kept.num_bytes * self.sizes.micro_batch / rows, f"measured on {plural(rows, 'row')}"
         if self.batch is None:
             return None, "no row could be tried"
         try:
             inputs = _inputs(self, self.batch)
-            kept = memory.kept_of_shapes(self.model, inputs, self.size.micro_batch)
+            kept = memory.kept_of_shapes(self.model, inputs, self.sizes.micro_batch)
             return kept.num_bytes, "computed from the shapes"
         except Exception as error:  # of the model, which may need values
             return None, f"the model cannot run without values: {first_line(error)}"
@@ -379,11 +379,11 @@ class _Trial:
 
 def _train(run: _Trial, audit: Audit) -> str:
     """Take a training step; return what was done, empty if no row could be read."""
-    num_rows = max(2, min(_ROWS, run.size.micro_batch, len(run.task.train)))  # training repeats a single row, too
+    num_rows = max(2, min(_ROWS, run.sizes.micro_batch, len(run.task.train)))  # training repeats a single row, too
     batch = run.batch = _batch(run.task.train, num_rows, 0, "training")
     if batch is None:
         return ""
-    rows = max(run.size.micro_batch, min(run.size.eval_batch, len(run.task.eval)))
+    rows = max(run.sizes.micro_batch, min(run.sizes.eval_batch, len(run.task.eval)))
     batch_bytes = rows * (batch.inputs.nbytes + batch.targets.nbytes) / len(batch)
     num_ranks = -(-run.world_size // run.config.launch.nnodes)
     require_shared_memory(batch_bytes, run.config.data.num_workers, num_ranks)
@@ -411,7 +411,7 @@ def _train(run: _Trial, audit: Audit) -> str:
 
 def _evaluate(run: _Trial, audit: Audit) -> str:
     """Evaluate; return what was done, empty if no row could be read."""
-    task, num_rows = run.task, min(_ROWS, run.size.eval_batch, len(run.task.eval))
+    task, num_rows = run.task, min(_ROWS, run.sizes.eval_batch, len(run.task.eval))
     batch = _batch(task.eval, num_rows, None, "validation")
     if batch is None:
         return ""
