@@ -36,12 +36,22 @@ _NAMED = 4  # entries of a part
 
 
 @dataclass(frozen=True)
-class StateDifference:
-    """The first part that differs: a tensor, by at most ``by`` (None: in its shape), or two plain values."""
+class TensorDifference:
+    """A tensor that differs, by at most ``by``; None: in its shape."""
 
     name: str
     by: float | None
-    values: tuple[Any, Any] | None
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """A plain value that differs."""
+
+    name: str
+    values: tuple[Any, Any]
+
+
+StateDifference = TensorDifference | ValueDifference
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class Difference:
 
     def __str__(self) -> str:
         part = self.what
-        if part.values is not None:
+        if isinstance(part, ValueDifference):
             return f"{self.file}: {part.name}: {part.values[0]} and {part.values[1]}"
         return f"{self.file}: {part.name} differs " + (
             f"by up to {part.by:.3g}" if part.by is not None else "in its shape"
@@ -175,7 +185,7 @@ def _text(path: Path) -> str:
 
 
 def _plain(file: str, name: str, values: Sequence[Any], step: int | None = None) -> Difference:
-    return Difference(file, StateDifference(name, None, (values[0], values[1])), step)
+    return Difference(file, ValueDifference(name, (values[0], values[1])), step)
 
 
 # Checkpoints and weights
@@ -227,7 +237,7 @@ def differing(name: str, one: Any, other: Any) -> Iterator[StateDifference]:
     """Every place under ``name`` where nested plain data and tensors differ in a bit, in order. NaN equals NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if not _same_bits(one, other):
-            yield StateDifference(name, _max_difference(one, other), None)
+            yield TensorDifference(name, _max_difference(one, other))
     elif isinstance(one, dict) and isinstance(other, dict):
         for key in dict.fromkeys((*one, *other)):
             yield from differing(f"{name}.{key}", one.get(key, ABSENT), other.get(key, ABSENT))
@@ -235,7 +245,7 @@ def differing(name: str, one: Any, other: Any) -> Iterator[StateDifference]:
         for index, pair in enumerate(zip(one, other, strict=True)):
             yield from differing(f"{name}[{index}]", *pair)
     elif not _same_value(one, other):
-        yield StateDifference(name, None, (_short(one), _short(other)))
+        yield ValueDifference(name, (_short(one), _short(other)))
 
 
 def _same_value(one: Any, other: Any) -> bool:
@@ -303,9 +313,9 @@ def _parts(found: Sequence[Difference]) -> Iterator[str]:
 
 
 def _amount(what: StateDifference) -> str:
-    if what.by is not None:
-        return f" (up to {what.by:.2g})"
-    return f" ({what.values[0]}, {what.values[1]})" if what.values else ""
+    if isinstance(what, ValueDifference):
+        return f" ({what.values[0]}, {what.values[1]})"
+    return "" if what.by is None else f" (up to {what.by:.2g})"
 
 
 def _part(item: Difference) -> str:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.runs.checkpoint import Checkpoints
 from harness.runs.files import read_sealed, write_sealed
-from harness.tools.compare.exactness import StateDifference, differences, differing
+from harness.tools.compare.exactness import TensorDifference, differences, differing
 from tests.end_to_end.experiment import train, write_images
 
 LAST = 16
@@ -140,6 +140,6 @@ def test_empty_folders_are_not_equal(tmp_path):
 
 def test_differences_of_empty_and_complex_tensors():
     (found,) = differing("x", torch.zeros(0), torch.zeros(0, dtype=torch.int64))
-    assert found == StateDifference("x", 0.0, None)
+    assert found == TensorDifference("x", 0.0)
     (found,) = differing("x", torch.tensor([1 + 2j]), torch.tensor([1 + 5j]))
-    assert found == StateDifference("x", 3.0, None)
+    assert found == TensorDifference("x", 3.0)

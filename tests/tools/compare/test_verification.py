@@ -16,7 +16,7 @@ from harness.cli import main
 from harness.config import loader
 from harness.errors import HarnessError
 from harness.tools.compare import verification
-from harness.tools.compare.exactness import Difference, FirstDifference, StateDifference
+from harness.tools.compare.exactness import Difference, FirstDifference, TensorDifference, ValueDifference
 from harness.tools.compare.verification import Length
 from tests.conftest import ROOT
 from tests.end_to_end import planted
@@ -209,9 +209,9 @@ def test_run_is_shortened_to_an_epoch_and_a_half(tmp_path):
 
 def test_the_place_where_runs_first_differ():
     def saved(step: int, name: str) -> Difference:
-        return Difference(f"checkpoints/step-{step}", StateDifference(name, 0.5, None), step)
+        return Difference(f"checkpoints/step-{step}", TensorDifference(name, 0.5), step)
 
-    logged = Difference("metrics.jsonl:7", StateDifference("train entry of step 7.loss", None, (1.0, 2.0)), 7)
+    logged = Difference("metrics.jsonl:7", ValueDifference("train entry of step 7.loss", (1.0, 2.0)), 7)
     found = [
         logged,
         *(saved(step, name) for step in (8, 12) for name in ("model.w", "model.b", "optimizer.x", "ema.w")),
