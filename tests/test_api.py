@@ -203,7 +203,7 @@ def test_two_ranks(path):
     assert (first[0], first[2]) == (8, 2.0)
 
 
-def test_a_trained_model(path, tmp_path):
+def test_a_trained_model(path, tmp_path, monkeypatch):
     """It computes what predict writes, without the training data, and leaves the process as it was."""
     result = train(load_config(path, {"precision.opt_level": "O0"}))
     expected = predict(result.folder, path.parent / "eval.csv")
@@ -228,16 +228,19 @@ def test_a_trained_model(path, tmp_path):
     assert torch.equal(model.preprocess(tmp_path / "moved_eval.csv"), inputs)
     assert torch.equal(model.preprocess(list(rows["path"])), inputs)
     assert torch.equal(model.preprocess(rows.to_dict("records")), inputs)
-    with pytest.raises(DataError, match="this is an image, not a table") as caught:
-        model.preprocess(rows["path"][0])
-    assert caught.value.hint == 'use a list: [{"path": ...}]'
+    assert torch.equal(model.preprocess(rows["path"][0]), inputs[:1])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / rows["path"][0]).rename(tmp_path / "elsewhere" / "new.png")
+    monkeypatch.chdir(tmp_path / "elsewhere")  # paths of a caller are also those from the working folder
+    assert torch.equal(model.preprocess("new.png"), inputs[:1])
+    assert torch.equal(model.preprocess([tmp_path / "elsewhere" / "new.png", rows["path"][1]]), inputs[:2])
     with pytest.raises(DataError, match="rows are a list"):
         model.preprocess([3])
     with pytest.raises(DataError, match="^row 1 of the table: image not found: .*gone.png"):
-        model.preprocess(pd.DataFrame({"path": [rows["path"][0], "gone.png"]}))
+        model.preprocess(pd.DataFrame({"path": [rows["path"][1], "gone.png"]}))
     skipping = load_model(result.folder, {"task.on_bad_row": "skip"})
     with pytest.raises(DataError, match="these rows cannot be read: '1'"):
-        skipping.preprocess(pd.DataFrame({"path": [rows["path"][0], "gone.png"]}))
+        skipping.preprocess(pd.DataFrame({"path": [rows["path"][1], "gone.png"]}))
 
 
 def test_numbers_of_a_trained_model_are_in_the_unit_of_their_column(tmp_path):

@@ -32,17 +32,17 @@ def as_file(rows: Rows, columns: Sequence[str] = ()) -> Iterator[tuple[str, str 
     """
     shown = ", ".join(f'"{column}": ...' for column in columns or ("COLUMN",))
     if isinstance(rows, str | os.PathLike):
-        if os.fspath(rows).lower().endswith(IMAGE_SUFFIXES):
-            raise DataError("this is an image, not a table", where=os.fspath(rows), hint=f"use a list: [{{{shown}}}]")
-        yield os.fspath(rows), None
-        return
+        if not os.fspath(rows).lower().endswith(IMAGE_SUFFIXES):
+            yield os.fspath(rows), None
+            return
+        rows = [os.fspath(rows)]
     if isinstance(rows, list) and rows:
         import pandas as pd
 
         if all(isinstance(row, Mapping) for row in rows):
             rows = pd.DataFrame(list(rows))
         elif len(columns) == 1 and all(isinstance(row, str | os.PathLike) for row in rows):
-            rows = pd.DataFrame({columns[0]: [str(row) for row in rows]})
+            rows = pd.DataFrame({columns[0]: [_from_here(str(row)) for row in rows]})
     if isinstance(rows, list) or not hasattr(rows, "to_csv"):
         hint = f"use a file, a table of pandas, or a list of dictionaries: [{{{shown}}}]"
         raise DataError(f"rows are a {type(rows).__name__}", hint=hint)
@@ -55,6 +55,12 @@ def as_file(rows: Rows, columns: Sequence[str] = ()) -> Iterator[tuple[str, str 
         except HarnessError as error:
             error.message, error.where = (_of_table(text, file) for text in (error.message, error.where))
             raise
+
+
+def _from_here(value: str) -> str:
+    """Return the full path of an image that is there from the working folder; anything else as it is."""
+    is_image = value.lower().endswith(IMAGE_SUFFIXES) and os.path.isfile(value)
+    return os.path.abspath(value) if is_image else value
 
 
 @contextmanager

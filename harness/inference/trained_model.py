@@ -60,7 +60,8 @@ class TrainedModel(nn.Module):
 
         ``rows``: a CSV or Parquet file, a table, or a list of dictionaries, as for ``harness.predict``, which suits
         large files: here all rows are in memory at once. A model with one input column also takes a list of its values,
-        such as paths of images below ``task.root``. Raises HarnessError, also if a row cannot be read.
+        or one image: paths from the working folder or below ``task.root``. Raises HarnessError, also if a row cannot be
+        read.
         """
         with as_file(rows, tuple(getattr(self._config.task, "input_columns", ()))) as (file, cache):
             task = predict.open_task(self._config, self._run, file, cache)

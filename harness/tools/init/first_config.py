@@ -241,6 +241,8 @@ def _images(train: Annotations, files: str, path_column: str, why_path: str, mod
     yield f"  path_column: {_plain(path_column)}  # {why_path}"
     yield f"  {labels}  # {why_labels}"
     yield f"  image_size: {_plain(list(size) if size else [_TYPICAL, _TYPICAL])}  # {why_size}"
+    crop = f"{{RandomResizedCrop: {{size: {_plain(list(size) if size else [_TYPICAL, _TYPICAL])}, scale: [0.5, 1]}}}}"
+    yield f"  # transforms: {{train: [{crop}, RandomHorizontalFlip]}}  # augmentation, against overfitting"
     if gray and small and model is None:
         yield "  color: gray  # the images have one channel; torchvision models need rgb"
     if model is not None:
