@@ -153,8 +153,9 @@ class Labels:
         """Targets of ``rows`` rows, with each label at least twice if there are few."""
         raise NotImplementedError
 
-    def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str]) -> Pairs:
-        """Return the sums and counts of a batch, without the loss. Outputs are float32 (batch, outputs)."""
+    def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str], confusion: bool = True) -> Pairs:
+        """Return the sums and counts of a batch, without the loss. Outputs are float32 (batch, outputs). ``confusion``:
+        with the confusion matrix of classes, which is large if they are many."""
         raise NotImplementedError
 
     def report(self, sums: Sums) -> Report:
@@ -196,7 +197,7 @@ class SingleLabel(Labels):
     def made_up(self, rows: int, generator: torch.Generator) -> Tensor:
         return torch.arange(rows) % len(self.names)
 
-    def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str]) -> Pairs:
+    def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str], confusion: bool = True) -> Pairs:
         """Top-k, accuracy and F1 per class, and the confusion matrix (label, prediction)."""
         num_classes = len(self.names)
         tops = {name: int(name[3:]) for name in metrics if TOP.fullmatch(name)}
@@ -208,7 +209,7 @@ class SingleLabel(Labels):
         pairs = {name: (hits[:, :k].sum(), rows) for name, k in tops.items()}
         pairs["class_accuracy"] = (right, per_class)
         pairs["f1"] = (2 * right, per_class + _counted(predicted[:, 0], num_classes))
-        if num_classes <= MAX_CONFUSION:
+        if confusion and num_classes <= MAX_CONFUSION:
             cells = _counted(targets * num_classes + predicted[:, 0], num_classes**2)
             pairs["confusion"] = (cells.view(num_classes, num_classes), rows)
         return pairs
@@ -276,7 +277,7 @@ class MultiLabel(Labels):
         hot[half, half % len(self.names)] = 1
         return hot
 
-    def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str]) -> Pairs:
+    def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str], confusion: bool = True) -> Pairs:
         predicted, true = outputs > 0, targets > 0
         both, num_predicted, num_true = (flags.sum(dim=0) for flags in (predicted & true, predicted, true))
         rows = torch.full((), float(len(targets)), device=outputs.device)
@@ -353,7 +354,7 @@ class Regression(Labels):
     def made_up(self, rows: int, generator: torch.Generator) -> Tensor:
         return torch.randn(rows, len(self.names), generator=generator)
 
-    def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str]) -> Pairs:
+    def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str], confusion: bool = True) -> Pairs:
         true = targets.double()
         error = outputs.double() - true
         rows = torch.full((error.shape[1],), float(len(error)), device=outputs.device, dtype=torch.float64)

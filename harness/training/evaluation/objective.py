@@ -47,11 +47,11 @@ class Objective:
     def _own_metrics(self) -> list[OwnMetric]:
         return [OwnMetric(each, self.labels) for each in self.section.metric_sections if "." in each.name]
 
-    def evaluate(self, outputs: Tensor, targets: Tensor) -> Pairs:
-        """Everything that ``report`` needs of a batch."""
+    def evaluate(self, outputs: Tensor, targets: Tensor, confusion: bool = True) -> Pairs:
+        """Everything that ``report`` needs of a batch; the confusion matrix only if asked for."""
         outputs = outputs.float()
         rows = torch.full((), float(len(targets)), device=outputs.device)  # a copy of it would make the host wait
-        pairs = self.labels.pairs(outputs, targets, self._metric_names)
+        pairs = self.labels.pairs(outputs, targets, self._metric_names, confusion)
         if self.counts is not None or self.section.loss.class_weights != "balanced":  # needs the training rows
             pairs["loss"] = (self.loss(outputs, targets, training=False) * rows, rows)
         for metric in self._own_metrics:
@@ -73,13 +73,14 @@ class Objective:
         return column_names("label", list(map(str, self.labels.names)) if self.labels.kind == "regression" else [""])
 
     def pairs_of_new(self, outputs: Tensor, texts: Sequence[Sequence[str]]) -> Pairs:
-        """Return what ``evaluate`` does of the rows of a new file that have usable labels, on the CPU; empty if there
-        are none. ``texts``: the ``label_columns`` of the rows of ``outputs``, as far as the file has them."""
+        """Return what ``evaluate`` does of the rows of a new file that have usable labels, on the CPU, without the
+        confusion matrix; empty if there are none. ``texts``: the ``label_columns`` of the rows of ``outputs``, as far
+        as the file has them."""
         if len(texts) < len(self.label_columns):
             return {}
         empty = isinstance(self.section, TableTask) and self.section.labels.empty == "allow"
         rows, targets = self.labels.targets(texts, empty)
-        return self.evaluate(outputs.cpu()[rows], targets) if rows else {}
+        return self.evaluate(outputs.cpu()[rows], targets, confusion=False) if rows else {}
 
     def shown_report(self, sums: Sums) -> list[str]:
         """Return the lines of the metrics, and of precision, recall, F1 and rows of each label: of many labels, those
