@@ -31,14 +31,17 @@ from harness.errors import (
     EXITS_BY_SIGNAL,
     ConfigError,
     LaunchError,
+    first_line,
     plural,
+    readable,
 )
 from harness.runs import console, trained_run
 from harness.runs.files import output_error, require_output
 from harness.training import build
 from harness.training.evaluation import predictions
 from harness.training.evaluation.evaluate import laid_out
-from harness.training.evaluation.predictions import Predictor
+from harness.training.evaluation.objective import Objective
+from harness.training.evaluation.predictions import Predictor, Written
 from harness.training.exit_report import ExitReporter, failed_early
 from harness.training.main import connected
 from harness.training.optimizer import optim, precision, trained_parameters
@@ -161,7 +164,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     loader = Loader(
         rows, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait, runtime.limited
     )
-    objective = task.objective if isinstance(task, Supervised) else None
+    objective = _objective(task)
     predictor = Predictor(config, runtime, task, model.eval(), objective=objective)
     progress = console.ProgressBar(runtime.rank)
     try:
@@ -180,14 +183,33 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     rate = written.rows / seconds
     if runtime.rank == 0 and written.fit:
         log.info("labels of %s: %s", request.source, written.fit)
-    if objective is not None and written.sums.pairs:
-        log.info("metrics of the rows with labels: %s", "\n".join(objective.shown_report(written.sums)))
+    _show_metrics(objective, written)
     one_label = isinstance(config.task, LabelledTask) and config.task.label_kind == "single_label"
     if one_label and (classes := trained_run.learned(request.run).get("classes")):
         written.warn_of_unknown_labels(classes)
     written.warn_of_one_class()
     log.info("%s: %s in %.1f s (%.0f rows/s, %s)", request.out, plural(written.rows, "row"), seconds, rate, ranks)
     return EXIT_DONE
+
+
+def _objective(task: PredictingTask) -> Objective | None:
+    """Return what evaluates the rows with labels; None if the task does that in its own way, or not at all."""
+    kind = type(task)
+    if not issubclass(kind, Supervised) or (kind.evaluate, kind.report) != (Supervised.evaluate, Supervised.report):
+        return None
+    return getattr(task, "objective", None)
+
+
+def _show_metrics(objective: Objective | None, written: Written) -> None:
+    """Print the metrics of the rows with labels, or warn why there are none: nobody asked for them."""
+    why = written.not_evaluated
+    try:
+        if objective is not None and written.sums.pairs and not why:
+            log.info("metrics of the rows with labels: %s", "\n".join(objective.shown_report(written.sums)))
+    except Exception as error:  # of the user's own metric
+        why = first_line(readable(error))
+    if why:
+        log.warning("the rows with labels are not evaluated: %s", why)
 
 
 def _model(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import sys
 
 import numpy as np
 import pandas as pd
@@ -252,6 +253,8 @@ def test_rows_of_a_new_file_are_evaluated_like_the_others(labels, texts):
     assert subject.report(sums) == expected
     assert subject.pairs_of_new(outputs, []) == {}
     assert subject.pairs_of_new(outputs[:1], [[""]] * len(texts)) == {}
+    with pytest.raises(ConfigError, match=r"the shape \(5, \d, 2\), not"):
+        subject.pairs_of_new(torch.stack([outputs] * 2, dim=2), texts)
 
 
 def test_precision_recall_and_f1_of_each_class_are_shown():
@@ -432,7 +435,7 @@ def surest(probabilities, targets):
 """
 
 
-def test_strangers_loss_and_metric_are_a_function_each(tmp_path, monkeypatch):
+def test_strangers_loss_and_metric_are_a_function_each(tmp_path, monkeypatch, capfd):
     (tmp_path / "own_objective.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     for split, rows in (("train", 8), ("eval", 6)):
@@ -451,6 +454,16 @@ def test_strangers_loss_and_metric_are_a_function_each(tmp_path, monkeypatch):
     scores = table[["score_0", "score_1", "score_2"]].to_numpy()
     assert entry["surest"] == pytest.approx(scores.max(), abs=1e-5)
     assert entry["loss"] == pytest.approx(2 * ((scores - np.eye(3)[table["label"]]) ** 2).sum(1).mean(), abs=1e-5)
+
+    command = ["predict", str(run), "--csv", str(tmp_path / "eval.csv"), "--out", str(tmp_path / "new.csv")]
+    monkeypatch.setattr(sys.modules["own_objective"], "surest", breaks)
+    for why in ("the metric own_objective.surest fails: ZeroDivisionError", "own_objective"):  # then without its module
+        assert cli.main(command) == 0, "predictions do not need the metric"
+        (warning,) = re.findall("the rows with labels are not evaluated: .*", "".join(capfd.readouterr()))
+        assert why in warning
+        assert len(pd.read_csv(tmp_path / "new.csv")) == len(table)
+        (tmp_path / "own_objective.py").unlink(missing_ok=True)
+        sys.modules.pop("own_objective", None)
 
 
 # Predictions

@@ -20,6 +20,7 @@ from harness.distributed.launch_env import detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError
+from harness.inference import predict
 from harness.runs.console import ProgressBar
 from harness.training.evaluation import predictions
 from harness.training.evaluation.predictions import GROUP_ROWS, ROW, SAMPLE_ROWS, PredictionFile
@@ -117,6 +118,45 @@ def test_number_of_values_of_a_task_is_checked(folder, monkeypatch):
     monkeypatch.setattr(ThreeClasses, "known", lambda task, rows: {"id": rows.tolist()[:-1]})
     with pytest.raises(HarnessError, match=r"the task's known\(\)\['id'\] has 11 values for 12 rows"):
         write(folder, "x.csv", Rows(12))
+
+
+class Deep:
+    """An objective that fails on rank 1, or whose sums of there do not fit the others."""
+
+    label_columns = ("label",)
+
+    def __init__(self, rank: int, shape: int) -> None:
+        self.rank, self.shape = rank, shape
+
+    def pairs_of_new(self, outputs, texts):
+        self.shape += self.rank  # a sum that cannot be added to the one before
+        return {"loss": (outputs.sum(0)[: self.shape], torch.ones(()))} if self.shape < 3 else 1 / 0
+
+
+def on_ranks_that_evaluate(folder, name, shape):
+    with open_runtime(detect(os.environ), "cpu", 60) as runtime:
+        config, task = loader.load(folder / "config.yaml"), ThreeClasses(Rows(1000))
+        predictor = predictions.Predictor(config, runtime, task, model(), objective=Deep(runtime.rank, shape))
+        batches = Loader(task.eval, 0, CPU)
+        written = predictions.write(predictor, batches, Stop(runtime), folder / name, ProgressBar(1))
+        return written.rows, written.not_evaluated
+
+
+@pytest.mark.parametrize(("shape", "why"), [(2, "division by zero"), (1, "broadcast shape")])
+def test_predictions_are_written_if_a_rank_cannot_evaluate_them(folder, shape, why):
+    first, second = run_ranks(2, on_ranks_that_evaluate, folder, "out.csv", shape, group=False)
+    assert first[0] == 1000
+    assert why in first[1]
+    assert second == (0, "")
+
+
+def test_only_what_the_task_does_not_evaluate_by_itself_is_evaluated():
+    class Own(ThreeClasses):
+        def evaluate(self, outputs, targets):
+            return {}
+
+    assert predict._objective(ThreeClasses(Rows(1))) is not None
+    assert predict._objective(Own(Rows(1))) is None
 
 
 def test_file_that_another_process_writes_is_left_alone(folder):

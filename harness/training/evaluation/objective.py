@@ -80,6 +80,8 @@ class Objective:
             return {}
         empty = isinstance(self.section, TableTask) and self.section.labels.empty == "allow"
         rows, targets = self.labels.targets(texts, empty)
+        if outputs.dim() != 2:
+            raise ConfigError(f"the model's outputs have the shape {tuple(outputs.shape)}, not (rows, outputs)")
         return self.evaluate(outputs.cpu()[rows], targets, confusion=False) if rows else {}
 
     def shown_report(self, sums: Sums) -> list[str]:

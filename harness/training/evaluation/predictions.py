@@ -28,7 +28,7 @@ from harness.data.batch import Batch, Dataset
 from harness.data.loader import BatchRequest, Loader, StoppedWaiting
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.errors import DataError, HarnessError, first_line, listed, plural, users_line
+from harness.errors import DataError, HarnessError, first_line, listed, plural, readable, users_line
 from harness.runs import layout
 from harness.runs.console import ProgressBar
 from harness.runs.files import commit, temporary_for
@@ -54,7 +54,7 @@ ROW = "row of the dataset"
 FIRST_COLUMNS = ("id", "prediction", "label")  # if present; the task's other columns follow in its order
 
 
-@dataclass(frozen=True)
+@dataclass
 class Predictor:
     """A model with its weights, on every rank. ``sharded``: its forward pass is collective."""
 
@@ -64,7 +64,7 @@ class Predictor:
     model: nn.Module
     sharded: bool = False
     objective: Objective | None = None
-    """What evaluates the rows that have labels; None: nothing."""
+    """What evaluates the rows that have labels; None: nothing, or it has failed."""
 
 
 class TableError(OSError):
@@ -178,20 +178,21 @@ def _known(task: PredictingTask, rows: np.ndarray) -> dict[str, pa.Array]:
 
 def _block(
     predictor: Predictor, batch: Batch, columns: dict[str, pa.Array], rows: np.ndarray, size: int, folder: str
-) -> tuple[pa.Table, int, dict[str, bytes], Pairs]:
+) -> tuple[pa.Table, int, dict[str, bytes], Pairs | str]:
     """Return (the table of ``rows``, number of unreadable rows, which have no prediction, the files in ``folder`` that
-    it names, what the rows with labels add to the metrics)."""
+    it names, what the rows with labels add to the metrics, or why that cannot be computed)."""
     files: dict[str, bytes] = {}
-    pairs: Pairs = {}
+    pairs: Pairs | str = {}
     if len(batch):
         outputs = _forward(predictor, batch, size)
         places = {row: place for place, row in enumerate(batch.rows.tolist())}
-        if predictor.objective is not None:
-            read = pa.array(np.searchsorted(rows, batch.rows))
-            texts = [
-                columns[name].take(read).to_pylist() for name in predictor.objective.label_columns if name in columns
-            ]
-            pairs = predictor.objective.pairs_of_new(outputs, texts)
+        if (objective := predictor.objective) is not None:
+            try:
+                read = pa.array(np.searchsorted(rows, batch.rows))
+                texts = [columns[name].take(read).to_pylist() for name in objective.label_columns if name in columns]
+                pairs = objective.pairs_of_new(outputs, texts)
+            except Exception as error:  # of the user's own loss or metric: the predictions do not need it
+                predictor.objective, pairs = None, first_line(readable(error))
         place_of = pa.array([places.get(row) for row in rows.tolist()])
         for name, values in predictor.task.predictions(outputs).items():
             if isinstance(values, RowFiles):
@@ -256,6 +257,8 @@ class Written:
     """{column: (squared errors, rows)}."""
     sums: Sums = field(default_factory=Sums)
     """Of the rows with labels, if the predictor has an objective."""
+    not_evaluated: str = ""
+    """Why these sums are not those of all rows with labels."""
 
     @property
     def fit(self) -> str:
@@ -335,9 +338,14 @@ class PredictionFile:
         self._written = Written()
         self._files = FilesFolder(path)
 
-    def add(self, block: pa.Table, bad: int, files: Mapping[str, bytes], pairs: Pairs | None = None) -> None:
+    def add(self, block: pa.Table, bad: int, files: Mapping[str, bytes], pairs: Pairs | str = "") -> None:
         """Append rows, of which ``bad`` could not be read, the ``files`` that they name, and their ``pairs``."""
-        self._written.sums.add(pairs or {})
+        try:
+            self._written.sums.add({} if isinstance(pairs, str) else pairs)
+        except Exception as error:  # of an own metric whose states have another shape than before
+            pairs = first_line(error)
+        if isinstance(pairs, str):
+            self._written.not_evaluated = self._written.not_evaluated or pairs
         if files and self._file is None:
             self._claim()
         self._files.add(files)
