@@ -35,6 +35,7 @@ _HARMLESS = {"beside", "buffers", "scale", "streams"}  # parts that may differ w
 _FOLLOWS = {"counter", "learning-rate", "optimizer-state"}  # faults that a hook may cause, and the harness has not
 _NEVER = float("inf")
 _OF_SCRIPT = re.compile(r"__main__\['(\w+)'\]")
+_OF_LOADER = re.compile(r"(\w+(?: \d+)?)\.generator")  # or of a sampler, as the recorder names them
 _RESTORED = {
     "torch.Generator": ("get_state()", "pass it to {0}.set_state()"),
     "numpy Generator": ("bit_generator.state", "assign it to {0}.bit_generator.state"),
@@ -114,7 +115,7 @@ def with_forgotten(finding: Finding, observed: StartRecord, again: StartRecord, 
     """Add a line for each attribute that training changes and that the resumed start does not have as the undisturbed
     one: the reason, if another one is unknown. ``observed`` and ``again``, both undisturbed, show which attributes are
     equal in equal starts."""
-    found, following, remedies = _forgotten(observed, again, resumed)
+    found, following, remedies = _forgotten(observed, again, resumed, of_rows=finding.code == "row-order")
     lines = [found[name] for name in sorted(found)]
     if finding.code in ("row-order", "other") or any("." in name for name in finding.names):  # of no global stream
         finding = replace(finding, remedy="; ".join(sorted(remedies)) or finding.remedy)
@@ -127,10 +128,10 @@ def with_forgotten(finding: Finding, observed: StartRecord, again: StartRecord, 
 
 
 def _forgotten(
-    observed: StartRecord, again: StartRecord, resumed: StartRecord
+    observed: StartRecord, again: StartRecord, resumed: StartRecord, of_rows: bool
 ) -> tuple[dict[str, str], set[str], set[str]]:
     """Return {attribute: a sentence}, the tensors in global variables that may follow from other rows, and how to
-    restore random generators."""
+    restore random generators. ``of_rows``: they order the rows of an epoch, and have drawn all of them at its start."""
     found: dict[str, str] = {}
     following: set[str] = set()
     remedies: set[str] = set()
@@ -156,10 +157,16 @@ def _forgotten(
                     found.setdefault(name, text)
     for (state, _), names in generators.items():  # one generator has several names, such as in a loader and its sampler
         kind, name = state.partition(" at ")[0], min(names, key=lambda name: (name.endswith(".generator"), name))
-        found[name] = f"{name}, a {kind}, is not as it was: no checkpoint restores it"
-        variable, (save, restore) = name.partition(" ")[0], _RESTORED[kind]
-        save, restore = f"save {variable}.{save} in each checkpoint", restore.format(variable)
-        remedies.add(f"{save}; after a resume, {restore} before the first batch")
+        found[name] = f"{name}, a {kind}, is not as it was"
+        loads = _OF_LOADER.fullmatch(name)
+        which = f"let gen be the generator of your {loads[1]}: " if loads else ""
+        variable, (save, restore) = "gen" if loads else name.partition(" ")[0], _RESTORED[kind]
+        save, restore = f"{which}save {variable}.{save}", f"after a resume, {restore.format(variable)}"
+        if of_rows:
+            save += " as it is before the first batch of the epoch"
+            remedies.add(f"{save}; {restore} before that epoch's loader is iterated, then skip the batches")
+        else:
+            remedies.add(f"{save} in each checkpoint; {restore} before the first batch")
     return found, following - found.keys(), remedies
 
 

@@ -148,13 +148,23 @@ def test_only_what_training_changes_and_equal_starts_share_is_forgotten():
         return {"m['x']": f"array of (2,) ({name})", "m['g']": f"torch.Generator at {place}"}
 
     observed, resumed = start(batch("a", "1"), batch("b", "2")), start(batch("c", "3"))
-    generator = "m['g'], a torch.Generator, is not as it was: no checkpoint restores it"
+    generator = "m['g'], a torch.Generator, is not as it was"
     rows = "also other tensors, perhaps only since the rows are: m['x']"
     assert lines(replace(unknown, code="row-order"), observed, observed, resumed)[1] == (generator, rows)
-    advice = "save m['g'].get_state() in each checkpoint; after a resume, pass it to m['g'].set_state() before"
-    for code, names, has in (("row-order", (), True), ("random-streams", ("torch",), False), ("rows", (), False)):
+    order = "save m['g'].get_state() as it is before the first batch of the epoch; after a resume, pass it to "
+    order += "m['g'].set_state() before that epoch's loader is iterated, then skip the batches"
+    stream = "save m['g'].get_state() in each checkpoint; after a resume, pass it to m['g'].set_state() before"
+    for code, names, advice, has in (
+        ("row-order", (), order, True), ("random-streams", ("m['g']", "a.b"), stream, True),
+        ("random-streams", ("torch",), stream, False), ("rows", (), order, False),
+    ):  # fmt: skip
         one = Finding(code, "rows differ", names=names)
         assert (diagnosis.with_forgotten(one, observed, observed, resumed).advice.startswith(advice)) is has
+    mine, yours = (
+        start(*({"DataLoader 2.generator": f"torch.Generator at {at}"} for at in ats)) for ats in ("12", "3")
+    )
+    advice = diagnosis.with_forgotten(replace(unknown, code="row-order"), mine, mine, yours).advice
+    assert advice.startswith("let gen be the generator of your DataLoader 2: save gen.get_state() as")
     resumed.processes[0].steps[0].inputs = observed.processes[0].steps[1].inputs
     assert len(lines(unknown, observed, observed, resumed)[1]) == 2, "with equal rows, a tensor is state"
 
@@ -164,15 +174,15 @@ def test_generators_of_loaders_and_in_local_variables_are_found():
 
     def train() -> dict[str, str]:
         noise, chance = np.random.default_rng(0), random.Random(0)
-        loader = DataLoader([0, 1], shuffle=True, generator=torch.Generator())
+        loader, other = (DataLoader([0, 1], shuffle=True, generator=torch.Generator()) for _ in range(2))
         before = resume_scan.attributes([], [])
-        [*loader], noise.random(), chance.random()
+        [*loader], [*other], [*other], noise.random(), chance.random()
         after = resume_scan.attributes([], [])
         return {name: text.partition(" at ")[0] for name, text in after.items() if text != before.get(name)}
 
     found = train()
-    kinds = {"DataLoader.generator": "torch.Generator", "noise in train()": "numpy Generator",
-             "chance in train()": "random.Random"}  # fmt: skip
+    kinds = {"DataLoader.generator": "torch.Generator", "DataLoader 2.generator": "torch.Generator",
+             "noise in train()": "numpy Generator", "chance in train()": "random.Random"}  # fmt: skip
     assert {name: found.get(name) for name in kinds} == kinds
 
 

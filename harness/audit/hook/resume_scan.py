@@ -102,9 +102,7 @@ def attributes(modules: Sequence[nn.Module], optimizers: Sequence[Any]) -> dict[
     roots: dict[str, Any] = {}
     numbers: Counter[str] = Counter()
     for each in (*modules, *optimizers, *_objects()):
-        name = type(each).__name__
-        numbers[name] += 1
-        roots[name + (f" {numbers[name]}" if numbers[name] > 1 else "")] = each
+        roots[_numbered(type(each).__name__, numbers)] = each
     for name, module in list(sys.modules.items()):  # libraries put objects there that are no modules and have no name
         if issubclass(type(module), types.ModuleType) and _is_users_module(name) and name != "__mp_main__":
             roots[name] = {key: value for key, value in vars(module).items() if key[:2] != "__"}
@@ -117,12 +115,18 @@ def attributes(modules: Sequence[nn.Module], optimizers: Sequence[Any]) -> dict[
     return found
 
 
+def _numbered(name: str, numbers: Counter[str]) -> str:
+    numbers[name] += 1
+    return name + (f" {numbers[name]}" if numbers[name] > 1 else "")
+
+
 def _local_generators() -> Iterator[tuple[str, Any]]:
     """Yield the random generators of loaders, and those in local variables of the functions that train."""
     loads = torch.utils.data.DataLoader, torch.utils.data.Sampler
+    numbers: Counter[str] = Counter()
     for each in gc.get_objects():
         if issubclass(type(each), loads) and (generator := vars(each).get("generator")) is not None:
-            yield f"{type(each).__name__}.generator", generator
+            yield f"{_numbered(type(each).__name__, numbers)}.generator", generator
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
