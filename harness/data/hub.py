@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor
 
 from harness.config.places import HUB
-from harness.errors import ConfigError, first_line, similar_path
+from harness.errors import ConfigError, HarnessError, first_line, reason, similar_path
 from harness.runs.files import expanded, new_folder
+
+log = logging.getLogger("harness")
 
 CONFIG = "config.json"
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # of the hub: OWNER/NAME@REVISION
@@ -44,15 +47,21 @@ def folder(name: str, where: str) -> Path:
     return path
 
 
-def keep(name: str, copies: Path) -> None:
-    """Copy the files of ``hf:FOLDER_OR_NAME`` but the weights into the folder ``copies``, unless it is there."""
-    if not copies.is_dir():
+def keep(name: str, copies: Path, renew: bool) -> None:
+    """Copy the files of ``hf:FOLDER_OR_NAME`` but the weights into the folder ``copies``, unless it is there and not to
+    be renewed. The run goes on without a copy that fails, with a warning."""
+    if copies.is_dir() and not renew:
+        return
+    try:
         there = folder(name, "model.name")
+        shutil.rmtree(copies, ignore_errors=True)
         copies.parent.mkdir(exist_ok=True)
         with new_folder(copies) as temporary:
             for file in {file for pattern in _SMALL for file in there.glob(pattern)}:
                 if file.is_file() and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, temporary / file.name)
+    except (OSError, HarnessError) as error:
+        log.warning("later commands need %s, whose files cannot be copied into the run folder: %s", name, reason(error))
 
 
 def weights(name: str, where: str) -> Path:

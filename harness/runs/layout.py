@@ -4,13 +4,15 @@ config.yaml  provenance.json  metrics.jsonl  summary.json  task.json  failure.js
 predictions_files/COLUMN/ROW.{png, npz}
 weights.safetensors  report.html  trackers.json  start.json (runs at a URL)
 checkpoints/step-N/{state.pt, manifest.json, and shards}  checkpoints/{latest, best}
-huggingface/PLACE/{config.json, and files of the tokenizer}
+huggingface/NAME-DIGEST/{config.json, and files of the tokenizer}
 logs/rank-N.log  logs/rank-N.exit.json  logs/losses.jsonl
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+from pathlib import Path
 
 CONFIG = "config.yaml"  # the resolved configuration
 PROVENANCE = "provenance.json"  # one entry per start: command, commit, package versions
@@ -52,7 +54,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 def of_hub(place: str) -> str:
     """Return the folder with copies of the small files of ``hf:PLACE``, for uses of the run without them."""
-    return f"huggingface/{place.replace('/', '--')}"
+    return f"huggingface/{Path(place).name}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
 def step_name(step: int) -> str:

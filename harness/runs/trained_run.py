@@ -5,6 +5,7 @@ Torch is imported where weights are read: an error in the configuration is shown
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import shlex
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 log = logging.getLogger("harness")
+
+KEPT = ("model.name", "task.tokenizer.name")
+"""The settings whose files of Hugging Face are copied into the run folder."""
 
 
 def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> Config:
@@ -59,10 +63,26 @@ def _of_start(run: Path, config: Config) -> list[str]:
         return []
     found = {}
     for key, place in places_of_hub(config).items():
-        others = [start / place, run.absolute() / layout.of_hub(place)]
+        others = [start / place]
+        if key in KEPT and not _in_cache(place):
+            others.append(run.absolute() / layout.of_hub(place))
         if not expanded(place).is_dir() and (there := next((each for each in others if each.is_dir()), None)):
             found[key] = there
     return [f"{key}={json.dumps(f'{HUB}{there}')}" for key, there in found.items()]
+
+
+def _in_cache(place: str) -> bool:
+    """Return whether the cache of Hugging Face has ``place``, a name of the hub."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return False
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    name, _, revision = place.partition("@")
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json", revision=revision or None), str)
+    except HFValidationError:  # a path
+        return False
 
 
 def places_of_hub(config: Config) -> dict[str, str]:

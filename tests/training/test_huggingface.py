@@ -30,6 +30,7 @@ from harness.data import hub
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError
 from harness.inference import export
+from harness.runs import layout
 from harness.training import build
 from harness.training.check import preflight
 from harness.training.models import lora, weights
@@ -275,12 +276,23 @@ def test_modules_to_save_are_trained_whole(make):
 
 @pytest.mark.parametrize(
     ("freeze", "left"),
-    [("bert.*", {"A", "B", "classifier"}), ("*", {"A", "B"}), ("*.lora_A.*", {"B", "classifier"})],
+    [
+        ("bert.*", {"A", "B", "classifier"}),
+        ("*", {"A", "B"}),
+        ("*.lora_A.*", {"B", "classifier"}),
+        ("*lora*", {"classifier"}),
+    ],
 )
 def test_frozen_layers_keep_their_matrices(make, freeze, left):
     _, model = built(make(model={"freeze": [freeze], "lora": {"targets": ["query"]}}))
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     assert {name.partition(".lora_")[2][:1] or name.partition(".")[0] for name in trained} == left
+
+
+def test_a_pattern_that_freezes_nothing_is_refused(make):
+    with pytest.raises(ConfigError, match="matches only matrices of LoRA") as caught:
+        built(make(model={"freeze": ["*.default.weight"], "lora": {"targets": ["query"]}}))
+    assert caught.value.where == "model.freeze"
 
 
 def test_lora_of_a_model_without_transformers(make):
@@ -689,6 +701,23 @@ def test_prediction_from_another_folder(make, bert, tmp_path, capsys, monkeypatc
     assert hint in capsys.readouterr().err
 
 
+def test_copies_in_a_run_folder(bert, tmp_path, caplog, monkeypatch):
+    """They are made again before the first checkpoint; one that fails is a warning; no name is too long."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    shutil.copytree(bert, tmp_path / "bert")
+    place, copy = f"hf:{tmp_path}/bert", tmp_path / layout.of_hub("bert")
+    hub.keep(place, copy, renew=False)
+    (tmp_path / "bert" / "config.json").write_text("{}")
+    hub.keep(place, copy, renew=False)
+    assert (copy / "config.json").read_bytes() == (bert / "config.json").read_bytes()
+    hub.keep(place, copy, renew=True)
+    assert (copy / "config.json").read_text() == "{}"
+    hub.keep("hf:no/where", tmp_path / "none", renew=False)
+    assert "later commands need hf:no/where" in caplog.text
+    assert len(layout.of_hub("/" + 80 * "long/" + "bert")) < 60
+    assert layout.of_hub("a/b-c") != layout.of_hub("a-b/c")
+
+
 def test_a_run_is_used_without_the_folder_of_its_model(make, bert, tmp_path, capsys, monkeypatch):
     """It has copies of the small files; only an adapter needs the weights, too."""
     monkeypatch.chdir(tmp_path)
@@ -699,7 +728,7 @@ def test_a_run_is_used_without_the_folder_of_its_model(make, bert, tmp_path, cap
     assert run(tmp_path / "config.yaml") == [0]
     folder = run_folder(tmp_path / "config.yaml")
     Path("models").rename("moved")
-    copies = {file.name for file in (folder / "huggingface" / "models--bert").iterdir()}
+    copies = {file.name for file in (folder / layout.of_hub("models/bert")).iterdir()}
     assert copies == {file.name for file in bert.iterdir()} - {"model.safetensors"}
     assert main(["predict", str(folder), "--csv", "eval.csv", "--out", "new.csv"]) == 0
     assert Path("new.csv").read_text() == (folder / "predictions.csv").read_text()

@@ -209,7 +209,7 @@ def save_adapter(
     try:
         _, found = published(name, model)
     except ConfigError as error:  # such as of the copy in the run folder, which has no weights
-        hint = "type where the model is now: model.name=hf:FOLDER"
+        hint = "type where the model is now: model.name=hf:FOLDER_OR_NAME"
         raise ConfigError(error.message, where="model.name", hint=hint) from None
     there = {each: value for each, value in found.items() if value.shape == own[each].shape}
     changed = {each for each, value in own.items() if each not in there or not torch.equal(value, there[each])}

@@ -19,9 +19,13 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     them. Raises ConfigError if a pattern matches none, or if all are frozen."""
     named = dict(model.named_parameters())
     for pattern in patterns:
-        for name in _matching(pattern, named, "model.freeze"):
-            if f".{lora.PART}" not in name or lora.PART in pattern:
-                named[name].requires_grad_(False)
+        found = _matching(pattern, named, "model.freeze")
+        kept = [] if "lora" in pattern else [name for name in found if f".{lora.PART}" in name]
+        if len(kept) == len(found):
+            what = f"{pattern!r} matches only matrices of LoRA, which are what is trained"
+            raise ConfigError(what, where="model.freeze", hint='remove it; a pattern with "lora" in it freezes them')
+        for name in {*found} - {*kept}:
+            named[name].requires_grad_(False)
     if named and not any(param.requires_grad for param in named.values()):
         hint = "remove a pattern: the last layer is usually trained"
         raise ConfigError("every parameter is frozen", where="model.freeze", hint=hint)
