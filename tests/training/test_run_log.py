@@ -1,0 +1,33 @@
+"""Lines of the log of a run."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from harness.training import run_log
+
+
+@pytest.mark.parametrize(
+    ("tail", "missing", "told"),
+    [
+        ("use", ["3", "5"], "8 of 10 rows used; rows not used, counted from 0: 3, 5"),
+        ("use", ["3"], "8 of 10 rows used; rows not used, counted from 0: 3, ..."),
+        ("use", [], "8 of 10 rows used"),
+        ("drop", ["3", "5"], "8 of 10 rows used"),
+    ],
+)
+def test_rows_that_an_epoch_did_not_use_are_named(caplog, tail, missing, told):
+    """Unless the rest of an epoch is dropped on purpose."""
+    caplog.set_level(logging.INFO)
+    run = SimpleNamespace(
+        state=SimpleNamespace(step=3, epoch=0, epoch_skipped=0, bad_rows=0),
+        coverage=SimpleNamespace(num_rows=10, covered=lambda *_: (8, 0, 0, missing), clear=list),
+        tracker=SimpleNamespace(log=lambda *_: None),
+        config=SimpleNamespace(data=SimpleNamespace(tail=tail), train=SimpleNamespace(epochs=1, on_nan="stop")),
+        task=SimpleNamespace(train=()), sizes=SimpleNamespace(total_steps=3), loss_text="", runtime=None,
+    )  # fmt: skip
+    run_log.log_coverage(run)
+    assert caplog.messages == [f"epoch 1/1  step 3/3  end of the epoch: {told}"]
