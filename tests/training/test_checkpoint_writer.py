@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import threading
 import time
@@ -286,3 +287,22 @@ def test_metadata_that_would_execute_code_is_refused(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"is rejected: .* refers to builtins\.exec"):
         read(tmp_path / "step-3")
     assert not (tmp_path / "executed").exists()
+
+
+class Got:
+    """An object that is pickled as ``getattr(*arguments)``, as Python 3.11.2 does with a member of an enumeration."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_a_member_of_an_enumeration_is_the_only_attribute_that_metadata_may_ask_for():
+    encoding = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    asked = pickle.dumps(Got(encoding, "TORCH_PRESERVE_FORMAT"))
+    assert sharded._Unpickler(io.BytesIO(asked)).load() is encoding.TORCH_PRESERVE_FORMAT
+    for arguments in ((encoding, "__class__"), (torch.Size, "__init__"), ([], "append")):
+        with pytest.raises(pickle.UnpicklingError, match="asks for"):
+            sharded._Unpickler(io.BytesIO(pickle.dumps(Got(*arguments)))).load()
