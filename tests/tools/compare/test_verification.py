@@ -137,7 +137,7 @@ def test_faults_that_a_kill_reveals_are_named(tmp_path):
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     ("plant", "cause"),
-    [("entropy", "{here}:{line} calls urandom"), ("hash", "with PYTHONHASHSEED=0, two starts are equal")],
+    [("entropy", "{here}:{line} calls os.urandom"), ("hash", "with PYTHONHASHSEED=0, two starts are equal")],
 )
 def test_run_that_never_repeats_is_not_blamed_on_the_resume(tmp_path, plant, cause):
     code, out = verify_resume(write_planted(tmp_path, plant), "--kills", "1", "--steps", "4")
