@@ -244,18 +244,8 @@ def search(words: Sequence[str]) -> list[Setting]:
     """
     settings = [each for chapter in chapters() for each in chapter.settings]
     words = [part for word in words for part in word.lower().split()]
-    if (
-        len(words) == 2
-        and words[0] == "own"
-        and (example := _OWN.get(words[1]) or _OWN.get(words[1].removesuffix("s")))
-    ):
-        key = example.strip("'").partition("=")[0]
-        one = next(each for each in settings if each.key == key)
-        if key in ("task.name", "schedule.name"):  # which is a built-in one's
-            one = replace(one, kind="package.module" if key == "task.name" else "text", parts=())
-        if key == "task.name":
-            one = replace(one, text="Your own module with a class Task, which is a harness.TaskSection.")
-        return [replace(one, example=example)]
+    if len(words) == 2 and words[0] == "own" and (own := _own(words[1], settings)):
+        return [own]
     if len(words) == 1 and (
         found := [each for each in settings if f"{each.key}.".startswith(f"{words[0].rstrip('.')}.")]
     ):
@@ -273,6 +263,19 @@ def search(words: Sequence[str]) -> list[Setting]:
         hint = f"did you mean {near}?" if near else "try another word; harness settings lists all"
         raise ConfigError(f"no setting mentions {' '.join(words)!r}", hint=hint)
     return found
+
+
+def _own(part: str, settings: Sequence[Setting]) -> Setting | None:
+    """Return the setting that names a ``part`` of one's own, such as "model", with an example."""
+    example = _OWN.get(part) or _OWN.get(part.removesuffix("s"))
+    if example is None:
+        return None
+    key = example.strip("'").partition("=")[0]
+    found = replace(next(each for each in settings if each.key == key), example=example)
+    if key == "task.name":  # the text is that of a built-in task
+        text = "Your own module with a class Task, which is a harness.TaskSection."
+        return replace(found, kind="package.module", parts=(), text=text)
+    return replace(found, kind="text", parts=()) if key == "schedule.name" else found
 
 
 def _called(word: str, settings: Sequence[Setting]) -> list[Setting]:

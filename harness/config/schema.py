@@ -108,7 +108,7 @@ class ModelSection(Section):
     freeze: tuple[str, ...] = Field(default=(), strict=False)
     """Patterns such as "layer1.*" for the names of parameters that are not trained. Batch norms in the frozen
     parts still update their running statistics. With lora: of the last layers and modules_to_save; the matrices are
-    trained, unless a pattern names lora_.
+    trained, unless a pattern has lora in it.
     """
     channels_last: bool = False
     """Keep images and convolution weights in the channels-last memory format, which is faster on tensor cores."""

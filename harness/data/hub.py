@@ -54,12 +54,12 @@ def keep(name: str, copies: Path, renew: bool) -> None:
         return
     try:
         there = folder(name, "model.name")
-        shutil.rmtree(copies, ignore_errors=True)
         copies.parent.mkdir(exist_ok=True)
         with new_folder(copies) as temporary:
             for file in {file for pattern in _SMALL for file in there.glob(pattern)}:
                 if file.is_file() and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, temporary / file.name)
+            shutil.rmtree(copies, ignore_errors=True)  # the old ones, once there are new ones
     except (OSError, HarnessError) as error:
         log.warning("later commands need %s, whose files cannot be copied into the run folder: %s", name, reason(error))
 

@@ -91,6 +91,11 @@ def places_of_hub(config: Config) -> dict[str, str]:
     return {key: value.removeprefix(HUB) for key, value in named.items()}
 
 
+def kept_places(config: Config) -> set[str]:
+    """Return the folders and names of Hugging Face whose files are copied into the run folder."""
+    return {place for key, place in places_of_hub(config).items() if key in KEPT}
+
+
 def inputs(config: Config) -> list[str]:
     """Return the files and folders that the task of ``config`` may read, by the texts among its options."""
     options = flatten(config.task.model_dump(mode="json"))

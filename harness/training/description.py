@@ -61,7 +61,7 @@ def announce(run: Run) -> None:
                 start["weights"] = run.start_weights
             for warning in [*run.folder.repair(run.finished()), *run.folder.add_start(start)]:
                 log.warning("%s", warning)
-            for place in {place for key, place in trained_run.places_of_hub(config).items() if key in trained_run.KEPT}:
+            for place in trained_run.kept_places(config):
                 hub.keep(f"{HUB}{place}", run.folder.path / layout.of_hub(place), renew=run.saved_step < 0)
             run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
     if run.finished():

@@ -30,7 +30,7 @@ from harness.data import hub
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError
 from harness.inference import export
-from harness.runs import layout
+from harness.runs import layout, trained_run
 from harness.training import build
 from harness.training.check import preflight
 from harness.training.models import lora, weights
@@ -699,6 +699,13 @@ def test_prediction_from_another_folder(make, bert, tmp_path, capsys, monkeypatc
     assert main([*words, "task.tokenizer.name=hf:my_bert"]) == 2
     hint = f"not in {Path.cwd()}, type the whole path: task.tokenizer.name=hf:/PATH model.name=hf:/PATH; of the hub: HF"
     assert hint in capsys.readouterr().err
+
+
+def test_files_of_the_model_and_its_tokenizer_are_kept(make, bert):
+    """Another setting may begin with hf: too, such as an argument of an own model."""
+    config = make().model_copy(update={"name": "hf:big/backbone"})
+    assert "big/backbone" in trained_run.places_of_hub(config).values()
+    assert trained_run.kept_places(config) == {str(bert)}
 
 
 def test_copies_in_a_run_folder(bert, tmp_path, caplog, monkeypatch):

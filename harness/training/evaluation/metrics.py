@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -385,6 +384,8 @@ class Regression(Labels):
         return report
 
     def targets(self, texts: Sequence[Sequence[str]], empty: bool) -> tuple[list[int], Tensor]:
+        import pandas as pd  # late: training does not need it here
+
         numbers = np.stack([pd.to_numeric(pd.Series(each), errors="coerce").to_numpy(float) for each in texts], axis=1)
         known = np.isfinite(numbers).all(axis=1).nonzero()[0]
         scaled = (numbers[known] - np.asarray(self.mean)) / np.asarray(self.std)

@@ -15,14 +15,14 @@ from harness.training.models import lora
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
-    """Stop the training of the parameters whose names match one of ``patterns``: of matrices of LoRA, only if it names
-    them. Raises ConfigError if a pattern matches none, or if all are frozen."""
+    """Stop the training of the parameters whose names match one of ``patterns``: of matrices of LoRA, only if it has
+    "lora" in it. Raises ConfigError if a pattern freezes none for that reason or matches none, or if all are frozen."""
     named = dict(model.named_parameters())
     for pattern in patterns:
         found = _matching(pattern, named, "model.freeze")
         kept = [] if "lora" in pattern else [name for name in found if f".{lora.PART}" in name]
         if len(kept) == len(found):
-            what = f"{pattern!r} matches only matrices of LoRA, which are what is trained"
+            what = f"{pattern!r} matches only matrices of LoRA, which stay trained"
             raise ConfigError(what, where="model.freeze", hint='remove it; a pattern with "lora" in it freezes them')
         for name in {*found} - {*kept}:
             named[name].requires_grad_(False)
