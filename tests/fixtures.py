@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,10 @@ def settings(folder: Path, **sections: Any) -> dict[str, Any]:
 
 
 def write_yaml(path: Path, tree: dict[str, Any] | str) -> Path:
-    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree, sort_keys=False))
-    return path
+    """Replace ``path`` at once: ranks of one test may write and read the same file at the same time."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree, sort_keys=False))
+    return part.replace(path)
 
 
 def make_config(folder: Path, overrides: Sequence[str] = (), **sections: Any) -> Config:
