@@ -60,6 +60,8 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
             rng.seed_all(INITIAL_WEIGHTS, config.seed)  # for what their constructors draw
             own_hooks = hooks.build(config.hooks)
         task = open_task(config, runtime)
+        for note in task.notes:
+            log.warning("%s", note)
         with runtime.together("opening the trackers"):
             tracker = metrics_log.open_log(folder.metrics, runtime.rank, config, loader.to_text(config))
             opened.callback(tracker.close)
@@ -207,8 +209,6 @@ def open_task(config: Config, runtime: Runtime, files_s: float = FILES_S) -> Ope
         "the content of the annotations",
         "give every machine the same files; one may have changed while the run started",
     )
-    for note in opened.notes:
-        log.warning("%s", note)
     return opened
 
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("harness")
 
 Text = Sequence[str] | Mapping[str, str]  # columns of text, perhaps each with the setting that names it
-FORMAT = 6  # increase it when the layout or the meaning of anything in the cache changes
+FORMAT = 7  # increase it when the layout or the meaning of anything in the cache changes
 OLD_S = 86400.0  # after which the files of another version are deleted: a process may be about to map newer ones
 _READ_AHEAD = 4  # batches
 
@@ -148,7 +148,7 @@ def convert(source: Source, entry: CacheEntry, text: Text, label: LabelColumns |
             codes, offsets = (entry.file(kind) for kind in ("codes", "offsets"))
             codes = stack.enter_context(replacing(codes, mark))
             offsets = stack.enter_context(replacing(offsets, mark)) if label.kind == "tags" else offsets
-            labels = label_writer(label, codes, offsets, source.name)
+            labels = label_writer(label, codes, offsets, source.name, partial(_places, path, kind))
             stack.enter_context(contextlib.closing(labels))
         with working(f"converting {source.name}", "rows") as work:
             num_rows = _write_rows(texts, labels, reader.read_batches(path, source.name, columns), work)
@@ -298,15 +298,19 @@ def _require_labels(labels: LabelWriter, num_rows: int, name: str, path: Path, k
     bad = labels.bad
     if not bad.count:
         return
-    lines = csv_reader.lines_of(path, [row for row, _ in bad.first]) if kind != "parquet" else []
-    places = [
-        f"row {row}" + (f" (line {lines[i]})" if i < len(lines) else "") + found
-        for i, (row, found) in enumerate(bad.first)
-    ]
+    places = _places(path, kind, [row for row, _ in bad.first])
+    shown = ", ".join(place + found for place, (_, found) in zip(places, bad.first, strict=True))
     more = ", …" if bad.count > len(bad.first) else ""
     means = labels.bad_means.format(column=" or ".join(map(repr, labels.label.columns)))
     raise DataError(
-        f"rows {means} ({bad.count} of {num_rows}): {', '.join(places)}{more}",
-        where=f"{name}:{lines[0]}" if lines else name,
-        hint=f"{labels.remedy}; rows are counted from 0",
+        f"rows {means} ({bad.count} of {num_rows}): {shown}{more}",
+        where=f"{name}:{places[0].removeprefix('line ')}" if kind != "parquet" else name,
+        hint=labels.remedy + "; rows are counted from 0" * (kind == "parquet"),
     )
+
+
+def _places(path: Path, kind: str, rows: Sequence[int]) -> list[str]:
+    """Return the lines of ``rows``, in ascending order, in the file ``path``; of a Parquet file, their numbers."""
+    if kind == "parquet":
+        return [f"row {row}" for row in rows]
+    return [f"line {line}" for line in csv_reader.lines_of(path, rows)]

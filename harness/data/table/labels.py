@@ -8,17 +8,23 @@ space.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 
-from harness.errors import DataError
+from harness.errors import DataError, plural
 
 MAX_LABELS = 1_000_000
+_RARE_ROWS, _RARE, _TIMES = 2, 0.005, 5  # a rare label: rows, or their share; and how many times the other has
+_MIN_LETTERS = 3  # of labels that one edit may have made of each other: A and B are two grades
+_MAX_COMPARED, _MAX_NOTES = 300, 3
+Places = Callable[[Sequence[int]], list[str]]  # of rows in ascending order, such as "line 12"
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # 18 digits always fit into int64
 
 
@@ -62,12 +68,14 @@ class BadRows:
 class LabelCoder:
     """Numbers the distinct labels in order of first appearance; ``finish`` sorts them."""
 
-    def __init__(self, column: str, where: str, setting: str = "") -> None:
+    def __init__(self, column: str, where: str, places: Places, setting: str = "") -> None:
         self.column, self.where, self.setting = column, where, setting or "the key of the label column"
         self.num_rows = 0
         self.blank = BadRows()
+        self._places = places
         self._code_of: dict[str | None, int] = {}
         self._first_row: list[int] = []  # per code
+        self._count: list[int] = []  # per code
 
     def add(self, column: pa.Array, owners: np.ndarray | None = None, num_rows: int = 0) -> np.ndarray:
         """Return the int32 codes of the next rows; or of labels of the next ``num_rows`` rows, where ``owners`` has the
@@ -80,24 +88,26 @@ class LabelCoder:
         first[indices[::-1]] = np.arange(len(indices) - 1, -1, -1)
         if owners is not None:
             first = owners[first]
-        codes = np.fromiter(
-            (self._code(w, f) for w, f in zip(words, first.tolist(), strict=True)), np.int32, len(words)
-        )
+        counts = np.bincount(indices, minlength=len(words)).tolist()
+        found = (self._code(*each) for each in zip(words, first.tolist(), counts, strict=True))
+        codes = np.fromiter(found, np.int32, len(words))
         self._note_blanks(words, indices)
         self.num_rows += len(indices) if owners is None else num_rows
         code_of_row: np.ndarray = codes[indices]
         return code_of_row
 
-    def _code(self, word: str | None, first: int) -> int:
+    def _code(self, word: str | None, first: int, count: int) -> int:
         code = self._code_of.setdefault(word, len(self._code_of))
         if code == len(self._first_row):
             self._first_row.append(self.num_rows + first)
+            self._count.append(0)
             if code >= MAX_LABELS:
                 raise DataError(
                     f"column {self.column!r} has more than {MAX_LABELS:,} different values, too many for labels",
                     where=self.where,
                     hint=f"set {self.setting} to a column of class labels; numbers need task.labels.kind=regression",
                 )
+        self._count[code] += count
         return code
 
     def _note_blanks(self, words: list[str | None], indices: np.ndarray) -> None:
@@ -120,16 +130,16 @@ class LabelCoder:
             vocabulary = [words[i] for i in order]
         place = np.empty(len(words), dtype=np.int32)
         place[order] = np.arange(len(words), dtype=np.int32)
-        return vocabulary, place, self._notes(words, integers)
+        return vocabulary, place, [*self._notes(words, integers), *self._misspelled(words)]
 
     def _refuse_twins(self, words: list[str]) -> None:
         stripped: dict[str, str] = {}
         for word in words:
             twin = stripped.setdefault(word.strip(), word)
             if twin != word:
-                rows = self._first_row[self._code_of[twin]], self._first_row[self._code_of[word]]
+                places = self._places([self._first_row[self._code_of[each]] for each in (twin, word)])
                 raise DataError(
-                    f"labels {twin!r} (row {rows[0]}) and {word!r} (row {rows[1]}) differ only in whitespace",
+                    f"labels {twin!r} ({places[0]}) and {word!r} ({places[1]}) differ only in whitespace",
                     where=self.where,
                     hint=f"strip the whitespace in column {self.column!r}",
                 )
@@ -138,19 +148,49 @@ class LabelCoder:
         others = [word for word, is_integer in zip(words, integers, strict=True) if not is_integer]
         if not others:
             return []
-        row = self._first_row[self._code_of[others[0]]]
+        (place,) = self._places([self._first_row[self._code_of[others[0]]]])
         if all(_is_number(word) for word in words):
             return [
-                f"labels in {self.column!r} are numbers but not all integers ({others[0]!r} in row {row}): "
+                f"labels in {self.column!r} are numbers but not all integers ({others[0]!r} in {place}): "
                 f"each distinct value is a class ({len(words)} in all); to predict the number, write "
                 f"labels: {{kind: regression, column: {self.column}}} below task, without label_column"
             ]
         if len(others) < len(words):
             return [
                 f"labels in {self.column!r} are a mix of integers ({len(words) - len(others)}) and other values "
-                f"({len(others)}, such as {others[0]!r} in row {row}): all are treated as text"
+                f"({len(others)}, such as {others[0]!r} in {place}): all are treated as text"
             ]
         return []
+
+    def _misspelled(self, words: list[str]) -> list[str]:
+        """Return a warning for each of the first rare labels that is spelled almost like one of far more rows."""
+        count = {word: self._count[self._code_of[word]] for word in words}
+        large = sorted(words, key=count.__getitem__, reverse=True)[:_MAX_COMPARED]
+        rare = [word for word in words if count[word] <= max(_RARE_ROWS, _RARE * self.num_rows)]
+        pairs = ((word, other) for word in rare[:_MAX_COMPARED] for other in large
+                 if count[other] >= _TIMES * count[word] and _alike(word, other))  # fmt: skip
+        notes = []
+        for word, other in islice(pairs, _MAX_NOTES):
+            (place,) = self._places([self._first_row[self._code_of[word]]])
+            rows = plural(count[word], "row")
+            notes.append(
+                f"{place} of {self.where}: {rows} with the label {word!r}, {count[other]:,} with {other!r}: "
+                "if it is a misspelling, correct it, or it stays a class of its own"
+            )
+        return notes
+
+
+def _alike(one: str, other: str) -> bool:
+    """Return True for labels that differ only by case, white space or one edit that is not of a digit."""
+    one, other = ("".join(label.split()).casefold() for label in (one, other))
+    if one == other:
+        return True
+    if min(len(one), len(other)) < _MIN_LETTERS:
+        return False
+    same = len(os.path.commonprefix([one, other]))
+    one, other = one[same:], other[same:]
+    is_number = one[:1].isdigit() or other[:1].isdigit()
+    return not is_number and (one[1:] in (other, other[1:]) or one == other[1:])
 
 
 def _is_number(word: str) -> bool:

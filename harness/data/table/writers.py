@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from harness.data.table.blocks import BlockWriter, array_digests
-from harness.data.table.labels import BadRows, LabelCoder, LabelColumns
+from harness.data.table.labels import BadRows, LabelCoder, LabelColumns, Places
 from harness.errors import DataError
 
 MAX_BATCH_ROWS = 65_536
@@ -102,9 +102,9 @@ class CodeWriter:
     bad_means = "without a label in column {column}"
     remedy = "fill in the labels or remove the rows"
 
-    def __init__(self, path: Path, label: LabelColumns, where: str) -> None:
+    def __init__(self, path: Path, label: LabelColumns, where: str, places: Places) -> None:
         self.path, self.label = path, label
-        self.coder = LabelCoder(label.columns[0], where, label.setting)
+        self.coder = LabelCoder(label.columns[0], where, places, label.setting)
         self.bad = self.coder.blank
         self._file = open(path, "wb")  # noqa: SIM115 - closed by close
 
@@ -136,8 +136,8 @@ class TagWriter(CodeWriter):
     bad_means = "without a label in column {column}"
     remedy = "fill in the labels, remove the rows, or set task.labels.empty=allow if these rows really have no label"
 
-    def __init__(self, path: Path, offsets: Path, label: LabelColumns, where: str) -> None:
-        super().__init__(path, label, where)
+    def __init__(self, path: Path, offsets: Path, label: LabelColumns, where: str, places: Places) -> None:
+        super().__init__(path, label, where, places)
         self.bad, self._offsets_path = BadRows(), offsets
         self._offsets = open(offsets, "wb")  # noqa: SIM115 - closed by close
         self._end = 0
@@ -229,11 +229,13 @@ def _numbers(texts: pa.Array) -> np.ndarray:
 LabelWriter = CodeWriter | NumberWriter
 
 
-def label_writer(label: LabelColumns, codes: Path, offsets: Path, where: str) -> LabelWriter:
+def label_writer(label: LabelColumns, codes: Path, offsets: Path, where: str, places: Places) -> LabelWriter:
     """Return the writer of labels of this kind."""
     if label.kind == "numbers":
         return NumberWriter(codes, label, where)
-    return TagWriter(codes, offsets, label, where) if label.kind == "tags" else CodeWriter(codes, label, where)
+    if label.kind == "tags":
+        return TagWriter(codes, offsets, label, where, places)
+    return CodeWriter(codes, label, where, places)
 
 
 def _text_bytes(array: pa.StringArray) -> tuple[np.ndarray, memoryview]:

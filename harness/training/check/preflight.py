@@ -173,7 +173,7 @@ class _Examination:
         self.facts |= description.describe(self.config, task, size, num_ranks, device, backend)
         with precision.half_on_cpu(self.config.precision, device):
             slow = precision.warning(self.config.precision, device)
-        warnings = filter(None, [*division.doubts(self.config, size, len(task.train)), slow])
+        warnings = filter(None, [*task.notes, *division.doubts(self.config, size, len(task.train)), slow])
         self.facts |= {"warning": text} if (text := "; ".join(warnings)) else {}
 
     def _sample(self, task: OpenedTask) -> bool:

@@ -85,7 +85,7 @@ def test_change_during_the_download_is_an_error(tmp_path, monkeypatch, bucket):
 
 def test_errors_in_the_content_name_the_url(tmp_path, bucket):
     bucket.pipe("/bucket/train.csv", CSV + b"c,\n")
-    with pytest.raises(DataError, match=r"row 2 \(line 4\)") as caught:
+    with pytest.raises(DataError, match=r"\(1 of 3\): line 4") as caught:
         open_table(URL, label="label", cache_dir=tmp_path)
     assert caught.value.where == f"{URL}:4"
 

@@ -138,11 +138,11 @@ def test_vocabulary(opened, labels, vocabulary):
 @pytest.mark.parametrize(
     ("labels", "note"),
     [
-        ("1\n2\n1.5\n", "numbers but not all integers.*'1.5' in row 2.*kind: regression, column: label}"),
+        ("1\n2\n1.5\n", "numbers but not all integers.*'1.5' in line 4.*kind: regression, column: label}"),
         (
             "1\n2\ncat\n",
             r"a mix of integers \(2\) "
-            r"and other values \(1, such as 'cat' in row 2\)",
+            r"and other values \(1, such as 'cat' in line 4\)",
         ),
     ],
 )
@@ -150,6 +150,22 @@ def test_doubtful_labels_are_noted(opened, labels, note):
     table = opened(b"label\n" + labels.encode(), label="label")
     assert all(isinstance(word, str) for word in table.vocabulary)
     assert pd.Series(table.notes).str.contains(note).tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("rare", "large"),
+    [("bagg", "bag"), ("ba", "bags"), ("bga", "bag"), ("bag1", "bag2"), ("A", "B"), ("BAG", "bag"), ("b ag", "bag"),
+     ("hag", "bag"), ("class1", "class10"), ("ag", "bag")],
+)  # fmt: skip
+def test_a_rare_label_that_may_be_a_misspelling_is_noted(opened, tmp_path, rare, large):
+    table = opened(f"label\n{large}\n{rare}\n{large}\n".encode() + f"{large}\n".encode() * 3, label="label")
+    text = f"line 3 of {table.name}: 1 row with the label {rare!r}, 5 with {large!r}: if it is a misspelling, correct "
+    expected = [True] if rare in ("bagg", "BAG", "b ag", "hag") else []
+    assert pd.Series(table.notes, dtype=str).str.startswith(text).tolist() == expected
+
+
+def test_labels_of_about_as_many_rows_are_two_classes(opened):
+    assert not opened(b"label\n" + b"bag\nbags\nbag\n" * 2, label="label").notes
 
 
 def test_quotes_inside_a_field_are_text(opened):

@@ -154,7 +154,7 @@ SHORT_AND_LONG = b"short,1\n" + b'"a\nb",1,x\n' + b"long,1,a,b\n" + b"\n" + b"x,
         ((HEADER + GOOD).replace(b",", b"\t"), "no column 'label'", 0, "separated by tabs"),
         (
             b"path,label\na,cat\nb,dog\nc,dog \nb,dog\nc,dog \n",
-            "labels 'dog' (row 1) and 'dog ' (row 2) differ only in whitespace", 0, "in column 'label'",
+            "labels 'dog' (line 3) and 'dog ' (line 4) differ only in whitespace", 0, "in column 'label'",
         ),
         (HEADER + b"a,1\n", "1 row with more or fewer fields than the header's 3: line 2 has 2", 2, "double quotes"),
         (
@@ -206,13 +206,13 @@ def test_blank_labels(refused, monkeypatch, block):
     rows[1] = b'"p\nq",1,"te\nxt"\n\n'
     message, place, hint = refused(HEADER + b"".join(rows))
     assert message == (
-        "rows without a label in column 'label' (7 of 500): "
-        "row 3 (line 8), row 10 (line 15), row 11 (line 16), row 12 (line 17), row 13 (line 18), …"
+        "rows without a label in column 'label' (7 of 500): line 8, line 15, line 16, line 17, line 18, …"
     )
     assert place == "8"
+    assert "rows are" not in hint
+    message, place, hint = refused(parquet(["a", None, "b", None], names=["label"]), "a.parquet")
+    assert (message, place) == ("rows without a label in column 'label' (2 of 4): row 1, row 3", "")
     assert "rows are counted from 0" in hint
-    nulls = parquet(["a", None, "b", None], names=["label"])
-    assert refused(nulls, "a.parquet")[:2] == ("rows without a label in column 'label' (2 of 4): row 1, row 3", "")
 
 
 def test_too_many_labels(refused, monkeypatch):
@@ -292,15 +292,15 @@ def test_rows_without_labels_or_numbers(refused):
     """All of them are counted, the first are named with their lines, before anything is kept."""
     tags = LabelColumns("tags", ("label",), "|")
     message, line, hint = refused(b'label\na|b\n |\n"x\n|"\n\n|\n', label=tags)
-    assert (message, line) == ("rows without a label in column 'label' (2 of 4): row 1 (line 3), row 3 (line 7)", "3")
+    assert (message, line) == ("rows without a label in column 'label' (2 of 4): line 3, line 7", "3")
     assert "task.labels.empty=allow" in hint
     message, _, _ = refused(b"label,b\n|,1\n,1\n", label=LabelColumns("tags", ("label",), "|", allow_empty=True))
     assert message == "no row has a label in column 'label'"
     numbers = LabelColumns("numbers", ("x", "y"))
     message, line, hint = refused(b"x,y\n1,2\n3,\n4,ten\n\nnan,1\n1,-inf\n1e39,0\n1,5 kg\n0,0\n", label=numbers)
     assert message == (
-        "rows with a value that is not a finite number in 'x' or 'y' (6 of 8): row 1 (line 3): '', "
-        "row 2 (line 4): 'ten', row 3 (line 6): 'nan', row 4 (line 7): '-inf', row 5 (line 8): '1e39', …"
+        "rows with a value that is not a finite number in 'x' or 'y' (6 of 8): line 3: '', "
+        "line 4: 'ten', line 6: 'nan', line 7: '-inf', line 8: '1e39', …"
     )
     assert (line, "plain numbers" in hint) == ("3", True)
     assert "no column 'z'" in refused(b"x,y\n1,2\n", label=LabelColumns("numbers", ("x", "z")))[0]
