@@ -18,7 +18,7 @@ from harness.audit.plan import AuditPlan, HowKilled
 from harness.audit.records import StartRecord
 from harness.audit.starts import LATEST, CommandStart, CommandStarts
 from harness.audit.verdict import NOT_EXACT, UNDECIDED, Draw, Finding, Verdict, conclude
-from harness.errors import ConfigError, plural, reason, remedy
+from harness.errors import ConfigError, plural
 from harness.runs.console import in_words
 
 UNDISTURBED, AGAIN, KILLED, RESUMED = "undisturbed", "again", "killed", "resumed"
@@ -67,29 +67,21 @@ def audit(request: AuditRequest, say: Callable[[str], None]) -> Verdict:
             hint=f"only a resumed start has a checkpoint: write --resume '--my_option {LATEST}' before the --",
         )  # fmt: skip
     with _folder(request.folder) as (folder, keep):
-        running = None
+        running = _Audit(request, Session(request.source, folder, request.copies), say)
         try:
-            running = _Audit(request, Session(request.source, folder, request.copies), say)
             verdict = running.run()
             if verdict.kind == NOT_EXACT and request.folder is None:
                 keep()
                 verdict = replace(verdict, notes=[*verdict.notes, f"all starts are kept in {folder}"])
             return verdict
         except KeyboardInterrupt:
-            if running is not None:
-                if running.has_fault:
-                    keep()
-                for line in running.so_far():
-                    say(line)
-                is_kept = running.has_fault or request.folder is not None
-                say(f"its files: {folder if is_kept else 'removed (--folder FOLDER keeps them)'}")
+            if running.has_fault:
+                keep()
+            for line in running.so_far():
+                say(line)
+            is_kept = running.has_fault or request.folder is not None
+            say(f"its files: {folder if is_kept else 'removed (--folder FOLDER keeps them)'}")
             raise
-        except OSError as error:
-            raise ConfigError(
-                f"the working folder cannot be copied to {folder}: {reason(error)}",
-                where=str(error.filename or request.source),
-                hint=remedy(error, "or choose another folder with --folder"),
-            ) from error
 
 
 @contextmanager

@@ -8,11 +8,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, reason, remedy
 
 DATA_BYTES = 100e6  # a folder or file of more is linked if it holds neither code nor checkpoints
 MOST_BYTES = 2e9  # of all that is copied
@@ -154,15 +154,14 @@ class Session:
         """``copies``: False for a command that writes only to ``{out}``: ``work`` is the working folder itself."""
         self.folder = folder.resolve()
         self.out, self._snapshot = self.folder / "out", self.folder / "source"
-        (self.folder / _MARK).touch()
-        if not copies:
-            self.work, self.copy = source.resolve(), None
-            self.folders: tuple[Path, ...] = (self.out,)
-            """Those that each start finds as they should be, and whose content is kept."""
+        self.work = self.folder / "work" if copies else source.resolve()
+        self.folders = (self.work, self.out) if copies else (self.out,)
+        """Those that each start finds as they should be, and whose content is kept."""
+        with _copying(source, self.folder):
+            (self.folder / _MARK).touch()
+            self.copy = WorkCopy(source.resolve(), self.work) if copies else None
+        if self.copy is None:
             return
-        self.work = self.folder / "work"
-        self.folders = (self.work, self.out)
-        self.copy = WorkCopy(source.resolve(), self.work)
         if (free := shutil.disk_usage(self.folder).free) < _COPIES * self.copy.size:
             raise ConfigError(
                 f"{_COPIES} copies of the working folder need {_gigabytes(_COPIES * self.copy.size)}, but only "
@@ -170,7 +169,8 @@ class Session:
                 where=str(self.folder),
                 hint="choose a folder on another disk with --folder",
             )
-        self.copy.create(self._snapshot)
+        with _copying(source, self.folder):
+            self.copy.create(self._snapshot)
         self.copy.remember()
 
     def records(self, name: str) -> Path:
@@ -219,6 +219,19 @@ class Session:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def _copying(source: Path, target: Path) -> Iterator[None]:
+    """Context in which an error of the system becomes a ConfigError about the copy of ``source``."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{source} cannot be copied to {target}: {reason(error)}",
+            where=str(error.filename or source),
+            hint=remedy(error, "or choose another folder with --folder"),
+        ) from error
+
+
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         return sorted(entries, key=lambda entry: entry.name)
@@ -241,7 +254,8 @@ def _duplicate(source: Path, target: Path) -> None:
         if not done.returncode:
             return
         shutil.rmtree(target, ignore_errors=True)  # another cp, such as busybox's
-    shutil.copytree(source, target, symlinks=True)
+    with _copying(source, target):
+        shutil.copytree(source, target, symlinks=True)
 
 
 def _time(path: Path) -> tuple[int, int] | None:

@@ -40,7 +40,7 @@ class FollowedFile:
         fresh = fresh if (is_full and not end) or (final and not is_full) else fresh[:end]
         self._offset += len(fresh)
         self._kept = (self._kept + fresh)[-_KEPT_BYTES:]
-        return fresh.splitlines()
+        return fresh.removesuffix(b"\n").split(b"\n") if fresh else []
 
 
 def read_entry(line: bytes) -> dict[str, Any] | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,15 +29,19 @@ MAX_PARAMS = 100  # per request, MLflow's limit
 
 
 class Tracker:
+    """A run of MLflow, found by its tag. Settings are its parameters, and files its artifacts."""
+
     def start(self, info: RunInfo, entries: Iterable[Entry]) -> str:
         """Resume the same MLflow run. MLflow cannot delete values, so steps that a resumed run repeats, with the same
         numbers, are not sent again."""
         for name in ("alembic", "mlflow.store.db.utils"):  # they log every table that they create
             logging.getLogger(name).setLevel(logging.WARNING)
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{info.output.resolve() / 'mlflow.db'}"
-        with _locked(info.output, embedded="MLFLOW_TRACKING_URI" not in os.environ):
+        own, server = info.output.resolve(), os.environ.get("MLFLOW_TRACKING_URI")
+        uri = server or f"sqlite:///{own / 'mlflow.db'}"
+        # Two runs that start at once must not both create the tables.
+        with contextlib.nullcontext() if server else locked(own / "mlflow.db.lock", _LOCK_S):
             self._client = MlflowClient(uri)
-            self._run_id = self._find(info)
+            self._run_id = self._find(info, None if server else (own / "mlartifacts").as_uri())
         self._times = EntryTimes(info.started)
         self._sent = self._last_steps()
         for entry in entries:
@@ -46,15 +49,15 @@ class Tracker:
         flag = "" if uri.startswith("http") else f" --backend-store-uri {uri}"
         return f"view with: mlflow ui{flag}" if flag else f"view at {uri}"
 
-    def _find(self, info: RunInfo) -> str:
-        """Return the id of this run in MLflow. A new run is created with the settings as parameters."""
+    def _find(self, info: RunInfo, artifacts: str | None) -> str:
+        """Return the id of this run in MLflow. A new run is created with the settings as parameters, and a new
+        experiment with the folder ``artifacts``; None: where the server keeps them."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
             experiment_id = experiment.experiment_id
         else:
-            own = None if "MLFLOW_TRACKING_URI" in os.environ else (info.output.resolve() / "mlartifacts").as_uri()
-            experiment_id = self._client.create_experiment(name, own, KIND)
+            experiment_id = self._client.create_experiment(name, artifacts, KIND)
         runs = self._client.search_runs([experiment_id], f"tags.`{TAG}` = '{info.id}'")
         run = (
             runs[0]
@@ -89,21 +92,13 @@ class Tracker:
 
     def show(self, sample: Sample) -> None:
         for row, image in enumerate(sample.images if sample.images is not None else ()):
-            pixels: Any = np.moveaxis(image, 0, -1)
             name = "".join(letter if letter.isalnum() or letter in " -_" else "_" for letter in sample.title(row))
-            self._client.log_image(self._run_id, pixels, f"{sample.name}/{row:02d} {name}.png")
+            self._client.log_image(self._run_id, np.moveaxis(image, 0, -1), f"{sample.name}/{row:02d} {name}.png")
         if sample.confusion is not None:
-            matrix: Any = np.moveaxis(pictures.confusion(sample.confusion), 0, -1)
+            matrix = np.moveaxis(pictures.confusion(sample.confusion), 0, -1)
             self._client.log_image(self._run_id, matrix, "confusion.png")
 
     def finish(self, files: list[Path], done: bool) -> None:
         for path in files:
             self._client.log_artifact(self._run_id, str(path), "model" if path.suffix == ".safetensors" else None)
         self._client.set_terminated(self._run_id, "FINISHED" if done else "KILLED")
-
-
-@contextlib.contextmanager
-def _locked(output: Path, embedded: bool) -> Iterator[None]:
-    """Two runs that start at once must not both create the tables."""
-    with locked(output / "mlflow.db.lock", _LOCK_S) if embedded else contextlib.nullcontext():
-        yield

@@ -159,6 +159,15 @@ def test_latest_belongs_to_resumed_starts(project):
         run(project, "--resume", "{latest}")
 
 
+def test_an_error_after_the_copy_is_not_called_one_of_it(project, monkeypatch):
+    def lost(folder):
+        raise FileNotFoundError("a record")
+
+    monkeypatch.setattr(records, "read", lost)
+    with pytest.raises(FileNotFoundError, match="a record"):
+        run(project)
+
+
 def test_a_folder_in_use_is_refused(project, tmp_path):
     with pytest.raises(ConfigError, match="not empty"):
         run(project, folder=tmp_path)

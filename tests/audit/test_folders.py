@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,13 @@ def test_another_audit_is_not_copied(source):
     made = Session(source, source / "audit")
     made.fresh()
     assert not (made.work / "audit").exists()
+
+
+def test_a_copy_that_fails_names_both_folders(source, monkeypatch):
+    def full(path, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(shutil, "copy2", full)
+    with pytest.raises(ConfigError, match="project cannot be copied to .*session: No space left on device") as error:
+        session(source)
+    assert "--folder" in error.value.hint

@@ -33,6 +33,12 @@ def test_rewritten_file_is_read_again(tmp_path):
     assert len(rewritten) == 2
 
 
+def test_only_a_line_feed_ends_a_line(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(b" 1%\r 2%\rdone\n\x0bone\n\nlast\n")
+    assert FollowedFile(path).read() == [b" 1%\r 2%\rdone", b"\x0bone", b"", b"last"]
+
+
 @pytest.mark.parametrize("length", [10, 25, 99])
 def test_long_line_does_not_hold_up_those_after_it(tmp_path, length):
     """As of a progress bar, which ends its lines in a carriage return, or not at all."""

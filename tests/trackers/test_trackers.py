@@ -330,9 +330,12 @@ def test_mlflow(tmp_path, start, monkeypatch):
     from mlflow import MlflowClient
 
     (tmp_path / "runs" / "small" / "predictions.csv").write_text("id\n1\n")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # as if it was not set
     lines = killed_and_resumed(start, tmp_path / "runs" / "small", "mlflow")
     client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("apex-harness")
+    assert experiment.artifact_location == (tmp_path / "runs" / "mlartifacts").as_uri()
+    assert (tmp_path / "runs" / "mlflow.db.lock").exists()
     (run,) = client.search_runs([experiment.experiment_id])  # one for both starts
     assert (run.info.run_name, run.info.status) == ("small", "FINISHED")
     kept = json.loads((tmp_path / "runs" / "small" / "trackers.json").read_text())
