@@ -451,6 +451,7 @@ def test_memory_and_profiling_calls():
     torch.cuda.nvtx.range_pop()
     with torch.cuda.nvtx.range("backward"):
         torch.cuda.profiler.start()
+    assert call_counter.counts()["torch.cuda.nvtx.range"] == 1
 
 
 def test_streams_and_events():

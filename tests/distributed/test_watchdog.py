@@ -81,7 +81,7 @@ def test_no_rank_is_accused_where_another_has_failed(monkeypatch):
     assert mine.dog.first_failure == failure(1)
 
 
-def test_peer_failure_requests_a_stop_and_ends_a_blocked_rank(quick):
+def test_peer_failure_requests_a_stop_and_ends_a_blocked_rank(quick, caplog):
     store = dist.HashStore()
     mine, peer = Watched(store), Watched(store)
     with mine.dog:
@@ -90,6 +90,7 @@ def test_peer_failure_requests_a_stop_and_ends_a_blocked_rank(quick):
         assert peer.dog.publish_failure(failure(3)) == failure(3)
         mine.wait_for_exit()
     assert mine.stop.text == "rank 3 failed"
+    assert "this rank is blocked: rank 3 failed" in caplog.text
     assert (mine.exits, mine.causes) == ([EXIT_FAILURE], [Cause.PEER_LOST])
     (record,) = mine.records
     assert (record.error, record.message, record.by_rank) == ("PeerLost", "rank 3 failed", True)

@@ -93,6 +93,7 @@ def test_a_last_line_without_newline_is_read(tmp_path):
         (b"\xff\xfe\n", 2, "left out: 1 of 3"),
         (b'{"event": "\\ud800"}\n', 2, "left out: 1 of 3"),
         (b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"\n", 2, "left out: 1 of 3"),
+        (b'{"a":' + b"[" * 500 + b"]" * 500 + b"}\n", 2, "left out: 1 of 3"),
     ],
 )
 def test_damaged_lines_are_left_out_and_reported(tmp_path, damage, left, problem):

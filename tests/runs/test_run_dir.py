@@ -140,6 +140,15 @@ def test_results_without_checkpoints_are_moved_aside(tmp_path):
     assert claim(tmp_path) == ""
 
 
+def test_a_run_without_a_task_of_ours_is_moved_aside(tmp_path):
+    """Its ``task`` may be of any kind of YAML."""
+    claim(tmp_path)
+    saved = tmp_path / "runs" / "small" / "config.yaml"
+    (saved.parent / "metrics.jsonl").write_text("trained")
+    saved.write_text(yaml.safe_dump({**yaml.safe_load(saved.read_text()), "task": "none"}))
+    assert "small.1: its recipe differs" in claim(tmp_path)
+
+
 @pytest.mark.parametrize("gone", ["checkpoints", "logs"])
 def test_a_run_is_one_without_its_checkpoints_or_logs(tmp_path, gone):
     """Somebody has deleted them to save space."""

@@ -474,6 +474,8 @@ def test_predictions_and_errors():
     table = objective(MULTI).labels.predictions(logits)
     assert table["prediction"] == ["a|c", ""]
     assert table["score_c"].tolist() == pytest.approx([1 / (1 + math.exp(-0.5)), 1 / (1 + math.e)])
+    rows, targets = MULTI.targets([["a|c", "none", "", "b"]], True)
+    assert (rows, targets.tolist(), targets.dtype) == ([0, 2, 3], [[1, 0, 1, 0], [0] * 4, [0, 1, 0, 0]], torch.uint8)
     many = MultiLabel(tuple(range(200)), ",")
     table = objective(many).labels.predictions(torch.eye(200)[[7]] * 9 - 1)
     assert (table["prediction"], table["label_1"]) == (["7"], [7])
