@@ -1,6 +1,6 @@
 """Counts how often the host waits for the device in each part of a run, on the GPU of ``tests/syncs.py``.
 
-python -m tests.sync_table    # writes the table into docs/strategies.md; tests/training/test_loop.py compares it
+python -m tests.sync_table    # writes benchmarks/results/waits.md; tests/training/test_loop.py compares it
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 OF_FSDP = ["O0", "O1", "O4"]  # the levels that keep the weights in float32
 STRATEGIES = {"none": 1, "ddp": 2, "fsdp": 2}  # and the number of ranks
 OPTIONS = {"`train.clip_norm`": {"clip_norm": 1.0}, "`train.on_nan: skip`": {"on_nan": "skip"}}  # of a step
-PAGE = ROOT / "docs" / "strategies.md"
+PAGE = ROOT / "benchmarks" / "results" / "waits.md"
 BEGIN, END = "<!-- written by python -m tests.sync_table -->", "<!-- end of the table -->"
 
 

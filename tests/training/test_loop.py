@@ -1,7 +1,7 @@
 """When a run logs, evaluates and saves; and, on the GPU of tests/syncs.py, when the host waits for the device, and that
 what it does later gives the same results.
 
-The table in docs/strategies.md is counted there, too.
+The table in benchmarks/results/waits.md is counted there, too.
 """
 
 from __future__ import annotations
