@@ -20,11 +20,14 @@ _ATTRIBUTE = "_amp_accumulated_grad"
 
 
 class HoldsGradients(Protocol):
-    """A reducer: ``holds_local`` while gradients of its parameters wait for a reduction. ``asides``: the stashes of the
-    optimizers for which amp may have set some of them aside, on this rank or another."""
+    """A reducer, as amp sees it. While ``holds_local``, gradients of its parameters wait for a reduction.
+
+    ``asides`` has the stash of each optimizer for which amp may have set some of them aside, on this rank or another.
+    The set keeps them alive: ranks collect garbage at different times, and all must find the same stashes in it.
+    """
 
     holds_local: bool
-    asides: set[int]
+    asides: set[object]
 
     def owns(self, parameter: Tensor) -> bool: ...
 
@@ -43,17 +46,21 @@ def any_unreduced(parameters: Iterable[Tensor]) -> bool:
     return bool(waiting) and any(reducer.owns(parameter) for parameter in parameters for reducer in waiting)
 
 
-def announce_aside(stash: object, parameters: Sequence[Tensor], aside: bool) -> None:
-    """Tell the reducers of ``parameters`` that amp sets earlier gradients aside for ``stash``, or has put them back.
+def announce_aside(stash: object, parameters: Sequence[Tensor]) -> None:
+    """Tell the reducers of ``parameters`` that amp sets earlier gradients aside for ``stash``, if there are any.
 
-    Not whether there were any: ranks run the same contexts, but may differ in the parameters that these reach, and all
-    must come to the same decision without asking each other.
+    They do not hear whether there are: ranks run the same contexts, but may differ in the parameters that these reach,
+    and all must come to the same decision without asking each other.
     """
     for reducer in _reducers:
-        if not aside:
-            reducer.asides.discard(id(stash))
-        elif reducer.holds_local and any(reducer.owns(parameter) for parameter in parameters):
-            reducer.asides.add(id(stash))
+        if reducer.holds_local and any(reducer.owns(parameter) for parameter in parameters):
+            reducer.asides.add(stash)
+
+
+def withdraw_aside(stash: object) -> None:
+    """Tell all reducers that amp has put back what it had set aside for ``stash``."""
+    for reducer in _reducers:
+        reducer.asides.discard(stash)
 
 
 def set_aside(parameter: Tensor, gradient: Tensor) -> None:
@@ -68,6 +75,6 @@ def get_aside(parameter: Tensor) -> Tensor | None:
 
 
 def take_aside(parameter: Tensor) -> Tensor | None:
-    """Like ``get_aside``, and remove it."""
+    """Return the gradient set aside for ``parameter``, or None, and remove it."""
     gradient: Tensor | None = parameter.__dict__.pop(_ATTRIBUTE, None)
     return gradient

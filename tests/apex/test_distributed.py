@@ -16,8 +16,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.apex import amp
+from harness.apex.accumulated_gradients import announce_aside, withdraw_aside
+from harness.apex.amp.stash import AmpStash
 from harness.apex.optimizers import FusedSGD
 from harness.apex.parallel import DistributedDataParallel, Reducer, buckets
+from harness.apex.parallel.backward_reducer import BackwardReducer
 from tests.apex.shared import LEVELS, Numbers, backward, copies, distinct, gradients
 from tests.ranks import run_ranks
 
@@ -615,7 +618,7 @@ def test_pieces_without_overlap_are_larger_on_a_gpu():
     with FakeTensorMode():
         for dtype, size in ((torch.float32, 4), (torch.float16, 2)):
             weights = [torch.empty(1_000_000, dtype=dtype, device="cuda:0") for _ in range(40)]
-            pieces = buckets.layout(weights, range(40), buckets.piece_size(weights), fp32=False)
+            pieces = buckets.make_buckets(weights, range(40), buckets.piece_size(weights), fp32=False)
             per_piece = -(-(25 << 20) // (1_000_000 * size))
             assert [len(piece.indices) for piece in pieces[:-1]] == [per_piece] * (len(pieces) - 1)
 
@@ -707,3 +710,16 @@ def test_world_of_one():
 def test_without_a_process_group(kind):
     with pytest.raises(ValueError, match="init_process_group"):
         kind(nn.Linear(1, 1))
+
+
+def test_what_was_set_aside_for_an_optimizer_that_is_gone_is_not_withdrawn_by_another():
+    parameter = torch.zeros(2, requires_grad=True)
+    scaling = buckets.Scaling(2, average=True, predivide=1.0)
+    reducer = BackwardReducer([parameter], scaling, message_size=1, overlap=False)
+    reducer.holds_local = True
+    stash = AmpStash(master_weights=True)
+    announce_aside(stash, [parameter])
+    del stash
+    for _ in range(100):  # one of them may be where the first was in memory
+        withdraw_aside(AmpStash(master_weights=True))
+    assert reducer.asides

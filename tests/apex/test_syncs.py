@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.apex import amp, amp_C
-from harness.apex.parallel import DistributedDataParallel, sync_batchnorm
+from harness.apex.parallel import DistributedDataParallel, batch_norm_over_ranks
 from harness.apex.parallel.LARC import LARC
 from tests.apex.optimizer_cases import BFLOAT, CASES, HALF, copied, every_case, give_gradients, params_of
 from tests.apex.shared import Numbers, backward
@@ -192,9 +192,7 @@ def _accumulated() -> None:
                         backward(net([1.0 + rank] * 3), optimizer)
                 else:
                     backward(net([1.0 + rank] * 3), optimizer)
-                assert not [sync for sync in syncs if "parallel/distributed" in sync.line or "buckets" in sync.line], (
-                    syncs
-                )
+                assert not [sync for sync in syncs if "apex/parallel/" in sync.line], syncs
             found = [p.grad.cpu() for p in model.parameters()]
             net = DistributedDataParallel(
                 Numbers().to(device), delay_allreduce=True
@@ -203,7 +201,7 @@ def _accumulated() -> None:
                 net([1.0] * 3).backward()
             syncs.clear()
             net([1.0] * 3).backward()
-            assert not [sync for sync in syncs if "parallel/distributed" in sync.line or "buckets" in sync.line], syncs
+            assert not [sync for sync in syncs if "apex/parallel/" in sync.line], syncs
         expected = expected or found
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert all((a == 6.0).all() for a in found), "twice the average of 1 and 2, accumulated twice"
@@ -220,14 +218,16 @@ def _batch_norm_over_ranks() -> None:
     def passed(device: str) -> list[torch.Tensor]:
         x = (torch.arange(24.0).view(4, 3, 2) * (rank + 1)).to(device).requires_grad_()
         weight, bias = (torch.full((3,), value, device=device, requires_grad=True) for value in (2.0, 1.0))
-        result = sync_batchnorm.normalize(x, weight, bias, *sync_batchnorm.global_statistics(x, group), 1e-5, group)
+        result = batch_norm_over_ranks.normalize(
+            x, weight, bias, *batch_norm_over_ranks.global_statistics(x, group), 1e-5, group
+        )
         (result * torch.full_like(result, rank + 1.0)).cos().sum().backward()
         return [result.detach(), x.grad, weight.grad, bias.grad]
 
     expected = passed("cpu")
     with counted_syncs() as syncs:
         found = passed("cuda:0")
-        waits = [sync for sync in syncs if "sync_batchnorm" in sync.line]
+        waits = [sync for sync in syncs if "batch_norm" in sync.line]
         assert not waits, waits
         assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
 

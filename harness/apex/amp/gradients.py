@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.accumulated_gradients import announce_aside, set_aside, take_aside
+from harness.apex.accumulated_gradients import announce_aside, set_aside, take_aside, withdraw_aside
 from harness.apex.amp.master_weights import all_params
 from harness.apex.amp.saved_masters import lazy_init
 from harness.apex.amp.scaler import LossScaler
@@ -56,7 +56,8 @@ def prepare(optimizer: Optimizer, scale: float | Tensor = 1.0, delayed: bool = F
             parameter.grad = None  # the scaled gradient of the last context, already in the master
         if master.grad is not None:
             set_aside(parameter, master.grad)
-    announce_aside(stash, own + stash.all_fp16_params, aside=not delayed or stash.master_weights)
+    if stash.master_weights or not delayed:
+        announce_aside(stash, own + stash.all_fp16_params)
     if delayed:
         _rescale(own, scale)
         return
@@ -112,7 +113,7 @@ def finish(optimizer: Optimizer, scaler: LossScaler, scale: float | Tensor) -> N
     if sums:
         _add(sums, added, float(1.0 / scale))
     scaler.unscale_(sums + unchecked, 1.0)
-    announce_aside(stash, (), aside=False)
+    withdraw_aside(stash)
     stash.params_have_scaled_gradients = False
     stash.backward_ended()
 
@@ -140,7 +141,7 @@ def restore(optimizer: Optimizer) -> None:
             parameter.grad = None
         if earlier is not None:  # perhaps reduced over ranks by now, in float32
             target.grad = earlier.to(target.dtype)
-    announce_aside(stash, (), aside=False)
+    withdraw_aside(stash)
     stash.backward_ended()
 
 

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from harness.apex.call_counter import count
 from harness.apex.on_cpu.device_arguments import Replacement
 from harness.apex.on_cpu.placement import move_all, names_cuda
-from harness.apex.parallel.sync_batchnorm import SyncBatchNorm, global_statistics, normalize
+from harness.apex.parallel.batch_norm_over_ranks import global_statistics, normalize, update_running_statistics
 from harness.apex.patches import around
 
 
@@ -85,14 +85,14 @@ def _distributed(
 
 
 def _sync_batchnorm_forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-    """``nn.SyncBatchNorm``, whose own implementation refuses CPU tensors, with the arithmetic of ``apex.parallel``."""
+    """Do the forward pass of ``nn.SyncBatchNorm``, which refuses CPU tensors, with the arithmetic of ``parallel``."""
     if not (self.training and dist.is_initialized() and dist.get_world_size(self.process_group) > 1):
         return _BatchNorm.forward(self, input)
     count("SyncBatchNorm")
     self._check_input_dim(input)
     mean, var, total = global_statistics(input.detach(), self.process_group)
     if self.track_running_stats:
-        SyncBatchNorm._update_running(self, mean, var, total)  # type: ignore[arg-type]
+        update_running_statistics(self, mean, var, total)
     return normalize(input, self.weight, self.bias, mean, var, total, self.eps, self.process_group)
 
 

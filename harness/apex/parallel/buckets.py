@@ -7,9 +7,10 @@ whose unused parameters differ need no extra collective: a parameter is reduced 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ _CUDA_PIECE = 25 << 20  # bytes, as in torch's DistributedDataParallel: nccl rea
 
 
 def piece_size(tensors: Sequence[Tensor]) -> int:
-    """Elements to send at once where no computation overlaps."""
+    """Return the number of elements to send at once where no computation overlaps."""
     if not tensors or tensors[0].device.type == "cpu":
         return _GLOO_PIECE
     return _CUDA_PIECE // tensors[0].element_size()
@@ -36,7 +37,7 @@ def strides_in_buffer(tensors: Sequence[Tensor]) -> list[Strides]:
 
 
 class CommonStrides:
-    """The strides that gradients of ``parameters``, all of a model, have in buffers: equal on all ranks.
+    """The strides that gradients of all ``parameters`` of a model have in buffers, equal on all ranks.
 
     They are the parameters' own if these are ``alike`` on all ranks, else contiguous.
     """
@@ -45,9 +46,9 @@ class CommonStrides:
         self._shapes = [parameter.shape for parameter in parameters]
         self._strides = strides_in_buffer(parameters) if alike else []
 
-    def of(self, parameters: Sequence[Tensor]) -> dict[Tensor, Strides]:
-        """Return the strides by parameter, for the ``parameters`` that the model has now; empty, for contiguous ones,
-        if a shape has changed: of the new strides one rank alone cannot know whether they are equal on all."""
+    def by_parameter(self, parameters: Sequence[Tensor]) -> dict[Tensor, Strides]:
+        """Return the strides for the ``parameters`` that the model has now; none, for contiguous ones, if a shape has
+        changed: one rank alone cannot know whether the new strides are equal on all."""
         if not self._strides or [parameter.shape for parameter in parameters] != self._shapes:
             return {}
         return dict(zip(parameters, self._strides, strict=True))
@@ -64,6 +65,14 @@ class Scaling:
         self.before = 1.0 / predivide
         self.after = predivide / world_size if average else 1.0
         self.carry = 1.0 if average else predivide / world_size
+
+
+class _Buffer(NamedTuple):
+    """A vector ``flat``, with a view for the gradient of each parameter, and of the flags at its end."""
+
+    flat: Tensor
+    views: list[Tensor]
+    flags: Tensor
 
 
 class Bucket:
@@ -84,16 +93,17 @@ class Bucket:
         self.dtype = dtype
         self._strides = strides
         self.missing = len(self.indices)  # gradients of the current backward pass that have not arrived
-        self.work: Any = None
-        self._flat: Tensor | None = None
-        self._views: list[Tensor] = []
-        self._flags: Tensor | None = None
+        self._work: dist.Work | None = None
 
     @property
     def flat(self) -> Tensor:
         """The gradients in the buffer, without the flags."""
-        assert self._flat is not None
-        return self._flat[: -len(self.parameters)]
+        return self._buffer.flat[: -len(self.parameters)]
+
+    def begin_pass(self) -> None:
+        """Prepare for a backward pass, also after one that raised."""
+        self._wait()
+        self.missing = len(self.indices)
 
     def launch(self, gradients: Sequence[Tensor | None], flagged: Sequence[bool], scaling: Scaling) -> None:
         """Copy ``gradients``, dense or sparse, in and start the sum over ranks.
@@ -101,28 +111,28 @@ class Bucket:
         An existing gradient contributes even if it is not ``flagged``: it was reduced before, is equal on all ranks,
         and comes out unchanged.
         """
-        flat = self._buffer()
-        present = [(view, g) for view, g in zip(self._views, gradients, strict=True) if g is not None and g is not view]
-        if len(present) < len(self._views):
-            for view, gradient in zip(self._views, gradients, strict=True):
-                if gradient is None:
-                    view.zero_()
+        flat, views, flags = self._buffer
+        present: list[tuple[Tensor, Tensor]] = []
+        carried: list[Tensor] = []
+        for view, gradient, flag in zip(views, gradients, flagged, strict=True):
+            if gradient is None:
+                view.zero_()
+                continue
+            if gradient is not view:
+                present.append((view, _strided(gradient)))
+            if not flag:
+                carried.append(view)
         if present:
-            torch._foreach_copy_([view for view, _ in present], [_strided(g) for _, g in present])
-        assert self._flags is not None
+            torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
         if all(flagged):
-            self._flags.fill_(1.0)
+            flags.fill_(1.0)
         else:
-            self._flags.copy_(torch.tensor(flagged, dtype=self.dtype), non_blocking=True)
-            if scaling.carry != 1.0:
-                carried = [
-                    v for v, flag, g in zip(self._views, flagged, gradients, strict=True) if not flag and g is not None
-                ]
-                if carried:
-                    torch._foreach_mul_(carried, scaling.carry)
+            flags.copy_(torch.tensor(flagged, dtype=self.dtype), non_blocking=True)
+        if carried and scaling.carry != 1.0:
+            torch._foreach_mul_(carried, scaling.carry)
         if scaling.before != 1.0:
             flat.mul_(scaling.before)
-        self.work = dist.all_reduce(flat, async_op=True)
+        self._work = dist.all_reduce(flat, async_op=True)
 
     def finish(self, flagged: Sequence[bool]) -> list[tuple[int, Tensor]]:
         """Wait for the sum; return (position in this bucket, sum) of every parameter that some rank flagged.
@@ -130,24 +140,26 @@ class Bucket:
         Sums are views of ``flat``, valid until the next ``launch``. Reads the flags back from the device only if this
         rank did not flag everything.
         """
-        self.work.wait()
-        self.work = None
-        assert self._flat is not None
-        assert self._flags is not None
-        used = flagged if all(flagged) else (self._flags != 0).tolist()
-        return [(place, view) for place, view in enumerate(self._views) if used[place]]
+        self._wait()
+        _, views, flags = self._buffer
+        used = flagged if all(flagged) else (flags != 0).tolist()
+        return [(place, view) for place, view in enumerate(views) if used[place]]
 
-    def _buffer(self) -> Tensor:
-        if self._flat is None:
-            sizes = [parameter.numel() for parameter in self.parameters]
-            device = self.parameters[0].device
-            self._flat = torch.zeros(sum(sizes) + len(sizes), dtype=self.dtype, device=device)
-            *pieces, self._flags = self._flat.split([*sizes, len(sizes)])
-            self._views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
-            if self._strides:
-                pairs = zip(self._views, self.parameters, strict=True)
-                self._views = [view.as_strided(p.shape, self._strides[p]) for view, p in pairs]
-        return self._flat
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+
+    @functools.cached_property
+    def _buffer(self) -> _Buffer:
+        """The memory of this bucket, which its first reduction allocates."""
+        sizes = [parameter.numel() for parameter in self.parameters]
+        flat = torch.zeros(sum(sizes) + len(sizes), dtype=self.dtype, device=self.parameters[0].device)
+        *pieces, flags = flat.split([*sizes, len(sizes)])
+        views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+        if self._strides:
+            views = [view.as_strided(p.shape, self._strides[p]) for view, p in zip(views, self.parameters, strict=True)]
+        return _Buffer(flat, views, flags)
 
 
 def _strided(gradient: Tensor) -> Tensor:
@@ -155,7 +167,7 @@ def _strided(gradient: Tensor) -> Tensor:
     return gradient.detach() if gradient.layout is torch.strided else gradient.to_dense()
 
 
-def layout(
+def make_buckets(
     parameters: Sequence[Tensor],
     order: Sequence[int],
     min_elements: int,

@@ -1,6 +1,7 @@
 """Collectives over lists of tensors, through one flat vector per dtype, and rank 0's broadcast.
 
-Scripts that reduce or broadcast without a wrapper import the first seven functions from ``apex.parallel.distributed``.
+Scripts that reduce or broadcast without a wrapper import the first five functions, ``flatten`` and ``unflatten`` from
+``apex.parallel.distributed``.
 """
 
 from __future__ import annotations

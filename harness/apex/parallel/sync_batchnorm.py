@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from harness.apex.dtypes import wide
+from harness.apex.parallel.batch_norm_over_ranks import global_statistics, normalize, update_running_statistics
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -103,6 +102,7 @@ class SyncBatchNorm(_BatchNorm):
         return size
 
     def _synchronized(self, x: Tensor) -> Tensor:
+        """Normalize ``x``, rows of channels, with the statistics of all ranks. Collective."""
         mean, var, count = global_statistics(x.detach()[:0] if self.idle else x.detach(), self.process_group)
         if x.numel() <= x.shape[1]:  # only then can the total be below two; else nothing is read from the device
             total = int(count)
@@ -114,27 +114,10 @@ class SyncBatchNorm(_BatchNorm):
             if total == 0:
                 return super().forward(x)  # empty everywhere: leaves the running statistics alone
         if self.track_running_stats:
-            self._update_running(mean, var, count)
-        if self.idle:  # x is not in the statistics: no gradient through them; the zeros keep x in the graph
-            return self._normalized(x.detach().requires_grad_(x.requires_grad), mean, var, count) + x * 0
-        return self._normalized(x, mean, var, count)
-
-    def _normalized(self, x: Tensor, mean: Tensor, var: Tensor, count: Tensor) -> Tensor:
-        return normalize(x, self.weight, self.bias, mean, var, count, self.eps, self.process_group)
-
-    @torch.no_grad()
-    def _update_running(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
-        running_mean, running_var, seen = self.running_mean, self.running_var, self.num_batches_tracked
-        if running_mean is None or running_var is None:
-            return
-        factor: Tensor | float = 0.0 if self.momentum is None else self.momentum
-        if seen is not None:
-            seen.add_(1)
-            if self.momentum is None:
-                factor = seen.reciprocal().to(running_mean.dtype)
-        unbiased = var * (count / (count - 1))
-        running_mean.lerp_(mean.to(running_mean.dtype), factor)
-        running_var.lerp_(unbiased.to(running_var.dtype), factor)
+            update_running_statistics(self, mean, var, count)
+        rows = x.detach().requires_grad_(x.requires_grad) if self.idle else x
+        out = normalize(rows, self.weight, self.bias, mean, var, count, self.eps, self.process_group)
+        return out + x * 0 if self.idle else out  # not in the statistics: no gradient through them, but x in the graph
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, channel_last={self.channel_last}, fuse_relu={self.fuse_relu}"
@@ -186,10 +169,11 @@ def create_syncbn_process_group(group_size: int) -> Any:
 def _convert(
     module: nn.Module, group: Any, channel_last: bool, seen: dict[nn.Module, nn.Module], copies: dict[Any, nn.Parameter]
 ) -> nn.Module:
+    """Return ``module`` converted, and note it in ``seen``, from which a module used in two places comes back."""
     if module in seen:
         return seen[module]
     if isinstance(module, _BatchNorm):
-        seen[module] = _synchronized(module, group, channel_last, copies)
+        seen[module] = _replacement(module, group, channel_last, copies)
         return seen[module]
     seen[module] = module
     for name, child in module._modules.items():
@@ -198,7 +182,8 @@ def _convert(
     return module
 
 
-def _synchronized(old: _BatchNorm, group: Any, channel_last: bool, copies: dict[Any, nn.Parameter]) -> SyncBatchNorm:
+def _replacement(old: _BatchNorm, group: Any, channel_last: bool, copies: dict[Any, nn.Parameter]) -> SyncBatchNorm:
+    """Return a ``SyncBatchNorm`` with the state of ``old``; ``copies`` has the copy of each parameter made so far."""
     if isinstance(old, nn.modules.lazy.LazyModuleMixin) and old.has_uninitialized_params():  # type: ignore[misc]
         raise TypeError(
             f"the number of channels of {type(old).__name__} is not known yet. Run the model once on a batch, then "
@@ -231,114 +216,3 @@ def _synchronized(old: _BatchNorm, group: Any, channel_last: bool, copies: dict[
         if "_hook" in name:
             setattr(new, name, value)
     return new
-
-
-# The arithmetic over ranks: one collective in the forward pass, which gathers each rank's mean, variance and count, and
-# one in the backward pass, of two sums per channel, on any device and backend, with kernels that torch has for CPU and
-# CUDA. Statistics are at least float32 and merged by count (Chan, Golub and LeVeque 1979), so batches may differ in
-# size between ranks, or be empty on some. It never waits for the device.
-
-
-@torch.no_grad()
-def global_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and biased variance ``(channels,)`` of ``x`` ``(batch, channels, ...)`` over ``group``, count ``()``.
-
-    They are float32, or float64 for float64 ``x``; if the count is 0 they are nan. All ranks of ``group`` call it.
-    """
-    channels, world = x.shape[1], dist.get_world_size(group)
-    dtype = wide(x)
-    mine = torch.zeros(2 * channels + 1, dtype=dtype, device=x.device)
-    if x.numel() > 0:
-        # The kernel computes in the dtype of the running statistics it is given; these are only for that.
-        scratch = mine[: 2 * channels].view(2, channels).clone() if dtype is not x.dtype else (None, None)
-        mean, var = torch.batch_norm_update_stats(x, scratch[0], scratch[1], 0.0)
-        torch.cat([mean, var, mine.new_full((1,), x.numel() // channels)], out=mine)
-    gathered = mine.new_empty(world * len(mine))
-    dist.all_gather_into_tensor(gathered, mine, group=group)
-    means, variances, counts = gathered.view(world, -1).split([channels, channels, 1], dim=1)
-    count = counts.sum()
-    shares = counts / count
-    mean = (shares * means).sum(0)
-    var = (shares * (variances + (means - mean).square())).sum(0)
-    return mean, var, count
-
-
-def normalize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    count: Tensor,
-    eps: float,
-    group: Any,
-) -> Tensor:
-    """Return ``(x - mean) / sqrt(var + eps) * weight + bias`` in the dtype of ``x``, given its ``global_statistics``.
-
-    The gradient of ``x`` includes that every rank's loss depends on it through the statistics; those of ``weight`` and
-    ``bias`` are of this rank's loss alone. All ranks of ``group`` must run the backward pass if any does.
-    """
-    result: Tensor = _Normalize.apply(x, weight, bias, mean, var, count, eps, group)
-    return result
-
-
-class _Normalize(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        count: Tensor,
-        eps: float,
-        group: Any,
-    ) -> Tensor:
-        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-        shift = None if bias is None else bias.to(mean.dtype)
-        ctx.save_for_backward(x, scale, mean, var, count)
-        ctx.eps, ctx.group = eps, group
-        ctx.dtypes = weight.dtype if weight is not None else None, bias.dtype if bias is not None else None
-        return functional.batch_norm(x, mean, var, scale, shift, False, 0.0, eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, mean, var, count = ctx.saved_tensors
-        channels, inverse_std = len(mean), (var + ctx.eps).rsqrt()
-        sums = mean.new_zeros(2 * channels)
-        if x.numel() > 0:
-            grad = grad.contiguous(memory_format=_memory_format(x))  # else the kernels take a slow path
-            _, times_x, plain = torch.ops.aten.native_batch_norm_backward(
-                grad, x, scale, None, None, mean, inverse_std, True, ctx.eps, [False, True, True]
-            )
-            torch.cat([times_x, plain], out=sums)
-        local = sums.clone()
-        # Even if x needs no gradient: that may differ between ranks, and all must run the collective.
-        dist.all_reduce(sums, group=ctx.group)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = _input_gradient(grad, x, mean, var, ctx.eps, scale * inverse_std, sums / count)
-        grad_weight, grad_bias = (
-            piece.to(dtype) if dtype is not None else None
-            for piece, dtype in zip(local.split(channels), ctx.dtypes, strict=True)
-        )
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _input_gradient(
-    grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float, slope: Tensor, averages: Tensor
-) -> Tensor:
-    """Return ``slope * (grad - average of grad - normalized x * average of (grad * normalized x))``."""
-    times_x, plain = (-slope * average for average in averages.split(len(mean)))
-    rest = functional.batch_norm(x, mean, var, times_x, plain, False, 0.0, eps)
-    slopes = slope.view(1, -1, *[1] * (x.dim() - 2))
-    return rest.addcmul_(grad, slopes)
-
-
-def _memory_format(x: Tensor) -> torch.memory_format:
-    for dims, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if x.dim() == dims and x.is_contiguous(memory_format=memory_format):
-            return memory_format
-    return torch.contiguous_format
