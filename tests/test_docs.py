@@ -160,9 +160,9 @@ def test_sizes():
 @pytest.mark.parametrize("page", sorted(PAGES.keys() - {"peers"}))  # which names files of other projects
 def test_files_and_names_that_are_named_exist(page):
     """Words in capitals, such as NAME, stand for others."""
-    of_apex, of_the_reader = {"tests/L0"}, {"harness/tasks/prices.py", "tests/tasks/test_prices.py"}
+    of_apex = {"tests/L0"}
     paths = set(re.findall(r"`((?:harness|tests|configs|launch|docs|benchmarks)/[\w/.]+)`", PAGES[page]))
-    named = {path for path in paths - of_apex - of_the_reader if not re.search("[A-Z]{4}", path)}
+    named = {path for path in paths - of_apex if not re.search("[A-Z]{4}", path)}
     assert {path for path in named if not (ROOT / path).exists()} == set()
     for name, path in re.findall(r"`(\w+)(?:\(\))?`(?: or `\w+\(\)`)? (?:in|of) `(harness/[\w/]+\.py)`", PAGES[page]):
         code = (ROOT / path).read_text()
@@ -479,6 +479,14 @@ def check_install(folder: Path, output: dict[str, str], names: dict[str, Any]) -
 def more_for_fine_tuning(words: list[str]) -> Sequence[str]:
     if words[:3] == ["harness", "data", "mnist"]:
         return ["--from", str(SHARED_DATA / "mnist")]
+    if "head.yaml" in words:  # small, and without a download
+        own = any(word.startswith("model.weights=") for word in words)
+        tiny = [
+            "task.image_size=[8,8]",
+            "task.color=rgb",
+            "task.transforms.train=[{RandomResizedCrop: {size: 8}}, RandomHorizontalFlip]",
+        ]
+        return [*tiny, *([] if own else ["model.weights=null"]), "train.max_steps=2", "precision.opt_level=O0"]
     if words[:2] == ["harness", "train"]:
         mnist = ["task.train_rows=4000", "task.eval_rows=500"]
         short = mnist if "mnist" in words[3] else ["train.epochs=8", "train.evaluate_every=4"]
@@ -495,6 +503,9 @@ def for_fine_tuning(folder: Path) -> None:
     from tests.training.test_huggingface import WORDS, write_bert  # late: it is skipped without transformers
 
     write_bert(folder / "bert")
+    for_readme(folder)
+    for line in (line for line in COMMANDS["README"] if "photos.csv" in line):  # which write photos.yaml
+        assert typed(line, folder, [])[0] == 0
     rows = [(f"is {one} {two}", f"it is {two}", ["no", "yes"][one < two]) for one in WORDS[:6] for two in WORDS]
     columns = ("question", "answer", "label")
     write_table(folder / "pairs.csv", rows, columns)
@@ -503,7 +514,11 @@ def for_fine_tuning(folder: Path) -> None:
 
 def check_fine_tuning(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
     """Fine-tuning is better than training from scratch. transformers loads the model that was trained on pairs."""
-    summaries = [json.loads((folder / "runs" / name / "summary.json").read_text()) for name in ("finetune", "scratch")]
+    head, every, *summaries = (
+        json.loads((folder / "runs" / name / "summary.json").read_text())
+        for name in ("photos_head", "photos_all", "finetune", "scratch")
+    )
+    assert head["step"] == every["step"] == 2
     assert summaries[0]["best"]["top1"] > summaries[1]["best"]["top1"]
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
