@@ -21,7 +21,7 @@ from harness.config import loader
 from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.training import build, checkpointing, loop, run_log
+from harness.training import build, checkpointing, loop
 from harness.training.evaluation.evaluate import evaluate
 from harness.training.main import run_folder
 from harness.training.optimizer import optim
@@ -92,7 +92,7 @@ def _parts(run: Run, gpu: Gpu) -> Iterator[tuple[str, list[Sync]]]:
     yield "a step with `train.ema_decay`", step()
     run.ema = None
     loop.step(run, next(groups), measured=True)
-    yield "a log line", of(lambda: (run_log.end_window(run), loop.settle_last_step(run)))
+    yield "a log line", of(lambda: (loop.end_window(run), loop.settle_last_step(run)))
     evaluate(run)
     whole = of(lambda: evaluate(run))
     data, run.eval_data = run.eval_data, replace(run.eval_data, batch_size=run.eval_data.num_rows)

@@ -26,6 +26,7 @@ from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
 from harness.training import checkpointing, determinism, hooks, memory, mixing, rng
 from harness.training.checkpoint_writer import CheckpointWriter
+from harness.training.coverage import Coverage
 from harness.training.determinism import kernels
 from harness.training.division import Sizes, doubts, sizes, warn_of_skew
 from harness.training.evaluation.evaluate import laid_out
@@ -36,7 +37,7 @@ from harness.training.meter import Meter
 from harness.training.models import recompute
 from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
 from harness.training.optimizer.on_gradients import OnGradients
-from harness.training.progress import Coverage, State
+from harness.training.progress import State
 from harness.training.run import Run
 from harness.training.strategies import sharding
 from harness.training.strategies.base import ParallelStrategy, strategy_class

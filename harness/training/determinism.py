@@ -168,6 +168,18 @@ def require_restorable(model: nn.Module, device: torch.device, level: Level) -> 
     )
 
 
+def warn_of_threads(before: int, device: torch.device) -> int:
+    """Return torch's number of threads, by which sums on a CPU are divided. Warn if code of the user has changed it."""
+    now = torch.get_num_threads()
+    if now != before and device.type == "cpu":
+        log.warning(
+            "the number of torch's threads has changed from %d to %d: on a CPU, results depend on it; remove the "
+            "call of torch.set_num_threads, and set launch.threads or OMP_NUM_THREADS",
+            before, now,
+        )  # fmt: skip
+    return now
+
+
 def refused(operations: set[str]) -> ConfigError:
     """Return the error for a model that calls ``operations`` on CUDA under ``train.deterministic: true``."""
     names = ", ".join(sorted(operations))

@@ -87,7 +87,10 @@ class Hooks:
 
     def call(self, method: str, run: Hooked, *more: Any) -> None:
         """Call ``method`` of all hooks that have it. Training ends, on all ranks at this step, if one of them returns a
-        reason on any rank. Collective."""
+        reason on any rank. Collective.
+
+        Hooks may communicate, so they are not called in ``together``: if one fails, the watchdog ends the other ranks.
+        """
         if not (called := self._with(method)):
             return
         ends = ""

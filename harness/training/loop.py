@@ -13,15 +13,15 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from harness.config.schema import TrainSection
 from harness.data.loader import MicroBatch
-from harness.training import run_log
+from harness.training import determinism, run_log
 from harness.training.checkpointing import keep_best, save
 from harness.training.evaluation.evaluate import evaluate, prepare, try_evaluation
 from harness.training.hooks import AFTER_EVALUATION, AFTER_STEP, BEFORE_TRAINING
-from harness.training.meter import Reading, end_backward_before_exchange
+from harness.training.meter import Reading, Used
 from harness.training.mixing import mixed, mixed_loss
 from harness.training.optimizer.optim import clear_gradients
-from harness.training.progress import Used
 from harness.training.run import Run
+from harness.training.step_timer import end_backward_before_exchange
 from harness.training.strategies.sharding import full
 from harness.training.task import Report, require_loss
 
@@ -84,7 +84,7 @@ def epoch(run: Run) -> None:
         if run.first_look is not None:
             run.first_look.poll()
         if logs:
-            run_log.end_window(run)
+            end_window(run)
         if left and run.sizes.save_every and number % run.sizes.save_every == 0:
             settle_last_step(run)
             save(run)
@@ -93,7 +93,7 @@ def epoch(run: Run) -> None:
     settle_last_step(run)
     run.progress.stop()
     if run.meter.steps and (left == 0 or run.evaluation_due()):
-        run_log.end_window(run)
+        end_window(run)
         settle_last_step(run)  # which, on a GPU, writes the line
     if left == 0 or run.finished():
         run.health.updates(state, run.writer.complete)
@@ -202,8 +202,33 @@ def settle_last_step(run: Run) -> None:
             run.ema.update(run.precision.master_params(run.optimizer))  # which only the next step changes
         count(run, used, skipped)
     if run.meter.ended:
-        run_log.log_train(run)
+        close_window(run)
         run.meter.timer.start()  # the line is not part of a step
+
+
+def end_window(run: Run) -> None:
+    """End the steps of a log line. On a GPU, ``settle_last_step`` closes the window after the next backward pass has
+    been queued, so that the device does not run out of work. Collective."""
+    run.collect_waits()
+    run.meter.end_window(run.precision.next_scale())
+    if run.runtime.device.type != "cuda":
+        close_window(run)
+
+
+def close_window(run: Run) -> None:
+    """Count and check what was measured since the last log line, and write the next. Collective."""
+    state = run.state
+    run.num_threads = determinism.warn_of_threads(run.num_threads, run.runtime.device)
+    run.meter.tick()
+    start = time.perf_counter()
+    seen = run.meter.reduce(run.ranks)
+    state.rows += seen.rows
+    state.rows_skipped += seen.rows_skipped
+    state.bad_rows += seen.bad
+    state.train_s += seen.time_s
+    run.health.loss(seen.total, seen.steps, state, run.writer.complete)
+    run_log.log_train(run, seen)
+    run.meter.costs.add({"log": time.perf_counter() - start})
 
 
 def count(run: Run, used: Used, skip: bool) -> None:

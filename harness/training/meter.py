@@ -8,213 +8,20 @@ of it is added up locally and is part of the one reduction of a log line. ``harn
 from __future__ import annotations
 
 import math
-import os
 import resource
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
-from harness.data.loader_workers import run_queue_s
-from harness.distributed.runtime import Runtime
+from harness.training.costs import Costs, summed
 from harness.training.logical_ranks import LogicalRanks
-from harness.training.progress import Used
+from harness.training.step_timer import PHASES, CudaTimer, StepTimer, wait_for
 from harness.training.strategies import sharding
-
-# The time of the phases
-
-# The phases of a step, in order. ``reduce`` is the part of the gradient exchange that follows the backward pass.
-PHASES = ("forward", "backward", "reduce", "optimizer")
-
-_READ_AT = 256  # events in flight, from which on those that the device has passed are read
-
-
-class StepTimer:
-    """Marks in a step: ``start``, then ``end`` of one phase after the other. This one is for devices whose work is done
-    when a call returns."""
-
-    def __init__(self) -> None:
-        self.spent_s = dict.fromkeys(PHASES, 0.0)  # seconds in each phase, up to the last ``settle``
-        self._mark = 0.0
-
-    def start(self) -> None:
-        """Mark the start of a step. The time since the last mark belongs to no phase."""
-        self._mark = time.perf_counter()
-
-    def end(self, phase: str) -> None:
-        """Add the time since the last mark to ``phase``."""
-        now = time.perf_counter()
-        self.spent_s[phase] += now - self._mark
-        self._mark = now
-
-    def end_window(self) -> None:
-        """Let the next ``settle`` stop at the last mark, although further ones may follow before it."""
-
-    def settle(self) -> None:
-        """Bring ``spent_s`` up to the end of the window, or to the last mark. The host waits for the device to pass
-        it."""
-
-
-class CudaTimer(StepTimer):
-    """For CUDA devices, whose calls only queue work: the marks are events in the stream.
-
-    An event is reused once it is read. The driver's launch queue limits how far the host runs ahead of the device, and
-    so the number of events.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._free: list[torch.cuda.Event] = []
-        self._pending: deque[tuple[str, torch.cuda.Event]] = deque()  # (phase that ends there, event), not read yet
-        self._window_end: torch.cuda.Event | None = None
-
-    def start(self) -> None:
-        self.end("")
-
-    def end(self, phase: str) -> None:
-        if len(self._pending) >= _READ_AT:
-            self._read()
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._pending.append((phase, event))
-
-    def end_window(self) -> None:
-        self._window_end = self._pending[-1][1] if self._pending else None
-
-    def settle(self) -> None:
-        if self._pending:
-            wait_for(self._window_end or self._pending[-1][1])
-            self._read()
-        self._window_end = None
-
-    def _read(self) -> None:
-        """Add up the events of the window that the device has passed, without waiting."""
-        while len(self._pending) > 1 and self._pending[1][1].query():
-            if self._pending[0][1] is self._window_end:
-                return
-            _, before = self._pending.popleft()
-            phase, event = self._pending[0]
-            if phase:
-                self.spent_s[phase] += before.elapsed_time(event) / 1000
-            self._free.append(before)
-
-
-def wait_for(event: torch.cuda.Event) -> None:
-    """Wait until the device has passed ``event``."""
-    if not event.query():
-        event.synchronize()
-
-
-def end_backward_before_exchange(timer: StepTimer, loss: Tensor) -> None:
-    """Mark the end of "backward" when all local gradients are computed, before waiting for other ranks. Call this
-    before ``loss.backward()``.
-
-    Apex's DDP, ours and FSDP finish the exchange of gradients in callbacks that autograd runs after the backward pass,
-    in the order in which they were queued. The loss is the first tensor of the pass, so this callback comes first.
-    """
-
-    def queue_first(_: Tensor) -> None:
-        Variable._execution_engine.queue_callback(lambda: timer.end("backward"))  # as torch's own FSDP does
-
-    loss.register_hook(queue_first)
-
-
-# The time outside steps
-
-SAMPLE_S = 0.5  # between two looks at the machine, which take about 0.1 ms
-
-# Seconds, summed over ranks.
-_SUMS = (
-    "read", "decode", "transform", "load",  # in the loader, by stage and altogether
-    "cpu", "load_starved",  # of "load", on a core; of loader processes, ready to run but without a core
-    "checkpoint", "log",  # parts of the phase "host"
-    "tracker",  # on a core, in the threads of trackers
-    "starved", "threads_starved",  # ready to run but without a core: the training thread, all threads of the rank
-    "own", "busy", "sampled", "sampled_ranks",  # on a core: this run, the whole machine; meanwhile: per machine, rank
-)  # fmt: skip
-
-
-class Costs:
-    """The costs of one rank since the last log line."""
-
-    def __init__(self) -> None:
-        self.spent_s = dict.fromkeys(_SUMS, 0.0)
-        self._machine = _Machine()
-
-    def add(self, seconds: Mapping[str, float]) -> None:
-        for name, value in seconds.items():
-            if name in self.spent_s:
-                self.spent_s[name] += value
-
-    def take(self, runtime: Runtime, phases: Mapping[str, float]) -> list[float]:
-        """This rank's costs and, in slots that are zero on other ranks, its own time: without the exchange of
-        gradients, and the part of it that it waited for data. Resets the counters."""
-        self.add(self._machine.sample(runtime.launch.local_rank == 0))
-        slots = [0.0] * (2 * runtime.world_size)
-        slots[2 * runtime.rank] = sum(phases.values()) - phases["reduce"]
-        slots[2 * runtime.rank + 1] = phases["data"]
-        values = [*self.spent_s.values(), *slots]
-        self.spent_s = dict.fromkeys(_SUMS, 0.0)
-        return values
-
-
-def summed(values: Sequence[float], world_size: int) -> dict[str, float]:
-    """Return the sums over ranks of what ``take`` returned, by name: those in _SUMS that are not zero, and
-
-    slowest, wait, slowest_data: with several ranks, the one with the most time of its own; the seconds that the others
-    waited for it, summed over them; and how much longer than the median rank it waited for data
-    """
-    cost = {name: round(value, 6) for name, value in zip(_SUMS, values, strict=False) if value}
-    if world_size > 1:
-        own, data = values[len(_SUMS) :: 2], values[len(_SUMS) + 1 :: 2]
-        slowest = max(range(world_size), key=lambda rank: own[rank])
-        more = data[slowest] - sorted(data)[(world_size - 1) // 2]
-        cost |= {"slowest": slowest, "wait": round(sum(own[slowest] - s for s in own), 6)}
-        cost |= {"slowest_data": round(more, 6)}
-    return cost
-
-
-class _Machine:
-    """CPU time of this process and of the whole machine, and time without a core, from Linux's /proc."""
-
-    def __init__(self) -> None:
-        self._mark = time.perf_counter()
-        self._seen = self._read(True)
-
-    def sample(self, first_of_machine: bool) -> dict[str, float]:
-        """Seconds since the last sample; empty if that is too recent. Only one rank of a machine reports for it."""
-        now = time.perf_counter()
-        if now - self._mark < SAMPLE_S:
-            return {}
-        seen, before, elapsed = self._read(first_of_machine), self._seen, now - self._mark
-        self._mark, self._seen = now, seen
-        spent = {name: max(0.0, seen[name] - before[name]) for name in seen.keys() & before.keys()}
-        known = "busy" in spent
-        return {**spent, "sampled_ranks": elapsed, "sampled": elapsed if known else 0.0}
-
-    def _read(self, first_of_machine: bool) -> dict[str, float]:
-        found = {"own": time.process_time()}
-        with suppress(OSError, ValueError, IndexError):  # not Linux, or a kernel without these files
-            found["starved"] = run_queue_s()
-            tasks = os.listdir("/proc/self/task")
-            found["threads_starved"] = sum(run_queue_s(f"/proc/self/task/{task}/schedstat") for task in tasks)
-        if first_of_machine:
-            with suppress(OSError, ValueError, IndexError):
-                ticks = [int(word) for word in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
-                idle = ticks[3] + ticks[4]  # the second is idle time while a disk works
-                found["busy"] = (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
-        return found
-
-
-# The meter
 
 
 class Reading:
@@ -236,6 +43,16 @@ class Reading:
         if self._event is not None:
             wait_for(self._event)
         return {**self._numbers, **(dict(zip(self._names, self._copy.tolist(), strict=True)) if self._names else {})}
+
+
+class Used(NamedTuple):
+    """What a step used on this process, for each of its ranks."""
+
+    rows: list[np.ndarray]
+    """The rows of each micro-batch of all ranks."""
+    num_rows: list[int]
+    bad: list[list[int]]
+    """The numbers of those that could not be read."""
 
 
 class Window(NamedTuple):
@@ -262,6 +79,9 @@ class Window(NamedTuple):
     """The norm of the gradients of the last step, if it was measured."""
     scale: float
     """The loss scale after the last step."""
+    steps: int
+    time_s: float
+    """Seconds of training on this rank."""
 
 
 class Meter:
@@ -349,10 +169,12 @@ class Meter:
         if self._ended is None:
             self.end_window()
         assert self._ended is not None
-        seen, self._ended = self._ended.values(), None
-        spent = self.spent_s()
-        costs = self.costs.take(ranks.runtime, spent)
-        own = [self.wait_s, *spent.values(), *costs]  # of the process: its first rank has them
+        seen, spent = self._ended.values(), self.spent_s()
+        own = [
+            self.wait_s,
+            *spent.values(),
+            *self.costs.take(ranks.runtime, spent),
+        ]  # of the process
         parts = [
             [seen[f"loss {place}"], self.rows[place], self.rows_skipped[place], len(self.bad[place])]
             + (own if place == 0 else [0.0] * len(own))
@@ -362,6 +184,28 @@ class Meter:
         total, rows, skipped, bad, wait_s, *rest = sums
         times, costs = rest[: len(spent)], rest[len(spent) :]
         bad_rows = ranks.runtime.gather([*chain(*self.bad)]) if bad else []  # by all or none: ``bad`` is reduced
+        time_s = sum(times) or math.inf  # without time all shares are zero
+        window = Window(
+            total=total,
+            loss=total / rows if rows else math.nan,
+            rows=int(rows + skipped),
+            rows_skipped=int(skipped),
+            bad=int(bad),
+            bad_rows=sorted({*chain(*bad_rows)}),
+            waited=wait_s / time_s,
+            shares={phase: seconds / time_s for phase, seconds in zip(spent, times, strict=True)},
+            cost=summed(costs, ranks.runtime.world_size),
+            norm=seen.get("norm"),
+            scale=seen["scale"],
+            steps=self.steps,
+            time_s=self.time_s,
+        )
+        self._clear()
+        return window
+
+    def _clear(self) -> None:
+        """Start a new window."""
+        self._ended = None
         for of_rank in self.losses:
             of_rank.zero_()
         self.rows, self.rows_skipped = ([0] * len(self.losses) for _ in range(2))
@@ -369,14 +213,6 @@ class Meter:
         self.steps = 0
         self.wait_s = self.time_s = 0.0
         self.timer.spent_s = dict.fromkeys(PHASES, 0.0)
-        time_s = sum(times) or math.inf  # without time all shares are zero
-        shares = {phase: seconds / time_s for phase, seconds in zip(spent, times, strict=True)}
-        loss = total / rows if rows else math.nan
-        cost = summed(costs, ranks.runtime.world_size)
-        return Window(
-            total, loss, int(rows + skipped), int(skipped), int(bad), sorted({*chain(*bad_rows)}), wait_s / time_s,
-            shares, cost, seen.get("norm"), seen["scale"],
-        )  # fmt: skip
 
     def state(self) -> list[dict[str, Any]]:
         """Return what each rank of this process has measured, as numbers and a list, which can be added over ranks. The

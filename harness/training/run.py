@@ -20,17 +20,18 @@ from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
 from harness.trackers.metrics_log import MetricsLog
 from harness.training.checkpoint_writer import CheckpointWriter
+from harness.training.coverage import Coverage
 from harness.training.division import Sizes
 from harness.training.first_look import FirstLook
 from harness.training.health import Health
 from harness.training.hooks import Hooks
 from harness.training.logical_ranks import LogicalRanks
-from harness.training.meter import Meter, Reading
+from harness.training.meter import Meter, Reading, Used
 from harness.training.optimizer.on_gradients import OnGradients
 from harness.training.optimizer.optim import Ema
 from harness.training.optimizer.precision import Precision
 from harness.training.optimizer.schedule import Schedule
-from harness.training.progress import Coverage, State, Used
+from harness.training.progress import State
 from harness.training.strategies.base import ParallelStrategy
 from harness.training.task import OpenedTask
 

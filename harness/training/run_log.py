@@ -4,70 +4,38 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterable
 from contextlib import suppress
-
-import torch
 
 from harness.data.batch import Dataset
 from harness.errors import plural
 from harness.runs import layout
 from harness.runs.files import read_sealed
 from harness.training.evaluation.metrics import Report, is_number
+from harness.training.meter import Window
 from harness.training.run import Run
 
 log = logging.getLogger("harness")
 
 
-def end_window(run: Run) -> None:
-    """End the steps of a log line, and write it. On a GPU, ``log_train`` writes it after the next backward pass has
-    been queued, so that the device does not run out of work. Collective."""
-    run.collect_waits()
-    run.meter.end_window(run.precision.next_scale())
-    if run.runtime.device.type != "cuda":
-        log_train(run)
-
-
-def log_train(run: Run) -> None:
-    """Write a training entry; its loss is the mean over the rows of all ranks in the steps applied since the last.
-    Collective."""
-    state, meter, lr = run.state, run.meter, run.lr
-    _notice_threads(run)
-    meter.tick()
-    start, steps = time.perf_counter(), meter.steps
-    time_s = meter.time_s  # before ``reduce``, which resets the meter
-    seen = meter.reduce(run.ranks)
-    state.rows, state.rows_skipped = state.rows + seen.rows, state.rows_skipped + seen.rows_skipped
-    state.bad_rows, state.train_s = state.bad_rows + seen.bad, state.train_s + time_s
-    run.health.loss(seen.total, steps, state, run.writer.complete)
-    rows_per_s = seen.rows / time_s if time_s else None
-    which = f"step {state.step}" if steps == 1 else f"steps {state.step - steps + 1}-{state.step}"
+def log_train(run: Run, seen: Window) -> None:
+    """Write a training entry; its loss is the mean over the rows of all ranks in the steps applied since the last."""
+    state, lr = run.state, run.lr
+    rows_per_s = seen.rows / seen.time_s if seen.time_s else None
+    which = f"step {state.step}" if seen.steps == 1 else f"steps {state.step - seen.steps + 1}-{state.step}"
     run.loss_text = f"loss {seen.loss:.4f} ({which})" if math.isfinite(seen.loss) else ""
     run.tracker.log(
         "train",
         {"step": state.step, "epoch": state.epoch, "loss": seen.loss, "lr": lr, **_group_rates(run),
          "grad_norm": seen.norm, "loss_scale": seen.scale, "skipped": state.skipped, "samples": state.rows,
          "samples_skipped": state.rows_skipped, "samples_per_s": rows_per_s,
-         **unreadable(run.task.train, seen.bad_rows), "memory_mib": meter.peak_mib(), "data_wait": seen.waited,
+         **unreadable(run.task.train, seen.bad_rows), "memory_mib": run.meter.peak_mib(), "data_wait": seen.waited,
          **{f"time_{phase}": round(share, 6) for phase, share in seen.shares.items()}, "cost": seen.cost,
          "wall_s": run.wall_s()},
     )  # fmt: skip
     all_skipped = f"skipped: all of {which}, loss scale {seen.scale:g}"
     shown = run.loss_text if seen.rows > seen.rows_skipped else all_skipped
     run.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
-    meter.costs.add({"log": time.perf_counter() - start})
-
-
-def _notice_threads(run: Run) -> None:
-    """Warn if code of the user has changed torch's number of threads, by which sums on a CPU are divided."""
-    before, run.num_threads = run.num_threads, torch.get_num_threads()
-    if before != run.num_threads and run.runtime.device.type == "cpu":
-        log.warning(
-            "the number of torch's threads has changed from %d to %d: on a CPU, results depend on it; remove the "
-            "call of torch.set_num_threads, and set launch.threads or OMP_NUM_THREADS",
-            before, run.num_threads,
-        )  # fmt: skip
 
 
 def _group_rates(run: Run) -> dict[str, float]:
@@ -80,21 +48,25 @@ def log_coverage(run: Run) -> None:
     """Write how many distinct rows the epoch used over all ranks, and how many updated the weights; start the next.
     Collective."""
     state, rows = run.state, run.coverage.num_rows
-    used, repeated, skipped, missing = run.coverage.covered(run.runtime, getattr(run.task.train, "row_name", str))
+    covered = run.coverage.covered(run.runtime, getattr(run.task.train, "row_name", str))
     run.tracker.log(
         "epoch",
-        {"step": state.step, "epoch": state.epoch, "rows_used": used, "rows_updated": used - skipped, "rows": rows,
-         "rows_repeated": repeated,
-         "steps_skipped": state.epoch_skipped, "bad_rows": state.bad_rows},
+        {"step": state.step, "epoch": state.epoch, "rows_used": covered.used, "rows_updated": covered.updated,
+         "rows": rows, "rows_repeated": covered.repeated, "steps_skipped": state.epoch_skipped,
+         "bad_rows": state.bad_rows},
     )  # fmt: skip
-    text = f"{run.loss_text}  " * bool(run.loss_text) + f"{used} of {rows} rows used"
+    loss = f"{run.loss_text}  " if run.loss_text else ""
+    text = f"{loss}{covered.used} of {rows} rows used"
     if state.epoch_skipped:
         steps = plural(state.epoch_skipped, "step")
         why = "because of overflow" + (" or NaN" if run.config.train.on_nan != "stop" else "")
-        text += f"; {used - skipped} of them updated the weights, and {skipped} belonged to {steps} skipped {why}"
-    text += f"; {plural(repeated, 'more use')} of rows that were used before" if repeated else ""
-    if missing and run.config.data.tail == "use":
-        text += f"; rows not used, counted from 0: {', '.join(missing)}{', ...' if rows - used > len(missing) else ''}"
+        text += f"; {covered.updated} of them updated the weights, "
+        text += f"and {covered.skipped} belonged to {steps} skipped {why}"
+    if covered.repeated:
+        text += f"; {plural(covered.repeated, 'more use')} of rows that were used before"
+    if covered.missing and run.config.data.tail == "use":
+        more = ", ..." if rows - covered.used > len(covered.missing) else ""
+        text += f"; rows not used, counted from 0: {', '.join(covered.missing)}{more}"
     if state.bad_rows:
         text += f"; {plural(state.bad_rows, 'unreadable row')} so far, which metrics.jsonl names"
     log.info("%s  end of the epoch: %s", position(run, state.epoch + 1), text)
@@ -125,8 +97,10 @@ def log_evaluation(run: Run, report: Report, took_s: float) -> dict[str, float]:
     waited_s, spent_s = run.eval_data.loader.take_times()
     run.meter.costs.add({"cpu": spent_s.get("cpu", 0.0)})
     cost = {"evaluation": took_s, "data": waited_s}
-    position = {"step": run.state.step, "epoch": run.state.epoch}
-    run.tracker.log("eval", {**position, **numbers, **unread, "cost": cost, "wall_s": run.wall_s()})
+    run.tracker.log(
+        "eval",
+        {"step": run.state.step, "epoch": run.state.epoch, **numbers, **unread, "cost": cost, "wall_s": run.wall_s()},
+    )
     return numbers
 
 

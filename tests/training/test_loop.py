@@ -19,7 +19,7 @@ from harness.config import loader
 from harness.data.shards import Segment
 from harness.distributed.runtime import Runtime
 from harness.runs.checkpoint import steps
-from harness.training import loop, run_log
+from harness.training import loop
 from harness.training.optimizer.precision import Precision
 from harness.training.run import Run
 from tests import sync_table, syncs
@@ -154,7 +154,7 @@ def test_late_decisions_give_the_same_bits(start, optimizer):
     late = finished(start("late", optimizer=optimizer))
     with (
         mock.patch.object(Precision, "skip_flag", Precision.will_skip),
-        mock.patch.object(run_log, "end_window", _at_once),
+        mock.patch.object(loop, "end_window", _at_once),
     ):
         at_once = finished(start("at-once", optimizer=optimizer))
     assert (late[1]["state"]["skipped"], late[1]["state"]["applied"]) == (3, 15)
@@ -165,7 +165,7 @@ def test_late_decisions_give_the_same_bits(start, optimizer):
 def _at_once(run: Run) -> None:
     run.collect_waits()
     run.meter.end_window(run.precision.loss_scale())
-    run_log.log_train(run)
+    loop.close_window(run)
 
 
 @pytest.mark.parametrize(("number", "saved"), [(5, 3), (7, 6)], ids=["within an epoch", "after an epoch"])
@@ -194,7 +194,7 @@ def test_host_waits_for_a_step_only_when_the_device_has_the_next_one(start):
     for _ in range(3):
         loop.step(run, next(groups), measured=True)
     assert run.unsettled is not None
-    run_log.end_window(run)
+    loop.end_window(run)
     gpu = syncs._gpu
     gpu.order.clear()
     with mock.patch.object(syncs.Event, "query", return_value=False):

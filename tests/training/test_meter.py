@@ -17,9 +17,10 @@ from torch import nn
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.runtime import Runtime, open_runtime
 from harness.trackers.metrics_log import TIMES
+from harness.training.costs import Costs, summed
 from harness.training.logical_ranks import LogicalRanks
-from harness.training.meter import PHASES, Costs, CudaTimer, Meter, StepTimer, end_backward_before_exchange, summed
-from harness.training.progress import Used
+from harness.training.meter import Meter, Used
+from harness.training.step_timer import PHASES, CudaTimer, StepTimer, end_backward_before_exchange
 from tests.end_to_end.experiment import record, run, write_config, write_images
 from tests.fixtures import make_config, write_rows
 from tests.ranks import run_ranks
@@ -309,7 +310,7 @@ def test_the_machine_is_looked_at_rarely(monkeypatch):
     mine, runtime = Costs(), Runtime()
     for _ in range(20):
         assert "own" not in summed(mine.take(runtime, PHASES_S), 1)
-    monkeypatch.setattr("harness.training.meter.SAMPLE_S", 0.05)
+    monkeypatch.setattr("harness.training.costs.SAMPLE_S", 0.05)
     until = time.perf_counter() + 0.1
     while time.perf_counter() < until:
         pass
