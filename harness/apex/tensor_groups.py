@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.apex.dtypes import wide
+
 TensorLists = Sequence[Sequence[Tensor]]
 _ROW = 4096  # elements that may be summed in a row in float32: the error is then about 1e-7
 
@@ -91,6 +93,13 @@ def norms(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None
     for index in large:
         tensors[index] = _norms_of_rows(tensors[index], order, dtype)
     return torch.stack(torch._foreach_norm(tensors, order, dtype))
+
+
+def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the Euclidean norm over all of ``tensors``, of any devices and dtypes, on the device of the first."""
+    kinds = by_device_and_dtype(tensors)
+    each = [norms(kind, dtype=wide(kind[0])).to(kinds[0][0].device, non_blocking=True) for kind in kinds]
+    return torch.linalg.vector_norm(torch.cat(each))
 
 
 def _norms_of_rows(tensor: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:

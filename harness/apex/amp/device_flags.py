@@ -9,7 +9,7 @@ or when asked: by ``amp.state_dict``, an optimizer's ``state_dict``, ``already_p
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ _TORCH_FUSED: dict[type[Optimizer], str] = {
 }
 
 
+class _Copy(NamedTuple):
+    """The copy of the first ``number`` waiting flags to the host, complete after ``event``."""
+
+    number: int
+    values: Tensor
+    event: torch.cuda.Event
+
+
 class Flags:
     """Flags in the order in which they were raised, and who is to hear each. One instance, ``flags``."""
 
@@ -34,24 +42,23 @@ class Flags:
     def clear(self) -> None:
         """Forget all flags."""
         self._waiting: list[tuple[Tensor, Callable[[bool], None]]] = []
-        self._copy: tuple[int, Tensor, Any] | None = None  # number of flags, their values, the event of the copy
+        self._copy: _Copy | None = None
 
     def push(self, flag: Tensor, heard: Callable[[bool], None]) -> None:
         """Call ``heard`` with whether ``flag``, a scalar on a GPU, is not 0, once the host knows it."""
         if self._waiting and self._waiting[0][0].device != flag.device:
             self.read_flags()
         self._waiting.append((flag, heard))
-        if self._copy is not None and self._copy[2].query():
-            number, values, _ = self._copy
-            self._copy = None
-            self._tell(values[:number].tolist())
+        if self._copy is not None and self._copy.event.query():
+            copy, self._copy = self._copy, None
+            self._tell(copy.values[: copy.number].tolist())
         elif len(self._waiting) >= _MOST:
             self.read_flags()
         if self._copy is None and len(self._waiting) >= READ_EVERY:
             values = self._stacked().to("cpu", non_blocking=True)  # into pinned memory
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(flag.device))
-            self._copy = len(self._waiting), values, event
+            self._copy = _Copy(len(self._waiting), values, event)
 
     def read_flags(self) -> None:
         """Read all flags now. The host waits for the device, if there are any."""
@@ -74,16 +81,18 @@ flags = Flags()
 def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
     """Return whether ``optimizer.step()`` changes nothing where ``found_inf`` is not 0, as if it had not been called.
 
-    Not before its state exists, which a step that is not called does not create.
+    It is not so before its state exists, which a step that is not called does not create.
     """
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     if any(hooks) or torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
         return False
-    # Asked of the class: a wrapper like LARC passes names on to the optimizer in it, but not ``found_inf`` to its step.
-    name = getattr(optimizer, "skips_on_device", None) if hasattr(type(optimizer), "skips_on_device") else None
-    if type(optimizer) in _TORCH_FUSED and all(group.get("fused") for group in optimizer.param_groups):
-        name = _TORCH_FUSED[type(optimizer)]
-    if name is None:
+    state_key: str | None = None
+    # Asked of the class itself: a class derived from it, or a wrapper like LARC, may do more in its step.
+    if "state_key_for_device_skip" in vars(type(optimizer)):
+        state_key = optimizer.state_key_for_device_skip  # type: ignore[attr-defined]
+    elif type(optimizer) in _TORCH_FUSED and all(group.get("fused") for group in optimizer.param_groups):
+        state_key = _TORCH_FUSED[type(optimizer)]
+    if state_key is None:
         return False
     for group in optimizer.param_groups:
         needs_state = group.get("momentum") != 0  # SGD without it has no state; the others have no momentum
@@ -92,7 +101,7 @@ def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
                 continue
             if param.device != device or param.grad.layout is not torch.strided or hasattr(param, "placements"):
                 return False  # a DTensor has placements: its flag is not that of all shards
-            if needs_state and optimizer.state[param].get(name) is None:
+            if needs_state and optimizer.state[param].get(state_key) is None:
                 return False
     return True
 

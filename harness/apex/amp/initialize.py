@@ -7,11 +7,12 @@ Differences from Apex: models may be on the CPU; ``cudnn.enabled=False`` is allo
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from harness.apex.amp import cast_engine, cast_lists, function_casts, model_casts, optimizer_patches
 from harness.apex.amp.device_flags import flags
@@ -21,7 +22,7 @@ from harness.apex.amp.messages import is_rank_zero, messages
 from harness.apex.amp.scaler import LossScaler
 from harness.apex.amp.state import _amp_state
 
-_handles: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+_handles: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
 def initialize(
@@ -29,7 +30,7 @@ def initialize(
     optimizers: Any = None,
     enabled: bool = True,
     opt_level: str = "O1",
-    cast_model_type: Any = None,
+    cast_model_type: torch.dtype | Literal[False] | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
@@ -50,18 +51,17 @@ def initialize(
     the default of ``opt_level``.
 
     ``min_loss_scale``: floor of the dynamic scale, 1.0 unless given, 0 for none. ``num_losses``: number of independent
-    scalers, chosen by ``scale_loss(..., loss_id=)``. Raises TypeError, ValueError or RuntimeError for what is not
-    allowed, before anything is changed: an O1 that is active goes on.
+    scalers, chosen by ``scale_loss(..., loss_id=)``. Raises TypeError, ValueError, RuntimeError or (for
+    ``keep_batchnorm_fp32``, as in Apex) AssertionError for what is not allowed, before anything is changed: an O1 that
+    is active goes on.
     """
     if isinstance(enabled, str):
         raise TypeError(
             f"enabled={enabled!r}: the third argument of amp.initialize is `enabled`. Pass opt_level={enabled!r}."
         )
     if not enabled:
-        _begin(verbosity)
+        _reset_for(verbosity)
         return models if optimizers is None else (models, optimizers)
-    properties = level_properties(opt_level)
-    selected = properties.table()
     overrides = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,
@@ -70,25 +70,20 @@ def initialize(
         "master_weights": master_weights,
         "loss_scale": loss_scale,
     }
-    overridden = apply_overrides(properties, overrides, _refuse)
-    model_list, optimizer_list = _model_list(models), _optimizer_list(optimizers)
-    for model in model_list:
-        _check_model(model)
-        _check_scripted(model, opt_level, bool(properties.cast_model_type), cast_model_outputs)
-    _check_optimizers(optimizer_list)
+    properties, announcement = _select(opt_level, overrides)
+    model_list = _checked_models(models, properties, cast_model_outputs)
+    optimizer_list = _checked_optimizers(optimizers)
     scalers = _scalers(properties.loss_scale, num_losses, min_loss_scale, max_loss_scale)
 
-    _begin(verbosity)
-    messages.announce(f"Selected optimization level {opt_level}: {BRIEFS[opt_level]}\n{selected}")
-    if overridden:
-        messages.announce(f"After applying overrides:\n{properties.table()}")
+    _reset_for(verbosity)
+    messages.announce(announcement)
     if any(getattr(model, "wraps_module", False) for model in model_list):
         messages.warn_at_script(
             "amp.initialize was given a model that is already in apex.parallel.DistributedDataParallel. It trains as "
             "in the documented order; call amp.initialize first, then wrap the model that it returns."
         )
     for model in model_list:
-        _cast(model, properties, cast_model_outputs)
+        _prepare_model(model, properties, cast_model_outputs)
     for each in optimizer_list:
         optimizer_patches.adopt(each, bool(properties.master_weights), bool(properties.patch_torch_functions))
         _amp_state.optimizers.add(each)
@@ -114,8 +109,8 @@ def reset() -> None:
     _amp_state.clear()
 
 
-def _begin(verbosity: int) -> None:
-    """End what an earlier ``initialize`` or ``init`` started."""
+def _reset_for(verbosity: int) -> None:
+    """End what an earlier ``initialize`` or ``init`` started, and begin again with amp disabled."""
     flags.read_flags()
     cast_engine.engine.stop()
     function_casts.restore_functions()
@@ -125,19 +120,34 @@ def _begin(verbosity: int) -> None:
 
 
 def _refuse(message: str) -> None:
+    """Raise RuntimeError, or warn under ``_amp_state.hard_override``."""
     if not _amp_state.hard_override:
         raise RuntimeError(message)
     messages.warn(f"Warning: {message}", always=True)
 
 
-def _model_list(models: Any) -> list[nn.Module]:
+def _select(opt_level: str, overrides: dict[str, Any]) -> tuple[Properties, str]:
+    """Return the properties of ``opt_level`` with ``overrides``, and the text that announces them."""
+    properties = level_properties(opt_level)
+    text = f"Selected optimization level {opt_level}: {BRIEFS[opt_level]}\n{properties.table()}"
+    if apply_overrides(properties, overrides, _refuse):
+        text += f"\nAfter applying overrides:\n{properties.table()}"
+    return properties, text
+
+
+def _checked_models(models: Any, properties: Properties, outputs: torch.dtype | None) -> list[nn.Module]:
+    """Return ``models`` as a list; raise an error for one that amp cannot prepare."""
     result = [models] if isinstance(models, nn.Module) else models
     if not isinstance(result, list) or not all(isinstance(model, nn.Module) for model in result):
         raise TypeError(f"models must be either an nn.Module or a list of them; got {_describe(models)}.")
+    for model in result:
+        _check_model(model)
+        _check_scripted(model, properties, outputs)
     return result
 
 
-def _optimizer_list(optimizers: Any) -> list[Optimizer]:
+def _checked_optimizers(optimizers: Any) -> list[Optimizer]:
+    """Return ``optimizers`` as a list; raise an error for one that amp cannot adopt."""
     if optimizers is None:
         return []
     result = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
@@ -150,6 +160,10 @@ def _optimizer_list(optimizers: Any) -> list[Optimizer]:
         raise TypeError(
             f"optimizers must be either a torch.optim.Optimizer or a list of them; got {_describe(optimizers)}."
         )
+    if len({id(each) for each in result}) < len(result):
+        raise RuntimeError("The same optimizer is in the list twice; each can only be passed to amp.initialize once.")
+    for each in result:
+        optimizer_patches.check_fresh(each)
     return result
 
 
@@ -176,22 +190,16 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _check_scripted(model: nn.Module, opt_level: str, casts_model: bool, outputs: torch.dtype | None) -> None:
+def _check_scripted(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:
     """Refuse modules of TorchScript where amp needs hooks, which they do not support."""
+    casts_model = bool(properties.cast_model_type)
     hooked = model.modules() if casts_model else [model] if outputs is not None else []
     if any(isinstance(module, torch.jit.ScriptModule) for module in hooked):
         raise RuntimeError(
-            f"amp.initialize was given a ScriptModule with opt_level={opt_level!r}"
+            f"amp.initialize was given a ScriptModule with opt_level={properties.opt_level!r}"
             f"{'' if casts_model else ' and cast_model_outputs'}, which needs hooks; TorchScript has none. Use "
             'opt_level="O1" without cast_model_outputs, or pass the Python module that was scripted or traced.'
         )
-
-
-def _check_optimizers(optimizers: list[Optimizer]) -> None:
-    if len({id(each) for each in optimizers}) < len(optimizers):
-        raise RuntimeError("The same optimizer is in the list twice; each can only be passed to amp.initialize once.")
-    for each in optimizers:
-        optimizer_patches.check_fresh(each)
 
 
 def _scalers(loss_scale: LossScale, count: int, minimum: float | None, maximum: float | None) -> list[LossScaler]:
@@ -200,10 +208,11 @@ def _scalers(loss_scale: LossScale, count: int, minimum: float | None, maximum: 
     return [LossScaler(loss_scale, minimum, maximum, index) for index in range(count)]
 
 
-def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:
-    _detach(model)  # from an earlier initialize: casts must not pile up
+def _prepare_model(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:
+    """Cast ``model`` and attach the hooks of its level."""
+    _detach(model)  # casts must not pile up
     dtype = properties.cast_model_type or None
-    handles: list[Any] = []
+    handles: list[RemovableHandle] = []
     if dtype is not None:
         if not properties.casts_functions:
             model_casts.cast_model(model, dtype, bool(properties.keep_batchnorm_fp32))
@@ -217,15 +226,17 @@ def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None)
 
 
 def _start_casts(properties: Properties, models: list[nn.Module]) -> None:
+    """Start O1 or O4 on the devices of ``models``."""
     verbose = _amp_state.verbosity > 1
     device_types = {p.device.type for model in models for p in model.parameters()} - {"meta"} or {"cpu"}
     dtype = properties.patch_torch_functions_type or torch.float16
-    lists = cast_lists.AUTOCAST if properties.opt_level == "O4" else cast_lists.APEX
+    lists = cast_lists.AUTOCAST if dtype is torch.bfloat16 else cast_lists.APEX
     cast_engine.engine.start(dtype, device_types, lists, verbose=verbose and is_rank_zero())
     function_casts.apply_registrations()
     _amp_state.handle = AmpHandle(properties.loss_scale, verbose)
 
 
 def _detach(model: nn.Module) -> None:
+    """Remove the hooks of an earlier ``initialize``."""
     for handle in _handles.pop(model, []):
         handle.remove()

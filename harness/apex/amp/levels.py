@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -47,29 +47,30 @@ BRIEFS = {
 }
 
 
+_LEVELS = {
+    "O0": Properties(cast_model_type=torch.float32, master_weights=False),
+    "O1": Properties(patch_torch_functions=True, patch_torch_functions_type=torch.float16, loss_scale="dynamic"),
+    "O2": Properties(
+        cast_model_type=torch.float16, keep_batchnorm_fp32=True, master_weights=True, loss_scale="dynamic"
+    ),
+    "O3": Properties(cast_model_type=torch.float16, keep_batchnorm_fp32=False, master_weights=False),
+    "O4": Properties(patch_torch_functions=True, patch_torch_functions_type=torch.bfloat16),
+    "O5": Properties(cast_model_type=torch.bfloat16, keep_batchnorm_fp32=True, master_weights=True),
+}
+
+
 def level_properties(opt_level: str) -> Properties:
     """Return the defaults of ``opt_level``; raise RuntimeError for an unknown one."""
-    half, bfloat = torch.float16, torch.bfloat16
-    casts: dict[str, Any] = {"patch_torch_functions": True}
-    masters: dict[str, Any] = {"keep_batchnorm_fp32": True, "master_weights": True}
-    levels: dict[str, dict[str, Any]] = {
-        "O0": {"cast_model_type": torch.float32, "master_weights": False},
-        "O1": {**casts, "patch_torch_functions_type": half, "loss_scale": "dynamic"},
-        "O2": {**masters, "cast_model_type": half, "loss_scale": "dynamic"},
-        "O3": {"cast_model_type": half, "keep_batchnorm_fp32": False, "master_weights": False},
-        "O4": {**casts, "patch_torch_functions_type": bfloat},
-        "O5": {**masters, "cast_model_type": bfloat},
-    }
-    if not isinstance(opt_level, str) or opt_level not in levels:
+    if not isinstance(opt_level, str) or opt_level not in _LEVELS:
         raise RuntimeError(
-            f"Unexpected optimization level {opt_level!r}. It must be one of {', '.join(map(repr, levels))}: a capital "
-            'letter O and a digit. Use amp.initialize(model, optimizer, opt_level="O1").'
+            f"Unexpected optimization level {opt_level!r}. It must be one of {', '.join(map(repr, _LEVELS))}: a "
+            'capital letter O and a digit. Use amp.initialize(model, optimizer, opt_level="O1").'
         )
-    return Properties(enabled=True, opt_level=opt_level, **levels[opt_level])
+    return replace(_LEVELS[opt_level], enabled=True, opt_level=opt_level)
 
 
 class _Level:
-    """An opt level as Apex kept it in ``amp.frontend``: a class that sets the level's properties when called."""
+    """An opt level as Apex kept it in ``amp.frontend``. Calling it sets the level's properties."""
 
     name = brief = more = ""
 
@@ -90,18 +91,18 @@ def apply_overrides(properties: Properties, overrides: dict[str, Any], refuse: R
     ``refuse`` is called with a message for an override that the level does not allow. It raises, or warns under
     ``_amp_state.hard_override``.
     """
-    given = {name: value for name, value in overrides.items() if value is not None}
-    for name, value in given.items():
-        reason = _why_not(properties, name, value)
+    in_use = {name: value for name, value in overrides.items() if value is not None}
+    for name, value in in_use.items():
+        reason = _why_refused(properties, name, value)
         if reason is not None:
             refuse(f"{name}={value!r} was given with {properties.opt_level}, {reason}")
         if not (name == "keep_batchnorm_fp32" and properties.casts_functions):
             setattr(properties, name, _checked(name, value))
-    return list(given)
+    return list(in_use)
 
 
-def _why_not(properties: Properties, name: str, value: Any) -> str | None:
-    """Why the level does not allow an override; None if it does."""
+def _why_refused(properties: Properties, name: str, value: Any) -> str | None:
+    """Return why the level does not allow an override; None if it does."""
     expected = properties.patch_torch_functions_type
     if name == "patch_torch_functions_type" and value is not expected:
         return f"which uses {expected}. Leave it out, or use opt_level O1 for torch.float16 and O4 for torch.bfloat16."
@@ -118,8 +119,7 @@ def _why_not(properties: Properties, name: str, value: Any) -> str | None:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Return the value of an override in the form in which ``Properties`` has it; raises for one that no level
-    allows."""
+    """Return the value of an override as ``Properties`` has it; raise an error for one that no level allows."""
     if name == "cast_model_type" and value is not False:
         if not (isinstance(value, torch.dtype) and value.is_floating_point):
             raise TypeError(

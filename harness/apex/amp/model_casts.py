@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
 
 from harness.apex.dtypes import REDUCED
 
@@ -77,7 +78,7 @@ def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
 
 
 class CastInputs:
-    """Forward pre-hook: casts positional and keyword arguments to ``dtype``."""
+    """A forward pre-hook, which casts positional and keyword arguments to ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -88,7 +89,7 @@ class CastInputs:
 
 
 class CastOutputs:
-    """Forward hook: casts the result to ``dtype``."""
+    """A forward hook, which casts the result to ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -104,9 +105,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
     statistics of one without them are cast (contract 3.1).
     """
     if not keep_batchnorm_fp32:
-        model._apply(
-            lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        )  # to() casts complex, too
+        # to() of a module casts complex tensors, too
+        model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
         return
     for module in model.modules():
         if not (isinstance(module, _BatchNorm) and module.affine):
@@ -128,16 +128,21 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _export_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """State-dict hook of one module: replaces its own reduced-precision tensors by float32 copies."""
+    """Replace the tensors in reduced precision that ``module`` itself has in ``state_dict`` by float32 copies."""
     for name in (*module._parameters, *module._buffers):
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor) and value.dtype in REDUCED:
             state_dict[prefix + name] = value.detach().float()
 
 
-def attach(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None, fp32_state: bool) -> list[Any]:
-    """Attach the casts to ``model`` (top level only), the state-dict hook to all its modules; return the handles."""
-    handles: list[Any] = []
+def attach(
+    model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None, fp32_state: bool
+) -> list[RemovableHandle]:
+    """Attach the casts to ``model`` (top level only), and with ``fp32_state`` the state-dict hook to all its modules.
+
+    Return the handles.
+    """
+    handles: list[RemovableHandle] = []
     if inputs is not None:
         handles.append(model.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True))
     if outputs is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.apex.dtypes import REDUCED, wide
 from harness.apex.optimizers.batch import Group, ParameterBatch, copied_where_new
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer, step_for_kernel
-from harness.apex.tensor_groups import by_device_and_dtype, norms
+from harness.apex.tensor_groups import by_device_and_dtype, global_norm
 
 
 class FusedAdam(FusedOptimizer):
@@ -35,10 +35,9 @@ class FusedAdam(FusedOptimizer):
     settings = ("set_grad_none", "adam_w_mode", "capturable", "master_weights", "mastered")
 
     @property
-    def skips_on_device(self) -> str | None:  # type: ignore[override]
+    def state_key_for_device_skip(self) -> str | None:  # type: ignore[override]
         """See ``FusedOptimizer``; clipping by ``max_grad_norm`` would change gradients."""
-        clips = any("max_grad_norm" in group for group in self.param_groups)
-        return "exp_avg" if type(self) is FusedAdam and not clips else None
+        return None if any("max_grad_norm" in group for group in self.param_groups) else "exp_avg"
 
     def __init__(
         self,
@@ -101,19 +100,17 @@ class FusedAdam(FusedOptimizer):
             return
         if not grads or any(grad.layout is not torch.strided for grad in grads):
             return  # sparse gradients are refused later
-        device, kinds = grads[0].device, list(by_device_and_dtype(grads))
-        each = [norms(kind, dtype=wide(kind[0])).to(device, non_blocking=True) for kind in kinds]
-        limit = max_norm if grad_scale is None else max_norm * grad_scale.to(device)  # the gradients carry the scale
-        factor = (limit / (torch.linalg.vector_norm(torch.cat(each)) + 1e-6)).clamp(max=1.0)
-        for kind in kinds:
+        norm = global_norm(grads)
+        limit = max_norm if grad_scale is None else max_norm * grad_scale.to(norm.device)  # the gradients carry it
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for kind in by_device_and_dtype(grads):
             wide_grads = [grad.to(wide(grad)) for grad in kind]
             torch._foreach_copy_(kind, torch._foreach_mul(wide_grads, factor.to(kind[0].device, wide(kind[0]))))
 
     def _update_batch(self, group: Group, batch: ParameterBatch) -> None:
         moments = self._moments(batch, "exp_avg"), self._moments(batch, "exp_avg_sq")
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        adam_update(group, batch.weights, batch.grads, *moments, self.adam_w_mode, grad_scale, found_inf)
+        adam_update(group, batch.weights, batch.grads, *moments, self.adam_w_mode, grad_scale, self.found_inf)
         if grad_scale is not None:  # the kernel has unscaled batch.grads; scripts may clip or log p.grad
             grads = [param.grad for param in batch.params if param.grad is not None]
             copied_where_new(batch.grads, grads)

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.dtypes import wide
 from harness.apex.optimizers.batch import Group, cache_sized
 from harness.apex.optimizers.fused_optimizer import FusedOptimizer, step_for_kernel
-from harness.apex.tensor_groups import by_device_and_dtype, norms, one_for_each
+from harness.apex.tensor_groups import global_norm, norms, one_for_each
 
 
 class LambOptimizer(FusedOptimizer):
@@ -21,10 +20,9 @@ class LambOptimizer(FusedOptimizer):
 
     def _update(self) -> None:
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
         factor = self._clip_factor(1.0 if grad_scale is None else grad_scale.double().reciprocal().float())
         for group in self._counted_groups():
-            self._update_scaled(group, factor, found_inf)
+            self._update_scaled(group, factor, self.found_inf)
 
     def _clip_factor(self, inv_scale: Tensor | float) -> Tensor | float:
         """Return the factor for each gradient: ``inv_scale``, times what clips the global norm to ``max_grad_norm``."""
@@ -33,11 +31,9 @@ class LambOptimizer(FusedOptimizer):
         max_norm = self.defaults["max_grad_norm"]
         if not max_norm or not grads or any(grad.layout is not torch.strided for grad in grads):
             return inv_scale  # sparse gradients are refused later
-        device = grads[0].device
-        kinds = by_device_and_dtype(grads)
-        each = [norms(kind, dtype=wide(kind[0])).to(device, non_blocking=True) for kind in kinds]
-        norm = torch.linalg.vector_norm(torch.cat(each)) * _on(inv_scale, device)
-        return (max_norm / norm).clamp(max=1.0) * _on(inv_scale, device)
+        norm = global_norm(grads)
+        inv_scale = _on(inv_scale, norm.device)
+        return (max_norm / (norm * inv_scale)).clamp(max=1.0) * inv_scale
 
     def _update_scaled(self, group: Group, factor: Tensor | float, found_inf: Tensor | None) -> None:
         """Update ``group`` from its gradients times ``factor``. With a nonzero ``found_inf`` nothing changes."""
@@ -45,8 +41,9 @@ class LambOptimizer(FusedOptimizer):
             moments = self._moments(batch, "exp_avg"), self._moments(batch, "exp_avg_sq")
             skip = None if found_inf is None else (found_inf != 0).to(batch.device)
             updates = lamb_stage1(group, batch.weights, batch.grads, *moments, factor, self.adam_w_mode, skip)
-            norms_of = (norms(batch.weights), norms(updates)) if group["weight_decay"] != 0 or self.use_nvlamb else None
-            lamb_stage2(batch.weights, updates, group["lr"], norms_of, skip)
+            is_adapted = group["weight_decay"] != 0 or self.use_nvlamb
+            both_norms = (norms(batch.weights), norms(updates)) if is_adapted else None
+            lamb_stage2(batch.weights, updates, group["lr"], both_norms, skip)
             self._write_back(batch)
 
 
@@ -65,11 +62,7 @@ class FusedLAMB(LambOptimizer):
     """
 
     settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")
-
-    @property
-    def skips_on_device(self) -> str | None:  # type: ignore[override]
-        """See ``FusedOptimizer``."""
-        return "exp_avg" if type(self) is FusedLAMB else None
+    state_key_for_device_skip = "exp_avg"
 
     def __init__(
         self,

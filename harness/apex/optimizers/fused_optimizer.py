@@ -38,9 +38,11 @@ class FusedOptimizer(Optimizer):
     settings: tuple[str, ...] = ("set_grad_none",)  # attributes that copies and pickles keep
     capturable = False
     keeps_wide_state = True  # amp then leaves the state's dtypes alone
-    skips_on_device: str | None = None
+    state_key_for_device_skip: str | None = None
     """What each parameter must have in its state before the device may skip a step by itself (``found_inf``): the first
-    step creates it even if it is skipped. None if a skipped step of this optimizer may change something in any case."""
+    step creates it even if it is skipped. Each class sets it for itself, not for classes derived from it. None if a
+    skipped step may change something in any case."""
+    found_inf: Tensor | None = None  # set by amp and by GradScaler during a step: not 0 if the step is to be skipped
     mastered: Collection[torch.dtype] = ()  # parameters of these dtypes have float32 masters in their state
 
     def __init__(
@@ -166,10 +168,9 @@ class FusedOptimizer(Optimizer):
 
     def _counted_groups(self) -> Iterator[Group]:
         """Count this step in every group that has parameters, and yield the group."""
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             if group["params"]:
-                yield self._steps.advance(group, found_inf, self.capturable)
+                yield self._steps.advance(group, self.found_inf, self.capturable)
 
     def uncount_step(self, groups: list[Group]) -> None:
         """Take back the count of a step of ``groups`` that was skipped on the device."""

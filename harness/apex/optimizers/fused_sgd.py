@@ -27,11 +27,7 @@ class FusedSGD(FusedOptimizer):
         *("set_grad_none", "wd_after_momentum", "materialize_master_grads"),
         *("most_recent_scale", "scale_set_by_backward"),
     )
-
-    @property
-    def skips_on_device(self) -> str | None:  # type: ignore[override]
-        """See ``FusedOptimizer``."""
-        return "momentum_buffer" if type(self) is FusedSGD else None
+    state_key_for_device_skip = "momentum_buffer"
 
     def __init__(
         self,
@@ -58,8 +54,7 @@ class FusedSGD(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
 
     def _update_batch(self, group: Group, batch: ParameterBatch) -> None:
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        skip = None if found_inf is None else found_inf != 0
+        skip = None if self.found_inf is None else self.found_inf != 0
         has_momentum = group["momentum"] != 0
         is_new = [has_momentum and self.state[param].get("momentum_buffer") is None for param in batch.params]
         buffers = self._moments(batch, "momentum_buffer") if has_momentum else []
