@@ -119,6 +119,10 @@ class RunFolder:
         if named and not is_url(named) and self.path.resolve() in Path(named).resolve().parents:
             raise own_checkpoint(named)
         note = self._resume_or_move(config, rehearse)
+        last = exit_files.read(self.logs).get(0)
+        self._done_at = last.step if last and last.cause is Cause.DONE else None
+        if self._done_at is not None:
+            rehearse()  # or an error of the configuration would turn a finished run into a failed one
         try:
             make_folder(self.path)
             if self._lock is not None and not self._lock.is_current():  # the lock moved aside with the earlier run
@@ -131,8 +135,6 @@ class RunFolder:
             if not (self.path / layout.CONFIG).exists():
                 self.write_config()
             self.checkpoints.run_folder = self.path
-            last = exit_files.read(self.logs).get(0)
-            self._done_at = last.step if last and last.cause is Cause.DONE else None
             self.forget_end()
         except OSError as error:
             raise cannot_write(self.path, error) from None
