@@ -41,7 +41,8 @@ from harness.training import build
 from harness.training.evaluation import predictions
 from harness.training.evaluation.evaluate import laid_out
 from harness.training.evaluation.objective import Objective
-from harness.training.evaluation.predictions import Predictor, Written
+from harness.training.evaluation.prediction_table import Written
+from harness.training.evaluation.predictions import Predictor
 from harness.training.exit_report import ExitReporter, failed_early
 from harness.training.main import connected
 from harness.training.optimizer import optim, precision, trained_parameters

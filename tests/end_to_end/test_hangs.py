@@ -169,7 +169,7 @@ class Slow:
         from harness.data.table import convert
         from harness.runs import checkpoint
         from harness.training import loop
-        from harness.training.evaluation import predictions
+        from harness.training.evaluation import prediction_table
 
         places = {
             "conversion": (convert, "convert"),
@@ -177,7 +177,7 @@ class Slow:
             "best": (checkpoint, "save_weights"),
             "verification": (checkpoint, "damage"),
             "restoring": (checkpoint, "read"),
-            "predictions": (predictions.PredictionFile, "finish"),
+            "predictions": (prediction_table.PredictionFile, "finish"),
             "compilation": (loop, "step"),
         }
         module, name = places[self.what]

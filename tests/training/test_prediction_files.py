@@ -18,7 +18,7 @@ from harness.runs import layout
 from harness.tasks.image_csv import config as image_csv
 from harness.tasks.image_csv.task import ImageCsv
 from harness.tools.compare.exactness import differences
-from harness.training.evaluation import predictions
+from harness.training.evaluation import prediction_table
 from harness.training.evaluation.prediction_files import FilesFolder, RowFiles, folder_of, read
 from harness.training.loop import evaluation
 from tests.conftest import ROOT
@@ -194,14 +194,14 @@ def _die_after_a_block():
     import os
     import signal
 
-    add = predictions.PredictionFile.add
+    add = prediction_table.PredictionFile.add
 
     def added(self, *arguments):
         add(self, *arguments)
         os.kill(os.getpid(), signal.SIGKILL)
 
     if os.environ.get("APEX_TEST_DIE"):
-        predictions.PredictionFile.add = added
+        prediction_table.PredictionFile.add = added
 
 
 _die_after_a_block()

@@ -22,8 +22,8 @@ from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError
 from harness.inference import predict
 from harness.runs.console import ProgressBar
-from harness.training.evaluation import predictions
-from harness.training.evaluation.predictions import GROUP_ROWS, ROW, SAMPLE_ROWS, PredictionFile
+from harness.training.evaluation import prediction_table, predictions
+from harness.training.evaluation.prediction_table import GROUP_ROWS, ROW, SAMPLE_ROWS, PredictionFile
 from harness.training.task import Classification
 from tests.fixtures import make_config, write_rows
 from tests.ranks import RankFailure, run_ranks
@@ -173,7 +173,7 @@ def test_file_that_another_process_writes_is_left_alone(folder):
 
 
 def test_error_of_numbers_whose_labels_are_text(tmp_path):
-    file = predictions.PredictionFile(tmp_path / "x.csv")
+    file = prediction_table.PredictionFile(tmp_path / "x.csv")
     file.add(pa.table({"id": [0, 1, 2], "prediction": [1.0, 2.0, 3.0], "label": ["1.5", "", "1"]}), 0, {})
     assert file.finish().fit == f"root mean square error of prediction {((0.5**2 + 2**2) / 2) ** 0.5:.5g}"
 
@@ -183,16 +183,16 @@ def test_error_of_numbers_whose_labels_are_text(tmp_path):
 )
 def test_a_model_that_predicts_one_class_is_warned_of(caplog, pairs, warned):
     found = Counter({(pair[0], pair[1]): 10 for pair in [pairs[:2], pairs[3:]] if pair})
-    predictions.Written(pairs=found).warn_of_one_class()
-    predictions.Written(pairs=Counter(found.keys())).warn_of_one_class()  # of two rows nothing is said
+    prediction_table.Written(pairs=found).warn_of_one_class()
+    prediction_table.Written(pairs=Counter(found.keys())).warn_of_one_class()  # of two rows nothing is said
     assert caplog.text.count("the model predicts 'a' for every row, but there are 2 labels") == warned
 
 
 @pytest.mark.parametrize("classes", [("same", "different"), (0, 1)])
 def test_labels_that_the_model_does_not_know_are_warned_of(caplog, classes):
-    predictions.Written(pairs=Counter({("0", "same"): 3, ("1", "same"): 2, ("", "same"): 1})).warn_of_unknown_labels(
-        classes
-    )
+    prediction_table.Written(
+        pairs=Counter({("0", "same"): 3, ("1", "same"): 2, ("", "same"): 1})
+    ).warn_of_unknown_labels(classes)
     told = (
         "5 rows with labels that the model was not trained on, and never predicts: '0', '1'; it predicts 'same', 'diff"
     )
@@ -200,7 +200,7 @@ def test_labels_that_the_model_does_not_know_are_warned_of(caplog, classes):
 
 
 def test_rows_with_a_blank_label_are_not_counted_as_wrong():
-    found = predictions.Written(pairs=Counter({("a", "a"): 3, ("a", "b"): 1, ("", "a"): 2, (" ", "b"): 1}))
+    found = prediction_table.Written(pairs=Counter({("a", "a"): 3, ("a", "b"): 1, ("", "a"): 2, (" ", "b"): 1}))
     assert found.fit == "3 of 4 predictions are correct (0.7500)"
 
 
@@ -236,7 +236,7 @@ def test_samples_come_from_all_classes(order, num_classes):
     """Also of a table that is sorted by class, and of one with more classes than there are samples."""
     rows = np.arange(40 * num_classes)
     labels = rows // 40 if order == "by class" else rows % num_classes
-    some, table = predictions.SomeRows(), pa.table({ROW: rows, "label": labels})
+    some, table = prediction_table.SomeRows(), pa.table({ROW: rows, "label": labels})
     for start in range(0, len(rows), 64):
         some.add(table.slice(start, 64), [str(label) for label in labels[start : start + 64]])
     found = some.table()
@@ -304,7 +304,7 @@ def test_numbers_in_csv_round_trip_exactly(folder):
 
 def test_carriage_returns_in_text_are_no_line_ends():
     table = pa.table({"id": ["a\rb", "c"], "label": pa.array([1, None], pa.int64()), "score": [0.5, 0.25]})
-    assert predictions._csv(table, header=True) == b'"id","label","score"\n"a\rb",1,0.5\n"c","",0.25\n'
+    assert prediction_table._csv(table, header=True) == b'"id","label","score"\n"a\rb",1,0.5\n"c","",0.25\n'
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -327,7 +327,7 @@ def test_only_an_error_of_the_file_is_one_of_writing(folder, monkeypatch):
         with pytest.raises(FileNotFoundError) as caught:
             write(folder, "out.csv", Rows(10))
     assert not isinstance(caught.value, predictions.TableError)
-    monkeypatch.setattr(predictions, "_csv", fails)
+    monkeypatch.setattr(prediction_table, "_csv", fails)
     with pytest.raises(predictions.TableError, match="No such file"):
         write(folder, "out.csv", Rows(10))
     assert not [path for path in folder.iterdir() if path.name.startswith("out.csv")]

@@ -9,7 +9,6 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ class Loss:
         return loss.mean() if loss.dim() else loss
 
     def require_gradient(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise ConfigError if it cannot train on a made-up batch."""
+        """Raise ConfigError if the loss cannot train on a made-up batch."""
         try:
             value = self(outputs.requires_grad_(), targets)
             if not value.requires_grad:
@@ -74,7 +73,7 @@ class _BuiltIn(nn.Module):
     def __init__(self, section: LabelledTask, labels: Labels, counts: Counts | None) -> None:
         super().__init__()
         self.name, self.kind, options = section.loss_name, labels.kind, section.loss
-        self.smoothing = options.label_smoothing
+        self.label_smoothing = options.label_smoothing
         self.gamma = 2.0 if options.gamma is None else options.gamma
         self.delta = 1.0 if options.delta is None else options.delta
         sigmoid = self.name == "bce" or labels.kind == "multi_label"
@@ -82,33 +81,62 @@ class _BuiltIn(nn.Module):
         self.register_buffer("weights", weights)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        smoothing, weights = self.smoothing if self.training else 0.0, self.weights
-        if self.name == "cross_entropy":
-            reduction = "none" if weights is not None else "mean"  # as fast, and equal to the last bit, as torch's
-            return functional.cross_entropy(outputs, targets, weights, label_smoothing=smoothing, reduction=reduction)
-        if self.name == "focal" and self.kind == "single_label":
-            entropy = functional.cross_entropy(outputs, targets, reduction="none")
-            weighted = entropy if weights is None else weights[targets] * entropy
-            return weighted * self._focus(entropy)
-        if self.name in ("bce", "focal"):
-            return self._sigmoid(outputs, targets, smoothing).mean(dim=1)
-        if self.name == "huber":
-            return functional.huber_loss(outputs, targets, reduction="none", delta=self.delta).mean(dim=1)
-        loss = functional.mse_loss if self.name == "mse" else functional.l1_loss
-        return loss(outputs, targets, reduction="none").mean(dim=1)
+        return _ROW_LOSSES[self.name](self, outputs, targets)
 
-    def _sigmoid(self, outputs: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        hot = functional.one_hot(targets, outputs.shape[1]) if targets.dim() == 1 else targets
-        hot = hot.to(outputs.dtype)
-        if self.name == "bce":
-            hot = hot * (1 - smoothing) + smoothing / (outputs.shape[1] if targets.dim() == 1 else 2)
-        entropy = functools.partial(functional.binary_cross_entropy_with_logits, outputs, hot, reduction="none")
-        each: Tensor = entropy(pos_weight=self.weights)
-        return each * self._focus(entropy()) if self.name == "focal" else each
+    @property
+    def _smoothing(self) -> float:
+        return self.label_smoothing if self.training else 0.0
+
+    def _cross_entropy(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        weights = self.weights
+        reduction = "none" if weights is not None else "mean"  # as fast, and equal to the last bit, as torch's
+        return functional.cross_entropy(outputs, targets, weights, label_smoothing=self._smoothing, reduction=reduction)
+
+    def _bce(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        smoothing, share = self._smoothing, outputs.shape[1] if targets.dim() == 1 else 2
+        hot = _one_hot(outputs, targets) * (1 - smoothing) + smoothing / share
+        return self._entropy(outputs, hot, pos_weight=self.weights).mean(dim=1)
+
+    def _focal(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.kind == "single_label":
+            entropy = functional.cross_entropy(outputs, targets, reduction="none")
+            weighted = entropy if self.weights is None else self.weights[targets] * entropy
+            return weighted * self._focus(entropy)
+        hot = _one_hot(outputs, targets)
+        weighted = self._entropy(outputs, hot, pos_weight=self.weights)
+        return (weighted * self._focus(self._entropy(outputs, hot))).mean(dim=1)
+
+    def _huber(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.huber_loss(outputs, targets, reduction="none", delta=self.delta).mean(dim=1)
+
+    def _mse(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.mse_loss(outputs, targets, reduction="none").mean(dim=1)
+
+    def _l1(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.l1_loss(outputs, targets, reduction="none").mean(dim=1)
+
+    _entropy = staticmethod(functools.partial(functional.binary_cross_entropy_with_logits, reduction="none"))
 
     def _focus(self, entropy: Tensor) -> Tensor:
         """Return (1 - probability of the label) ** gamma, which gives easy rows little weight."""
         return (1 - torch.exp(-entropy)).clamp_min(1e-7) ** self.gamma
+
+
+# By the names in harness.config.targets.
+_ROW_LOSSES: dict[str, Callable[[_BuiltIn, Tensor, Tensor], Tensor]] = {
+    "cross_entropy": _BuiltIn._cross_entropy,
+    "bce": _BuiltIn._bce,
+    "focal": _BuiltIn._focal,
+    "mse": _BuiltIn._mse,
+    "l1": _BuiltIn._l1,
+    "huber": _BuiltIn._huber,
+}
+
+
+def _one_hot(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return ``targets`` as zeros and ones of the shape and the type of ``outputs``."""
+    hot = functional.one_hot(targets, outputs.shape[1]) if targets.dim() == 1 else targets
+    return hot.to(outputs.dtype)
 
 
 def _own_loss(name: str, section: LossSection) -> Callable[[Tensor, Tensor], object]:
@@ -138,26 +166,31 @@ def _loss_failed(name: str, error: Exception, where: str) -> ConfigError:
     return ConfigError(what, where=users_line(error) or where, hint=hint)
 
 
-def _class_weights(given: Any, labels: Sequence[str | int], sigmoid: bool, counts: Counts | None) -> Tensor | None:
-    """One weight per label. Raises ConfigError."""
+def _class_weights(
+    setting: str | tuple[float, ...] | dict[str, float] | None,
+    labels: Sequence[str | int],
+    sigmoid: bool,
+    counts: Counts | None,
+) -> Tensor | None:
+    """Return one weight per label; None without the ``setting``. Raises ConfigError."""
     where = "task.loss.class_weights"
-    if given is None:
+    if setting is None:
         return None
-    if given == "balanced":
+    if isinstance(setting, str):  # "balanced"
         assert counts is not None  # only a task opened on new data lacks them, which computes no loss
         rows, num_rows = counts()
         if rows is None:
             hint = "add label_counts(start, stop) to it, or give a weight for each label"
             raise ConfigError("the task does not count the training rows with each label", where=where, hint=hint)
         return torch.from_numpy(_balanced(rows, num_rows, sigmoid)).float()
-    if isinstance(given, dict):
+    if isinstance(setting, dict):
         known = [str(label) for label in labels]
-        if unknown := [label for label in given if label not in known]:
+        if unknown := [label for label in setting if label not in known]:
             hint = f"use labels of the training table, such as {', '.join(known[:10])}"
             raise ConfigError(f"there is no label {unknown[0]!r}", where=where, hint=hint)
-        weights = [float(given.get(label, 1.0)) for label in known]
+        weights = [float(setting.get(label, 1.0)) for label in known]
     else:
-        weights = [float(weight) for weight in given]
+        weights = [float(weight) for weight in setting]
     if len(weights) != len(labels):
         hint = "give one weight per label, in the same order, or {label: weight}"
         raise ConfigError(
@@ -169,6 +202,7 @@ def _class_weights(given: Any, labels: Sequence[str | int], sigmoid: bool, count
 
 
 def _balanced(counts: np.ndarray, num_rows: int, sigmoid: bool) -> np.ndarray:
-    """As scikit-learn: rows / (classes * rows of the class). For a sigmoid per label: rows without / rows with it."""
+    """Return rows / (classes * rows of the class), as scikit-learn does; for a sigmoid per label, rows without the
+    label / rows with it."""
     filled = np.maximum(counts, 1).astype(float)
     return np.maximum(num_rows - counts, 1) / filled if sigmoid else num_rows / (len(counts) * filled)

@@ -1,16 +1,12 @@
 """Metrics as sums and counts, never means, so that reducing over batches and ranks of any size is exact.
 
-``Labels`` has the built-in metrics of each kind of labels, ``OwnMetric`` is one of torchmetrics or of the user's own. A
-metric that is no ratio of sums, such as an area under a curve, needs all rows: ``Rows`` keeps and gathers them.
+``Labels`` has the built-in metrics of each kind of labels. A metric that is no ratio of sums, such as an area under a
+curve, needs all rows: ``Rows`` keeps and gathers them.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 
@@ -18,17 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config import plugins
-from harness.config.targets import TOP, Kind, MetricSection
+from harness.config.targets import TOP, Kind
 from harness.data.row_labels import by_column, joined
 from harness.distributed.runtime import Runtime
-from harness.errors import ConfigError, first_line, users_line
+from harness.errors import ConfigError
 from harness.training.logical_ranks import LogicalRanks
 
 MAX_CONFUSION = 1000  # classes; a larger matrix is unreadable and takes too much memory
 MAX_SCORES = 100  # classes; with one column for each of more, the table would be larger than the data
 TO_UNITS = "multiply by std, add mean"  # what makes numbers in the unit of the columns of standardized ones
-_ROWS = "outputs"  # the name under which Sums keeps all outputs and targets
 
 Pairs = dict[str, tuple[Tensor, Tensor]]  # {name: (sum, count)}, of any shape
 Report = Mapping[str, object]  # the numbers of the metrics, and details as JSON
@@ -126,9 +120,6 @@ def _gathered(parts: Sequence[Sums], runtime: Runtime) -> dict[str, list[Rows]]:
     return kept
 
 
-# Kinds of labels
-
-
 @dataclass(frozen=True)
 class Labels:
     """The labels of the training data. Each subclass is a kind of labels, and computes what follows from it.
@@ -145,11 +136,11 @@ class Labels:
 
     @property
     def learned(self) -> dict[str, object]:
-        """These facts as JSON, for the run folder."""
+        """Return these facts as JSON, for the run folder."""
         return {"classes": list(self.names)}
 
     def made_up(self, rows: int, generator: torch.Generator) -> Tensor:
-        """Targets of ``rows`` rows, with each label at least twice if there are few."""
+        """Return targets of ``rows`` rows, with each label at least twice if there are few."""
         raise NotImplementedError
 
     def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str], confusion: bool = True) -> Pairs:
@@ -176,7 +167,7 @@ class Labels:
         raise NotImplementedError
 
     def predictions(self, outputs: Tensor) -> Columns:
-        """Columns of the table of predictions."""
+        """Return columns of the table of predictions."""
         raise NotImplementedError
 
     @property
@@ -197,7 +188,7 @@ class SingleLabel(Labels):
         return torch.arange(rows) % len(self.names)
 
     def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str], confusion: bool = True) -> Pairs:
-        """Top-k, accuracy and F1 per class, and the confusion matrix (label, prediction)."""
+        """Return top-k, accuracy and F1 per class, and the confusion matrix (label, prediction)."""
         num_classes = len(self.names)
         tops = {name: int(name[3:]) for name in metrics if TOP.fullmatch(name)}
         rows = torch.full((), float(len(targets)), device=outputs.device)
@@ -214,7 +205,7 @@ class SingleLabel(Labels):
         return pairs
 
     def report(self, sums: Sums) -> Report:
-        """Accuracy by label; the confusion matrix as counts."""
+        """Return the metrics, the accuracy by label, and the confusion matrix as counts."""
         report: dict[str, object] = {name: sums.ratio(name) for name in sums.pairs if TOP.fullmatch(name)}
         correct, count = sums.pairs["class_accuracy"]
         report["mean_class_accuracy"] = _mean_ratio(correct, count)
@@ -287,7 +278,7 @@ class MultiLabel(Labels):
         }
 
     def report(self, sums: Sums) -> Report:
-        """Precision, recall and F1 by label."""
+        """Return the metrics, and precision, recall and F1 by label."""
         (both, num_predicted), (_, num_true) = sums.pairs["precision"], sums.pairs["recall"]
         doubled, count = 2 * both, num_predicted + num_true
         report: dict[str, object] = {
@@ -399,7 +390,7 @@ class Regression(Labels):
         return by_column("prediction", list(map(str, self.names)), self._numbers(outputs).numpy())
 
     def _numbers(self, scaled: Tensor) -> Tensor:
-        """float64 on the CPU, in the unit of each column."""
+        """Return ``scaled`` in the unit of each column, in float64 on the CPU."""
         return scaled.double().cpu() * torch.tensor(self.std).double() + torch.tensor(self.mean).double()
 
     @property
@@ -457,97 +448,3 @@ def _best(scores: Tensor, labels: Sequence[str | int], name: str = "label") -> C
     for place, (values, indices) in enumerate(zip(best.values.T, best.indices.T, strict=True), start=1):
         table |= {f"{name}_{place}": [labels[index] for index in indices.tolist()], f"score_{place}": values}
     return table
-
-
-# Metrics of torchmetrics or of the user's own
-
-
-class OwnMetric:
-    """A class with ``update(outputs, targets)``, ``compute()`` and ``reset()``, or a function of all outputs and
-    targets.
-
-    If torchmetrics adds up the states of a metric over ranks, they are added here, in float64. Any other metric gets
-    the outputs and targets of all rows at once, which every rank gathers.
-    """
-
-    def __init__(self, section: MetricSection, labels: Labels) -> None:
-        self.key, self.name, self._shown = section.shown, section.name, labels.shown
-        try:
-            part = plugins.import_own("metric", section.name, "task.metrics")
-        except ConfigError as error:
-            if section.name.startswith("torchmetrics.") and isinstance(error.__cause__, ModuleNotFoundError):
-                error.hint = f"pip install 'apex-harness[torchmetrics]'; or {error.hint}"
-            raise
-        self._metric: Any = None
-        with self._explained():
-            if inspect.isclass(part):
-                takes_number = labels.known in inspect.signature(part).parameters
-                known = {labels.known: len(labels.names)} if takes_number else {}
-                self._metric = part(**known | section.args)
-                self._metric.sync_on_compute = False  # the states are reduced here
-            self._function = functools.partial(part, **section.args)
-        reductions = getattr(self._metric, "_reductions", {})
-        self.needs_rows = not reductions or not all(
-            getattr(reduction, "__name__", "") == "dim_zero_sum" and isinstance(getattr(self._metric, state), Tensor)
-            for state, reduction in reductions.items()
-        )
-        self._states = [] if self.needs_rows else list(reductions)
-
-    def pairs(self, outputs: Tensor, targets: Tensor) -> Pairs:
-        """All rows of a batch, or the states of the metric after it."""
-        if self.needs_rows:
-            return {_ROWS: Rows(outputs, targets)}
-        with self._explained():
-            self._update(*self._shown(outputs, targets))
-            states = {state: getattr(self._metric, state).detach().clone() for state in self._states}
-        return {f"{self.key}.{state}": (value, torch.ones_like(value)) for state, value in states.items()}
-
-    def value(self, sums: Sums) -> float:
-        """Return the metric of the reduced states, or of all rows."""
-        with self._explained():
-            result = self._of_rows(sums.all_rows(_ROWS)) if self.needs_rows else self._of_states(sums)
-        if isinstance(result, Tensor) and result.numel() != 1 or not hasattr(result, "__float__"):
-            found = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"{result!r:.80}"
-            hint = "average it: for torchmetrics, set args: {average: macro}"
-            raise ConfigError(f"the metric {self.name} returns {found}, not a number", where="task.metrics", hint=hint)
-        return float(result)
-
-    def _of_states(self, sums: Sums) -> Any:
-        self._metric.reset()
-        for state in self._states:
-            like, total = getattr(self._metric, state), sums.pairs[f"{self.key}.{state}"][0]
-            setattr(self._metric, state, total.to(like.device, like.dtype).view_as(total))
-        self._metric._update_count = 1  # without updates, it would warn
-        return self._metric.compute()
-
-    def _of_rows(self, rows: Rows) -> Any:
-        if self._metric is None:
-            return self._function(*self._shown(*rows))
-        self._update(*self._shown(*rows))
-        return self._metric.compute()
-
-    def _update(self, outputs: Tensor, targets: Tensor) -> None:
-        if hasattr(self._metric, "to"):
-            self._metric.to(outputs.device)
-        self._metric.reset()
-        self._metric.update(outputs, targets)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn an error of the user's code into one that names the metric."""
-        try:
-            yield
-        except (ConfigError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            what = f"the metric {self.name} fails: {type(error).__name__}: {first_line(error)}"
-            hint = "check its args; docs/targets.md describes what it is called with"
-            raise ConfigError(what, where=users_line(error) or "task.metrics", hint=hint) from error
-
-    def require_value(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise ConfigError if it fails on made-up rows."""
-        sums = Sums()
-        sums.add(self.pairs(outputs, targets))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the made-up rows
-            self.value(sums)

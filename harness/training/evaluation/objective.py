@@ -18,7 +18,8 @@ from harness.config.targets import TOP, LabelledTask, TableTask
 from harness.data.row_labels import column_names
 from harness.errors import ConfigError, plural
 from harness.training.evaluation.losses import Counts, Loss
-from harness.training.evaluation.metrics import Columns, Labels, OwnMetric, Pairs, Report, Sums
+from harness.training.evaluation.metrics import Columns, Labels, Pairs, Report, Sums
+from harness.training.evaluation.own_metric import OwnMetric
 
 MAX_KEPT = 1 << 29  # outputs of all evaluation rows that a metric may keep, as numbers
 _MADE_UP_ROWS = 64
@@ -48,7 +49,7 @@ class Objective:
         return [OwnMetric(each, self.labels) for each in self.section.metric_sections if "." in each.name]
 
     def evaluate(self, outputs: Tensor, targets: Tensor, confusion: bool = True) -> Pairs:
-        """Everything that ``report`` needs of a batch; the confusion matrix only if asked for."""
+        """Return all that ``report`` needs of a batch; the confusion matrix only if asked for."""
         outputs = outputs.float()
         rows = torch.full((), float(len(targets)), device=outputs.device)  # a copy of it would make the host wait
         pairs = self.labels.pairs(outputs, targets, self._metric_names, confusion)
@@ -104,7 +105,7 @@ class Objective:
         return [*lines, *heading, *table]
 
     def errors(self, columns: Mapping[str, np.ndarray]) -> Columns:
-        """Columns that follow from predictions and labels: for numbers, prediction - label."""
+        """Return the columns that follow from predictions and labels: for numbers, prediction - label."""
         if self.labels.kind != "regression":
             return {}
         names = [name.removeprefix("prediction") for name in columns if name.startswith("prediction")]
@@ -160,14 +161,15 @@ class Objective:
         return []
 
     def summary(self, num_rows: int) -> dict[str, object]:
-        """Facts for the log and ``harness check``. ``num_rows``: of the evaluation."""
+        """Return facts for the log and ``harness check``. ``num_rows``: of the evaluation."""
         options = ", ".join(f"{key} {value}" for key, value in self.section.loss.options.items() if key != "args")
-        of = f" (of class {self.labels.names[-1]})"
-        metrics = ", ".join(name + of * (name == "f1") for name in self.section.metrics)
+        notes = {"f1": f" (of class {self.labels.names[-1]})"}
+        metrics = ", ".join(f"{name}{notes.get(name, '')}" for name in self.section.metrics)
         if self._keeping:
             mib = self._kept(num_rows) * (5 if self.labels.kind == "multi_label" else 4) / 2**20
             metrics += f" (each rank keeps all outputs of an evaluation for {', '.join(self._keeping)}: {mib:.1f} MiB)"
-        names = ", ".join(map(str, self.labels.names[:_NAMED])) + ", ..." * (len(self.labels.names) > _NAMED)
+        names = ", ".join(map(str, self.labels.names[:_NAMED]))
+        names += ", ..." if len(self.labels.names) > _NAMED else ""
         if self.labels.kind != "regression":
             names = f"{len(self.labels.names)}: {names}"
         loss = self.section.loss_name + (f" ({options})" if options else "")

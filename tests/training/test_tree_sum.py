@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.training import logical_ranks
-from harness.training.logical_ranks import Node, TreeSum, block, grow, plan
+from harness.training import tree_sum
+from harness.training.tree_sum import Node, TreeSum, block, grow, plan
 from tests.ranks import run_ranks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -57,7 +57,7 @@ def sums(num_leaves: int, length: int, gathered: bool = False) -> list[list[int]
     """The bytes of the sums in a group of processes, or in this process alone."""
     rank, num_processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     found = []
-    with patch.object(logical_ranks, "_SMALL_BYTES", (1 << 20) * gathered):
+    with patch.object(tree_sum, "_SMALL_BYTES", (1 << 20) * gathered):
         for dtype in DTYPES:
             total_sum = TreeSum(num_leaves, rank, num_processes)
             for _ in range(2):  # the second sum has nothing of the first

@@ -1,0 +1,111 @@
+"""Metrics of torchmetrics or of the user's own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.config import plugins
+from harness.config.targets import MetricSection
+from harness.errors import ConfigError, first_line, users_line
+from harness.training.evaluation.metrics import Labels, Pairs, Rows, Sums
+
+_ROWS = "outputs"  # the name under which Sums keeps all outputs and targets
+
+
+class OwnMetric:
+    """A class with ``update(outputs, targets)``, ``compute()`` and ``reset()``, or a function of all outputs and
+    targets.
+
+    If torchmetrics adds up the states of a metric over ranks, they are added here, in float64. Any other metric gets
+    the outputs and targets of all rows at once, which every rank gathers.
+    """
+
+    def __init__(self, section: MetricSection, labels: Labels) -> None:
+        self.key, self.name, self._shown = section.shown, section.name, labels.shown
+        try:
+            part = plugins.import_own("metric", section.name, "task.metrics")
+        except ConfigError as error:
+            if section.name.startswith("torchmetrics.") and isinstance(error.__cause__, ModuleNotFoundError):
+                error.hint = f"pip install 'apex-harness[torchmetrics]'; or {error.hint}"
+            raise
+        self._metric: Any = None
+        with self._explained():
+            if inspect.isclass(part):
+                takes_number = labels.known in inspect.signature(part).parameters
+                known = {labels.known: len(labels.names)} if takes_number else {}
+                self._metric = part(**known | section.args)
+                self._metric.sync_on_compute = False  # the states are reduced here
+            self._function = functools.partial(part, **section.args)
+        reductions = getattr(self._metric, "_reductions", {})
+        self.needs_rows = not reductions or not all(
+            getattr(reduction, "__name__", "") == "dim_zero_sum" and isinstance(getattr(self._metric, state), Tensor)
+            for state, reduction in reductions.items()
+        )
+        self._states = [] if self.needs_rows else list(reductions)
+
+    def pairs(self, outputs: Tensor, targets: Tensor) -> Pairs:
+        """Return all rows of a batch, or the states of the metric after it."""
+        if self.needs_rows:
+            return {_ROWS: Rows(outputs, targets)}
+        with self._explained():
+            self._update(*self._shown(outputs, targets))
+            states = {state: getattr(self._metric, state).detach().clone() for state in self._states}
+        return {f"{self.key}.{state}": (value, torch.ones_like(value)) for state, value in states.items()}
+
+    def value(self, sums: Sums) -> float:
+        """Return the metric of the reduced states, or of all rows."""
+        with self._explained():
+            result = self._of_rows(sums.all_rows(_ROWS)) if self.needs_rows else self._of_states(sums)
+        if isinstance(result, Tensor) and result.numel() != 1 or not hasattr(result, "__float__"):
+            found = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"{result!r:.80}"
+            hint = "average it: for torchmetrics, set args: {average: macro}"
+            raise ConfigError(f"the metric {self.name} returns {found}, not a number", where="task.metrics", hint=hint)
+        return float(result)
+
+    def _of_states(self, sums: Sums) -> Any:
+        self._metric.reset()
+        for state in self._states:
+            like, total = getattr(self._metric, state), sums.pairs[f"{self.key}.{state}"][0]
+            setattr(self._metric, state, total.to(like.device, like.dtype).view_as(total))
+        self._metric._update_count = 1  # without updates, it would warn
+        return self._metric.compute()
+
+    def _of_rows(self, rows: Rows) -> Any:
+        if self._metric is None:
+            return self._function(*self._shown(*rows))
+        self._update(*self._shown(*rows))
+        return self._metric.compute()
+
+    def _update(self, outputs: Tensor, targets: Tensor) -> None:
+        if hasattr(self._metric, "to"):
+            self._metric.to(outputs.device)
+        self._metric.reset()
+        self._metric.update(outputs, targets)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn an error of the user's code into one that names the metric."""
+        try:
+            yield
+        except (ConfigError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            what = f"the metric {self.name} fails: {type(error).__name__}: {first_line(error)}"
+            hint = "check its args; docs/targets.md describes what it is called with"
+            raise ConfigError(what, where=users_line(error) or "task.metrics", hint=hint) from error
+
+    def require_value(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise ConfigError if the metric fails on made-up rows."""
+        sums = Sums()
+        sums.add(self.pairs(outputs, targets))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the made-up rows
+            self.value(sums)
