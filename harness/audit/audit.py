@@ -8,52 +8,52 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import cycle
 from pathlib import Path
 
-from harness.audit import diagnosis, kills, latest, records
+from harness.audit import diagnosis, latest, records
+from harness.audit.chance import find_causes
 from harness.audit.folders import Session
-from harness.audit.kills import ChosenKill, RunShape
+from harness.audit.kills import MIDDLE, ChosenKill, RunShape, choose, why_none
 from harness.audit.plan import AuditPlan, HowKilled
 from harness.audit.records import StartRecord
-from harness.audit.starts import LATEST, CommandStart, CommandStarts
-from harness.audit.verdict import NOT_EXACT, UNDECIDED, Draw, Finding, Verdict, conclude
+from harness.audit.starts import LATEST, CommandStarts
+from harness.audit.verdict import NOT_EXACT, UNDECIDED, Finding, Verdict, conclude
 from harness.errors import ConfigError, plural
 from harness.runs.console import in_words
 
 UNDISTURBED, AGAIN, KILLED, RESUMED = "undisturbed", "again", "killed", "resumed"
+_TAIL_LINES = 15  # of output
 _TIMES_LONGER = 10  # a start may take, on top of the timeout, than the undisturbed one
 
 
 @dataclass(frozen=True)
 class AuditRequest:
-    """The arguments of the command.
-
-    resume: what a resumed start adds to ``command``, with ``{latest}`` for the newest checkpoint
-    checkpoints: glob of the checkpoints, instead of what the records show
-    kills: "middle", "all" or a number
-    folder: where everything is kept; None: a temporary folder, removed at the end unless the resume is not exact
-    copies: False if the command writes only to ``{out}``, so that the working folder need not be copied
-    variants: words for the end of the command, others for each start in turn: with another number of ranks
-    ranks, alone: how many ranks there are at least, and the share of random kills that hit only one of them
-    results: compares what two starts left in ``{out}``, and returns the places that differ
-    """
+    """The arguments of ``harness verify-resume``."""
 
     command: Sequence[str]
     resume: str = ""
+    """What a resumed start adds to ``command``, with ``{latest}`` for the newest checkpoint."""
     checkpoints: str = ""
-    kills: str = kills.MIDDLE
+    """A glob pattern of the checkpoints, instead of what the records show."""
+    kills: str = MIDDLE
+    """"middle", "all" or a number."""
     seed: int = 0
     steps: int | None = None
     signal: HowKilled = "KILL"
     timeout_s: float = 600.0
     folder: Path | None = None
+    """Where everything is kept; None: a temporary folder, removed at the end unless the resume is not exact."""
     source: Path = field(default_factory=Path.cwd)
     copies: bool = True
+    """False if the command writes only to ``{out}``, so that the working folder need not be copied."""
     variants: Sequence[Sequence[str]] = ((),)
+    """Words for the end of the command, others for each start in turn, such as another number of ranks."""
     ranks: int = 1
+    """How many ranks each start has at least."""
     alone: float = 0.0
+    """The share of random kills that hit only one rank."""
     results: Callable[[Path, Path], list[str]] | None = None
+    """Compares what two starts left in ``{out}``, and returns the places that differ."""
 
 
 def audit(request: AuditRequest, say: Callable[[str], None]) -> Verdict:
@@ -99,9 +99,6 @@ def _folder(wanted: Path | None) -> Iterator[tuple[Path, Callable[[], object]]]:
     yield wanted, lambda: None
 
 
-_SEEDS = "give it a seed: manual_seed(0) of a torch.Generator, numpy.random.default_rng(0), random.Random(0)"
-
-
 class _CannotTellError(Exception):
     """No verdict is possible, for the reason in ``finding``."""
 
@@ -110,21 +107,13 @@ class _CannotTellError(Exception):
         self.finding = Finding(code, text, tuple(evidence), remedy=remedy)
 
 
-@contextmanager
-def _adding_reason(findings: list[Finding]) -> Iterator[None]:
-    try:
-        yield
-    except _CannotTellError as reached:
-        findings.append(reached.finding)
-
-
 class _Audit:
+    """The starts of one audit, and what they have shown so far, also when it is interrupted."""
+
     def __init__(self, request: AuditRequest, session: Session, say: Callable[[str], None]) -> None:
         self._request, self._session, self._say = request, session, say
         self._starts = CommandStarts(session, request.command, request.resume, os.environ, request.timeout_s)
         self._roots = session.folders
-        self._variants = cycle(request.variants)
-        self._variant = next(self._variants)
         self._plan = AuditPlan("", steps=request.steps, signal=request.signal, roots=tuple(map(str, self._roots)))
         self._records: dict[str, StartRecord] = {}
         self._running = ""
@@ -136,20 +125,23 @@ class _Audit:
             self._notes.append("compared at the end as well: checkpoints, log, summary, weights and predictions")
 
     def run(self) -> Verdict:
-        findings: list[Finding] = []
-        with _adding_reason(findings):
-            self._undisturbed()
-        for number, kill in enumerate(self._chosen if self._are_equal else (), 1):
-            found: list[Finding] = []
-            with _adding_reason(found):
-                found += self._killed(kill, "" if number == 1 else f"-{number}")
-            self._judged[kill] = found
-            findings += found
-        findings = self._merged(findings)
+        """Make all starts, and return the verdict. Raises ConfigError if the command cannot be started."""
+        try:
+            self._start_undisturbed()
+        except _CannotTellError as reached:
+            findings = [reached.finding]
+        else:
+            for number, kill in enumerate(self._chosen, 1):
+                self._judge(number, kill)
+            findings = self._merged([finding for found in self._judged.values() for finding in found])
         if self._session.copy and (changed := self._session.copy.changed_links()):
             text = f"the command changed {changed[0]}, which is linked and not copied, since it looked like data"
             findings = [Finding("outside", text)]
         return conclude(findings, diagnosis.summaries(list(self._records.values())), self._notes)
+
+    def _words(self, place: int) -> Sequence[str]:
+        """Return the words at the end of the command for a start. The undisturbed ones are at place 0."""
+        return self._request.variants[place % len(self._request.variants)]
 
     @property
     def _varies(self) -> bool:
@@ -177,15 +169,15 @@ class _Audit:
 
     def _estimate(self, first: StartRecord) -> str:
         """Return how long the other starts will take. A killed one and its resume share the steps, and not the rest."""
-        kills, took_s = len(self._chosen), first.wall_s
-        least, most = (in_words(number * took_s) for number in (1 + kills, 1 + 2 * kills))
+        count, took_s = len(self._chosen), first.wall_s
+        least, most = (in_words(number * took_s) for number in (1 + count, 1 + 2 * count))
         return (
-            f"the first start took {in_words(took_s)} for {plural(len(first.steps), 'step')}; {1 + 2 * kills} more of "
+            f"the first start took {in_words(took_s)} for {plural(len(first.steps), 'step')}; {1 + 2 * count} more of "
             f"about that length or less: {least} to {most}, and longer if a resume differs"
         )
 
     def _merged(self, findings: list[Finding]) -> list[Finding]:
-        """Return one finding for each code. What one kill shows counts, even if another one cannot tell."""
+        """Return a finding for each code. What one kill shows counts, even if another kill cannot tell."""
         by_code: dict[str, list[Finding]] = {}
         for finding in findings:
             by_code.setdefault(finding.code, []).append(finding)
@@ -199,115 +191,95 @@ class _Audit:
             for one, *others in (faults or by_code).values()
         ]
 
-    def _undisturbed(self) -> None:
+    def _start_undisturbed(self) -> None:
         """Start the command twice without a kill, and choose the kills to test."""
-        self._session.fresh()
-        done = self._start(UNDISTURBED, self._plan)
-        self._require_success(done)
-        first = self._records[UNDISTURBED]
+        first = self._observe(UNDISTURBED, self._plan)
+        self._require_success(first)
         if not first.steps:
             raise self._no_steps(first)
-        self._starts.limit_s = _TIMES_LONGER * done.wall_s + self._request.timeout_s
+        self._starts.limit_s = _TIMES_LONGER * first.wall_s + self._request.timeout_s
         events = latest.events(self._session.records(UNDISTURBED))[0]
         if path := latest.outside(events, self._roots):
             raise _CannotTellError("outside", f"written to {path}, outside the working folder and {{out}}")
         shape = RunShape(events, self._roots)
-        if why := kills.why_none(shape):
+        if why := why_none(shape):
             raise _CannotTellError("no-checkpoint", why)
-        of = self._request
+        request = self._request
         shape = shape.on_any_ranks() if self._varies else shape
-        self._chosen = kills.choose(shape, of.kills, of.seed, of.ranks, of.alone)
+        self._chosen = choose(shape, request.kills, request.seed, request.ranks, request.alone)
         self._say(self._estimate(first))
         self._say("steps: calls of optimizer.step(), without those that Apex's amp skips after an overflow")
-        self._session.fresh()
-        self._require_success(self._start(AGAIN, self._plan))
-        differences = diagnosis.deterministic(first, self._records[AGAIN])
+        again = self._observe(AGAIN, self._plan)
+        self._require_success(again)
+        differences = diagnosis.deterministic(first, again)
         self._are_equal = not differences
         if differences:
-            found, remedy = self._chance(max(differences[0].steps, default=1))
-            raise _CannotTellError(differences[0].code, differences[0].text, (*found, *differences[0].evidence), remedy)
+            until = replace(self._plan, steps=max(differences[0].steps, default=1))
+            causes = find_causes(self._session, self._observe, until)
+            evidence = (*causes.lines, *differences[0].evidence)
+            raise _CannotTellError(differences[0].code, differences[0].text, evidence, causes.remedy)
 
-    def _chance(self, step: int) -> tuple[list[str], str]:
-        """Start the command until ``step``, where two undisturbed starts differ, and return what can be the cause, and
-        what helps if that is more than the usual."""
-        plan = replace(self._plan, steps=step)
-        self._observe("observed", replace(plan, chance=True), "to find the lines that chance comes from")
-        draws = records.draws(self._session.records("observed"), self._session.work)
-        if found := [draw for draw in draws if draw.stream in ("entropy", "operation")]:
-            seeded = all(draw.stream == "operation" for draw in found)
-            return [self._of_chance(draw) for draw in found], "" if seeded else _SEEDS
-        for name in ("hashes", "hashes-again"):
-            self._observe(name, plan, "with the order of sets fixed", hashes=False)
-        if not diagnosis.deterministic(self._records["hashes"], self._records["hashes-again"]):
-            what = (
-                "the order of a set or the hash of a string is the cause: with PYTHONHASHSEED=0, two starts are equal"
-            )
-            return [what], "sort the set, or start the script with PYTHONHASHSEED=0"
-        return [self._of_chance(draw) for draw in draws if draw.stream == "clock"], ""
+    def _judge(self, number: int, chosen: ChosenKill) -> None:
+        """Kill a start, resume it, and note what differs from the undisturbed one. A fault must show in a second resume
+        as well."""
+        suffix = "" if number == 1 else f"-{number}"
+        try:
+            self._judged[chosen] = self._killed_and_resumed(number, chosen, suffix)
+            if any(finding.code not in UNDECIDED for finding in self._judged[chosen]):
+                self._judged[chosen] = self._second_look(number, chosen, suffix)
+        except _CannotTellError as reached:
+            self._judged[chosen] = [reached.finding]
 
-    @staticmethod
-    def _of_chance(draw: Draw) -> str:
-        if draw.stream == "operation":
-            place = "" if draw.place.endswith(":0") else f"{draw.place} calls "
-            return f"{place}{draw.function}, which is not deterministic"
-        return draw.described + (
-            ", which reads a clock" if draw.stream == "clock" else ": a generator without a fixed seed"
-        )
-
-    def _observe(self, name: str, plan: AuditPlan, text: str, hashes: bool = True) -> None:
+    def _killed_and_resumed(self, number: int, chosen: ChosenKill, suffix: str) -> list[Finding]:
         self._session.fresh()
-        self._start(name, plan, text, hashes=hashes)
-
-    def _killed(self, chosen: ChosenKill, suffix: str) -> list[Finding]:
-        """Kill a start, resume it, and return what differs from the undisturbed one."""
-        killed, resumed, again = f"{KILLED}{suffix}", f"{RESUMED}{suffix}", f"{RESUMED}-again{suffix}"
-        self._session.fresh()
-        self._variant = next(self._variants)
-        done = self._start(killed, replace(self._plan, kill=chosen.kill), f"to kill it {chosen.text}")
-        if done.late and done.killed is not None:
-            return [Finding("hang", f"after the kill {chosen.text}, {done.late}", tuple(done.tail()))]
-        if done.killed is None:
-            self._require_success(done)
+        plan = replace(self._plan, kill=chosen.kill)
+        killed = self._start(f"{KILLED}{suffix}", plan, f"to kill it {chosen.text}", self._words(2 * number - 1))
+        if killed.late and killed.killed is not None:
+            lines = tuple(killed.last_lines(_TAIL_LINES))
+            return [Finding("hang", f"after the kill {chosen.text}, {killed.late}", lines)]
+        if killed.killed is None:
+            self._require_success(killed)
             raise _CannotTellError("not-killed", f"the start ended before it could be killed {chosen.text}")
-        self._variant = next(self._variants)  # also of the second resume, which must repeat the first
-        differences = self._judged[chosen] = self._resumed(resumed, killed, chosen)
-        if any(finding.code not in UNDECIDED for finding in differences):
-            self._resumed(again, killed, chosen, draws=True)
-            if chance := diagnosis.deterministic(self._records[resumed], self._records[again]):
-                text = f"two starts after the kill {chosen.text} differ"
-                raise _CannotTellError("resumes-differ", text, (chance[0].text, *chance[0].evidence))
-            draws = records.draws(self._session.records(again), self._session.work)
-            differences = [finding.with_draws(draws) for finding in differences]
-            differences[0] = self._with_forgotten(differences[0], killed, again)
-        return differences
+        return self._resumed(f"{RESUMED}{suffix}", killed, chosen, self._words(2 * number))
 
-    def _with_forgotten(self, finding: Finding, killed: str, resumed: str) -> Finding:
-        """Start the command twice up to where the resumed start began, and add which attributes it has not got."""
-        names = UNDISTURBED, AGAIN, killed, resumed
-        step = diagnosis.offset(*(self._records[name] for name in names)) + 1
-        if step == 1 or "observed" in self._records or not self._records[resumed].steps:
+    def _second_look(self, number: int, chosen: ChosenKill, suffix: str) -> list[Finding]:
+        """Repeat a resume that differs, and return its findings with the lines and attributes that explain them."""
+        again, killed = f"{RESUMED}-again{suffix}", self._records[f"{KILLED}{suffix}"]
+        self._resumed(again, killed, chosen, self._words(2 * number), draws=True)
+        if chance := diagnosis.deterministic(self._records[f"{RESUMED}{suffix}"], self._records[again]):
+            text = f"two starts after the kill {chosen.text} differ"
+            raise _CannotTellError("resumes-differ", text, (chance[0].text, *chance[0].evidence))
+        draws = records.draws(self._session.records(again), self._session.work)
+        first, *others = [finding.with_draws(draws) for finding in self._judged[chosen]]
+        return [self._with_forgotten(first, killed, self._records[again]), *others]
+
+    def _with_forgotten(self, finding: Finding, killed: StartRecord, resumed: StartRecord) -> Finding:
+        """Start the command twice up to where the resumed start began, and add which attributes that has not got."""
+        step = diagnosis.offset(self._records[UNDISTURBED], self._records[AGAIN], killed, resumed) + 1
+        if step == 1 or "observed" in self._records or not resumed.steps:
             return finding
-        for name in ("observed", "observed-again"):
-            plan = replace(self._plan, steps=step + 1, attributes=(1, step, step + 1))
-            self._observe(name, plan, f"to see what changes until step {step}")
-        return diagnosis.with_forgotten(
-            finding, *(self._records[name] for name in ("observed", "observed-again", resumed))
-        )
+        plan = replace(self._plan, steps=step + 1, attributes=(1, step, step + 1))
+        text = f"to see what changes until step {step}"
+        observed, again = (self._observe(name, plan, text) for name in ("observed", "observed-again"))
+        return diagnosis.with_forgotten(finding, observed, again, resumed)
 
-    def _resumed(self, name: str, killed: str, chosen: ChosenKill, draws: bool = False) -> list[Finding]:
-        self._session.restore(killed)
-        checkpoint = self._latest(killed, chosen)
-        until = self._records[UNDISTURBED].steps[-1].weights if self._request.steps else None
+    def _resumed(
+        self, name: str, killed: StartRecord, chosen: ChosenKill, words: Sequence[str], draws: bool = False
+    ) -> list[Finding]:
+        """Resume the start ``killed``, and return what differs. ``draws``: also record what explains a difference."""
+        self._session.restore(killed.name)
+        checkpoint = self._latest(killed.name, chosen)
+        first, again = self._records[UNDISTURBED], self._records[AGAIN]
+        until = first.steps[-1].weights if self._request.steps else None
         text = f"from {checkpoint.relative_to(self._session.folder)}" if checkpoint else ""
         plan = replace(self._plan, until=until, draws=draws, attributes=(1, 2) if draws else ())
-        done = self._start(name, plan, text, checkpoint, resumed=True)
-        if done.late:
-            raise self._failed(done)
-        first, again, before, after = (self._records[other] for other in (UNDISTURBED, AGAIN, killed, name))
+        resumed = self._start(name, plan, text, words, checkpoint, resumed=True)
+        if resumed.late:
+            raise self._failed(resumed)
         if self._varies:
-            found = diagnosis.failure(first, before, after)
+            found = diagnosis.failure(first, killed, resumed)
         else:
-            found = diagnosis.compare(first, again, before, after)
+            found = diagnosis.compare(first, again, killed, resumed)
         if not found and self._request.results is not None:
             places = self._request.results(*(self._session.kept(other) / "out" for other in (UNDISTURBED, name)))
             if places:
@@ -329,29 +301,37 @@ class _Audit:
             raise _CannotTellError("no-checkpoint", f"after the kill {chosen.text}, {missing}")
         return found
 
+    def _observe(self, name: str, plan: AuditPlan, text: str = "", hashes: bool = True) -> StartRecord:
+        """Make a start that is not killed, in fresh folders."""
+        self._session.fresh()
+        return self._start(name, plan, text, self._words(0), hashes=hashes)
+
     def _start(
         self,
         name: str,
         plan: AuditPlan,
-        text: str = "",
+        text: str,
+        words: Sequence[str],
         checkpoint: Path | None = None,
         resumed: bool = False,
         hashes: bool = True,
-    ) -> CommandStart:
+    ) -> StartRecord:
+        """Start the command in the folders as they are, and return its record when it has ended."""
         plan = replace(plan, records=str(self._session.records(name)))
         self._running = name
         self._say(f"starting '{name}'" + (f", {text}" if text else ""))
-        done = self._starts.start(name, plan, checkpoint, resumed, self._variant, hashes)
+        self._starts.start(name, plan, checkpoint, resumed, words, hashes)
         self._records[name] = records.read(self._session.records(name))
-        return done
+        return self._records[name]
 
-    def _require_success(self, done: CommandStart) -> None:
-        if done.late or done.code:
-            raise self._failed(done)
+    def _require_success(self, start: StartRecord) -> None:
+        if start.late or start.code:
+            raise self._failed(start)
 
-    def _failed(self, done: CommandStart) -> _CannotTellError:
-        what = f"was ended: {done.late}" if done.late else f"fails with exit code {done.code}"
-        return _CannotTellError("fails", f"the start '{done.name}' {what}; the end of its output:", done.tail())
+    def _failed(self, start: StartRecord) -> _CannotTellError:
+        what = f"was ended: {start.late}" if start.late else f"fails with exit code {start.code}"
+        text = f"the start '{start.name}' {what}; the end of its output:"
+        return _CannotTellError("fails", text, start.last_lines(_TAIL_LINES))
 
     def _no_steps(self, first: StartRecord) -> _CannotTellError:
         """Return why the undisturbed start has no step."""

@@ -51,7 +51,7 @@ class WorkCopy:
         content = self._examine(source)
         self.size = self._link_data(content)
         if self.size > MOST_BYTES:
-            largest = sorted(self._left(source, content), reverse=True)[:3]
+            largest = sorted(self._copied_sizes(source, content), reverse=True)[:3]
             raise ConfigError(
                 f"the working folder holds {_gigabytes(self.size)} to copy, mostly in "
                 + ", ".join(f"{path.relative_to(source)} ({_gigabytes(size)})" for size, path in largest),
@@ -96,7 +96,7 @@ class WorkCopy:
                 left -= below.size - self._link_data(below)
         return left
 
-    def _left(self, folder: Path, content: _Content) -> Iterator[tuple[int, Path]]:
+    def _copied_sizes(self, folder: Path, content: _Content) -> Iterator[tuple[int, Path]]:
         for path, below in content.folders.items():
             if path not in self.links:
                 yield below.size, path
@@ -139,7 +139,7 @@ class WorkCopy:
         return [path for path, before in self._times.items() if _time(path) != before]
 
     def remember(self) -> None:
-        """``changed_links`` compares with now."""
+        """Note the times of what is linked, with which ``changed_links`` compares."""
         self._times = {path: _time(path) for path, size in self.links.items() if size}
 
 
@@ -201,15 +201,6 @@ class Session:
             else:
                 (self.kept(name) / folder.name).mkdir()
 
-    def written(self) -> dict[str, int]:
-        """Return {path in S: bytes} of the files that the start has created or changed, while they are in place."""
-        return {
-            path.relative_to(self.folder).as_posix(): path.stat().st_size
-            for folder in self.folders
-            for path in _files(folder)
-            if _time(path) != _time(self._snapshot / path.relative_to(folder)) or folder == self.out
-        }
-
     def moved(self, path: str | Path) -> Path:
         """Return where a start finds ``path``."""
         return Path(path) if self.copy is None else self.copy.moved(path)
@@ -235,13 +226,6 @@ def _copying(source: Path, target: Path) -> Iterator[None]:
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         return sorted(entries, key=lambda entry: entry.name)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """The files in ``folder`` and below, but not those behind links."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(set(folders) - _SKIPPED)
-        yield from (path for name in sorted(names) if (path := Path(parent, name)).is_file() and not path.is_symlink())
 
 
 def _duplicate(source: Path, target: Path) -> None:

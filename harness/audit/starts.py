@@ -28,7 +28,6 @@ TERM_GRACE_S = 60.0  # from SIGTERM to SIGKILL
 _STRAYS_S = 10.0  # for what the launcher leaves behind, without new records
 _LOOK_S, _POLL_S = 0.1, 0.02  # between looks at all processes and records; at the launcher and the mark
 _LOOK_SHARE = 20  # between looks, times what one takes
-_TAIL_LINES = 15
 
 
 def record_this_process(plan: Path) -> None:
@@ -42,29 +41,19 @@ def record_this_process(plan: Path) -> None:
 
 @dataclass(frozen=True)
 class CommandStart:
-    """The end of one start, also as ``ended.json`` in the folder of its records.
-
-    code: exit code of the launcher, or minus a signal; None if the auditor ended it
-    killed: the mark of the recorder, if the start reached the place of its kill
-    late: why the auditor ended it before its time; empty if it did not
-    files: {path in S: bytes} of what it has created or changed
-    """
+    """The end of one start, also as ``ended.json`` in the folder of its records, which
+    ``harness.audit.records`` reads."""
 
     name: str
     command: list[str]
     code: int | None
+    """Exit code of the launcher, or minus a signal; None if the auditor ended it."""
     wall_s: float
     killed: dict[str, Any] | None
+    """The mark of the recorder, if the start reached the place of its kill."""
     output: str
-    files: dict[str, int]
     late: str = ""
-
-    def tail(self) -> list[str]:
-        """Return the last lines of its output."""
-        with suppress(OSError):
-            lines = Path(self.output).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
-            return [line.rpartition("\r")[2] for line in lines[-_TAIL_LINES:]]
-        return []
+    """Why the auditor ended it before its time; empty if it did not."""
 
 
 class CommandStarts:
@@ -120,7 +109,7 @@ class CommandStarts:
         return word
 
     def environ(self, plan: Path, hashes: bool = True) -> dict[str, str]:
-        """``hashes``: False fixes the order of sets and the hashes of strings."""
+        """Return the environment of a start; without ``hashes``, with a fixed order of sets and hashes of strings."""
         entries = [entry for entry in self._environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
         path = os.pathsep.join([str(HOOK), *(str(self._session.moved(entry)) for entry in entries)])
         fixed = {} if hashes else {"PYTHONHASHSEED": "0"}
@@ -159,8 +148,7 @@ class CommandStarts:
         with Watch(launcher, ProcessFamily(launcher.pid, str(path)), records, how) as watch:
             late = watch.wait(self._timeout_s, self.limit_s, self._grace_s)
         done = CommandStart(
-            name, command, watch.code, time.monotonic() - began, watch.mark(), str(output), self._session.written(),
-            late,
+            name, command, watch.code, time.monotonic() - began, watch.mark(), str(output), late
         )  # fmt: skip
         write_atomically(records / "ended.json", json.dumps(asdict(done)) + "\n")
         self._session.keep(name)
