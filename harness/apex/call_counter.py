@@ -50,7 +50,7 @@ def count_call(name: str) -> None:
 
 
 def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, with calls counted under ``name`` unless torch makes them while running another function."""
+    """Return ``function`` with calls counted under ``name``, unless torch makes them while running another function."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

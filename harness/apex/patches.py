@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+Replacement = tuple[Any, str, Any]  # owner, attribute, new value
+
 _MISSING = object()
 
 

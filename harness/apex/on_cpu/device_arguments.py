@@ -18,11 +18,9 @@ from torch.utils.data import DataLoader
 from harness.apex.call_counter import calling_module, count, count_call, counted, is_called_by_torch
 from harness.apex.on_cpu import placement
 from harness.apex.on_cpu.generators import generator_of
-from harness.apex.on_cpu.placement import HOST, names_cuda, place_of
+from harness.apex.on_cpu.placement import HOST, copy_to_pinned, names_cuda, place_of
 from harness.apex.on_cpu.streams import current_device
-from harness.apex.patches import around
-
-Replacement = tuple[Any, str, Any]  # owner, attribute, new value
+from harness.apex.patches import Replacement, around
 
 _LIKE = ["empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "normal"]
 _NEW = ["new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"]
@@ -40,7 +38,7 @@ def takes_device(
     default: str | None = None,
     count: Callable[[str], None] = count_call,
 ) -> Any:
-    """``original``, with a CUDA device in the argument ``keyword``, or at ``position`` if not -1, replaced by the CPU.
+    """Return ``original`` with a CUDA device in the argument ``keyword``, or at ``position`` if not -1, made the CPU.
 
     ``default`` is the device if the argument is missing. Redirections are counted under ``name``, if given.
     """
@@ -72,7 +70,11 @@ def replacements() -> Iterator[Replacement]:
     for name in _NEW:
         yield Tensor, name, _creates(getattr(Tensor, name), f"Tensor.{name}(device=cuda)", like_first=True)
     for owner in (Tensor, torch.UntypedStorage, torch.TypedStorage):
-        yield owner, "pin_memory", counted(f"{owner.__name__}.pin_memory", lambda self, *args: placement.pinned(self))
+        yield (
+            owner,
+            "pin_memory",
+            counted(f"{owner.__name__}.pin_memory", lambda self, *args: copy_to_pinned(self)),
+        )
     for owner in (torch.UntypedStorage, torch.TypedStorage):
         yield owner, "cuda", counted(f"{owner.__name__}.cuda", _storage_cuda)
     yield from _factories()
@@ -95,17 +97,8 @@ def _factories() -> Iterator[Replacement]:
         for name, function in list(vars(owner).items()):
             if name in _LIKE or id(function) in constructors:
                 text = f"{owner.__name__}.{name}(device=cuda)"
-                yield (
-                    owner,
-                    name,
-                    _creates(
-                        function,
-                        text,
-                        like_first=name.endswith("_like"),
-                        is_random=name in _RANDOM,
-                        may_share=name in _SHARING,
-                    ),
-                )
+                options = {"is_random": name in _RANDOM, "may_share": name in _SHARING}
+                yield owner, name, _creates(function, text, like_first=name.endswith("_like"), **options)
     yield torch, "from_numpy", around(torch.from_numpy, _from_numpy)
 
 
@@ -119,7 +112,7 @@ def _types() -> Iterator[Replacement]:
 
 
 def _autocast() -> Iterator[Replacement]:
-    """Autocast and GradScaler for the CPU, with CUDA's default dtype."""
+    """Yield the replacements of autocast and GradScaler, which use the CPU with CUDA's default dtype."""
     autocast, scaler, autocast_dtype = autocast_mode.autocast, grad_scaler.GradScaler, torch.get_autocast_dtype
     context = functools.partial(_autocast_context, default=autocast_dtype("cuda"))
     yield autocast, "__init__", around(autocast.__init__, context)
@@ -155,7 +148,7 @@ def _tensor_cuda(
 
 def _storage_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
     place = place_of("cuda" if device is None else device)
-    return self if placement.recorded(self) == place else placement.put(self.clone(), place)
+    return self if placement.recorded_place(self) == place else placement.record_place(self.clone(), place)
 
 
 def _tensor_cpu(original: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -169,7 +162,7 @@ def _tensor_to(original: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor
         return original(self, *args, **kwargs)  # type: ignore[no-any-return]
     if isinstance(target, Tensor):
         result: Tensor = original(self, *args, **kwargs)
-        return result if _is_internal() else _at(self, result, placement.assumed(target))
+        return result if _is_internal() else _at(self, result, placement.assumed_place(target))
     if names_cuda(target):
         count_call("Tensor.to(cuda)")
         args, kwargs = (("cpu", *args[1:]), kwargs) if args else ((), {**kwargs, "device": "cpu"})
@@ -184,7 +177,7 @@ def _tensor_to(original: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor
 def _tensor_type(original: Any, self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
     if dtype is None:
         name: str = original(self)
-        if not is_called_by_torch() and placement.assumed(self) != HOST:
+        if not is_called_by_torch() and placement.assumed_place(self) != HOST:
             name = name.replace("torch.", "torch.cuda.", 1)
         return name
     result = original(self, _cpu_type(dtype), *args, **kwargs)
@@ -192,14 +185,14 @@ def _tensor_type(original: Any, self: Tensor, dtype: Any = None, *args: Any, **k
 
 
 def _tensor_type_as(original: Any, self: Tensor, other: Tensor) -> Tensor:
-    return _at(self, original(self, other), placement.assumed(other))
+    return _at(self, original(self, other), placement.assumed_place(other))
 
 
 def _at(before: Tensor, after: Tensor, place: int | None) -> Tensor:
-    """``after``, which is ``before`` converted, at ``place``: copied unless the conversion already has."""
+    """Return ``after``, which is ``before`` converted, at ``place``; copy it unless the conversion already has."""
     if after is before or placement.shares_memory(after, before):
         return placement.move(after, place)
-    return placement.put(after, place)  # type: ignore[no-any-return]
+    return placement.record_place(after, place)
 
 
 def _is_internal() -> bool:
@@ -231,7 +224,7 @@ def _creates(
     def create(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is None:
-            place = placement.recorded(args[0]) if like_first and args else placement.default()
+            place = placement.recorded_place(args[0]) if like_first and args else placement.default_place()
         elif (place := place_of(device)) is not None and place != HOST:
             count_call(name)
             kwargs["device"] = "cpu"
@@ -240,26 +233,26 @@ def _creates(
         result = original(*args, **kwargs)
         if may_share:
             return placement.move(result, place) if device is not None else result
-        return placement.put(result, place)
+        return placement.record_place(result, place)
 
     return create
 
 
 def _from_numpy(original: Any, array: Any) -> Tensor:
-    return placement.put(original(array), HOST)  # type: ignore[no-any-return]
+    return placement.record_place(original(array), HOST)  # type: ignore[no-any-return]
 
 
 def _default_type(original: Any, t: Any, /) -> None:
     original(_cpu_type(t))
-    placement.set_default(_place_of_type(t))
+    placement.set_default_place(_place_of_type(t))
 
 
 def _device_context(original: Any, self: Any, device: Any) -> None:
-    """``with torch.device(...)`` and ``set_default_device``: torch fills in the CPU, so factory functions do not see
-    the device."""
+    """Begin ``with torch.device(...)`` or ``set_default_device`` on the CPU. torch fills it in, so factory functions do
+    not see the device."""
     if names_cuda(device):
         count("torch.set_default_device(cuda)")
-        placement.set_default(None)
+        placement.set_default_place(None)
         device = "cpu"
     original(self, device)
 
@@ -272,7 +265,7 @@ def _without_pinning(original: Any, self: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def _load(original: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """``torch.load``, with tensors that were saved on, or are mapped to, a CUDA device placed on the CPU."""
+    """Do ``torch.load`` with tensors that were saved on, or are mapped to, a CUDA device placed on the CPU."""
 
     def place(storage: Any, location: str) -> Any:
         if callable(map_location):
@@ -287,29 +280,29 @@ def _load(original: Any, f: Any, map_location: Any = None, *args: Any, **kwargs:
 
 
 def _place_storage(storage: Any, location: Any) -> Any:
-    """``storage``, which torch has read to the CPU, if ``location`` is CUDA; else moved to ``location`` by torch."""
+    """Return ``storage``, which torch has read to the CPU, at ``location``; torch moves it unless that is CUDA."""
     if names_cuda(location):
         count("torch.load(map_location=cuda)")
-        return placement.put(storage, place_of(location))
-    placed = torch.serialization.default_restore_location(storage, str(location))
-    return placement.put(placed, place_of(location))
+    else:
+        storage = torch.serialization.default_restore_location(storage, str(location))
+    return placement.record_place(storage, place_of(location))
 
 
 # Replacements of classes
 
 
 class _StandIn(type):
-    """Metaclass of classes that create, and recognize, instances of ``cpu_class``."""
+    """The metaclass of classes that create, and recognize, instances of ``cpu_class``."""
 
     cpu_class: Any
     path: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         count(cls.path)
-        return placement.put(cls.cpu_class(*args, **kwargs), current_device())
+        return placement.record_place(cls.cpu_class(*args, **kwargs), current_device())
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.cpu_class) and placement.assumed(instance) != HOST
+        return isinstance(instance, cls.cpu_class) and placement.assumed_place(instance) != HOST
 
     def __getattr__(cls, name: str) -> Any:
         return getattr(cls.cpu_class, name)
@@ -339,6 +332,8 @@ def _place_of_type(kind: Any) -> int:
 
 
 def _generator(cpu_class: Callable[..., Any]) -> Any:
+    """Return the class that replaces ``torch.Generator``."""
+
     class Generator(_StandIn):
         def __call__(cls, device: Any = "cpu") -> Any:
             if names_cuda(device):

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.apex.call_counter import count
-from harness.apex.on_cpu.device_arguments import Replacement
 from harness.apex.on_cpu.placement import move_all, names_cuda
 from harness.apex.parallel.batch_norm_over_ranks import global_statistics, normalize, update_running_statistics
-from harness.apex.patches import around
+from harness.apex.patches import Replacement, around
 
 
 def replacements() -> Iterator[Replacement]:

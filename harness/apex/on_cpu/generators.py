@@ -8,7 +8,7 @@ from the CPU generator, which seeding CUDA must not change once the script has s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from harness.apex.call_counter import is_called_by_torch
 from harness.apex.local_rank import num_local_ranks
-from harness.apex.on_cpu.placement import place_of
+from harness.apex.on_cpu.placement import Device, place_of
 
 _cpu_is_seeded = False  # whether the script has called torch.manual_seed
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Return {name in torch.cuda: its replacement}"""
+    """Return the replacements by the name in torch.cuda."""
 
     def manual_seed(seed: int) -> None:
         _seed(seed, [place_of("cuda") or 0], by_torch=is_called_by_torch())
@@ -31,12 +31,12 @@ def functions() -> dict[str, Callable[..., Any]]:
         _seed(seed, range(num_local_ranks()), by_torch=is_called_by_torch())
 
     return {
-        "get_rng_state": lambda device="cuda": _of(device).get_state(),
+        "get_rng_state": lambda device="cuda": _generator_on(device).get_state(),
         "get_rng_state_all": lambda: [generator_of(index).get_state() for index in range(num_local_ranks())],
-        "initial_seed": lambda: _of("cuda").initial_seed(),
+        "initial_seed": lambda: _generator_on("cuda").initial_seed(),
         "manual_seed": manual_seed,
         "manual_seed_all": manual_seed_all,
-        "set_rng_state": lambda new_state, device="cuda": _set_state(_of(device), new_state),
+        "set_rng_state": lambda new_state, device="cuda": _set_state(_generator_on(device), new_state),
         "set_rng_state_all": _set_states,
     }
 
@@ -49,11 +49,11 @@ def generator_of(index: int) -> torch.Generator:
     return generator
 
 
-def _of(device: Any) -> torch.Generator:
+def _generator_on(device: Device) -> torch.Generator:
     return generator_of(place_of(device) or 0)
 
 
-def _seed(seed: int, indices: Any, by_torch: bool) -> None:
+def _seed(seed: int, indices: Iterable[int], by_torch: bool) -> None:
     global _cpu_is_seeded
     for index in indices:
         generator_of(index).manual_seed(int(seed))

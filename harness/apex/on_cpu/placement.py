@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,29 +24,32 @@ from torch.utils.data import get_worker_info
 
 from harness.apex.call_counter import is_called_by_torch
 from harness.apex.on_cpu.streams import current_device
+from harness.apex.patches import Replacement
+
+Stored = Tensor | torch.UntypedStorage | torch.TypedStorage
+StoredT = TypeVar("StoredT", bound=Stored)
+Device = str | torch.device | int
 
 HOST = -1
 _PLACE, _PINNED = "_harness_apex_place", "_harness_apex_pinned"  # attributes of a torch.UntypedStorage
+
+_TRUE_DEVICE = torch.UntypedStorage.device.__get__  # before it is replaced
 
 _default: int | None = HOST  # of factory functions; None if unknown
 _is_used = False  # whether this process has put a tensor on CUDA
 
 
-def replacements() -> Iterator[tuple[Any, str, Any]]:
+def replacements() -> Iterator[Replacement]:
     """Yield (owner, attribute, replacement) of everything that this module redirects."""
-    yield Tensor, "is_cuda", _answer(Tensor.is_cuda, lambda place: place != HOST)
     yield Tensor, "is_cpu", _answer(Tensor.is_cpu, lambda place: place == HOST)
-    yield Tensor, "device", _answer(Tensor.device, _device)
-    yield Tensor, "get_device", _answer(Tensor.get_device, lambda place: place, is_method=True)
-    yield Tensor, "is_pinned", lambda self, *args, **kwargs: getattr(_storage(self), _PINNED, False)
-    for owner in (torch.UntypedStorage, torch.TypedStorage):
+    for owner in (Tensor, torch.UntypedStorage, torch.TypedStorage):
         yield owner, "is_cuda", _answer(owner.is_cuda, lambda place: place != HOST)
         yield owner, "device", _answer(owner.device, _device)
         yield owner, "get_device", _answer(owner.get_device, lambda place: place, is_method=True)
         yield owner, "is_pinned", lambda self, *args, **kwargs: getattr(_storage(self), _PINNED, False)
 
 
-def names_cuda(device: Any) -> bool:
+def names_cuda(device: object) -> bool:
     """Return True if ``device`` means a CUDA device: "cuda", "cuda:1", torch.device("cuda", 1), or its number."""
     if isinstance(device, str):
         return device == "cuda" or device.startswith("cuda:")
@@ -55,7 +58,7 @@ def names_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-def place_of(device: Any) -> int | None:
+def place_of(device: Device) -> int | None:
     """Return the index of a CUDA device, HOST for the CPU, None for devices of other kinds."""
     if names_cuda(device):
         index = device if isinstance(device, int) else torch.device(device).index
@@ -63,12 +66,13 @@ def place_of(device: Any) -> int | None:
     return HOST if torch.device(device).type == "cpu" else None
 
 
-def default() -> int | None:
+def default_place() -> int | None:
     """Return the place of tensors that are made without naming a device."""
     return _default
 
 
-def set_default(place: int | None) -> None:
+def set_default_place(place: int | None) -> None:
+    """Set the place of tensors that are made without naming a device; None if it is unknown."""
     global _default
     _default = place
 
@@ -79,22 +83,21 @@ def reset() -> None:
     _default, _is_used = HOST, False
 
 
-def recorded(value: Any) -> int | None:
-    """Return the place that a redirected call gave to this tensor or storage; None if it came out of other
-    operations."""
+def recorded_place(value: Stored) -> int | None:
+    """Return the place that a redirected call gave to ``value``; None if it came out of other operations."""
     return getattr(_storage(value), _PLACE, None)
 
 
-def assumed(value: Any) -> int:
-    """Return the place that a script sees."""
-    place = recorded(value)
+def assumed_place(value: Stored) -> int:
+    """Return the place at which a script sees ``value``."""
+    place = recorded_place(value)
     if place is None:
         place = current_device() if _is_used and get_worker_info() is None else HOST
     return place
 
 
-def put(value: Any, place: int | None) -> Any:
-    """Record that this tensor or storage, which is new or was moved, is at ``place``; return it."""
+def record_place(value: StoredT, place: int | None) -> StoredT:
+    """Record that ``value``, which is new or was moved, is at ``place``; return it."""
     global _is_used
     storage = _storage(value)
     if storage is not None and place is not None:
@@ -106,9 +109,9 @@ def put(value: Any, place: int | None) -> Any:
 def move(tensor: Tensor, place: int | None) -> Tensor:
     """Return ``tensor`` if it is at ``place``, else a copy there, with strides and autograd history as in a copy to
     CUDA."""
-    if place is None or recorded(tensor) == place:
+    if place is None or recorded_place(tensor) == place:
         return tensor
-    return tensor if parameter.is_lazy(tensor) else put(tensor.clone(), place)  # type: ignore[no-any-return]
+    return tensor if parameter.is_lazy(tensor) else record_place(tensor.clone(), place)
 
 
 def move_all(values: Any) -> Any:
@@ -116,11 +119,11 @@ def move_all(values: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: move(tensor, current_device()), values)
 
 
-def pinned(value: Any) -> Any:
-    """A copy of this tensor or storage in what the script takes for pinned memory; itself if it is there already."""
+def copy_to_pinned(value: Stored) -> Stored:
+    """Return a copy of ``value`` in what the script takes for pinned memory; itself if it is there already."""
     if getattr(_storage(value), _PINNED, False):
         return value
-    copy = put(value.clone(), HOST)
+    copy = record_place(value.clone(), HOST)
     if (storage := _storage(copy)) is not None:
         setattr(storage, _PINNED, True)
     return copy
@@ -145,12 +148,9 @@ def _storage(value: Any) -> torch.UntypedStorage | None:
     return storage if _TRUE_DEVICE(storage).type == "cpu" else None
 
 
-_TRUE_DEVICE = torch.UntypedStorage.device.__get__
-
-
-def device_of(value: Any) -> torch.device:
-    """Return the device that a script sees."""
-    return _device(assumed(value))
+def device_of(value: Stored) -> torch.device:
+    """Return the device on which a script sees ``value``."""
+    return _device(assumed_place(value))
 
 
 def _device(place: int) -> torch.device:
@@ -164,7 +164,7 @@ def _answer(original: Any, for_script: Any, is_method: bool = False) -> Any:
     def answer(self: Any) -> Any:
         if is_called_by_torch() or _storage(self) is None:
             return original(self) if is_method else original.__get__(self)
-        return for_script(assumed(self))
+        return for_script(assumed_place(self))
 
     return functools.wraps(original)(answer) if is_method else property(answer)
 

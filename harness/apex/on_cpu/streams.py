@@ -59,7 +59,7 @@ def _index(device: Any) -> int:
 
 
 class DeviceContext:
-    """``torch.cuda.device`` and ``device_of``: sets the current device inside a ``with``."""
+    """Replaces ``torch.cuda.device`` and ``device_of``: sets the current device inside a ``with``."""
 
     def __init__(self, device: Any) -> None:
         count_call("torch.cuda.device")
@@ -84,7 +84,7 @@ class Event:
         self._time_s = time.perf_counter()
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this event to ``end_event``."""
+        """Return the milliseconds from this event to ``end_event``."""
         return 1000 * (end_event._time_s - self._time_s)
 
     def query(self) -> bool:
@@ -122,7 +122,7 @@ class Stream:
 
 
 class StreamContext:
-    """``torch.cuda.stream``: sets the current stream inside a ``with``."""
+    """Replaces ``torch.cuda.stream``: sets the current stream inside a ``with``."""
 
     def __init__(self, stream: Any) -> None:
         count_call("torch.cuda.stream")

@@ -17,7 +17,6 @@ import torch
 from harness.apex.call_counter import count_call, counted, is_called_by_torch
 from harness.apex.local_rank import num_local_ranks
 from harness.apex.on_cpu import generators
-from harness.apex.on_cpu.device_arguments import Replacement
 from harness.apex.on_cpu.streams import (
     DeviceContext,
     Event,
@@ -29,6 +28,7 @@ from harness.apex.on_cpu.streams import (
     set_device,
     set_stream,
 )
+from harness.apex.patches import Replacement
 
 CAPABILITY = (8, 0)  # scripts check it before they use float16 or bfloat16
 DEVICE_NAME = "CPU, by harness.apex --device cpu"
@@ -51,13 +51,10 @@ def replacements() -> Iterator[Replacement]:
             if name in vars(owner):
                 yield owner, name, replacement
     yield torch.cuda, "default_generators", tuple(map(generators.generator_of, range(num_local_ranks())))
-    for module, names in (
-        ("nvtx", "mark range_end range_pop range_push range_start"),
-        ("profiler", "init start stop"),
-    ):
-        for name in names.split():
-            if name in vars(owner := getattr(torch.cuda, module)):
-                yield owner, name, counted(f"torch.cuda.{module}.{name}", lambda *args, **kwargs: 0)
+    nvtx = [(torch.cuda.nvtx, name) for name in ("mark", "range_end", "range_pop", "range_push", "range_start")]
+    for owner, name in [*nvtx, *((torch.cuda.profiler, name) for name in ("init", "start", "stop"))]:
+        if name in vars(owner):
+            yield owner, name, counted(f"{owner.__name__}.{name}", lambda *args, **kwargs: 0)
     yield torch.cuda.nvtx, "range", _empty_range("nvtx.range")
     yield torch.cuda.profiler, "profile", _empty_range("profiler.profile")
 
