@@ -245,7 +245,7 @@ def harness(recipe: Recipe, *overrides: str) -> Steps:
     of the phases, counts rows, writes a log line every 50 steps and checks for stops."""
     from harness.config import loader
     from harness.distributed.launch_env import detect
-    from harness.distributed.runtime import open_runtime
+    from harness.distributed.process_group import open_runtime
     from harness.distributed.stop import Stop
     from harness.runs.run_dir import RunFolder
     from harness.tools.data import digits

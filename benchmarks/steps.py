@@ -19,7 +19,8 @@ import torch
 from harness.config import loader
 from harness.config.schema import Config
 from harness.distributed.launch_env import detect
-from harness.distributed.runtime import Runtime, open_runtime
+from harness.distributed.process_group import open_runtime
+from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import plural
 from harness.runs.run_dir import RunFolder

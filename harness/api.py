@@ -110,13 +110,30 @@ def open_run(config: Config) -> Iterator[Run]:
     from harness.training.evaluation import predictions
 
     with _started(config) as start, start as run:
-        loop.warn_of_own_loop(run)
+        _warn_of_own_loop(run)
         before = run.state.step
         yield run
         if run.finished() or run.state.step > before:
             checkpointing.save(run)  # without the reason for the end, so that a longer loop resumes from it
             run.state.ended = run.state.ended or "its loop has ended"
             start.done = loop.train(run) and predictions.write_for_run(run)
+
+
+def _warn_of_own_loop(run: Run) -> None:
+    """Warn of what the configuration asks for and only ``harness.training.loop`` does."""
+    from harness.config.schema import TrainSection
+    from harness.training.hooks import AFTER_STEP, BEFORE_TRAINING
+
+    config, defaults = run.config, TrainSection()
+    names = ("clip_norm", "on_gradients", "on_nan", "mixup", "cutmix", "ema_decay")
+    left = [f"train.{name}" for name in names if getattr(config.train, name) != getattr(defaults, name)]
+    left += ["checkpoint.every"] if config.checkpoint.every is not None else []
+    for method in (BEFORE_TRAINING, AFTER_STEP):
+        left += [f"{method} of {hook.name}" for hook in run.hooks.all if hook.has(method)]
+    if left:
+        logging.getLogger("harness").warning(
+            "a loop of your own must do these itself, or they have no effect: %s", ", ".join(left)
+        )
 
 
 def predict(

@@ -32,7 +32,8 @@ from harness.data.loader_workers import (
     sent,
     worker_death,
 )
-from harness.data.shards import RowOrder, Segment, bounds, num_rows_in_step, num_rows_used, num_steps, shard
+from harness.data.row_order import RowOrder
+from harness.data.shards import Segment, bounds, num_rows_in_step, num_rows_used, num_steps, shard
 from harness.errors import TrainingError, remedy
 
 _PASSES = 2  # over an epoch without counting a step, until a loop is taken for endless

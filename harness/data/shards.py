@@ -17,21 +17,17 @@ global p0 p2 p4 p6 and p1 p3 p5 p7 of the permutation p.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
+from harness.data.row_order import RowOrder, permutation
 from harness.errors import ConfigError
 
 RULES = ("contiguous", "strided", "global")
 _ORDER, _SHUFFLE = 11, 12  # distinguish the two uses of (seed, epoch)
-_CHUNK = 1 << 17  # rows that are computed at once: 1 MiB, 20 ms
-_SMALL = 1 << 12  # rows up to which a permutation is a table: 32 KiB
-_ROUNDS = 8  # of the Feistel network; 4 suffice for random functions (Luby and Rackoff 1988), a hash gets twice as many
-_WORD = np.uint64(64)
 
 
 def bounds(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -49,40 +45,6 @@ class Segment:
     world_size: int
     per_rank: int
     steps: int
-
-
-class RowOrder:
-    """Row numbers in an order, computed in chunks. ``rows[start:stop]`` and ``numpy.asarray(rows)`` are int64.
-
-    Orders are composed: ``at`` of one calls ``at`` of the order that it selects from.
-    """
-
-    def __init__(self, length: int, at: Callable[[np.ndarray], np.ndarray]) -> None:
-        """``at`` maps positions, int64 and in range(length), to row numbers."""
-        self._length, self.at = length, at
-        self._chunk = lru_cache(2)(self._compute)  # a loader is a few batches ahead of training
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        start, stop, stride = part.indices(self._length)
-        assert stride == 1
-        first, last = start // _CHUNK, (stop - 1) // _CHUNK
-        if first == last:
-            return self._chunk(first)[start - first * _CHUNK : stop - first * _CHUNK]
-        return self.at(np.arange(start, stop))
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield the row numbers, as a sampler of torch's DataLoader does."""
-        for start in range(0, self._length, _CHUNK):
-            yield from self[start : start + _CHUNK].tolist()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self[:].astype(dtype or np.int64)
-
-    def _compute(self, index: int) -> np.ndarray:
-        return self.at(np.arange(index * _CHUNK, min((index + 1) * _CHUNK, self._length)))
 
 
 def shard(
@@ -136,49 +98,6 @@ def _left(rule: str, rows: RowOrder, segment: Segment, key: tuple[int, int, int]
 
 def _same(index: np.ndarray) -> np.ndarray:
     return index
-
-
-def permutation(num: int, key: tuple[int, ...], small: int = _SMALL) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a random permutation of range(num) that ``key`` determines: a function from positions to values, both
-    int64.
-
-    Up to ``small`` elements it is a table. Above, it takes no memory: an alternating Feistel network permutes all
-    numbers of as many bits, and is applied again where it leaves the range (cycle walking; Black and Rogaway 2002).
-    """
-    generator = np.random.default_rng(key)
-    if num <= small:
-        table = generator.permutation(num)
-        return lambda index: table[index]
-    keys = generator.integers(1 << 64, size=_ROUNDS, dtype=np.uint64)
-    bits = max((num - 1).bit_length(), 2)
-    low, high = np.uint64(bits - bits // 2), np.uint64(bits // 2)  # bits of the two halves
-    mask, end = np.uint64((1 << int(low)) - 1), np.uint64(num)
-
-    def network(value: np.ndarray) -> np.ndarray:
-        left, right = value >> low, value & mask
-        for step in range(0, _ROUNDS, 2):
-            left ^= hashed(right, keys[step]) >> (_WORD - high)
-            right ^= hashed(left, keys[step + 1]) >> (_WORD - low)
-        return left << low | right
-
-    def at(index: np.ndarray) -> np.ndarray:
-        value = network(index.astype(np.uint64))
-        while (outside := value >= end).any():
-            value[outside] = network(value[outside])
-        return value.astype(np.int64)
-
-    return at
-
-
-def hashed(value: np.ndarray, key: np.uint64) -> np.ndarray:
-    """Return a hash of ``value`` and ``key`` whose upper bits depend on all bits: the finalizer of SplitMix64 (Steele,
-    Lea and Flood 2014)."""
-    value = value + key
-    value ^= value >> np.uint64(30)
-    value *= np.uint64(0xBF58476D1CE4E5B9)
-    value ^= value >> np.uint64(27)
-    value *= np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
 
 
 def num_rows_used(num_rows: int, segment: Segment) -> int:

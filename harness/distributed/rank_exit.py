@@ -1,4 +1,4 @@
-"""The record of how a rank ended, and its forms in transport: JSON and the error file of torch's launcher.
+"""The record of how a rank ended: by itself, or as a consequence of another's end.
 
 The rank writes its own record (harness.training.exit_report); an engine makes one of an exit code, a signal or a lost
 machine. harness.runs.outcome judges all of them.
@@ -90,29 +90,3 @@ class RankExit:
 
 
 _RECORD = TypeAdapter(RankExit)
-
-
-def to_torch_error_file(record: RankExit, world_size: int) -> str:
-    """Return ``record`` in the format of torch.distributed.elastic, whose summary then shows this error.
-
-    torch reports the error file with the earliest timestamp as the root cause, and compares whole seconds. A peer often
-    notices a failure within the same second, so a consequence is dated one second later.
-    """
-    is_consequence = record.cause in (Cause.PEER_LOST, Cause.LAUNCHER_LOST)
-    error = f"{record.error or record.cause.value}: {record.message}"
-    text = error if is_consequence else "".join(record.traceback) or error
-    if record.cause is Cause.HUNG:
-        text += f"\n{error}"
-    timestamp = int(record.time) + is_consequence
-    message = {
-        "message": record.message.partition("\n")[0],
-        "extraInfo": {"py_callstack": text, "timestamp": str(timestamp)},
-    }
-    return json.dumps({"message": message, "exit": asdict(record), "world_size": world_size})
-
-
-def from_torch_error_file(text: str) -> tuple[RankExit, int]:
-    """Return the record and the world size. Raises KeyError, TypeError or ValueError for a file that is not of this
-    project."""
-    content = json.loads(text)
-    return RankExit.from_dict(content["exit"]), int(content["world_size"])

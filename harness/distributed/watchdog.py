@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from harness.distributed import processes, stack
+from harness.distributed.collectives import main_groups
 from harness.distributed.rank_exit import Cause, RankExit
-from harness.distributed.runtime import Runtime, main_groups
+from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.distributed.store import LIMIT_S, StoreTimeout
 from harness.distributed.threads import thread

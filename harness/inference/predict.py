@@ -21,7 +21,8 @@ from harness.distributed import signals
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.meeting import telling_peers
 from harness.distributed.monitor import follow_until_done
-from harness.distributed.runtime import Runtime, open_runtime
+from harness.distributed.process_group import open_runtime
+from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop, on_signals
 from harness.distributed.watchdog import Watchdog
 from harness.distributed.worker_group import LocalRun

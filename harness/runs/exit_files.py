@@ -6,12 +6,14 @@ A rank that was killed leaves none.
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from harness.distributed.launch_env import Launch
-from harness.distributed.rank_exit import RankExit, to_torch_error_file
+from harness.distributed.rank_exit import Cause, RankExit
 from harness.runs import layout
 from harness.runs.files import identity, read_json, write_atomically
 
@@ -27,6 +29,32 @@ def write_for_torch(launch: Launch, record: RankExit) -> None:
     if launch.error_file:
         with suppress(OSError):
             write_atomically(Path(launch.error_file), to_torch_error_file(record, launch.world_size))
+
+
+def to_torch_error_file(record: RankExit, world_size: int) -> str:
+    """Return ``record`` in the format of torch.distributed.elastic, whose summary then shows this error.
+
+    torch reports the error file with the earliest timestamp as the root cause, and compares whole seconds. A peer often
+    notices a failure within the same second, so a consequence is dated one second later.
+    """
+    is_consequence = record.cause in (Cause.PEER_LOST, Cause.LAUNCHER_LOST)
+    error = f"{record.error or record.cause.value}: {record.message}"
+    text = error if is_consequence else "".join(record.traceback) or error
+    if record.cause is Cause.HUNG:
+        text += f"\n{error}"
+    timestamp = int(record.time) + is_consequence
+    message = {
+        "message": record.message.partition("\n")[0],
+        "extraInfo": {"py_callstack": text, "timestamp": str(timestamp)},
+    }
+    return json.dumps({"message": message, "exit": asdict(record), "world_size": world_size})
+
+
+def from_torch_error_file(text: str) -> tuple[RankExit, int]:
+    """Return the record and the world size. Raises KeyError, TypeError or ValueError for a file that is not of this
+    project."""
+    content = json.loads(text)
+    return RankExit.from_dict(content["exit"]), int(content["world_size"])
 
 
 def write_first(folder: Path, first: RankExit) -> RankExit:

@@ -28,7 +28,8 @@ from harness.config.schema import Config
 from harness.distributed.threads import thread
 from harness.errors import CheckpointError, ConfigError, did_you_mean
 from harness.runs import layout
-from harness.runs.checkpoint import FROM_SCRATCH, damage, outdated
+from harness.runs.checkpoint import damage
+from harness.runs.checkpoints import FROM_SCRATCH, outdated
 from harness.runs.fetch import made_once, writing
 from harness.runs.run_dir import RunFolder, own_checkpoint
 from harness.runs.storage import LocalStore, copy_run, working_folder

@@ -20,7 +20,7 @@ from harness.config.schema import Config, recipe_difference
 from harness.distributed.rank_exit import Cause
 from harness.errors import ConfigError, first_line, plural, reason, remedy, require_regular_file
 from harness.runs import exit_files, layout, ownership, provenance
-from harness.runs.checkpoint import FROM_SCRATCH, Checkpoints
+from harness.runs.checkpoints import FROM_SCRATCH, Checkpoints
 from harness.runs.files import (
     finite,
     make_folder,

@@ -24,7 +24,7 @@ from harness.errors import first_line
 from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
-from harness.training import checkpointing, determinism, hooks, memory, mixing, rng
+from harness.training import determinism, hooks, memory, mixing, resuming, rng
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.coverage import Coverage
 from harness.training.determinism import kernels
@@ -84,7 +84,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
             meter=Meter(runtime.device, len(ranks.own)), hooks=own_hooks,
             coverage=Coverage(len(task.train), config.seed), started=time.perf_counter(), num_threads=num_threads,
         )  # fmt: skip
-        checkpointing.resume(run)
+        resuming.resume(run)
         if not run.state.evaluated and isinstance(task, SupportsLook):
             shares = [bounds(len(task.eval), rank, ranks.num) for rank in (ranks.own[0], ranks.own[-1])]
             run.first_look = FirstLook(task, range(shares[0][0], shares[-1][1]))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.distributed.runtime import Runtime
 from harness.distributed.threads import Background
-from harness.runs.checkpoint import Checkpoints
+from harness.runs.checkpoints import Checkpoints
 from harness.training.strategies import sharding
 
 _CLOSE_S = 10.0  # for the last checkpoint, when a run fails

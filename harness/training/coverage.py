@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harness.data.row_order import hashed
 from harness.data.seeds import COVERAGE, derive
-from harness.data.shards import bounds, hashed
+from harness.data.shards import bounds
 from harness.distributed.runtime import Runtime
 
 EXACT_ROWS = 10_000_000

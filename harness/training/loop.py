@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from harness.config.schema import TrainSection
 from harness.data.loader import MicroBatch
 from harness.training import determinism, run_log
 from harness.training.checkpointing import keep_best, save
@@ -51,18 +50,6 @@ def train(run: Run) -> bool:
     save(run)  # if stopped before the first step; otherwise there is one
     run.writer.wait()
     return False
-
-
-def warn_of_own_loop(run: Run) -> None:
-    """Warn of what the configuration asks for and only this module does, if the user's own loop takes the steps."""
-    config, defaults = run.config, TrainSection()
-    names = ("clip_norm", "on_gradients", "on_nan", "mixup", "cutmix", "ema_decay")
-    left = [f"train.{name}" for name in names if getattr(config.train, name) != getattr(defaults, name)]
-    left += ["checkpoint.every"] if config.checkpoint.every is not None else []
-    for method in (BEFORE_TRAINING, AFTER_STEP):
-        left += [f"{method} of {hook.name}" for hook in run.hooks.all if hook.has(method)]
-    if left:
-        log.warning("a loop of your own must do these itself, or they have no effect: %s", ", ".join(left))
 
 
 def epoch(run: Run) -> None:

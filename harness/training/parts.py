@@ -58,9 +58,11 @@ from torch import nn
 from harness.apex import amp
 from harness.apex.parallel import DistributedDataParallel
 from harness.data.shards import bounds, num_steps, shard
-from harness.distributed.runtime import Runtime, open_runtime
+from harness.distributed.process_group import open_runtime
+from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError, ConfigError
-from harness.runs.checkpoint import Checkpoints, read
+from harness.runs.checkpoint import read
+from harness.runs.checkpoints import Checkpoints
 from harness.training import rng
 from harness.training.evaluation.metrics import Sums
 

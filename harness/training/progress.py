@@ -1,11 +1,13 @@
-"""The position of a run, which its checkpoints keep."""
+"""The position of a run, which its checkpoints keep, and whether training is over there."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from harness.config.schema import Config
 from harness.data.shards import Segment
+from harness.errors import plural
 from harness.training.optimizer.schedule import Plateau
 
 
@@ -84,3 +86,24 @@ class State:
     def from_dict(cls, values: dict[str, Any]) -> State:
         segments = [Segment(**segment) for segment in values["segments"]]
         return cls(**{**values, "segments": segments, "plateau": Plateau(**values["plateau"])})
+
+
+def is_over(config: Config, state: State) -> bool:
+    """Return True if training is over in ``state``, by epochs, steps, patience or a hook."""
+    train = config.train
+    return (
+        (train.epochs is not None and state.epoch >= train.epochs)
+        or (train.max_steps is not None and state.step >= train.max_steps)
+        or bool(why_ended_early(config, state))
+    )
+
+
+def why_ended_early(config: Config, state: State) -> str:
+    """Return why training is over in ``state`` before its last epoch or step; empty if it is not."""
+    patience = config.train.patience
+    if state.ended:
+        return state.ended
+    if patience is not None and state.since_best >= patience:
+        evaluations = plural(state.since_best, "evaluation")
+        return f"{config.best_metric} was not better in the last {evaluations} (train.patience)"
+    return ""

@@ -14,8 +14,7 @@ from harness.config.schema import Config
 from harness.data.loader import EvalData, TrainData
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.errors import plural
-from harness.runs.checkpoint import Checkpoints
+from harness.runs.checkpoints import Checkpoints
 from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
 from harness.trackers.metrics_log import MetricsLog
@@ -31,7 +30,7 @@ from harness.training.optimizer.on_gradients import OnGradients
 from harness.training.optimizer.optim import Ema
 from harness.training.optimizer.precision import Precision
 from harness.training.optimizer.schedule import Schedule
-from harness.training.progress import State
+from harness.training.progress import State, is_over, why_ended_early
 from harness.training.strategies.base import ParallelStrategy
 from harness.training.task import OpenedTask
 
@@ -182,24 +181,3 @@ class Run:
         self.tracker.close(done=self.finished() and not self.runtime.failed)
         self.train_data.loader.close()
         self.eval_data.loader.close()
-
-
-def is_over(config: Config, state: State) -> bool:
-    """Return True if training is over in ``state``, by epochs, steps, patience or a hook."""
-    train = config.train
-    return (
-        (train.epochs is not None and state.epoch >= train.epochs)
-        or (train.max_steps is not None and state.step >= train.max_steps)
-        or bool(why_ended_early(config, state))
-    )
-
-
-def why_ended_early(config: Config, state: State) -> str:
-    """Return why training is over in ``state`` before its last epoch or step; empty if it is not."""
-    patience = config.train.patience
-    if state.ended:
-        return state.ended
-    if patience is not None and state.since_best >= patience:
-        evaluations = plural(state.since_best, "evaluation")
-        return f"{config.best_metric} was not better in the last {evaluations} (train.patience)"
-    return ""

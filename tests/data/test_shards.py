@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.data import shards
+from harness.data import row_order
+from harness.data.row_order import hashed, permutation
 from harness.data.shards import (
     RULES,
     Segment,
     bounds,
-    hashed,
     num_rows_in_step,
     num_rows_used,
     num_steps,
-    permutation,
     shard,
 )
 from tests.conftest import ROOT
@@ -185,7 +184,7 @@ def test_hash_is_that_of_splitmix64():
 
 
 def test_an_order_is_a_sampler(monkeypatch):
-    monkeypatch.setattr(shards, "_CHUNK", 7)
-    order = shards.shard("global", 40, 1, 2, 3, 0)
+    monkeypatch.setattr(row_order, "_CHUNK", 7)
+    order = shard("global", 40, 1, 2, 3, 0)
     assert [*order] == np.asarray(order).tolist()
     assert len({*order}) == len(order) == 20

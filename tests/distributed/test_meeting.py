@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.distributed import meeting, runtime, store
+from harness.distributed import meeting, process_group, store
 from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch
 from harness.distributed.meeting import meet, telling_peers
@@ -46,7 +46,7 @@ def _meet(rank: int, world_size: int, port: int, timeout_s: float):
 
 def _open(rank: int, world_size: int, port: int, values: dict):
     def work():
-        with runtime.open_runtime(
+        with process_group.open_runtime(
             launch(rank, world_size, port), "cpu", LIMIT_S, facts=lambda device: [Facts("copy it", values)]
         ):
             pass
@@ -243,8 +243,8 @@ def test_port_of_another_program():
 def _die_after_the_meeting(rank: int, port: int):
     def work():
         if rank == 1:
-            runtime._connect = lambda *_: os._exit(0)
-        with runtime.open_runtime(launch(rank, 3, port), "cpu", 5.0):
+            process_group._connect = lambda *_: os._exit(0)
+        with process_group.open_runtime(launch(rank, 3, port), "cpu", 5.0):
             pass
 
     return _outcome(work)

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from harness.distributed.launch_env import Launch
-from harness.distributed.rank_exit import Cause, RankExit, from_torch_error_file, to_torch_error_file
+from harness.distributed.rank_exit import Cause, RankExit
 from harness.runs import exit_files
 
 EXIT = RankExit(
@@ -44,7 +44,7 @@ def test_error_file_for_torch(tmp_path):
     exit_files.write_for_torch(Launch(rank=1, world_size=2, error_file=str(file)), EXIT)
     message = json.loads(file.read_text())["message"]
     assert message == {"message": "bad row", "extraInfo": {"py_callstack": "Traceback\n", "timestamp": "12"}}
-    assert from_torch_error_file(file.read_text()) == (EXIT, 2)
+    assert exit_files.from_torch_error_file(file.read_text()) == (EXIT, 2)
     exit_files.write_for_torch(Launch(), EXIT)  # not started by torch's launcher: nothing to write
     exit_files.write_for_torch(Launch(error_file=str(tmp_path / "gone" / "error.json")), EXIT)  # never raises
 
@@ -75,5 +75,5 @@ def test_a_failure_that_another_rank_is_writing_is_left_alone(tmp_path):
 def test_torch_never_takes_a_consequence_for_the_cause(cause):
     """torch's launcher picks the earliest timestamp, in whole seconds."""
     later = RankExit(**asdict(EXIT) | {"cause": cause})
-    timestamp = json.loads(to_torch_error_file(later, 2))["message"]["extraInfo"]["timestamp"]
+    timestamp = json.loads(exit_files.to_torch_error_file(later, 2))["message"]["extraInfo"]["timestamp"]
     assert timestamp == ("13" if cause in (Cause.PEER_LOST, Cause.LAUNCHER_LOST) else "12")

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from harness.distributed import process_group
 from harness.distributed import runtime as module
 from harness.distributed.launch_env import Launch, detect
-from harness.distributed.runtime import Runtime, open_runtime
+from harness.distributed.process_group import open_runtime
+from harness.distributed.runtime import Runtime
 from harness.errors import DataError, LaunchError, TrainingError
 from tests.end_to_end.processes import wait_until
 from tests.ranks import run_ranks
@@ -274,7 +276,7 @@ def test_nccl_says_why_it_fails(monkeypatch, set_by_user, expected):
     seen = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get("NCCL_DEBUG")))
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: None)
-    module._connect(Launch(world_size=2), torch.device("cuda", 0), dist.HashStore(), 5.0)
+    process_group._connect(Launch(world_size=2), torch.device("cuda", 0), dist.HashStore(), 5.0)
     assert seen == [expected]
 
 
@@ -286,14 +288,14 @@ def test_nccl_aborts_only_after_the_missing_rank_has_been_named(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, timeout, **__: limits.append(timeout.total_seconds()))
     for device in ("cpu", "cuda"):
-        runtime = module._connect(Launch(world_size=2), torch.device(device), dist.HashStore(), 5.0)
+        runtime = process_group._connect(Launch(world_size=2), torch.device(device), dist.HashStore(), 5.0)
     assert limits == [5.0, 50.0]
     limits.clear()
     runtime.work_timeout_s, runtime.group = 60.0, "gloo"
     monkeypatch.setattr(runtime, "barrier", lambda: None)
     monkeypatch.setattr(module, "main_groups", lambda: ["cpu:gloo,cuda:nccl", "gloo"])
     monkeypatch.setattr(dist, "get_backend_config", lambda group: group)
-    monkeypatch.setattr(module, "_set_timeout", lambda limit, group: limits.append(limit.total_seconds()))
+    monkeypatch.setattr(module, "set_timeout", lambda limit_s, group: limits.append(limit_s))
     with runtime.announced("compiling"):
         pass
     assert limits == [105.0, 60.0, 50.0, 5.0]

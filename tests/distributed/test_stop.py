@@ -18,7 +18,8 @@ import pytest
 from harness.data.loader_workers import in_loader_worker
 from harness.distributed import signals
 from harness.distributed.launch_env import detect
-from harness.distributed.runtime import Runtime, open_runtime
+from harness.distributed.process_group import open_runtime
+from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop, on_signals
 from harness.errors import EXITS_BY_SIGNAL
 from tests.end_to_end.processes import wait_until

@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from harness.distributed import watchdog as module
 from harness.distributed.launch_env import Launch, detect
+from harness.distributed.process_group import open_runtime
 from harness.distributed.processes import Identity
 from harness.distributed.rank_exit import Cause, RankExit
-from harness.distributed.runtime import Runtime, open_runtime
+from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.distributed.store import LimitedStore, StoreTimeout
 from harness.distributed.watchdog import Stalls, Watchdog

@@ -196,7 +196,7 @@ def write(content: dict[str, bytes], folder: Path) -> None:
 
 def record(arguments: list[str], terminal: str, root: str, recording: str) -> None:
     """Be driver.py with a recorder on the folder ``root``; for ``tests.ranks.start``."""
-    from harness.runs.checkpoint import Checkpoints
+    from harness.runs.checkpoints import Checkpoints
 
     recorder = Recorder(Path(root))
 

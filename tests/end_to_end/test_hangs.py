@@ -167,16 +167,16 @@ class Slow:
 
     def arm(self, config):
         from harness.data.table import convert
-        from harness.runs import checkpoint
+        from harness.runs import checkpoints
         from harness.training import loop
         from harness.training.evaluation import prediction_table
 
         places = {
             "conversion": (convert, "convert"),
-            "write": (checkpoint.Checkpoints, "write"),
-            "best": (checkpoint, "save_weights"),
-            "verification": (checkpoint, "damage"),
-            "restoring": (checkpoint, "read"),
+            "write": (checkpoints.Checkpoints, "write"),
+            "best": (checkpoints, "save_weights"),
+            "verification": (checkpoints, "damage"),
+            "restoring": (checkpoints, "read"),
             "predictions": (prediction_table.PredictionFile, "finish"),
             "compilation": (loop, "step"),
         }

@@ -28,7 +28,7 @@ from harness.engines.dask import cluster_run
 from harness.engines.dask import worker as on_worker
 from harness.errors import ConfigError, LaunchError
 from harness.runs import run_dir
-from harness.runs.checkpoint import Checkpoints
+from harness.runs.checkpoints import Checkpoints
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config
 from tests.end_to_end.processes import END_S, started, wait_for_steps, wait_until

@@ -20,7 +20,7 @@ import torch
 
 from harness.distributed.launch_env import Launch
 from harness.distributed.monitor import EngineReport
-from harness.distributed.rank_exit import RankExit, to_torch_error_file
+from harness.distributed.rank_exit import RankExit
 from harness.engines import launch
 from harness.engines.torchrun import engine as torchrun
 from harness.errors import ConfigError, LaunchError
@@ -175,7 +175,7 @@ def test_launcher_without_ranks_is_ended_unless_it_may_restart_them(
 ):
     """Rank 1 is on another machine, and left a record in an earlier start."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    content = to_torch_error_file(exit_of(0, exit_code), 2)
+    content = exit_files.to_torch_error_file(exit_of(0, exit_code), 2)
     monkeypatch.setattr(torchrun, "_command", lambda _, __, folder: [sys.executable, "-c", STAYS, folder, content])
     monkeypatch.setattr(torchrun, "WAIT_S", dict.fromkeys(torchrun.WAIT_S, 0.2))
     monkeypatch.setattr(torchrun, "KILL_S", 0.2)
@@ -300,17 +300,17 @@ import os, sys, threading, time
 if "RANK" in os.environ or "launch" in sys.orig_argv:
     folder = os.path.dirname(os.path.abspath(__file__))
     def look():
-        while not hasattr(sys.modules.get("harness.distributed.runtime"), "meet"):
+        while not hasattr(sys.modules.get("harness.distributed.process_group"), "meet"):
             time.sleep(0.05)
-        runtime = sys.modules["harness.distributed.runtime"]
-        meet = runtime.meet
+        process_group = sys.modules["harness.distributed.process_group"]
+        meet = process_group.meet
         def late(launch, *others):
             if launch.rank == 1:
                 while not os.path.exists(folder + "/go"):
                     time.sleep(0.05)
             open(folder + "/waiting", "w").close()
             return meet(launch, *others)
-        runtime.meet = late
+        process_group.meet = late
     def start():
         threading.Thread(target=look, daemon=True).start()
     if "RANK" in os.environ:

@@ -17,8 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness.errors import CheckpointError
-from harness.runs import checkpoint, files, ownership
-from harness.runs.checkpoint import VERSION, Checkpoints, damage, read
+from harness.runs import checkpoints as module
+from harness.runs import files, ownership
+from harness.runs.checkpoint import VERSION, damage, read
+from harness.runs.checkpoints import Checkpoints
 from harness.runs.storage import LocalStore
 from harness.runs.weights_file import load_weights, on_host, save_weights
 
@@ -315,7 +317,7 @@ def test_the_best_is_kept_too(tmp_path):
 def test_nothing_is_removed_while_a_pointer_cannot_be_read(tmp_path, monkeypatch, log, pointer):
     checkpoints = made(tmp_path, 10, keep=1)
     checkpoints.mark_best(10, {"w": torch.ones(1)}, tmp_path / "weights.safetensors")
-    real = checkpoint.read_text
+    real = module.read_text
 
     def stale(path):
         if path.name == pointer:
@@ -323,7 +325,7 @@ def test_nothing_is_removed_while_a_pointer_cannot_be_read(tmp_path, monkeypatch
         return real(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "read_text", stale)
+        patch.setattr(module, "read_text", stale)
         for step in (20, 30):
             checkpoints.write(step, content(step))
         assert {"step-10", "step-20", "step-30"} <= set(names(checkpoints))

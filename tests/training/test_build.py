@@ -15,7 +15,8 @@ import torch
 from harness.apex import amp
 from harness.data.loader import Loader
 from harness.distributed.launch_env import detect
-from harness.distributed.runtime import Runtime, open_runtime
+from harness.distributed.process_group import open_runtime
+from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import ConfigError
 from harness.trackers.metrics_log import MetricsLog
@@ -94,7 +95,7 @@ def test_a_build_that_fails_closes_what_it_opened(tmp_path, monkeypatch):
     def fails(_):
         raise ConfigError("planned")
 
-    monkeypatch.setattr(build.checkpointing, "resume", fails)
+    monkeypatch.setattr(build.resuming, "resume", fails)
     config, runtime = make_config(tmp_path, train={"deterministic": False}), Runtime()
     folder = run_folder(config)
     folder.claim(config)

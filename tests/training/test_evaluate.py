@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness import cli
 from harness.distributed.launch_env import detect
-from harness.distributed.runtime import open_runtime
+from harness.distributed.process_group import open_runtime
 from harness.errors import HarnessError
 from harness.training.evaluation import evaluate
 from harness.training.evaluation.metrics import Sums

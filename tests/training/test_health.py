@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from harness.distributed.launch_env import detect
-from harness.distributed.runtime import open_runtime
+from harness.distributed.process_group import open_runtime
 from harness.errors import DataError, OwnCodeError, TrainingError
 from harness.training import loop, run_log
 from harness.training.health import Health

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from harness.config import loader
 from harness.distributed.launch_env import Launch
-from harness.distributed.rank_exit import Cause, RankExit, from_torch_error_file
+from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.distributed.store import LimitedStore
@@ -66,7 +66,7 @@ def test_error_before_rendezvous_is_printed_once_and_recorded_by_all(tmp_path, c
     launch = Launch(rank=local_rank + 2, local_rank=local_rank, world_size=4, error_file=str(file))
     assert failed_early(launch, LaunchError("no port")) == 2
     assert caplog.text.count("error: no port") == (1 if local_rank == 0 else 0)
-    exit, world_size = from_torch_error_file(file.read_text())
+    exit, world_size = exit_files.from_torch_error_file(file.read_text())
     assert (exit.rank, exit.cause, exit.step, exit.exit_code, world_size) == (local_rank + 2, Cause.ERROR, None, 2, 4)
 
 
@@ -77,7 +77,7 @@ def test_peer_lost_at_rendezvous_is_a_consequence(tmp_path, caplog):
     """A killed rank leaves no error file: the one of its peer must not look like the cause."""
     file = tmp_path / "error.json"
     assert failed_early(Launch(world_size=2, error_file=str(file)), GLOO) == 70
-    exit, _ = from_torch_error_file(file.read_text())
+    exit, _ = exit_files.from_torch_error_file(file.read_text())
     assert (exit.cause, exit.error) == (Cause.PEER_LOST, "TrainingError")
     assert "error: lost contact with the other ranks" in caplog.text
 
@@ -106,7 +106,7 @@ def test_unexpected_error_before_rendezvous_is_recorded(tmp_path, monkeypatch, c
     environ = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
                "TORCHELASTIC_ERROR_FILE": str(file)}  # fmt: skip
     assert main.main(str(ROOT / "configs" / "digits.yaml"), [], environ, None) == EXIT_OWN_CODE
-    exit, _ = from_torch_error_file(file.read_text())
+    exit, _ = exit_files.from_torch_error_file(file.read_text())
     assert (exit.rank, exit.cause, exit.exit_code) == (1, Cause.ERROR, EXIT_OWN_CODE)
     assert message in exit.message
     assert message in caplog.text

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from harness.distributed.launch_env import Launch, detect
-from harness.distributed.runtime import Runtime, open_runtime
+from harness.distributed.process_group import open_runtime
+from harness.distributed.runtime import Runtime
 from harness.trackers.metrics_log import TIMES
 from harness.training.costs import Costs, summed
 from harness.training.logical_ranks import LogicalRanks

@@ -18,7 +18,8 @@ from torch.nn import functional
 from harness import cli
 from harness.config.targets import LabelledTask, TableTask
 from harness.distributed.launch_env import detect
-from harness.distributed.runtime import Runtime, open_runtime
+from harness.distributed.process_group import open_runtime
+from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError
 from harness.training.evaluation.metrics import (
     MAX_CONFUSION,

@@ -17,7 +17,8 @@ from harness.config import loader
 from harness.data.batch import Batch
 from harness.data.loader import Loader
 from harness.distributed.launch_env import detect
-from harness.distributed.runtime import Runtime, open_runtime
+from harness.distributed.process_group import open_runtime
+from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError
 from harness.inference import predict

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from harness.apex.accumulated_gradients import any_unreduced
-from harness.apex.amp import cast_engine, device_flags, gradients
+from harness.apex.amp import cast_engine, gradients
 from harness.apex.amp.master_weights import all_params
 from harness.apex.amp.scaler import LossScaler
-from harness.apex.amp.stash import AmpStash, stash_of
+from harness.apex.amp.stash import AmpStash, can_stay_on_device, leave_on_device, stash_of
 from harness.apex.amp.state import _amp_state
 
 
@@ -101,8 +101,8 @@ def _update_or_defer(optimizers: list[Optimizer], scaler: LossScaler) -> None:
             stash_of(optimizer).deferred_to = scaler
         return
     stashes = [stash_of(optimizer) for optimizer in optimizers]
-    if _can_stay_on_device(optimizers, scaler):
-        _leave_on_device(stashes, scaler)
+    if can_stay_on_device(optimizers, scaler):
+        leave_on_device(stashes, scaler)
         return
     skip = scaler.update_scale()
     if skip:
@@ -110,32 +110,6 @@ def _update_or_defer(optimizers: list[Optimizer], scaler: LossScaler) -> None:
     for stash in stashes:
         stash.deferred_to = None
         stash.already_patched |= skip  # the next step() then does nothing (optimizer_patches); the name is Apex's
-
-
-def _can_stay_on_device(optimizers: list[Optimizer], scaler: LossScaler) -> bool:
-    """Return whether the host need not know now whether this context overflowed: the results are the same, bit for
-    bit."""
-    device = scaler.device_of_flag
-    if device is None or device.type != "cuda":
-        return False
-    stashes = map(stash_of, optimizers)
-    if any(stash.master_weights or stash.deferred_to is not None or stash.skips for stash in stashes):
-        return False
-    return all(device_flags.skips_on_device(optimizer, device) for optimizer in optimizers)
-
-
-def _leave_on_device(stashes: list[AmpStash], scaler: LossScaler) -> None:
-    """Let the optimizers skip the step on the device; the host hears of it later."""
-    flag = scaler.update_on_device()
-    for stash in stashes:
-        stash.flag = flag
-
-    def heard(overflow: bool) -> None:
-        scaler.count(overflow)
-        for stash in stashes:
-            stash.hear(flag, overflow)
-
-    device_flags.flags.push(flag, heard)
 
 
 def _scaler(loss_id: int) -> LossScaler:

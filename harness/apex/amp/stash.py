@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from harness.apex.accumulated_gradients import take_aside
-from harness.apex.amp.device_flags import flags
+from harness.apex.amp.device_flags import flags, skips_on_device
 from harness.apex.amp.master_weights import MasterWeights
 from harness.apex.amp.messages import messages
 from harness.apex.amp.scaler import LossScaler
@@ -98,3 +98,29 @@ def stash_of(optimizer: Optimizer) -> AmpStash:
             "every optimizer to amp.initialize, and use the ones it returns."
         )
     return stash
+
+
+def can_stay_on_device(optimizers: list[Optimizer], scaler: LossScaler) -> bool:
+    """Return whether the host need not know now whether this context overflowed: the results are the same, bit for
+    bit."""
+    device = scaler.device_of_flag
+    if device is None or device.type != "cuda":
+        return False
+    stashes = map(stash_of, optimizers)
+    if any(stash.master_weights or stash.deferred_to is not None or stash.skips for stash in stashes):
+        return False
+    return all(skips_on_device(optimizer, device) for optimizer in optimizers)
+
+
+def leave_on_device(stashes: list[AmpStash], scaler: LossScaler) -> None:
+    """Let the optimizers skip the step on the device; the host hears of it later."""
+    flag = scaler.update_on_device()
+    for stash in stashes:
+        stash.flag = flag
+
+    def heard(overflow: bool) -> None:
+        scaler.count(overflow)
+        for stash in stashes:
+            stash.hear(flag, overflow)
+
+    flags.push(flag, heard)

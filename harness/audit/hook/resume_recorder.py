@@ -71,13 +71,13 @@ def start(plan_path: str, actions: dict[str, Callable[[ModuleType], None]]) -> N
         resume_draws.install(recorder)
 
 
-def of_harness(checkpointing: Any) -> None:
+def of_harness(resuming: Any) -> None:
     """Record what a run of the harness saves beside the model, from the time it has been restored."""
 
     def restored(run: Any) -> None:
-        _recorders[0].beside = functools.partial(checkpointing.beside_the_model, run)
+        _recorders[0].beside = functools.partial(resuming.checkpointing.beside_the_model, run)
 
-    _after(checkpointing, "resume", restored)
+    _after(resuming, "resume", restored)
 
 
 class Recorder:

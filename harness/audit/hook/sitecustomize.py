@@ -48,13 +48,13 @@ def _record(torch: ModuleType) -> None:
     resume_recorder.start(os.environ[PLAN], actions)
 
 
-def _record_run(checkpointing: ModuleType) -> None:
-    sys.modules["resume_recorder"].of_harness(checkpointing)
+def _record_run(resuming: ModuleType) -> None:
+    sys.modules["resume_recorder"].of_harness(resuming)
 
 
 actions: dict[str, Callable[[ModuleType], None]] = {
     "torch": _record,
-    "harness.training.checkpointing": _record_run,
+    "harness.training.resuming": _record_run,
 }
 
 

@@ -30,7 +30,8 @@ from harness.engines.base import Job
 from harness.engines.dask import worker as on_worker
 from harness.errors import LaunchError, plural, reason, remedy
 from harness.runs import layout
-from harness.runs.checkpoint import Checkpoints, damage
+from harness.runs.checkpoint import damage
+from harness.runs.checkpoints import Checkpoints
 from harness.runs.exit_files import ExitFiles
 from harness.runs.files import replacing
 from harness.runs.run_dir import RunFolder

@@ -22,12 +22,12 @@ from harness.distributed import processes
 from harness.distributed.launch_env import FIXED_MACHINES
 from harness.distributed.monitor import EngineReport
 from harness.distributed.network import interface_towards, is_here, is_loopback, no_route, require_address
-from harness.distributed.rank_exit import Cause, RankExit, from_torch_error_file
+from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.engines.base import Job, shell
 from harness.engines.torchrun.settings import Settings
 from harness.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, EXITS_BY_SIGNAL, LaunchError, plural
-from harness.runs.exit_files import ExitFiles
+from harness.runs.exit_files import ExitFiles, from_torch_error_file
 
 KILL_S = 5.0  # from SIGTERM to SIGKILL
 ORPHANS_S = 20.0  # for ranks to end whose launcher was killed; the watchdog ends them within 13 s

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harness.runs.checkpoint import Checkpoints
+from harness.runs.checkpoints import Checkpoints
 from harness.runs.files import read_sealed, write_sealed
 from harness.tools.compare.exactness import TensorDifference, differences, differing
 from tests.end_to_end.experiment import train, write_images

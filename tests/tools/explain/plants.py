@@ -34,6 +34,6 @@ def slow_link(bytes_per_s: float) -> None:
 
 
 def slow_store(seconds: float) -> None:
-    from harness.runs.checkpoint import Checkpoints
+    from harness.runs.checkpoints import Checkpoints
 
     before(Checkpoints, "write", lambda *args: time.sleep(seconds))

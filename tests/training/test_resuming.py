@@ -12,10 +12,12 @@ from harness import cli
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError
 from harness.runs import trained_run
-from harness.runs.checkpoint import Checkpoints, steps
+from harness.runs.checkpoint import steps
+from harness.runs.checkpoints import Checkpoints
 from harness.runs.weights_file import load_weights
 from harness.training import loop
-from harness.training.checkpointing import checkpoint_to_resume, restore, resume, save
+from harness.training.checkpointing import save
+from harness.training.resuming import checkpoint_to_resume, restore, resume
 from tests.fixtures import make_config, settings, write_rows, write_yaml
 from tests.ranks import run_ranks
 

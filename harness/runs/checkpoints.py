@@ -1,0 +1,216 @@
+"""The checkpoints of a run: which is the newest that can be used, which are kept, and which is the best."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import shutil
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from harness.distributed.runtime import Runtime
+from harness.errors import CheckpointError, reason, remedy
+from harness.runs import layout
+from harness.runs.checkpoint import complete, damage, is_of_other_version, read, steps, synced
+from harness.runs.files import read_text, replacing, temporary_for, write_atomically
+from harness.runs.formats import base as formats
+from harness.runs.weights_file import save_weights
+
+log = logging.getLogger("harness")
+
+FROM_SCRATCH = "start from scratch with checkpoint.resume=never, which keeps this folder as NAME.1"
+_MAX_LISTED = 8  # damaged checkpoints in a message
+
+
+class Checkpoints:
+    """The checkpoints of one run folder. Rank 0 uses it, but every rank reads, and writes its part of a sharded one."""
+
+    def __init__(self, folder: str | Path, keep: int, format_name: str = "whole") -> None:
+        """``format_name``: of the format in which to write. Raises ConfigError if there is none."""
+        self.folder, self.keep, self.format_name = Path(folder), keep, format_name
+        self.format = formats.find(format_name)
+        self.run_folder: Path | None = None  # the run folder, once a start has claimed it
+        self._pinned: set[Path] = set()
+        self._lock = threading.Lock()  # an upload pins checkpoints from its own thread
+
+    def write(self, step: int, content: dict[str, Any], ranks: Runtime | None = None) -> None:
+        """Save ``content`` as the newest checkpoint. ``ranks``: all ranks, which write a sharded format together; by
+        default this one writes alone. Collective over ``ranks``. Raises CheckpointError, with earlier checkpoints
+        intact."""
+        ranks = ranks or Runtime()
+        first, folder = ranks.rank == 0, temporary_for(self.folder / layout.step_name(step))
+        try:  # in stages: the format's write() may be a collective, which ``together`` must not contain
+            with ranks.together("saving"), self._writing(step):
+                if first:
+                    self._require_run()
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.mkdir(parents=True)
+            with self._writing(step):
+                names = [*self.format.write(folder, content, ranks)]
+            with ranks.together("hashing"), self._writing(step):
+                files = {name: synced(folder / name) for name in names}
+            of_ranks = ranks.gather(files)
+            with ranks.together("saving"), self._writing(step):
+                if first:
+                    whole = {name: facts for rank in of_ranks for name, facts in rank.items()}
+                    complete(folder, step, self.format_name, whole)
+        except Exception:
+            if first:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if first:
+            self.sweep()
+
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        """Context in which an error of the system becomes a CheckpointError."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            if isinstance(error, FileNotFoundError) and not self.folder.is_dir():
+                raise _folder_gone(self.folder.parent) from None
+            again = "resumes from the previous checkpoint" if self.exist() else "starts from the beginning"
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written: {reason(error)} ({_free(self.folder)})",
+                where=str(self.folder),
+                hint=remedy(error, f"run the same command again: it {again}"),
+            ) from None
+
+    def read(self, path: Path, mapped: bool, own: formats.Own) -> dict[str, Any]:
+        """Return the content of the checkpoint ``path``. The format of this run is trusted: its user has named it."""
+        return read(path, mapped, own, trusted_format=self.format_name)
+
+    def mark_best(self, step: int, weights: dict[str, Tensor], path: Path) -> None:
+        """Make ``step`` the best checkpoint, and write its ``weights``, as from ``on_host``, to ``path``."""
+        self._require_run()
+        try:
+            with replacing(path) as temporary:
+                # In a folder that uploads skip, on the disk of ``path``: ``checkpoints`` may be a link to another one.
+                save_weights(weights, temporary, {"step": str(step)}, work=temporary_for(path, "work"))
+            write_atomically(self.folder / layout.BEST, layout.step_name(step) + "\n")
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the best weights could not be written: {reason(error)}",
+                where=str(path),
+                hint=remedy(error, "run the same command again: it resumes from the newest checkpoint"),
+            ) from None
+        self.sweep()
+
+    def _require_run(self) -> None:
+        """Raise CheckpointError if the run folder was removed or renamed. Writing would make one without a recipe."""
+        if self.run_folder is not None and not (self.run_folder / layout.CONFIG).is_file():
+            raise _folder_gone(self.run_folder)
+
+    def newest(self) -> Path | None:
+        """Return the newest complete checkpoint; None if there has been none. A damaged one is logged and skipped.
+
+        Raises CheckpointError if all are damaged, since starting from scratch would replace the results of this run, or
+        if a newer one is of another version of the harness.
+        """
+        found, named = steps(self.folder), self.named(layout.LATEST)
+        refused: dict[str, str] = {}  # {name: problem}
+        # The one `latest` names comes first: those with higher numbers were abandoned by a resume from an earlier one.
+        for path in sorted((found[step] for step in sorted(found, reverse=True)), key=lambda path: path.name != named):
+            problem = damage(path)
+            if problem is None:
+                newer = next((name for name in refused if is_of_other_version(self.folder / name)), None)
+                if newer is None:
+                    return path
+                resume = shlex.quote(f"checkpoint.resume={path}")
+                raise CheckpointError(
+                    refused[newer],
+                    where=str(self.folder / newer),
+                    hint=f"to continue from the older {path.name} instead, without the later steps, remove {newer}, or "
+                    f"start a new run with name=NAME {resume}",
+                )
+            log.warning("checkpoint rejected: %s: %s", path, problem)
+            refused[path.name] = problem
+        if not found:
+            if named is None:
+                return None
+            refused = {named: "it is missing"}
+        lines = [f"  {name}: {problem}" for name, problem in refused.items()]
+        more = [f"  and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
+        raise CheckpointError(
+            "\n".join(["no checkpoint of this run can be used", *lines[:_MAX_LISTED], *more]),
+            where=str(self.folder),
+            hint=f"restore one of them; or {FROM_SCRATCH}",
+        )
+
+    def exist(self) -> bool:
+        """Return True if there is any, complete or not, or if one is named that was removed."""
+        return bool(steps(self.folder)) or self.named(layout.LATEST) is not None
+
+    def named(self, pointer: str) -> str | None:
+        """Return the name of the checkpoint that ``latest`` or ``best`` points to; None if there is none. Raises
+        CheckpointError if the disk or its server fails: the checkpoint may exist."""
+        try:
+            return read_text(self.folder / pointer).strip() or None
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+        except OSError as error:
+            again = "run the same command again: it resumes from the newest checkpoint"
+            raise CheckpointError(
+                f"it cannot be read: {reason(error)}", where=str(self.folder / pointer), hint=remedy(error, again)
+            ) from None
+
+    @contextmanager
+    def pinned(self) -> Iterator[dict[str, str]]:
+        """Yield {pointer: checkpoint} for `best` and `latest`; neither checkpoint is removed until the block ends."""
+        with self._lock:
+            named = {pointer: self.named(pointer) for pointer in (layout.BEST, layout.LATEST)}
+            names = {pointer: name for pointer, name in named.items() if name and (self.folder / name).is_dir()}
+            self._pinned = {self.folder / name for name in names.values()}
+        try:
+            yield names
+        finally:
+            self._pinned = set()
+
+    def sweep(self) -> None:
+        """Remove all but the best and the newest ``keep``, and what a crash left incomplete. Nothing is removed while
+        it is unknown which is the best."""
+        with self._lock:
+            found = steps(self.folder)
+            try:
+                latest, best = (
+                    layout.step_number(self.named(pointer) or "") for pointer in (layout.LATEST, layout.BEST)
+                )
+            except CheckpointError as error:
+                log.warning("older checkpoints are not removed: %s", error)
+                return
+            for step in outdated(found, latest, best, self.keep):
+                if found[step] not in self._pinned:
+                    shutil.rmtree(found[step], ignore_errors=True)
+        for path in self.folder.glob("*.tmp"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _folder_gone(path: Path) -> CheckpointError:
+    return CheckpointError(
+        "the run folder was removed or renamed during the run",
+        where=str(path),
+        hint="if it was renamed, rename it back; the same command then resumes from its newest checkpoint",
+    )
+
+
+def outdated(steps: Iterable[int], latest: int | None, best: int | None, keep: int) -> list[int]:
+    """Return the checkpoints among ``steps`` to remove: all but the newest ``keep``, the ``latest`` and the
+    ``best``."""
+    # Steps beyond the latest were abandoned by a resume from an earlier one, and do not count as the newest.
+    found = sorted(steps)
+    current = [step for step in found if latest is None or latest not in found or step <= latest]
+    return [step for step in found if step not in (*current[-keep:], latest, best)]
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
+    except OSError as error:
+        return reason(error)
