@@ -24,7 +24,7 @@ from harness.distributed.stop import Stop
 from harness.training import build, checkpointing, loop
 from harness.training.evaluation.evaluate import evaluate
 from harness.training.main import run_folder
-from harness.training.optimizer import optim
+from harness.training.optimizer.ema import Ema
 from harness.training.run import Run
 from tests.fixtures import make_config, settings, write_rows, write_yaml
 from tests.ranks import run_ranks
@@ -88,7 +88,7 @@ def _parts(run: Run, gpu: Gpu) -> Iterator[tuple[str, list[Sync]]]:
         yield f"a step with {name}", step(**options)
     params = list(run.precision.master_params(run.optimizer))
     trained = [param for group in run.optimizer.param_groups for param in group["params"]]
-    run.ema = optim.Ema(trained, params, 0.9)
+    run.ema = Ema(trained, params, 0.9)
     yield "a step with `train.ema_decay`", step()
     run.ema = None
     loop.step(run, next(groups), measured=True)

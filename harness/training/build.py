@@ -36,6 +36,7 @@ from harness.training.logical_ranks import LogicalRanks
 from harness.training.meter import Meter
 from harness.training.models import recompute
 from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
+from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.on_gradients import OnGradients
 from harness.training.progress import State
 from harness.training.run import Run
@@ -150,7 +151,7 @@ def place(config: Config, parallel: ParallelStrategy, model: nn.Module, has_star
 
 def with_optimizer(
     config: Config, parallel: ParallelStrategy, model: nn.Module, size: Sizes
-) -> tuple[torch.optim.Optimizer, optim.Ema | None, OnGradients | None]:
+) -> tuple[torch.optim.Optimizer, Ema | None, OnGradients | None]:
     """Build the optimizer, the moving average and the user's function on gradients for ``model``, initialize amp, and
     wrap and compile the model. Collective."""
     amp = parallel.precision
@@ -168,7 +169,7 @@ def with_optimizer(
     parallel.wrap(model)
     ema = None
     if config.train.ema_decay:
-        ema = optim.Ema(trained, list(amp.master_params(optimizer)), config.train.ema_decay)
+        ema = Ema(trained, list(amp.master_params(optimizer)), config.train.ema_decay)
     if config.model.compile:
         # After amp, whose casts are to be compiled too.
         parallel.compile(None if config.model.compile is True else config.model.compile)

@@ -15,7 +15,8 @@ from harness.runs.console import working
 from harness.runs.weights_file import on_host
 from harness.training import hooks
 from harness.training.determinism import kernels
-from harness.training.optimizer.optim import Ema, class_name
+from harness.training.optimizer.ema import Ema
+from harness.training.optimizer.optim import class_name
 from harness.training.run import Run
 from harness.training.strategies import sharding
 

@@ -21,7 +21,7 @@ from harness.config.schema import Config
 from harness.distributed.runtime import Runtime
 from harness.errors import TrainingError
 from harness.runs import layout
-from harness.training.optimizer.optim import Ema
+from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.precision import Precision
 from harness.training.progress import State
 from harness.training.strategies.sharding import local

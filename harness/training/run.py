@@ -26,8 +26,8 @@ from harness.training.health import Health
 from harness.training.hooks import Hooks
 from harness.training.logical_ranks import LogicalRanks
 from harness.training.meter import Meter, Reading, Used
+from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.on_gradients import OnGradients
-from harness.training.optimizer.optim import Ema
 from harness.training.optimizer.precision import Precision
 from harness.training.optimizer.schedule import Schedule
 from harness.training.progress import State, is_over, why_ended_early

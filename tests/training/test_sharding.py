@@ -11,7 +11,7 @@ from torch import nn
 
 from harness.config.schema import ParallelSection, PrecisionSection
 from harness.training import build
-from harness.training.optimizer.optim import Ema
+from harness.training.optimizer.ema import Ema
 from harness.training.strategies import sharding
 from harness.training.strategies.sharding import blocks, full, layout, local, part_like, shard, whole, without_values
 from tests.ranks import run_ranks
