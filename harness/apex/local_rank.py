@@ -36,17 +36,17 @@ def spelling_for(script: str) -> str:
     return "--local-rank" if "--local-rank" in script and "--local_rank" not in script else "--local_rank"
 
 
-def patch_argparse(given: str | None) -> None:
+def patch_argparse(from_launcher: str | None) -> None:
     """Make every ``argparse.ArgumentParser`` accept the local rank in the spelling that it declares.
 
-    ``given`` is the value that the launcher passed on the command line, or None. If a parser declares neither spelling,
-    ``parse_args`` drops that argument instead of rejecting it; ``parse_known_args`` returns it with the rest. If a
-    parser declares one and the command line has no local rank (torchrun), it gets LOCAL_RANK.
+    ``from_launcher`` is the value that the launcher passed on the command line, or None. If a parser declares neither
+    spelling, ``parse_args`` drops that argument instead of rejecting it; ``parse_known_args`` returns it with the rest.
+    If a parser declares one and the command line has no local rank (torchrun), it gets LOCAL_RANK.
     Undone by ``harness.apex.uninstall``.
     """
     parser = argparse.ArgumentParser
     patches.set(parser, "parse_known_args", around(parser.parse_known_args, _parse_known_args))
-    patches.set(parser, "parse_args", around(parser.parse_args, functools.partial(_parse_args, given)))
+    patches.set(parser, "parse_args", around(parser.parse_args, functools.partial(_parse_args, from_launcher)))
 
 
 def _parse_known_args(original: Any, self: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
@@ -54,12 +54,13 @@ def _parse_known_args(original: Any, self: Any, args: Sequence[str] | None = Non
 
 
 def _parse_args(
-    given: str | None, original: Any, self: Any, args: Sequence[str] | None = None, namespace: Any = None
+    from_launcher: str | None, original: Any, self: Any, args: Sequence[str] | None = None, namespace: Any = None
 ) -> Any:
-    return original(self, _without_undeclared(self, args, given), namespace)
+    return original(self, _without_undeclared(self, args, from_launcher), namespace)
 
 
 def _with_declared_spelling(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> list[str]:
+    """Return ``args`` with the local rank in the spelling that ``parser`` declares, added if only LOCAL_RANK has it."""
     words = list(sys.argv[1:] if args is None else args)
     declared = _declared(parser)
     if len(declared) == 1:
@@ -76,12 +77,13 @@ def _with_declared_spelling(parser: argparse.ArgumentParser, args: Sequence[str]
 
 
 def _without_undeclared(
-    parser: argparse.ArgumentParser, args: Sequence[str] | None, given: str | None
+    parser: argparse.ArgumentParser, args: Sequence[str] | None, from_launcher: str | None
 ) -> Sequence[str] | None:
+    """Return ``args`` without the launcher's local rank if ``parser`` and its subcommands do not declare one."""
     words = list(sys.argv[1:] if args is None else args)
     for spelling in _SPELLINGS:
-        if given is not None and f"{spelling}={given}" in words and not _declared_anywhere(parser):
-            words.remove(f"{spelling}={given}")
+        if from_launcher is not None and f"{spelling}={from_launcher}" in words and not _declared_anywhere(parser):
+            words.remove(f"{spelling}={from_launcher}")
             return words
     return args
 

@@ -53,6 +53,7 @@ def add_when_imported() -> None:
 
 
 def _plain_classes() -> list[Any]:
+    """Return classes and functions that old checkpoints name, and that hold data and run no code."""
     import numpy
 
     scalar = numpy.float64(1).__reduce__()[0]
@@ -75,7 +76,7 @@ def _plain_classes() -> list[Any]:
 
 
 def _load(original: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.load``, which names the option for trusted files if safe mode refuses one, or obeys it."""
+    """Do ``torch.load``; if safe mode refuses a file, name the option for trusted files, or obey it."""
     start = f.tell() if hasattr(f, "seek") else 0
     try:
         return original(f, *args, **kwargs)
@@ -84,10 +85,10 @@ def _load(original: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             raise  # the script chose the mode, or the file is damaged
         name, reason = getattr(f, "name", f), str(error)
     if not trusts_files:
-        found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)|WeightsUnpickler error: *(.*)", reason)
+        culprit = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)|WeightsUnpickler error: *(.*)", reason)
         raise pickle.UnpicklingError(
             f"torch.load does not read {name} in its safe mode: the file holds more than plain data "
-            f"({(found[1] or found[2]) if found else reason}), and loading such objects can run code. "
+            f"({(culprit[1] or culprit[2]) if culprit else reason}), and loading such objects can run code. "
             "If you trust the origin of your checkpoints, run python -m harness.apex --trust-checkpoints SCRIPT, "
             "or call harness.apex.install(trust_checkpoints=True). Plain data needs neither."
         )

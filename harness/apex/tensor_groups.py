@@ -75,13 +75,12 @@ def one_for_each(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements of memory from the first to the last element."""
+    """Return the number of elements of memory from the first to the last element."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the norm of each of ``tensors`` (not empty; one device and dtype), as a vector. ``dtype``: of the
-    computation.
+    """Return the norm of each of ``tensors`` (not empty; one device and dtype), computed in ``dtype``, as a vector.
 
     On the CPU torch adds the squares of a whole tensor in float32, an error of 0.1 % for 30 million elements. Here
     large tensors are added row by row. The kernels of CUDA do so themselves.

@@ -16,7 +16,7 @@ import torchvision
 import harness.apex
 from harness.apex import call_counter
 from harness.apex.modernize import hook, modernize
-from harness.apex.modernize.table import NAMES, Names
+from harness.apex.modernize.table import NAMES
 from tests.apex.test_runner import write
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -296,16 +296,16 @@ def test_every_name_of_the_table_means_something(undone, monkeypatch):
     """Also those that the bridges above do not use; a library that is not installed is left out."""
     modernize()
     checked = 0
-    for row in NAMES:
-        module, _, of_class = row.owner.partition(":")
+    for path, names in NAMES.items():
+        module, _, of_class = path.partition(":")
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             assert module.partition(".")[0] not in sys.modules
             continue  # see the next test
         owner = importlib.import_module(module)
         owner = getattr(owner, of_class) if of_class else owner
-        for name in row.names:
-            if name != "*" and (name, sys.version_info < (3, 14)) != ("ByteString", False):
-                assert getattr(owner, name) is not None, (row.owner, name)
+        for name in names:
+            if (name, sys.version_info < (3, 14)) != ("ByteString", False):
+                assert getattr(owner, name) is not None, (path, name)
                 checked += 1
     assert checked > 100
     harness.apex.uninstall()
@@ -331,9 +331,9 @@ def test_libraries_imported_later(tmp_path, monkeypatch, undone):
         sys.modules[__name__] = lazy
         """,
     )
-    rows = [Names("lazy_library", "old=new", "old_library"), Names("old_library.gone", "old=new", "old_library")]
-    monkeypatch.setattr(hook, "NAMES", [*NAMES, *rows])
-    monkeypatch.setattr(hook, "_MODULES", hook._MODULES | {row.owner for row in rows})
+    rows = {"lazy_library": {"old": "old_library:new"}, "old_library.gone": {"old": "old_library:new"}}
+    monkeypatch.setattr(hook, "NAMES", {**NAMES, **rows})
+    monkeypatch.setattr(hook, "_MODULES", hook._MODULES | set(rows))
     modernize()
     with pytest.raises(ModuleNotFoundError):  # by which scripts do without a library
         importlib.import_module("lazy_library")

@@ -146,7 +146,7 @@ def restore(optimizer: Optimizer) -> None:
 
 
 def _add(sums: list[Tensor], added: list[Tensor], inverse: float) -> None:
-    """``sums += added * inverse``; reduced-precision sums multiply first, in place, to keep the factor in float32."""
+    """Add ``added * inverse`` to ``sums``. In reduced precision multiply first, in place, with a float32 factor."""
     wide = [pair for pair in zip(sums, added, strict=True) if pair[0].dtype not in REDUCED]
     narrow = [pair for pair in zip(sums, added, strict=True) if pair[0].dtype in REDUCED]
     if wide:

@@ -174,6 +174,7 @@ def _describe(value: Any) -> str:
 
 
 def _check_model(model: nn.Module) -> None:
+    """Raise RuntimeError for a model in a parallel wrapper of torch, or in float16."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise RuntimeError(
             f"amp.initialize was given a model wrapped in {type(model).__name__}. Parallel wrappers should only be "

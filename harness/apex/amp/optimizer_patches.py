@@ -118,6 +118,8 @@ def _check_step(optimizer: Optimizer, stash: AmpStash) -> None:
 
 
 def _step(previous: Callable[..., Any], casts_functions: bool) -> Callable[..., Any]:
+    """Return the ``step`` of an optimizer without masters, which may skip ``previous`` and runs it without casts."""
+
     @functools.wraps(previous)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         stash = stash_of(self)
@@ -134,6 +136,8 @@ def _step(previous: Callable[..., Any], casts_functions: bool) -> Callable[..., 
 
 
 def _step_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the ``step`` of an optimizer with masters, which may skip ``previous`` and copies them to the model."""
+
     @functools.wraps(previous)
     def step(self: Optimizer, closure: Any = None) -> Any:
         stash = stash_of(self)

@@ -26,10 +26,10 @@ def lazy_init(optimizer: Optimizer) -> None:
 
 
 def saving_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
-    """``Optimizer.state_dict``, with the masters in what ``previous`` returns.
+    """Return an ``Optimizer.state_dict`` that adds the masters to what ``previous`` returns.
 
-    A method of the instance, not a hook: some optimizers wrap another one, pass state dicts on to it, and have no hooks
-    because they never call ``Optimizer.__init__``.
+    It is a method of the instance, not a hook: some optimizers wrap another one, pass state dicts on to it, and have
+    no hooks because they never call ``Optimizer.__init__``.
     """
 
     @functools.wraps(previous)
@@ -42,7 +42,7 @@ def saving_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def loading_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
-    """``Optimizer.load_state_dict``, which also loads the masters."""
+    """Return an ``Optimizer.load_state_dict`` that calls ``previous`` and also loads the masters."""
 
     @functools.wraps(previous)
     def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:

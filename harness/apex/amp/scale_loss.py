@@ -65,7 +65,7 @@ def scaled(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """``scale_loss`` with a given ``scaler``, without the shortcut for a static scale of 1."""
+    """Do ``scale_loss`` with a given ``scaler``, without the shortcut for a static scale of 1."""
     scale = scaler.factor
     for optimizer in optimizers:
         stash_of(optimizer)  # raises for an optimizer that amp does not know, before gradients of another are set aside

@@ -63,8 +63,8 @@ class ScalingOptimizer(OptimizerProxy):
         self, set_grads_to_None: bool | None = None, set_to_none: bool | None = None
     ) -> None:
         """Zero, or set to None, the gradients of model parameters and masters. ``set_to_none`` is torch's name."""
-        given = set_grads_to_None if set_to_none is None else set_to_none
-        to_none = self.drops_gradients if given is None else given
+        chosen = set_grads_to_None if set_to_none is None else set_to_none
+        to_none = self.drops_gradients if chosen is None else chosen
         for parameter in (*sum(self.fp16_groups, []), *all_params(self.optimizer)):
             if to_none:
                 parameter.grad = None

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 
 def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``input @ weight.T + bias``: (..., in) to (..., out)."""
+    """Return ``input @ weight.T + bias``, from (..., in) to (..., out)."""
     return F.linear(input, weight, bias)
 
 
 def dense_no_bias_function(input: Tensor, weight: Tensor) -> Tensor:
-    """``input @ weight.T``: (..., in) to (..., out)."""
+    """Return ``input @ weight.T``, from (..., in) to (..., out)."""
     return F.linear(input, weight)
 
 
 def fused_dense_gelu_dense_function(
     input: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
 ) -> Tensor:
-    """Linear, exact GELU, linear: (..., in) to (..., out)."""
+    """Apply a linear layer, exact GELU and another linear layer, from (..., in) to (..., out)."""
     return F.linear(F.gelu(F.linear(input, weight1, bias1)), weight2, bias2)
 
 
@@ -37,9 +37,10 @@ class FusedDense(nn.Linear):
 
 
 class FusedDenseGeluDense(nn.Module):
-    """Linear, exact GELU, linear. Parameters ``weight1``, ``bias1``, ``weight2``, ``bias2``.
+    """A linear layer, exact GELU, and another linear layer.
 
-    They are initialized like those of ``nn.Linear``; Apex left them uninitialized. Biases are mandatory.
+    The parameters ``weight1``, ``bias1``, ``weight2`` and ``bias2`` are initialized like those of ``nn.Linear``; Apex
+    left them uninitialized. Biases are mandatory.
     """
 
     def __init__(self, in_features: int, intermediate_features: int, out_features: int, bias: bool = True) -> None:

@@ -7,14 +7,14 @@ import inspect
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from harness.apex import call_counter
-from harness.apex.modernize.table import CALLS, NAMES, Names
+from harness.apex.modernize.table import CALLS, NAMES, RENAMED_MODULES
 from harness.apex.patches import around, is_imported, patches
 
 
@@ -42,7 +42,7 @@ class _Finder(MetaPathFinder):
         others = [each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
         outer, self._search.name = getattr(self._search, "name", None), name
         try:
-            spec = next((found for each in others if (found := each.find_spec(name, path, target)) is not None), None)
+            spec = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
         finally:
             self._search.name = outer
         if spec is None:  # the library removed the whole module, or is not installed
@@ -83,28 +83,28 @@ def _apply_after(loader: Any, name: str) -> None:
 
 
 def _apply(name: str) -> None:
+    """Apply the table to the imported module ``name`` and its classes."""
     module = sys.modules[name]  # a module may replace itself when it runs
-    rows = [row for row in NAMES if row.owner.partition(":")[0] == name]
-    if any(":" not in row.owner for row in rows):
-        _add_names_to_module(module, [row for row in rows if ":" not in row.owner])
-    for row in rows:
-        owner = _found(module, row.owner)
-        if ":" in row.owner and owner is not None:
-            _add_names_to_class(owner, row)
+    if name in NAMES or name in RENAMED_MODULES:
+        _add_names_to_module(module, name)
+    for path, names in NAMES.items():
+        if path.startswith(f"{name}:") and (owner := _resolved(module, path)) is not None:
+            _add_names_to_class(owner, path.replace(":", "."), names)
     for call in CALLS:
-        owner = _found(module, call.owner) if call.owner.partition(":")[0] == name else None
+        owner = _resolved(module, call.owner) if call.owner.partition(":")[0] == name else None
         if owner is not None and hasattr(owner, call.name):
             used = functools.partial(call_counter.count, call.label, call_counter.MODERNIZE)
             patches.replace(owner, call.name, around(getattr(owner, call.name), functools.partial(call.bridge, used)))
 
 
-def _add_names_to_module(module: ModuleType, rows: Sequence[Names]) -> None:
-    """Look names that ``module`` lacks up in ``rows``, when the script uses them."""
+def _add_names_to_module(module: ModuleType, name: str) -> None:
+    """Look names that ``module`` lacks up in the table, when the script uses them."""
     original: Callable[[str], Any] | None = vars(module).get("__getattr__")
-    name = rows[0].owner
 
     def __getattr__(attribute: str) -> Any:
-        target = next((row.target(attribute) for row in rows if row.target(attribute)), None)
+        target = NAMES.get(name, {}).get(attribute)
+        if name in RENAMED_MODULES and not attribute.startswith("__"):
+            target = f"{RENAMED_MODULES[name]}:{attribute}"
         try:
             if original is not None:
                 return original(attribute)
@@ -119,27 +119,27 @@ def _add_names_to_module(module: ModuleType, rows: Sequence[Names]) -> None:
     patches.set(module, "__getattr__", __getattr__)
 
 
-def _add_names_to_class(owner: type, row: Names) -> None:
-    for name in row.names:
+def _add_names_to_class(owner: type, label: str, names: Mapping[str, str]) -> None:
+    """Add the methods of ``names`` that ``owner``, listed as ``label``, lacks."""
+    for name, target in names.items():
         if hasattr(owner, name):
             continue
-        function = pkgutil.resolve_name(str(row.target(name)))
-        label = f"{row.owner.replace(':', '.')}.{name}"
-        used = functools.partial(call_counter.count, label, call_counter.MODERNIZE)
+        function = pkgutil.resolve_name(target)
+        used = functools.partial(call_counter.count, f"{label}.{name}", call_counter.MODERNIZE)
         patches.set(owner, name, around(function, functools.partial(_called, used)))
 
 
 def _called(used: Callable[[], None], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The bridge to a method that the class has lost."""
+    """Call a method that the class has lost."""
     used()
     return original(*args, **kwargs)
 
 
-def _found(module: ModuleType, owner: str) -> Any:
-    """The module or its class that ``owner`` names; None if this version of the library lacks the class."""
-    attribute = owner.partition(":")[2]
+def _resolved(module: ModuleType, path: str) -> Any:
+    """Return the module or its class that ``path`` names; None if this version of the library lacks the class."""
+    attribute = path.partition(":")[2]
     return getattr(module, attribute, None) if attribute else module
 
 
 _finder = _Finder()
-_MODULES = {owner.partition(":")[0] for owner in [*(row.owner for row in NAMES), *(call.owner for call in CALLS)]}
+_MODULES = {path.partition(":")[0] for path in (*NAMES, *RENAMED_MODULES, *(call.owner for call in CALLS))}

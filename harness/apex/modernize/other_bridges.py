@@ -22,7 +22,7 @@ ArgSpec = namedtuple("ArgSpec", "args varargs keywords defaults")
 
 
 def getargspec(function: Any) -> ArgSpec:
-    """``inspect.getargspec``: raises ValueError for keyword-only parameters and annotations, as it did."""
+    """Do ``inspect.getargspec``, which raised ValueError for keyword-only parameters and annotations."""
     spec = inspect.getfullargspec(function)
     if spec.kwonlyargs or spec.annotations:
         raise ValueError("Function has keyword-only parameters or annotations: use inspect.signature()")
@@ -30,14 +30,14 @@ def getargspec(function: Any) -> ArgSpec:
 
 
 def json_loads(used: Used, original: Any, s: Any, **kwargs: Any) -> Any:
-    """``json.loads`` and ``json.load``, which calls it: ``encoding`` had no effect in Python 3."""
+    """Do ``json.loads``, which ``json.load`` calls, without ``encoding``: it had no effect in Python 3."""
     if kwargs.pop("encoding", json_loads) is not json_loads:
         used()
     return original(s, **kwargs)
 
 
 def yaml_load(used: Used, original: Any, stream: Any, *args: Any, **kwargs: Any) -> Any:
-    """``yaml.load`` and ``load_all`` without a loader: PyYAML 5.1 to 5.4 took FullLoader, which runs no code."""
+    """Do ``yaml.load`` and ``load_all`` without a loader as PyYAML 5.1 to 5.4: with FullLoader, which runs no code."""
     if not args and "Loader" not in kwargs:
         used()
         kwargs["Loader"] = original.__globals__["FullLoader"]
@@ -45,7 +45,7 @@ def yaml_load(used: Used, original: Any, stream: Any, *args: Any, **kwargs: Any)
 
 
 def strict_version(used: Used, original: Any, self: Any, vstring: str) -> None:
-    """``StrictVersion``, of versions such as torch's 2.10.0+cu130, which it refuses: only the part that it knows."""
+    """Parse, of versions such as torch's 2.10.0+cu130, which ``StrictVersion`` refuses, the part that it knows."""
     known = re.match(r"\d+\.\d+(\.\d+)?([ab]\d+)?", vstring)
     try:
         original(self, vstring)
@@ -67,16 +67,16 @@ def asscalar(a: Any) -> Any:
 
 
 def in1d(ar1: Any, ar2: Any, assume_unique: bool = False, invert: bool = False, **kwargs: Any) -> Any:
-    """``np.isin`` of the flattened ``ar1``."""
+    """Return ``np.isin`` of the flattened ``ar1``."""
     import numpy as np
 
     return np.isin(np.asarray(ar1).ravel(), ar2, assume_unique=assume_unique, invert=invert, **kwargs)
 
 
 def numpy_array(used: Used, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """``np.array`` and its kin: unequal rows make an array of objects, and ``copy=False`` copies if necessary.
+    """Do ``np.array`` and its kin: unequal rows make an array of objects, and ``copy=False`` copies if necessary.
 
-    Only for the script's own files: installed libraries may rely on today's errors.
+    This is only for the script's own files: installed libraries may rely on today's errors.
     """
     try:
         return original(*args, **kwargs)
@@ -95,7 +95,7 @@ def numpy_array(used: Used, original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def numpy_fromstring(used: Used, original: Any, string: Any, dtype: Any = float, count: int = -1, **kwargs: Any) -> Any:
-    """``np.fromstring`` of bytes without ``sep``: a copy of the memory."""
+    """Do ``np.fromstring`` of bytes without ``sep``, which copied the memory."""
     try:
         return original(string, dtype, count, **kwargs)
     except ValueError as error:
@@ -108,7 +108,7 @@ def numpy_fromstring(used: Used, original: Any, string: Any, dtype: Any = float,
 
 
 def numpy_linspace(used: Used, original: Any, start: Any, stop: Any, num: Any = 50, *args: Any, **kwargs: Any) -> Any:
-    """``np.linspace`` with a number of points that is a float: it is cut off."""
+    """Do ``np.linspace`` with a number of points that is a float, which was cut off."""
     if isinstance(num, float):  # also numpy.float64
         used()
         num = int(num)
@@ -131,7 +131,7 @@ def _is_called_by_script() -> bool:
 def getsize(
     self: Any, text: Any, direction: Any = None, features: Any = None, language: Any = None, stroke_width: int = 0
 ) -> tuple[int, int]:
-    """``font.getsize``: width and height of one line of text, in pixels; the height starts above the first letter."""
+    """Return width and height of one line of text, in pixels, as ``font.getsize``: with the space above the letters."""
     if hasattr(self, "getmetrics"):  # a TrueType font
         left, _, right, bottom = self.getbbox(text, "", direction, features, language, stroke_width)
     else:
@@ -140,7 +140,7 @@ def getsize(
 
 
 def tostring_rgb(self: Any) -> bytes:
-    """``canvas.tostring_rgb``: the red, green and blue bytes of each pixel."""
+    """Return the red, green and blue bytes of each pixel, as ``canvas.tostring_rgb``."""
     import numpy as np
 
     return np.asarray(self.buffer_rgba())[..., :3].tobytes()

@@ -1,45 +1,20 @@
-"""Everything that ``--modernize`` restores: ``NAMES`` that are gone, and ``CALLS`` that are refused.
+"""Everything that ``--modernize`` restores: ``NAMES`` and ``RENAMED_MODULES`` that are gone, refused ``CALLS``.
 
 A name or call that the installed version still has is left alone.
 """
 
 from __future__ import annotations
 
+import collections.abc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from harness.apex.modernize import other_bridges, torch_bridges
 
 _TORCH, _OTHER = torch_bridges.__name__, other_bridges.__name__
-
-
-@dataclass(frozen=True)
-class Names:
-    """Names that a module, or a class of it, has lost.
-
-    ``owner`` is ``module`` or ``module:Class``. ``mapping`` holds ``old`` or ``old=new`` for each: ``new`` is an
-    attribute of the module or class ``source`` (by default the owner), or a path for ``pkgutil.resolve_name``. A
-    mapping of ``*`` stands for all names of ``source``.
-    """
-
-    owner: str
-    mapping: str
-    source: str = ""
-
-    @cached_property
-    def names(self) -> dict[str, str]:
-        return {old: new or old for old, _, new in (each.partition("=") for each in self.mapping.split())}
-
-    def target(self, name: str) -> str | None:
-        """The path of what ``name`` means, for ``pkgutil.resolve_name``; None if the row does not have the name."""
-        new = self.names.get(name, name if "*" in self.names and not name.startswith("__") else None)
-        if new is None or "." in new or ":" in new:
-            return new
-        source = self.source or self.owner
-        return f"{source}.{new}" if ":" in source else f"{source}:{new}"
+_LOADER_ITERATOR = "torch.utils.data.dataloader:_BaseDataLoaderIter"
 
 
 @dataclass(frozen=True)
@@ -62,51 +37,62 @@ def _renamed(owner: str, name: str, **new_names: str) -> Call:
     return Call(owner, name, label, torch_bridges.renamed(**new_names))
 
 
-NAMES = [
-    Names(
-        "collections",
-        "Awaitable Coroutine AsyncIterable AsyncIterator AsyncGenerator Hashable Iterable Iterator Generator "
-        "Reversible Sized Container Callable Collection Set MutableSet Mapping MutableMapping MappingView KeysView "
-        "ItemsView ValuesView Sequence MutableSequence ByteString",
-        "collections.abc",
-    ),
-    Names("time", f"clock={'perf_counter' if sys.platform == 'win32' else 'process_time'}"),
-    Names("inspect", "getargspec ArgSpec", _OTHER),
-    Names("numpy", "bool complex float int object str long=int unicode=str", "builtins"),
-    Names(
-        "numpy",
-        "Inf=inf Infinity=inf infty=inf PINF=inf NaN=nan float_=float64 complex_=complex128 cfloat=complex128 "
-        "string_=bytes_ unicode_=str_ bool8=bool_ int0=intp uint0=uintp round_=round product=prod cumproduct=cumprod "
-        "sometrue=any alltrue=all mat=asmatrix row_stack=vstack trapz=trapezoid",
-    ),
-    Names("numpy", "NINF asscalar in1d", _OTHER),
-    Names("torch.distributed", "dist_backend=Backend DistBackend=Backend"),
-    Names("torch.distributed", "_backend", _TORCH),
-    Names("torch._six", "string_classes int_classes container_abcs=collections.abc PY3 PY37", _TORCH),
-    Names("torch._six", "inf nan", "math"),
-    Names("torch.utils.data._utils.collate", "string_classes int_classes container_abcs=collections.abc", _TORCH),
-    *[Names(f"torch.utils.data.{each}", "T_co=_T_co") for each in ("dataset", "sampler", "dataloader", "distributed")],
-    Names("torch.utils.data.dataloader:_BaseDataLoaderIter", "next=__next__"),
-    *[
-        Names(each, "_download_url_to_file=download_url_to_file", "torch.hub")
-        for each in ("torch.hub", "torch.utils.model_zoo")
-    ],
-    Names("torchvision.transforms", "Scale=Resize RandomSizedCrop=RandomResizedCrop"),
-    Names("torchvision.transforms.functional_tensor", "*", "torchvision.transforms._functional_tensor"),
-    Names("torchvision.models.utils", "load_state_dict_from_url", "torch.hub"),
-    *[
-        Names(f"torchvision.models.{each}", f"model_urls=urls_of_{each}", _TORCH)
+def _paths(module: str, *same: str, **new: str) -> dict[str, str]:
+    """Return the paths of names of ``module``: those that are the ``same``, and the ``new`` one of each old name."""
+    return {old: f"{module}:{name}" for old, name in {**{name: name for name in same}, **new}.items()}
+
+
+_COLLATE = {
+    **_paths(_TORCH, "string_classes", "int_classes"),
+    "container_abcs": "collections.abc",
+}
+
+# By module, or ``module:Class``, the path of each lost name, for ``pkgutil.resolve_name``.
+NAMES: dict[str, dict[str, str]] = {
+    "collections": _paths("collections.abc", *collections.abc.__all__),
+    "time": _paths("time", clock="perf_counter" if sys.platform == "win32" else "process_time"),
+    "inspect": _paths(_OTHER, "getargspec", "ArgSpec"),
+    "numpy": {
+        **_paths("builtins", "bool", "complex", "float", "int", "object", "str", long="int", unicode="str"),
+        **_paths("numpy", Inf="inf", Infinity="inf", infty="inf", PINF="inf", NaN="nan"),
+        **_paths("numpy", float_="float64", complex_="complex128", cfloat="complex128", string_="bytes_"),
+        **_paths("numpy", unicode_="str_", bool8="bool_", int0="intp", uint0="uintp", round_="round", product="prod"),
+        **_paths("numpy", cumproduct="cumprod", sometrue="any", alltrue="all", mat="asmatrix", row_stack="vstack"),
+        **_paths("numpy", trapz="trapezoid"),
+        **_paths(_OTHER, "NINF", "asscalar", "in1d"),
+    },
+    "torch.distributed": {
+        **_paths("torch.distributed", dist_backend="Backend", DistBackend="Backend"),
+        **_paths(_TORCH, "_backend"),
+    },
+    "torch._six": {**_COLLATE, **_paths(_TORCH, "PY3", "PY37"), **_paths("math", "inf", "nan")},
+    "torch.utils.data._utils.collate": _COLLATE,
+    **{
+        module: _paths(module, T_co="_T_co")
+        for module in (f"torch.utils.data.{each}" for each in ("dataset", "sampler", "dataloader", "distributed"))
+    },
+    _LOADER_ITERATOR: {"next": f"{_LOADER_ITERATOR}.__next__"},
+    "torch.hub": _paths("torch.hub", _download_url_to_file="download_url_to_file"),
+    "torch.utils.model_zoo": _paths("torch.hub", _download_url_to_file="download_url_to_file"),
+    "torchvision.transforms": _paths("torchvision.transforms", Scale="Resize", RandomSizedCrop="RandomResizedCrop"),
+    "torchvision.models.utils": _paths("torch.hub", "load_state_dict_from_url"),
+    **{
+        f"torchvision.models.{each}": _paths(_TORCH, model_urls=f"urls_of_{each}")
         for each in torch_bridges.MODELS_WITH_URLS.split()
-    ],
-    Names("torchvision.ops", "_new_empty_tensor", _TORCH),
-    Names("torchvision.ops.misc", "_new_empty_tensor _output_size", _TORCH),
-    Names("PIL", "PILLOW_VERSION=__version__"),
-    Names("PIL.Image", "PILLOW_VERSION=__version__ ANTIALIAS=LANCZOS LINEAR=BILINEAR CUBIC=BICUBIC"),
-    Names("PIL.ImageFont:ImageFont", "getsize", _OTHER),
-    Names("PIL.ImageFont:FreeTypeFont", "getsize", _OTHER),
-    Names("matplotlib.backends.backend_agg:FigureCanvasAgg", "tostring_rgb", _OTHER),
-    Names("scipy.misc", "imresize", _OTHER),
-]
+    },
+    "torchvision.ops": _paths(_TORCH, "_new_empty_tensor"),
+    "torchvision.ops.misc": _paths(_TORCH, "_new_empty_tensor", "_output_size"),
+    "PIL": _paths("PIL", PILLOW_VERSION="__version__"),
+    "PIL.Image": _paths(
+        "PIL.Image", PILLOW_VERSION="__version__", ANTIALIAS="LANCZOS", LINEAR="BILINEAR", CUBIC="BICUBIC"
+    ),
+    "PIL.ImageFont:ImageFont": _paths(_OTHER, "getsize"),
+    "PIL.ImageFont:FreeTypeFont": _paths(_OTHER, "getsize"),
+    "matplotlib.backends.backend_agg:FigureCanvasAgg": _paths(_OTHER, "tostring_rgb"),
+    "scipy.misc": _paths(_OTHER, "imresize"),
+}
+# Modules that another module replaces: all names of the new one are found in the old one.
+RENAMED_MODULES = {"torchvision.transforms.functional_tensor": "torchvision.transforms._functional_tensor"}
 
 _TRANSFORMS, _FUNCTIONS = "torchvision.transforms.transforms", "torchvision.transforms.functional"
 _UNEQUAL_ROWS = "of unequal rows, or with copy=False"

@@ -25,7 +25,7 @@ _BETAS = "betas must be either both floats or both Tensors"
 
 
 def __getattr__(name: str) -> Any:
-    """``_backend`` of ``torch.distributed``, which changed with the process group, and ``urls_of_resnet`` and so on."""
+    """Return ``_backend`` of ``torch.distributed``, which changes with the process group, or ``urls_of_resnet`` etc."""
     if name == "_backend":
         from torch import distributed
 
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _model_urls(module: str) -> dict[str, str]:
-    """``model_urls`` of ``torchvision.models.MODULE``: the addresses of the same weights."""
+    """Return ``model_urls`` of ``torchvision.models.MODULE``, the addresses of the same weights."""
     import torchvision
 
     defined_in = "mobilenetv2" if module == "mobilenet" else module
@@ -65,7 +65,7 @@ def _output_size(dim: int, input: Any, size: Any, scale_factor: Any) -> Any:
 
 
 def _retried(errors: Any, symptom: str, again: Callable[..., Any]) -> Bridge:
-    """The bridge that calls ``again(original, *args, **kwargs)`` after an error with ``symptom`` in its text.
+    """Return a bridge that calls ``again(original, *args, **kwargs)`` after an error with ``symptom`` in its text.
 
     ``again`` returns NotImplemented to raise the error after all.
     """
@@ -109,14 +109,14 @@ def _with_bool_masks(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _subtracted(original: Any, self: Any, other: Any) -> Any:
-    """``1 - mask``: with masks of zeros and ones, as comparisons gave before torch 1.2, the inverse mask."""
+    """Return ``1 - mask``, as of masks of zeros and ones, which comparisons gave before torch 1.2: the inverse mask."""
     import torch
 
     return original(self.to(torch.uint8), other) if self.dtype is torch.bool else NotImplemented
 
 
 def _float_betas(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Adam.__init__`` with ``betas=(0, 0.999)``."""
+    """Do ``Adam.__init__`` with ``betas=(0, 0.999)``."""
     if "betas" in kwargs:
         kwargs["betas"] = tuple(float(each) for each in kwargs["betas"])
     else:
@@ -131,22 +131,22 @@ integer_betas = _retried(ValueError, _BETAS, _float_betas)
 
 
 def verbose_scheduler(used: Used, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """``__init__`` of a scheduler, which printed each change of the learning rate with ``verbose=True``."""
+    """Do ``__init__`` of a scheduler, which printed each change of the learning rate with ``verbose=True``."""
     parameters = inspect.signature(original).parameters
     if "verbose" not in parameters:
-        found = len(args) + len(kwargs)
+        number = len(args) + len(kwargs)
         kwargs.pop("verbose", None)
         if "threshold" in parameters and len(args) > 4 and isinstance(args[4], bool):
             args = (*args[:4], *args[5:])  # ReduceLROnPlateau had verbose before threshold, the others had it last
         args = args[: len(parameters) - 1]
-        if len(args) + len(kwargs) < found:
+        if len(args) + len(kwargs) < number:
             used()
     original(self, *args, **kwargs)
 
 
 def sampler(used: Used, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """``Sampler.__init__``, which ignored its argument. A class after it in the method resolution order still gets its
-    own arguments, where torch's ``Sampler`` has no ``__init__``."""
+    """Do ``Sampler.__init__``, which ignored its argument. A class after it in the method resolution order still gets
+    its own arguments, where torch's ``Sampler`` has no ``__init__``."""
     from torch.utils.data import Sampler
 
     following: Any = super(Sampler, self).__init__ if original is object.__init__ else functools.partial(original, self)

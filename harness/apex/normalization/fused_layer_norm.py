@@ -23,7 +23,7 @@ Shape = int | Sequence[int] | torch.Size
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Layer norm of ``input`` over its last dimensions ``normalized_shape``; the result has the input's dtype."""
+    """Apply layer norm over its last dimensions ``normalized_shape``; the result has the input's dtype."""
     return _layer_norm(input, None, None, normalized_shape, eps, input.dtype)
 
 
@@ -35,7 +35,7 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Layer norm with scale and shift, both of shape ``normalized_shape``; the result has the input's dtype."""
+    """Apply layer norm with scale and shift, both of shape ``normalized_shape``; the result has the input's dtype."""
     return _layer_norm(input, weight, bias, normalized_shape, eps, input.dtype)
 
 
@@ -47,31 +47,31 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Layer norm with scale and shift; the result has the dtype of ``weight``."""
+    """Apply layer norm with scale and shift; the result has the dtype of ``weight``."""
     return _layer_norm(input, weight, bias, normalized_shape, eps, weight.dtype)
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
-    """RMS norm of ``input`` over its last dimensions ``normalized_shape``; the result has the input's dtype."""
+    """Apply RMS norm over its last dimensions ``normalized_shape``; the result has the input's dtype."""
     return _rms_norm(input, None, normalized_shape, eps, input.dtype)
 
 
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """RMS norm with a scale of shape ``normalized_shape``; the result has the input's dtype."""
+    """Apply RMS norm with a scale of shape ``normalized_shape``; the result has the input's dtype."""
     return _rms_norm(input, weight, normalized_shape, eps, input.dtype)
 
 
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """RMS norm with a scale; the result has the dtype of ``weight``."""
+    """Apply RMS norm with a scale; the result has the dtype of ``weight``."""
     return _rms_norm(input, weight, normalized_shape, eps, weight.dtype)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm in the dtype of ``weight``, or of the input without one (Apex then always returned float32)."""
+    """Apply RMS norm in the dtype of ``weight``, or of the input without one (Apex then always returned float32)."""
     return _rms_norm(input, weight, normalized_shape, eps, input.dtype if weight is None else weight.dtype)
 
 
@@ -91,7 +91,7 @@ FusedRMSNormAffineMixedDtypesFunction = _Function(mixed_dtype_fused_rms_norm_aff
 
 
 class _InputDtype:
-    """Constructor of the plain norms, whose result has the input's dtype."""
+    """The constructor of the plain norms, whose result has the input's dtype."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class _InputDtype:
 
 
 class _ParameterDtype(_InputDtype):
-    """Constructor of the Mixed norms, whose result has the dtype of ``weight``; so they always have parameters."""
+    """The constructor of the Mixed norms, whose result has the dtype of ``weight``; so they always have parameters."""
 
     weight: nn.Parameter
 

@@ -39,8 +39,8 @@ class ParameterBatch(NamedTuple):
 
 
 def cache_sized(batch: ParameterBatch) -> Iterator[ParameterBatch]:
-    """``batch`` in parts of consecutive parameters, for updates of several passes: on a CPU, a part stays in its cache
-    between them, and temporary tensors take little memory. Elsewhere ``batch`` itself, for few kernels."""
+    """Yield ``batch`` in parts of consecutive parameters, for updates of several passes. On a CPU, a part stays in its
+    cache between them, and temporary tensors take little memory. Elsewhere yield ``batch`` itself, for few kernels."""
     start = size = 0
     if batch.device.type == "cpu":
         for index, weight in enumerate(batch.weights):

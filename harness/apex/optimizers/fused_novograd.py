@@ -74,7 +74,7 @@ class FusedNovoGrad(FusedOptimizer):
                 exp_avgs = self._moments(batch, "exp_avg")
                 novograd_update(group, batch.weights, batch.grads, exp_avgs, norms_now, self.reg_inside_moment)
                 self._write_back(batch)
-            self._keep(group, running)
+            self._store_norms(group, running)
 
     def _advance_norms(self, group: Group, batch: ParameterBatch, running: dict[Tensor, Tensor]) -> Tensor:
         """Advance the running norms of ``batch`` and return them, one per parameter."""
@@ -89,7 +89,7 @@ class FusedNovoGrad(FusedOptimizer):
         return now
 
     def _members(self, group: Group) -> tuple[list[Tensor], list[Tensor]]:
-        """Parameters that have had a gradient: those in reduced precision, and the others."""
+        """Return the parameters that have had a gradient: those in reduced precision, and the others."""
         known = [param for param in group["params"] if "exp_avg" in self.state.get(param, {})]
         return [p for p in known if p.dtype in REDUCED], [p for p in known if p.dtype not in REDUCED]
 
@@ -112,7 +112,8 @@ class FusedNovoGrad(FusedOptimizer):
         values = [value for vector in stored for value in vector.unbind()]
         return {param: value.to(param.device) for param, value in zip(members, values, strict=True)}
 
-    def _keep(self, group: Group, running: dict[Tensor, Tensor]) -> None:
+    def _store_norms(self, group: Group, running: dict[Tensor, Tensor]) -> None:
+        """Put ``running`` into ``group["exp_avg_sq"]``."""
         device = group["params"][0].device
         group["exp_avg_sq"] = [
             torch.stack([running[param].to(device) for param in members]) if members else torch.zeros(0, device=device)
@@ -122,7 +123,7 @@ class FusedNovoGrad(FusedOptimizer):
     def _adopt_loaded(self, group: Group) -> None:
         super()._adopt_loaded(group)
         if "exp_avg_sq" in group:
-            self._keep(group, self._running_norms(group))
+            self._store_norms(group, self._running_norms(group))
 
 
 def next_norms(group: Group, old: Tensor, new: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ Lists = list[list[Tensor]]
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float) -> None:
-    """``out = x * scale`` for ``tensor_lists = [xs, outs]``, which may be the same list. Every x is checked."""
+    """Compute ``out = x * scale`` for ``tensor_lists = [xs, outs]``, which may be the same list. Every x is checked."""
     xs, outs = checked_lists(tensor_lists, "multi_tensor_scale", 2)
     for indices in indices_by_kind(xs, outs):
         scaled = _scaled([xs[i] for i in indices], scale, noop_flag)
@@ -65,7 +65,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorL
 def multi_tensor_axpby(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, a: float, b: float, arg_to_check: int = -1
 ) -> None:
-    """``out = a * x + b * y`` for ``tensor_lists = [xs, ys, outs]``.
+    """Compute ``out = a * x + b * y`` for ``tensor_lists = [xs, ys, outs]``.
 
     ``arg_to_check`` selects the tensors to check for inf and NaN: 0 the xs, 1 the ys, -1 both.
     """
@@ -109,7 +109,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: Tensor | float,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """Like ``multi_tensor_l2norm``, for ``x * inv_scale``. The tensors are not changed."""
+    """Return what ``multi_tensor_l2norm`` does, for ``x * inv_scale``. The tensors are not changed."""
     total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
     if not isinstance(inv_scale, Tensor):
         inv_scale = torch.full((), inv_scale, device=total.device)  # not as_tensor, which waits for its copy
@@ -121,7 +121,7 @@ def multi_tensor_unscale_l2norm(
 def multi_tensor_l2norm_mp(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """Like ``multi_tensor_l2norm``, but zeros if ``noop_flag`` is set already."""
+    """Return what ``multi_tensor_l2norm`` does, but zeros if ``noop_flag`` is set already."""
     skip = noop_flag != 0
     return tuple(  # type: ignore[return-value]
         found.masked_fill(skip.to(found.device), 0)
@@ -189,7 +189,7 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """SGD for ``[g, p, m]`` or ``[g, p, m, copy]`` with gradients ``g * scale``. Changes p, m and copy, a copy of p.
+    """Do SGD for ``[g, p, m]`` or ``[g, p, m, copy]`` with gradients ``g * scale``. Changes p, m and its copy.
 
     ``first_run``: m starts as the gradient. Does nothing if ``noop_flag`` is set.
     """
@@ -222,7 +222,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Adam for ``[g, p, m, v]``. Changes p, m and v. ``step`` counts from 1."""
+    """Do Adam for ``[g, p, m, v]``. Changes p, m and v. ``step`` counts from 1."""
     lists = checked_lists(tensor_lists, "multi_tensor_adam", 4)
     group = _group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
     _apply(
@@ -248,7 +248,7 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """Adam for ``[g, p, m, v]`` or ``[g, p, m, v, master]`` with gradients ``g * inv_scale``.
+    """Do Adam for ``[g, p, m, v]`` or ``[g, p, m, v, master]`` with gradients ``g * inv_scale``.
 
     Masters are updated in place of p, and rounded into it. Changes all lists; none if the flag is set.
     """
@@ -281,7 +281,7 @@ def multi_tensor_adagrad(
     mode: int,
     weight_decay: float,
 ) -> None:
-    """Adagrad for ``[g, p, sums of squares]``. Changes p and the sums."""
+    """Do Adagrad for ``[g, p, sums of squares]``. Changes p and the sums."""
     lists = checked_lists(tensor_lists, "multi_tensor_adagrad", 3)
     group = dict(lr=lr, eps=epsilon, weight_decay=weight_decay)
     _apply(lists, 1, (1, 2), lambda _, alike: adagrad_update(group, alike[1], alike[0], alike[2], bool(mode)))
@@ -304,7 +304,7 @@ def multi_tensor_novograd(
     moment_mode: int,
     norm_type: int,
 ) -> None:
-    """NovoGrad for ``[g, p, m]`` and their running norms ``grad_norms``, shape ``(len(g),)``. Changes p, m and norms.
+    """Do NovoGrad for ``[g, p, m]`` and their norms ``grad_norms``, shape ``(len(g),)``. Changes p, m and norms.
 
     ``moment_mode`` 0 accumulates normalized gradients plus weight decay, 1 raw gradients. ``norm_type`` is 2, or 0 for
     the largest absolute value. ``step`` counts from 1.
@@ -341,7 +341,7 @@ def multi_tensor_lamb(
     use_nvlamb: bool | None = False,
     inv_scale: Tensor | None = None,
 ) -> None:
-    """LAMB for ``[g, p, m, v]`` or ``[g, p, m, v, copy]``. Changes all lists.
+    """Do LAMB for ``[g, p, m, v]`` or ``[g, p, m, v, copy]``. Changes all lists.
 
     g becomes the update without ``lr`` and trust ratio, copy a copy of p. Gradients are ``g * inv_scale``, divided by
     ``global_grad_norm / max_grad_norm`` if that is above 1. ``step`` counts from 1.
@@ -365,7 +365,7 @@ def multi_tensor_lamb(
 
 @torch.no_grad()
 def multi_tensor_lamb_mp(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, *options: Any) -> None:
-    """As ``multi_tensor_lamb``, but does nothing if ``noop_flag`` is set.
+    """Do ``multi_tensor_lamb``, but nothing if ``noop_flag`` is set.
 
     Before ``inv_scale``, its last argument, it takes ``found_inf``, which is not read, as in Apex.
     """
@@ -390,7 +390,7 @@ def multi_tensor_lamb_stage1_cuda(
     global_grad_norm: Tensor,
     max_global_grad_norm: float,
 ) -> None:
-    """The first half of LAMB for ``[g, p, m, v, update]``: changes m, v and update. Weight decay is decoupled.
+    """Do the first half of LAMB for ``[g, p, m, v, update]``. Changes m, v and update. Weight decay is decoupled.
 
     ``per_tensor_decay`` has the shape ``(len(g),)``. ``step`` counts from 0.
     """
@@ -417,7 +417,7 @@ def multi_tensor_lamb_stage2_cuda(
     weight_decay: float,
     use_nvlamb: bool | None = False,
 ) -> None:
-    """The second half of LAMB for ``[p, update]``: changes p. The norms have the shape ``(len(p),)``.
+    """Do the second half of LAMB for ``[p, update]``. Changes p. The norms have the shape ``(len(p),)``.
 
     The trust ratio, the quotient of the norms, applies if ``weight_decay`` is not 0 or with ``use_nvlamb``.
     """

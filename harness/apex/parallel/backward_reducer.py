@@ -146,6 +146,7 @@ class BackwardReducer:
         self._pass = -1
 
     def _collect(self, bucket: Bucket) -> None:
+        """Wait for the sums of ``bucket`` and put them into the parameters' gradients."""
         sums = bucket.finish([self._pending[i] for i in bucket.indices])
         factor = self._scaling.after
         fused = factor != 1.0 and bucket.flat.device.type == "cpu" and not self._retain

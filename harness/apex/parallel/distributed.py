@@ -108,7 +108,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate on each rank; the next one outside reduces the sum."""
+        """Let backward passes inside accumulate on each rank; the next one outside reduces the sum."""
         before = self._enabled
         self._set_enabled(False)
         try:
@@ -138,6 +138,7 @@ class DistributedDataParallel(nn.Module):
         return reducer is None or self._armed_for.changed() or (reducer.has_frozen and not reducer.holds_local)
 
     def _arm(self) -> None:
+        """Make a reducer for the parameters as they are now; it takes over what the one before has still to reduce."""
         if self.world_size == 1:
             return
         before = self._reducer
