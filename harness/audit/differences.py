@@ -12,24 +12,14 @@ from harness.audit.verdict import Finding
 Names = tuple[str, ...]
 SHOWN = 4  # names in a sentence
 _PARTS = (
-    "weights",
-    "state",
-    "groups",
-    "scale",
-    "buffers",
-    "streams",
-    "inputs",
-    "outputs",
-    "gradients",
-    "skipped",
-    "beside",
-)
+    "weights", "state", "groups", "scale", "buffers", "streams", "inputs", "outputs", "gradients", "skipped", "beside",
+)  # fmt: skip
 _IN_BOTH = ("buffers", "streams")  # a start may make more of them, and at another time
 _WITHOUT_EFFECT = ("initial_lr",)  # keys of parameter groups
 
 
 def named(names: Sequence[str]) -> str:
-    """ "a, b, c, d and 3 more"."""
+    """Join names as "a, b, c, d and 3 more"."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
@@ -44,7 +34,7 @@ def unequal(one: dict[str, Any], other: dict[str, Any], in_both: bool = False) -
 
 @dataclass(frozen=True)
 class Noise:
-    """(part, name) of what also differs between two undisturbed starts, so that it is no evidence."""
+    """What also differs between two undisturbed starts, as (part, name), so that it is no evidence."""
 
     known: frozenset[tuple[str, str]] = frozenset()
 
@@ -124,10 +114,9 @@ def deterministic(undisturbed: StartRecord, again: StartRecord) -> list[Finding]
         return faults
     for one, other in by_rank(undisturbed, again):
         if one is None or other is None:
-            process = one or other
-            assert process is not None
             if again.killed is None:
-                return [_chance(f"only one of {undisturbed.name} and {again.name} has a rank {process.rank}")]
+                rank = next(process.rank for process in (one, other) if process)
+                return [_chance(f"only one of {undisturbed.name} and {again.name} has a rank {rank}")]
         elif finding := _first_chance(one, other, again.name, ended=again.killed is None):
             return [finding]
     return []

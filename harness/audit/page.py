@@ -45,7 +45,7 @@ def summary(verdict: Verdict) -> str:
 
 
 def _facts(start: StartSummary) -> Iterator[str]:
-    """What is known of a start, in steps of the undisturbed one."""
+    """Yield what is known of a start, in steps of the undisturbed start."""
     offset = start.offset or 0
     done = plural(start.steps, "step")
     if start.steps and offset:
@@ -98,7 +98,7 @@ _LEFT, _WIDTH, _ROW, _TOP = 120, 780, 44, 16  # of the drawing
 
 
 def html(verdict: Verdict) -> str:
-    """Return the page."""
+    """Return a page about ``verdict``."""
     kind = verdict.kind.replace(" ", "-")
     parts = [
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',

@@ -11,12 +11,20 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from harness.audit.verdict import Draw
 
-Digests = dict[str, str]
 _COLORS, _WIDTH = re.compile(r"\x1b\[[0-9;]*m"), 240  # of lines of output
+
+Digests = dict[str, str]
+
+
+class OtherState(TypedDict):
+    """Tensors of one name beside the trained model, or a random generator of the script's own."""
+
+    kind: Literal["module", "unnamed", "generator"]
+    digests: list[str]
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,8 @@ class Step:
     scale: tuple[Any, ...]
     streams: Digests
     samples: dict[str, list[Any]]
-    others: dict[str, Any] | None
-    """Digests, or for tensors without a name lists of them."""
+    others: dict[str, OtherState] | None
+    """None where they were not looked at."""
     beside: dict[str, Any] = field(default_factory=dict)
     """Values that a checkpoint of the harness holds beside the model; empty for other scripts."""
     attributes: dict[str, str] = field(default_factory=dict)

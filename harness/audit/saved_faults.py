@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from harness.audit.differences import Noise, named, unequal
 from harness.audit.records import Checkpoint, Process, StartRecord
@@ -18,17 +18,8 @@ _OF_CLOCKS = {
 }  # fmt: skip
 _OF_STREAMS = {"rng", "random", "generator", "generators", "seed", "states"}
 _OF_SETTINGS = {"args", "config", "cfg", "hparams", "hyper", "options", "opts", "start", "resume", "resumed"}
-_OF_LOGS = {
-    "history",
-    "losses",
-    "loss",
-    "metrics",
-    "log",
-    "logs",
-    "curve",
-    "scores",
-    "rewards",
-}  # long lists, as digests
+# Names of long lists, which are compared as digests.
+_OF_LOGS = {"history", "losses", "loss", "metrics", "log", "logs", "curve", "scores", "rewards"}
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
@@ -95,7 +86,7 @@ def _pairs(one: Checkpoint, other: Checkpoint) -> Iterator[tuple[str, str]]:
         yield from zip(ours, theirs, strict=True)
 
 
-def _kind(path: str, name: str, one: Any, other: Any) -> str | None:
+def _kind(path: str, name: str, one: Any, other: Any) -> Literal["counter", "tensor"] | None:
     """Return "counter" for numbers, "tensor" for digests, and None for what need not be equal: times, texts, random
     streams, which are compared at each step, and settings."""
     words = set(re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", f"{os.path.basename(path)} {name}").lower()))
@@ -136,7 +127,7 @@ def beside_the_model(undisturbed: Process, resumed: Process, offset: int, until:
     A copy that a start made for a moment, or a sum for its log, is not evidence: what is blamed differs at the first
     resumed step and ever after.
     """
-    pairs = [
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (ours.others, theirs.others)
         for index, (ours, theirs) in enumerate(zip(undisturbed.steps[offset:], resumed.steps, strict=False))
         if ours.others is not None and theirs.others is not None and index <= until
@@ -149,8 +140,9 @@ def beside_the_model(undisturbed: Process, resumed: Process, offset: int, until:
     names = set(known.without("others", unequal(*pairs[0], in_both=True)))
     for ours, theirs in pairs[1:]:
         names -= {name for name in names if name in ours and ours[name] == theirs.get(name)}
-    names = {name for name in names if not _is_generator(name)}
-    names = {name for name in names if not _is_unnamed(name) or _is_average(undisturbed, pairs, name)}
+    kinds = {name: pairs[0][0][name]["kind"] for name in names}
+    averages = {name for name in names if kinds[name] == "unnamed" and _is_average(undisturbed, pairs, name)}
+    names = averages | {name for name in names if kinds[name] == "module"}
     if not names:
         return None
     text = f"before step {offset + 1}, tensors beside the trained model differ: {named(sorted(names))}"
@@ -164,19 +156,13 @@ def _is_average(undisturbed: Process, pairs: Sequence[tuple[dict[str, Any], dict
     both = [(ours[name], theirs[name]) for ours, theirs in pairs if name in ours and name in theirs]
     seen = [step.others[name] for step in undisturbed.steps if step.others and name in step.others]
     moves = any(value != seen[0] for value in seen)
-    return len(both) > 1 and all(len(ours) == len(theirs) for ours, theirs in both) and moves
+    are_as_many = all(len(ours["digests"]) == len(theirs["digests"]) for ours, theirs in both)
+    return len(both) > 1 and are_as_many and moves
 
 
 def generators(undisturbed: Process, resumed: Process, offset: int, known: Noise) -> Sequence[str]:
     """Return the random generators of the script's own that differ at the first resumed step."""
     ours = undisturbed.steps[offset].others if offset < len(undisturbed.steps) else None
-    names = known.without("others", unequal(ours or {}, resumed.steps[0].others or {}, in_both=True))
-    return [name for name in names if _is_generator(name)]
-
-
-def _is_generator(name: str) -> bool:
-    return "andom" in name  # Random of Python, RandomState of NumPy, or a name with random in it
-
-
-def _is_unnamed(name: str) -> bool:
-    return name.startswith("a tensor")
+    ours = ours or {}
+    names = known.without("others", unequal(ours, resumed.steps[0].others or {}, in_both=True))
+    return [name for name in names if ours[name]["kind"] == "generator"]

@@ -117,7 +117,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
 
 
 def _samples(model: nn.Module, task: OpenedTask) -> list[CheckedRows]:
-    """Evaluation rows that can be read, the largest batch first."""
+    """Return evaluation rows that can be read, the largest batch first."""
     samples, start = [], 0
     for size in CHECK_ROWS:
         batch = task.eval.batch(np.arange(start, start + size) % len(task.eval), None)

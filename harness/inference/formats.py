@@ -41,6 +41,8 @@ class Exported:
 
 
 class ExportFormat:
+    """Writes a model in one format, and loads it from there."""
+
     suffix: ClassVar[str]
     tolerance: ClassVar[float]
     """The largest difference of an output that is allowed, relative to the largest output, or to 1."""

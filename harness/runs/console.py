@@ -54,7 +54,8 @@ class _Line(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """The log file of a rank. It ignores a full disk, which would fill the terminal with logging's tracebacks."""
+    """The log file of a rank. A record that cannot be written, as on a full disk, is lost: logging would fill the
+    terminal with tracebacks."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass

@@ -37,7 +37,9 @@ class FollowedFile:
         except OSError:
             return []
         end, is_full = fresh.rfind(b"\n") + 1, len(fresh) == self._limit
-        fresh = fresh if (is_full and not end) or (final and not is_full) else fresh[:end]
+        is_part = not end if is_full else final  # of a line too long for one read, or the last line
+        if not is_part:
+            fresh = fresh[:end]
         self._offset += len(fresh)
         self._kept = (self._kept + fresh)[-_KEPT_BYTES:]
         return fresh.removesuffix(b"\n").split(b"\n") if fresh else []

@@ -46,6 +46,8 @@ _SIGNALS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class RunOutcome:
+    """How a run ended, for its launcher."""
+
     exit_code: int
     text: str
     """The report for the terminal."""
@@ -103,7 +105,6 @@ def judge(
 
 def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
     """Return the cause of the failure, by the order that ``judge`` documents."""
-
     in_the_run = [exit for exit in exits if exit.step is not None]
     seen = [exit for exit in exits if exit.step is None]  # by the engine, or of ranks that ended before the run began
 

@@ -57,7 +57,7 @@ class Sample:
 
 
 class Tracker(Protocol):
-    """One tool. All calls come from one thread, not the training thread. An exception turns the tracker off."""
+    """A tool that shows runs. All calls come from one thread, not the training thread. An exception turns it off."""
 
     def start(self, info: RunInfo, entries: Iterable[Entry]) -> str:
         """Start or resume tracking, so that the tool shows exactly ``entries``, the log so far, each entry once.
@@ -97,6 +97,6 @@ class EntryTimes:
         self._started, self._wall_s = started, 0.0
 
     def time(self, entry: Entry) -> float:
-        """Unix time in seconds; an entry without ``wall_s`` has the time of the entry before."""
+        """Return the Unix time of an entry in seconds. One without ``wall_s`` has the time of the entry before."""
         self._wall_s = entry.get("wall_s") or self._wall_s
         return self._started + self._wall_s

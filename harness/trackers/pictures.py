@@ -17,8 +17,8 @@ _RIGHT, _WRONG = (30, 95, 60), (170, 40, 40)
 
 
 def confusion(matrix: LabelPairs) -> np.ndarray:
-    """uint8 (3, height, width): a row for each label, a column for each prediction; the darker a cell, the larger the
-    share of its label. Counts are in the cells if there are few classes."""
+    """Return a picture, uint8 (3, height, width), with a row for each label and a column for each prediction. The
+    darker a cell, the larger the share of its label. With few classes, the cells have their counts."""
     font, names = _font(), [_short(name) for name in matrix.names]
     numbered = len(names) <= _NUMBERED
     cell = 60 if numbered else 24

@@ -14,6 +14,8 @@ from harness.trackers.base import Entry, EntryTimes, RunInfo, Sample, scalars
 
 
 class Tracker:
+    """Event files of one run, with its configuration as text and its recipe as hyperparameters."""
+
     def start(self, info: RunInfo, entries: Iterable[Entry]) -> str:
         """Empty the old event files and replay the log, since a resumed run repeats steps. ``purge_step`` makes a
         TensorBoard that is open at this moment discard what it has read."""

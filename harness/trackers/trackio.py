@@ -20,6 +20,8 @@ PROJECT = "apex-harness"  # unless TRACKIO_PROJECT names another
 
 
 class Tracker:
+    """A run of Trackio, named after the run folder and its identity."""
+
     def start(self, info: RunInfo, entries: Iterable[Entry]) -> str:
         """On this machine, replace what an earlier start wrote with a replay of the log. Elsewhere, where nothing can
         be removed, resume the run: steps that it has are not sent again, but for the last, which may lack a part."""
@@ -61,5 +63,5 @@ class Tracker:
 
 
 def _image(pixels: np.ndarray) -> Any:
-    """``pixels``: uint8 (1 or 3, height, width)."""
+    """Return the picture of ``pixels``, uint8 (1 or 3, height, width), for a table."""
     return trackio.Image(np.broadcast_to(np.moveaxis(pixels, 0, -1), (*pixels.shape[1:], 3)))

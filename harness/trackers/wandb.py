@@ -19,6 +19,8 @@ PROJECT = "apex-harness"  # unless WANDB_PROJECT names another
 
 
 class Tracker:
+    """A run of W&B with the identity of the run folder."""
+
     def start(self, info: RunInfo, entries: Iterable[Entry]) -> str:
         """Offline, replace what an earlier start wrote with a complete replay of the log, in one folder. Online, resume
         the same W&B run and skip the entries that the server already has."""

@@ -16,6 +16,11 @@ Change = Callable[[Event], None]
 ROWS = 8
 
 
+def other(digest: str, kind: str = "module") -> dict[str, Any]:
+    """Return what the hook records of a tensor beside the model, or of a generator."""
+    return {"kind": kind, "digests": [digest]}
+
+
 @dataclass
 class Training:
     """A training of ``steps`` steps in epochs of ``epoch`` steps, with a checkpoint after every ``save`` of them."""
@@ -65,7 +70,7 @@ class Training:
                 "random": f"random {rank}",
             },
             "samples": {name: samples(name, updates) for name in names},
-            "others": {"EMA.weight": f"ema {number}", "a tensor [2]": [f"copy {number}"]}
+            "others": {"EMA.weight": other(f"ema {number}"), "a tensor [2]": other(f"copy {number}", "unnamed")}
             if number % self.save == 1
             else None,
         }
@@ -98,7 +103,7 @@ class Training:
         if until is None:
             after = self.step(self.steps + 1, rank)
             found.append({"event": "end", "exception": None, **{k: after[k] for k in ("weights", "state", "buffers")},
-                          "others": {"EMA.weight": f"ema {self.steps + 1}"}})  # fmt: skip
+                          "others": {"EMA.weight": other(f"ema {self.steps + 1}")}})  # fmt: skip
         return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.audit import saved_faults
-from tests.audit.synthetic import Event, Starts, Training
+from tests.audit.synthetic import Event, Starts, Training, other
 from tests.audit.test_diagnosis import codes, faulty, only
 
 
@@ -30,22 +30,41 @@ def test_average_of_the_weights(tmp_path: Path):
     starts = Starts(Training())
 
     def change(step: Event) -> None:
-        step["others"] = step["others"] and {**step["others"], "EMA.weight": "from the model"}
+        step["others"] = step["others"] and {**step["others"], "EMA.weight": other("from the model")}
 
     starts.from_step(13, change)
-    starts.resumed[0][-1]["others"] = {"EMA.weight": "from the model, too"}
+    starts.resumed[0][-1]["others"] = {"EMA.weight": other("from the model, too")}
     assert only(starts, tmp_path).code == "buffers"
 
 
-@pytest.mark.parametrize("label", ["a tensor [2]", "Teacher.weight"])
-def test_copies_of_a_moment_are_not_blamed(label, tmp_path: Path):
+def test_a_module_named_random_is_no_generator(tmp_path: Path):
     starts = Starts(Training())
-    held = "held by the loaded checkpoint"
-    starts.steps("resumed")[0]["others"] = {"EMA.weight": "ema 13", label: [held] if label.startswith("a ") else held}
-    starts.steps("undisturbed")[12]["others"]["Metric.total"] = "a sum"
-    starts.steps("resumed")[0]["others"]["Metric.total"] = "zero"
-    starts.steps("undisturbed")[18]["others"]["Metric.total"] = "begun again"
-    starts.steps("resumed")[6]["others"]["Metric.total"] = "begun again"
+    for name, digests in (("undisturbed", "as before"), ("again", "as before"), ("resumed", "made again")):
+        for step in starts.steps(name):
+            if step["others"]:
+                step["others"] = {**step["others"], "RandomFeatures.weight": other(digests)}
+    finding = only(starts, tmp_path)
+    assert (finding.code, finding.names) == ("buffers", ("RandomFeatures.weight",))
+
+
+def test_a_generator_without_effect_is_not_blamed(tmp_path: Path):
+    starts = Starts(Training())
+    for name, digests in (("undisturbed", "as before"), ("again", "as before"), ("resumed", "made again")):
+        for step in starts.steps(name):
+            if step["others"]:
+                step["others"] = {**step["others"], "random.Random 0": other(digests, "generator")}
+    assert codes(starts, tmp_path) == []
+
+
+@pytest.mark.parametrize(("label", "kind"), [("a tensor [2]", "unnamed"), ("Teacher.weight", "module")])
+def test_copies_of_a_moment_are_not_blamed(label, kind, tmp_path: Path):
+    starts = Starts(Training())
+    held = other("held by the loaded checkpoint", kind)
+    starts.steps("resumed")[0]["others"] = {"EMA.weight": other("ema 13"), label: held}
+    starts.steps("undisturbed")[12]["others"]["Metric.total"] = other("a sum")
+    starts.steps("resumed")[0]["others"]["Metric.total"] = other("zero")
+    starts.steps("undisturbed")[18]["others"]["Metric.total"] = other("begun again")
+    starts.steps("resumed")[6]["others"]["Metric.total"] = other("begun again")
     assert codes(starts, tmp_path) == []
 
 
@@ -54,7 +73,7 @@ def dictionary(starts: Starts, name: str, values: Callable[[int], str]) -> None:
     begun = starts.checkpoint if name == "resumed" else 0
     for step in starts.steps(name):
         if step["others"]:
-            step["others"] = {**step["others"], "a tensor [2]": [values(step["number"] + begun)]}
+            step["others"] = {**step["others"], "a tensor [2]": other(values(step["number"] + begun), "unnamed")}
 
 
 def test_average_in_a_dictionary(tmp_path: Path):

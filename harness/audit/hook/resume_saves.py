@@ -144,7 +144,7 @@ class Saves:
         return loaded
 
     def _event(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """A file that Python opens to write, or renames."""
+        """Note a file that Python opens to write, changes or renames."""
         if name == "open":
             path, mode, flags = arguments
             if (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):

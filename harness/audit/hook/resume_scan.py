@@ -43,9 +43,10 @@ def streams() -> dict[str, Any]:
     return found
 
 
-def others(recorder: Any, *optimizers: Any) -> dict[str, Any]:
-    """Digests of live tensors with the shape of a parameter that are neither parameters, gradients, optimizer state nor
-    buffers of the model; and of random generators of the script's own."""
+def others(recorder: Any, *optimizers: Any) -> dict[str, dict[str, Any]]:
+    """Return {name: {"kind", "digests"}} of live tensors with the shape of a parameter that are neither parameters,
+    gradients, optimizer state nor buffers of the model, of a "module" or "unnamed"; and of each random "generator" of
+    the script's own."""
     parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     known = {id(each) for parameter in parameters for each in (parameter, parameter.grad)}
     for optimizer in optimizers:
@@ -56,7 +57,7 @@ def others(recorder: Any, *optimizers: Any) -> dict[str, Any]:
     shapes = {tuple(each.shape) for each in parameters if each.numel() > 1}
     named: dict[int, str] = {}
     tensors: list[Tensor] = []
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
     for each in gc.get_objects():
         kind = type(each)
         if issubclass(kind, nn.Module):
@@ -68,16 +69,18 @@ def others(recorder: Any, *optimizers: Any) -> dict[str, Any]:
             if id(each) not in known and each.grad_fn is None and tuple(each.shape) in shapes:
                 tensors.append(each)
         elif kind.__name__ == "Generator" and str(kind.__module__).startswith("numpy.random"):
-            found[f"numpy.random.Generator {len(found)}"] = digest.text(each.bit_generator.state)
+            state = digest.text(each.bit_generator.state)
+            found[f"numpy.random.Generator {len(found)}"] = {"kind": "generator", "digests": [state]}
         elif kind is random.Random and each is not random._inst:  # type: ignore[attr-defined]
-            found[f"random.Random {len(found)}"] = digest.text(each.getstate())
-    groups: dict[str, list[Any]] = {}
+            state = digest.text(each.getstate())
+            found[f"random.Random {len(found)}"] = {"kind": "generator", "digests": [state]}
     for value in tensors:
         if value.is_floating_point():
-            label = named.get(id(value), f"a tensor {list(value.shape)}")
-            groups.setdefault(label, []).append(digest.tensor(value))
-    for label, digests in groups.items():
-        found[label] = sorted(digest.resolve(digests))
+            name = named.get(id(value))
+            new: dict[str, Any] = {"kind": "module" if name else "unnamed", "digests": []}
+            found.setdefault(name or f"a tensor {list(value.shape)}", new)["digests"].append(digest.tensor(value))
+    for other in found.values():
+        other["digests"] = sorted(digest.resolve(other["digests"]))
     return found
 
 
