@@ -38,7 +38,7 @@ class Costs:
                 self.spent_s[name] += value
 
     def take(self, runtime: Runtime, phases: Mapping[str, float]) -> list[float]:
-        """This rank's costs and, in slots that are zero on other ranks, its own time: without the exchange of
+        """Return this rank's costs and, in slots that are zero on other ranks, its own time: without the exchange of
         gradients, and the part of it that it waited for data. Resets the counters."""
         self.add(self._machine.sample(runtime.launch.local_rank == 0))
         slots = [0.0] * (2 * runtime.world_size)
@@ -73,7 +73,7 @@ class _Machine:
         self._seen = self._read(True)
 
     def sample(self, first_of_machine: bool) -> dict[str, float]:
-        """Seconds since the last sample; empty if that is too recent. Only one rank of a machine reports for it."""
+        """Return the seconds since the last sample; empty if that is too recent. One rank of a machine reports it."""
         now = time.perf_counter()
         if now - self._mark < SAMPLE_S:
             return {}

@@ -39,42 +39,50 @@ def announce(run: Run) -> None:
     for name, value in {**facts, "log lines": shown}.items():
         log.info("%14s: %s", name, value)
     first = runtime.rank == 0
-    slow = precision.warning(config.precision, runtime.device) if first and not run.state.step else ""
-    if slow:
+    if first and not run.state.step and (slow := precision.warning(config.precision, runtime.device)):
         log.warning("%s", slow)
     code = runtime.patiently("asking git for commits", lambda: provenance.code(config) if first else {})
     with runtime.together("recording provenance"):
         if runtime.rank == 0:
-            if not run.finished():
-                run.folder.write_config()
-            start = provenance.of_start(runtime, run.precision.backend, ranks, code)
-            if not run.finished():
-                length = {"train.epochs": config.train.epochs, "train.max_steps": config.train.max_steps}
-                start["length"] = {"step": run.state.step, **length}
-            if run.tracker.damage:
-                start["log_damage"] = run.tracker.damage
-            start["model"] = {
-                "gradient_bytes": sum(param.nbytes for param in run.module.parameters() if param.requires_grad),
-                "layers": sum(not any(module.children()) for module in run.module.modules()),
-            }
-            if run.start_weights:
-                start["weights"] = run.start_weights
-            for warning in [*run.folder.repair(run.finished()), *run.folder.add_start(start)]:
-                log.warning("%s", warning)
-            for place in trained_run.kept_places(config):
-                hub.keep(f"{HUB}{place}", run.folder.path / layout.of_hub(place), renew=run.saved_step < 0)
-            run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
+            _record_start(run, provenance.of_start(runtime, run.precision.backend, ranks, code))
     if run.finished():
-        train, state = config.train, run.state
-        ends = (("epochs", train.epochs, state.epoch), ("max_steps", train.max_steps, state.step))
-        reached = [
-            f"train.{key}=N with N above {now} (now {end})" for key, end, now in ends if end is not None and now >= end
-        ]
-        longer = f"to train longer, type {' and '.join(reached)}; for a new run, type name=NAME"
-        if why := run.ended_early():
-            longer = f"it ended early: {why}; for a new run, type name=NAME"
-        what = "do" if run.done_at == state.step else "train"
-        log.info("nothing left to %s: step %d was the last; %s", what, state.step, longer)
+        _log_nothing_left(run)
+
+
+def _record_start(run: Run, start: dict[str, Any]) -> None:
+    """Write the configuration, ``start`` and what it has of this run, and what ``harness predict`` needs."""
+    config = run.config
+    if not run.finished():
+        run.folder.write_config()
+        length = {"train.epochs": config.train.epochs, "train.max_steps": config.train.max_steps}
+        start["length"] = {"step": run.state.step, **length}
+    if run.tracker.damage:
+        start["log_damage"] = run.tracker.damage
+    start["model"] = {
+        "gradient_bytes": sum(param.nbytes for param in run.module.parameters() if param.requires_grad),
+        "layers": sum(not any(module.children()) for module in run.module.modules()),
+    }
+    if run.start_weights:
+        start["weights"] = run.start_weights
+    for warning in [*run.folder.repair(run.finished()), *run.folder.add_start(start)]:
+        log.warning("%s", warning)
+    for place in trained_run.kept_places(config):
+        hub.keep(f"{HUB}{place}", run.folder.path / layout.of_hub(place), renew=run.saved_step < 0)
+    run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
+
+
+def _log_nothing_left(run: Run) -> None:
+    """Log that an earlier start has finished the run, and what to type to train longer."""
+    train, state = run.config.train, run.state
+    ends = (("epochs", train.epochs, state.epoch), ("max_steps", train.max_steps, state.step))
+    reached = [
+        f"train.{key}=N with N above {now} (now {end})" for key, end, now in ends if end is not None and now >= end
+    ]
+    longer = f"to train longer, type {' and '.join(reached)}; for a new run, type name=NAME"
+    if why := run.ended_early():
+        longer = f"it ended early: {why}; for a new run, type name=NAME"
+    what = "do" if run.done_at == state.step else "train"
+    log.info("nothing left to %s: step %d was the last; %s", what, state.step, longer)
 
 
 def conclude(run: Run, done: bool) -> None:
@@ -110,13 +118,13 @@ def conclude(run: Run, done: bool) -> None:
             run.throughput(), state.rows, skipped, run_log.total_s(run),
         )  # fmt: skip
     where, predicted = shlex.quote(run.folder.where), (run.folder.path / layout.PREDICTIONS).is_file()
-    log.info("run folder: %s%s", run.folder.where, ", with predictions.csv of the validation rows" * predicted)
-    predict = f"; for other rows: harness predict {where} --csv CSV --out predictions.csv" * predicted
+    log.info("run folder: %s%s", run.folder.where, ", with predictions.csv of the validation rows" if predicted else "")
+    predict = f"; for other rows: harness predict {where} --csv CSV --out predictions.csv" if predicted else ""
     log.info("next: harness report %s%s", where, predict)
 
 
 def _launcher(config: Config, runtime: Runtime) -> str:
-    """What started the ranks. One process alone says so if the configuration asks ``harness launch`` for more."""
+    """Return what started the ranks. One process says that it is alone if the configuration asks for more."""
     ranks = config.launch.nnodes * config.launch.nproc
     alone = runtime.launch.alone and ranks > 1
     return f"none (one process; harness launch starts the {ranks} ranks of launch)" if alone else runtime.launch.by
@@ -125,7 +133,7 @@ def _launcher(config: Config, runtime: Runtime) -> str:
 def describe(
     config: Config, task: OpenedTask, size: Sizes, world_size: int, device: torch.device, backend: str
 ) -> dict[str, Any]:
-    """Facts about a run, for its log and for ``harness check``."""
+    """Return facts about a run, for its log and for ``harness check``."""
     micro_batches = f", in {config.batch.accumulate} micro-batches" if config.batch.accumulate > 1 else ""
     scaling = config.optimizer.lr_scaling
     scaled = "" if scaling == "none" else f" ({scaling} scaling of {config.optimizer.lr:g})"

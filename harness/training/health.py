@@ -114,7 +114,7 @@ class Health:
             )
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights and buffers in the order of the model's layers, then the moving averages, with their names."""
+        """Yield weights and buffers in the order of the model's layers, then the moving averages, with their names."""
         for prefix, layer in self.module.named_modules():
             yield from layer.named_parameters(prefix, recurse=False)
             yield from layer.named_buffers(prefix, recurse=False)

@@ -89,7 +89,7 @@ def connected(launch: Launch, config: Config) -> AbstractContextManager[Runtime]
 
 
 def facts(config: Config, device: torch.device) -> list[Facts]:
-    """The values that must be equal on every rank at the start. Raises ConfigError."""
+    """Return the values that must be equal on every rank at the start. Raises ConfigError."""
     chosen = precision.choose(config.precision, device, config.needs_our_amp)
     amp: dict[str, Any] = {"amp": chosen.backend}
     if device.type == "cuda" and config.precision.opt_level in ("O4", "O5"):

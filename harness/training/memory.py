@@ -44,8 +44,8 @@ def keep_freed_memory(device: torch.device) -> None:
 
 
 def held(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer, average: Iterable[Tensor]) -> dict[str, int]:
-    """Bytes on this rank between two steps of ``optimizer``, by what they are for. Gradients count as if all were
-    present."""
+    """Return the bytes on this rank between two steps of ``optimizer``, by what they are for. Gradients count as if all
+    were present."""
     stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     weights = {id(p): p for p in parameters} | stepped  # with masters
     state = [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
@@ -150,14 +150,14 @@ def shown(num_bytes: float) -> str:
 
 
 def _rows(config: Config, world_size: int, when: str) -> int:
-    """Rows per forward pass of a rank."""
+    """Return the rows per forward pass of a rank."""
     batch = config.batch
     micro = (batch.per_rank or (batch.global_ or 0) // config.parallel.num_ranks(world_size)) // batch.accumulate
     return batch.eval_per_rank or micro if when == "evaluation" else micro
 
 
 def _settings(config: Config, world_size: int, when: str, has_blocks: bool) -> Iterator[str]:
-    """Settings that need less memory, those that change the training least first."""
+    """Yield settings that need less memory, those that change the training least first."""
     batch, rows, strategy = config.batch, _rows(config, world_size, when), strategy_class(config.parallel)
     per_rank = rows * batch.accumulate
     if when == "evaluation" and rows > 1:

@@ -156,8 +156,8 @@ class Meter:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # in KiB on Linux
 
     def spent_s(self) -> dict[str, float]:
-        """Seconds of this rank by phase. The time between steps is ``data`` while the host waited for data, and
-        ``host`` otherwise: the loop, log lines, checkpoints. On CUDA, steps are timed on the stream."""
+        """Return the seconds of this rank by phase. The time between steps is ``data`` while the host waited for data,
+        and ``host`` otherwise: the loop, log lines, checkpoints. On CUDA, steps are timed on the stream."""
         steps = self.timer.spent_s
         between = max(0.0, self.time_s - sum(steps.values()))
         data = min(self.wait_s, between)

@@ -61,6 +61,6 @@ def require(train: TrainSection, inputs: Tensor) -> None:
 
 
 def _side(size: int, place: float, own: float) -> slice:
-    """One side of the box that is cut, around ``place`` (0 to 1), with the part of it that is inside the image."""
+    """Return one side of the box that is cut, around ``place`` (0 to 1), as far as it is inside the image."""
     middle, half = int(place * size), int(0.5 * math.sqrt(1 - own) * size)
     return slice(max(0, middle - half), min(size, middle + half))

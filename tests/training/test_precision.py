@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 import types
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from torch import nn
 from harness.apex.on_cpu import half_kernels
 from harness.config.schema import PrecisionSection
 from harness.errors import ConfigError
-from harness.training.optimizer import precision as precision_module
 from harness.training.optimizer.precision import Precision, choose, describe, half_on_cpu, installed_apex, warning
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -177,48 +175,14 @@ def test_products_of_half_precision_on_a_cpu_without_it(monkeypatch, level, half
     assert f"computed in float32 and rounded to {name}" in describe(PrecisionSection(opt_level=level), CPU, "ours")
 
 
-def test_warning_of_a_cpu_has_the_measured_ratio(monkeypatch):
+def test_warning_of_a_cpu_without_bfloat16(monkeypatch):
     monkeypatch.setattr(half_kernels, "has_bfloat16", lambda: False)
     section = PrecisionSection(opt_level="O4")
-    with half_on_cpu(section, CPU):
-        text = warning(section, CPU)
-    found = re.fullmatch(
-        r"this CPU has no arithmetic for bfloat16(: a small step at O4 takes (\d+\.\d) times as long as at O0, "
-        "measured just now|; at O4, its products are computed in float32 and rounded); use precision.opt_level=O0",
-        text,
-    )
-    assert found, text
-    assert found[2] is None or float(found[2]) > 1
+    told = "at O4, its products are computed in float32 and rounded; use precision.opt_level=O0"
+    assert warning(section, CPU) == f"this CPU has no arithmetic for bfloat16; {told}"
     assert warning(PrecisionSection(opt_level="O0"), CPU) == ""
     monkeypatch.setattr(half_kernels, "has_bfloat16", lambda: True)
     assert warning(section, CPU) == ""
-
-
-@pytest.mark.parametrize(
-    ("in_half", "shown"), [(2.0, ": a small step at O4 takes 2.0 times"), (0.3, "; at O4, its"), (1.04, "; at O4, its")]
-)
-def test_warning_is_not_refuted_by_its_number(monkeypatch, in_half, shown):
-    monkeypatch.setattr(half_kernels, "has_bfloat16", lambda: False)
-    monkeypatch.setattr(precision_module, "_step_s", lambda dtype, _: 1.0 if dtype is torch.float32 else in_half)
-    monkeypatch.setattr(precision_module, "_BUSY_S", 0.0)
-    text = warning(PrecisionSection(opt_level="O4"), CPU)
-    assert text.startswith(f"this CPU has no arithmetic for bfloat16{shown}"), text
-    assert text.endswith("; use precision.opt_level=O0")
-
-
-def test_warning_measures_longer_while_another_program_slows_the_steps_in_float32(monkeypatch):
-    """The first four steps in float32 are slow, by a clock that the steps advance."""
-    monkeypatch.setattr(half_kernels, "has_bfloat16", lambda: False)
-    clock, spent = SimpleNamespace(now=0.0), {torch.float32: iter([0.2] * 4), torch.bfloat16: iter(())}
-
-    def step_s(dtype, _):
-        seconds = next(spent[dtype], 0.01 if dtype is torch.float32 else 0.03)
-        clock.now += seconds
-        return seconds
-
-    monkeypatch.setattr(precision_module, "_step_s", step_s)
-    monkeypatch.setattr(precision_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    assert "takes 3.0 times as long" in warning(PrecisionSection(opt_level="O4"), CPU)
 
 
 @pytest.mark.parametrize(
@@ -230,11 +194,10 @@ def test_warning_of_a_gpu_without_bfloat16(monkeypatch, card, major, warns):
     for name, value in (("is_available", True), ("current_device", 0), ("get_device_name", card),
                         ("get_device_properties", SimpleNamespace(major=major))):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(precision_module, "_step_s", lambda dtype, _: 0.5 if dtype is torch.bfloat16 else 0.2)
     cuda = torch.device("cuda")
     text = warning(PrecisionSection(opt_level="O5"), cuda)
-    ratio = "a small step at O5 takes 2.5 times as long as at O0, measured just now"
-    expected = f"{card} has no arithmetic for bfloat16: {ratio}; use precision.opt_level=O1"
+    told = "at O5, its products are computed in float32 and rounded; use precision.opt_level=O1"
+    expected = f"{card} has no arithmetic for bfloat16; {told}"
     assert text == (expected if warns else "")
     assert warning(PrecisionSection(opt_level="O1"), cuda) == ""
 

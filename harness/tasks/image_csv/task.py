@@ -210,7 +210,7 @@ class ImageCsv(Supervised):
         model_builder.require_memory(num_bytes, f"two images of {size[0]}x{size[1]}", "task.image_size")
 
     def prepare(self, inputs: Tensor) -> Tensor:
-        """uint8 (batch, channels, height, width) -> normalized float32, on the same device; float32 as it is."""
+        """Return uint8 (batch, channels, height, width) as normalized float32; float32 as it is."""
         if inputs.is_floating_point():
             return inputs
         mean, std = (

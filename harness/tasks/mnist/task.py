@@ -63,7 +63,7 @@ class Images(Classification):
         return model_builder.build(section.name, section.args, known, example, outputs, self.options)
 
     def prepare(self, inputs: Tensor) -> Tensor:
-        """uint8 (batch, 1, height, width) -> normalized float32, on the same device; float32 as it is."""
+        """Return uint8 (batch, 1, height, width) as normalized float32; float32 as it is."""
         if inputs.is_floating_point():
             return inputs
         return inputs.float().div_(255).sub_(self.options.mean).div_(self.options.std)

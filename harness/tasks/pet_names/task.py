@@ -115,11 +115,11 @@ class PetNames(BaseTask):
         return build_model(self.options, section)
 
     def prepare(self, inputs: Tensor) -> Tensor:
-        """uint8 codes (batch, positions) -> int64, on the same device."""
+        """Return uint8 codes (batch, positions) as int64."""
         return inputs.long()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Nats per position of a window, or per character of a name, of logits (batch, positions, characters).
+        """Return nats per position of a window, or per character of a name, of logits (batch, positions, characters).
 
         Names are divided by the mean length over all names, not over the batch. The loss is then a mean over rows, and
         the gradient of a step does not depend on how its rows are spread over ranks and micro-batches.
@@ -168,7 +168,7 @@ class PetNames(BaseTask):
 
 
 def _nats(outputs: Tensor, targets: Tensor) -> Tensor:
-    """-log(probability) of each target, float32 (batch, positions)."""
+    """Return -log(probability) of each target, float32 (batch, positions)."""
     # Flat, because over a second dimension torch has no deterministic implementation on CUDA.
     nats = functional.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="none")
     return nats.view_as(targets)

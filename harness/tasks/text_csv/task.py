@@ -153,7 +153,7 @@ class TextCsv(Supervised):
         return model_builder.build(section.name, section.args, known, example, outputs)
 
     def prepare(self, inputs: Tensor) -> Tensor:
-        """int64 ids (batch, positions), as they are."""
+        """Return int64 ids (batch, positions) as they are."""
         return inputs
 
     def known(self, rows: np.ndarray) -> dict[str, Any]:

@@ -171,8 +171,7 @@ class _Examination:
     def _plan(self, task: OpenedTask, size: division.Sizes, device: torch.device, backend: str) -> None:
         num_ranks = self.config.parallel.num_ranks(self.world_size)
         self.facts |= description.describe(self.config, task, size, num_ranks, device, backend)
-        with precision.half_on_cpu(self.config.precision, device):
-            slow = precision.warning(self.config.precision, device)
+        slow = precision.warning(self.config.precision, device)
         warnings = filter(None, [*task.notes, *division.doubts(self.config, size, len(task.train)), slow])
         self.facts |= {"warning": text} if (text := "; ".join(warnings)) else {}
 

@@ -28,9 +28,9 @@ log = logging.getLogger("harness")
 
 
 def evaluate(run: Run) -> Report | None:
-    """Metrics of the current weights (their moving average, if there is one) over all evaluation rows.
+    """Return the metrics of the current weights (their moving average, if there is one) over all evaluation rows.
 
-    Returns None if the ranks agreed to stop. Collective: every rank checks for a stop equally often, however many
+    None if the ranks agreed to stop. Collective: every rank checks for a stop equally often, however many
     batches it has, and the ranks communicate again only in the reduction. If the weights are sharded, every rank also
     calls the model equally often, at the end with a row that does not count.
     """
@@ -64,7 +64,13 @@ def evaluate(run: Run) -> Report | None:
         run.progress.stop()
         module.train()
         ranks.activate(ranks.own.start)
-    total = reduced([*sums.values()], ranks)
+    return _whole_report(run, [*sums.values()], rows, bad, start)
+
+
+def _whole_report(run: Run, sums: list[Sums], rows: int, bad: list[int], start: float) -> Report:
+    """Return the report on ``sums``, one for each rank of this process, over all ranks. ``rows``: how many this process
+    has evaluated since ``start``, ``bad``: those that it could not read. Collective."""
+    data, total = run.eval_data, reduced(sums, run.ranks)
     counted, unread = run.runtime.sum_on_host(torch.tensor([rows, len(bad)])).tolist()
     if not counted:
         raise DataError(
@@ -189,7 +195,7 @@ class HasTask(Protocol):
 
 
 def laid_out(dataset: Dataset, config: Config) -> Dataset:
-    """``dataset``; one of images delivers them in the memory format of the model's weights."""
+    """Return ``dataset``; one of images delivers them in the memory format of the model's weights."""
     if config.model.channels_last and hasattr(dataset, "channels_last") and is_dataclass(dataset):
         return replace(dataset, channels_last=True)
     return dataset

@@ -21,7 +21,7 @@ class Model(nn.Module):
         self.output = nn.Linear(hidden, num_characters)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """int64 (batch, positions) -> logits of the next character (batch, positions, characters)."""
+        """Return logits of the next character (batch, positions, characters) for int64 ``codes`` (batch, positions)."""
         states = self.embedding(codes)
         for layer in self.layers:
             states = layer(self.dropout(states))[0]

@@ -20,7 +20,7 @@ class Model(nn.Module):
         self.output = nn.Linear(hidden, num_characters)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """int64 (batch, positions) -> logits of the next character (batch, positions, characters)."""
+        """Return logits of the next character (batch, positions, characters) for int64 ``codes`` (batch, positions)."""
         states = nn.functional.one_hot(codes, self.num_characters).to(self.output.weight.dtype)
         for number, layer in enumerate(self.layers):
             states = layer(self.dropout(states) if number else states)[0]

@@ -36,8 +36,8 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def compile_whole(model: nn.Module, **options: Any) -> None:
-    """``model.compile()``, with ``options``, but with its hooks in the same graph. torch leaves the hooks of the module
-    that is compiled outside: it compiles each of them, such as amp's casts, by itself, and checks it in every pass."""
+    """Do as ``model.compile()`` with ``options``, but with its hooks in the same graph. torch leaves the hooks of the
+    module outside: it compiles each of them, such as amp's casts, by itself, and checks it in every pass."""
     call = model._call_impl
 
     def whole(*args: Any, **kwargs: Any) -> Any:

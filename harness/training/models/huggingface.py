@@ -175,12 +175,10 @@ def save(model: nn.Module, path: Path, signature: Mapping[str, Any], tokenizer: 
     plain.__class__ = own = adapted.__mro__[2]
     names = list(map(str, signature.get("classes") or signature.get("columns") or ()))
     plain.config.id2label, plain.config.label2id = dict(enumerate(names)), {name: n for n, name in enumerate(names)}
-    plain.config.problem_type = (
-        "regression"
-        if "columns" in signature
-        else ("multi_label_classification" if "postprocessing" in signature else "single_label_classification")
-    )
     scale = signature.get("postprocessing", {})
+    plain.config.problem_type = "multi_label_classification" if scale else "single_label_classification"
+    if "columns" in signature:
+        plain.config.problem_type = "regression"
     if "columns" in signature and scale:
         plain.config.output_mean, plain.config.output_std = scale["mean"], scale["std"]
     with _quiet():
@@ -205,20 +203,7 @@ def save_adapter(
 
     plain: Any = copy.deepcopy(model)
     settings, state = plain.peft_config.pop("default"), plain.state_dict()
-    own = {each.replace(lora.BASE, "."): value for each, value in state.items() if f".{lora.PART}" not in each}
-    try:
-        _, found = published(name, model)
-    except ConfigError as error:  # such as of the copy in the run folder, which has no weights
-        hint = "type where the model is now: model.name=hf:FOLDER_OR_NAME"
-        raise ConfigError(error.message, where="model.name", hint=hint) from None
-    there = {each: value for each, value in found.items() if value.shape == own[each].shape}
-    changed = {each for each, value in own.items() if each not in there or not torch.equal(value, there[each])}
-    modules = {each.rpartition(".")[0] for each in changed}
-    whole = sorted(each for each in modules if not lora.inside(each, [*modules - {each}]))
-    layers = [each for each in lora.adapted(model) if not lora.inside(each, whole)]
-    if not layers or any(each.rpartition(".")[0] in lora.adapted(model) for each in changed & there.keys()):
-        what = f"the weights beside the matrices are not those of {name}: the run started from others, or rounded them"
-        raise ConfigError(what, where=_PEFT, hint="use --format huggingface, which needs no other weights")
+    layers, whole = _adapter_parts(model, name)
     lora.merge(plain, removed=layers)
     del plain.peft_config
     plain.__class__ = inner = kind.__mro__[2]
@@ -245,6 +230,27 @@ def save_adapter(
     loaded.__class__ = kind
     ready: nn.Module = loaded.eval()
     return ready
+
+
+def _adapter_parts(model: nn.Module, name: str) -> tuple[list[str], list[str]]:
+    """Return (the layers of ``model`` whose matrices an adapter of ``hf:FOLDER_OR_NAME`` has, the modules that it has
+    whole, because they differ from those there). Raises ConfigError if other weights do."""
+    state = model.state_dict()
+    own = {each.replace(lora.BASE, "."): value for each, value in state.items() if f".{lora.PART}" not in each}
+    try:
+        _, found = published(name, model)
+    except ConfigError as error:  # such as of the copy in the run folder, which has no weights
+        hint = "type where the model is now: model.name=hf:FOLDER_OR_NAME"
+        raise ConfigError(error.message, where="model.name", hint=hint) from None
+    there = {each: value for each, value in found.items() if value.shape == own[each].shape}
+    changed = {each for each, value in own.items() if each not in there or not torch.equal(value, there[each])}
+    modules = {each.rpartition(".")[0] for each in changed}
+    whole = sorted(each for each in modules if not lora.inside(each, [*modules - {each}]))
+    layers = [each for each in lora.adapted(model) if not lora.inside(each, whole)]
+    if not layers or any(each.rpartition(".")[0] in lora.adapted(model) for each in changed & there.keys()):
+        what = f"the weights beside the matrices are not those of {name}: the run started from others, or rounded them"
+        raise ConfigError(what, where=_PEFT, hint="use --format huggingface, which needs no other weights")
+    return layers, whole
 
 
 def _save_inputs(path: Path, facts: Mapping[str, Any], tokenizer: Any) -> None:

@@ -88,7 +88,7 @@ def last_layers(model: nn.Module) -> list[str]:
 
 
 def inside(name: str, modules: Sequence[str]) -> bool:
-    """Return whether ``name`` is of one of ``modules``, or within it."""
+    """Return True if ``name`` is one of ``modules`` or within one."""
     return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 

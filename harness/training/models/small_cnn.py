@@ -29,7 +29,7 @@ class Model(nn.Module):
 
 
 def quarters(images: Tensor) -> Tensor:
-    """adaptive_avg_pool2d(images, 2), whose own backward pass is not deterministic on CUDA.
+    """Return adaptive_avg_pool2d(images, 2), whose own backward pass is not deterministic on CUDA.
 
     (batch, channels, height, width) -> (batch, channels, 2, 2). Each window is half of the image, rounded up.
     """

@@ -30,7 +30,7 @@ class Model(nn.Module):
         self.output = nn.Linear(2 * width * len(kernels), num_classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 (batch, positions) -> logits (batch, classes)."""
+        """Return logits (batch, classes) of ``tokens``, int64 (batch, positions)."""
         real = (tokens != 0)[:, None]  # (batch, 1, positions)
         embedded = self.dropout(self.embedding(tokens)).transpose(1, 2)
         features = [torch.relu(convolution(embedded)) * real for convolution in self.convolutions]

@@ -148,7 +148,7 @@ def find(weights: str, model: str) -> WeightsFile:
 
 
 def _of_run(folder: Path) -> tuple[Any, Any] | None:
-    """task.mean and task.std of the run in ``folder``; None if its task has no such settings."""
+    """Return task.mean and task.std of the run in ``folder``; None if its task has no such settings."""
     task = reader.read(folder).config.get("task")
     if not isinstance(task, dict) or not {"mean", "std"} <= task.keys():
         return None
@@ -156,7 +156,7 @@ def _of_run(folder: Path) -> tuple[Any, Any] | None:
 
 
 def _published(weights: str, model: str) -> WeightsFile:
-    """Weights that the library of ``model`` publishes. Raises ConfigError."""
+    """Return the weights that the library of ``model`` publishes. Raises ConfigError."""
     if model.startswith(TIMM):
         return _of_timm(weights, model)
     from torchvision import models  # late: its import takes long
@@ -237,21 +237,15 @@ def read(source: WeightsFile) -> Mapping[str, Any]:
     except CheckpointError as error:
         raise ConfigError(error.message, where=f"{_KEY}: {source.name}", hint="copy or download it again") from None
     except Exception as error:
+        what, hint = f"it cannot be read: {first_line(error)}", "use a .safetensors file, or one that torch.save wrote"
         if "weights_only" in str(error):
-            what, hint = "it is damaged, or it holds more than tensors and plain data and could run code", (
-                "if you trust it, write its weights to another file: torch.save(model.state_dict(), FILE)"
-            )  # fmt: skip
-        else:
-            what, hint = (
-                f"it cannot be read: {first_line(error)}",
-                "use a .safetensors file, or one that torch.save wrote",
-            )
+            what = "it is damaged, or it holds more than tensors and plain data and could run code"
+            hint = "if you trust it, write its weights to another file: torch.save(model.state_dict(), FILE)"
         raise ConfigError(what, where=f"{_KEY}: {source.name}", hint=hint) from None
     if not isinstance(content, Mapping):
         raise ConfigError(
-            f"it holds an object of type {type(content).__name__}, not a dictionary of weights", where=f"{_KEY}: "
-                                                                                                       f"{source.name}",
-            hint="write it with torch.save(model.state_dict(), FILE)",
+            f"it holds an object of type {type(content).__name__}, not a dictionary of weights",
+            where=f"{_KEY}: {source.name}", hint="write it with torch.save(model.state_dict(), FILE)",
         )  # fmt: skip
     return content
 
@@ -343,6 +337,7 @@ def _gives_outputs(model: nn.Module, layer: str, last: str) -> bool:
 def _require_fit(
     missing: list[str], unexpected: list[str], own: Mapping[str, Tensor], section: ModelSection, source: WeightsFile
 ) -> None:
+    """Raise ConfigError, unless ``model.strict`` is false, if names are ``missing`` in the file or ``unexpected``."""
     if not section.strict or not (missing or unexpected):
         return
     near = {name: similar(name, unexpected) for name in missing[:_MAX_LISTED]}

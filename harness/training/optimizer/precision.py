@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,12 +15,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv2d
 
 from harness.config.schema import LarcSection, PrecisionSection
 from harness.errors import ConfigError
-
-_MEASURING_S, _BUSY_S = 0.2, 1.0  # of the two levels in turns; at most, while other programs hide which is slower
 
 
 class Amp(Protocol):
@@ -164,17 +159,12 @@ def half_on_cpu(section: PrecisionSection, device: torch.device) -> Iterator[Non
             library._destroy()  # torch has no public way to deregister kernels
 
 
-def _half(section: PrecisionSection) -> torch.dtype:
-    """Return the dtype of ``section``, which is not of O0."""
-    return torch.bfloat16 if section.opt_level in ("O4", "O5") else torch.float16
-
-
 def _emulated(section: PrecisionSection, device: torch.device) -> str:
     """Return the dtype of ``section`` for which ``device`` has no arithmetic; empty if there is none. Its products are
     computed in float32, on a GPU by CUDA."""
     if section.opt_level == "O0":
         return ""
-    half = _half(section)
+    half = torch.bfloat16 if section.opt_level in ("O4", "O5") else torch.float16
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True
         slow = set() if native else {torch.bfloat16}
@@ -186,7 +176,7 @@ def _emulated(section: PrecisionSection, device: torch.device) -> str:
 
 
 def describe(section: PrecisionSection, device: torch.device, backend: str) -> str:
-    """Level, implementation, and what a device does about a dtype that it lacks, for the log."""
+    """Return the level, the implementation, and what a device does about a dtype that it lacks, for the log."""
     text = f"{section.opt_level} by {backend}"
     if half := _emulated(section, device):
         name = "CPU" if device.type == "cpu" else "GPU"
@@ -195,49 +185,15 @@ def describe(section: PrecisionSection, device: torch.device, backend: str) -> s
 
 
 def warning(section: PrecisionSection, device: torch.device) -> str:
-    """Return a warning with the measured ratio of a step at the level of ``section`` to one at O0, if ``device`` has no
-    arithmetic for its dtype; empty otherwise. Without the ratio where it says nothing for O0, as other programs can
-    make it. Called within ``half_on_cpu``."""
+    """Return a warning if ``device`` has no arithmetic for the dtype of ``section``; empty otherwise."""
     half = _emulated(section, device)
     if not half:
         return ""
     name, other = (torch.cuda.get_device_name(device), "O1") if device.type == "cuda" else ("this CPU", "O0")
-    level, ratio = section.opt_level, round(_slowdown(_half(section), device), 1)
-    because = (
-        f": a small step at {level} takes {ratio:.1f} times as long as at O0, measured just now"
-        if ratio > 1
-        else f"; at {level}, its products are computed in float32 and rounded"
+    return (
+        f"{name} has no arithmetic for {half}; at {section.opt_level}, its products are computed in float32 and "
+        f"rounded; use precision.opt_level={other}"
     )
-    return f"{name} has no arithmetic for {half}{because}; use precision.opt_level={other}"
-
-
-def _slowdown(half: torch.dtype, device: torch.device) -> float:
-    """Return the time of a small step in ``half`` over that in float32: of the shortest ones, since other programs only
-    make a step longer."""
-    dtypes = (half, torch.float32)
-    best, turns, start = dict.fromkeys(dtypes, math.inf), 0, time.perf_counter()
-    while (
-        turns < 3
-        or (spent := time.perf_counter() - start) < _MEASURING_S
-        or (spent < _BUSY_S and best[half] <= best[torch.float32])
-    ):
-        for dtype in dtypes if turns % 2 else reversed(dtypes):  # in turns: another program slows both down
-            best[dtype] = min(best[dtype], _step_s(dtype, device))
-        turns += 1
-    return best[half] / best[torch.float32]
-
-
-def _step_s(dtype: torch.dtype, device: torch.device) -> float:
-    """Seconds of a forward and a backward pass of a small model in ``dtype``."""
-    shapes = ((8, 32, 16, 16), (32, 32, 3, 3), (8192, 128))
-    images, kernel, weight = (torch.ones(shape, device=device, requires_grad=True) for shape in shapes)
-    start = time.perf_counter()
-    with torch.enable_grad():
-        hidden = conv2d(images.to(dtype), kernel.to(dtype), padding=1).relu().flatten(1)
-        (hidden @ weight.to(dtype)).float().sum().backward()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def set_tf32(section: PrecisionSection) -> None:

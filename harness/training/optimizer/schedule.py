@@ -178,7 +178,7 @@ def wsd(
 
 
 def _half_cosine(progress: float) -> float:
-    """From 1 to 0 while ``progress`` goes from 0 to 1."""
+    """Return 1 to 0 while ``progress`` goes from 0 to 1."""
     return (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -282,7 +282,7 @@ class Schedule:
             )
 
     def after_evaluation(self, plateau: Plateau, value: float, increases: bool, applied: int) -> bool:
-        """Add the metric of an evaluation, equal on all ranks, to ``plateau``; True if that lowered the learning rate.
+        """Add the metric of an evaluation, equal on all ranks, to ``plateau``; return True if that lowered the rate.
 
         As torch's ReduceLROnPlateau, with a relative threshold. Evaluations during the warm-up are left out.
         """
@@ -301,7 +301,7 @@ class Schedule:
         return self.lr(applied, plateau.reductions) < before
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to continue the schedule, apart from the number of applied updates."""
+        """Return what a checkpoint needs to continue the schedule, apart from the number of applied updates."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -313,7 +313,7 @@ class Schedule:
         return self.total_steps
 
     def foreseen(self, applied: int) -> float:
-        """``lr``, which does not change the state of the schedule."""
+        """Return ``lr`` without a change of the state of the schedule."""
         return self.lr(applied)
 
     def describe(self) -> str:
@@ -334,6 +334,7 @@ class Schedule:
 
 
 def _better(value: float, best: float | None, increases: bool, threshold: float) -> bool:
-    """As in torch, whose best value is infinite at first. A NaN is never better."""
+    """Return True if ``value`` is better than ``best`` as torch compares, whose best value is infinite at first. A NaN
+    is never better."""
     best = (-math.inf if increases else math.inf) if best is None else best
     return value > best * (1 + threshold) if increases else value < best * (1 - threshold)

@@ -60,7 +60,7 @@ class ParallelStrategy:
 
     @classmethod
     def conflicts(cls, config: Config) -> Iterator[Conflict]:
-        """Settings that cannot be combined with this strategy."""
+        """Yield settings that cannot be combined with this strategy."""
         yield from ()
 
     @classmethod

@@ -42,5 +42,5 @@ class Strategy(ParallelStrategy):
             self._ddp.enable_allreduce() if on else self._ddp.disable_allreduce()
 
     def num_passes(self) -> int | None:
-        """None with NVIDIA's wrapper, which does not count them, and where a pass without gradients adds zeros."""
+        """Return None with NVIDIA's wrapper, which does not count, and where a pass without gradients adds zeros."""
         return getattr(self._ddp, "num_passes", None) if self.exchanges and self._tree is None else None

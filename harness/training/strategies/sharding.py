@@ -182,7 +182,7 @@ def _is_sharded(value: Any) -> TypeGuard[DTensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of ``tensor``, without a copy."""
+    """Return this rank's shard of ``tensor``, without a copy."""
     return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
@@ -208,7 +208,7 @@ def whole(tree: Any, keep: bool) -> Any:
 
 
 def own_shards(model: nn.Module, optimizer: torch.optim.Optimizer, average: Sequence[Tensor]) -> Own:
-    """For the keys of a sharded checkpoint: this rank's shard of the parameter that a tensor belongs to."""
+    """Return the function that gives, for a key of a sharded checkpoint, this rank's shard of its parameter."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = model.state_dict()
 
@@ -239,7 +239,7 @@ def wrapped_like(tensor: Tensor, local_part: Tensor) -> Tensor:
 
 
 def part_like(like: Any, value: Any) -> Any:
-    """This rank's shard of the whole tensor ``value`` if ``like`` is sharded, else ``value``. No communication."""
+    """Return this rank's shard of the whole ``value`` if ``like`` is sharded, else ``value``. No communication."""
     if _is_sharded(value):
         return value
     if _is_sharded(like) and isinstance(value, Tensor) and value.shape == like.shape:
