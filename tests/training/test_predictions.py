@@ -43,6 +43,7 @@ class Rows:
         return self.num_rows
 
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
+        assert rows.flags.writeable  # torch warns of an index that is not
         if self.fail_at in rows:
             raise DataError("this row is broken", where=f"row {self.fail_at}")
         used = np.asarray([row for row in rows.tolist() if row not in self.bad], dtype=np.int64)

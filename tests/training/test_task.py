@@ -28,6 +28,7 @@ from harness.errors import EXIT_OWN_CODE, ConfigError, HarnessError, OwnCodeErro
 from harness.inference import predict
 from harness.training import loop, main
 from harness.training.check import preflight
+from harness.training.evaluation import evaluate
 from harness.training.run import Run
 from harness.training.task import Arrays, BaseTask, Classification, Sums, Supervised, open_data, row_seed, wrong_return
 from tests.ranks import run_ranks
@@ -349,6 +350,18 @@ def test_a_task_of_data_and_a_loss_has_all_members():
     for targets in (torch.ones(3), torch.zeros(1)):
         sums.add(opened.evaluate(torch.zeros(len(targets)), targets))
     assert opened.report(sums) == {"loss": 0.75}
+
+
+@pytest.mark.parametrize("count", [len, lambda rows: np.int64(len(rows)), lambda rows: torch.tensor(len(rows))])
+def test_a_count_may_be_a_number(count):
+    class Own(Plain):
+        def evaluate(self, outputs, targets):
+            return {"sum": (targets.sum(), count(targets))}
+
+    task, sums = Own(Doubled(np.ones((5, 3), np.float32))), Sums()
+    for targets in (torch.ones(3), torch.zeros(1)):
+        evaluate.add_pairs(sums, task, targets, targets)
+    assert sums.over(Runtime()).ratio("sum") == 0.75
 
 
 def test_a_number_of_outputs_is_given_to_the_model_and_required_of_it():

@@ -145,7 +145,7 @@ def add_pairs(sums: Sums, task: OpenedTask, outputs: torch.Tensor, targets: torc
     """Add to ``sums`` what the task's ``evaluate`` returns. Raises TrainingError if that is not pairs."""
     pairs: object = task.evaluate(outputs, targets)
     if wrong := _wrong(pairs, sums):
-        hint = "return {name: (sum, count)}: two tensors, each added up over the rows of the batch"
+        hint = "return {name: (sum, count)}: a tensor, and one or a number, each added up over the rows of the batch"
         raise wrong_return(task, "evaluate", wrong, hint)
     sums.add(cast(Pairs, pairs))
 
@@ -155,12 +155,15 @@ def _wrong(pairs: object, sums: Sums) -> str:
     if not isinstance(pairs, Mapping):
         return described(pairs)
     for name, pair in pairs.items():
-        if isinstance(pair, Rows):
-            continue
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(p, torch.Tensor) for p in pair)):
-            return f"{described(pair)} for {name!r}"
-        for new, known in zip(pair, sums.pairs.get(name, pair), strict=True):
-            if new.numel() != known.numel():
+        match pair:
+            case Rows():
+                continue
+            case torch.Tensor(), torch.Tensor() | int() | float() | np.number():
+                pass
+            case _:
+                return f"{described(pair)} for {name!r}"
+        for new, known in zip(pair, sums.pairs.get(name, ()), strict=False):
+            if isinstance(new, torch.Tensor) and new.numel() != known.numel():
                 return f"{described(new)} for {name!r}, after one of shape {tuple(known.shape)} for another batch"
     return ""
 

@@ -24,7 +24,7 @@ MAX_CONFUSION = 1000  # classes; a larger matrix is unreadable and takes too muc
 MAX_SCORES = 100  # classes; with one column for each of more, the table would be larger than the data
 TO_UNITS = "multiply by std, add mean"  # what makes numbers in the unit of the columns of standardized ones
 
-Pairs = dict[str, tuple[Tensor, Tensor]]  # {name: (sum, count)}, of any shape
+Pairs = dict[str, tuple[Tensor, Tensor | float]]  # {name: (sum, count)}, of any shape
 Report = Mapping[str, object]  # the numbers of the metrics, and details as JSON
 Columns = Mapping[str, Sequence[object] | np.ndarray | Tensor]  # {column: one value per row}
 
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 class Sums:
     """Running (sum, count) pairs in float64, on the device of the tensors that are added."""
 
-    pairs: Pairs = field(default_factory=dict)
+    pairs: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     rows: dict[str, list[Rows]] = field(default_factory=dict)
 
     def add(self, pairs: Pairs) -> None:
@@ -49,7 +49,8 @@ class Sums:
                 self.rows.setdefault(name, []).append(Rows(pair.outputs.detach(), pair.targets.detach()))
                 continue
             total, count = pair
-            total, count = total.detach().double(), count.detach().double()
+            total = total.detach().double()
+            count = count.detach().double() if isinstance(count, Tensor) else total.new_full((), float(count))
             if name in self.pairs:
                 self.pairs[name][0].add_(total)
                 self.pairs[name][1].add_(count)
@@ -196,7 +197,7 @@ class SingleLabel(Labels):
         hits = predicted == targets[:, None]
         per_class = _counted(targets, num_classes)
         right = _counted(targets, num_classes, hits[:, 0])
-        pairs = {name: (hits[:, :k].sum(), rows) for name, k in tops.items()}
+        pairs: Pairs = {name: (hits[:, :k].sum(), rows) for name, k in tops.items()}
         pairs["class_accuracy"] = (right, per_class)
         pairs["f1"] = (2 * right, per_class + _counted(predicted[:, 0], num_classes))
         if confusion and num_classes <= MAX_CONFUSION:

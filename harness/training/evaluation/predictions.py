@@ -281,7 +281,7 @@ def _samples(dataset: Dataset, written: Written) -> Iterator[Sample]:
 def _sample(dataset: Dataset, some: pa.Table, name: str, matrix: LabelPairs | None = None) -> Sample:
     """Return the rows of ``dataset`` whose numbers and predictions are in ``some``, and their images if the inputs are
     images."""
-    rows, table = some[ROW].to_numpy(), some.drop_columns([ROW])
+    rows, table = some[ROW].to_numpy().copy(), some.drop_columns([ROW])
     batch = dataset.batch(rows, None)
     readable = np.flatnonzero(np.isin(rows, batch.rows))
     inputs = batch.inputs
