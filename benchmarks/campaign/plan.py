@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torchvision.io import write_png
 
-from harness.audit.latest import Events
 from harness.audit.plan import HowKilled, KillTarget, PlannedKill
+from harness.audit.saved_files import Events
 
 NAMES = "bella luna max lucy charlie cooper daisy buddy sadie molly bailey lola stella tucker zoe milo leo jasper"
 LAUNCHED = 0.08  # share of the chains with real launchers, whose ranks take seconds to start

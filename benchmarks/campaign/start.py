@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.turns import free_port
-from harness.audit import latest
+from harness.audit import saved_files
 from harness.audit.plan import PLAN, AuditPlan, HowKilled, PlannedKill
 from harness.audit.process_family import ProcessFamily
 from harness.audit.starts import HOOK, Watch, record_this_process
@@ -87,7 +87,7 @@ def start(config: Path, engine: str, world_size: int, kill: PlannedKill | None, 
     codes = [watch.code] if watch.code is not None and not hung else []
     with suppress(FileNotFoundError):
         codes = json.loads((records / "codes.json").read_text())
-    return End(codes, killed, latest.events(records), max(0.0, end_s), hung or left)
+    return End(codes, killed, saved_files.events_by_rank(records), max(0.0, end_s), hung or left)
 
 
 def _sent(kill: PlannedKill | None, how: str) -> str:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harness.audit import diagnosis, latest, records
+from harness.audit import diagnosis, records, saved_files
 from harness.audit.chance import find_causes
 from harness.audit.folders import Session
 from harness.audit.kills import MIDDLE, ChosenKill, RunShape, choose, why_none
@@ -198,8 +198,8 @@ class _Audit:
         if not first.steps:
             raise self._no_steps(first)
         self._starts.limit_s = _TIMES_LONGER * first.wall_s + self._request.timeout_s
-        events = latest.events(self._session.records(UNDISTURBED))[0]
-        if path := latest.outside(events, self._roots):
+        events = saved_files.events_by_rank(self._session.records(UNDISTURBED))[0]
+        if path := saved_files.outside_file(events, self._roots):
             raise _CannotTellError("outside", f"written to {path}, outside the working folder and {{out}}")
         shape = RunShape(events, self._roots)
         if why := why_none(shape):
@@ -291,11 +291,11 @@ class _Audit:
         if LATEST not in self._request.resume:
             return None
         if pattern := self._request.checkpoints:
-            found = latest.newest_match(pattern, *self._roots)
+            found = saved_files.newest_match(pattern, *self._roots)
             missing = f"nothing matches --checkpoints {pattern}"
         else:
-            before, first = (latest.events(self._session.records(name)) for name in (killed, UNDISTURBED))
-            found = latest.latest(before, first, self._roots, torn=chosen.kill.place == "write")
+            before, first = (saved_files.events_by_rank(self._session.records(name)) for name in (killed, UNDISTURBED))
+            found = saved_files.newest(before, first, self._roots, torn=chosen.kill.place == "write")
             missing = "no complete checkpoint is there; --checkpoints GLOB names them"
         if found is None:
             raise _CannotTellError("no-checkpoint", f"after the kill {chosen.text}, {missing}")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.audit.latest import Events, SavedFile, SavedFiles
 from harness.audit.plan import PlannedKill
+from harness.audit.saved_files import Events, SavedFile, SavedFiles
 from harness.errors import plural
 
 MIDDLE, ALL = "middle", "all"

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.config.places import IMAGE_SUFFIXES
 from harness.errors import DataError, HarnessError
@@ -30,31 +30,35 @@ def as_file(rows: Rows, columns: Sequence[str] = ()) -> Iterator[tuple[str, str 
     ``columns``: what the model reads, if it is known; texts in a list are values of the only one. An error in a table
     names its rows.
     """
-    shown = ", ".join(f'"{column}": ...' for column in columns or ("COLUMN",))
-    if isinstance(rows, str | os.PathLike):
-        if not os.fspath(rows).lower().endswith(IMAGE_SUFFIXES):
-            yield os.fspath(rows), None
-            return
-        rows = [os.fspath(rows)]
-    if isinstance(rows, list) and rows:
-        import pandas as pd
-
-        if all(isinstance(row, Mapping) for row in rows):
-            rows = pd.DataFrame(list(rows))
-        elif len(columns) == 1 and all(isinstance(row, str | os.PathLike) for row in rows):
-            rows = pd.DataFrame({columns[0]: [_from_here(str(row)) for row in rows]})
-    if isinstance(rows, list) or not hasattr(rows, "to_csv"):
-        hint = f"use a file, a table of pandas, or a list of dictionaries: [{{{shown}}}]"
-        raise DataError(f"rows are a {type(rows).__name__}", hint=hint)
+    if isinstance(rows, str | os.PathLike) and not os.fspath(rows).lower().endswith(IMAGE_SUFFIXES):
+        yield os.fspath(rows), None
+        return
+    table = _as_frame([os.fspath(rows)] if isinstance(rows, str | os.PathLike) else rows, columns)
     with tempfile.TemporaryDirectory(prefix="harness-") as folder:
         file = str(Path(folder, "rows.csv"))
-        rows.to_csv(file, index=False, quoting=csv.QUOTE_ALL)  # pandas alone does not quote a carriage return
+        table.to_csv(file, index=False, quoting=csv.QUOTE_ALL)  # pandas alone does not quote a carriage return
         try:
             with without_temporary({file: "the table"}, folder):
                 yield file, folder
         except HarnessError as error:
             error.message, error.where = (_of_table(text, file) for text in (error.message, error.where))
             raise
+
+
+def _as_frame(rows: pd.DataFrame | list[Any], columns: Sequence[str]) -> pd.DataFrame:
+    """Return ``rows`` as a table. Raises DataError if they cannot be one."""
+    if isinstance(rows, list) and rows:
+        import pandas as pd
+
+        if all(isinstance(row, Mapping) for row in rows):
+            return pd.DataFrame(list(rows))
+        if len(columns) == 1 and all(isinstance(row, str | os.PathLike) for row in rows):
+            return pd.DataFrame({columns[0]: [_from_here(str(row)) for row in rows]})
+    if isinstance(rows, list) or not hasattr(rows, "to_csv"):
+        shown = ", ".join(f'"{column}": ...' for column in columns or ("COLUMN",))
+        hint = f"use a file, a table of pandas, or a list of dictionaries: [{{{shown}}}]"
+        raise DataError(f"rows are a {type(rows).__name__}", hint=hint)
+    return rows
 
 
 def _from_here(value: str) -> str:

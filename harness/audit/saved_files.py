@@ -96,7 +96,7 @@ def _values(event: Mapping[str, Any]) -> Iterable[Any]:
     return (event.get("content") or {}).values()
 
 
-def latest(
+def newest(
     killed: Mapping[int, Events], undisturbed: Mapping[int, Events], folders: Sequence[Path], torn: bool = False
 ) -> Path | None:
     """Return the newest checkpoint in ``folders`` that the killed start completed and that exists: a file, or a folder
@@ -117,8 +117,8 @@ def latest(
         begun = [path for path in files.torn if torn and path.exists() and any(map(path.is_relative_to, folders))]
         return begun[-1] if begun else None
     everything = [file for rank in (*killed.values(), *undisturbed.values()) for file in SavedFiles(rank).all]
-    newest = max(complete, key=lambda file: (file.has_weights, file.number))
-    return _with_its_folder(newest, everything, folders)
+    last = max(complete, key=lambda file: (file.has_weights, file.number))
+    return _with_its_folder(last, everything, folders)
 
 
 def _moments(files: SavedFiles) -> Counter[int]:
@@ -126,13 +126,13 @@ def _moments(files: SavedFiles) -> Counter[int]:
     return Counter(file.after for file in files.all) + Counter(file.after for file in files.all if file.is_moved)
 
 
-def _with_its_folder(newest: SavedFile, everything: Sequence[SavedFile], folders: Sequence[Path]) -> Path:
-    """Return the folder of ``newest`` if it holds more files of this moment, and none of another; or one above it that
+def _with_its_folder(file: SavedFile, everything: Sequence[SavedFile], folders: Sequence[Path]) -> Path:
+    """Return the folder of ``file`` if it holds more files of this moment, and none of another; or one above it that
     holds still more."""
-    found, size = newest.path, 1
-    for parent in newest.path.parents:
-        inside = {file.path: file.after for file in everything if file.path.is_relative_to(parent)}
-        if parent in folders or set(inside.values()) != {newest.after}:
+    found, size = file.path, 1
+    for parent in file.path.parents:
+        inside = {each.path: each.after for each in everything if each.path.is_relative_to(parent)}
+        if parent in folders or set(inside.values()) != {file.after}:
             break
         if len(inside) > size:
             found, size = parent, len(inside)
@@ -145,13 +145,13 @@ def newest_match(pattern: str, work: Path, out: Path) -> Path | None:
     return Path(max(matches, key=lambda path: os.stat(path).st_mtime_ns)) if matches else None
 
 
-def outside(events: Events, folders: Sequence[Path]) -> Path | None:
+def outside_file(events: Events, folders: Sequence[Path]) -> Path | None:
     """Return a checkpoint file that is in none of ``folders``, if all are outside."""
     files = SavedFiles(events).all
     return files[-1].path if files and not any(file.within(folders) for file in files) else None
 
 
-def events(folder: Path) -> dict[int, list[dict[str, Any]]]:
+def events_by_rank(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """Return {rank: events} of the records of one start; of several processes of a rank, those with the most steps."""
     found: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for path in sorted(folder.glob("rank*-*.jsonl")):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.audit import latest
-from harness.audit.latest import SavedFiles
+from harness.audit import saved_files
+from harness.audit.saved_files import SavedFiles
 from harness.audit.starts import HOOK
 
 sys.path.insert(0, str(HOOK))
@@ -57,7 +57,7 @@ def out(tmp_path: Path) -> Path:
 def newest(out: Path, saves: Saves, undisturbed: Saves | None = None, *others: Saves, torn=False) -> str | None:
     """The result of ``latest``, relative to ``out``. Without ``undisturbed``, it did the same."""
     ranks = {rank: each.events for rank, each in enumerate([saves, *others])}
-    found = latest.latest(ranks, {0: (undisturbed or saves).events}, [out], torn)
+    found = saved_files.newest(ranks, {0: (undisturbed or saves).events}, [out], torn)
     return None if found is None else str(found.relative_to(out))
 
 
@@ -144,10 +144,10 @@ def test_removed_files_are_left_out(out):
 
 def test_checkpoints_elsewhere(out, tmp_path):
     saves = Saves(tmp_path / "elsewhere").save(5, "5.pt")
-    assert latest.outside(saves.events, [out]) == tmp_path / "elsewhere" / "5.pt"
-    assert latest.latest({0: saves.events}, {0: saves.events}, [out]) is None
+    assert saved_files.outside_file(saves.events, [out]) == tmp_path / "elsewhere" / "5.pt"
+    assert saved_files.newest({0: saves.events}, {0: saves.events}, [out]) is None
     saves.events += Saves(out).save(10, "10.pt").events
-    assert latest.outside(saves.events, [out]) is None
+    assert saved_files.outside_file(saves.events, [out]) is None
     assert newest(out, saves) == "10.pt"
 
 
@@ -157,9 +157,9 @@ def test_newest_match(out, tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         os.utime(path, (place, place))
-    assert latest.newest_match("{out}/**/*.pt", tmp_path / "work", out) == out / "a" / "x.pt"
-    assert latest.newest_match("*.pt", tmp_path / "work", out) == tmp_path / "work" / "y.pt"
-    assert latest.newest_match("*.ckpt", tmp_path / "work", out) is None
+    assert saved_files.newest_match("{out}/**/*.pt", tmp_path / "work", out) == out / "a" / "x.pt"
+    assert saved_files.newest_match("*.pt", tmp_path / "work", out) == tmp_path / "work" / "y.pt"
+    assert saved_files.newest_match("*.ckpt", tmp_path / "work", out) is None
 
 
 def test_events_of_the_process_that_trains(tmp_path):
@@ -167,4 +167,4 @@ def test_events_of_the_process_that_trains(tmp_path):
     (tmp_path / "rank0-2.jsonl").write_text('{"event": "step", "number": 1}\n{"event": "st')
     (tmp_path / "rank1-3.jsonl").write_text('{"event": "process"}\n')
     (tmp_path / "ended.json").write_text("{}")
-    assert latest.events(tmp_path) == {0: [{"event": "step", "number": 1}], 1: [{"event": "process"}]}
+    assert saved_files.events_by_rank(tmp_path) == {0: [{"event": "step", "number": 1}], 1: [{"event": "process"}]}
