@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.machinery import SourceFileLoader
 from multiprocessing import spawn
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from harness.apex import call_counter, local_rank
@@ -174,11 +174,9 @@ class Script:
         except (SyntaxError, UnicodeDecodeError):  # reported by python when it compiles the source
             return self.source.decode("latin-1")
 
-    def code(self) -> CodeType:
-        return compile(self.source, self.path, "exec", dont_inherit=True)
-
 
 def _file(name: str) -> Script:
+    """Return the script at the path ``name``; raise UsageError if it cannot be read."""
     path = os.path.join(os.getcwd(), name)
     try:
         with open(path, "rb") as file:
@@ -188,6 +186,7 @@ def _file(name: str) -> Script:
 
 
 def _module(name: str) -> Script:
+    """Return the module ``name``, or its ``__main__``, as a script; raise UsageError if there is no source file."""
     sys.path[0] = os.getcwd()
     try:
         spec = importlib.util.find_spec(name)
@@ -214,7 +213,7 @@ def _run(script: Script) -> None:
     )
     sys.modules["__main__"] = main
     try:
-        exec(script.code(), main.__dict__)
+        exec(compile(script.source, script.path, "exec", dont_inherit=True), main.__dict__)
     except BaseException:
         _hide_own_frames()
         raise

@@ -5,11 +5,9 @@ device's autocast rules differ, a kernel under its autocast dispatch key casts (
 Apex's at O1, and those of autocast for CUDA at O4, on every device, no matter how an operation is called (function,
 method, module, C++), even under ``torch.compile``. float64 tensors are never cast.
 
-Chosen by measurement (processor time per step on one CPU core, relative to autocast alone): these kernels x0.97 on a
-convolutional network and x1.11 on a small transformer, wrappers in the torch namespaces x0.94 and x1.10, a
-``TorchFunctionMode`` x0.96 and x1.10. The cost is that of computing norms and O1's gelu in float32, not the engine's
-(about 8 us per listed operation), so reach decides: wrapped namespaces miss names that were imported before (``from
-torch.nn.functional import ...``) and calls that bypass them.
+Measured against wrappers in the torch namespaces and a ``TorchFunctionMode``, kernels cost the same per step, within
+3 %: most of it is norms and O1's gelu in float32. So reach decides: wrapped namespaces miss names that were imported
+before (``from torch.nn.functional import ...``) and calls that bypass them.
 
 There is no weight cache: a weight used twice in one forward is cast twice, and writes to a weight take effect at once.
 (The cache of ``torch.autocast`` lives until its outermost ``with`` ends; left on without one, it would serve stale

@@ -37,14 +37,12 @@ def _float(arguments: list[Any]) -> torch.dtype | None:
     return torch.float32
 
 
-def _casting() -> bool:
-    return engine.active and any(torch.is_autocast_enabled(device_type) for device_type in engine.device_types)
-
-
 def _annotate(function: Function, rule: Rule, final: bool) -> Function:
+    """Return ``function`` with its arguments cast by ``rule``; if ``final``, operations inside it are not cast."""
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not _casting():
+        if not any(map(torch.is_autocast_enabled, engine.device_types)):  # O1 and O4 are off
             return function(*args, **kwargs)
         dtype = rule([*args, *kwargs.values()])
         if dtype is not None:

@@ -28,6 +28,12 @@ def own_params(optimizer: Optimizer, stash: AmpStash) -> list[Tensor]:
     return stash.all_fp32_from_fp32_params if stash.master_weights else list(all_params(optimizer))
 
 
+def _with_targets(optimizer: Optimizer, stash: AmpStash) -> list[tuple[Tensor, Tensor]]:
+    """Return (parameter, target) of every parameter."""
+    own = [(parameter, parameter) for parameter in own_params(optimizer, stash)]
+    return [*own, *zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True)]
+
+
 def prepare(optimizer: Optimizer, scale: float | Tensor = 1.0, delayed: bool = False) -> None:
     """Make ``optimizer`` ready for a backward pass of a loss multiplied by ``scale``.
 
@@ -83,9 +89,7 @@ def finish(optimizer: Optimizer, scaler: LossScaler, scale: float | Tensor) -> N
     sums: list[Tensor] = []  # accumulated before, unscaled, and what is added to them
     added: list[Tensor] = []
     unchecked: list[Tensor] = []  # accumulated before, perhaps in contexts that checked nothing, and not in the others
-    targets = [(parameter, parameter) for parameter in own_params(optimizer, stash)]
-    targets += zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True)
-    for parameter, target in targets:
+    for parameter, target in _with_targets(optimizer, stash):
         earlier, new = take_aside(parameter), parameter.grad
         if earlier is None and target is not parameter:
             earlier = target.grad
@@ -133,9 +137,7 @@ def check_unreduced(optimizer: Optimizer, scaler: LossScaler) -> bool:
 def restore(optimizer: Optimizer) -> None:
     """Put back what ``prepare`` set aside, after the body of a context raised; its new gradients are dropped."""
     stash = stash_of(optimizer)
-    targets = [(parameter, parameter) for parameter in own_params(optimizer, stash)]
-    targets += zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True)
-    for parameter, target in targets:
+    for parameter, target in _with_targets(optimizer, stash):
         earlier = take_aside(parameter)
         if not stash.params_have_scaled_gradients:  # else the gradients of delayed contexts are in it, too
             parameter.grad = None

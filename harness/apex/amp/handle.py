@@ -12,8 +12,7 @@ removed; scripts from that time run here. There is no weight cache, so the metho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -77,7 +76,7 @@ class NoOpHandle:
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
-        """Context that yields the tensor to call ``backward()`` on."""
+        """Return a context that yields the tensor to call ``backward()`` on."""
         return nullcontext(loss)
 
     def _disable_casts(self) -> AbstractContextManager[None]:
@@ -103,7 +102,7 @@ class AmpHandle(NoOpHandle):
         return _amp_state.handle is self and cast_engine.engine.active
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
-        """Context that yields ``loss`` times the handle's scale and unscales the gradients at its end.
+        """Return a context that yields ``loss`` times the handle's scale and unscales the gradients at its end.
 
         ``optimizer``: one or several. After an overflow the next ``step()`` is skipped, also of one that is new to amp.
         """
@@ -137,12 +136,10 @@ class OptimWrapper:
             self._scalers = [LossScaler(amp_handle._loss_scale, index=i) for i in range(num_loss)]
             _adopt(optimizer)
 
-    @contextmanager
-    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Context that yields the next of this step's losses, scaled, for its ``backward()``."""
+    def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
+        """Return a context that yields the next of this step's losses, scaled, for its ``backward()``."""
         if not self._scalers:
-            yield loss
-            return
+            return nullcontext(loss)
         if self._next_loss == len(self._scalers):
             raise RuntimeError(
                 f"scale_loss was called {self._next_loss + 1} times before step(), but the optimizer was wrapped with "
@@ -150,8 +147,7 @@ class OptimWrapper:
             )
         scaler = self._scalers[self._next_loss]
         self._next_loss += 1
-        with scaled(loss, [self._optimizer], scaler) as scaled_loss:
-            yield scaled_loss
+        return scaled(loss, [self._optimizer], scaler)
 
     def step(self, closure: Any = None) -> Any:
         """Step, or skip the step after an overflow in any of the losses."""

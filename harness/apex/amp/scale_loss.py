@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -26,7 +27,7 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> AbstractContextManager[Tensor]:
-    """Context that yields ``loss.float()`` times the loss scale, for ``backward()``, and unscales gradients at its end.
+    """Return a context that yields ``loss.float()`` times the loss scale and unscales gradients at its end.
 
     ``optimizers``: every optimizer that owns parameters this loss reaches, one or an iterable. ``loss_id`` picks the
     scaler. ``delay_unscale=True`` in all but the last micro-batch of a step leaves gradients scaled and accumulating.
@@ -47,7 +48,7 @@ def scale_loss(
     chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     scaler = _scaler(loss_id)
     if not scaler.dynamic and scaler.loss_scale() == 1.0 and not any(map(_has_masters, chosen)):
-        return _unscaled(loss) if cast_engine.engine.active else nullcontext(loss.float())
+        return _unscaled(loss)
     return scaled(loss, chosen, scaler, delay_unscale, delay_overflow_check)
 
 
@@ -95,12 +96,13 @@ def scaled(
 def _update_or_defer(optimizers: list[Optimizer], scaler: LossScaler) -> None:
     """Update the scale and mark the step as skipped. While gradients are not averaged yet, leave both to the context
     that averages them, or to ``step()``: so all ranks decide alike."""
-    if any_unreduced(parameter for optimizer in optimizers for parameter in _model_params(optimizer)):
-        scaler.defer()
-        for optimizer in optimizers:
-            stash_of(optimizer).deferred_to = scaler
-        return
     stashes = [stash_of(optimizer) for optimizer in optimizers]
+    model_params = itertools.chain(*(stash.all_fp16_params for stash in stashes), *map(all_params, optimizers))
+    if any_unreduced(model_params):
+        scaler.defer()
+        for stash in stashes:
+            stash.deferred_to = scaler
+        return
     if can_stay_on_device(optimizers, scaler):
         leave_on_device(stashes, scaler)
         return
@@ -126,8 +128,3 @@ def _scaler(loss_id: int) -> LossScaler:
 def _has_masters(optimizer: Optimizer) -> bool:
     stash = getattr(optimizer, "_amp_stash", None)
     return isinstance(stash, AmpStash) and stash.master_weights
-
-
-def _model_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    yield from stash_of(optimizer).all_fp16_params
-    yield from all_params(optimizer)

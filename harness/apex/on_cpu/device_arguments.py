@@ -160,18 +160,13 @@ def _tensor_to(original: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor
     target = args[0] if args else kwargs.get("device", kwargs.get("other"))
     if target is None or isinstance(target, torch.dtype):
         return original(self, *args, **kwargs)  # type: ignore[no-any-return]
-    if isinstance(target, Tensor):
-        result: Tensor = original(self, *args, **kwargs)
-        return result if _is_internal() else _at(self, result, placement.assumed_place(target))
     if names_cuda(target):
         count_call("Tensor.to(cuda)")
         args, kwargs = (("cpu", *args[1:]), kwargs) if args else ((), {**kwargs, "device": "cpu"})
-        result = original(self, *args, **kwargs)
-    else:
-        result = original(self, *args, **kwargs)
-        if _is_internal():
-            return result
-    return _at(self, result, place_of(target))
+    result: Tensor = original(self, *args, **kwargs)
+    if _is_internal() and not names_cuda(target):
+        return result
+    return _at(self, result, placement.assumed_place(target) if isinstance(target, Tensor) else place_of(target))
 
 
 def _tensor_type(original: Any, self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -85,10 +85,10 @@ class FusedOptimizer(Optimizer):
         name, GradScaler would pass itself and warn at every step.
         """
         name = type(self).__name__
-        given = [argument for argument, value in unsupported.items() if value is not None]
-        if given:
+        unwanted = [argument for argument, value in unsupported.items() if value is not None]
+        if unwanted:
             raise RuntimeError(
-                f"{name}.step() was given {', '.join(given)}; only a closure is allowed. Leave the rest to "
+                f"{name}.step() was given {', '.join(unwanted)}; only a closure is allowed. Leave the rest to "
                 "amp.scale_loss, or to torch.amp.GradScaler: scaler.step(optimizer)."
             )
         loss = None
@@ -185,6 +185,7 @@ class FusedOptimizer(Optimizer):
         return [self._batch(alike) for alike in by_device_and_dtype(params)]
 
     def _batch(self, params: list[Tensor]) -> ParameterBatch:
+        """Return ``params``, of one device and dtype, as a batch; raise an error for what the kernels do not take."""
         name = type(self).__name__
         if not params[0].is_floating_point():
             raise TypeError(

@@ -225,12 +225,7 @@ def multi_tensor_adam(
     """Do Adam for ``[g, p, m, v]``. Changes p, m and v. ``step`` counts from 1."""
     lists = checked_lists(tensor_lists, "multi_tensor_adam", 4)
     group = _group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
-    _apply(
-        lists,
-        1,
-        (1, 2, 3),
-        lambda _, alike: adam_update(group, alike[1], alike[0], alike[2], alike[3], bool(mode)),
-    )
+    _apply(lists, 1, (1, 2, 3), lambda _, alike: adam_update(group, alike[1], alike[0], alike[2], alike[3], bool(mode)))
 
 
 @torch.no_grad()
@@ -442,14 +437,14 @@ def _apply(lists: Lists, weights: int, changed: Iterable[int], update: Callable[
         indices = [i for i in indices if lists[weights][i].numel()]
         if not indices:
             continue
-        given = [[one[i] for i in indices] for one in lists]
-        targets = [weight_buffer(tensor) for tensor in given[weights]]
-        layouts = [[fitting(*pair) for pair in zip(one, targets, strict=True)] for one in given]
+        originals = [[one[i] for i in indices] for one in lists]
+        targets = [weight_buffer(tensor) for tensor in originals[weights]]
+        layouts = [[fitting(*pair) for pair in zip(one, targets, strict=True)] for one in originals]
         layouts[weights] = targets
-        alike = [copied_where_new(*pair) for pair in zip(given, layouts, strict=True)]
+        alike = [copied_where_new(*pair) for pair in zip(originals, layouts, strict=True)]
         update(indices, alike)
         for number in changed:
-            copied_where_new(alike[number], given[number])
+            copied_where_new(alike[number], originals[number])
 
 
 def _is_set(noop_flag: Tensor, tensor: Tensor) -> Tensor:

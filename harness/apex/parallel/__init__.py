@@ -9,11 +9,7 @@ from torch.distributed import ReduceOp
 
 from harness.apex.parallel import LARC
 from harness.apex.parallel.distributed import DistributedDataParallel, Reducer
-from harness.apex.parallel.sync_batchnorm import (
-    SyncBatchNorm,
-    convert_syncbn_model,
-    create_syncbn_process_group,
-)
+from harness.apex.parallel.sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 
 __all__ = [
     "LARC",

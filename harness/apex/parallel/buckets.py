@@ -119,7 +119,7 @@ class Bucket:
                 view.zero_()
                 continue
             if gradient is not view:
-                present.append((view, _strided(gradient)))
+                present.append((view, gradient.detach() if gradient.layout is torch.strided else gradient.to_dense()))
             if not flag:
                 carried.append(view)
         if present:
@@ -160,11 +160,6 @@ class Bucket:
         if self._strides:
             views = [view.as_strided(p.shape, self._strides[p]) for view, p in zip(views, self.parameters, strict=True)]
         return _Buffer(flat, views, flags)
-
-
-def _strided(gradient: Tensor) -> Tensor:
-    """Return ``gradient`` as a dense tensor."""
-    return gradient.detach() if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def make_buckets(
