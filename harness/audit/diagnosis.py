@@ -34,7 +34,7 @@ __all__ = ["compare", "deterministic", "failure", "offset", "summaries", "with_f
 _HARMLESS = {"beside", "buffers", "scale", "streams"}  # parts that may differ while training stays equal
 _FOLLOWS = {"counter", "learning-rate", "optimizer-state"}  # faults that a hook may cause, and the harness has not
 _NEVER = float("inf")
-_OF_SCRIPT = re.compile(r"__main__\['(\w+)'\]")
+_IN_MODULE = re.compile(r"^(\w+)\['(\w+)'\]")
 _OF_LOADER = re.compile(r"(\w+(?: \d+)?)\.generator")  # or of a sampler, as the recorder names them
 _RESTORED = {
     "torch.Generator": ("get_state()", "pass it to {0}.set_state()"),
@@ -115,26 +115,30 @@ def with_forgotten(finding: Finding, observed: StartRecord, again: StartRecord, 
     """Add a line for each attribute that training changes and that the resumed start does not have as the undisturbed
     one: the reason, if another one is unknown. ``observed`` and ``again``, both undisturbed, show which attributes are
     equal in equal starts."""
-    found, following, remedies = _forgotten(observed, again, resumed, of_rows=finding.code == "row-order")
-    lines = [found[name] for name in sorted(found)]
-    if finding.code in ("row-order", "other") or any("." in name for name in finding.names):  # of no global stream
-        finding = replace(finding, remedy="; ".join(sorted(remedies)) or finding.remedy)
+    found, following, generators = _forgotten(observed, again, resumed)
+    if finding.code == "inputs" and generators:  # what else differs may be a sum of losses
+        own = {name: kind for name, kind in generators.items() if not _OF_LOADER.fullmatch(name)}
+        generators, following, found = own or generators, following | found.keys(), {}
+    lines = [f"{name}, a {kind}, is not as it was" for name, kind in sorted(generators.items())]
+    lines += [found[name] for name in sorted(found)]
+    if finding.code in ("row-order", "inputs", "other") or any("." in name for name in finding.names):  # not global
+        how = _restored(generators, finding.code, observed.of_harness)
+        finding = replace(finding, remedy=how or finding.remedy)
     follows = finding.code in _FOLLOWS and observed.of_harness
     if lines and (follows or (finding.code == "other" and finding.steps)):  # it has no steps if the start failed
         finding = replace(finding, code="unsaved-state")
     if following:
-        lines.append(f"also other tensors, perhaps only since the rows are: {named(sorted(following))}")
+        lines.append(f"also not as it was, perhaps only as a result: {named(sorted(following))}")
     return finding.with_lines(lines)
 
 
 def _forgotten(
-    observed: StartRecord, again: StartRecord, resumed: StartRecord, of_rows: bool
-) -> tuple[dict[str, str], set[str], set[str]]:
-    """Return {attribute: a sentence}, the tensors in global variables that may follow from other rows, and how to
-    restore random generators. ``of_rows``: they order the rows of an epoch, and have drawn all of them at its start."""
+    observed: StartRecord, again: StartRecord, resumed: StartRecord
+) -> tuple[dict[str, str], set[str], dict[str, str]]:
+    """Return {attribute: a sentence}, the tensors in global variables that may follow from other rows, and {name:
+    kind} of random generators."""
     found: dict[str, str] = {}
     following: set[str] = set()
-    remedies: set[str] = set()
     generators: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for one, same, other in by_rank(observed, again, resumed):
         recorded = [
@@ -151,23 +155,39 @@ def _forgotten(
                 if step.inputs != other_step.inputs and _GLOBAL.fullmatch(name) and yours[name].startswith("array of"):
                     following.add(name)
                 elif mine[name].partition(" at ")[0] in _RESTORED:
-                    generators[mine[name], yours[name]].add(_OF_SCRIPT.sub(r"\1", name))
+                    named_in_code = _IN_MODULE.sub(r"\1.\2", name).removeprefix("__main__.")
+                    generators[mine[name], yours[name]].add(named_in_code)
                 else:
                     text = f"{name} is {yours[name]} instead of {mine[name]}: no checkpoint restores it"
                     found.setdefault(name, text)
-    for (state, _), names in generators.items():  # one generator has several names, such as in a loader and its sampler
-        kind, name = state.partition(" at ")[0], min(names, key=lambda name: (name.endswith(".generator"), name))
-        found[name] = f"{name}, a {kind}, is not as it was"
+    # One generator has several names, such as in a loader and its sampler.
+    kinds = {
+        min(names, key=lambda name: (name.endswith(".generator"), name)): state.partition(" at ")[0]
+        for (state, _), names in generators.items()
+    }
+    return found, following - found.keys(), kinds
+
+
+def _restored(generators: Mapping[str, str], code: str, of_harness: bool) -> str:
+    """Say how to restore random generators: those that order the rows of an epoch have drawn all of them at its start;
+    for what changes rows, the harness has a seed of each row."""
+    remedies: set[str] = set()
+    for name, kind in generators.items():
         loads = _OF_LOADER.fullmatch(name)
         which = f"let gen be the generator of your {loads[1]}: " if loads else ""
         variable, (save, restore) = "gen" if loads else name.partition(" ")[0], _RESTORED[kind]
-        save, restore = f"{which}save {variable}.{save}", f"after a resume, {restore.format(variable)}"
-        if of_rows:
-            save += " as it is before the first batch of the epoch"
-            remedies.add(f"{save}; {restore} before that epoch's loader is iterated, then skip the batches")
+        save, restore = f"{which}save {variable}.{save}", restore.format(variable)
+        if of_harness:
+            remedies.add(f"{save} in state_dict of a hook (docs/hooks.md); {restore} in its load_state_dict")
+        elif code == "row-order":
+            remedies.add(
+                f"{save} as it is before the first batch of the epoch; after a resume, {restore} before that epoch's "
+                "loader is iterated, then skip the batches"
+            )
         else:
-            remedies.add(f"{save} in each checkpoint; {restore} before the first batch")
-    return found, following - found.keys(), remedies
+            remedies.add(f"{save} in each checkpoint; after a resume, {restore} before the first batch")
+    by_seed = "draw from numpy.random.default_rng(row_seed(seed, epoch, row)) (docs/add_a_task.md), or "
+    return by_seed * (of_harness and code == "inputs" and bool(remedies)) + "; ".join(sorted(remedies))
 
 
 def _some(finding: Finding | None) -> list[Finding]:

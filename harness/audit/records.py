@@ -60,6 +60,8 @@ class Step:
     """Values that a checkpoint of the harness holds beside the model; empty for other scripts."""
     attributes: dict[str, str] = field(default_factory=dict)
     """Of models, optimizers and the script's own objects, as text; only where the plan asks for them."""
+    asked: tuple[str, ...] = ()
+    """Digests of the indices of the last batches that loaders gave since the step before."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -308,6 +310,7 @@ def _step(entry: dict[str, Any]) -> Step:
         others=entry.get("others"),
         beside=entry.get("beside") or {},
         attributes=entry.get("attributes") or {},
+        asked=tuple(entry.get("rows") or ()),
     )
 
 

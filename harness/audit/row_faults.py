@@ -69,6 +69,13 @@ def _calls(steps: Sequence[Step]) -> list[_PlacedCall]:
     return [_PlacedCall(call.into, call.rows, index) for index, step in enumerate(steps) for call in step.calls]
 
 
+def _asks_equally(one: Step, other: Step) -> bool:
+    """Return True if the last batches that loaders gave before two steps have the same indices. Before them, a resumed
+    start gets those that it skips."""
+    count = min(len(one.asked), len(other.asked))
+    return count > 0 and one.asked[-count:] == other.asked[-count:]
+
+
 def _equal_calls(one: Step, other: Step) -> int:
     """Return how many of the first inputs of two steps are equal."""
     pairs = list(zip(one.inputs, other.inputs, strict=False))
@@ -146,14 +153,19 @@ def _unknown(
     begins = [after for after in undisturbed.epochs if after > offset + index]
     end = begins[0] if begins else len(undisturbed.steps)
     of_epoch = {into for step in undisturbed.steps[offset + index : end] for into in step.inputs}
+    equal = _asks_equally(undisturbed.steps[offset + index], resumed.steps[index])
     read = [into for step in resumed.steps[index : index + end - offset - index] for into in step.inputs]
-    if read and all(into in of_epoch for into in read):
+    if read and not equal and all(into in of_epoch for into in read):
         text = f"{before} and reads the right batches, but in another order"
         return Finding("row-order", text, steps=(number,))
     if drawn:
         text = f"{before}, but the inputs are other ones, and so is the random stream {named(drawn)}"
         evidence = ("the undisturbed start draws from it: for the order of rows, or for changes of rows at random",)
         return Finding("random-streams", text, evidence, (number,), tuple(drawn))
+    if equal:
+        text = f"{before}, and its loader reads the rows of that step, but the model gets other inputs"
+        evidence = ("the global random streams agree or are not used: a generator of the script's own changes rows",)
+        return Finding("inputs", text, evidence, (number,))
     text = f"{before}, but its inputs are those of no undisturbed step"
     evidence = ("the global random streams agree or are not used: a generator, sampler or loader of the script's own",)
     return Finding("row-order", text, evidence, (number,))

@@ -13,6 +13,8 @@ FAULTS = {
     "rows": ("rows are repeated or skipped", "save the position in the epoch, and skip the rows before it"),
     "row-order": ("the order of rows is another", "set the sampler's epoch and seed, or the state of its generator, "
                   "before the first batch is read"),
+    "inputs": ("the right rows are changed in another way", "seed what changes a row with the epoch and its index (in "
+               "a task of the harness, row_seed: docs/add_a_task.md), or save the generator's state and restore it"),
     "random-streams": ("a random stream is not restored", "save the state of the stream on every rank, and restore it "
                        "last, after the model and the loader are made"),
     "optimizer-state": ("the optimizer's state is not restored", "save and load optimizer.state_dict()"),
@@ -81,12 +83,12 @@ class Finding:
     """What helps, where more is known than what usually helps."""
 
     def with_draws(self, draws: Sequence[Draw]) -> Finding:
-        """Add the lines that draw from the streams in question: those of ``names`` or, where the order of rows is
-        another, those of loader processes, whose streams no checkpoint holds."""
+        """Add the lines that draw from the streams in question: those of ``names`` or, where rows or what is made of
+        them differ, those of loader processes, whose streams no checkpoint holds."""
         if self.code == "random-streams":
             lines = [draw for draw in draws if draw.stream in self.names]
         else:
-            lines = [draw for draw in draws if draw.worker and self.code == "row-order"]
+            lines = [draw for draw in draws if draw.worker and self.code in ("row-order", "inputs")]
         return self.with_lines([draw.described for draw in lines])
 
     def with_lines(self, lines: Sequence[str]) -> Finding:

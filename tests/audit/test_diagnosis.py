@@ -243,6 +243,18 @@ def test_unknown_rows_without_a_stream(tmp_path: Path):
     assert only(starts, tmp_path).code == "row-order"
 
 
+@pytest.mark.parametrize(
+    ("skipped", "read", "code"), [((), 13, "inputs"), ((11, 12), 13, "inputs"), ((), 14, "row-order")]
+)
+def test_rows_that_a_loader_gave_with_other_inputs(skipped, read, code, tmp_path: Path):
+    """A resumed start may get batches first that it skips."""
+    starts = faulty()
+    starts.from_step(13, lambda step: step["calls"][0].update({"in": f"new {step['number']}"}))
+    starts.steps("undisturbed")[12]["rows"] = ["rows 13"]
+    starts.steps("resumed")[0]["rows"] = [f"rows {number}" for number in (*skipped, read)]
+    assert only(starts, tmp_path).code == code
+
+
 # Random streams
 
 

@@ -227,6 +227,32 @@ torch.load("ck.pt")
     assert end["weights"] not in [step["weights"] for step in steps]
 
 
+def test_the_rows_of_a_step_are_those_its_loader_gave(tmp_path):
+    """Also if worker processes are ahead, a pass over the data is broken off, or the dataset has no indices."""
+    recorded = {}
+    for workers in (0, 2):
+        body = f"""
+loader = torch.utils.data.DataLoader(
+    data, batch_size=16, sampler=range(63, -1, -1), num_workers={workers}, persistent_workers={workers > 0}
+)
+for last in (2, 4):
+    for number, (inputs, labels) in enumerate(loader, 1):
+        optimizer.zero_grad(); net(inputs).sum().backward(); optimizer.step()
+        if number == last: break
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(x)
+for inputs in torch.utils.data.DataLoader(Stream(), batch_size=64):
+    optimizer.zero_grad(); net(inputs).sum().backward(); optimizer.step()
+"""
+        run = Run(tmp_path / str(workers), BEGIN + body + END, {})
+        run.finish()
+        recorded[workers] = [step["rows"] for step in run.lines("step")]
+    assert [len(rows) for rows in recorded[0]] == [1] * 6 + [0]
+    assert recorded[0][:2] == recorded[0][2:4]
+    assert len({rows[0] for rows in recorded[0][2:6]}) == 4
+    assert recorded[2] == recorded[0]
+
+
 def test_checkpoints_of_every_kind_are_seen(tmp_path):
     saves = """
 import io, pickle

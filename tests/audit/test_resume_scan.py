@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader
 from harness.audit import diagnosis
 from harness.audit.starts import HOOK
 from harness.audit.verdict import Finding
+from harness.data.arrays import Arrays
+from harness.data.loader import Loader
 
 
 @pytest.fixture(autouse=True)
@@ -148,12 +150,12 @@ def test_only_what_training_changes_and_equal_starts_share_is_forgotten():
         return {"m['x']": f"array of (2,) ({name})", "m['g']": f"torch.Generator at {place}"}
 
     observed, resumed = start(batch("a", "1"), batch("b", "2")), start(batch("c", "3"))
-    generator = "m['g'], a torch.Generator, is not as it was"
-    rows = "also other tensors, perhaps only since the rows are: m['x']"
+    generator = "m.g, a torch.Generator, is not as it was"
+    rows = "also not as it was, perhaps only as a result: m['x']"
     assert lines(replace(unknown, code="row-order"), observed, observed, resumed)[1] == (generator, rows)
-    order = "save m['g'].get_state() as it is before the first batch of the epoch; after a resume, pass it to "
-    order += "m['g'].set_state() before that epoch's loader is iterated, then skip the batches"
-    stream = "save m['g'].get_state() in each checkpoint; after a resume, pass it to m['g'].set_state() before"
+    order = "save m.g.get_state() as it is before the first batch of the epoch; after a resume, pass it to "
+    order += "m.g.set_state() before that epoch's loader is iterated, then skip the batches"
+    stream = "save m.g.get_state() in each checkpoint; after a resume, pass it to m.g.set_state() before"
     for code, names, advice, has in (
         ("row-order", (), order, True), ("random-streams", ("m['g']", "a.b"), stream, True),
         ("random-streams", ("torch",), stream, False), ("rows", (), order, False),
@@ -165,6 +167,21 @@ def test_only_what_training_changes_and_equal_starts_share_is_forgotten():
     )
     advice = diagnosis.with_forgotten(replace(unknown, code="row-order"), mine, mine, yours).advice
     assert advice.startswith("let gen be the generator of your DataLoader 2: save gen.get_state() as")
+
+    stream = "torch.Generator at "
+    mine, yours = (
+        start(*({"total": at, "__main__['g']": stream + at, "DataLoader.generator": f"{stream}2{at}"} for at in ats))
+        for ats in ("12", "3")
+    )
+    added = diagnosis.with_forgotten(replace(unknown, code="inputs"), mine, mine, yours)
+    sums = "also not as it was, perhaps only as a result: total"
+    assert (added.code, added.evidence) == ("inputs", ("g, a torch.Generator, is not as it was", sums))
+    assert added.advice.startswith("save g.get_state() in each checkpoint; after a resume, pass it to g.set_state()")
+    mine.of_harness = True
+    advice = diagnosis.with_forgotten(replace(unknown, code="inputs"), mine, mine, yours).advice
+    assert "row_seed(seed, epoch, row)" in advice
+    assert "save g.get_state() in state_dict of a hook" in advice
+
     resumed.processes[0].steps[0].inputs = observed.processes[0].steps[1].inputs
     assert len(lines(unknown, observed, observed, resumed)[1]) == 2, "with equal rows, a tensor is state"
 
@@ -175,8 +192,9 @@ def test_generators_of_loaders_and_in_local_variables_are_found():
     def train() -> dict[str, str]:
         noise, chance = np.random.default_rng(0), random.Random(0)
         loader, other = (DataLoader([0, 1], shuffle=True, generator=torch.Generator()) for _ in range(2))
+        ours = Loader(Arrays(np.zeros(1), np.zeros(1)), 0, torch.device("cpu"))._loader
         before = resume_scan.attributes([], [])
-        [*loader], [*other], [*other], noise.random(), chance.random()
+        [*loader], [*other], [*other], [*ours], noise.random(), chance.random()
         after = resume_scan.attributes([], [])
         return {name: text.partition(" at ")[0] for name, text in after.items() if text != before.get(name)}
 
@@ -185,6 +203,7 @@ def test_generators_of_loaders_and_in_local_variables_are_found():
     kinds = {"DataLoader.generator": "torch.Generator", "DataLoader 2.generator": "torch.Generator",
              "noise in train()": "numpy Generator", "chance in train()": "random.Random"}  # fmt: skip
     assert {name: found.get(name) for name in kinds} == kinds
+    assert not [name for name in found if "Watched" in name], "a loader of the harness"
 
 
 def test_a_result_of_the_step_is_no_state():

@@ -25,12 +25,13 @@ from typing import Any
 
 import resume_digest as digest
 import resume_draws
+import resume_rows
 import resume_saves
 import resume_scan
 import torch
 from torch import Tensor, nn
 
-_SAMPLES, _OPTIMIZERS_KEPT, _SEEN_POLL_S, _SEEN_LIMIT_S = 8, 4, 0.01, 120.0
+_SAMPLES, _OPTIMIZERS_KEPT, _BATCHES_KEPT, _SEEN_POLL_S, _SEEN_LIMIT_S = 8, 4, 64, 0.01, 120.0
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _recorders: list[Recorder] = []
 _compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
@@ -108,6 +109,7 @@ class Recorder:
         self._optimizers: list[weakref.ref[Any]] = []
         self._kept: deque[Any] = deque(maxlen=_OPTIMIZERS_KEPT)  # alive until the end, to be recorded then
         self._scalers: list[weakref.ref[Any]] = []
+        self._rows: deque[Any] = deque(maxlen=_BATCHES_KEPT)  # of the batches that loaders gave since the last step
         self._new_epoch: int | None = -1  # the batches of a loader whose pass has begun; -1: none
         self._exception: str | None = None
         self.looked_at: set[int] = set()  # optimizers with a step since the process began, or since the last checkpoint
@@ -126,6 +128,7 @@ class Recorder:
         _after(scaler, "__init__", lambda this, *_, **__: self._scalers.append(weakref.ref(this)))
         scaler.step = self._scaled(scaler.step)  # type: ignore[method-assign]
         _after(torch.utils.data.DataLoader, "__iter__", lambda this, *_, **__: self._loads(this))
+        resume_rows.watch(self._gives)
         if hasattr(nn.Module, "compile"):
             _after(nn.Module, "compile", lambda this, *_, **__: self._compiled(this))
         report = sys.excepthook
@@ -313,6 +316,11 @@ class Recorder:
         except (TypeError, NotImplementedError):
             self._new_epoch = None
 
+    @guarded
+    def _gives(self, index: Any) -> None:
+        if not self.only_places and (parts := digest.nested(index)[0]):  # none of a dataset without indices
+            self._rows.append(parts)
+
     # Steps
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -385,6 +393,7 @@ class Recorder:
             optimizer=index,
             skipped=skipped,
             calls=self._calls,
+            rows=[*self._rows],
             eval=self._evaluated if self._evaluated else None,
             evaluations=self.evaluations,
             weights=weights,
@@ -402,6 +411,7 @@ class Recorder:
         self.looked_at.add(index)
         self._last = bool(self.plan.get("until")) and digest.resolve(weights) == self.plan["until"]
         self._calls, self._evaluated = [], digest.Parts()
+        self._rows.clear()
 
     def _beside(self) -> dict[str, Any]:
         """Without times, with one digest of the evaluations, which become many, and with the hooks of the first rank

@@ -124,11 +124,14 @@ def _numbered(name: str, numbers: Counter[str]) -> str:
 
 
 def _local_generators() -> Iterator[tuple[str, Any]]:
-    """Yield the random generators of loaders, and those in local variables of the functions that train."""
+    """Yield the random generators of loaders, but for those of the harness, which restores the order of rows by itself;
+    and those in local variables of the functions that train."""
     loads = torch.utils.data.DataLoader, torch.utils.data.Sampler
     numbers: Counter[str] = Counter()
     for each in gc.get_objects():
-        if issubclass(type(each), loads) and (generator := vars(each).get("generator")) is not None:
+        if not issubclass(type(each), loads) or type(each).__module__.startswith("harness."):
+            continue
+        if (generator := vars(each).get("generator")) is not None:
             yield f"{_numbered(type(each).__name__, numbers)}.generator", generator
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:

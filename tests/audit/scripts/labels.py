@@ -212,6 +212,15 @@ SCRIPTS = (
         line="make_loader(epoch - first_epoch, args)",
     ),
     faulty(
+        "inputs_noise_not_saved",
+        "inputs",
+        "The inputs have noise of a generator that is in no checkpoint.",
+        "--output_dir",
+        "{out}",
+        resume=("--resume_from", "{latest}"),
+        line="generator=noise",
+    ),
+    faulty(
         "loss_scale_not_saved",
         "loss-scale",
         "The scaler starts with its first scale.",
