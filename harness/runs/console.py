@@ -18,6 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from harness.distributed.threads import thread
+from harness.errors import is_users
 from harness.runs import layout
 
 log = logging.getLogger("harness")
@@ -47,7 +48,7 @@ class _Line(logging.Formatter):
     """A message after the time of day. Errors, and lines of a list ("%14s: %s"), stand alone."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        text = super().format(record).rstrip()  # a warning ends with a line break
         if record.levelno >= logging.ERROR or str(record.msg).startswith("%14s"):
             return text
         return f"{self.formatTime(record, '%H:%M:%S')} {text}"
@@ -150,7 +151,8 @@ def _line(text: str) -> None:
 
 
 def to_file(folder: Path, rank: int) -> None:
-    """Log everything, including Python warnings, to ``folder/rank-N.log`` too."""
+    """Log everything, including Python warnings, to ``folder/rank-N.log`` too. Rank 0 also shows the warnings of the
+    user's own code, one for each line of it."""
     folder.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(folder / layout.rank_log(rank), encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -159,6 +161,20 @@ def to_file(folder: Path, rank: int) -> None:
     warnings = logging.getLogger("py.warnings")
     warnings.propagate = False
     warnings.handlers = [handler]
+    if rank == 0:
+        shown, process, known = _ProgressBarHandler(), os.getpid(), set[str]()
+
+        def is_new(record: logging.LogRecord) -> bool:
+            """Return True for the first warning of a line, FILE:LINE: KIND: TEXT, but not in a loader worker."""
+            place = record.getMessage().split(": ", 1)[0]
+            if os.getpid() != process or place in known or not is_users(place):
+                return False
+            known.add(place)
+            return True
+
+        shown.addFilter(is_new)
+        shown.setFormatter(_Line())
+        warnings.addHandler(shown)
 
 
 class ProgressBar:

@@ -14,6 +14,7 @@ import struct
 import sys
 import termios
 import time
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -291,6 +292,19 @@ def test_log_file_per_rank(log, tmp_path):
     console.to_file(tmp_path / "logs", 1)
     log.info("hello from rank 1")
     assert "INFO hello from rank 1" in (tmp_path / "logs" / "rank-1.log").read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_warnings_of_own_code_are_shown_once_for_each_line_by_rank_0(log, tmp_path, capsys, rank):
+    console.to_terminal(rank)
+    console.to_file(tmp_path / "logs", rank)
+    for file, line, text in [("mine.py", 3, "one"), ("mine.py", 3, "two"), (console.__file__, 3, "three"),
+                             ("mine.py", 7, "four")]:  # fmt: skip
+        warnings.showwarning(text, UserWarning, file, line)
+    assert re.findall(r"mine.py:\d: UserWarning: (\w+)", (tmp_path / "logs" / f"rank-{rank}.log").read_text()) == [
+        "one", "two", "four"]  # fmt: skip
+    shown = ["mine.py:3: UserWarning: one", "mine.py:7: UserWarning: four"] if rank == 0 else []
+    assert [line[9:] for line in capsys.readouterr().err.splitlines()] == shown
 
 
 def test_what_takes_long_shows_its_progress(log, tmp_path, monkeypatch):
