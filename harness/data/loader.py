@@ -6,6 +6,7 @@ resuming at a position needs no state of the workers.
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
 import itertools
@@ -423,9 +424,10 @@ class EvalData:
             yield self.ranks.start, None
 
     def first(self) -> Batch | None:
-        """Return the first batch of this process, read in it, on the device; None if it has no rows."""
+        """Return the first batch of this process, read in it, on the device; None if it has no rows. A file that the
+        dataset opens at its first use is not for loader workers, which are forked later: a copy of it reads."""
         rows = next(self._requests(self.ranks.start), None)
-        return None if rows is None else read(self.loader.dataset, rows, None).to(self.loader.device)
+        return None if rows is None else read(copy.copy(self.loader.dataset), rows, None).to(self.loader.device)
 
     def _requests(self, rank: int) -> Iterator[np.ndarray]:
         start, stop = bounds(self.num_rows, rank, self.world_size)

@@ -16,6 +16,7 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
@@ -24,12 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from harness.config import plugins
 from harness.config.schema import ModelSection, TaskSection
 from harness.config.targets import LabelledTask
 from harness.data.arrays import Arrays
 from harness.data.batch import Batch, Dataset, described, read
 from harness.data.seeds import row_seed, seeded_torch
-from harness.errors import ConfigError, OwnCodeError, TrainingError, place_of
+from harness.errors import ConfigError, OwnCodeError, TrainingError, place_of, plural
 from harness.training.evaluation.metrics import Columns, Pairs, Report, SingleLabel, Sums
 from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.prediction_files import RowFiles
@@ -372,6 +374,32 @@ def require_loss(task: OpenedTask, loss: object) -> None:
         return
     hint = "return the mean over the rows, one number, as torch's functions compute it from the outputs"
     raise wrong_return(task, "loss", found, hint)
+
+
+def doubt_of_sum(section: TaskSection, task: OpenedTask, outputs: Tensor, targets: Tensor) -> str:
+    """Return, in words, that the loss is twice as large for the same rows twice; empty if it is not. Draws from no
+    stream of the CPU."""
+    both = outputs, targets
+    if not all(isinstance(part, Tensor) and part.dim() and len(part) == len(outputs) for part in both):
+        return ""
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
+        few = [part[:4] for part in both]
+        loss, twice = (task.loss(*(torch.cat([part] * times) for part in few)).item() for times in (1, 2))
+        if loss and abs(twice / loss - 2) < 1e-3:
+            return (
+                f"{loss_place(section, task)}: loss() is {loss:.4g} for {plural(len(few[0]), 'row')} and {twice:.4g} "
+                "for the same rows twice, so it is a sum; return the mean over the rows, or the learning rate depends "
+                "on the size of the batch"
+            )
+    return ""
+
+
+def loss_place(section: TaskSection, task: OpenedTask) -> str:
+    """Return where the loss of ``task`` is defined: FILE:LINE of the user's own, or its name."""
+    name = getattr(section, "loss_name", "")
+    if "." in name:
+        return place_of(plugins.import_own("loss", name, "task.loss.name")) or name
+    return place_of(type(task), "loss") or f"the loss of the task {section.name}"
 
 
 def wrong_return(task: OpenedTask, method: str, found: str, hint: str) -> TrainingError:

@@ -85,12 +85,14 @@ class Line(BaseTask):
 
     def __init__(self, fault: str) -> None:
         x = np.linspace(-1, 1, 10, dtype=np.float64 if fault == "float64" else np.float32)[:, None]
-        self.fault = fault
+        self.fault, self.evaluations = fault, 0
         self.train = Arrays(x, 2 * x)
         if fault.startswith("tuples"):
             self.train = Tuples()
             if "fingerprint" in fault:
                 self.fingerprint = "of tuples"
+        if "own dataset" in fault:
+            self.train = Doubled(x)
         self.eval = {"no __len__": Unsized(), "no method": object()}.get(fault, self.train)
 
     def model(self, section):
@@ -111,7 +113,11 @@ class Line(BaseTask):
     def evaluate(self, outputs, targets):
         if self.fault == "draws":
             random.random(), np.random.normal(), torch.rand(1)
-        if self.fault == "raises" or (self.fault == "raises on rank 1" and os.environ["RANK"] == "1"):
+            self.evaluations += 1
+            assert self.evaluations <= 2  # of 10 rows, 6 at a time
+        if self.fault in ("raises", "raises, own dataset") or (
+            self.fault == "raises on rank 1" and os.environ["RANK"] == "1"
+        ):
             raise KeyError("height")
         if self.fault == "two outputs":
             outputs = outputs[1]
@@ -128,7 +134,8 @@ class Line(BaseTask):
 def configured(folder: Path, fault: str) -> str:
     tree = {
         "name": "line", "task": {"name": "tests.training.test_task", "fault": fault}, "output": str(folder / "runs"),
-        "data": {"num_workers": 0}, "model": {"name": "linear"}, "batch": {"global": 4, "eval_per_rank": 6},
+        "data": {"num_workers": 2 * ("own dataset" in fault)}, "model": {"name": "linear"},
+        "batch": {"global": 4, "eval_per_rank": 6},
         "optimizer": {"name": "sgd", "lr": 0.1}, "train": {"epochs": 1, "deterministic": False},
         "precision": {"opt_level": "O0"}, "runtime": {"device": "cpu"},
     }  # fmt: skip
@@ -207,9 +214,9 @@ def test_sums_that_depend_on_the_number_of_rows(tmp_path):
         train(tmp_path, "unsummed")
 
 
-@pytest.mark.parametrize("fault", ["a number", "numbers", "raises", "misspelled", "text"])
+@pytest.mark.parametrize("fault", ["a number", "numbers", "raises", "raises, own dataset", "misspelled", "text", "sum"])
 def test_faults_of_an_evaluation_are_found_before_the_first_step(tmp_path, monkeypatch, caplog, fault):
-    """Those of report(), which may need more rows than a batch has, only as a warning."""
+    """Those of report(), which may need more rows than a batch has, and a loss that is a sum only as a warning."""
 
     class FirstStep(Exception):
         pass
@@ -219,8 +226,10 @@ def test_faults_of_an_evaluation_are_found_before_the_first_step(tmp_path, monke
 
     monkeypatch.setattr(loop, "epoch", epoch)
     is_of_report = fault in ("misspelled", "text")
-    with pytest.raises(FirstStep if is_of_report else KeyError if fault == "raises" else OwnCodeError):
+    trains = is_of_report or fault == "sum"
+    with pytest.raises(FirstStep if trains else KeyError if fault.startswith("raises") else OwnCodeError):
         train(tmp_path, fault)
+    assert ("for the same rows twice, so it is a sum" in caplog.text) == (fault == "sum")
     assert ("report() of the task fails on the first validation batch" in caplog.text) == is_of_report
 
 

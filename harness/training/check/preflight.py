@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.config import constraints, loader, plugins
+from harness.config import constraints, loader
 from harness.config.places import is_url
 from harness.config.schema import Config
 from harness.data.batch import Batch, Dataset, read
@@ -44,7 +44,14 @@ from harness.training.evaluation.metrics import Sums
 from harness.training.models import lora, recompute, weights
 from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
 from harness.training.strategies.base import strategy_class
-from harness.training.task import OpenedTask, SupportsPredictions, SupportsSample, require_loss
+from harness.training.task import (
+    OpenedTask,
+    SupportsPredictions,
+    SupportsSample,
+    doubt_of_sum,
+    loss_place,
+    require_loss,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -254,31 +261,10 @@ class _Trial:
                 text = str(each.message)
                 if "different to the input size" in text:
                     place = f"{os.path.relpath(each.filename)}:{each.lineno}" if is_users(each.filename) else ""
-                    place = place or self._loss_place()
+                    place = place or loss_place(self.config.task, self.task)
                     self.doubts.setdefault(place, f"{place}: {' '.join(text.split())}")
                 else:
                     warnings.showwarning(each.message, each.category, each.filename, each.lineno)
-
-    def _loss_place(self) -> str:
-        name = getattr(self.config.task, "loss_name", "")
-        if "." in name:
-            return place_of(plugins.import_own("loss", name, "task.loss.name")) or name
-        return place_of(type(self.task), "loss") or f"the loss of the task {self.config.task.name}"
-
-    def look_for_a_sum(self, outputs: Tensor, targets: Tensor, loss: float) -> None:
-        """Add to ``doubts`` a loss that is twice as large for the same rows twice. Draws from no random stream of the
-        trial."""
-        both = outputs, targets
-        if not all(isinstance(part, Tensor) and part.dim() and len(part) == len(outputs) for part in both):
-            return
-        with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
-            twice = self.task.loss(*(torch.cat([part, part]) for part in both)).item()
-            if loss and abs(twice / loss - 2) < 1e-3:
-                self.doubts["sum"] = (
-                    f"{self._loss_place()}: loss() is {loss:.4g} for {plural(len(outputs), 'row')} and {twice:.4g} for "
-                    "the same rows twice, so it is a sum; return the mean over the rows, or the learning rate depends "
-                    "on the size of the batch"
-                )
 
     def _duration(self, left_s: float) -> str:
         """Return the time of all steps in words, at the pace of further steps: the first one is slower, because it is
@@ -404,7 +390,8 @@ def _train(run: _Trial, audit: Audit) -> str:
         with _stage(f"the optimizer {run.config.optimizer.name}", "training"):
             run.optimizer.step()
     run.step_s = time.monotonic() - start
-    run.look_for_a_sum(outputs, batch.targets, loss.item())
+    if doubt := doubt_of_sum(run.config.task, run.task, outputs, batch.targets):
+        run.doubts["sum"] = doubt
     return f"{plural(len(batch), 'training row')} through prepare, model, loss {loss.item():.4g}, backward, optimizer"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 
 from harness.config.schema import Config
-from harness.data.arrays import Arrays
 from harness.data.batch import Dataset, described
 from harness.data.loader import StoppedWaiting
 from harness.errors import DataError, HarnessError, users_line
@@ -22,7 +22,7 @@ from harness.training import rng
 from harness.training.evaluation.metrics import Pairs, Report, Rows, Sums, is_number, reduced
 from harness.training.run import Run
 from harness.training.run_log import unreadable
-from harness.training.task import OpenedTask, wrong_return
+from harness.training.task import OpenedTask, doubt_of_sum, wrong_return
 
 log = logging.getLogger("harness")
 
@@ -85,25 +85,26 @@ def _whole_report(run: Run, sums: list[Sums], rows: int, bad: list[int], start: 
 
 
 def try_evaluation(run: Run) -> None:
-    """Try a task of the user's own on the first validation batch of each rank: without this, a fault ends the run
-    after its first epoch. Random streams and buffers are as before. Collective.
+    """Try a task or a loss of the user's own on the first validation batch of each rank: without this, a fault ends the
+    run after its first epoch, and a loss that is a sum trains. Random streams, buffers, and the attributes of the task
+    are as before. Collective.
 
-    Left out where it is not cheap (a compiled model), where all ranks must take part (sharded weights), and where it
-    may open files that loader workers, which are forked later, must open for themselves. ``report`` may need more rows
-    than those of a batch, so its faults are only warned of.
+    Left out in a resume, where it is not cheap (a compiled model), and where all ranks must take part (sharded
+    weights). ``report`` may need more rows than those of a batch, so its faults are only warned of.
     """
-    config, task = run.config, run.task
-    is_read_here = config.data.num_workers == 0 or isinstance(task.eval, Arrays)
-    is_own = "." in config.task.name
-    if not is_own or not is_read_here or run.state.evaluated or run.parallel.sharded or config.model.compile:
+    config, task = run.config, copy.copy(run.task)
+    is_own = "." in config.task.name or "." in getattr(config.task, "loss_name", "")
+    if not is_own or run.state.step or run.parallel.sharded or config.model.compile:
         return
     with run.runtime.together("trying an evaluation"), _without_a_trace(run), torch.no_grad():
         with run.runtime.limited("reading a batch of the dataset"):
             batch = run.eval_data.first()
         if batch is None or not len(batch):
             return
-        sums = Sums()
-        add_pairs(sums, task, run.parallel.eval_model.eval()(prepare(run, batch.inputs)), batch.targets)
+        sums, outputs = Sums(), run.parallel.eval_model.eval()(prepare(run, batch.inputs))
+        add_pairs(sums, task, outputs, batch.targets)
+        if doubt := doubt_of_sum(config.task, task, outputs, batch.targets):
+            log.warning("%s", doubt)
         try:
             numbers(task, sums.on_cpu(), config.task.metrics)
         except Exception as error:
