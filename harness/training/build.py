@@ -39,7 +39,7 @@ from harness.training.optimizer import on_gradients, optim, precision, trained_p
 from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.on_gradients import OnGradients
 from harness.training.progress import State
-from harness.training.run import Run
+from harness.training.run import Run, ThisStart
 from harness.training.strategies import sharding
 from harness.training.strategies.base import ParallelStrategy, strategy_class
 from harness.training.task import OpenedTask, SupportsFileCheck, SupportsFileCopies, SupportsLook, open_data
@@ -78,12 +78,13 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         opened.callback(writer.close)
         run = Run(
             config=config, runtime=runtime, folder=folder, stop=stop, task=task, sizes=size,
-            train_data=train_data, eval_data=eval_data, parallel=parallel, start_weights=start_weights,
-            optimizer=optimizer, ema=ema, gradient_hook=gradient_hook, writer=writer, tracker=tracker,
+            train_data=train_data, eval_data=eval_data, parallel=parallel, optimizer=optimizer,
+            ema=ema, gradient_hook=gradient_hook, writer=writer, tracker=tracker,
             health=Health(config, runtime, parallel.precision, parallel.module, ema, optimizer, folder.where),
             progress=ProgressBar(runtime.rank, size.total_steps), state=State(),
             meter=Meter(runtime.device, len(ranks.own)), hooks=own_hooks,
-            coverage=Coverage(len(task.train), config.seed), started=time.perf_counter(), num_threads=num_threads,
+            coverage=Coverage(len(task.train), config.seed),
+            this_start=ThisStart(time.perf_counter(), num_threads, start_weights),
         )  # fmt: skip
         resuming.resume(run)
         if not run.state.evaluated and isinstance(task, SupportsLook):

@@ -62,8 +62,8 @@ def _record_start(run: Run, start: dict[str, Any]) -> None:
         "gradient_bytes": sum(param.nbytes for param in run.module.parameters() if param.requires_grad),
         "layers": sum(not any(module.children()) for module in run.module.modules()),
     }
-    if run.start_weights:
-        start["weights"] = run.start_weights
+    if run.this_start.weights:
+        start["weights"] = run.this_start.weights
     for warning in [*run.folder.repair(run.finished()), *run.folder.add_start(start)]:
         log.warning("%s", warning)
     for place in trained_run.kept_places(config):
@@ -81,7 +81,7 @@ def _log_nothing_left(run: Run) -> None:
     longer = f"to train longer, type {' and '.join(reached)}; for a new run, type name=NAME"
     if why := run.ended_early():
         longer = f"it ended early: {why}; for a new run, type name=NAME"
-    what = "do" if run.done_at == state.step else "train"
+    what = "do" if run.this_start.done_at == state.step else "train"
     log.info("nothing left to %s: step %d was the last; %s", what, state.step, longer)
 
 

@@ -205,7 +205,7 @@ def end_window(run: Run) -> None:
 def close_window(run: Run) -> None:
     """Count and check what was measured since the last log line, and write the next. Collective."""
     state = run.state
-    run.num_threads = determinism.warn_of_threads(run.num_threads, run.runtime.device)
+    run.this_start.num_threads = determinism.warn_of_threads(run.this_start.num_threads, run.runtime.device)
     run.meter.tick()
     start = time.perf_counter()
     seen = run.meter.reduce(run.ranks)

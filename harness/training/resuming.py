@@ -9,7 +9,7 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -28,35 +28,44 @@ from harness.training.task import SupportsPredictions
 log = logging.getLogger("harness")
 
 
+class LogBefore(NamedTuple):
+    """The part of metrics.jsonl that was written before the restored checkpoint."""
+
+    num_bytes: int = 0
+    sha256: str = ""
+
+
 def resume(run: Run) -> None:
     """Restore the newest checkpoint of this run, or else the one that checkpoint.resume names; else start at zero.
     Collective."""
     path, is_own = checkpoint_to_resume(run)
     first = run.runtime.from_first(path and checkpoint.digest(path))
 
-    def work() -> None:
-        if path is not None:
-            if checkpoint.digest(path) != first:
-                raise CheckpointError(
-                    f"rank {run.runtime.rank} cannot find the checkpoint that rank 0 resumes from",
-                    where=str(path),
-                    hint="copy rank 0's run folder to this machine, or set output to a shared disk or a URL",
-                )
-            restore(run, path, is_own)
-            if is_own and run.runtime.rank == 0 and run.checkpoints.named(layout.LATEST) == path.name:
-                run.checkpoints.sweep()  # a kill may have come after the checkpoint, before the removal of older ones
+    def work() -> LogBefore:
+        if path is None:
+            return LogBefore()
+        if checkpoint.digest(path) != first:
+            raise CheckpointError(
+                f"rank {run.runtime.rank} cannot find the checkpoint that rank 0 resumes from",
+                where=str(path),
+                hint="copy rank 0's run folder to this machine, or set output to a shared disk or a URL",
+            )
+        before = restore(run, path, is_own)
+        if is_own and run.runtime.rank == 0 and run.checkpoints.named(layout.LATEST) == path.name:
+            run.checkpoints.sweep()  # a kill may have come after the checkpoint, before the removal of older ones
+        return before
 
     def rewind() -> None:
-        if run.done_at == run.state.step:
+        if run.this_start.done_at == run.state.step:
             run.tracker.rewind(run.tracker.offset())
         elif is_own:  # later lines of metrics.jsonl will be written again
-            run.tracker.rewind(run.log_offset, run.log_digest, run.state.history)
+            run.tracker.rewind(log_before.num_bytes, log_before.sha256, run.state.history)
         else:
             run.tracker.rewind(0)
 
-    run.runtime.patiently("restoring", work)
+    log_before = run.runtime.patiently("restoring", work)
     if is_own:
-        _keep_results(run)
+        _keep_results(run, log_before)
     run.runtime.patiently("opening the log", rewind)
     if path is not None and is_own:
         run.writer.complete = run.state.step
@@ -67,13 +76,13 @@ def resume(run: Run) -> None:
         run.writer.wait()
 
 
-def _keep_results(run: Run) -> None:
-    """Set ``run.done_at`` if an earlier start has finished the run: its last evaluation, which comes after the
+def _keep_results(run: Run, log_before: LogBefore) -> None:
+    """Set ``this_start.done_at`` if an earlier start has finished the run: its last evaluation, which comes after the
     checkpoint, then is in its summary. Collective."""
     before, runtime = run.state, run.runtime
 
     def work() -> dict[str, Any]:
-        if runtime.rank or not run.tracker.goes_on(run.log_offset, run.log_digest):
+        if runtime.rank or not run.tracker.goes_on(*log_before):
             return {}
         return run.folder.results(before.step, isinstance(run.task, SupportsPredictions))
 
@@ -84,7 +93,7 @@ def _keep_results(run: Run) -> None:
     later = sum(entry["step"] > step for entry in history)
     last = replace(before, evaluated=before.step, history=history, best=best, best_step=step, since_best=later)
     if is_over(run.config, last):  # otherwise it is to train longer
-        run.state, run.done_at = last, before.step
+        run.state, run.this_start.done_at = last, before.step
 
 
 def checkpoint_to_resume(run: Run) -> tuple[Path | None, bool]:
@@ -102,8 +111,9 @@ def checkpoint_to_resume(run: Run) -> tuple[Path | None, bool]:
     return runtime.patiently("fetching the checkpoint to resume from", lambda: remote.borrow(run.config)), False
 
 
-def restore(run: Run, path: Path, is_own: bool = True) -> None:
-    """Restore ``run`` from the checkpoint at ``path``. One of another run (``is_own`` false) brings no settings.
+def restore(run: Run, path: Path, is_own: bool = True) -> LogBefore:
+    """Restore ``run`` from the checkpoint at ``path``; return the log that it belongs to.
+    One of another run (``is_own`` false) brings no settings.
 
     At the same world size, it continues bit for bit like an uninterrupted run. At another world size, the position in
     the data, the weights and the optimizer are exact, and no row of the epoch is lost or repeated; random streams
@@ -136,9 +146,10 @@ def restore(run: Run, path: Path, is_own: bool = True) -> None:
     run.hooks.load_state_dict(content["hooks"])
     run.state = state
     _restore_ranks(run, content)
-    run.saved_step, run.log_offset, run.log_digest = state.step, content["log_offset"], content["log_sha256"]
-    run.started = time.perf_counter() - run.state.wall_s
+    run.saved_step = state.step
+    run.this_start.zero_s = time.perf_counter() - run.state.wall_s
     log.info("resumed from %s: epoch %d, step %d", path, run.state.epoch + 1, run.state.step)
+    return LogBefore(content["log_offset"], content["log_sha256"])
 
 
 def _check_fit(run: Run, content: Content, path: Path) -> None:

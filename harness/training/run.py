@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -34,7 +33,21 @@ from harness.training.progress import State, is_over, why_ended_early
 from harness.training.strategies.base import ParallelStrategy
 from harness.training.task import OpenedTask
 
-log = logging.getLogger("harness")
+
+@dataclass
+class ThisStart:
+    """What belongs to one start of a run, and is in no checkpoint."""
+
+    zero_s: float
+    """``time.perf_counter()`` at which state.wall_s was zero."""
+    num_threads: int
+    """Threads of torch, before the task's code ran."""
+    weights: dict[str, object]
+    """What it loaded: source, hash."""
+    done_at: int = -1
+    """The step at which an earlier start finished, if its results are all there; -1: there is something to do."""
+    compiled: set[str] = field(default_factory=set)
+    """The stages that it has passed."""
 
 
 @dataclass
@@ -61,33 +74,19 @@ class Run:
     state: State
     meter: Meter
     hooks: Hooks
+    this_start: ThisStart
     coverage: Coverage
     """The rows of this epoch's steps so far."""
     first_look: FirstLook | None = None
     """None after the first evaluation."""
     saved_step: int = -1
     """The step of the newest checkpoint, complete or on its way; -1: none."""
-    done_at: int = -1
-    """The step at which an earlier start finished, if its results are all there; -1: there is something to do."""
-    log_offset: int = 0
-    """Bytes of metrics.jsonl that were written before the restored checkpoint."""
-    log_digest: str = ""
-    """The SHA-256 of these bytes."""
-    started: float = 0.0
-    """``time.perf_counter()`` at which state.wall_s was zero."""
-    start_weights: dict[str, object] = field(default_factory=dict)
-    """What this start loaded: source, hash."""
     unsettled: tuple[Used, bool | Reading] | None = None
     """The last step, until it is counted, and whether it was skipped."""
     lr: float = 0.0
     """The learning rate of the last step, for the parameters without a group of their own."""
     loss_text: str = ""
     """The loss in the last log line: the mean over its rows, and its steps; empty if it is not finite."""
-    num_threads: int = field(default_factory=torch.get_num_threads)
-    """Threads of torch, before the task's code ran."""
-
-    _compiled: set[str] = field(default_factory=set)
-    """The stages that this start has passed."""
 
     @property
     def ranks(self) -> LogicalRanks:
@@ -111,7 +110,7 @@ class Run:
         return self.parallel.module
 
     def wall_s(self) -> float:
-        return time.perf_counter() - self.started
+        return time.perf_counter() - self.this_start.zero_s
 
     @property
     def step(self) -> int:
@@ -163,9 +162,9 @@ class Run:
     def compiling(self, stage: str) -> AbstractContextManager[None]:
         """Context for a ``stage`` that compiles the model at its first time, on some ranks for longer than on others.
         Every rank enters it."""
-        if not self.config.model.compile or stage in self._compiled:
+        if not self.config.model.compile or stage in self.this_start.compiled:
             return nullcontext()
-        self._compiled.add(stage)
+        self.this_start.compiled.add(stage)
         return self.runtime.announced(f"compiling {stage}")
 
     def end_look(self) -> None:

@@ -176,7 +176,7 @@ def test_weights_are_checked_without_a_loss(start, level):
 
 def test_a_changed_number_of_threads_is_noticed_once(start, caplog):
     run = start("", 1)
-    run.num_threads += 1  # as if the task had lowered it
+    run.this_start.num_threads += 1  # as if the task had lowered it
     assert loop.train(run)
     assert caplog.text.count("the number of torch's threads has changed") == 1
 

@@ -146,7 +146,7 @@ def test_a_new_run_has_only_its_own_evaluations(started):
 
 def test_the_time_of_earlier_starts_counts(started):
     run = started("first", "train.max_steps=3")
-    run.started -= 3600
+    run.this_start.zero_s -= 3600
     trained(run)
     assert started("first", "train.max_steps=3").wall_s() > 3600
 

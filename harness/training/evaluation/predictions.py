@@ -244,7 +244,8 @@ def write_for_run(run: Run) -> bool:
     Trackers get some rows. Returns False if the ranks agreed to stop; the same command then resumes here. The
     model has the best weights afterwards. Collective.
     """
-    if not isinstance(run.task, SupportsPredictions) or run.state.best is None or run.done_at == run.state.step:
+    was_done = run.this_start.done_at == run.state.step
+    if not isinstance(run.task, SupportsPredictions) or run.state.best is None or was_done:
         return True
     weights = best_weights(run.runtime, run.folder.weights)
     run.module.load_state_dict(sharding.model_parts(run.module, weights))
