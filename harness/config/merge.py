@@ -6,6 +6,7 @@ OmegaConf parses, merges and interpolates.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,9 @@ def overridden(tree: Any, override: str, origin: str = COMMAND_LINE) -> tuple[An
     key, separator, value = override.partition("=")
     if not separator or not key or key.startswith("-"):
         raise ConfigError(f"{override!r} is not an override", where=COMMAND_LINE, hint=_EXAMPLE)
+    if key.startswith("+"):  # as in Hydra
+        hint = f"type {shlex.quote(override.lstrip('+'))}"
+        raise ConfigError(f'{override!r}: a key needs no "+" here, also a new one', where=COMMAND_LINE, hint=hint)
     if value.isspace() or (value[:1] not in tuple("\"'[{") and re.search(r"(^|\s)#", value)):
         found = "is blank" if value.isspace() else "has a #, which starts a comment in YAML"
         raise ConfigError(f"{override!r}: the value {found}", where=origin, hint=f"quote it: '{key}=\"{value}\"'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from harness.config import loader
+from harness.config.places import HUB
 from harness.config.schema import Config
 from harness.data.loader import EvalData, Loader, TrainData
 from harness.data.seeds import INITIAL_WEIGHTS, TRAINING
@@ -21,6 +23,7 @@ from harness.data.shards import bounds
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import first_line
+from harness.runs import checkpoint
 from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
@@ -34,7 +37,7 @@ from harness.training.first_look import FirstLook
 from harness.training.health import Health
 from harness.training.logical_ranks import LogicalRanks
 from harness.training.meter import Meter
-from harness.training.models import recompute
+from harness.training.models import model_builder, recompute
 from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
 from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.on_gradients import OnGradients
@@ -58,9 +61,12 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         torch.set_num_threads(config.launch.threads)
     num_threads = torch.get_num_threads()
     with ExitStack() as opened:
-        with runtime.together("making the hooks"):  # first: an error in them is seen before the data is read
+        with runtime.together("finding the parts"):  # first: an error in them is seen before the data is read
             rng.seed_all(INITIAL_WEIGHTS, config.seed)  # for what their constructors draw
             own_hooks = hooks.build(config.hooks)
+            resumes = bool(config.checkpoint.named or checkpoint.steps(folder.checkpoints.folder))
+            for find in names(config, weights=runtime.rank == 0 and not resumes):
+                find()
         task = open_task(config, runtime)
         for note in task.notes:
             log.warning("%s", note)
@@ -92,6 +98,24 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
             run.first_look = FirstLook(task, range(shares[0][0], shares[-1][1]))
         opened.pop_all()
     return run
+
+
+def names(config: Config, weights: bool = True) -> Iterator[Callable[[], object]]:
+    """Yield what raises ConfigError for the name of an optimizer, a model or its ``weights`` that needs no data to be
+    refused."""
+    yield partial(optim.find, config.optimizer.name)
+
+    def of_model() -> bool:
+        name, chosen = config.model.name, config.model.start_weights
+        if "." not in config.task.name and not name.startswith(HUB):  # the user's own task may have models of its own
+            model_builder.find(name)
+        if weights and chosen is not None and not name.startswith(HUB):
+            from harness.training.models import weights as files  # late: few runs need it
+
+            files.located(str(chosen), name)
+        return True
+
+    yield of_model
 
 
 def divide(config: Config, task: OpenedTask, runtime: Runtime) -> tuple[LogicalRanks, Sizes]:
@@ -203,9 +227,9 @@ def open_loaders(
     return train_data, EvalData(loaders[1], ranks.own, ranks.num, size.eval_batch, ranks.most)
 
 
-def open_task(config: Config, runtime: Runtime, files_s: float = FILES_S) -> OpenedTask:
-    """Open the task's data, look ``files_s`` seconds for missing files, and check that the data is the same on every
-    rank. Collective."""
+def open_task(config: Config, runtime: Runtime, files_s: float | None = FILES_S) -> OpenedTask:
+    """Open the task's data, look ``files_s`` seconds for missing files (None: not at all), and check that the data is
+    the same on every rank. Collective."""
     opened = runtime.patiently("opening the data", lambda: _opened(config, runtime.rank, runtime.world_size, files_s))
     runtime.all_equal(
         opened.fingerprint,
@@ -235,6 +259,8 @@ def rehearse(config: Config, world_size: int) -> None:
     could not start on ``world_size`` ranks."""
     strategy_class(config.parallel).check_world(config.parallel, world_size)
     hooks.build(config.hooks)
+    for find in names(config):
+        find()
     task = _opened(config)
     size = sizes(config, len(task.train), config.parallel.num_ranks(world_size))
     model = build_model(config, task)
@@ -244,9 +270,9 @@ def rehearse(config: Config, world_size: int) -> None:
     require_mixable(config, task)
 
 
-def _opened(config: Config, rank: int = 0, world_size: int = 1, files_s: float = FILES_S) -> OpenedTask:
+def _opened(config: Config, rank: int = 0, world_size: int = 1, files_s: float | None = FILES_S) -> OpenedTask:
     opened = open_data(config.task, config.seed, Path(config.data.cache_dir) if config.data.cache_dir else None)
-    if isinstance(opened, SupportsFileCheck):
+    if files_s is not None and isinstance(opened, SupportsFileCheck):
         opened.require_files(rank, world_size, files_s)
     return opened
 

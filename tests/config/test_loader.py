@@ -209,6 +209,12 @@ def test_extends_without_a_file(tmp_path, base):
     assert "extends takes a file or a list of files" in message or "cannot read the configuration" in message
 
 
+@pytest.mark.parametrize("override", ["+train.epochs=3", "++train.epochs=3"])
+def test_a_plus_before_a_key_is_not_needed(tmp_path, override):
+    message = refused(tmp_path, GOOD, override)
+    assert message == f'command line: {override!r}: a key needs no "+" here, also a new one\n  -> type train.epochs=3'
+
+
 @pytest.mark.parametrize("override", ["epochs", "=3", "--epochs=3", "", "-x"])
 def test_override_without_key_or_value(tmp_path, override):
     message = refused(tmp_path, GOOD, override)

@@ -11,11 +11,16 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 from torchvision.io import write_png
 
+from harness.config import loader
 from harness.data import loader_workers
 from harness.distributed import machine
+from harness.distributed.runtime import Runtime
+from harness.distributed.stop import Stop
 from harness.errors import EXIT_OWN_CODE, ConfigError, DataError, TrainingError
 from harness.tasks.image_csv.task import ImageCsv
+from harness.training import build
 from harness.training.check import preflight
+from harness.training.main import run_folder
 from tests.fixtures import settings, write_rows, write_yaml
 
 
@@ -386,6 +391,7 @@ def test_errors_of_data_do_not_hide_other_errors(folder):
     (folder / "images").mkdir()
     _, problems = examine(folder, "task.label_column=kind", f"task.root={folder}/imagse", optimizer={"name": "adamm"})
     messages = [str(problem).removeprefix(f"{folder}/") for problem in problems]
+    assert "unknown optimizer 'adamm'" in messages.pop(0)
     assert messages[0].startswith(
         "train.csv: no column 'kind'; the columns are 'path', 'label'\n  -> set task.label_column"
     )
@@ -393,8 +399,26 @@ def test_errors_of_data_do_not_hide_other_errors(folder):
     assert messages[2].startswith(
         f"command line: task.root: the folder {folder}/imagse does not exist\n  -> did you mean {folder}/images? "
     )
-    assert "unknown optimizer 'adamm'" in messages[3]
-    assert len(messages) == 4
+    assert len(messages) == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [("optimizer.name=adamm", "adam"), ("model.name=small_cnm", "small_cnn"), ("model.weights=DEFALT", "file")],
+)
+def test_wrong_names_are_refused_before_images_are_decoded(folder, monkeypatch, setting, hint):
+    def decode(*_):
+        raise AssertionError("an image was decoded")
+
+    monkeypatch.setattr(ImageCsv, "require_files", decode)
+    monkeypatch.setattr(build.determinism, "require", lambda *_: None)
+    facts, (problem,) = examine(folder, setting)
+    assert facts == {}
+    assert problem.where == f"command line: {setting.partition('=')[0]}"
+    assert hint in problem.hint
+    config = loader.load(str(folder / "x.yaml"), [setting])
+    with pytest.raises(ConfigError, match="unknown|no published"):
+        build.build(config, Runtime(), run_folder(config), Stop(Runtime()))
 
 
 def test_errors_that_only_building_finds_name_the_line_of_the_setting(folder):

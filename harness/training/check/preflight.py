@@ -108,12 +108,17 @@ class _Examination:
         name = config.train.on_gradients
         has_function = name is None or attempt(on_gradients.find, name) is not None
         own_hooks = attempt(hooks.build, config.hooks)
-        task = self._open_task()
+        wrong_names = sum(attempt(find) is None for find in build.names(config)) > 0
+        task = self._open_task(look_at_files=not wrong_names)
         size = (
             attempt(division.sizes, config, len(task.train), config.parallel.num_ranks(self.world_size))
             if task
             else None
         )
+        if wrong_names:
+            self.facts = {}  # a plan would hide the errors
+            attempt(lambda: strategy_class(config.parallel).check_world(config.parallel, self.world_size))
+            return
         model = attempt(build.build_model, config, task) if task else None
         untried = ["a training step and an evaluation (because of the errors)"]
         if model is not None and task is not None:
@@ -134,8 +139,8 @@ class _Examination:
         attempt(lambda: strategy_class(config.parallel).check_world(config.parallel, self.world_size))
         self.facts |= {"not tried": "; ".join(untried)} if untried else {}
 
-    def _open_task(self) -> OpenedTask | None:
-        task = self.attempt(build.open_task, self.config, Runtime(), self.limit_s)
+    def _open_task(self, look_at_files: bool) -> OpenedTask | None:
+        task = self.attempt(build.open_task, self.config, Runtime(), self.limit_s if look_at_files else None)
         if task is None:  # it stops at the first error of the data
             known = set(map(str, self.errors))
             problems = self.attempt(lambda: [*self.config.task.problems()]) or []

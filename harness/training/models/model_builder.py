@@ -39,7 +39,7 @@ def build(
     return ``outputs`` numbers for each row, if the task gives that number; without it, a model may return anything.
     ``task``: its section, of whose settings a hint names those that change the example.
     """
-    make, library = _find(name)
+    make, library = find(name)
     accepted = inspect.signature(make).parameters
     defaults = {key: value for key, value in known.items() if key in accepted}
     if library == "torchvision":  # its builders take **kwargs, and all of its models want 3 channels
@@ -177,8 +177,8 @@ def _remedy(model: nn.Module, example: Tensor, name: str, task: object) -> str:
     return f"{first}check {', '.join(['model.args', *settings[:-1]])} and {settings[-1]}"
 
 
-def _find(name: str) -> tuple[Callable[..., nn.Module], str]:
-    """Return (the class or function that makes the model, the library if it is of one)."""
+def find(name: str) -> tuple[Callable[..., nn.Module], str]:
+    """Return (the class or function that makes the model, the library if it is of one). Raises ConfigError."""
     if name.startswith(HUB):
         from harness.training.models import huggingface  # late: few runs need it
 

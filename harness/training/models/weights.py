@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -130,15 +131,20 @@ def _found(section: ModelSection, model: nn.Module) -> tuple[WeightsFile, Mappin
 
 def find(weights: str, model: str) -> WeightsFile:
     """Return the file of ``weights``, downloaded if necessary. Raises ConfigError."""
+    return located(weights, model)()
+
+
+def located(weights: str, model: str) -> Callable[[], WeightsFile]:
+    """Return what gets the file of ``weights``. Raises ConfigError for a name that needs no download to be refused."""
     if weights.startswith(HUB):
-        return WeightsFile(weights, hub.weights(weights, _KEY))
+        return lambda: WeightsFile(weights, hub.weights(weights, _KEY))
     if is_url(weights):
-        return WeightsFile(weights, _downloaded(weights, Path(urlsplit(weights).path).name))
+        return lambda: WeightsFile(weights, _downloaded(weights, Path(urlsplit(weights).path).name))
     path = expanded(weights)
     if path.is_dir():
         path /= layout.WEIGHTS
     if path.is_file():
-        return WeightsFile(weights, path, _of_run(path.parent) if path.name == layout.WEIGHTS else None)
+        return lambda: WeightsFile(weights, path, _of_run(path.parent) if path.name == layout.WEIGHTS else None)
     if path.suffix in _FILES or "/" in weights:
         hint = did_you_mean(path) or (
             "give a weights file, a run folder, a URL, or DEFAULT for a model's published weights"
@@ -155,10 +161,10 @@ def _of_run(folder: Path) -> tuple[Any, Any] | None:
     return (task["mean"], task["std"]) if all(isinstance(task[key], list | None) for key in ("mean", "std")) else None
 
 
-def _published(weights: str, model: str) -> WeightsFile:
-    """Return the weights that the library of ``model`` publishes. Raises ConfigError."""
+def _published(weights: str, model: str) -> Callable[[], WeightsFile]:
+    """Return what gets the weights that the library of ``model`` publishes. Raises ConfigError."""
     if model.startswith(TIMM):
-        return _of_timm(weights, model)
+        return partial(_of_timm, weights, model)
     from torchvision import models  # late: its import takes long
 
     if model not in models.list_models():
@@ -177,7 +183,7 @@ def _published(weights: str, model: str) -> WeightsFile:
     digest = Path(file).stem.rpartition("-")[2]  # the first digits of the SHA-256, by torchvision's rule
     transforms = chosen.transforms()
     statistics = (transforms.mean, transforms.std) if hasattr(transforms, "mean") else None
-    return WeightsFile(f"{model} {chosen.name} ({file})", _downloaded(chosen.url, file, digest), statistics)
+    return lambda: WeightsFile(f"{model} {chosen.name} ({file})", _downloaded(chosen.url, file, digest), statistics)
 
 
 def _of_timm(weights: str, model: str) -> WeightsFile:

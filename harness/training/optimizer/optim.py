@@ -36,7 +36,7 @@ def build(
     section: OptimizerSection, params: Iterable[nn.Parameter] | list[dict[str, Any]], lr: float
 ) -> torch.optim.Optimizer:
     """Return the optimizer of ``section`` over ``params``, parameters or groups of them. Raises ConfigError."""
-    make = _find(section.name)
+    make = find(section.name)
     given: dict[str, Any] = {"lr": lr, **section.args}
     for key in ("momentum", "weight_decay"):
         if (value := getattr(section, key)) is not None:
@@ -132,7 +132,8 @@ def _can_be_fused(section: OptimizerSection, params: Sequence[Any]) -> bool:
     return section.name in _FUSED and fits and not chosen
 
 
-def _find(name: str) -> Any:
+def find(name: str) -> Any:
+    """Return the class or function that makes the optimizer ``name``. Raises ConfigError."""
     if "." in name:
         found = plugins.import_own("optimizer", name, "optimizer.name")
         if not plugins.makes(found, torch.optim.Optimizer):
