@@ -43,9 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     if launch.alone:  # errors come before the import of torch, unless other ranks must be told
         folder = fetched.local_copy(arguments.folder)
         trained_run.configuration(folder, arguments.overrides, arguments.trust)
-        _require_free(arguments.out)
         if not is_url(arguments.csv):
             locate(arguments.csv)
+        _require_free(arguments.out)
     else:
         from harness.distributed.meeting import telling_peers
 

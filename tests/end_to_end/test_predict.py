@@ -229,6 +229,7 @@ def test_killed_predict_leaves_no_process_and_no_file(trained, tmp_path):
             2,
             "predictions.csv: this file already exists\n  -> --out predictions.csv replaces it",
         ),
+        (["RUN", "--csv", "missing.csv"], 65, "missing.csv: no such annotation file"),
         (["nope", "--csv", "CSV"], 2, "nope: there is no such folder"),
         (["RUN", "--csv", "CSV", "--out", "x.csv", "model.args.width=5"], 70, "do not fit this model"),
         (["RUN", "--csv", "CSV", "--out", "x.csv", "modle.name=x"], 2, "did you mean model"),

@@ -29,9 +29,12 @@ _SHOWN_ELSEWHERE = ("name", "output", "launch")  # as paths, and as the ranks of
 
 
 def render(found: RunComparison | GroupComparison) -> str:
-    """Sides, recipe, equality, results and circumstances, separated by empty lines."""
-    results = [_equality(found), _pair_results(found)] if isinstance(found, RunComparison) else [_group_results(found)]
-    parts = [_sides(found), _recipe(found.settings), *results, _circumstances(found.settings)]
+    """Sides, results, recipe, circumstances and equality, separated by empty lines."""
+    settings = [_recipe(found.settings), _circumstances(found.settings)]
+    if isinstance(found, RunComparison):
+        parts = [_sides(found), _pair_results(found), *settings, _equality(found)]
+    else:
+        parts = [_sides(found), _group_results(found), *settings]
     return "\n\n".join("\n".join(part) for part in map(list, parts) if part) + "\n"
 
 

@@ -63,9 +63,10 @@ def table(rows: Sequence[Sequence[str]], indent: str = "", right: Collection[int
 
 
 def short(value: Any, most: int = 48) -> str:
-    """Return a value of a configuration, cut to ``most`` characters."""
+    """Return a value of a configuration, of which at most ``most`` characters are left, without the middle."""
     text = "null" if value is None else str(value)  # unrounded: two that differ look different
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    half = most // 2
+    return text if len(text) <= most else f"{text[: most - half - 1]}…{text[-half:]}"
 
 
 def count(value: float | None) -> str:

@@ -112,6 +112,8 @@ def test_best_weights_of_a_run_that_goes_on_may_differ(tmp_path):
     shown = text.render(comparison.compare(comparison.side(one), comparison.side(other)))
     assert "No log line or checkpoint that both runs have differs." in shown
     assert "weights.safetensors: w differs by up to 1" in shown
+    parts = [shown.index(f"\n\n{title}") for title in ("Results", "Recipe", "Circumstances", "No log line")]
+    assert parts == sorted(parts)  # first the metrics, last the bits
     assert "Nothing differs" not in shown
 
 
