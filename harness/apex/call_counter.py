@@ -25,8 +25,7 @@ _counts: dict[str, Counter[str]] = {option: Counter() for option in _HEADINGS}
 
 
 def calling_module(depth: int = 1) -> str:
-    """Return the name of the module that called the function ``depth`` frames above the caller, or what is ``around``
-    it or counts its calls."""
+    """Return the module that called the function ``depth`` frames above the caller, past its wrappers from here."""
     frame: Any = sys._getframe(depth + 1)
     while frame.f_code in _WRAPPERS:
         frame = frame.f_back

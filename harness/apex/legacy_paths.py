@@ -70,14 +70,11 @@ _ABSENT = {
     "reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "transformer": "its successor, Megatron-Core (megatron.core)",
 }
-
-
 _PRESENT_IN_CONTRIB = ("contrib", "contrib.clip_grad", "contrib.optimizers", "contrib.xentropy")
 
 
 def find_module(name: str) -> Any:
-    """Return the module for Apex's module ``name``: the one of that path here, a new empty one for an old path, or
-    None."""
+    """Return the module for Apex's module ``name``: that of the same path, an empty one for an old path, or None."""
     path = f"harness.{name}"
     if _exists(path):
         return importlib.import_module(path)

@@ -236,7 +236,5 @@ def _hide_own_frames() -> None:
 
 def _is_own(trace: TracebackType) -> bool:
     frame = trace.tb_frame
-    return frame.f_code.co_filename in (__file__, _ENTRY) or frame.f_globals.get("__name__") == "runpy"
-
-
-_ENTRY = os.path.join(os.path.dirname(__file__), "__main__.py")
+    own_files = (__file__, str(Path(__file__).with_name("__main__.py")))
+    return frame.f_code.co_filename in own_files or frame.f_globals.get("__name__") == "runpy"

@@ -44,8 +44,7 @@ def checked_lists(tensor_lists: TensorLists, name: str, *numbers: int) -> list[l
 
 
 def indices_by_kind(*lists: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of the lists, grouped by the tensors' device and dtype, because kernels take one kind per
-    call."""
+    """Return the indices of the lists, grouped by the tensors' device and dtype: kernels take one kind per call."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, tensors in enumerate(zip(*lists, strict=True)):
         groups.setdefault(tuple((t.device, t.dtype) for t in tensors), []).append(i)

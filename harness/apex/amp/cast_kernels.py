@@ -50,9 +50,9 @@ def register(key: str, dtype: torch.dtype, lists: CastLists, allow_banned: bool)
     """Register the kernels for casts to ``dtype`` under the dispatch key ``key``; ``_destroy()`` removes them."""
     library = torch.library.Library("aten", "IMPL")
     makers: list[tuple[list[str], Callable[..., Any]]] = [
-        (lists.reduced, lambda op, below: _reduced_kernel(op, below, dtype)),
+        (lists.reduced, lambda op, below: _ruled_kernel(op, below, lambda _: dtype)),
         (lists.float32, _float32_kernel),
-        (lists.widest, _widest_kernel),
+        (lists.widest, lambda op, below: _ruled_kernel(op, below, widest_dtype)),
         (BANNED, _float32_kernel if allow_banned else _banned_kernel),
         (lists.untouched, lambda op, below: torch.library.fallthrough_kernel),
         (lists.rounded, _rounding_kernel),
@@ -116,19 +116,13 @@ def _float32_kernel(op: Any, below: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _reduced_kernel(op: Any, below: Any, dtype: torch.dtype) -> Callable[..., Any]:
+def _ruled_kernel(op: Any, below: Any, rule: Callable[[Iterable[Any]], torch.dtype | None]) -> Callable[..., Any]:
+    """Return a kernel that casts the arguments to the dtype that ``rule`` chooses for them, if it chooses one."""
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(below):
-            return op(*[cast(arg, dtype) for arg in args], **kwargs)
-
-    return kernel
-
-
-def _widest_kernel(op: Any, below: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(below):
-            widest = widest_dtype(args)
-            return op(*([cast(arg, widest) for arg in args] if widest is not None else args), **kwargs)
+            dtype = rule(args)
+            return op(*([cast(arg, dtype) for arg in args] if dtype is not None else args), **kwargs)
 
     return kernel
 

@@ -45,9 +45,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     saved = [key for key in state_dict if "loss_scaler" in key]
     for key in saved:
         _check(key, state_dict[key]["loss_scale"], state_dict[key]["unskipped"])
-    enabled = _amp_state.opt_properties.enabled
-    scalers = _amp_state.loss_scalers if enabled else []
-    if saved and not enabled:
+    scalers = _amp_state.loss_scalers if _amp_state.opt_properties.enabled else []
+    if saved and not scalers:
         _warn(
             f"loss scalers in the amp state: {len(saved)}, but amp is off here (not initialized, or initialized with "
             "enabled=False): nothing is restored. Call amp.initialize before amp.load_state_dict."

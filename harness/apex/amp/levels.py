@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 
 LossScale = float | Literal["dynamic"]
-Refuse = Callable[[str], None]
 
 
 @dataclass
@@ -85,7 +84,7 @@ O0, O1, O2, O3, O4, O5 = (
 opt_levels = {level.__name__: level() for level in (O3, O2, O1, O0, O4, O5)}
 
 
-def apply_overrides(properties: Properties, overrides: dict[str, Any], refuse: Refuse) -> list[str]:
+def apply_overrides(properties: Properties, overrides: dict[str, Any], refuse: Callable[[str], None]) -> list[str]:
     """Write every override that is not None into ``properties``, in order; return the names written.
 
     ``refuse`` is called with a message for an override that the level does not allow. It raises, or warns under

@@ -27,8 +27,7 @@ COMPLAIN_EVERY = 50  # consecutive overflows between two warnings that training 
 
 
 def lowered(scale: float, factor: float, floor: float) -> float:
-    """Return the scale after an overflow. A ``floor`` above a scale that a script or a checkpoint wrote does not raise
-    it."""
+    """Return the scale after an overflow; a ``floor`` does not raise a lower one that a script or checkpoint wrote."""
     return min(scale, max(floor, scale / factor))
 
 

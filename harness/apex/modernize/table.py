@@ -42,10 +42,7 @@ def _paths(module: str, *same: str, **new: str) -> dict[str, str]:
     return {old: f"{module}:{name}" for old, name in {**{name: name for name in same}, **new}.items()}
 
 
-_COLLATE = {
-    **_paths(_TORCH, "string_classes", "int_classes"),
-    "container_abcs": "collections.abc",
-}
+_COLLATE = {**_paths(_TORCH, "string_classes", "int_classes"), "container_abcs": "collections.abc"}
 
 # By module, or ``module:Class``, the path of each lost name, for ``pkgutil.resolve_name``.
 NAMES: dict[str, dict[str, str]] = {

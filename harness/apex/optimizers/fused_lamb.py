@@ -26,8 +26,8 @@ class LambOptimizer(FusedOptimizer):
 
     def _clip_factor(self, inv_scale: Tensor | float) -> Tensor | float:
         """Return the factor for each gradient: ``inv_scale``, times what clips the global norm to ``max_grad_norm``."""
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        grads = [grad for grad in grads if grad.numel()]
+        params = [param for group in self.param_groups for param in group["params"]]
+        grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
         max_norm = self.defaults["max_grad_norm"]
         if not max_norm or not grads or any(grad.layout is not torch.strided for grad in grads):
             return inv_scale  # sparse gradients are refused later

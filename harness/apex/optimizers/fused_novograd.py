@@ -127,8 +127,7 @@ class FusedNovoGrad(FusedOptimizer):
 
 
 def next_norms(group: Group, old: Tensor, new: Tensor) -> Tensor:
-    """Return the running norms after a step, from the ``old`` ones and those of the gradients: one value for each
-    tensor."""
+    """Return the running norms after a step, from the ``old`` ones and the ``new`` norms of the gradients."""
     beta2 = group["betas"][1]
     if group["norm_type"] == 2:
         return (beta2 * old**2 + (1 - beta2) * new**2).sqrt()

@@ -156,8 +156,7 @@ def update_scale_hysteresis(
 
 
 def _scaled(tensors: list[Tensor], scale: float, noop_flag: Tensor | None) -> list[Tensor]:
-    """Return ``tensors`` (of one kind) times ``scale``, as new tensors. Sets ``noop_flag`` if one holds an inf or
-    NaN."""
+    """Return ``tensors`` (of one kind) times ``scale``, as new ones; set ``noop_flag`` if one holds an inf or NaN."""
     scaled = [torch.empty_like(tensor, dtype=wide(tensor)) for tensor in tensors]
     torch._foreach_copy_(scaled, tensors)
     factor = 1.0
