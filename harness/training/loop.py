@@ -212,6 +212,8 @@ def close_window(run: Run) -> None:
     state.rows += seen.rows
     state.rows_skipped += seen.rows_skipped
     state.bad_rows += seen.bad
+    state.epoch_rows += seen.rows - seen.rows_skipped
+    state.epoch_loss += seen.total
     state.train_s += seen.time_s
     run.health.loss(seen.total, seen.steps, state, run.writer.complete)
     run_log.log_train(run, seen)

@@ -28,6 +28,9 @@ class State:
     epoch_applied: int = 0
     """The updates within this epoch."""
     epoch_skipped: int = 0
+    epoch_rows: int = 0
+    """The rows of these updates over all ranks, and the sum of their losses, up to the last log line."""
+    epoch_loss: float = 0.0
     rows: int = 0
     """Training rows over all ranks, including those of skipped steps."""
     rows_skipped: int = 0
@@ -72,7 +75,8 @@ class State:
 
     def next_epoch(self) -> None:
         self.epoch, self.segments = self.epoch + 1, []
-        self.epoch_applied = self.epoch_skipped = 0
+        self.epoch_applied = self.epoch_skipped = self.epoch_rows = 0
+        self.epoch_loss = 0.0
 
     @property
     def in_epoch(self) -> bool:

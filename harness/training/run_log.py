@@ -51,11 +51,12 @@ def log_coverage(run: Run) -> None:
     covered = run.coverage.covered(run.runtime, getattr(run.task.train, "row_name", str))
     run.tracker.log(
         "epoch",
-        {"step": state.step, "epoch": state.epoch, "rows_used": covered.used, "rows_updated": covered.updated,
+        {"step": state.step, "epoch": state.epoch + 1, "rows_used": covered.used, "rows_updated": covered.updated,
          "rows": rows, "rows_repeated": covered.repeated, "steps_skipped": state.epoch_skipped,
          "bad_rows": state.bad_rows},
     )  # fmt: skip
-    loss = f"{run.loss_text}  " if run.loss_text else ""
+    mean = state.epoch_loss / state.epoch_rows if state.epoch_rows else math.nan
+    loss = f"mean loss {mean:.4f}  " if math.isfinite(mean) else ""
     text = f"{loss}{covered.used} of {rows} rows used"
     if state.epoch_skipped:
         steps = plural(state.epoch_skipped, "step")

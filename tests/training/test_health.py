@@ -256,10 +256,25 @@ def test_rows_of_skipped_steps_are_told_apart(start, caplog):
     assert run.throughput() == pytest.approx(12 / run.state.train_s)
     assert run_log.total_s(run) == summary["wall_s"] < run.wall_s(), "one number, whenever it is asked for"
     used = (
-        r"epoch 1/1  step 3/3  end of the epoch: loss \d\.\d{4} \(steps 1-3\)  12 of 12 rows used; "
+        r"epoch 1/1  step 3/3  end of the epoch: mean loss \d\.\d{4}  12 of 12 rows used; "
         "7 of them updated the weights, and 5 belonged to 1 step skipped"
     )
     assert re.search(used, caplog.text)
+
+
+def test_the_loss_of_an_epoch_is_the_mean_over_its_rows(start, caplog):
+    """However they are spread over log lines; the next epoch begins anew."""
+    run = start("", 2, "train.epochs=2", "train.log_every=2", "batch.global=5")
+    with caplog.at_level("INFO", "harness"):
+        run.tracker.log, entries = lambda split, values: entries.append({"split": split, **values}), []
+        assert loop.train(run)
+    first, second, third, fourth = (entry["loss"] for entry in entries if entry["split"] == "train")
+    means = (10 * first + 2 * second) / 12, (5 * third + 7 * fourth) / 12  # log lines of steps 1-2, 3, 4 and 5-6
+    shown = re.findall(r"end of the epoch: mean loss (\S+)  ", caplog.text)
+    assert shown == [f"{mean:.4f}" for mean in means]
+    assert len({*shown}) == 2
+    finished = [entry["epoch"] for entry in entries if entry["split"] != "train"]
+    assert finished == [1, 1, 2, 2], "as the evaluation at the end of an epoch, its entry counts the finished ones"
 
 
 def test_an_unreadable_row_that_is_read_twice_for_batch_norm_counts_once(start, tmp_path):

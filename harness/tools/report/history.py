@@ -104,9 +104,9 @@ def _numbers(table: pa.Table) -> pd.DataFrame:
 
 
 def _ends_of_epochs(epochs: pd.DataFrame, evals: pd.DataFrame) -> pd.Series:
-    """Return {step: number of finished epochs}, ascending, from 0. The log's entry at the end of epoch e has epoch =
-    e. A run may end, and evaluate, within an epoch: that number of epochs was finished at an earlier step."""
-    found = pd.concat([epochs.set_index("step")["epoch"] + 1, evals.set_index("step")["epoch"]])
+    """Return {step: number of finished epochs}, ascending, from 0. A run may end, and evaluate, within an epoch: that
+    number of epochs was finished at an earlier step."""
+    found = pd.concat([entries.set_index("step")["epoch"] for entries in (epochs, evals)])
     found = found[(found > 0) & (found.index > 0)].groupby(level=0).last()
     return pd.concat([pd.Series({0.0: 0.0}), found[found > found.cummax().shift(fill_value=0.0)]])
 

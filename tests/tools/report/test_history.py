@@ -53,7 +53,7 @@ def test_run_that_ends_within_an_epoch(tmp_path, resumed_to):
     lines = [{"split": "train", "step": step, "epoch": (step - 1) // 100} for step in range(10, resumed_to + 1, 10)]
     for end in (100, 150, resumed_to):
         lines.append({"split": "eval", "step": end, "epoch": end // 100, "top1": 0.5, "wall_s": 1.0})
-    lines += [{"split": "epoch", "step": end, "epoch": end // 100 - 1} for end in (100, resumed_to) if end % 100 == 0]
+    lines += [{"split": "epoch", "step": end, "epoch": end // 100} for end in (100, resumed_to) if end % 100 == 0]
     past = read(write(tmp_path / "run", sorted(lines, key=lambda line: line["step"])))
     assert past.train.at["epoch"].tolist() == pytest.approx([step / 100 for step in range(10, resumed_to + 1, 10)])
     assert past.validation.at["epoch"].tolist() == pytest.approx([1.0, 1.5, resumed_to / 100])
