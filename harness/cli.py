@@ -88,13 +88,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # argparse does not collect overrides that stand between or after the options of a sub-command.
         unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
         if unknown and unknown[0].startswith("--"):
+            if takes_program and program is None and len(arguments.overrides) > 1:  # perhaps an option of a command
+                settle(arguments, arguments.parser, or_program=True)
             raise unknown_option(arguments, arguments.parser, unknown[0], words)
         if unknown:
             arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if rest:
             arguments.overrides += rest
         if program is None and (not takes_program or arguments.overrides):
-            settle(arguments, arguments.parser)
+            settle(arguments, arguments.parser, takes_program)
         arguments.words = words
         if _output is not None:
             _output.may_be_lost = arguments.keeps_running

@@ -72,7 +72,9 @@ def audit(request: AuditRequest, say: Callable[[str], None]) -> Verdict:
             verdict = running.run()
             if verdict.kind == NOT_EXACT and request.folder is None:
                 keep()
-                verdict = replace(verdict, notes=[*verdict.notes, f"all starts are kept in {folder}"])
+                verdict = replace(
+                    verdict, notes=[*verdict.notes, f"all starts are kept in {folder} (remove it: rm -r {folder})"]
+                )
             return verdict
         except KeyboardInterrupt:
             if running.has_fault:

@@ -43,6 +43,8 @@ _RESTORED = {
     "random.Random": ("getstate()", "pass it to {0}.setstate()"),
 }
 """Random generators of the script's own: how to save and to restore one."""
+_WITH_RATE = "save and load optimizer.state_dict(), which holds the learning rate, too; if the schedule is off then, "
+_WITH_RATE += "also scheduler.state_dict()"
 _GLOBAL = re.compile(r"[\w.]+\['\w+'\]")  # an attribute of a module
 
 
@@ -353,7 +355,12 @@ def _add_harmful(
     if states:
         result.certain.append(_of_state(states, ours.steps[offset + index], theirs.steps[index]))
     if groups:
-        result.certain.append(_of_groups(groups, ours, theirs, one, other))
+        finding = _of_groups(groups, ours, theirs, one, other)
+        if finding.code == "learning-rate" and one.state and not other.state and result.certain:  # lost together
+            evidence = (*result.certain[-1].evidence, finding.text)
+            result.certain[-1] = replace(result.certain[-1], evidence=evidence, remedy=_WITH_RATE)
+        else:
+            result.certain.append(finding)
     one, other = ours.steps[offset + index], theirs.steps[index]
     if index == 0 and "beside" in parts:  # later it may follow from what differs
         result.certain.append(_of_saved_state(parts["beside"], one, other))

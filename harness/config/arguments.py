@@ -28,13 +28,16 @@ def add_config(parser: argparse.ArgumentParser, what: str = "a YAML file, such a
     )
 
 
-def settle(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Take the one word among the overrides that is no ``key=value`` as the configuration, if there is no ``-c``."""
+def settle(arguments: argparse.Namespace, parser: argparse.ArgumentParser, or_program: bool) -> None:
+    """Take the one word among the overrides that is no ``key=value`` as the configuration, if there is no ``-c``.
+    ``or_program``: the verb also takes a command."""
     if getattr(arguments, "config", "") is not None:
         return
     files = [word for word in arguments.overrides if "=" not in word]
     if len(files) != 1:
-        parser.error(f"give one YAML file: harness {arguments.verb} CONFIG (found: {' '.join(files) or 'none'})")
+        program = f", or a command after --: harness {arguments.verb} -- {shlex.join(arguments.overrides)}" * or_program
+        found = " ".join(files) or "none"
+        parser.error(f"give one YAML file: harness {arguments.verb} CONFIG{program} (found: {found})")
     arguments.config = files[0]
     arguments.overrides = [word for word in arguments.overrides if "=" in word]
 

@@ -72,7 +72,8 @@ def test_not_exact_after_a_second_look(project):
     assert verdict.kind == NOT_EXACT
     observed = ["observed", "observed-again"]
     assert names(printed) == ["undisturbed", "again", "killed", "resumed", "resumed-again", *observed]
-    kept = Path(verdict.notes[-1].rpartition(" ")[2])
+    removal = verdict.notes[-1].partition("(remove it: rm -r ")[2]
+    kept = Path(removal.removesuffix(")"))
     assert (kept / "kept" / "resumed").is_dir()
 
 

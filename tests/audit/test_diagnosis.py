@@ -352,11 +352,14 @@ def test_learning_rate(shift, words, tmp_path: Path):
     assert words in finding.text
 
 
-def test_state_and_learning_rate_are_two_faults(tmp_path: Path):
+def test_a_learning_rate_is_lost_with_the_optimizer(tmp_path: Path):
     starts = faulty()
     starts.from_step(13, lambda step: step.update(groups=starts.training.step(step["number"])["groups"]))
     starts.steps("resumed")[0]["state"] = {}
-    assert codes(starts, tmp_path) == ["optimizer-state", "learning-rate"]
+    finding = only(starts, tmp_path)
+    assert finding.code == "optimizer-state"
+    assert finding.evidence[-1].startswith("the learning rate of step 13 is 0.1 instead of ")
+    assert finding.advice.startswith("save and load optimizer.state_dict(), which holds the learning rate, too;")
 
 
 def test_loss_scale(tmp_path: Path):

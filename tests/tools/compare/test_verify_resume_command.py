@@ -27,6 +27,13 @@ def test_usage(words, error, capsys):
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [[], ["--out", "x"]])
+def test_a_command_without_the_dashes(options, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["verify-resume", "python", "train.py", *options])
+    assert "or a command after --: harness verify-resume -- python train.py (found" in capsys.readouterr().err
+
+
 def test_words_after_the_dashes_are_those_of_the_command(tmp_path, monkeypatch, capsys):
     shutil.copy(fake_training.__file__, tmp_path)
     monkeypatch.chdir(tmp_path)
