@@ -45,7 +45,6 @@ class Step:
     optimizer: int
     skipped: bool
     calls: tuple[ModuleCall, ...]
-    evaluated: str | None
     weights: Digests
     buffers: Digests
     state: Digests
@@ -298,7 +297,6 @@ def _step(entry: dict[str, Any]) -> Step:
         optimizer=entry.get("optimizer") or 0,
         skipped=bool(entry.get("skipped")),
         calls=calls,
-        evaluated=entry.get("eval"),
         weights=entry.get("weights") or {},
         buffers=entry.get("buffers") or {},
         state=entry.get("state") or {},

@@ -57,7 +57,6 @@ class Training:
             "optimizer": optimizer,
             "skipped": number in self.skipped,
             "calls": calls,
-            "eval": None,
             "weights": {name: f"{name} {updates}" for name in names},
             "buffers": {"running_mean": f"mean {rank}.{number}"},
             "state": {f"{name}.momentum": f"momentum {name} {updates}" for name in names if updates},

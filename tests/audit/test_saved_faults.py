@@ -177,12 +177,6 @@ def test_files_that_one_start_writes_are_no_evidence(tmp_path: Path):
     assert codes(starts, tmp_path) == []
 
 
-def test_evaluations_are_no_training(tmp_path: Path):
-    starts = Starts(Training())
-    starts.from_step(13, lambda step: step.update(eval="another one"))
-    assert codes(starts, tmp_path) == []
-
-
 def test_the_length_of_a_log_is_no_counter():
     """It varies with the digits of the times in it."""
     assert saved_faults._kind("state.pt", "log_offset", 2354, 2310) is None

@@ -97,7 +97,6 @@ class Recorder:
         self.failed = self._last = False
         self._pid, self._file, self._waiting = os.getpid(), None, list[dict[str, Any]]()
         self._calls: list[dict[str, Any]] = []
-        self._evaluated = digest.Parts()
         self._inside: nn.Module | None = None  # the outermost module, while it is called
         self._window: Any = None  # the global hook, while a module with optimized parameters is to be found
         self._searched: set[int] = set()  # ids of parameters whose outermost module is unknown
@@ -110,7 +109,7 @@ class Recorder:
         self._kept: deque[Any] = deque(maxlen=_OPTIMIZERS_KEPT)  # alive until the end, to be recorded then
         self._scalers: list[weakref.ref[Any]] = []
         self._rows: deque[Any] = deque(maxlen=_BATCHES_KEPT)  # of the batches that loaders gave since the last step
-        self._new_epoch: int | None = -1  # the batches of a loader whose pass has begun; -1: none
+        self._begins_epoch = False  # a pass over a loader has begun, and no call yet
         self._exception: str | None = None
         self.looked_at: set[int] = set()  # optimizers with a step since the process began, or since the last checkpoint
         self._waiting.append(self._process())
@@ -127,7 +126,7 @@ class Recorder:
         scaler = torch.amp.GradScaler if hasattr(torch.amp, "GradScaler") else torch.cuda.amp.GradScaler
         _after(scaler, "__init__", lambda this, *_, **__: self._scalers.append(weakref.ref(this)))
         scaler.step = self._scaled(scaler.step)  # type: ignore[method-assign]
-        _after(torch.utils.data.DataLoader, "__iter__", lambda this, *_, **__: self._loads(this))
+        _after(torch.utils.data.DataLoader, "__iter__", lambda *_, **__: self._loads())
         resume_rows.watch(self._gives)
         if hasattr(nn.Module, "compile"):
             _after(nn.Module, "compile", lambda this, *_, **__: self._compiled(this))
@@ -157,15 +156,7 @@ class Recorder:
 
     def _process(self) -> dict[str, Any]:
         versions = {"python": sys.version.split()[0], "torch": torch.__version__}
-        argv = list(getattr(sys, "orig_argv", sys.argv))
-        return {
-            "event": "process",
-            "pid": os.getpid(),
-            "argv": argv,
-            **versions,
-            "cwd": os.getcwd(),
-            "time": time.time(),
-        }
+        return {"event": "process", "pid": os.getpid(), **versions, "time": time.time()}
 
     def rank(self) -> int:
         """Return the rank in torch's process group, or of the launcher's environment."""
@@ -186,11 +177,8 @@ class Recorder:
             rank = self.rank()
             path = os.path.join(self.plan["records"], f"rank{rank}-{os.getpid()}.jsonl")
             self._file = open(path, "a", encoding="utf-8")  # type: ignore[assignment]  # noqa: SIM115  until the end
-            world = int(os.environ.get("WORLD_SIZE") or 1)
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                world = torch.distributed.get_world_size()
             for line in self._waiting:
-                self._line({**line, "rank": rank, "world": world})
+                self._line({**line, "rank": rank})
 
     def _line(self, content: dict[str, Any]) -> None:
         file: Any = self._file
@@ -280,17 +268,16 @@ class Recorder:
             return
         self._inside = module
         self._close()
-        inputs, rows = (None, None) if self.only_places else digest.nested([args, kwargs])
         training = module.training and torch.is_grad_enabled()
         if training:
-            if self._new_epoch != -1:
-                self.write("epoch", after=self.steps, batches=self._new_epoch)
+            if self._begins_epoch:
+                self.write("epoch", after=self.steps)
+            inputs, rows = (None, None) if self.only_places else digest.nested([args, kwargs])
             self._calls.append({"module": self._class_of(module), "in": inputs, "rows": rows, "out": None})
         else:
-            self._evaluated.append(inputs)
             self.evaluations += 1
             self.reach("evaluation", self.evaluations)
-        self._new_epoch = -1
+        self._begins_epoch = False
         self._training = training
 
     @staticmethod
@@ -303,18 +290,12 @@ class Recorder:
         if self._inside is not module:
             return
         self._inside = None
-        out = None if self.only_places else digest.nested(output)[0]
         if self._training:
-            self._calls[-1]["out"] = out
-        else:
-            self._evaluated.append(out)
+            self._calls[-1]["out"] = None if self.only_places else digest.nested(output)[0]
         self._open()
 
-    def _loads(self, loader: Any) -> None:
-        try:
-            self._new_epoch = len(loader)
-        except (TypeError, NotImplementedError):
-            self._new_epoch = None
+    def _loads(self) -> None:
+        self._begins_epoch = True
 
     @guarded
     def _gives(self, index: Any) -> None:
@@ -375,7 +356,7 @@ class Recorder:
             self._register(found)
         if self.only_places:
             self.write("step", number=self.steps, evaluations=self.evaluations)
-            self._calls, self._evaluated = [], digest.Parts()
+            self._calls = []
             return
         alive = [each for each in self._optimizers if each() is not None]
         index = next((i for i, each in enumerate(alive) if each() is optimizer), len(alive))
@@ -394,7 +375,6 @@ class Recorder:
             skipped=skipped,
             calls=self._calls,
             rows=[*self._rows],
-            eval=self._evaluated if self._evaluated else None,
             evaluations=self.evaluations,
             weights=weights,
             buffers=self._buffers(),
@@ -410,7 +390,7 @@ class Recorder:
         )
         self.looked_at.add(index)
         self._last = bool(self.plan.get("until")) and digest.resolve(weights) == self.plan["until"]
-        self._calls, self._evaluated = [], digest.Parts()
+        self._calls = []
         self._rows.clear()
 
     def _beside(self) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from typing import Any
 import resume_digest as digest
 import torch
 
-Saver = Callable[..., Any]
 _BUFFERS_KEPT, _OPENED_KEPT = 8, 64
 _OPERATIONS = {
     "os.rename": "rename", "os.remove": "remove", "os.mkdir": "make", "os.rmdir": "remove", "os.chmod": "change",
