@@ -262,7 +262,7 @@ def harness(recipe: Recipe, *overrides: str) -> Steps:
         "configs/digits.yaml",
         [f"output={folder}", f"task.train_csv={data}/train.csv", f"task.eval_csv={data}/eval.csv", f"task.root={data}",
          f"model.name={name}", args, "optimizer.name=sgd", *optimizer,
-         f"precision.opt_level={'O4' if recipe.bf16 else 'O0'}", "schedule.warmup_epochs=0", "train.epochs=100000",
+         f"precision.opt_level={'O4' if recipe.bf16 else 'O0'}", "schedule.warmup=null", "train.epochs=100000",
          "train.evaluate_every=100000", "train.log_every=50", "checkpoint.every=null", "data.num_workers=0",
          "batch.global=64", f"runtime.device={recipe.device}",
          f"model.compile={str(recipe.compiled).lower()}", *overrides],

@@ -330,8 +330,8 @@ def test_a_configuration_may_stand_without_its_option(monkeypatch, capsys, yaml_
     ("train x.yaml --epochs 3", "settings are written as key=value: train.epochs=3"),
     ("launch x.yaml --lr=0.1 --nproc 2", "settings are written as key=value: optimizer.lr=0.1"),
     ("train x.yaml --batch-size 32", "settings are written as key=value: batch.global=32"),
-    ("train x.yaml --warmup-ratio 0.1", "settings are written as key=value; did you mean schedule.warmup_epochs? "
-     "it counts epochs: 0.1 of a run of 3 epochs is 0.3"),
+    ("train x.yaml --warmup-ratio 0.1", "settings are written as key=value; did you mean schedule.warmup? "
+     "a number counts epochs; a share of the run is schedule.warmup=10%"),
     ("train x.yaml --world 2 seed=3", "type: harness launch -c x.yaml --nproc 2 seed=3"),
     ("train x.yaml --num_workers", "settings are written as key=value: data.num_workers=VALUE"),
     ("check x.yaml --jsn", "did you mean --json?"),

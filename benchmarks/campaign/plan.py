@@ -23,10 +23,10 @@ _HOW: list[tuple[HowKilled, KillTarget]] = [
 ]  # fmt: skip
 _HOW_OFTEN = [10, 6, 2, 2, 2, 1]
 _SCHEDULES: list[dict[str, Any]] = [
-    {"name": "constant"}, {"name": "cosine", "warmup_epochs": 0.5}, {"name": "one_cycle"},
+    {"name": "constant"}, {"name": "cosine", "warmup": 0.5}, {"name": "one_cycle"},
     {"name": "plateau", "args": {"patience": 0, "threshold": 0.1, "factor": 0.5}},
     {"name": "cosine_restarts", "args": {"cycle_epochs": 1}},
-    {"name": "wsd", "warmup_steps": 2, "args": {"decay_ratio": 0.5}},
+    {"name": "wsd", "warmup": "2 steps", "args": {"decay_ratio": 0.5}},
 ]  # fmt: skip
 _WAYS = [("ddp", 1), ("ddp", 2), ("ddp", 2), ("ddp", 3), ("fsdp", 1), ("fsdp", 2), ("fsdp", 2), ("dp", 1), ("none", 1)]
 

@@ -81,14 +81,11 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
 
 def _schedule(config: Config) -> Iterator[Conflict]:
     schedule, epochs, args = config.schedule, config.train.epochs, dict(config.schedule.args)
-    warmups = [f"schedule.{key}" for key in ("warmup_epochs", "warmup_steps") if getattr(schedule, key)]
-    if len(warmups) == 2:
-        yield Conflict(tuple(warmups), "both are set, but there is only one warm-up", "set one of them to 0")
-    elif warmups and schedule.name == "one_cycle":
+    if schedule.warmup and schedule.name == "one_cycle":
         yield Conflict(
-            (warmups[0], "schedule.name"),
+            ("schedule.warmup", "schedule.name"),
             "one_cycle has a warm-up of its own",
-            "set this one to 0, and use schedule.args.pct_start, the share of all updates in which one_cycle rises",
+            "set this one to null, and use schedule.args.pct_start, the share of all updates in which one_cycle rises",
         )
     if schedule.name == "one_cycle" and args["cycle_momentum"] and config.optimizer.momentum is not None:
         yield Conflict(
@@ -104,11 +101,11 @@ def _schedule(config: Config) -> Iterator[Conflict]:
             f"learning rate would fall only after {args['patience'] + 1}",
             f"raise train.patience above {args['patience']}, or lower schedule.args.patience",
         )
-    if epochs is not None and schedule.warmup_epochs > epochs:
+    if epochs and schedule.warmup and schedule.warmup.unit == "epochs" and schedule.warmup.amount > epochs:
         yield Conflict(
-            ("schedule.warmup_epochs", "train.epochs"),
-            f"a warm-up of {schedule.warmup_epochs} epochs is longer than the run of {epochs}",
-            "lower schedule.warmup_epochs or raise train.epochs",
+            ("schedule.warmup", "train.epochs"),
+            f"a warm-up of {float(schedule.warmup.amount):g} epochs is longer than the run of {epochs}",
+            "lower schedule.warmup or raise train.epochs",
         )
     if "." not in schedule.name and args.get("min_lr", 0.0) > config.optimizer.lr:
         yield Conflict(

@@ -14,34 +14,39 @@ from typing import Any, Literal
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-Unit = Literal["steps", "epochs"]
-_TEXT = r"(\d+(?:\.\d+)?) ?(step|epoch)s?"
+Unit = Literal["steps", "epochs", "share"]
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_TEXT, _SHARE = rf"{_NUMBER} ?(step|epoch)s?", rf"{_NUMBER} ?(%)"
+_UNITS: dict[str, Unit] = {"step": "steps", "epoch": "epochs", "%": "share"}
 
 
 @dataclass(frozen=True)
 class Duration:
-    """An amount of steps or epochs, more than 0, as it was ``written``."""
+    """An amount of steps or epochs, or a share of the run, more than 0, as it was ``written``."""
 
     amount: Fraction
     unit: Unit
     written: int | float | str
 
     @classmethod
-    def parse(cls, value: Any, bare: Unit) -> Duration:
-        """Return what ``value`` means, if a number without a unit means ``bare``. Raises ValueError."""
+    def parse(cls, value: Any, bare: Unit, share: bool = False) -> Duration:
+        """Return what ``value`` means, if a number without a unit means ``bare``. ``share``: whether it may be a share
+        of the run, such as 10%. Raises ValueError."""
         found = re.fullmatch(_TEXT, value) if isinstance(value, str) else None
-        unit: Unit = bare if found is None else "steps" if found[2] == "step" else "epochs"
+        if share and isinstance(value, str):
+            found = found or re.fullmatch(_SHARE, value)
+        unit = _UNITS[found[2]] if found else bare
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not (found or is_number):
-            raise ValueError(_refusal(value, bare))
-        amount = Fraction(found[1] if found else str(value))
-        if amount <= 0 or (unit == "steps" and amount.denominator != 1):
-            raise ValueError(_refusal(value, bare))
+            raise ValueError(_refusal(value, bare, share))
+        amount = Fraction(found[1] if found else str(value)) / (100 if unit == "share" else 1)
+        if amount <= 0 or (unit == "steps" and amount.denominator != 1) or (unit == "share" and amount > 1):
+            raise ValueError(_refusal(value, bare, share))
         return cls(amount, unit, value)
 
-    def steps(self, per_epoch: int) -> int:
-        """Return it in steps, at least 1."""
-        return max(1, round(self.amount * per_epoch)) if self.unit == "epochs" else int(self.amount)
+    def steps(self, per_epoch: int, total: int = 0) -> int:
+        """Return it in steps, at least 1. ``total``: the steps of the run, for a share of them."""
+        return max(1, round(self.amount * {"steps": 1, "epochs": per_epoch, "share": total}[self.unit]))
 
     def steps_left(self, step: int, epoch: int, done: int, per_epoch: int) -> int:
         """Return the steps from a position of the run to the next end of an interval of this length, at least 1.
@@ -54,24 +59,30 @@ class Duration:
         return math.ceil((position // length + 1) * length) - position
 
 
-def _refusal(value: Any, bare: Unit) -> str:
+def _refusal(value: Any, bare: Unit, share: bool) -> str:
     number = "a whole number of steps" if bare == "steps" else "a number of epochs"
-    return f'{value!r} is not allowed; write {number} above 0, "500 steps", "2 epochs" or "0.25 epochs"'
+    examples = (
+        '"500 steps", "2 epochs", "10%" of the run; or null' if share else '"500 steps", "2 epochs" or "0.25 epochs"'
+    )
+    return f"{value!r} is not allowed; write {number} above 0, {examples}"
 
 
 @dataclass(frozen=True)
 class Bare:
-    """The unit of a number without one: ``Annotated[Duration, Bare("steps")]``."""
+    """The unit of a number without one, and whether a ``share`` of the run is allowed, such as 10%:
+    ``Annotated[Duration, Bare("steps")]``."""
 
     unit: Unit
+    share: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
-            lambda value: value if isinstance(value, Duration) else Duration.parse(value, self.unit),
+            lambda value: value if isinstance(value, Duration) else Duration.parse(value, self.unit, self.share),
             serialization=core_schema.plain_serializer_function_ser_schema(lambda duration: duration.written),
         )
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
         whole = {"type": "integer", "minimum": 1}
         number = whole if self.unit == "steps" else {"type": "number", "exclusiveMinimum": 0}
-        return {"anyOf": [number, {"type": "string", "pattern": f"^{_TEXT}$"}]}
+        text = f"{_TEXT}|{_SHARE}" if self.share else _TEXT
+        return {"anyOf": [number, {"type": "string", "pattern": f"^({text})$"}]}

@@ -7,8 +7,8 @@ SETTINGS = {
     "output_dir": "output", "run_name": "name", "seed": "seed", "resume_from_checkpoint": "checkpoint.resume",
     "learning_rate": "optimizer.lr", "weight_decay": "optimizer.weight_decay", "optim": "optimizer.name",
     "adam_beta1": "optimizer.args.betas", "adam_beta2": "optimizer.args.betas", "adam_epsilon": "optimizer.args.eps",
-    "lr_scheduler_type": "schedule.name", "warmup_steps": "schedule.warmup_steps",
-    "warmup_ratio": "schedule.warmup_epochs", "num_train_epochs": "train.epochs", "max_steps": "train.max_steps",
+    "lr_scheduler_type": "schedule.name", "warmup_steps": "schedule.warmup",
+    "warmup_ratio": "schedule.warmup", "num_train_epochs": "train.epochs", "max_steps": "train.max_steps",
     "per_device_train_batch_size": "batch.per_rank", "per_device_eval_batch_size": "batch.eval_per_rank",
     "gradient_accumulation_steps": "batch.accumulate", "max_grad_norm": "train.clip_norm",
     "fp16": "precision.opt_level=O1", "bf16": "precision.opt_level=O4",
@@ -23,18 +23,20 @@ SETTINGS = {
     "modules_to_save": "model.lora.modules_to_save", "eps": "optimizer.args.eps", "betas": "optimizer.args.betas",
 }  # fmt: skip
 UNITS = {  # where ours counts something else
-    "warmup_ratio": "it counts epochs: 0.1 of a run of 3 epochs is 0.3",
-    "warmup_steps": "it counts updates; for a share, schedule.warmup_epochs=0.3 is 0.1 of a run of 3 epochs",
+    "warmup_ratio": "a number counts epochs; a share of the run is schedule.warmup=10%",
+    "warmup_steps": "a number counts epochs; steps are 'schedule.warmup=500 steps', a share is schedule.warmup=10%",
     "per_device_train_batch_size": "it is the product with the accumulation: 8 rows, 4 times, are "
     "batch.per_rank=32 batch.accumulate=4",
     "gradient_accumulation_steps": "it splits the batch: 8 rows, 4 times, are batch.per_rank=32 batch.accumulate=4",
     "eval_steps": "a number counts epochs; steps are 'train.evaluate_every=500 steps'",
+    "eval_strategy": "a number counts epochs; steps are 'train.evaluate_every=500 steps'",
+    "load_best_model_at_end": "the best weights are always kept; that setting says by which metric",
 }
 SCHEDULES = {
-    "linear": "polynomial, by default a straight line down to 0; and schedule.warmup_steps",
+    "linear": "polynomial, by default a straight line down to 0; and schedule.warmup",
     "cosine_with_restarts": "cosine_restarts",
     "cosine_with_min_lr": "cosine with schedule.args.min_lr",
-    "constant_with_warmup": "constant with schedule.warmup_steps",
+    "constant_with_warmup": "constant with schedule.warmup",
     "reduce_lr_on_plateau": "plateau",
     "warmup_stable_decay": "wsd",
 }

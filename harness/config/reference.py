@@ -250,7 +250,7 @@ def search(words: Sequence[str]) -> list[Setting]:
         found := [each for each in settings if f"{each.key}.".startswith(f"{words[0].rstrip('.')}.")]
     ):
         return found
-    if len(words) == 1 and (found := _called(words[0], settings)):
+    if found := _called("_".join(words), settings):
         return found
     scored = [(_score(each, words), each) for each in settings]
     most = max(count for (count, _), _ in scored)

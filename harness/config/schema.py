@@ -218,10 +218,8 @@ class ScheduleSection(Section):
     step, wsd), or package.module.NAME: your own function of (update, total), which returns a factor of optimizer.lr, or
     a torch LRScheduler. The schedule counts applied updates: a step that the loss scaler skips does not advance it.
     """
-    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
-    """Epochs of linear warm-up from almost zero; may be a fraction. Cannot be combined with warmup_steps."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Updates of linear warm-up."""
+    warmup: Annotated[Duration, Bare("epochs", share=True)] | None = None
+    """Linear warm-up from almost zero, such as 0.5 (epochs), "500 steps" or "10%" of the run; null: none."""
     args: Arguments = {}
     """Keyword arguments of the schedule, such as {min_lr: 0.001} (docs/schedules.md); null: none."""
 

@@ -177,8 +177,8 @@ def _remedies(config: Config, batches: bool, from_scratch: bool) -> str:
     if config.train.clip_norm is None:
         found.append("set train.clip_norm=1")
     schedule = config.schedule
-    if from_scratch and not (schedule.warmup_epochs or schedule.warmup_steps or schedule.name == "one_cycle"):
-        found.append("set schedule.warmup_epochs=1")
+    if from_scratch and not (schedule.warmup or schedule.name == "one_cycle"):
+        found.append("set schedule.warmup=1")
     if from_scratch and config.precision.opt_level in ("O1", "O2", "O3"):
         found.append("use precision.opt_level=O4 (bfloat16)")
     if batches and config.train.on_nan == "stop":

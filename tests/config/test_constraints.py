@@ -24,14 +24,11 @@ CASES = {
     "base without scaling": ({"optimizer": {"lr_base_batch": 8}}, ["optimizer.lr_scaling"], "together", "neither"),
     "rate set twice": ({"optimizer": {"args": {"lr": 1.0}}}, ["optimizer.args"], "its own setting", "set optimizer"),
     "warm-up longer than the run": (
-        {"schedule": {"warmup_epochs": 11}}, ["schedule.warmup_epochs"], "warm-up of 11.0 epochs", "train.epochs",
+        {"schedule": {"warmup": 11}}, ["schedule.warmup"], "warm-up of 11 epochs", "train.epochs",
     ),
     "no end": ({"train": {"epochs": None}}, ["train.epochs"], "both are null", "set one of them"),
-    "two warm-ups": (
-        {"schedule": {"warmup_epochs": 1, "warmup_steps": 10}}, ["schedule.warmup_epochs"], "only one warm-up", "to 0",
-    ),
     "warm-up of one_cycle": (
-        {"schedule": {"name": "one_cycle", "warmup_steps": 10}}, ["schedule.warmup_steps"], "its own", "pct_start",
+        {"schedule": {"name": "one_cycle", "warmup": "10 steps"}}, ["schedule.warmup"], "its own", "pct_start",
     ),
     "momentum of one_cycle": (
         {"schedule": {"name": "one_cycle"}, "optimizer": {"momentum": 0.9}},
@@ -177,9 +174,9 @@ def test_every_conflict_in_the_code_has_a_case():
         {"batch": {"per_rank": 4, "accumulate": 4}},
         {"optimizer": {"lr_scaling": "sqrt", "lr_base_batch": 256}},
         {"schedule": {"name": "step", "args": {"milestones": [1, 2.5]}}},
-        {"schedule": {"name": "cosine", "warmup_epochs": 10, "args": {"min_lr": 0.1}}},
+        {"schedule": {"name": "cosine", "warmup": 10, "args": {"min_lr": 0.1}}},
         {"schedule": {"name": "one_cycle", "args": {"cycle_momentum": False}}, "optimizer": {"momentum": 0.9}},
-        {"schedule": {"name": "plateau", "args": {"patience": 2}, "warmup_steps": 5}, "train": {"patience": 3}},
+        {"schedule": {"name": "plateau", "args": {"patience": 2}, "warmup": "5 steps"}, "train": {"patience": 3}},
         {"schedule": {"name": "cosine_restarts", "args": {"cycle_epochs": 0.5, "cycle_mult": 2}}},
         {"precision": {"opt_level": "O2", "keep_batchnorm_fp32": False}},
         {"precision": {"opt_level": "O0", "keep_batchnorm_fp32": True}},

@@ -568,19 +568,18 @@ def test_error_about_a_long_text_is_no_error_of_its_own(tmp_path):
         ("model.lora.rank=4", "model.lora.rank: unknown key; did you mean model.lora.r?"),
         (
             "warmup_ratio=0.1",
-            "did you mean schedule.warmup_epochs? it counts epochs: 0.1 of a run of 3 epochs is 0.3",
+            "did you mean schedule.warmup? a number counts epochs; a share of the run is schedule.warmup=10%",
         ),
-        ("schedule.warmup_ratio=0.1", "it counts epochs"),
-        (
-            "schedule.warmup_steps=0.1",
-            "(found: 0.1); it counts updates; for a share, schedule.warmup_epochs=0.3 is 0.1 of a run of 3 epochs",
-        ),
+        ("schedule.warmup_ratio=0.1", "a share of the run is schedule.warmup=10%"),
+        ("schedule.warmup=0", '0 is not allowed; write a number of epochs above 0, "500 steps"'),
+        ("train.load_best_model_at_end=true", "the best weights are always kept"),
+        ("train.eval_strategy=steps", "steps are 'train.evaluate_every=500 steps'"),
         ("r=4", "r: unknown key; did you mean model.lora.r?"),
         ("batch.eps=1", "batch.eps: unknown key; known keys: global, "),
         ("data.per_device_train_batch_size=8", "did you mean batch.per_rank?"),
         (
             "warmup_steps=0.1",
-            "did you mean schedule.warmup_steps? it counts updates; for a share, schedule",
+            "did you mean schedule.warmup? a number counts epochs; steps are 'schedule.warmup=500 steps'",
         ),
         ("per_device_train_batch_size=8", "8 rows, 4 times, are batch.per_rank=32 batch.accumulate=4"),
         (

@@ -61,7 +61,7 @@ def write_config(folder: Path, data: Path, /, **settings: Any) -> Path:
         "model": {"name": "small_cnn", "args": {"width": 4}},
         "batch": {"global": 8},
         "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
-        "schedule": {"name": "cosine", "warmup_epochs": 0.5},
+        "schedule": {"name": "cosine", "warmup": 0.5},
         "precision": {"opt_level": "O0"},
         "train": {"epochs": 3, "log_every": 3},
         "runtime": {"device": "cpu", "timeout_s": 30},

@@ -544,7 +544,7 @@ def own_run(tmp_path_factory):
     (folder / "own_parts.py").write_text(OWN)
     write_config(
         folder, write_images(folder / "data"), model={"name": "own_parts.Model", "args": {}},
-        train={"epochs": 1, "log_every": 3}, schedule={"name": "own_parts.schedule", "warmup_epochs": 0},
+        train={"epochs": 1, "log_every": 3}, schedule={"name": "own_parts.schedule", "warmup": None},
         task={"loss": {"name": "own_parts.loss"},
               "metrics": [{"name": "own_parts.metric", "better": "max", "key": "mine"}]},
     )  # fmt: skip

@@ -29,7 +29,7 @@ from tests.end_to_end.experiment import (
 from tests.ranks import run_ranks
 
 MODELS = "tests.end_to_end.models"
-CONSTANT_RATE = {"name": "constant", "warmup_epochs": 0.0}
+CONSTANT_RATE = {"name": "constant", "warmup": None}
 
 
 def test_schedule_counts_only_applied_updates(tmp_path, data):
@@ -42,7 +42,7 @@ def test_schedule_counts_only_applied_updates(tmp_path, data):
         precision={"opt_level": "O2", "loss_scale": "dynamic", "max_loss_scale": 2.0**24},
         train={"log_every": 1, "epochs": 2},
         optimizer={"lr": 0.05},
-        schedule={"warmup_epochs": 1.0},
+        schedule={"warmup": 1.0},
         model={"name": f"{MODELS}.Overflowing", "args": {}},
     )
     lines = of_split(folder, "train")

@@ -107,7 +107,7 @@ def test_compiled_model_is_resumed_exactly(tmp_path, data, level, strategy, worl
 def test_plateau_is_resumed_exactly_also_with_more_epochs(tmp_path, data):
     """A rate too small to learn from is lowered at every second evaluation, equally on both ranks."""
     settings = {
-        "schedule": {"name": "plateau", "args": {"patience": 1}, "warmup_epochs": 0.5}, "optimizer": {"lr": 1e-6},
+        "schedule": {"name": "plateau", "args": {"patience": 1}, "warmup": 0.5}, "optimizer": {"lr": 1e-6},
         "checkpoint": {"every": 3}, "train": {"epochs": 7},
     }  # fmt: skip
     unbroken = train(tmp_path / "unbroken", data, 2, **settings)
@@ -146,7 +146,7 @@ def test_evaluations_in_an_epoch_are_resumed_exactly(tmp_path, data, world_size)
 def test_scheduler_of_ones_own_is_resumed_exactly(tmp_path, data):
     """Its state cannot be computed from the number of updates. Gradients that overflow do not advance it."""
     settings = {
-        "schedule": {"name": "tests.end_to_end.schedules.Walk", "args": {"factor": 0.9}, "warmup_epochs": 0.5},
+        "schedule": {"name": "tests.end_to_end.schedules.Walk", "args": {"factor": 0.9}, "warmup": 0.5},
         "precision": {"opt_level": "O1"}, "checkpoint": {"every": 3}, "train": {"epochs": 2, "log_every": 1},
     }  # fmt: skip
     unbroken = train(tmp_path / "unbroken", data, **settings)
@@ -195,7 +195,7 @@ def test_resume_on_another_world_size_uses_every_row_once(tmp_path, data, rule):
         "data": {"shard": rule},
         "batch": {"global": 6},
         "train": {"epochs": 1, "log_every": 1},
-        "schedule": {"warmup_epochs": 0.0},
+        "schedule": {"warmup": None},
     }
     config = write_config(tmp_path / "run", data, **settings, checkpoint={"every": 1})
     run(config, 2, kill=Kill(0, 4))

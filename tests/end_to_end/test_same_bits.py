@@ -123,7 +123,7 @@ FEATURES: dict[str, dict[str, Any]] = {  # dropout, batch norm, augmentation and
     "clipping": {"train": {"clip_norm": 0.5}},
     "accumulation": {"batch": {"accumulate": 2}},
     "ema": {"train": {"ema_decay": 0.9}},
-    "plateau": {"schedule": {"name": "plateau", "warmup_epochs": 0, "args": {"patience": 0}}},
+    "plateau": {"schedule": {"name": "plateau", "warmup": None, "args": {"patience": 0}}},
     "overflow": {"model": {"args": {"overflows": True}}},
     "channels_last": {"model": {"channels_last": True}},
     "strided": {"data": {"shard": "strided"}},

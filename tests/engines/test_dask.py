@@ -37,7 +37,7 @@ from tests.engines.dask_cluster import START_S, Running, cluster, marked, ranks
 pytest.importorskip("distributed", reason="engine dask needs dask.distributed: pip install 'apex-harness[dask]'")
 MODELS = "tests.end_to_end.models"
 SLOW, FAST = ({"name": f"{MODELS}.Slow", "args": {"step_s": step_s}} for step_s in (0.1, 0.0))
-CONSTANT = {"schedule": {"name": "constant", "warmup_epochs": 0.0}}  # the same learning rates for any number of epochs
+CONSTANT = {"schedule": {"name": "constant", "warmup": None}}  # the same learning rates for any number of epochs
 TWO = {"launch": {"nproc": 2}}
 
 

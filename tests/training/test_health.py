@@ -99,7 +99,7 @@ def test_nan_loss_stops_at_the_next_log_line_or_is_skipped(start, level):
     assert "lower optimizer.lr (now 0.01), or set train.clip_norm=1" in text
     # There is a checkpoint of the first epoch, for which neither is of use.
     assert "opt_level=O4" not in text
-    assert "warmup_epochs" not in text
+    assert "schedule.warmup" not in text
     run = start("nan loss once", 4, *settings, "train.on_nan=skip")
     assert loop.train(run)
     assert (run.state.skipped, run.state.applied) == (1, 4 * STEPS - 1)
@@ -119,7 +119,7 @@ def test_optimizers_do_not_count_a_skipped_step(start, name, level):
 
 def test_a_run_without_a_checkpoint_may_start_again_in_other_ways(start):
     text = failure(start("nan loss once", 1, "precision.opt_level=O1"))
-    assert "or set schedule.warmup_epochs=1, or use precision.opt_level=O4 (bfloat16)" in text
+    assert "or set schedule.warmup=1, or use precision.opt_level=O4 (bfloat16)" in text
     assert "there is no good checkpoint to continue from" in text
 
 

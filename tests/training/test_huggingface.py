@@ -394,7 +394,7 @@ def test_linear_of_transformers():
         rates.append(theirs.get_last_lr()[0])
         optimizer.step()
         theirs.step()
-    section = schedules.section("polynomial")(name="polynomial", warmup_steps=4)
+    section = schedules.section("polynomial")(name="polynomial", warmup="4 steps")
     ours = Schedule(section, 1.0, 1.0, 4, 12)
     assert [ours.lr(step) for step in range(12)] == pytest.approx([*rates[1:5], *rates[4:]])
 

@@ -133,7 +133,7 @@ def start(tmp_path, built):
         tree = settings(
             tmp_path, name=name, model={"name": "tests.training.test_loop.Overflows"},
             train={"epochs": 3, "log_every": 4, "deterministic": False, "ema_decay": 0.9, "clip_norm": 1.0},
-            optimizer={"lr": 0.05, **OPTIMIZERS[optimizer]}, schedule={"name": "cosine", "warmup_epochs": 0.5},
+            optimizer={"lr": 0.05, **OPTIMIZERS[optimizer]}, schedule={"name": "cosine", "warmup": 0.5},
             precision={"opt_level": "O1"}, checkpoint={"every": 3},
         )  # fmt: skip
         config = loader.load(write_yaml(tmp_path / f"{name}.yaml", tree), ["runtime.device=cuda", *overrides])

@@ -83,7 +83,7 @@ def made(tmp_path, monkeypatch):
 
 
 def test_a_function_returns_the_factor_after_the_warm_up(made):
-    rates = made("{name: own_rates.triangle, args: {low: 0.2}, warmup_steps: 2}")
+    rates = made("{name: own_rates.triangle, args: {low: 0.2}, warmup: 2 steps}")
     assert [rates.lr(step) for step in (0, 1, 2, 7, 12)] == pytest.approx([1.0, 2.0, 0.4, 2.0, 0.4])
     assert (
         rates.describe() == "own_rates.triangle, 1 at the start, 2 at the peak (update 2), 0.72 at the end (update 12)"
@@ -169,7 +169,7 @@ def test_a_scheduler_of_torch(made, name, args, make, optimizer):
 
 
 def test_a_scheduler_counts_after_the_warm_up_and_stretches(made):
-    section = "{name: torch.optim.lr_scheduler.LinearLR, args: {start_factor: 1.0, end_factor: 0.0}, warmup_steps: 2}"
+    section = "{name: torch.optim.lr_scheduler.LinearLR, args: {start_factor: 1.0, end_factor: 0.0}, warmup: 2 steps}"
     schedule = made(section)
     assert [schedule.lr(step) for step in (0, 1, 2, 7)] == pytest.approx([1.0, 2.0, 2.0, 1.0])
     longer = made(section, total=22)

@@ -20,11 +20,9 @@ from tests.conftest import ROOT
 BUILT_IN = signatures.functions("harness.training.optimizer.schedule")
 
 
-def section(name="constant", warmup_steps=0, warmup_epochs=0.0, **args) -> ScheduleSection:
+def section(name="constant", warmup=None, **args) -> ScheduleSection:
     """The section with its arguments checked, as in a loaded configuration."""
-    found: ScheduleSection = schedules.section(name)(
-        name=name, warmup_steps=warmup_steps, warmup_epochs=warmup_epochs, args=args
-    )
+    found: ScheduleSection = schedules.section(name)(name=name, warmup=warmup, args=args)
     return found
 
 
@@ -74,7 +72,7 @@ def test_shapes_with_a_warm_up_equal_torch(name, number):
     per_epoch, epochs, peak = rng.randint(4, 30), rng.randint(2, 8), 10 ** rng.uniform(-4, 1)
     floor = 0.0 if name in ("constant", "polynomial") else rng.choice([0.0, peak * rng.random()])
     warmup = rng.choice([0, 0, 2, per_epoch // 2])
-    ours = {"name": name, "warmup_steps": warmup}
+    ours = {"name": name, "warmup": f"{warmup} steps" if warmup else None}
     total, optimizer = per_epoch * epochs, sgd(peak)
     if name in ("cosine", "cosine_restarts", "wsd"):
         ours["min_lr"] = floor
@@ -158,7 +156,7 @@ def test_plateau_equals_torch(number):
 
 
 def test_warm_up_of_all_epochs():
-    rates = [schedule(name="cosine", warmup_epochs=5).lr(step) for step in range(51)]
+    rates = [schedule(name="cosine", warmup=5).lr(step) for step in range(51)]
     assert rates[:50] == pytest.approx([(step + 1) / 50 for step in range(50)])
     assert rates[50] == 1.0  # not reached; and no division by zero
 
@@ -169,7 +167,7 @@ def test_a_run_that_is_extended_stays_at_the_floor(name):
 
 
 def test_step_at_its_milestones():
-    steps = schedule(name="step", milestones=[1, 2.5], gamma=0.5, warmup_epochs=0.2)
+    steps = schedule(name="step", milestones=[1, 2.5], gamma=0.5, warmup=0.2)
     assert [steps.lr(step) for step in (1, 2, 9, 10, 24, 25, 49)] == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
     assert steps.lr(0) == 0.5
     steps = schedule(name="step", milestones=["10 steps", "25 steps"], gamma=0.5)
@@ -178,12 +176,12 @@ def test_step_at_its_milestones():
 
 def test_set_lr_reaches_all_groups():
     optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(3))], "lr": rate} for rate in (1.0, 3.0)])
-    assert schedule(warmup_epochs=1).set_lr(optimizer, 4) == 0.5
+    assert schedule(warmup=1).set_lr(optimizer, 4) == 0.5
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 
 def test_plateau_leaves_out_the_warm_up():
-    found, plateau = schedule(name="plateau", patience=0, warmup_epochs=1), Plateau()
+    found, plateau = schedule(name="plateau", patience=0, warmup=1), Plateau()
     assert not found.after_evaluation(plateau, 1.0, True, 9)
     assert plateau == Plateau()
     found.after_evaluation(plateau, 1.0, True, 10)
@@ -196,16 +194,29 @@ def test_plateau_leaves_out_the_warm_up():
 
 def test_decay_of_wsd_is_a_share_of_what_follows_the_warm_up():
     """train.max_steps may end a run before its warm-up does."""
-    short = Schedule(section("wsd", warmup_steps=20, decay_ratio=0.8), 1.0, 1.0, 10, 25)
+    short = Schedule(section("wsd", warmup="20 steps", decay_ratio=0.8), 1.0, 1.0, 10, 25)
     assert short.lr(19) == short.lr(20) == 1.0
     assert short.lr(24) == pytest.approx(0.25)
     assert schedule(name="wsd", decay_ratio=0.4, decay_type="sqrt").lr(35) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(("warmup", "steps"), [(0.5, 5), ("5 steps", 5), ("10%", 5), ("2.5 %", 1), (None, 0)])
+def test_a_warm_up_in_epochs_steps_or_a_share_of_the_run(warmup, steps):
+    """Of 5 epochs with 10 steps."""
+    assert schedule(name="cosine", warmup=warmup).warmup_steps == steps
+
+
+@pytest.mark.parametrize("warmup", [0, "0%", "101%", "10", "%", -1])
+def test_what_is_no_warm_up(warmup):
+    with pytest.raises(ValueError, match='"10%" of the run; or null'):
+        section(warmup=warmup)
+
+
 def test_a_warm_up_that_does_not_fit():
-    schedule(name="cosine", warmup_steps=50).require_fit(50)
-    with pytest.raises(ConfigError, match=r"schedule.warmup_steps: a warm-up of 51 updates is longer than .* of 50"):
-        schedule(name="cosine", warmup_steps=51).require_fit(50)
+    schedule(name="cosine", warmup="50 steps").require_fit(50)
+    schedule(name="cosine", warmup="100%").require_fit(50)
+    with pytest.raises(ConfigError, match=r"schedule.warmup: a warm-up of 51 updates is longer than .* of 50"):
+        schedule(name="cosine", warmup="51 steps").require_fit(50)
 
 
 def test_one_cycle_needs_a_momentum():
@@ -252,7 +263,7 @@ def test_arguments_are_checked_with_the_configuration(tmp_path, written, problem
     ("settings", "text"),
     [
         ({}, "constant"),
-        ({"name": "cosine", "warmup_steps": 10, "min_lr": 0.01},
+        ({"name": "cosine", "warmup": "10 steps", "min_lr": 0.01},
          "cosine, 0.1 at the start, 1 at the peak (update 10), 0.0115 at the end (update 50)"),
         ({"name": "plateau"}, "plateau, 1 at the start, multiplied by 0.1 after 11 evaluations without improvement"),
     ],

@@ -30,7 +30,7 @@ def test_groups_and_frozen_parameters():
         (["1.weight", "1.bias", "2.0.bias", "2.1.bias"], 0.4, 0.0),
         (["2.0.weight"], 0.2, 0.1),
     ]
-    assert schedule(warmup_epochs=1).set_lr(optimizer, 4) == 0.5
+    assert schedule(warmup=1).set_lr(optimizer, 4) == 0.5
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5, 0.25]
     assert trained_parameters.describe(optimizer, model) == {
         "frozen": "20 of 39 parameters in 2 tensors",

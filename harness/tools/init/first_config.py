@@ -223,7 +223,7 @@ def _task(train: Annotations, evaluation: Annotations, model: str | None) -> Ite
     of_hub = model is not None and model.startswith(HUB)
     lr = 0.0005 if of_hub else 0.001
     yield f"optimizer: {{name: adamw, lr: {lr}, weight_decay: 0.01}}  # lr is the first setting to tune"
-    yield "schedule: {name: cosine, warmup_epochs: 1}"
+    yield "schedule: {name: cosine, warmup: 1}"
     epochs = 5 if of_hub else 10 if train.num_rows > 5000 else 20
     yield f"train: {{epochs: {epochs}, deterministic: true}}  # false: faster on a GPU, but no exact resume"
     yield "# parallel: {logical_ranks: 4, delay_allreduce: true}  # same bits on 1 to 4 processes: docs/same_bits.md"

@@ -221,14 +221,15 @@ class Schedule:
 
     @cached_property
     def warmup_steps(self) -> int:
-        return self.section.warmup_steps or round(self.section.warmup_epochs * self.steps_per_epoch)
+        warmup = self.section.warmup
+        return warmup.steps(self.steps_per_epoch, self.total_steps) if warmup else 0
 
     def require_fit(self, num_updates: int) -> None:
         """Raise ConfigError if the warm-up is longer than the ``num_updates`` of all epochs."""
         if self.warmup_steps > num_updates:
             raise ConfigError(
                 f"a warm-up of {plural(self.warmup_steps, 'update')} is longer than the run of {num_updates}",
-                where="schedule.warmup_steps" if self.section.warmup_steps else "schedule.warmup_epochs",
+                where="schedule.warmup",
                 hint="shorten the warm-up, or raise train.epochs",
             )
 
