@@ -140,7 +140,8 @@ def _pair_results(found: RunComparison) -> Iterator[str]:
         if one.best_step is not None and other.best_step is not None:
             yield f"  best evaluation (A: step {one.best_step}, B: step {other.best_step})"
             yield from formatting.table([("", "A", "B", "B - A"), *_metrics(found.metrics, "best")], "    ")
-    yield from _predictions(found.predictions, found.why_no_predictions)
+    if found.predictions or not found.same:
+        yield from _predictions(found.predictions, found.why_no_predictions)
     yield from _throughput(*found.throughput)
     yield (
         "  A single run on each side does not show how much the seed changes these numbers: compare folders with "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,14 @@ def test_predictions_from_before_a_resume_are_not_paired(tmp_path):
     found = comparison.compare(comparison.side(one), comparison.side(other))
     assert found.predictions is None
     assert found.why_no_predictions == "B resumed after writing predictions.csv"
+
+
+@pytest.mark.parametrize("verdict", ["equal", "different"])
+def test_numbers_that_are_equal_need_no_other_comparison(tmp_path, verdict):
+    sides = [comparison.side(predictions(write_run(tmp_path / name, []), [("x", 0.52, 1)])) for name in "ab"]
+    found = comparison.compare(*sides)
+    shown = text.render(replace(found, equality=replace(found.equality, verdict=verdict)))
+    assert ("predictions of the best weights cannot be compared: they are numbers" in shown) == (verdict != "equal")
 
 
 def test_best_weights_of_a_run_that_goes_on_may_differ(tmp_path):
