@@ -428,6 +428,19 @@ def test_check_prints_facts_or_all_errors_and_the_highest_code(capsys, yaml_file
     assert cli.main(["check", "-c", str(tmp_path / "nope.yaml")]) == 2
 
 
+def test_check_prints_the_traceback_of_own_code(capsys, yaml_file, monkeypatch):
+    def loss(*_):
+        raise LookupError("planned")
+
+    monkeypatch.setattr("harness.tasks.image_csv.task.ImageCsv.loss", loss)
+    assert cli.main(["check", "-c", yaml_file]) == 1
+    message, _, trace = capsys.readouterr().err.partition("\n")
+    assert message.endswith("loss() of the task fails on the training data: LookupError: planned")
+    assert trace.splitlines()[:1] == ["Traceback (most recent call last):"]
+    assert 'in loss\n    raise LookupError("planned")\n' in trace
+    assert "preflight.py" not in trace
+
+
 @pytest.mark.parametrize("kind", ["experiment", "sweep"])
 def test_schema(capsys, kind):
     assert cli.main(["schema", "--of", kind]) == 0

@@ -183,6 +183,9 @@ def test_warning_of_a_cpu_without_bfloat16(monkeypatch):
     assert warning(PrecisionSection(opt_level="O0"), CPU) == ""
     monkeypatch.setattr(half_kernels, "has_bfloat16", lambda: True)
     assert warning(section, CPU) == ""
+    monkeypatch.setattr(half_kernels, "slow_dtypes", lambda: {torch.float16})
+    assert "at O1, its products" in warning(PrecisionSection(opt_level="O1"), CPU)
+    assert "at O1, the default, its products" in warning(PrecisionSection(), CPU)
 
 
 @pytest.mark.parametrize(

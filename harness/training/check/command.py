@@ -6,10 +6,11 @@ import argparse
 import json
 import shlex
 import sys
+import traceback
 from typing import Any
 
 from harness.config import arguments as shared
-from harness.errors import EXIT_DONE, HarnessError
+from harness.errors import EXIT_DONE, HarnessError, OwnCodeError, without_harness
 
 VERB = "check"
 HELP = "validate a configuration: print the planned run, or every error in the file"
@@ -41,6 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{name:>15}: {value}")
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
+        if isinstance(problem, OwnCodeError) and problem.__cause__ is not None:
+            trace = without_harness(traceback.format_exception(problem.__cause__))
+            print("".join(trace).rstrip(), file=sys.stderr)
     if untried:
         print(f"\n{UNTRIED}: {untried}")
     if not problems:

@@ -469,13 +469,15 @@ def _stage(what: str, split: str) -> Iterator[None]:
 
 def _unexpected(error: BaseException, what: str) -> TrainingError:
     """Return the error of the report for ``error``, after ``what``; the user's line comes first."""
-    hint = "harness train prints the traceback"
-    if what and isinstance(error, IndexError):
-        hint = f'"out of bounds" usually means that the model has no output for a label; {hint}'
     where = users_line(error)
     kind = OwnCodeError if where else TrainingError
     text = f"{what}{type(error).__name__}: {first_line(readable(error))}"
-    return kind(text, where=where or stack.raised_at(error), hint=hint)
+    hint = "" if where else "harness train prints the traceback"
+    if what and isinstance(error, IndexError):
+        hint = f'"out of bounds" usually means that the model has no output for a label{"; " * bool(hint)}{hint}'
+    found = kind(text, where=where or stack.raised_at(error), hint=hint)
+    found.__cause__ = error  # whose traceback is printed
+    return found
 
 
 def _same_bits(config: Config, model: nn.Module, world_size: int) -> str:

@@ -190,9 +190,10 @@ def warning(section: PrecisionSection, device: torch.device) -> str:
     if not half:
         return ""
     name, other = (torch.cuda.get_device_name(device), "O1") if device.type == "cuda" else ("this CPU", "O0")
+    default = "" if "opt_level" in section.model_fields_set else ", the default"
     return (
-        f"{name} has no arithmetic for {half}; at {section.opt_level}, its products are computed in float32 and "
-        f"rounded; use precision.opt_level={other}"
+        f"{name} has no arithmetic for {half}; at {section.opt_level}{default}, its products are computed in float32 "
+        f"and rounded; use precision.opt_level={other}"
     )
 
 
