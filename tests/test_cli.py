@@ -410,7 +410,7 @@ def test_check_as_json(capsys, yaml_file, tmp_path):
     code, found = check("model.name=cnn", "optimizer.name=adamm")
     assert (code, [error["where"] for error in found["errors"]]) == (
         2,
-        [f"command line: {key}.name" for key in ("model", "optimizer")],
+        [f"command line: {key}.name" for key in ("optimizer", "model")],
     )
     code, found = check("train.epoch=3")  # an error of the file itself
     assert (code, found["facts"], found["errors"][0]["exit_code"]) == (2, {}, 2)

@@ -183,7 +183,7 @@ def test_what_was_not_tried_is_named_with_the_reason(folder, monkeypatch):
         facts["not tried"]
         == "O4 on cpu (the trial is in float32 on the CPU); 2 ranks (the trial is of one); model.compile"
     )
-    facts, problems = examine(folder, "optimizer.name=adamm")
+    facts, problems = examine(folder, "optimizer.args={nope: 1}")
     assert len(problems) == 1
     assert facts["not tried"] == "a training step and an evaluation (because of the errors)"
     monkeypatch.setattr(ImageCsv, "loss", slow_backward)
