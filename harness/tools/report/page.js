@@ -223,12 +223,9 @@
   addEventListener("beforeprint", () => { root.classList.add("paper"); redraw(() => true); });
   addEventListener("afterprint", () => { root.classList.remove("paper"); redraw(() => true); });
 
-  // One chart at a time, so that the page stays responsive.
-  (async () => {
-    for (const div of charts) {
-      await draw(div);
-      await new Promise((resolve) => setTimeout(resolve));
-    }
-    root.dataset.ready = String(drawn);
-  })();
+  // Until all charts are drawn an open frame delays the page's load event, which a screenshot or a print waits for.
+  const frame = document.body.appendChild(document.createElement("iframe"));
+  frame.hidden = true;
+  frame.contentDocument.open();
+  redraw(() => true).finally(() => { frame.remove(); root.dataset.ready = String(drawn); });
 })();

@@ -54,7 +54,8 @@ def caveats(run: ReportedRun) -> list[str]:
     found = []
     git = start.get("git")
     if not isinstance(git, dict) or not git.get("commit"):
-        found.append("The commit is unknown.")
+        if any((folder / ".git").exists() for folder in run.record.path.absolute().parents):
+            found.append("The commit is unknown.")
     elif any(_commit(start) != _commit(before) for before in run.record.provenance):
         found.append(f"The code changed when the run was resumed ({commit(run)}); these commands use the last commit.")
     elif git.get("changed"):

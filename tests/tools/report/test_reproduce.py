@@ -83,7 +83,10 @@ def test_caveats(place):
     text = " ".join(reproduce.caveats(run(folder, git=git, ranks=[H200])))
     assert "uncommitted changes" in text
     assert "not deterministic" in text
-    assert "commit is unknown" in " ".join(reproduce.caveats(run(folder, git=None)))
+    unknown = "The commit is unknown."
+    assert unknown not in reproduce.caveats(run(folder, git=None)), "outside a repository there is none"
+    (place / ".git").mkdir()
+    assert unknown in reproduce.caveats(run(folder, git=None))
     assert reproduce.commands(run(folder, git=None)) == ["harness train -c runs/fake/config.yaml name=fake_again"]
 
 
