@@ -1,6 +1,7 @@
 """The ``launch:`` section: where the ranks of an experiment run, and how many. It never changes what is trained.
 
-Only ``harness launch`` and the engines read it. ``driver.py`` takes its rank and world size from the environment.
+Only ``harness launch`` and the engines read it, and a run of logical ranks ``threads``. ``driver.py`` takes its rank
+and world size from the environment.
 An engine may have settings of its own: a class ``Settings`` in ``harness/engines/NAME/settings.py``, or in the module
 of an engine of the user's own. They stand under the engine's name, as in
 ``launch: {engine: slurm, slurm: {partition: gpu}}``; for ``my_package.my_engine`` under ``my_engine``.

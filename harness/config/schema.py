@@ -465,7 +465,8 @@ class Config(Section):
     runtime: RuntimeSection = RuntimeSection()
     """The device, and how long to wait for other ranks."""
     launch: LaunchSection = LaunchSection()
-    """Where the ranks start, and how many. Only `harness launch` reads it."""
+    """Where the ranks start, and how many. Only `harness launch` reads it, and any start under parallel.logical_ranks
+    its `threads`."""
 
     @property
     def best_metric(self) -> str:

@@ -111,7 +111,7 @@ def open_task(config: Config, run: Path, source: str, cache_dir: str | None = No
 
 def _without_open_new(name: str) -> str:
     if "." in name:
-        return "define Task.open_new(learned, source, cache_dir) in it; see docs/add_a_task.md#members"
+        return "define Task.open_new(learned, source, cache_dir) in it; see docs/add_a_task.md#the-task"
     return "image_csv and text_csv can; for pet_names use harness generate"
 
 

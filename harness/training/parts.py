@@ -42,7 +42,7 @@ script is complete; killed, it resumes bit for bit, on one process or under torc
         sums = Sums()
         for inputs, targets in DataLoader(rows, size, sampler=range(*bounds(len(rows), *mine))):
             right = model(inputs.to(ranks.device)).argmax(1).cpu() == targets
-            sums.add({"accuracy": (right.sum(), torch.tensor(len(right)))})
+            sums.add({"accuracy": (right.sum(), len(right))})
         accuracy = sums.over(ranks).ratio("accuracy")
         print(f"accuracy {accuracy:.3f}")
 """
