@@ -518,9 +518,9 @@ def test_names_that_are_typed_are_those_that_are_found():
 
 # Of a run, but not for code of the user's.
 INTERNAL = {
-    "sizes", "gradient_hook", "health", "writer", "progress", "meter", "coverage", "first_look", "done_at",
-    "log_offset", "log_digest", "started", "start_weights", "unsettled", "num_threads", "ranks", "checkpoints",
-    "ended_early", "steps_to_evaluation", "set_lr", "collect_waits", "compiling", "end_look", "close",
+    "sizes", "gradient_hook", "health", "writer", "progress", "meter", "coverage", "first_look", "this_start",
+    "unsettled", "ranks", "checkpoints", "ended_early", "steps_to_evaluation", "set_lr", "collect_waits", "compiling",
+    "end_look", "close",
 }  # fmt: skip
 
 
