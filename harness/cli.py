@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.config import plugins
-from harness.config.arguments import settle, unknown_option
+from harness.config.arguments import find_config, unknown_option
 from harness.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
@@ -89,14 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
         if unknown and unknown[0].startswith("--"):
             if takes_program and program is None and len(arguments.overrides) > 1:  # perhaps an option of a command
-                settle(arguments, arguments.parser, or_program=True)
+                find_config(arguments, arguments.parser, takes_program=True)
             raise unknown_option(arguments, arguments.parser, unknown[0], words)
         if unknown:
             arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if rest:
             arguments.overrides += rest
         if program is None and (not takes_program or arguments.overrides):
-            settle(arguments, arguments.parser, takes_program)
+            find_config(arguments, arguments.parser, takes_program)
         arguments.words = words
         if _output is not None:
             _output.may_be_lost = arguments.keeps_running

@@ -18,9 +18,9 @@ _OF_LAUNCH = {
 
 
 def add_config(parser: argparse.ArgumentParser, what: str = "a YAML file, such as configs/digits.yaml") -> None:
-    """``-c CONFIG``, with ``what`` as its help, and ``key=value`` overrides: ``arguments.config`` and ``overrides``.
+    """Add ``-c CONFIG``, with ``what`` as its help, and ``key=value``, as ``arguments.config`` and ``.overrides``.
 
-    The file may also stand among the overrides, without ``-c``: ``settle`` finds it there.
+    The file may also stand among the overrides, without ``-c``: ``find_config`` finds it there.
     """
     parser.add_argument("-c", "--config", metavar="CONFIG", help=f"{what}; -c may be left out")
     parser.add_argument(
@@ -28,16 +28,17 @@ def add_config(parser: argparse.ArgumentParser, what: str = "a YAML file, such a
     )
 
 
-def settle(arguments: argparse.Namespace, parser: argparse.ArgumentParser, or_program: bool) -> None:
+def find_config(arguments: argparse.Namespace, parser: argparse.ArgumentParser, takes_program: bool) -> None:
     """Take the one word among the overrides that is no ``key=value`` as the configuration, if there is no ``-c``.
-    ``or_program``: the verb also takes a command."""
+    ``takes_program``: the verb also takes a command."""
     if getattr(arguments, "config", "") is not None:
         return
     files = [word for word in arguments.overrides if "=" not in word]
     if len(files) != 1:
-        program = f", or a command after --: harness {arguments.verb} -- {shlex.join(arguments.overrides)}" * or_program
-        found = " ".join(files) or "none"
-        parser.error(f"give one YAML file: harness {arguments.verb} CONFIG{program} (found: {found})")
+        hint = f"give one YAML file: harness {arguments.verb} CONFIG"
+        if takes_program:
+            hint += f", or a command after --: harness {arguments.verb} -- {shlex.join(arguments.overrides)}"
+        parser.error(f"{hint} (found: {' '.join(files) or 'none'})")
     arguments.config = files[0]
     arguments.overrides = [word for word in arguments.overrides if "=" in word]
 
@@ -55,7 +56,7 @@ def unknown_option(
 
 
 def _value_after(option: str, words: Sequence[str]) -> str:
-    """Return the word after ``option``, if it can be its value; else nothing."""
+    """Return the word after ``option``, if it can be its value; else an empty text."""
     after = next(iter(words[words.index(option) + 1 :]), "-")
     return "" if after.startswith("-") or "=" in after else after
 
@@ -86,7 +87,7 @@ def _setting_hint(arguments: argparse.Namespace, name: str, value: str, exact: b
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """``RUN``, ``key=value`` overrides and ``--trust``, as ``arguments.folder``, ``.overrides`` and ``.trust``."""
+    """Add ``RUN``, ``key=value`` overrides and ``--trust``, as ``arguments.folder``, ``.overrides`` and ``.trust``."""
     parser.add_argument("folder", metavar="RUN", help="a run folder, such as runs/digits, or its URL")
     parser.add_argument(
         "overrides",
@@ -98,7 +99,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
-    """``--trust``, as ``arguments.trust``."""
+    """Add ``--trust``, as ``arguments.trust``."""
     parser.add_argument(
         "--trust",
         action="store_true",

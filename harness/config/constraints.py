@@ -21,7 +21,7 @@ class Conflict(NamedTuple):
 
 
 def conflicts(config: Config) -> Iterator[Conflict]:
-    """Every contradiction in ``config``, but for the number of ranks, which ``check_world`` of the strategy checks."""
+    """Yield every contradiction in ``config``, but for the number of ranks: ``check_world`` of the strategy does."""
     if config.train.epochs is None and config.train.max_steps is None:
         keys = ("train.epochs", "train.max_steps")
         yield Conflict(
@@ -189,8 +189,7 @@ def needs_of_logical_ranks(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _compile(config: Config) -> Iterator[Conflict]:
-    """Yield what torch's CUDA graphs, in both of its named modes, and kernels chosen by timing cannot be combined
-    with."""
+    """Yield what the named modes cannot be combined with: both replay CUDA graphs, one also times kernels."""
     mode = config.model.compile
     if mode == "max-autotune" and config.train.deterministic is True:
         yield Conflict(
@@ -207,7 +206,7 @@ def _compile(config: Config) -> Iterator[Conflict]:
 
 
 def _checkpoint(config: Config, has_shards: bool) -> Iterator[Conflict]:
-    """``has_shards``: of the strategy."""
+    """Yield what the checkpoint format cannot be combined with; ``has_shards``: whether the strategy has some."""
     name = config.checkpoint.format
     try:
         part = plugins.find("format", name, "checkpoint.format")

@@ -12,7 +12,7 @@ from harness.config.schema import Config, ScheduleSection, TaskSection
 
 
 def text() -> str:
-    """JSON Schema of an experiment with any built-in task, for editors and ``configs/schema.json``."""
+    """Return the JSON Schema of an experiment with any built-in task, for editors and ``configs/schema.json``."""
     return json.dumps(tree(), indent=1, sort_keys=True) + "\n"
 
 

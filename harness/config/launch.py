@@ -61,7 +61,7 @@ def _is_common(key: str) -> bool:
 
 
 def section_class(raw: Any, launching: bool) -> type[LaunchSection]:
-    """LaunchSection with the settings of the engine that ``raw`` names and of the built-in ones that it mentions.
+    """Return LaunchSection with the settings of the engine that ``raw`` names and the built-in ones that it mentions.
 
     An engine of the user's own is imported, and its settings are checked, only for ``launching``: the ranks, and the
     commands that read a finished run, may not have it. Raises ConfigError.
@@ -88,7 +88,7 @@ def _kinds(written: dict[str, Any], engine: str, launching: bool) -> dict[str, A
 
 @functools.cache  # so that two configurations with the same engines have the same class and can be compared
 def with_engines(**kinds: Any) -> type[LaunchSection]:
-    """LaunchSection with a section of each of these kinds, by key."""
+    """Return LaunchSection with a section of each of these kinds, by key."""
     fields: dict[str, Any] = {}
     for key, kind in kinds.items():
         required = any(field.is_required() for field in getattr(kind, "model_fields", {}).values())

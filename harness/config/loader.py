@@ -22,21 +22,11 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 from harness.config import plugins, schedules
 from harness.config.constraints import Conflict, conflicts
 from harness.config.launch import LaunchSection, section_class
-from harness.config.merge import COMMAND_LINE, merged, origin_of
+from harness.config.merge import merged, origin_of
 from harness.config.schema import Config, ScheduleSection, TaskSection, flatten
 from harness.config.seals import sealed_text
 from harness.config.sentences import Problem, described, not_finite
-from harness.errors import ConfigError, HarnessError
-
-__all__ = [
-    "COMMAND_LINE",
-    "as_tree",
-    "config_class",
-    "load",
-    "load_as",
-    "placed",
-    "to_text",
-]
+from harness.errors import ConfigError, HarnessError, plural
 
 Content = TypeVar("Content", bound=BaseModel)
 _ORIGINS = "_origins"  # the attribute of a Config with the places of its keys
@@ -167,8 +157,8 @@ def as_tree(config: Config) -> dict[str, Any]:
 
 
 def config_class(task: Any, schedule: Any = None, launch: type[LaunchSection] | None = None) -> type[Config]:
-    """Config with ``task``, a TaskSection, as its section ``task``, ``schedule``: by default the constant one, and
-    ``launch``: by default that of the engine local."""
+    """Return Config with these sections: ``task``, a TaskSection; ``schedule``, by default the constant one; and
+    ``launch``, by default that of the engine local."""
     return _config_class_of(task, schedule or schedule_class(None), launch or section_class(None, launching=False))
 
 
@@ -184,8 +174,8 @@ def _config_class_of(task: Any, schedule: Any, launch: type[LaunchSection]) -> t
 
 
 def _config_class(raw: dict[str, Any], launching: bool, folder: Path) -> tuple[type[Config], list[Problem]]:
-    """Config with the sections of the task, the schedule and the engines that ``raw``, in ``folder``, names, and the
-    reasons where there is none."""
+    """Return Config with the sections of the task, the schedule and the engines that ``raw``, in ``folder``, names, and
+    the reasons where there is none."""
     problems: list[Problem] = []
 
     def found(key: str, make: Callable[..., Any], *arguments: Any) -> Any:
@@ -203,7 +193,7 @@ def _config_class(raw: dict[str, Any], launching: bool, folder: Path) -> tuple[t
 
 
 def schedule_class(raw: Any) -> type[ScheduleSection]:
-    """ScheduleSection with the arguments of the schedule that ``raw`` names. Raises ConfigError."""
+    """Return ScheduleSection with the arguments of the schedule that ``raw`` names. Raises ConfigError."""
     name = raw.get("name", "constant") if isinstance(raw, dict) else "constant"
     if not isinstance(name, str):
         return ScheduleSection  # which reports the type
@@ -233,5 +223,4 @@ def _as_problem(conflict: Conflict) -> Problem:
 
 def _error(problems: Sequence[Problem], origins: dict[str, str], path: str) -> ConfigError:
     lines = [f"  {origin_of(key, origins, path)}: {key}: {sentence}" for key, sentence in problems]
-    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-    return ConfigError(f"{count} in the configuration\n" + "\n".join(lines), where=path)
+    return ConfigError(f"{plural(len(lines), 'problem')} in the configuration\n" + "\n".join(lines), where=path)

@@ -46,7 +46,9 @@ def hint(key: str) -> str | None:
     """Return the hint for the unknown ``key``, with the unit where ours has another; None if it is no name of Hugging
     Face."""
     ours, unit = setting(key), UNITS.get(key.rpartition(".")[2])
-    return ours and f"did you mean {ours}?{f' {unit}' if unit else ''}"
+    if ours is None:
+        return None
+    return f"did you mean {ours}? {unit}" if unit else f"did you mean {ours}?"
 
 
 def setting(key: str) -> str | None:

@@ -39,42 +39,47 @@ class Kind(NamedTuple):
     """The place of the built-in parts of one kind."""
 
     folder: str
-    holds: str = ""
-    """The name to take from a module; empty: the module is the part."""
-    entry: str = ""
-    """The module to import where the part is a folder."""
+    holds: str | None = None
+    """The name to take from a module; None: the module is the part."""
+    entry: str | None = None
+    """The module to import where the part is a folder; None: it never is."""
     shared: frozenset[str] = frozenset()
     """Modules of the folder that are not parts."""
-    base: tuple[str, str] = ("", "")
-    """The module and the name of the base class of all parts."""
+    base: tuple[str, str] | None = None
+    """The module and the name of the base class of all parts, if they need to have one."""
     files: bool = True
     """A part may be a single file."""
 
 
-_NO_MODELS = frozenset({"compiled", "huggingface", "lora", "model_builder", "recompute", "weights"})
 KINDS = {
     "task": Kind("tasks", "Task", "config"),
-    "model": Kind("training/models", "Model", "", _NO_MODELS),
+    "model": Kind(
+        "training/models",
+        "Model",
+        shared=frozenset({"compiled", "huggingface", "lora", "model_builder", "recompute", "weights"}),
+    ),
     "strategy": Kind(
         "training/strategies",
         "Strategy",
-        "",
-        frozenset({"base", "sharding"}),
-        ("harness.training.strategies.base", "ParallelStrategy"),
+        shared=frozenset({"base", "sharding"}),
+        base=("harness.training.strategies.base", "ParallelStrategy"),
     ),
-    "tracker": Kind("trackers", "Tracker", "", frozenset({"base", "forwarder", "metrics_log", "pictures"})),
-    "format": Kind("runs/formats", "Format", "", frozenset({"base"})),
-    "engine": Kind("engines", "", "engine", frozenset({"base", "command", "launch"})),
+    "tracker": Kind("trackers", "Tracker", shared=frozenset({"base", "forwarder", "metrics_log", "pictures"})),
+    "format": Kind("runs/formats", "Format", shared=frozenset({"base"})),
+    "engine": Kind("engines", entry="engine", shared=frozenset({"base", "command", "launch"})),
     "engine settings": Kind("engines", "Settings", "settings", files=False),
 }
 
 
 def names(kind: str) -> list[str]:
     """Return the built-in parts of ``kind``, sorted. Lists a folder; imports nothing."""
-    folder, _, entry, shared, _, single = KINDS[kind]
-    files = {path.stem for path in (_HARNESS / folder).glob("*.py") if single and path.stem[0] != "_"}
-    folders = {path.parent.name for path in (_HARNESS / folder).glob(f"*/{entry}.py")} if entry else set()
-    return sorted((files | folders) - shared)
+    place = KINDS[kind]
+    folder, found = _HARNESS / place.folder, set[str]()
+    if place.files:
+        found |= {path.stem for path in folder.glob("[!_]*.py")}
+    if place.entry:
+        found |= {path.parent.name for path in folder.glob(f"*/{place.entry}.py")}
+    return sorted(found - place.shared)
 
 
 def find(kind: str, name: str, where: str) -> Any:
@@ -82,23 +87,24 @@ def find(kind: str, name: str, where: str) -> Any:
 
     Raises ConfigError at ``where``, the key that names the part, if there is none or its import fails.
     """
-    folder, holds, entry, _, (base, base_name), _ = KINDS[kind]
+    place = KINDS[kind]
     if "." in name:
-        part = import_own(kind, name, where, holds)
-        if base and not makes(part, getattr(importlib.import_module(base), base_name)):
-            raise wrong_kind(name, f"{base}.{base_name}", where)
+        part = import_own(kind, name, where, place.holds)
+        if place.base and not makes(part, getattr(importlib.import_module(place.base[0]), place.base[1])):
+            raise wrong_kind(name, ".".join(place.base), where)
         return part
     if name not in names(kind):
         raise unknown(kind, name, names(kind), where)
-    package = ".".join(["harness", *folder.split("/"), name])
-    in_folder = entry and (_HARNESS / folder / name / f"{entry}.py").is_file()  # git leaves folders with __pycache__
-    module = importlib.import_module(f"{package}.{entry}" if in_folder else package)
-    return getattr(module, holds) if holds else module
+    package = ".".join(["harness", *place.folder.split("/"), name])
+    # A folder without this file is what git leaves: one with __pycache__.
+    in_folder = place.entry and (_HARNESS / place.folder / name / f"{place.entry}.py").is_file()
+    module = importlib.import_module(f"{package}.{place.entry}" if in_folder else package)
+    return getattr(module, place.holds) if place.holds else module
 
 
-def import_own(kind: str, name: str, where: str, holds: str = "") -> Any:
+def import_own(kind: str, name: str, where: str, holds: str | None = None) -> Any:
     """Return the user's own part: ``package.module.Class``, or ``holds`` of ``package.module`` (the module if
-    empty)."""
+    None)."""
     try:
         try:
             module = importlib.import_module(name)
@@ -120,7 +126,7 @@ def import_own(kind: str, name: str, where: str, holds: str = "") -> Any:
         ) from error
 
 
-def _nearest(name: str, error: BaseException, holds: str) -> str:
+def _nearest(name: str, error: BaseException, holds: str | None) -> str:
     """Return a hint for the name of a file; or with the nearest name of the module that lacks ``name``, if that is why
     its import failed."""
     package, _, attribute = name.rpartition(".")

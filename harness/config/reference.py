@@ -148,7 +148,7 @@ def _joined(text: str) -> str:
 
 
 def _kind(node: dict[str, Any], defs: dict[str, Any]) -> str:
-    """What may be written, in words."""
+    """Return what may be written, in words."""
     node = _resolved(node, defs)
     if "anyOf" in node:
         return " or ".join(dict.fromkeys(_kind(each, defs) for each in node["anyOf"]))
@@ -308,7 +308,7 @@ def key_of(name: str, exact: bool = False) -> str | None:
 
 
 def _score(setting: Setting, words: Sequence[str]) -> tuple[int, float]:
-    """How many of ``words`` occur, and how well: those of the key count most, then those at the start of the text."""
+    """Return how many of ``words`` occur, and how well: those of the key count most, then those early in the text."""
     key, text = setting.key.lower(), f"{setting.text} {setting.example.partition('=')[2]}".lower()
     text = f"{text} {text.replace('-', '')}"
     count, total = 0, 0.0
@@ -361,6 +361,6 @@ def _entry(setting: Setting) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Keep what Markdown would interpret outside of code."""
+    """Return ``text`` with a backslash before what Markdown would interpret outside of code."""
     return "".join(part if part.startswith("`") else re.sub(r"([*<>_|\[\]])", r"\\\1", part)
                    for part in re.split(r"(`[^`]*`)", text))  # fmt: skip

@@ -51,7 +51,7 @@ class TaskSection(Section):
         raise NotImplementedError(f"{type(self).__module__}.Task does not define open(seed, cache_dir)")
 
     def problems(self) -> Iterable[HarnessError]:
-        """Problems with the data that a check of milliseconds finds without torch. A task may override it."""
+        """Return problems with the data that a check of milliseconds finds without torch. A task may override it."""
         return ()
 
 
@@ -525,7 +525,7 @@ def in_recipe(key: str) -> bool:
 
 
 def recipe_difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings that change what is trained: {key: (before, now)} of two resolved configurations."""
+    """Return {key: (before, now)} of the settings, in two resolved configurations, that change what is trained."""
     old, new = flatten(before), flatten(now)
     return {
         key: (old.get(key), new.get(key))

@@ -18,6 +18,7 @@ _FIELD = "file_sha256"
 
 
 def sealed_text(text: str) -> str:
+    """Return the configuration ``text`` with a seal as its last line."""
     above = f"{text}# "
     return f"{above}{_LINE}{_digest(above)}\n"
 
@@ -30,11 +31,12 @@ def require_intact(text: str) -> None:
 
 
 def sealed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON object ``fields`` with a seal as its last field."""
     return {**fields, _FIELD: _digest(json.dumps(fields))}
 
 
 def unsealed(content: Any) -> Any:
-    """``content``, which was parsed from JSON, without its seal. Raises ValueError if that does not match."""
+    """Return ``content``, which was parsed from JSON, without its seal. Raises ValueError if that does not match."""
     if not isinstance(content, dict) or _FIELD not in content:
         return content
     fields = {key: value for key, value in content.items() if key != _FIELD}

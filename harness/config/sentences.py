@@ -22,7 +22,7 @@ _RENAMED = {
 
 
 def described(errors: ValidationError, cls: type[BaseModel], raw: Any) -> list[Problem]:
-    """One problem per key. The errors of the branches of a union are joined into one sentence."""
+    """Return one problem per key. The errors of the branches of a union are joined into one sentence."""
     found: dict[str, str] = {}
     for error in errors.errors(include_url=False):
         path = _path(error["loc"], raw)
@@ -32,7 +32,7 @@ def described(errors: ValidationError, cls: type[BaseModel], raw: Any) -> list[P
 
 
 def not_finite(tree: Any, key: str = "") -> list[Problem]:
-    """One problem per number in ``tree``, at any depth, that is infinite, NaN or too large for a float."""
+    """Return a problem for each number in ``tree``, at any depth, that is infinite, NaN or too large for a float."""
     if isinstance(tree, dict):
         return [
             problem
@@ -49,7 +49,7 @@ def not_finite(tree: Any, key: str = "") -> list[Problem]:
 
 
 def _keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of a model, each section before its keys."""
+    """Return every dotted key of a model, each section before its keys."""
     found: list[str] = []
     for name, field in cls.model_fields.items():
         key = f"{prefix}{field.alias or name}"

@@ -57,7 +57,7 @@ def require_parameters(
     if wrong := [] if takes_all else [str(key) for key in given if key not in parameters]:
         near = similar(wrong[0], parameters)
         takes = f"its arguments are: {', '.join(parameters)}" if parameters else "it has none"
-        message = f"{name} has no argument{'s' * (len(wrong) > 1)} {', '.join(wrong)}"
+        message = f"{name} has no {'argument' if len(wrong) == 1 else 'arguments'} {', '.join(wrong)}"
         raise ConfigError(message, where=where, hint=f"did you mean {near}? {takes}" if near else takes)
 
 

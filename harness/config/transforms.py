@@ -11,15 +11,11 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from harness.config.base import Section
 
-_STEP_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "object", "minProperties": 1, "maxProperties": 1},
-    ]
-}
+_STEP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "object", "minProperties": 1, "maxProperties": 1}]}
 
 
-def _step(value: Any) -> Any:
+def _step(value: Any) -> str | dict[str, Any]:
+    """Return an entry as it is written. Raises ValueError unless it is a name, or {name: arguments}."""
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value)), str):
@@ -31,7 +27,7 @@ def _step(value: Any) -> Any:
     )
 
 
-Step = Annotated[Any, BeforeValidator(_step), WithJsonSchema(_STEP_SCHEMA)]
+Step = Annotated[str | dict[str, Any], BeforeValidator(_step), WithJsonSchema(_STEP_SCHEMA)]
 Steps = Annotated[tuple[Step, ...], BeforeValidator(lambda value: () if value is None else value)]
 
 
@@ -48,6 +44,6 @@ class TransformsSection(Section):
     """Applied to the images of validation, prediction and export, such as [{CenterCrop: 224}]."""
 
 
-def name_and_arguments(step: str | dict[str, Any]) -> tuple[str, Any]:
+def name_and_arguments(step: Step) -> tuple[str, Any]:
     """Return the name of an entry and what follows it: a dictionary, another value for the first argument, or None."""
     return (step, None) if isinstance(step, str) else next(iter(step.items()))

@@ -79,7 +79,7 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in ``value``, at any depth, keys included."""
+    """Yield all texts in ``value``, at any depth, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

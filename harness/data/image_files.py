@@ -49,12 +49,13 @@ class ImageFiles:
     root: str
     cache_dir: Path | None = None
     cache_gib: float = 50.0
+    _cache: Path = field(init=False, repr=False)
     _urls: UrlCache = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.root = self.root.removeprefix("file://")
-        self.cache_dir = cache_folder(self.cache_dir)
-        self._urls = UrlCache(self.cache_dir / "urls", int(self.cache_gib * 2**30))
+        self._cache = cache_folder(self.cache_dir)
+        self._urls = UrlCache(self._cache / "urls", int(self.cache_gib * 2**30))
 
     def place(self, path: str) -> str:
         """Return the file or URL that ``path`` names."""
@@ -87,7 +88,7 @@ class ImageFiles:
         return read_file(place)
 
     def read_ahead(self, paths: Sequence[str]) -> None:
-        """Start to download what ``paths`` name behind URLs, in threads."""
+        """Download what ``paths`` name behind URLs, in threads; do not wait for it."""
         for place in map(self.place, paths):
             if is_url(place) and _TAR not in place:
                 self._urls.start(place)
@@ -121,10 +122,9 @@ class ImageFiles:
             require_regular_file(place)
             return read_file(place)
         file = self._urls.file(archive) if is_url(archive) else archive
-        assert self.cache_dir is not None
         from harness.data import tars  # late: few datasets are in archives
 
-        return tars.read(file, member, self.cache_dir / "tars", archive)
+        return tars.read(file, member, self._cache / "tars", archive)
 
 
 class UrlCache:
@@ -239,7 +239,7 @@ class UrlCache:
             return True
 
     def _measured(self, wanted: int) -> int:
-        """Bytes in the cache, after old copies have made room for ``wanted`` more."""
+        """Return the bytes in the cache, after old copies have made room for ``wanted`` more."""
         now, found, total = time.time(), [], 0
         for file in self.folder.glob("??/*"):
             with suppress(OSError):

@@ -81,8 +81,8 @@ class ImageTable:
         return f"{row} ({self.table.strings(self.path_column, np.array([row]))[0]})"
 
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
-        """These rows in order, transformed as in training in ``epoch``, or as in evaluation if that is None. Raises
-        DataError or, from a transform, ConfigError."""
+        """Return these rows in order, transformed as in training in ``epoch``, or as in evaluation if that is None.
+        Raises DataError or, from a transform, ConfigError."""
         images, used, bad, clock = [], [], [], StageClock()
         paths = self.table.strings(self.path_column, rows)
         self.files.read_ahead(paths)
@@ -224,7 +224,7 @@ class ImageTable:
         """Return ``_loaded`` of a JPEG whose first transform scales it down by 2 or more; None for other images."""
         pipeline = self.for_evaluation if epoch is None else self.for_training
         assert isinstance(pipeline, Pipeline)
-        file = reduced_jpeg.opened(content) if pipeline.scales_first else None
+        file = reduced_jpeg.open_jpeg(content) if pipeline.scales_first else None
         if file is None:
             return None
         with self._seeded(row, epoch):
@@ -232,7 +232,7 @@ class ImageTable:
             state = torch.get_rng_state()
         if region.factor == 1:
             return None
-        image = reduced_jpeg.decoded(file, region, self.channels)
+        image = reduced_jpeg.decode_region(file, region, self.channels)
 
         def rest(image: torch.Tensor) -> torch.Tensor:
             with seeded_torch(state):

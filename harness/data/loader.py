@@ -296,7 +296,7 @@ class TrainData:
         return num_steps(self.num_rows, self.world_size, self.per_rank, self.tail)
 
     def steps_left(self, segments: Sequence[Segment]) -> int:
-        """Number of steps of an epoch after ``segments``. The same on every rank."""
+        """Return the number of steps of an epoch after ``segments``: the same on every rank."""
         left = self.num_rows - sum(self._rows_of(segments))
         return num_steps(left, self.world_size, self.per_rank, self.tail)
 
@@ -370,7 +370,7 @@ class TrainData:
         return np.repeat(rows, 2)
 
     def _rows_of_all(self, num_left: int, step: int, part: Part) -> int:
-        """Number of rows in the micro-batch ``part.place`` of ``step`` over all ranks."""
+        """Return the number of rows in the micro-batch ``part.place`` of ``step`` over all ranks."""
         short, num_long = divmod(num_left, self.world_size)
 
         def rows(length: int) -> int:
@@ -384,7 +384,7 @@ class TrainData:
         return read(self.loader.dataset, np.zeros(1, np.int64), 0).to(self.loader.device).inputs
 
     def _rows_of(self, segments: Sequence[Segment]) -> Iterator[int]:
-        """Number of rows in each segment, over all ranks."""
+        """Yield the number of rows in each segment, over all ranks."""
         left = self.num_rows
         for segment in segments:
             rows = num_rows_used(left, segment)

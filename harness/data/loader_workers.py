@@ -231,8 +231,8 @@ def worker_death(error: Exception, workers: Sequence[Any] = ()) -> TrainingError
 
 
 def run_queue_s(path: str = "/proc/self/schedstat") -> float:
-    """Seconds that a thread, by default the main one of this process, was ready to run but had no core; 0 if the thread
-    has ended or the system does not count them."""
+    """Return the seconds that a thread, by default the main one of this process, was ready to run but had no core; 0 if
+    the thread has ended or the system does not count them."""
     try:
         with open(path, "rb", buffering=0) as file:
             return int(file.read().split()[1]) / 1e9

@@ -81,7 +81,7 @@ class CodeRows:
         return len(self.starts)
 
     def codes(self, rows: np.ndarray) -> np.ndarray:
-        """uint8 (rows, length of the longest); shorter rows are padded with BLANK on the right."""
+        """Return uint8 (rows, length of the longest); shorter rows are padded with BLANK on the right."""
         lengths = self.lengths[rows]
         places = np.arange(lengths.max(initial=2))
         inside = places < lengths[:, None]
@@ -90,7 +90,7 @@ class CodeRows:
 
 
 def windows(names: Sequence[str], window: int) -> CodeRows:
-    """One row per character of each name and per STOP: the ``window`` codes before it, then the character."""
+    """Return one row per character of each name and per STOP: the ``window`` codes before it, then the character."""
     stream, starts, lengths = _stream(names, window)
     # A name of n characters has n + 1 windows; the first starts at its first BLANK, each next one a code later.
     first = np.repeat(starts - np.concatenate([[0], np.cumsum(lengths + 1)[:-1]]), lengths + 1)
@@ -99,7 +99,7 @@ def windows(names: Sequence[str], window: int) -> CodeRows:
 
 
 def whole(names: Sequence[str]) -> CodeRows:
-    """One row per name: BLANK, its characters and STOP."""
+    """Return one row per name: BLANK, its characters and STOP."""
     stream, starts, lengths = _stream(names, 1)
     return CodeRows(stream, starts, lengths + 2)
 

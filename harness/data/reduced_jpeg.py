@@ -40,7 +40,7 @@ class Region:
         return next((factor for factor in _FACTORS if ratio >= factor), 1)
 
 
-def opened(content: torch.Tensor) -> JpegImageFile | None:
+def open_jpeg(content: torch.Tensor) -> JpegImageFile | None:
     """Return the file of these bytes with its header read; None if it is no JPEG, or if it has CMYK colors, which
     libraries convert to RGB in different ways."""
     from PIL.JpegImagePlugin import JpegImageFile
@@ -52,7 +52,7 @@ def opened(content: torch.Tensor) -> JpegImageFile | None:
     return file if file.mode in ("L", "RGB") else None
 
 
-def decoded(file: JpegImageFile, region: Region, channels: int) -> torch.Tensor | None:
+def decode_region(file: JpegImageFile, region: Region, channels: int) -> torch.Tensor | None:
     """Return ``region`` of the file, uint8 (channels, *region.size); None if it is damaged. ``region.factor`` is at
     least 2.
 

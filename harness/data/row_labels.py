@@ -19,7 +19,7 @@ class RowLabels(Protocol):
     """The labels of all rows of a table."""
 
     def targets(self, rows: np.ndarray) -> np.ndarray:
-        """Those of ``rows``, in order: (batch,) or (batch, outputs)."""
+        """Return the targets of ``rows``, in order: (batch,) or (batch, outputs)."""
         ...
 
     def counts(self, start: int, stop: int) -> np.ndarray | None:
@@ -94,7 +94,7 @@ class NumberLabels:
         return scaled
 
     def counts(self, start: int, stop: int) -> None:
-        """None: a number is not a class."""
+        """Return None: a number is not a class."""
 
     def known(self, rows: np.ndarray) -> dict[str, Any]:
         return by_column("label", self.columns, self.table.numbers(rows))
@@ -111,7 +111,7 @@ class NoLabels:
         return np.full(len(rows), -1, np.int64)
 
     def counts(self, start: int, stop: int) -> None:
-        """None: there are no labels."""
+        """Return None: there are no labels."""
 
     def known(self, rows: np.ndarray) -> dict[str, Any]:
         if not set(self.columns) <= set(self.table.columns):
@@ -136,7 +136,7 @@ def by_column(name: str, columns: Sequence[str], numbers: np.ndarray) -> dict[st
     return dict(zip(column_names(name, columns), numbers.T.tolist(), strict=True))
 
 
-def indices(table: Table, classes: Sequence[str | int], train: str) -> np.ndarray:
+def class_indices(table: Table, classes: Sequence[str | int], train: str) -> np.ndarray:
     """Return the class index of each label code of ``table``. Raises DataError for a label that is not in ``classes``,
     the labels of the table ``train``."""
     # By their text: "1" is an integer in a table that has only integers.

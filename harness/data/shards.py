@@ -31,7 +31,7 @@ _ORDER, _SHUFFLE = 11, 12  # distinguish the two uses of (seed, epoch)
 
 
 def bounds(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First row and end of a contiguous shard.
+    """Return the first row and the end of a contiguous shard.
 
     Scripts for Apex write int(rank*rows/world). Integer division gives the same up to 2^40 rows, and is exact above.
     """
@@ -108,7 +108,7 @@ def num_rows_used(num_rows: int, segment: Segment) -> int:
 
 
 def num_steps(num_rows: int, world_size: int, per_rank: int, tail: str = "use") -> int:
-    """Number of optimizer steps, equal on every rank, for ``num_rows`` rows. Shards differ by at most one row."""
+    """Return the number of steps for ``num_rows`` rows: equal on every rank, whose shards differ by at most a row."""
     if tail not in ("use", "drop"):
         raise ConfigError(f"there is no tail {tail!r}", hint="give tail='use' or tail='drop'")
     longest, shortest = -(-num_rows // world_size), num_rows // world_size
@@ -116,11 +116,6 @@ def num_steps(num_rows: int, world_size: int, per_rank: int, tail: str = "use") 
 
 
 def num_rows_in_step(num_rows: int, world_size: int, per_rank: int, step: int) -> int:
-    """Number of rows in step ``step`` over all ranks: a full global batch, except in the tail."""
-    short, long = num_rows // world_size, -(-num_rows // world_size)
-    num_long = num_rows % world_size
-
-    def rows(length: int) -> int:
-        return min(max(length - step * per_rank, 0), per_rank)
-
-    return num_long * rows(long) + (world_size - num_long) * rows(short)
+    """Return the number of rows in step ``step`` over all ranks: a full global batch, except in the tail."""
+    before, after = (num_rows_used(num_rows, Segment(world_size, per_rank, steps)) for steps in (step, step + 1))
+    return after - before

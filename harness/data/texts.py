@@ -171,7 +171,7 @@ class TextTable:
         return self.table.num_rows
 
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
-        """These rows in order; the same in every epoch."""
+        """Return these rows in order; the same in every epoch."""
         texts = [self.table.strings(column, rows) for column in self.columns]
         if isinstance(self.tokenizer, HubTokenizer):
             inputs = self.tokenizer.padded(texts, self.max_length, self.fixed)
@@ -213,8 +213,8 @@ class TextTable:
         return f"{cut:,} of {plural(looked, 'row')} looked at are cut; the longest has {longest:,}"
 
     @property
-    def cut(self) -> list[str]:
-        """A warning if most rows are cut."""
+    def cut_warnings(self) -> list[str]:
+        """A list with a warning if most rows are cut."""
         if (self._looked_at > self.max_length).sum() * 2 <= len(self._looked_at):
             return []
         return [f"most texts lose their end: {self.lengths}; task.tokenizer.max_length is {self.max_length}"]

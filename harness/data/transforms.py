@@ -45,7 +45,7 @@ _TO_FLOAT = ("ToDtype", "ConvertImageDtype", "Normalize")
 
 
 @cache
-def known() -> dict[str, Any]:
+def v2_classes() -> dict[str, Any]:
     """Return the classes of torchvision.transforms.v2, by name. Its import takes long, so only lists with entries need
     it."""
     from torchvision.transforms import v2
@@ -190,7 +190,7 @@ def channels_last(image: Tensor) -> Tensor:
 
 
 def _resized_crop(step: Any, image: Any) -> Any:
-    """``step(image)``. torchvision resizes a part of an image that is not copied first in twice the time."""
+    """Return ``step(image)``: torchvision resizes a part of an image that is not copied first in twice the time."""
     if not (type(image) is Tensor and image.dtype == torch.uint8 and image.dim() == 3):
         return step(image)
     part = _functional().crop(image, **step.make_params([image]))
@@ -316,11 +316,11 @@ def _find(name: str, where: str) -> Any:
         raise ConfigError(f"{name} is not a transform", where=where, hint=hint)
     if name in _NOT_FOR_LISTS:
         raise ConfigError(f"{name} cannot be used here", where=where, hint=_NOT_FOR_LISTS[name])
-    if name not in known():
-        near = similar(name, known().keys() - _NOT_FOR_LISTS.keys())
+    if name not in v2_classes():
+        near = similar(name, v2_classes().keys() - _NOT_FOR_LISTS.keys())
         hint = f"did you mean {near}?" if near else "use a class of torchvision.transforms.v2, or package.module.Class"
         raise ConfigError(f"unknown transform {name!r}", where=where, hint=hint)
-    return known()[name]
+    return v2_classes()[name]
 
 
 def _hints(found: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ UNCHANGED, GRAY, RGB = 0, 1, 3  # torchvision's numbers for these modes; also th
 
 
 def decode(content: Tensor, channels: int = UNCHANGED) -> Tensor:
-    """uint8 (channels, height, width) of an image file's bytes, uint8 (bytes,), as ``torchvision.io.decode_image``.
+    """Return uint8 (channels, height, width) of an image file's bytes, uint8 (bytes,), as torchvision's decode_image.
     Raises RuntimeError that says what is wrong with the file."""
     _require_intact_png(content.numpy().data)
     try:

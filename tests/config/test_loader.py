@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from harness.config import loader
+from harness.config import loader, merge
 from harness.config.schema import Config, TaskSection
 from harness.errors import EXIT_USAGE, ConfigError
 from harness.tasks.image_csv.config import Task
@@ -548,7 +548,7 @@ def test_own_modules_beside_the_configuration_of_another_folder(tmp_path, monkey
 def test_override_that_yaml_would_cut_off(tmp_path, value):
     with pytest.raises(ConfigError, match="quote it: 'task.label_column=\"") as caught:
         loader.load(write_yaml(tmp_path / "x.yaml", settings(tmp_path)), [f"task.label_column={value}"])
-    assert caught.value.where == loader.COMMAND_LINE
+    assert caught.value.where == merge.COMMAND_LINE
     config = loader.load(tmp_path / "x.yaml", [f'task.label_column="{value}"'])
     assert config.task.label_column == value
 

@@ -138,17 +138,16 @@ def convert(source: Source, entry: CacheEntry, text: Text, label: LabelColumns |
     reader, mark = reader_of(kind), secrets.token_hex(8)
     columns = require_header(path, source.name, needed_columns(text, label))
     with contextlib.ExitStack() as stack:
-        arrow = stack.enter_context(replacing(entry.file("arrow"), mark))
+
+        def new_file(ending: str) -> Path:
+            return stack.enter_context(replacing(entry.file(ending), mark))
+
         # A single label is text already, in the vocabulary. Other labels are kept as they are written, too.
         left_out = label.columns if label and label.kind == "class" else ()
-        texts = TextWriter(arrow, [column for column in columns if column not in left_out], source.name)
+        texts = TextWriter(new_file("arrow"), [column for column in columns if column not in left_out], source.name)
         stack.enter_context(contextlib.closing(texts))
-        labels = None
-        if label is not None:
-            codes, offsets = (entry.file(kind) for kind in ("codes", "offsets"))
-            codes = stack.enter_context(replacing(codes, mark))
-            offsets = stack.enter_context(replacing(offsets, mark)) if label.kind == "tags" else offsets
-            labels = label_writer(label, codes, offsets, source.name, partial(_places, path, kind))
+        labels = label_writer(label, new_file, source.name, partial(_places, path, kind)) if label else None
+        if labels is not None:
             stack.enter_context(contextlib.closing(labels))
         with working(f"converting {source.name}", "rows") as work:
             num_rows = _write_rows(texts, labels, reader.read_batches(path, source.name, columns), work)
@@ -159,18 +158,23 @@ def convert(source: Source, entry: CacheEntry, text: Text, label: LabelColumns |
         if labels is not None:
             _require_labels(labels, num_rows, source.name, path, kind)
         manifest = _manifest(texts, labels, columns, num_rows) | {"kind": kind}
-        if not source.is_current():
-            if source.is_remote:
-                path.unlink()
-            raise DataError(
-                "the file changed while it was being read",
-                where=source.name,
-                hint="start again once it is complete; to replace a file safely, write to another name and rename it",
-            )
+        _require_unchanged(source, path)
     manifest["bytes"] = {kind: entry.file(kind).stat().st_size for kind in manifest["blocks"]}
     write_sealed(entry.file("json"), manifest, mark)
     entry.sweep()
     return manifest
+
+
+def _require_unchanged(source: Source, path: Path) -> None:
+    """Raise DataError if ``source`` is no longer as it was located; remove ``path``, the copy of a remote one."""
+    if not source.is_current():
+        if source.is_remote:
+            path.unlink()
+        raise DataError(
+            "the file changed while it was being read",
+            where=source.name,
+            hint="start again once it is complete; to replace a file safely, write to another name and rename it",
+        )
 
 
 def reader_of(kind: str) -> Any:
@@ -223,11 +227,12 @@ def require_columns(columns: Sequence[str], needed: Mapping[str, str], name: str
     if not missing:
         return
     hints = [_instead(column, columns, needed) for column in missing]
-    for separator, plural in ((";", "semicolons"), ("\t", "tabs"), ("|", "vertical bars")):
+    for separator, separators in ((";", "semicolons"), ("\t", "tabs"), ("|", "vertical bars")):
         if len(columns) == 1 and separator in columns[0]:
-            hints = [f"the columns seem to be separated by {plural}: save the file with commas"]
+            hints = [f"the columns seem to be separated by {separators}: save the file with commas"]
+    noun = "column" if len(missing) == 1 else "columns"
     raise DataError(
-        f"no column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}; the columns are {listed(columns)}",
+        f"no {noun} {', '.join(map(repr, missing))}; the columns are {listed(columns)}",
         where=name,
         hint="; ".join(filter(None, hints)),
     )
@@ -262,7 +267,7 @@ def _write_rows(
 
 
 def _read_ahead(batches: Generator[pa.RecordBatch, None, None]) -> Generator[pa.RecordBatch, None, None]:
-    """Parse in another thread, since parsing takes as long as everything else together and releases the interpreter."""
+    """Yield ``batches``, made in another thread: parsing takes as long as all else, and releases the interpreter."""
     with contextlib.closing(batches), ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as pool:
         waiting = deque(pool.submit(next, batches, None) for _ in range(_READ_AHEAD))
         try:
@@ -302,11 +307,10 @@ def _require_labels(labels: LabelWriter, num_rows: int, name: str, path: Path, k
     shown = ", ".join(place + found for place, (_, found) in zip(places, bad.first, strict=True))
     more = ", …" if bad.count > len(bad.first) else ""
     means = labels.bad_means.format(column=" or ".join(map(repr, labels.label.columns)))
-    raise DataError(
-        f"rows {means} ({bad.count} of {num_rows}): {shown}{more}",
-        where=f"{name}:{places[0].removeprefix('line ')}" if kind != "parquet" else name,
-        hint=labels.remedy + "; rows are counted from 0" * (kind == "parquet"),
-    )
+    where, hint = f"{name}:{places[0].removeprefix('line ')}", labels.remedy
+    if kind == "parquet":
+        where, hint = name, f"{hint}; rows are counted from 0"
+    raise DataError(f"rows {means} ({bad.count} of {num_rows}): {shown}{more}", where=where, hint=hint)
 
 
 def _places(path: Path, kind: str, rows: Sequence[int]) -> list[str]:

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from harness.data.table.source import BROKEN, open_bytes
-from harness.errors import DataError, listed, remedy
+from harness.errors import DataError, listed, plural, remedy
 
 log = logging.getLogger("harness")
 
@@ -165,7 +165,7 @@ def _open(
 
 
 def _diagnose(path: Path, name: str, columns: list[str], message: str, uneven: bool) -> Exception:
-    """Find the line that pyarrow could not parse, and the reason."""
+    """Return the error for what pyarrow could not parse, with the line and the reason."""
     if "straddling" in message or "block size" in message:
         return _RecordTooLong()
     if "UTF8" in message:
@@ -179,7 +179,7 @@ def _diagnose(path: Path, name: str, columns: list[str], message: str, uneven: b
         return DataError(f"the CSV cannot be parsed: {message}", where=name)
     seen = ", ".join(f"line {line} has {fields}" for line, fields in first)
     return DataError(
-        f"{count} row{'s' * (count > 1)} with more or fewer fields than the header's {len(columns)}: {seen}"
+        f"{plural(count, 'row')} with more or fewer fields than the header's {len(columns)}: {seen}"
         + (", …" if count > len(first) else ""),
         where=f"{name}:{first[0][0]}",
         hint="put a field that contains a comma into double quotes; leave a missing field empty",

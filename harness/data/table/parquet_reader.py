@@ -70,7 +70,7 @@ def _as_text(column: pa.Array) -> pa.Array:
 
 @contextlib.contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Turn pyarrow's errors about the file into a DataError."""
+    """Raise pyarrow's errors about the file as a DataError."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:

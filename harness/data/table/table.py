@@ -90,7 +90,7 @@ class Table:
 
     @contextmanager
     def _intact(self) -> Iterator[None]:
-        """Context that reads blocks. Raises DataError if one is damaged, and removes the table from the cache."""
+        """Raise DataError if a block that is read in this context is damaged, and remove the table from the cache."""
         try:
             yield
         except FileNotFoundError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,7 @@ class TextWriter:
         self._pieces: list[pa.RecordBatch] = []
         self._num_pending = 0
         self._digests = [hashlib.sha256() for _ in range(2 * len(columns))]
-        self._hashing = ThreadPoolExecutor(
-            max_workers=1
-        )  # hashing releases the interpreter and takes a third of the time
+        self._hashing = ThreadPoolExecutor(1)  # hashing releases the interpreter and takes a third of the time
         self._hashed: Future[None] | None = None  # of the last batch: at most one waits in memory
         self._file = BlockWriter(path)
         self._writer = pa.ipc.new_file(self._file, self._schema)
@@ -196,7 +195,7 @@ class NumberWriter:
         self.num_rows += batch.num_rows
 
     def finish(self) -> dict[str, Any]:
-        """Sums are exact, so the result is the same on every machine."""
+        """Return the facts of the labels. Sums are exact, so the result is the same on every machine."""
         self._file.close()
         numbers = np.memmap(self.path, "<f8", "r").reshape(-1, len(self.label.columns))
         means, deviations, notes = [], [], []
@@ -229,13 +228,13 @@ def _numbers(texts: pa.Array) -> np.ndarray:
 LabelWriter = CodeWriter | NumberWriter
 
 
-def label_writer(label: LabelColumns, codes: Path, offsets: Path, where: str, places: Places) -> LabelWriter:
-    """Return the writer of labels of this kind."""
+def label_writer(label: LabelColumns, new_file: Callable[[str], Path], where: str, places: Places) -> LabelWriter:
+    """Return the writer of labels of this kind, into what ``new_file`` returns for "codes" and "offsets"."""
     if label.kind == "numbers":
-        return NumberWriter(codes, label, where)
+        return NumberWriter(new_file("codes"), label, where)
     if label.kind == "tags":
-        return TagWriter(codes, offsets, label, where, places)
-    return CodeWriter(codes, label, where, places)
+        return TagWriter(new_file("codes"), new_file("offsets"), label, where, places)
+    return CodeWriter(new_file("codes"), label, where, places)
 
 
 def _text_bytes(array: pa.StringArray) -> tuple[np.ndarray, memoryview]:

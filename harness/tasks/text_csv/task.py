@@ -114,7 +114,12 @@ class TextCsv(Supervised):
     def notes(self) -> list[str]:
         texts = [self.eval] if self.train is self.eval else [self.train, self.eval]  # the same for prediction
         tables = [note for each in texts for note in each.table.notes]
-        return [*tables, *(note for each in texts for note in each.notes()), *self.train.cut, *self.objective.notes]
+        return [
+            *tables,
+            *(note for each in texts for note in each.notes()),
+            *self.train.cut_warnings,
+            *self.objective.notes,
+        ]
 
     @property
     def fingerprint(self) -> str:

@@ -194,7 +194,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> SweepFile:
     if varied := [key for key in spec.axes if key in typed]:
         raise ConfigError(
             f"{varied[0]} is varied by the space of {path} and cannot be fixed too",
-            where=loader.COMMAND_LINE,
+            where=merge.COMMAND_LINE,
             hint="remove it from the command line, or edit the space",
         )
     written = {key.partition(".")[2]: where for key, where in origins.items() if key.split(".")[0] in ("set", "space")}
@@ -203,7 +203,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> SweepFile:
         path=path,
         base=os.path.normpath(Path(path).parent / spec.base),
         fixed={**flatten(spec.set_), **typed},
-        origins=written | dict.fromkeys(typed, loader.COMMAND_LINE),
+        origins=written | dict.fromkeys(typed, merge.COMMAND_LINE),
     )
 
 

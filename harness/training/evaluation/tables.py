@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from harness.config.targets import Kind, TableTask
-from harness.data.row_labels import ClassLabels, NoLabels, NumberLabels, RowLabels, TagLabels, indices
+from harness.data.row_labels import ClassLabels, NoLabels, NumberLabels, RowLabels, TagLabels, class_indices
 from harness.data.table.labels import LabelColumns
 from harness.data.table.table import Table, open_table
 from harness.training.evaluation.metrics import Labels, MultiLabel, Regression, labels_of, learned_labels
@@ -64,7 +64,7 @@ def _row_labels(labels: Labels, table: Table, train: str) -> RowLabels:
     if isinstance(labels, Regression):
         columns = tuple(map(str, labels.names))
         return NumberLabels(table, columns, np.asarray(labels.mean), np.asarray(labels.std))
-    index = indices(table, labels.names, train)
+    index = class_indices(table, labels.names, train)
     if isinstance(labels, MultiLabel):
         return TagLabels(table, index, labels.names, labels.separator)
     return ClassLabels(table, index, len(labels.names))
