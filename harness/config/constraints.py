@@ -13,9 +13,9 @@ from harness.errors import ConfigError, plural
 
 
 class Conflict(NamedTuple):
-    """Settings that contradict each other: their dotted keys, the contradiction, and what to type instead."""
+    """Settings that contradict each other: the dotted key of one, the contradiction, and what to type instead."""
 
-    keys: tuple[str, ...]
+    key: str
     message: str
     hint: str
 
@@ -23,10 +23,8 @@ class Conflict(NamedTuple):
 def conflicts(config: Config) -> Iterator[Conflict]:
     """Yield every contradiction in ``config``, but for the number of ranks: ``check_world`` of the strategy does."""
     if config.train.epochs is None and config.train.max_steps is None:
-        keys = ("train.epochs", "train.max_steps")
-        yield Conflict(
-            keys, "both are null, so training would never end", "set one of them, for example train.epochs=10"
-        )
+        what = "train.epochs and train.max_steps are null, so training would never end"
+        yield Conflict("train.epochs", what, "set one of them, for example train.epochs=10")
     yield from _batch(config)
     yield from _optimizer(config)
     yield from _schedule(config)
@@ -34,11 +32,10 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     yield from _parallel(config)
     yield from _compile(config)
     if isinstance(config.task, LabelledTask):
-        for key, message, hint in targets.problems(config.task):
-            yield Conflict._make(((key,), message, hint))
+        yield from map(Conflict._make, targets.problems(config.task))
     if config.best_metric not in config.task.metrics:
         yield Conflict(
-            ("checkpoint.best_metric", "task.name"),
+            "checkpoint.best_metric",
             f"task {config.task.name} has no metric {config.best_metric!r}",
             f"use one of: {', '.join(config.task.metrics)}",
         )
@@ -49,14 +46,14 @@ def _batch(config: Config) -> Iterator[Conflict]:
     if (batch.global_ is None) == (batch.per_rank is None):
         seen = "neither is set" if batch.global_ is None else "both are set"
         yield Conflict(
-            ("batch.global", "batch.per_rank"),
+            "batch.global",
             f"set exactly one of batch.global and batch.per_rank; {seen}",
             "for example batch.global=128 (rows per step over all ranks)",
         )
     size = batch.global_ or batch.per_rank
     if size is not None and size % batch.accumulate:
         yield Conflict(
-            ("batch.global", "batch.per_rank", "batch.accumulate"),
+            "batch.global",
             f"{plural(size, 'row')} cannot be split into {batch.accumulate} equal micro-batches",
             f"make the batch a multiple of batch.accumulate, for example {size + -size % batch.accumulate}",
         )
@@ -66,14 +63,14 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
     optimizer = config.optimizer
     if (optimizer.lr_scaling != "none") != (optimizer.lr_base_batch is not None):
         yield Conflict(
-            ("optimizer.lr_scaling", "optimizer.lr_base_batch"),
+            "optimizer.lr_scaling",
             "lr_scaling and lr_base_batch must be set together",
             "set both (lr_base_batch is the global batch that lr was tuned for), or neither",
         )
     for key in ("lr", "momentum", "weight_decay"):
         if key in optimizer.args:
             yield Conflict(
-                ("optimizer.args", f"optimizer.{key}"),
+                "optimizer.args",
                 f"{key} has its own setting and cannot be in optimizer.args",
                 f"set optimizer.{key} instead",
             )
@@ -83,33 +80,33 @@ def _schedule(config: Config) -> Iterator[Conflict]:
     schedule, epochs, args = config.schedule, config.train.epochs, dict(config.schedule.args)
     if schedule.warmup and schedule.name == "one_cycle":
         yield Conflict(
-            ("schedule.warmup", "schedule.name"),
+            "schedule.warmup",
             "one_cycle has a warm-up of its own",
             "set this one to null, and use schedule.args.pct_start, the share of all updates in which one_cycle rises",
         )
     if schedule.name == "one_cycle" and args["cycle_momentum"] and config.optimizer.momentum is not None:
         yield Conflict(
-            ("optimizer.momentum", "schedule.args.cycle_momentum"),
+            "optimizer.momentum",
             f"one_cycle varies the momentum from {args['max_momentum']} to {args['base_momentum']} and back, so "
             f"{config.optimizer.momentum} would not be used",
             "use optimizer.momentum=null, or schedule.args.cycle_momentum=false",
         )
     if schedule.name == "plateau" and config.train.patience and config.train.patience <= args["patience"]:
         yield Conflict(
-            ("schedule.args.patience", "train.patience"),
+            "schedule.args.patience",
             f"the run stops after {plural(config.train.patience, 'evaluation')} without a better metric, but the "
             f"learning rate would fall only after {args['patience'] + 1}",
             f"raise train.patience above {args['patience']}, or lower schedule.args.patience",
         )
     if epochs and schedule.warmup and schedule.warmup.unit == "epochs" and schedule.warmup.amount > epochs:
         yield Conflict(
-            ("schedule.warmup", "train.epochs"),
+            "schedule.warmup",
             f"a warm-up of {float(schedule.warmup.amount):g} epochs is longer than the run of {epochs}",
             "lower schedule.warmup or raise train.epochs",
         )
     if "." not in schedule.name and args.get("min_lr", 0.0) > config.optimizer.lr:
         yield Conflict(
-            ("schedule.args.min_lr", "optimizer.lr"),
+            "schedule.args.min_lr",
             f"schedule.args.min_lr {args['min_lr']} is above optimizer.lr {config.optimizer.lr}",
             "lower schedule.args.min_lr",
         )
@@ -119,21 +116,19 @@ def _precision(config: Config) -> Iterator[Conflict]:
     precision = config.precision
     if precision.opt_level in ("O1", "O4") and precision.keep_batchnorm_fp32 is not None:
         yield Conflict(
-            ("precision.opt_level", "precision.keep_batchnorm_fp32"),
+            "precision.opt_level",
             f"{precision.opt_level} keeps the model in float32, so keep_batchnorm_fp32 has no effect",
             "remove precision.keep_batchnorm_fp32, or use precision.opt_level=O2",
         )
     if precision.min_loss_scale is not None and precision.min_loss_scale > precision.max_loss_scale:
         yield Conflict(
-            ("precision.min_loss_scale", "precision.max_loss_scale"),
+            "precision.min_loss_scale",
             f"min_loss_scale {precision.min_loss_scale} is above max_loss_scale {precision.max_loss_scale}",
             "swap them",
         )
     if precision.backend == "apex" and config.runtime.device == "cpu":
         yield Conflict(
-            ("precision.backend", "runtime.device"),
-            "NVIDIA's Apex cannot run on a CPU",
-            "use precision.backend=harness (or auto)",
+            "precision.backend", "NVIDIA's Apex cannot run on a CPU", "use precision.backend=harness (or auto)"
         )
 
 
@@ -141,29 +136,22 @@ def _parallel(config: Config) -> Iterator[Conflict]:
     try:
         strategy = plugins.find("strategy", config.parallel.strategy, "parallel.strategy")
     except ConfigError as error:
-        yield Conflict(("parallel.strategy",), error.message, error.hint)
+        yield Conflict("parallel.strategy", error.message, error.hint)
         return
     yield from strategy.conflicts(config)
     if config.parallel.param_dtype != "float32" and not strategy.shards:
         yield Conflict(
-            ("parallel.param_dtype", "parallel.strategy"),
+            "parallel.param_dtype",
             f"param_dtype is the dtype in which fsdp gathers weights, but the strategy is {config.parallel.strategy}",
             "remove it (precision.opt_level then sets the dtypes), or use parallel.strategy=fsdp",
         )
     if config.parallel.logical_ranks is not None:
         for setting, what in needs_of_logical_ranks(config):
-            keys = "parallel.logical_ranks", setting.partition("=")[0]
-            yield Conflict(keys, what, f"use {setting}, or remove parallel.logical_ranks")
+            yield Conflict("parallel.logical_ranks", what, f"use {setting}, or remove parallel.logical_ranks")
     yield from _checkpoint(config, strategy.shards)
     if config.precision.backend == "apex" and config.needs_our_amp:
         yield Conflict(
-            (
-                "precision.backend",
-                "parallel.strategy",
-                "parallel.sync_batchnorm",
-                "parallel.logical_ranks",
-                "optimizer.larc",
-            ),
+            "precision.backend",
             "fsdp, sync_batchnorm, logical_ranks and larc need harness.apex; NVIDIA's Apex does not support shards or "
             "uneven batches",
             "use precision.backend=harness (or auto, which selects it here)",
@@ -193,13 +181,13 @@ def _compile(config: Config) -> Iterator[Conflict]:
     mode = config.model.compile
     if mode == "max-autotune" and config.train.deterministic is True:
         yield Conflict(
-            ("model.compile", "train.deterministic"),
+            "model.compile",
             "max-autotune chooses kernels by timing them, so another start may compute with others",
             "use model.compile=reduce-overhead or true, or train.deterministic=false",
         )
     if isinstance(mode, str) and config.batch.accumulate > 1:
         yield Conflict(
-            ("model.compile", "batch.accumulate"),
+            "model.compile",
             f"{mode} replays CUDA graphs, whose gradients the next micro-batch would overwrite",
             "use model.compile=true, or batch.accumulate=1",
         )
@@ -211,19 +199,19 @@ def _checkpoint(config: Config, has_shards: bool) -> Iterator[Conflict]:
     try:
         part = plugins.find("format", name, "checkpoint.format")
     except ConfigError as error:
-        yield Conflict(("checkpoint.format",), error.message, error.hint)
+        yield Conflict("checkpoint.format", error.message, error.hint)
         return
     if not getattr(part, "sharded", False):
         return
     if not has_shards:
         yield Conflict(
-            ("checkpoint.format", "parallel.strategy"),
+            "checkpoint.format",
             f"a {name} checkpoint holds the shards of fsdp, but {config.parallel.strategy} has whole tensors",
             "use checkpoint.format=whole, or parallel.strategy=fsdp",
         )
     if is_url(config.output):
         yield Conflict(
-            ("checkpoint.format", "output"),
+            "checkpoint.format",
             f"all ranks write a {name} checkpoint to one folder, but machines share no folder if output is a URL",
             "use checkpoint.format=whole, or set output to a folder that all machines share",
         )

@@ -218,7 +218,7 @@ def _task_class(raw: Any) -> type[TaskSection]:
 
 
 def _as_problem(conflict: Conflict) -> Problem:
-    return conflict.keys[0], f"{conflict.message}\n     -> {conflict.hint}"
+    return conflict.key, f"{conflict.message}\n     -> {conflict.hint}"
 
 
 def _error(problems: Sequence[Problem], origins: dict[str, str], path: str) -> ConfigError:

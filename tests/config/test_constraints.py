@@ -26,7 +26,7 @@ CASES = {
     "warm-up longer than the run": (
         {"schedule": {"warmup": 11}}, ["schedule.warmup"], "warm-up of 11 epochs", "train.epochs",
     ),
-    "no end": ({"train": {"epochs": None}}, ["train.epochs"], "both are null", "set one of them"),
+    "no end": ({"train": {"epochs": None}}, ["train.epochs"], "are null", "set one of them"),
     "warm-up of one_cycle": (
         {"schedule": {"name": "one_cycle", "warmup": "10 steps"}}, ["schedule.warmup"], "its own", "pct_start",
     ),
@@ -150,7 +150,7 @@ CASES = {
 def test_conflict(name):
     sections, keys, words, hint = CASES[name]
     found = list(conflicts(make(**sections)))
-    assert [conflict.keys[0] for conflict in found] == keys
+    assert [conflict.key for conflict in found] == keys
     assert words in found[0].message
     assert hint in found[0].hint
 

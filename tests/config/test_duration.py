@@ -75,7 +75,9 @@ def test_settings(tmp_path):
     assert loader.load(path) == config
     assert loader.as_tree(config)["checkpoint"]["every"] == "2 epochs"
     assert loader.load(path, ["train.epochs=3", "train.max_steps=null"]).train.epochs == 3
-    with pytest.raises(ConfigError, match=r"train.epochs: both are null, so training would never end"):
+    with pytest.raises(
+        ConfigError, match=r"train.epochs: train.epochs and train.max_steps are null, so training would never end"
+    ):
         loader.load(path, ["train.max_steps=null"])
     with pytest.raises(ConfigError, match=r"checkpoint.every: 'often' is not allowed; write a whole number of steps"):
         loader.load(path, ["checkpoint.every=often"])

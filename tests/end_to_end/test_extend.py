@@ -257,7 +257,7 @@ class Strategy(ParallelStrategy):
     @classmethod
     def conflicts(cls, config):
         if config.parallel.sync_batchnorm:
-            yield Conflict(("parallel.sync_batchnorm",), "torch's replicas have none", "remove it")
+            yield Conflict("parallel.sync_batchnorm", "torch's replicas have none", "remove it")
 
     def wrap(self, model):
         super().wrap(model)

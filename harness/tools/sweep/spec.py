@@ -213,53 +213,47 @@ def conflicts(spec: SweepSpec) -> Iterator[Conflict]:
     yield from _kind_conflicts(spec)
     yield from _axis_conflicts(spec)
     if is_url(spec.output):
-        yield Conflict(("output",), "a sweep needs a local folder to follow its trials", "for example output=runs")
+        yield Conflict("output", "a sweep needs a local folder to follow its trials", "for example output=runs")
     if not spec.space:
-        yield Conflict(("space",), "nothing varies", "for example space: {optimizer.lr: [0.01, 0.1]}")
+        yield Conflict("space", "nothing varies", "for example space: {optimizer.lr: [0.01, 0.1]}")
 
 
 def _key_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
     keys, fixed = spec.axes, flatten(spec.set_)
     for key in keys:
         if key in fixed:
-            yield Conflict((f"space.{key}", f"set.{key}"), "varied by space and fixed by set", "remove one of them")
+            yield Conflict(f"space.{key}", "varied by space and fixed by set", "remove one of them")
     for section, found in (("space", keys), ("set", list(fixed))):
         for key in found:
             if key in _SET_BY_THE_SWEEP:
-                yield Conflict((f"{section}.{key}",), _SET_BY_THE_SWEEP[key], "remove it")
+                yield Conflict(f"{section}.{key}", _SET_BY_THE_SWEEP[key], "remove it")
     if "seed" in spec.space and spec.is_search:
-        yield Conflict(("space.seed", "sampler"), "a search over seeds finds chance", "remove the seed from the space")
+        yield Conflict("space.seed", "a search over seeds finds chance", "remove the seed from the space")
     if "seed" in spec.space and spec.seeds:
-        yield Conflict(("seeds", "space.seed"), "the seed is varied twice", "remove one of them")
+        yield Conflict("seeds", "the seed is varied twice", "remove one of them")
 
 
 def _kind_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
     if spec.is_search:
         if spec.trials is None:
-            yield Conflict(("sampler", "trials"), "a search needs a number of trials", "for example trials: 20")
+            yield Conflict("sampler", "a search needs a number of trials", "for example trials: 20")
         if spec.seeds:
             yield Conflict(
-                ("seeds", "sampler"),
-                "a search trains each draw once, with one seed",
-                "replace seeds with set: {seed: 0}",
+                "seeds", "a search trains each draw once, with one seed", "replace seeds with set: {seed: 0}"
             )
     else:
         for key in ("trials", "sampler_args"):
             if getattr(spec, key):
                 yield Conflict(
-                    (key, "sampler"),
-                    f"{key} is only for a search, but this is a grid",
-                    "use a search, such as sampler: tpe",
+                    key, f"{key} is only for a search, but this is a grid", "use a search, such as sampler: tpe"
                 )
     if spec.pruner == "none" and spec.pruner_args:
-        yield Conflict(
-            ("pruner_args", "pruner"), "there is no pruner to use them", "use pruner: median, or remove them"
-        )
+        yield Conflict("pruner_args", "there is no pruner to use them", "use pruner: median, or remove them")
 
 
 def _axis_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
     for key, axis in spec.space.items():
-        place = (f"space.{key}",)
+        place = f"space.{key}"
         if isinstance(axis, list):
             if spec.is_search and not all(isinstance(value, None | bool | int | float | str) for value in axis):
                 message = "a search chooses only among numbers, words, true, false and null"
@@ -268,7 +262,7 @@ def _axis_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
                 yield Conflict(place, "a value is listed twice", "remove one; to repeat trials use seeds")
             continue
         if not spec.is_search:
-            yield Conflict((*place, "sampler"), "a grid needs single values", "write [0.01, 0.1], or sampler: tpe")
+            yield Conflict(place, "a grid needs single values", "write [0.01, 0.1], or sampler: tpe")
         if axis.low >= axis.high:
             yield Conflict(
                 place, f"low {axis.low} is not below high {axis.high}", "use a smaller low, or a larger high"

@@ -27,20 +27,20 @@ class Strategy(ParallelStrategy):
     def conflicts(cls, config: Config) -> Iterator[Conflict]:
         if config.model.compile:
             yield Conflict(
-                ("parallel.strategy", "model.compile"),
+                "parallel.strategy",
                 "dp replaces the weights in every forward pass, but a compiled model is bound to its weights",
                 "use model.compile=false, or parallel.strategy=ddp",
             )
         if config.model.activation_checkpointing:
             yield Conflict(
-                ("parallel.strategy", "model.activation_checkpointing"),
+                "parallel.strategy",
                 "dp copies modules to each device, but a module recomputed in the backward pass stays on its own "
                 "device",
                 "use parallel.strategy=ddp, with one process per device",
             )
         if config.parallel.sync_batchnorm:
             yield Conflict(
-                ("parallel.sync_batchnorm", "parallel.strategy"),
+                "parallel.sync_batchnorm",
                 "sync_batchnorm needs several processes, but dp runs in one",
                 "use parallel.strategy=ddp, with one process per device",
             )

@@ -28,39 +28,39 @@ class Strategy(ParallelStrategy):
         yield from _of_other_types(config)
         if config.train.on_gradients:
             yield Conflict(
-                ("parallel.strategy", "train.on_gradients"),
+                "parallel.strategy",
                 "the function gets whole gradients, but under fsdp each rank holds only a shard of them",
                 "use parallel.strategy=ddp, or remove train.on_gradients",
             )
         if config.precision.opt_level in ("O2", "O3", "O5"):
             yield Conflict(
-                ("parallel.strategy", "precision.opt_level"),
+                "parallel.strategy",
                 f"fsdp shards float32 weights, but {config.precision.opt_level} keeps them in half precision",
                 "use precision.opt_level=O1 (float16) or O4 (bfloat16), where the weights are the masters, or O0; O4 "
                 "with parallel.param_dtype=bfloat16 corresponds to O5",
             )
         if config.model.channels_last:
             yield Conflict(
-                ("parallel.strategy", "model.channels_last"),
+                "parallel.strategy",
                 "fsdp shards weights along their first dimension, which is not contiguous in channels-last weights",
                 "use model.channels_last=false, or parallel.strategy=ddp",
             )
         if isinstance(config.model.compile, str):
             yield Conflict(
-                ("model.compile", "parallel.strategy"),
+                "model.compile",
                 f"{config.model.compile} replays CUDA graphs on fixed memory, but fsdp gathers weights into new memory "
                 "in every pass",
                 "use model.compile=true, or parallel.strategy=ddp",
             )
         if config.optimizer.larc is not None:
             yield Conflict(
-                ("parallel.strategy", "optimizer.larc"),
+                "parallel.strategy",
                 "LARC needs the norms of complete parameters, but under fsdp each rank holds only a shard",
                 "use parallel.strategy=ddp, or remove optimizer.larc",
             )
         if _NEEDS_WHOLE_PARAMETERS.fullmatch(config.optimizer.name):
             yield Conflict(
-                ("parallel.strategy", "optimizer.name"),
+                "parallel.strategy",
                 "this optimizer needs complete parameters or flat buffers, but fsdp passes it shards",
                 "use sgd, adam or adamw, or parallel.strategy=ddp",
             )
@@ -114,13 +114,13 @@ def _of_other_types(config: Config) -> Iterator[Conflict]:
         return
     if config.model.compile:
         yield Conflict(
-            ("parallel.param_dtype", "model.compile"),
+            "parallel.param_dtype",
             "with bfloat16 weights, batch norms are gathered separately, which is impossible inside a compiled module",
             "use model.compile=false, or parallel.param_dtype=float32",
         )
     if config.precision.opt_level == "O1":
         yield Conflict(
-            ("parallel.param_dtype", "precision.opt_level"),
+            "parallel.param_dtype",
             "O1 computes in float16, which would round the bfloat16 weights a second time",
             "use precision.opt_level=O4 or O0, or parallel.param_dtype=float32",
         )
