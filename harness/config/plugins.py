@@ -90,8 +90,10 @@ def find(kind: str, name: str, where: str) -> Any:
     place = KINDS[kind]
     if "." in name:
         part = import_own(kind, name, where, place.holds)
-        if place.base and not makes(part, getattr(importlib.import_module(place.base[0]), place.base[1])):
-            raise wrong_kind(name, ".".join(place.base), where)
+        if place.base is not None:
+            module_name, base_name = place.base
+            if not makes(part, getattr(importlib.import_module(module_name), base_name)):
+                raise wrong_kind(name, f"{module_name}.{base_name}", where)
         return part
     if name not in names(kind):
         raise unknown(kind, name, names(kind), where)
