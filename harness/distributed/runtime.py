@@ -86,7 +86,8 @@ class Runtime(Collectives):
             own = None if mine is None else (_portable(mine, doing), self.rank if origin is None else origin)
             errors = self.gather(own)
             theirs = next((error for error in errors if error is not None), None)
-            if theirs is not None and (mine is None or theirs is not errors[self.rank]):  # else its traceback is here
+            # The rank that the error comes from raises ``mine``, which has the traceback.
+            if theirs is not None and (mine is None or theirs is not errors[self.rank]):
                 theirs[0].origin_rank = theirs[1]
                 raise theirs[0]
         if mine is not None:
@@ -106,7 +107,12 @@ class Runtime(Collectives):
         return self.await_work(doing, Background(work, "harness-work"), limit_s)
 
     def await_work(self, doing: str, work: Background[Value], limit_s: float | None = None) -> Value:
-        """Return ``patiently`` for work that every rank has already started."""
+        """Return ``patiently`` for work that every rank has already started.
+
+        The ranks tell each other, at growing intervals, whether they are done, have failed or are late. They leave once
+        all are done, or at once if one is late. After a failure they go on for some rounds, so that ranks that fail
+        alike, a little later, are heard, and the lowest is named.
+        """
         limit_s = self.work_timeout_s if limit_s is None else limit_s
         if self.world_size == 1:
             with self.limited(doing, limit_s):

@@ -47,8 +47,8 @@ class Stop:
         """Take part in the decision, and return it: True from the first call at which a request has reached all ranks.
         All ranks must call it equally often.
 
-        Ranks reduce their flags about twice per second. Each result also holds the number of calls until the next
-        reduction, by rank 0's clock. It is read one call later, when it has long arrived.
+        Ranks reduce their flags about twice per second: one call starts a reduction, the next reads it, when it has
+        long arrived, and then some calls pause, as many as rank 0's clock says; the result holds that number, too.
         """
         if self.runtime.world_size == 1:
             self.verdict = self.verdict or bool(self.text)

@@ -82,7 +82,8 @@ def save(run: Run) -> None:
 def _save(run: Run) -> None:
     state, runtime = run.state, run.runtime
     run.collect_waits()
-    # A model that diverged must not become the newest checkpoint.
+    # A model that diverged must not become the newest checkpoint. The losses are those since the last log line, which
+    # the sum over logical ranks must leave as they are.
     losses = run.ranks.sum([loss.detach().clone().reshape(1) for loss in run.meter.losses])
     run.health.loss(losses.item(), run.meter.steps, state, run.writer.complete)
     run.health.weights(state, run.writer.complete)

@@ -94,12 +94,18 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
 
     ``measured``: a log line with the gradient norm follows.
 
-    After an overflow amp skips the step: ``scale_loss`` marks the optimizer. Whether gradients overflowed follows from
-    values that are equal on all ranks, without communication; under fsdp, whose ranks hold parts of them, torch reduces
-    it as amp unscales them. With train.on_nan: skip, a step whose loss or gradients are not finite is skipped here.
+    ``skip`` is one of these:
 
-    Where the device can skip the step by itself, the host learns of it after the next backward pass has been queued
-    (``settle_last_step``), before anything depends on it: the learning rate, the moving average, the counts.
+        False                           the optimizer updates the weights
+        True, after an overflow         the optimizer is called, but amp has replaced its step, which does nothing
+        a tensor, after an overflow     the same, but only the device knows: it updates nothing where it is nonzero
+        True, by train.on_nan: skip     a loss or gradient is not finite, without amp's doing; nothing is called, since
+                                        an optimizer may count a step without gradients, or decay weights
+
+    Whether gradients overflowed follows from values that are equal on all ranks, without communication; under fsdp,
+    whose ranks hold parts of them, torch reduces it as amp unscales them. What only the device knows, the host learns
+    after the next backward pass has been queued (``settle_last_step``), before anything depends on it: the learning
+    rate, the moving average, the counts. With train.on_nan: stop, ``run.health`` fails a run whose loss is NaN.
     """
     train, precision, timer = run.config.train, run.precision, run.meter.timer
     timer.start()
@@ -118,8 +124,8 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     elif measured:
         params = precision.master_params(run.optimizer)
         run.meter.norm = get_total_norm([param.grad for param in params if param.grad is not None])
-    if not spoiled:  # without gradients an optimizer may still count a step, or decay weights
-        run.optimizer.step()  # amp has replaced it: after an overflow it does nothing
+    if not spoiled:
+        run.optimizer.step()
     end_step(run, losses, skip)
     timer.end("optimizer")
     if run.hooks.after_step:

@@ -1,4 +1,11 @@
-"""``amp.scale_loss``: the context around a backward pass (contract 1.3 of tests/apex/contract.py)."""
+"""``amp.scale_loss``: the context around a backward pass (contract 1.3 of tests/apex/contract.py).
+
+From an overflow to a skipped step: at the end of the context, ``gradients.finish`` unscales the gradients and notes an
+infinite one. Then ``_update_or_defer`` lowers the scale and marks the optimizers in their stashes (amp's state of an
+optimizer), at once; or, if gradients are still to be averaged over ranks, leaves that to whoever averages them; or, if
+the optimizers can skip on the device, leaves a flag there. ``step()`` of a marked optimizer does nothing
+(``optimizer_patches``).
+"""
 
 from __future__ import annotations
 
@@ -111,7 +118,7 @@ def _update_or_defer(optimizers: list[Optimizer], scaler: LossScaler) -> None:
         scaler.clear_overflow_state()
     for stash in stashes:
         stash.deferred_to = None
-        stash.already_patched |= skip  # the next step() then does nothing (optimizer_patches); the name is Apex's
+        stash.already_patched |= skip  # marks it; the name is Apex's
 
 
 def _scaler(loss_id: int) -> LossScaler:
