@@ -33,7 +33,7 @@ class RowOrder:
         assert stride == 1
         first, last = start // _CHUNK, (stop - 1) // _CHUNK
         if first == last:
-            return self._chunk(first)[start - first * _CHUNK : stop - first * _CHUNK]
+            return self._chunk(first)[start - first * _CHUNK : stop - first * _CHUNK].copy()
         return self.at(np.arange(start, stop))
 
     def __iter__(self) -> Iterator[int]:

@@ -188,3 +188,10 @@ def test_an_order_is_a_sampler(monkeypatch):
     order = shard("global", 40, 1, 2, 3, 0)
     assert [*order] == np.asarray(order).tolist()
     assert len({*order}) == len(order) == 20
+
+
+def test_rows_that_are_handed_out_may_be_changed():
+    rows = shard("global", 100, 0, 2, 0, 0)
+    before = rows[0:10]
+    before[:] = 0
+    assert list(rows[0:10]) == list(rows)[:10] != [0] * 10

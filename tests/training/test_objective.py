@@ -475,7 +475,7 @@ def test_predictions_and_errors():
     table = objective(MULTI).labels.predictions(logits)
     assert table["prediction"] == ["a|c", ""]
     assert table["score_c"].tolist() == pytest.approx([1 / (1 + math.exp(-0.5)), 1 / (1 + math.e)])
-    rows, targets = MULTI.targets([["a|c", "none", "", "b"]], True)
+    rows, targets = MULTI.targets([["a| c|", "none", "", "b"]], True)
     assert (rows, targets.tolist(), targets.dtype) == ([0, 2, 3], [[1, 0, 1, 0], [0] * 4, [0, 1, 0, 0]], torch.uint8)
     many = MultiLabel(tuple(range(200)), ",")
     table = objective(many).labels.predictions(torch.eye(200)[[7]] * 9 - 1)
@@ -488,6 +488,8 @@ def test_predictions_and_errors():
     assert table["prediction"] == [3, 100]
     assert (table["score"] > table["score_2"]).all()
 
+    years = Regression(("year",), (1_700_000_123.0,), (0.1,)).predictions(torch.tensor([[1.0]]))
+    assert years["prediction"] == [1_700_000_123.1]
     subject = objective(NUMBERS)
     table = subject.labels.predictions(torch.tensor([[1.0, -2.0]]).half())
     assert (table["prediction_x"], table["prediction_y"]) == ([14.0], [0.0])

@@ -133,6 +133,8 @@ class ApexScript:
             node = node.value
         if not isinstance(node, ast.Name) or node.id not in self._bound or self._is_parameter(node):
             return ""
+        if not isinstance(node.ctx, ast.Load):  # such as amp = None, after an ImportError
+            return ""
         return ".".join([self._bound[node.id], *reversed(parts)])
 
     def _is_parameter(self, name: ast.Name) -> bool:

@@ -216,8 +216,7 @@ class SingleLabel(Labels):
         spread = np.sqrt((rows**2 - (predicted**2).sum()) * (rows**2 - (true**2).sum()))
         report["mcc"] = float((right * rows - (predicted * true).sum()) / spread) if spread else 0.0
         if len(self.names) == 2:
-            doubled, both = (float(each[1]) for each in sums.pairs["f1"])
-            report["f1"] = doubled / both if both else 0.0
+            report["f1"] = _f1(*(each[1] for each in sums.pairs["f1"]))
         report["class_accuracy"] = {
             str(label): (hit / num if num else None)
             for label, hit, num in zip(self.names, correct.tolist(), count.tolist(), strict=True)
@@ -284,7 +283,7 @@ class MultiLabel(Labels):
         doubled, count = 2 * both, num_predicted + num_true
         report: dict[str, object] = {
             "exact_match": sums.ratio("exact_match"),
-            "micro_f1": (doubled.sum() / count.sum()).item(),
+            "micro_f1": _f1(doubled.sum(), count.sum()),
             "macro_f1": _mean_ratio(doubled, count),
         }
         report["by_label"] = {
@@ -304,7 +303,7 @@ class MultiLabel(Labels):
 
     def targets(self, texts: Sequence[Sequence[str]], empty: bool) -> tuple[list[int], Tensor]:
         index = {str(name): place for place, name in enumerate(self.names)}
-        parts = [text.split(self.separator) if text.strip() else [] for text in texts[0]]
+        parts = [[name for part in text.split(self.separator) if (name := part.strip())] for text in texts[0]]
         known = [row for row, names in enumerate(parts) if (names or empty) and all(name in index for name in names)]
         hot = torch.zeros(len(known), len(self.names), dtype=torch.uint8)
         for place, row in enumerate(known):
@@ -392,7 +391,8 @@ class Regression(Labels):
 
     def _numbers(self, scaled: Tensor) -> Tensor:
         """Return ``scaled`` in the unit of each column, in float64 on the CPU."""
-        return scaled.double().cpu() * torch.tensor(self.std).double() + torch.tensor(self.mean).double()
+        std, mean = (torch.tensor(each, dtype=torch.float64) for each in (self.std, self.mean))
+        return scaled.double().cpu() * std + mean
 
     @property
     def signature(self) -> dict[str, object]:
@@ -431,6 +431,11 @@ def _counted(indices: Tensor, size: int, which: Tensor | None = None) -> Tensor:
     ``torch.bincount`` would make the host wait for the device."""
     ones = torch.ones_like(indices) if which is None else which.to(indices.dtype)
     return indices.new_zeros(size).index_add_(0, indices, ones)
+
+
+def _f1(doubled: Tensor, both: Tensor) -> float:
+    """Return F1; 0 if there is nothing to find and nothing was predicted."""
+    return (doubled / both).item() if both else 0.0
 
 
 def _mean_ratio(sums: Tensor, counts: Tensor) -> float:

@@ -43,6 +43,10 @@ amp.unrelated()
     ]
 
 
+def test_the_usual_guard_is_no_use(tmp_path):
+    assert uses(tmp_path, "try:\n    from apex import amp\nexcept ImportError:\n    amp = None\n") == []
+
+
 @pytest.mark.parametrize(
     ("text", "line", "name"),
     [
