@@ -79,9 +79,9 @@ def _left(rule: str, rows: RowOrder, segment: Segment, key: tuple[int, int, int]
     """Return the rows that ``segment`` has not used, in the order in which they are assigned next: what is left of the
     permutation (global), or of each rank in turn.
 
-    For example, 2 ranks that took 1 step of 1 row each, of 8 rows in blocks, used the first row of both shards. Left are
-    3 rows of rank 0 and 3 of rank 1: ``ends`` is [3, 6], ``firsts`` [0, 3], and row 4 of what is left is row 1 + 1 of
-    the shard of rank 1. ``_share`` deals these 6 to any number of ranks."""
+    For example, 2 ranks that took 1 step of 1 row each, of 8 rows in blocks, used the first row of both shards. Left
+    are 3 rows of rank 0 and 3 of rank 1: ``ends`` is [3, 6], ``firsts`` [0, 3], and row 4 of what is left is row 1 + 1
+    of the shard of rank 1. ``_share`` deals these 6 to any number of ranks."""
     most = segment.steps * segment.per_rank
     if rule == "global":
         used = min(most * segment.world_size, len(rows))
