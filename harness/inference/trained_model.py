@@ -19,7 +19,7 @@ from harness.inference import predict
 from harness.inference.rows import as_file
 from harness.runs import trained_run
 from harness.training import build, rng
-from harness.training.evaluation.metrics import TO_UNITS
+from harness.training.evaluation.labels import TO_UNITS
 from harness.training.task import OpenedTask, SupportsLearned, SupportsNewData, SupportsSignature
 
 if TYPE_CHECKING:

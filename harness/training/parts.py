@@ -64,7 +64,7 @@ from harness.errors import CheckpointError, ConfigError
 from harness.runs.checkpoint import read
 from harness.runs.checkpoints import Checkpoints
 from harness.training import rng
-from harness.training.evaluation.metrics import Sums
+from harness.training.evaluation.sums import Sums
 
 __all__ = [
     "Checkpoints",

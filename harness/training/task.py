@@ -7,7 +7,8 @@ A task is a module with a class ``Task``: a ``TaskSection`` whose fields are the
 
 ``BaseTask`` has defaults for most of an OpenedTask. The protocols whose names begin with Supports are optional. A task
 depends neither on amp nor on checkpoints, nor on ranks, but for what ``SupportsFileCheck`` and ``SupportsFileCopies``
-divide among them. ``Pairs``, ``Sums``, ``Report`` and ``Columns`` are types of ``harness.training.evaluation.metrics``.
+divide among them. ``Pairs``, ``Sums``, ``Report`` and ``Columns`` are types of ``harness.training.evaluation``, in
+``sums`` and ``labels``.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from harness.data.arrays import Arrays
 from harness.data.batch import Batch, Dataset, described, read
 from harness.data.seeds import row_seed, seeded_torch
 from harness.errors import ConfigError, OwnCodeError, TrainingError, place_of, plural
-from harness.training.evaluation.metrics import Columns, Pairs, Report, SingleLabel, Sums
+from harness.training.evaluation.labels import Columns, SingleLabel
 from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.prediction_files import RowFiles
+from harness.training.evaluation.sums import Pairs, Report, Sums
 from harness.training.models import model_builder
 
 __all__ = [

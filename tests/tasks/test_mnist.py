@@ -14,7 +14,7 @@ from harness.config.schema import ModelSection
 from harness.errors import ConfigError, DataError
 from harness.tasks import fashion_mnist
 from harness.tasks.mnist import config
-from harness.training.evaluation.metrics import Sums
+from harness.training.evaluation.sums import Sums
 from tests.datasets import write_idx
 from tests.fixtures import write_yaml
 

@@ -13,7 +13,7 @@ from harness.data.names import ALPHABET, STOP, encode
 from harness.errors import ConfigError, DataError
 from harness.tasks.pet_names.config import Task
 from harness.tasks.pet_names.task import context
-from harness.training.evaluation.metrics import Sums
+from harness.training.evaluation.sums import Sums
 from tests.datasets import NAMES, write_names
 
 SIZE = len(ALPHABET)

@@ -15,7 +15,7 @@ from harness.distributed.launch_env import detect
 from harness.distributed.process_group import open_runtime
 from harness.errors import HarnessError
 from harness.training.evaluation import evaluate
-from harness.training.evaluation.metrics import Sums
+from harness.training.evaluation.sums import Sums
 from tests.fixtures import settings, write_rows, write_yaml
 from tests.ranks import run_ranks
 

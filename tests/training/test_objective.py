@@ -21,18 +21,17 @@ from harness.distributed.launch_env import detect
 from harness.distributed.process_group import open_runtime
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError
-from harness.training.evaluation.metrics import (
+from harness.training.evaluation.labels import (
     MAX_CONFUSION,
     MAX_SCORES,
     Labels,
     MultiLabel,
     Regression,
     SingleLabel,
-    Sums,
     learned_labels,
-    reduced,
 )
 from harness.training.evaluation.objective import MAX_KEPT, Objective
+from harness.training.evaluation.sums import Sums, reduced
 from harness.training.logical_ranks import LogicalRanks
 from tests.fixtures import settings, write_rows, write_yaml
 from tests.ranks import run_ranks

@@ -40,7 +40,7 @@ from harness.trackers import metrics_log
 from harness.training import build, description, determinism, division, hooks, logical_ranks, memory
 from harness.training.determinism import Audit, OutOfTime
 from harness.training.evaluation import evaluate
-from harness.training.evaluation.metrics import Sums
+from harness.training.evaluation.sums import Sums
 from harness.training.models import lora, recompute, weights
 from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
 from harness.training.strategies.base import strategy_class

@@ -19,7 +19,7 @@ from harness.data.batch import Dataset, described
 from harness.data.loader import StoppedWaiting
 from harness.errors import DataError, HarnessError, users_line
 from harness.training import rng
-from harness.training.evaluation.metrics import Pairs, Report, Rows, Sums, is_number, reduced
+from harness.training.evaluation.sums import Pairs, Report, Rows, Sums, is_number, reduced
 from harness.training.run import Run
 from harness.training.run_log import unreadable
 from harness.training.task import OpenedTask, doubt_of_sum, wrong_return

@@ -18,7 +18,7 @@ from torch.nn import functional
 from harness.config import plugins
 from harness.config.targets import LabelledTask, LossSection
 from harness.errors import ConfigError, first_line, plural, users_line
-from harness.training.evaluation.metrics import Labels
+from harness.training.evaluation.labels import Labels
 
 Counts = Callable[[], tuple[np.ndarray | None, int]]  # (training rows with each label, training rows)
 

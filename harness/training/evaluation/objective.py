@@ -17,9 +17,10 @@ from torch import Tensor
 from harness.config.targets import TOP, LabelledTask, TableTask
 from harness.data.row_labels import column_names
 from harness.errors import ConfigError, plural
+from harness.training.evaluation.labels import Columns, Labels
 from harness.training.evaluation.losses import Counts, Loss
-from harness.training.evaluation.metrics import Columns, Labels, Pairs, Report, Sums
 from harness.training.evaluation.own_metric import OwnMetric
+from harness.training.evaluation.sums import Pairs, Report, Sums
 
 MAX_KEPT = 1 << 29  # outputs of all evaluation rows that a metric may keep, as numbers
 _MADE_UP_ROWS = 64

@@ -15,7 +15,8 @@ from torch import Tensor
 from harness.config import plugins
 from harness.config.targets import MetricSection
 from harness.errors import ConfigError, first_line, users_line
-from harness.training.evaluation.metrics import Labels, Pairs, Rows, Sums
+from harness.training.evaluation.labels import Labels
+from harness.training.evaluation.sums import Pairs, Rows, Sums
 
 _ROWS = "outputs"  # the name under which Sums keeps all outputs and targets
 

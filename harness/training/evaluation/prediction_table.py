@@ -18,8 +18,8 @@ import pyarrow as pa
 from harness.errors import DataError, HarnessError, first_line, listed, plural
 from harness.runs.files import commit, temporary_for
 from harness.runs.locks import Lock
-from harness.training.evaluation.metrics import Pairs, Sums
 from harness.training.evaluation.prediction_files import FilesFolder
+from harness.training.evaluation.sums import Pairs, Sums
 
 log = logging.getLogger("harness")
 

@@ -29,10 +29,10 @@ from harness.runs.console import ProgressBar
 from harness.runs.weights_file import load_weights
 from harness.trackers.base import LabelPairs, Sample
 from harness.training.evaluation.evaluate import prepare
-from harness.training.evaluation.metrics import Pairs
 from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.prediction_files import RowFiles, folder_of
 from harness.training.evaluation.prediction_table import FIRST_COLUMNS, ROW, PredictionFile, Written
+from harness.training.evaluation.sums import Pairs
 from harness.training.run import Run
 from harness.training.strategies import sharding
 from harness.training.task import PredictingTask, SupportsErrors, SupportsPredictions

@@ -12,7 +12,7 @@ from harness.config.targets import Kind, TableTask
 from harness.data.row_labels import ClassLabels, NoLabels, NumberLabels, RowLabels, TagLabels, class_indices
 from harness.data.table.labels import LabelColumns
 from harness.data.table.table import Table, open_table
-from harness.training.evaluation.metrics import Labels, MultiLabel, Regression, labels_of, learned_labels
+from harness.training.evaluation.labels import Labels, MultiLabel, Regression, labels_of, learned_labels
 from harness.training.evaluation.objective import Objective
 
 _FORMS: dict[Kind, Literal["class", "tags", "numbers"]] = {
