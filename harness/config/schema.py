@@ -311,8 +311,8 @@ class TrainSection(Section):
     """
     log_every: Annotated[Duration, Bare("steps")] = Field(default=10, validate_default=True)
     """Optimizer steps per line of metrics.jsonl, or a length, such as "0.1 epochs". The loss of a line is the mean over
-    all rows since the last line. A terminal shows the newest numbers next to its progress bar; output that goes to a
-    file or a pipe has them at most every 10 s, whatever is set here.
+    all rows since the last line. A terminal shows the newest numbers next to its progress bar. A file or a pipe has a
+    line after the first step, then the first numbers, then new ones at most every 10 s, or the step every 30 s.
     """
     deterministic: bool | Literal["warn"] = True
     """Use only deterministic algorithms; a bitwise-exact resume on a GPU requires them. true: refuse operations

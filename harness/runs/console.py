@@ -29,6 +29,7 @@ LONG_S = 2.0  # of a step that a stop has to wait for
 WORK_S = 2.0  # after which other work shows itself
 _REDRAWN_S = 0.5  # between two looks at that work on a terminal
 OF_NODE = {"of_node": True}  # of records about a machine: that it joined, and how it ended
+IN_FILE = {"in_file": True}  # of records that only the log file has
 COLUMNS = 80  # of a terminal that does not tell its width, as in docker and kubectl
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
 
@@ -67,8 +68,8 @@ class _LogFile(logging.FileHandler):
 
 
 def to_terminal(rank: int, of_node: bool = False) -> None:
-    """Log to the terminal: rank 0 everything, other ranks only errors, with the number of the rank. ``of_node``: this
-    rank is the first of its machine, and also says what is logged with the extra ``OF_NODE``."""
+    """Log to the terminal: rank 0 everything without the extra ``IN_FILE``, other ranks only errors, with the number
+    of the rank. ``of_node``: this rank is the first of its machine, and also says what has the extra ``OF_NODE``."""
     show_work(rank)
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -78,6 +79,7 @@ def to_terminal(rank: int, of_node: bool = False) -> None:
     handler = _ProgressBarHandler()
     if rank != 0:
         handler.addFilter(lambda record: record.levelno >= logging.ERROR or of_node and hasattr(record, "of_node"))
+    handler.addFilter(lambda record: not hasattr(record, "in_file"))
     handler.setFormatter(_Line() if rank == 0 else logging.Formatter(f"rank {rank}: %(message)s"))
     log.addHandler(handler)
 
@@ -180,7 +182,8 @@ def to_file(folder: Path, rank: int) -> None:
 class ProgressBar:
     """Shows progress on rank 0: of an epoch, with the time left of the whole run, and of an evaluation.
 
-    A bar on a terminal; otherwise log lines, the first after one step, then every few seconds, however long a step is.
+    A bar on a terminal; otherwise log lines: one after the first step, one with the first numbers, then every few
+    seconds, however long a step is.
     """
 
     def __init__(self, rank: int, total_steps: int = 0) -> None:
@@ -230,11 +233,12 @@ class ProgressBar:
 
     def show(self, text: str) -> None:
         """Show ``text``, the newest numbers and their steps, next to the bar, or once as a line."""
+        period = PLAIN_PERIOD_S if self._text else 0.0
         self._text, self._written = text, False
         now = time.monotonic()
         if self._bar is not None:
             self._bar.set_postfix_str(self._described(now), refresh=False)
-        elif self._shows and self._where and now - self._plain_at > PLAIN_PERIOD_S:
+        elif self._shows and self._where and now - self._plain_at >= period:
             self._write(now)
 
     def rest(self) -> str:

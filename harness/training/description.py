@@ -7,6 +7,7 @@ import shlex
 from typing import Any
 
 import torch
+from torch import nn
 
 from harness.config.places import HUB
 from harness.config.schema import Config
@@ -22,22 +23,23 @@ from harness.training.task import OpenedTask, SupportsLearned
 
 log = logging.getLogger("harness")
 
+# What a start shows; the log file also has the rest of what ``harness check`` shows.
+_SHOWN = {"run folder", "model", "train rows", "eval rows", "ranks", "device", "steps per epoch", "steps", "amp",
+          "parallel", "launcher", "log lines"}  # fmt: skip
+
 
 def announce(run: Run) -> None:
     """Log what this start will train and on what, and record its provenance."""
     runtime, config = run.runtime, run.config
     card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
-    facts = describe(config, run.task, run.sizes, run.ranks.num, runtime.device, run.precision.backend)
+    facts = {"run folder": run.folder.where, "model": describe_model(config, run.module)}
+    facts |= describe(config, run.task, run.sizes, run.ranks.num, runtime.device, run.precision.backend)
     facts |= trained_parameters.describe(run.optimizer, run.module) | run.hooks.describe()
-    facts |= {
-        "parallel": run.parallel.describe(),
-        "launcher": _launcher(config, runtime),
-        "run folder": run.folder.where,
-    }
+    facts |= {"parallel": run.parallel.describe(), "launcher": _launcher(config, runtime)}
     shown = "loss: mean over the rows of these steps; rows/s: over all ranks; time left: of the whole run"
     for name, value in {**facts, "log lines": shown}.items():
-        log.info("%14s: %s", name, value)
+        log.info("%14s: %s", name, value, extra={} if name in _SHOWN else console.IN_FILE)
     first = runtime.rank == 0
     if first and not run.state.step and (slow := precision.warning(config.precision, runtime.device)):
         log.warning("%s", slow)
@@ -128,6 +130,12 @@ def _launcher(config: Config, runtime: Runtime) -> str:
     ranks = config.launch.nnodes * config.launch.nproc
     alone = runtime.launch.alone and ranks > 1
     return f"none (one process; harness launch starts the {ranks} ranks of launch)" if alone else runtime.launch.by
+
+
+def describe_model(config: Config, model: nn.Module) -> str:
+    every, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad >= only) for only in (False, True))
+    share = f", of which {trained:,} are trained" if trained < every else ""
+    return f"{config.model.name}, {every:,} parameters{share}"
 
 
 def describe(

@@ -113,15 +113,15 @@ def test_other_ranks_show_nothing(terminal, monkeypatch, clock):
 
 
 def test_plain_lines_without_a_terminal(log, capsys, clock):
-    """The first after the first step, then new numbers after 10 s, and the position after 30 s without any. Numbers are
-    written once."""
+    """The first after the first step, then the first numbers at once, new numbers after 10 s, and the position after
+    30 s without any. Numbers are written once."""
     console.to_terminal(0)
     progress = ProgressBar(rank=0, total_steps=1000)
     progress.start("epoch 1/2", 0)
     for step in range(1, 101):
         clock.now += 1
         progress.step()
-        if step in (15, 20):
+        if step in (4, 12, 15, 20):
             progress.show(f"loss 0.{step} (step {step})")
     progress.open("validation", "batch", 0, 80)
     for _ in range(40):
@@ -131,6 +131,7 @@ def test_plain_lines_without_a_terminal(log, capsys, clock):
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
     assert [line[9:] for line in lines] == [
         "epoch 1/2  step 1/1000",
+        "epoch 1/2  step 4/1000  loss 0.4 (step 4)  17 min left",
         "epoch 1/2  step 15/1000  loss 0.15 (step 15)  16 min left",
         "epoch 1/2  step 46/1000  loss 0.20 (step 20)  16 min left",
         "epoch 1/2  step 77/1000  15 min left",
@@ -287,11 +288,13 @@ def test_first_rank_of_another_machine_says_how_it_joined_and_ended(log, capsys)
     assert capsys.readouterr().err.splitlines() == ["rank 2: joined the run"]
 
 
-def test_log_file_per_rank(log, tmp_path):
-    console.to_terminal(1)
-    console.to_file(tmp_path / "logs", 1)
-    log.info("hello from rank 1")
-    assert "INFO hello from rank 1" in (tmp_path / "logs" / "rank-1.log").read_text()
+@pytest.mark.parametrize("rank", [0, 1])
+def test_log_file_per_rank(log, tmp_path, capsys, rank):
+    console.to_terminal(rank)
+    console.to_file(tmp_path / "logs", rank)
+    log.info("hello from rank %d", rank, extra=console.IN_FILE)
+    assert f"INFO hello from rank {rank}" in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -153,11 +153,7 @@ class _Examination:
         attempt(build.require_mixable, config, task)
         if device is not None:
             attempt(determinism.require_restorable, model, device, config.train.deterministic)
-        every, trained = (
-            sum(p.numel() for p in model.parameters() if p.requires_grad >= only) for only in (False, True)
-        )
-        share = f", of which {trained:,} are trained" if trained < every else ""
-        facts["model"] = f"{config.model.name}, {every:,} parameters{share}"
+        facts["model"] = description.describe_model(config, model)
         if config.model.lora is not None:
             facts["lora"] = lora.summary(model, config.model.lora)
         if config.model.start_weights is not None and (loaded := attempt(weights.load, model, config)):
