@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class TextWriter:
         self._num_pending = 0
         self._digests = [hashlib.sha256() for _ in range(2 * len(columns))]
         self._hashing = ThreadPoolExecutor(1)  # hashing releases the interpreter and takes a third of the time
-        self._hashed: Future[None] | None = None  # of the last batch: at most one waits in memory
+        self._hashed = self._hashing.submit(self._hash, [])  # of the last batch: at most one waits in memory
         self._file = BlockWriter(path)
         self._writer = pa.ipc.new_file(self._file, self._schema)
         self._file.end_block()
@@ -62,6 +62,7 @@ class TextWriter:
         """Write the remaining rows. Returns the digest of all text, which does not depend on batch lengths."""
         if self._num_pending:
             self._flush()
+        self._hashed.result()
         self._writer.close()
         self._file.end_block()
         self.close()
@@ -81,8 +82,7 @@ class TextWriter:
         except pa.ArrowInvalid as error:
             rows = f"{self._num_pending:,} consecutive rows"
             raise DataError(f"{rows} have more than 2 GiB of text in one column", where=self.name) from error
-        if self._hashed is not None:
-            self._hashed.result()
+        self._hashed.result()
         self._hashed = self._hashing.submit(self._hash, arrays)
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         self._file.end_block()

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from harness.data.table import csv_reader, labels
+from harness.data.table import csv_reader, labels, writers
 from harness.data.table.convert import problems
 from harness.data.table.labels import LabelColumns
 from harness.data.table.table import open_table
@@ -256,6 +256,19 @@ def test_row_longer_than_any_block(refused, monkeypatch):
     monkeypatch.setattr(csv_reader, "BLOCK_BYTES", 64)
     monkeypatch.setattr(csv_reader, "MAX_BLOCK_BYTES", 1 << 20)
     assert "longer than 1 MiB" in refused(HEADER + GOOD + b"p,1," + b"x" * (3 << 20) + b"\n")[0]
+
+
+def test_text_that_cannot_be_hashed_has_no_digest(monkeypatch, tmp_path):
+    """The last batch, too, which is hashed while the file is being completed."""
+
+    def fails(array):
+        raise MemoryError("no room to hash")
+
+    monkeypatch.setattr(writers, "_text_bytes", fails)
+    (tmp_path / "train.csv").write_bytes(HEADER + GOOD)
+    with pytest.raises(MemoryError, match="no room to hash"):
+        open_table(tmp_path / "train.csv", cache_dir=tmp_path / "cache", label="label")
+    assert not list((tmp_path / "cache").rglob("*.json"))
 
 
 @pytest.mark.parametrize("how", ["append", "touch", "replace", "remove"])
