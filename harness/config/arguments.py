@@ -76,13 +76,13 @@ def _setting_hint(arguments: argparse.Namespace, name: str, value: str, exact: b
     it is spelled like one."""
     if not hasattr(arguments, "config"):
         return None
-    from harness.config import other_names, reference
+    from harness.config import hugging_face_names, reference
 
-    key, of_hub = reference.key_of(name, exact=exact), name.replace("-", "_")
+    key, theirs = reference.key_of(name, exact=exact), name.replace("-", "_")
     if not key:
         return None
-    if of_hub in other_names.UNITS:
-        return f"settings are written as key=value; {other_names.hint(of_hub)}"
+    if theirs in hugging_face_names.UNITS:
+        return f"settings are written as key=value; {hugging_face_names.hint(theirs)}"
     return f"settings are written as key=value: {key}={value or 'VALUE'}"
 
 

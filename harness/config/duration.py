@@ -37,12 +37,15 @@ class Duration:
             found = found or re.fullmatch(_SHARE, value)
         unit = _UNITS[found[2]] if found else bare
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not (found or is_number):
-            raise ValueError(_refusal(value, bare, share))
-        amount = Fraction(found[1] if found else str(value)) / (100 if unit == "share" else 1)
-        if amount <= 0 or (unit == "steps" and amount.denominator != 1) or (unit == "share" and amount > 1):
-            raise ValueError(_refusal(value, bare, share))
-        return cls(amount, unit, value)
+        if found or is_number:
+            amount = Fraction(found[1] if found else str(value)) / (100 if unit == "share" else 1)
+            if amount > 0 and (unit != "steps" or amount.denominator == 1) and (unit != "share" or amount <= 1):
+                return cls(amount, unit, value)
+        number = "a whole number of steps" if bare == "steps" else "a number of epochs"
+        examples = '"500 steps", "2 epochs", "10%" of the run; or null'
+        if not share:
+            examples = '"500 steps", "2 epochs" or "0.25 epochs"'
+        raise ValueError(f"{value!r} is not allowed; write {number} above 0, {examples}")
 
     def steps(self, per_epoch: int, total: int = 0) -> int:
         """Return it in steps, at least 1. ``total``: the steps of the run, for a share of them."""
@@ -57,14 +60,6 @@ class Duration:
         length = self.amount * per_epoch if self.unit == "epochs" else self.amount
         position = epoch * per_epoch + done if self.unit == "epochs" else step
         return math.ceil((position // length + 1) * length) - position
-
-
-def _refusal(value: Any, bare: Unit, share: bool) -> str:
-    number = "a whole number of steps" if bare == "steps" else "a number of epochs"
-    examples = (
-        '"500 steps", "2 epochs", "10%" of the run; or null' if share else '"500 steps", "2 epochs" or "0.25 epochs"'
-    )
-    return f"{value!r} is not allowed; write {number} above 0, {examples}"
 
 
 @dataclass(frozen=True)

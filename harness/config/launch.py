@@ -68,11 +68,7 @@ def section_class(raw: Any, launching: bool) -> type[LaunchSection]:
     """
     written = raw if isinstance(raw, dict) else {}
     engine = written.get("engine", "local")
-    return with_engines(**_kinds(written, engine if isinstance(engine, str) else "local", launching))
-
-
-def _kinds(written: dict[str, Any], engine: str, launching: bool) -> dict[str, Any]:
-    """Return the classes of the sections of engines, by key, for the section ``written``."""
+    engine = engine if isinstance(engine, str) else "local"  # the schema reports the type
     key = _key(engine)
     own: Any = None
     if "." in engine and launching:
@@ -83,7 +79,8 @@ def _kinds(written: dict[str, Any], engine: str, launching: bool) -> dict[str, A
     built_in = plugins.names("engine settings")
     is_known = all(_is_common(name) or name in kinds or name in built_in for name in written)
     needed = [name for name in built_in if name in written or name == engine or not is_known]  # maybe misspelled
-    return {name: plugins.find("engine settings", name, f"launch.{name}") for name in needed} | kinds
+    known = {name: plugins.find("engine settings", name, f"launch.{name}") for name in needed}
+    return with_engines(**(known | kinds))
 
 
 @functools.cache  # so that two configurations with the same engines have the same class and can be compared

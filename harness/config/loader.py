@@ -47,7 +47,7 @@ def load(
     settings. Raises ConfigError.
     """
     raw, origins = merged(Path(path), overrides, written_at or {})
-    cls, problems = _config_class(raw, launching, Path(path).parent)
+    cls, problems = _class_and_problems(raw, launching, Path(path).parent)
     if any(key == "task.name" for key, _ in problems):
         raw = {**raw, "task": {"name": "unknown.task"}}
     config, found = _validated(cls, raw)
@@ -173,7 +173,7 @@ def _config_class_of(task: Any, schedule: Any, launch: type[LaunchSection]) -> t
     )  # fmt: skip
 
 
-def _config_class(raw: dict[str, Any], launching: bool, folder: Path) -> tuple[type[Config], list[Problem]]:
+def _class_and_problems(raw: dict[str, Any], launching: bool, folder: Path) -> tuple[type[Config], list[Problem]]:
     """Return Config with the sections of the task, the schedule and the engines that ``raw``, in ``folder``, names, and
     the reasons where there is none."""
     problems: list[Problem] = []

@@ -189,6 +189,7 @@ def _text(path: Path) -> str:
 
 
 def _parse(text: str, path: Path) -> tuple[Any, dict[str, str]]:
+    """Return the tree that ``text`` describes, not interpolated, and the places of its keys. Raises ConfigError."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if not isinstance(node, yaml.MappingNode | None):
@@ -207,7 +208,7 @@ def _parse(text: str, path: Path) -> tuple[Any, dict[str, str]]:
         raise _invalid(error, text, path) from None
 
 
-def load(text: str) -> Any:
+def load_yaml(text: str) -> Any:
     """Return the content of a YAML file that may be a stranger's. Raises YAMLError, RecursionError, or ValueError if
     its seal does not match or its aliases expand to more than MAX_VALUES."""
     require_intact(text)

@@ -13,10 +13,11 @@ from typing import Any
 
 import yaml
 
-from harness.config import json_schema, other_names
+from harness.config import hugging_face_names, json_schema
 from harness.config.schema import Config
 from harness.errors import ConfigError, similar
 
+_Node = dict[str, Any]  # of the JSON Schema
 REQUIRED = "required"
 _FULL = 5  # so many settings are shown with their whole text
 _ENDING = re.compile(r"(?:ations?|ates?|ings?|ions?|ed|es|s|e)$")
@@ -56,9 +57,9 @@ class Setting:
 
     @property
     def full(self) -> str:
-        of = f"\n  only of {', '.join(self.parts)}" if self.parts else ""
+        parts = f"\n  only of {', '.join(self.parts)}" if self.parts else ""
         example = f"\n  example: {self.example}" if self.example else ""
-        return f"{self.key}\n  {self.value}{of}\n  {self.text}{example}"
+        return f"{self.key}\n  {self.value}{parts}\n  {self.text}{example}"
 
     def as_record(self) -> dict[str, Any]:
         return {**vars(self), "parts": list(self.parts)}
@@ -89,14 +90,14 @@ def chapters() -> list[Chapter]:
     return found
 
 
-def _parts(node: dict[str, Any], defs: dict[str, Any]) -> list[str]:
+def _parts(node: _Node, defs: dict[str, _Node]) -> list[str]:
     """Return the names of the tasks or schedules among which ``node`` chooses."""
     sections = [_resolved(each, defs) for each in node.get("anyOf", ())]
     names = [each.get("properties", {}).get("name", {}).get("const") for each in sections]
     return [name for name in names if name]
 
 
-def _walk(key: str, node: dict[str, Any], defs: dict[str, Any], part: str) -> Iterator[tuple[str, Setting]]:
+def _walk(key: str, node: _Node, defs: dict[str, _Node], part: str) -> Iterator[tuple[str, Setting]]:
     """Yield (task or schedule, setting) for ``node`` and what is under it."""
     choices = [_resolved(each, defs) for each in _choices(node)]
     sections = [each for each in choices if "properties" in each]
@@ -115,7 +116,7 @@ def _walk(key: str, node: dict[str, Any], defs: dict[str, Any], part: str) -> It
                 yield from _children(f"{key}[]", item, defs, part)
 
 
-def _children(key: str, section: dict[str, Any], defs: dict[str, Any], part: str) -> Iterator[tuple[str, Setting]]:
+def _children(key: str, section: _Node, defs: dict[str, _Node], part: str) -> Iterator[tuple[str, Setting]]:
     for name, child in section["properties"].items():
         if "default" not in child and name in section.get("required", ()):
             child = {**child, "required": True}
@@ -124,30 +125,29 @@ def _children(key: str, section: dict[str, Any], defs: dict[str, Any], part: str
         yield from _walk(f"{key}.{name}", child, defs, part)
 
 
-def _setting(key: str, node: dict[str, Any], defs: dict[str, Any]) -> Setting:
+def _setting(key: str, node: _Node, defs: dict[str, _Node]) -> Setting:
     text = _joined(node.get("description", ""))
     required = node.get("required") or (key in Config.model_fields and "default" not in node)
-    default = REQUIRED if required else _yaml(node["default"]) if "default" in node else "none"
+    default = _yaml(node["default"]) if "default" in node else "none"
+    if required:
+        default = REQUIRED
     return Setting(key, _kind(node, defs), default, text, _example(key, node, text))
 
 
-def _choices(node: dict[str, Any]) -> list[dict[str, Any]]:
-    choices: list[dict[str, Any]] = node.get("anyOf") or [node]
+def _choices(node: _Node) -> list[_Node]:
+    choices: list[_Node] = node.get("anyOf") or [node]
     return choices
 
 
-def _resolved(node: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
-    if "$ref" in node:
-        found: dict[str, Any] = defs[node["$ref"].rpartition("/")[2]]
-        return found
-    return node
+def _resolved(node: _Node, defs: dict[str, _Node]) -> _Node:
+    return defs[node["$ref"].rpartition("/")[2]] if "$ref" in node else node
 
 
 def _joined(text: str) -> str:
     return " ".join(text.split())
 
 
-def _kind(node: dict[str, Any], defs: dict[str, Any]) -> str:
+def _kind(node: _Node, defs: dict[str, _Node]) -> str:
     """Return what may be written, in words."""
     node = _resolved(node, defs)
     if "anyOf" in node:
@@ -168,12 +168,12 @@ def _kind(node: dict[str, Any], defs: dict[str, Any]) -> str:
     return {"boolean": "true or false", "null": "null"}.get(str(kind), "any value")
 
 
-def _fixed_list(node: dict[str, Any], defs: dict[str, Any]) -> str:
+def _fixed_list(node: _Node, defs: dict[str, _Node]) -> str:
     items = [_kind(each, defs) for each in node.get("prefixItems", ())]
     return f"list of {len(items)}: {items[0]}" if items else "list"
 
 
-def _limits(node: dict[str, Any]) -> str:
+def _limits(node: _Node) -> str:
     words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
     found = [f"{word} {_number(node[key])}" for key, word in words.items() if key in node]
     return f" {', '.join(found)}" if found else ""
@@ -194,7 +194,7 @@ def _flow(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()
 
 
-def _example(key: str, node: dict[str, Any], text: str) -> str:
+def _example(key: str, node: _Node, text: str) -> str:
     """Return an override with the value that the text names after "such as", or another one than the default, or the
     default. Empty for what is in a list, of which the list is the example."""
     if "[]" in key:
@@ -208,7 +208,7 @@ def _example(key: str, node: dict[str, Any], text: str) -> str:
     return word if re.fullmatch(r"[\w.=/:,+%@-]+", word) else f"'{word}'"
 
 
-def _named(node: dict[str, Any], text: str) -> str | None:
+def _named(node: _Node, text: str) -> str | None:
     """Return the first value after "such as" that ``node`` may have, as it is written in a list if it has to be in
     one."""
     kinds = {each.get("type", "string" if "enum" in each or "const" in each else "") for each in _choices(node)}
@@ -224,7 +224,7 @@ def _named(node: dict[str, Any], text: str) -> str | None:
     return None
 
 
-def _values(node: dict[str, Any]) -> list[Any]:
+def _values(node: _Node) -> list[Any]:
     """Return the values that the schema lists."""
     if "anyOf" in node:
         return [value for each in node["anyOf"] for value in _values(each)]
@@ -240,10 +240,13 @@ def search(words: Sequence[str]) -> list[Setting]:
     """Return the settings that ``words`` name: a key, a section, a name of Hugging Face, a schedule, or words of the
     description. Best first.
 
-    If no setting has all words, those with the most of them. Raises ConfigError if none has any.
+    No words name all settings. If no setting has all words, those with the most of them. Raises ConfigError if none has
+    any.
     """
     settings = [each for chapter in chapters() for each in chapter.settings]
     words = [part for word in words for part in word.lower().split()]
+    if not words:
+        return settings
     if len(words) == 2 and words[0] == "own" and (own := _own(words[1], settings)):
         return [own]
     if len(words) == 1 and (
@@ -281,7 +284,7 @@ def _own(part: str, settings: Sequence[Setting]) -> Setting | None:
 def _called(word: str, settings: Sequence[Setting]) -> list[Setting]:
     """Return the setting that Hugging Face calls ``word``, or those of the schedule ``word`` and then those with this
     word in their key."""
-    if ours := other_names.setting(word):
+    if ours := hugging_face_names.setting(word):
         around = [each for each in settings if f"{ours.partition('=')[0]}.".startswith(f"{each.key}.")]
         return [each for each in around if each.key == around[-1].key]
     found = [each for each in settings if each.key.startswith("schedule.") and word in each.parts]
@@ -297,7 +300,7 @@ def key_of(name: str, exact: bool = False) -> str | None:
     """
     settings = [each for chapter in chapters() for each in chapter.settings if "[]" not in each.key]
     wanted = name.replace("-", "_")
-    if (ours := other_names.SETTINGS.get(wanted, "=")) and "=" not in ours:
+    if (ours := hugging_face_names.SETTINGS.get(wanted, "=")) and "=" not in ours:
         return ours
     if same := [each.key for each in settings if each.key.rpartition(".")[2] == wanted]:
         return min(same, key=lambda key: key.count("."))
@@ -354,9 +357,9 @@ def _chapter(chapter: Chapter) -> str:
 
 
 def _entry(setting: Setting) -> str:
-    of = f" · only of {', '.join(f'`{part}`' for part in setting.parts)}" if setting.parts else ""
+    parts = f" · only of {', '.join(f'`{part}`' for part in setting.parts)}" if setting.parts else ""
     example = f"  \nExample: `{setting.example}`" if setting.example else ""
-    first = f"**`{setting.key}`** · {_escaped(setting.value)}{of}"
+    first = f"**`{setting.key}`** · {_escaped(setting.value)}{parts}"
     return f"{first}  \n{_escaped(setting.text)}{example}\n"
 
 

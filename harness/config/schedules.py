@@ -6,7 +6,7 @@ import inspect
 import sys
 from typing import Any, NamedTuple
 
-from harness.config import other_names, plugins, signatures
+from harness.config import hugging_face_names, plugins, signatures
 from harness.config.schema import ScheduleSection
 from harness.config.signatures import Function
 from harness.errors import ConfigError
@@ -28,7 +28,7 @@ class Found(NamedTuple):
 def find(name: str) -> Found:
     """Return the schedule ``name``: a built-in function; ``package.module.function``, called with (update, total); or a
     subclass of LRScheduler, or a function annotated to return one. Raises ConfigError."""
-    if ours := other_names.SCHEDULES.get(name):
+    if ours := hugging_face_names.SCHEDULES.get(name):
         raise ConfigError(f"unknown schedule {name!r}", where=_KEY, hint=f"use {ours}")
     if "." not in name:
         function = signatures.find("schedule", name, _KEY, signatures.functions(BUILT_IN))

@@ -11,6 +11,7 @@ import importlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -41,7 +42,7 @@ class TaskSection(Section):
         opened: object = self.beside().open_data(self, seed, cache_dir)
         return opened
 
-    def beside(self) -> Any:
+    def beside(self) -> ModuleType:
         """Import the module ``task`` next to the module ``config`` of this class, or of a base class. A configuration
         is read without it, since it imports torch."""
         for kind in type(self).__mro__:

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from harness.config import other_names
+from harness.config import hugging_face_names
 
 Problem = tuple[str, str]  # dotted key, sentence
 _RENAMED = {
@@ -61,7 +62,8 @@ def _keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
     return found
 
 
-def _sentence(error: Any, path: list[str], cls: type[BaseModel]) -> str:
+def _sentence(error: ErrorDetails, path: list[str], cls: type[BaseModel]) -> str:
+    """Return what is wrong with the value at ``path``, what is allowed, and the nearest spelling."""
     seen, kind, context = error["input"], error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return f"unknown key; {_nearest(path, cls)}"
@@ -76,8 +78,10 @@ def _sentence(error: Any, path: list[str], cls: type[BaseModel]) -> str:
     shown = repr(seen) if len(repr(seen)) <= 200 else f"{repr(seen)[:200]}..."
     if kind in ("model_type", "dict_type"):
         return f"it should be a section of settings, {{key: value}} (found: {shown})"
-    unit = f"; {other_names.UNITS[path[-1]]}" if kind.startswith("int_") and path[-1] in other_names.UNITS else ""
-    return f"{_RENAMED.get(kind) or error['msg'].replace('Input should', 'it should')} (found: {shown}){unit}"
+    sentence = f"{_RENAMED.get(kind) or error['msg'].replace('Input should', 'it should')} (found: {shown})"
+    if kind.startswith("int_") and (unit := hugging_face_names.UNITS.get(path[-1])):
+        return f"{sentence}; {unit}"
+    return sentence
 
 
 def _path(loc: Iterable[Any], raw: Any) -> list[str]:
@@ -99,9 +103,9 @@ def _nearest(path: list[str], cls: type[BaseModel]) -> str:
     if ":" in path[-1]:
         return "write a space after the colon"
     known = _keys(cls)
-    ours = other_names.setting(".".join(path))
+    ours = hugging_face_names.setting(".".join(path))
     if ours and any(f"{ours.partition('=')[0]}.".startswith(f"{key}.") for key in known):
-        return str(other_names.hint(".".join(path)))
+        return str(hugging_face_names.hint(".".join(path)))
     prefix = "".join(f"{part}." for part in path[:-1])
     section = re.sub(r"\.\d+\.", ".", prefix)  # of a list
     siblings = [key[len(section) :] for key in known if key.startswith(section) and "." not in key[len(section) :]]

@@ -25,11 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.markdown:
         print(reference.markdown(), end="")
         return EXIT_DONE
-    found = (
-        reference.search(arguments.search)
-        if arguments.search
-        else [each for chapter in reference.chapters() for each in chapter.settings]
-    )
+    found = reference.search(arguments.search)
     if arguments.json:
         print(json.dumps([each.as_record() for each in found], indent=2))
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -258,6 +258,7 @@ def problems(task: LabelledTask) -> Iterator[tuple[str, str, str]]:
 
 
 def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str, str]]:
+    """Yield the ``problems`` of the metrics of ``task``, whose labels are of ``kind``."""
     suitable = [name for name, rule in _METRICS.items() if kind in rule.kinds]
     keys = [each.shown for each in task.metric_sections]
     for each in task.metric_sections:
@@ -290,7 +291,8 @@ def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str,
         )
 
 
-def _near(name: str, suitable: Sequence[str] | Mapping[str, Any]) -> str:
+def _near(name: str, suitable: Collection[str]) -> str:
+    """Return a hint with the one of ``suitable`` that ``name`` may mean; empty if there is none."""
     known = {**{each: each for each in suitable}, **{key: to for key, to in _ELSEWHERE.items() if to in suitable}}
     near = difflib.get_close_matches(name.lower(), known, n=1)
     return f"did you mean {known[near[0]]}{_MEANS.get(near[0], '')}? " if near else ""

@@ -42,6 +42,7 @@ def require_harmless(path: Path, overrides: Sequence[str]) -> None:
 
 
 def _problems(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, what it does more than set a value)."""
     bases = tree.get("extends") or []
     if not all(str(base).startswith(presets.PREFIX) for base in (bases if isinstance(bases, list) else [bases])):
         yield "extends", f"reads {bases}"

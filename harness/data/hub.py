@@ -78,6 +78,7 @@ def weights(name: str, where: str) -> Path:
 
 
 def _downloaded(place: str, where: str, patterns: Sequence[str]) -> Path:
+    """Return the folder in the cache of Hugging Face with the files ``patterns`` of ``place``. Raises ConfigError."""
     if not _NAME.fullmatch(place):
         hint = _nearest(place) or "give a folder with a config.json, or OWNER/NAME of the hub"
         raise ConfigError(f"there is no folder {place}", where=where, hint=hint)
@@ -106,12 +107,8 @@ def _downloaded(place: str, where: str, patterns: Sequence[str]) -> Path:
 
 def _nearest(place: str) -> str:
     """Return a hint with the folder of a model whose path is most similar to ``place``; empty if there is none."""
-    near = similar_path(expanded(place), _is_model)
+    near = similar_path(expanded(place), lambda path: (path / CONFIG).is_file())
     return f"did you mean {shlex.quote(f'{HUB}{near}')}?" if near else ""
-
-
-def _is_model(path: Path) -> bool:
-    return (path / CONFIG).is_file()
 
 
 def require(library: str, where: str) -> None:

@@ -116,6 +116,7 @@ class ImageFiles:
         return is_url(place) or os.path.exists(place.partition(_TAR)[0] + ".tar" if _TAR in place else place)
 
     def _member(self, place: str) -> torch.Tensor:
+        """Return the bytes of ``place``, ARCHIVE.tar/MEMBER; of a file, if the archive is in truth a folder."""
         archive, _, member = place.partition(_TAR)
         archive += ".tar"
         if not is_url(archive) and os.path.isdir(archive):  # a folder whose name ends like an archive's
@@ -186,7 +187,7 @@ class UrlCache:
         self._after_fork()
 
         def accept(size: int) -> None:
-            if not self._has_room(size):
+            if not self._reserve(size):
                 limit = f"{self.max_bytes / 2**30:.1f} GiB"
                 raise DataError(
                     f"the cache of {limit} has no space for this archive of {size / 2**30:.1f} GiB",
@@ -219,17 +220,17 @@ class UrlCache:
             return found
 
         content = fetch.attempted(url, get)
-        if self._has_room(len(content)):
+        if self._reserve(len(content)):
             copy = self._copy(url)
             with fetch.writing(copy):
                 write_atomically(copy, content, secrets.token_hex(8))
         return content
 
-    def _has_room(self, num_bytes: int) -> bool:
-        """Return True if a copy of this size may be kept, which the caller then does."""
+    def _reserve(self, num_bytes: int) -> bool:
+        """Reserve space for a copy of this size, which the caller then keeps; return False if there is none."""
         with self._lock:
             if num_bytes > self._room and time.monotonic() > self._full_until:
-                free = self.max_bytes - self._measured(num_bytes)
+                free = self.max_bytes - self._make_room(num_bytes)
                 self._room = min(free, max(num_bytes, int(self.max_bytes * _CHECKED_AFTER)))
             if num_bytes > self._room:
                 if time.monotonic() > self._full_until:
@@ -238,8 +239,8 @@ class UrlCache:
             self._room -= num_bytes
             return True
 
-    def _measured(self, wanted: int) -> int:
-        """Return the bytes in the cache, after old copies have made room for ``wanted`` more."""
+    def _make_room(self, wanted: int) -> int:
+        """Remove old copies to make room for ``wanted`` more bytes; return how many bytes are left in the cache."""
         now, found, total = time.time(), [], 0
         for file in self.folder.glob("??/*"):
             with suppress(OSError):

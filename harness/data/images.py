@@ -26,6 +26,7 @@ from harness.data import reduced_jpeg, vision
 from harness.data.batch import Batch, StageClock
 from harness.data.image_files import ImageFiles
 from harness.data.row_labels import RowLabels
+from harness.data.row_order import spread
 from harness.data.seeds import EVALUATION_SEED, row_seed, seeded_torch
 from harness.data.table.source import require_root
 from harness.data.table.table import Table
@@ -309,6 +310,7 @@ class ImageTable:
         return f"paths in the CSV are relative to {root}: set {shlex.quote(found)}"
 
     def _stack(self, images: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
+        """Return the images of ``rows`` as a batch. Raises DataError if they differ in size, ConfigError in type."""
         if not images:
             return torch.empty(0, dtype=torch.uint8)
         shape, kind = images[0].shape, images[0].dtype
@@ -332,11 +334,6 @@ class ImageTable:
             hint="set task.image_size=[height,width], or end task.transforms.train with RandomResizedCrop and "
             "task.transforms.eval with Resize and CenterCrop",
         )
-
-
-def spread(rows: np.ndarray, count: int) -> np.ndarray:
-    """Return ``count`` of ``rows``, evenly spread, or all of them."""
-    return rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(np.int64))]
 
 
 def in_order(rows: np.ndarray, first: int) -> np.ndarray:

@@ -27,10 +27,11 @@ from harness.data.batch import Batch, Dataset, copied_ahead, read
 from harness.data.loader_workers import (
     PREFETCH,
     LoadError,
+    PickledResult,
     WatchedDataLoader,
     in_loader_worker,
+    pickle_result,
     run_queue_s,
-    sent,
     worker_death,
 )
 from harness.data.row_order import RowOrder
@@ -71,21 +72,20 @@ class _Fetch(torch.utils.data.Dataset[Any]):
         self.dataset = dataset
         self._starved_s = 0.0
 
-    def __getitem__(self, request: BatchRequest) -> Any:
+    def __getitem__(self, request: BatchRequest) -> Batch | PickledResult:
         if get_worker_info() is None:
             try:
                 return self._batch(request)
             except StopIteration as error:  # which would end the epoch
                 raise RuntimeError("the dataset raised StopIteration") from error
         try:
-            return sent(self._batch(request))
+            return pickle_result(self._batch(request))
         except (SystemExit, KeyboardInterrupt) as error:
             what = f"the dataset raised {type(error).__name__} ({error}) in a loader worker"
-            return sent(
-                LoadError.of(TrainingError(what, hint="raise an ordinary exception, such as ValueError, instead"))
-            )
+            ended = TrainingError(what, hint="raise an ordinary exception, such as ValueError, instead")
+            return pickle_result(LoadError.of(ended))
         except Exception as error:
-            return sent(LoadError.of(error))
+            return pickle_result(LoadError.of(error))
 
     def _batch(self, request: BatchRequest) -> Batch:
         start, on_core = time.perf_counter(), time.thread_time()
@@ -155,18 +155,8 @@ class Loader:
                 with self._reading("reading a batch of the dataset") if here else nullcontext():
                     batch = next(batches, None)
             except (RuntimeError, OSError, EOFError) as error:
-                workers = getattr(self._loader._iterator, "_workers", ())
-                try:
-                    death = worker_death(error, workers)
-                except RuntimeError as signalled:  # by torch's handler for dead workers, which runs at any place
-                    death = worker_death(signalled, workers)
-                if death:
-                    raise death from None
-                received = not here and (isinstance(error, EOFError) or "ancdata" in str(error))
-                if received:  # received with too few file descriptors
-                    full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                    message = f"a batch could not be received from a loader worker: {full.strerror}"
-                    raise TrainingError(message, hint=remedy(full)) from None
+                if failure := self._failure_of_workers(error):
+                    raise failure from None
                 raise
             self.wait_s += time.perf_counter() - start
             self._blocked = False
@@ -177,6 +167,20 @@ class Loader:
             self.spent_s |= {name: self.spent_s.get(name, 0.0) + value for name, value in batch.spent_s.items()}
             self._notice_kind(batch)
             yield batch
+
+    def _failure_of_workers(self, error: Exception) -> TrainingError | None:
+        """Return what ``error``, raised in place of a batch, says about the workers; None if nothing."""
+        workers = getattr(self._loader._iterator, "_workers", ())
+        try:
+            death = worker_death(error, workers)
+        except RuntimeError as signalled:  # by torch's handler for dead workers, which runs at any place
+            death = worker_death(signalled, workers)
+        is_cut_off = self._loader.num_workers and (isinstance(error, EOFError) or "ancdata" in str(error))
+        if death or not is_cut_off:
+            return death
+        full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # received with too few file descriptors
+        message = f"a batch could not be received from a loader worker: {full.strerror}"
+        return TrainingError(message, hint=remedy(full))
 
     def _notice_kind(self, batch: Batch) -> None:
         """Warn, once, of a batch with another dtype, or images of another size, than the batches before: many models
@@ -401,8 +405,8 @@ class EvalData:
     ranks: range
     world_size: int
     batch_size: int
-    most: int = 1
-    """Ranks of a process."""
+    most_ranks: int = 1
+    """The number of ranks of the process that has the most."""
 
     @property
     def num_rows(self) -> int:
@@ -411,7 +415,7 @@ class EvalData:
     def num_turns(self) -> int:
         """Return the number of turns of each process: how often it must check for a stop."""
         longest = -(-self.num_rows // self.world_size)
-        return -(-longest // self.batch_size) * self.most
+        return -(-longest // self.batch_size) * self.most_ranks
 
     def turns(self) -> Iterator[tuple[int, Batch | None]]:
         """Yield (rank, batch) ``num_turns`` times, rank by rank; None in place of a batch that another process has."""

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
@@ -94,17 +95,17 @@ class PickledResult:
         return found.pin_memory() if isinstance(found, Batch) else found
 
 
-def sent(found: Batch | LoadError) -> PickledResult:
-    """Return ``found``, or the error for which it cannot be sent."""
+def pickle_result(found: Batch | LoadError) -> PickledResult:
+    """Return ``found`` pickled, or the error for which it cannot be."""
     try:
         return PickledResult(bytes(ForkingPickler.dumps(found)))
     except Exception as error:
         return PickledResult(bytes(ForkingPickler.dumps(LoadError.of(_unsendable(found, error)))))
 
 
-def _unsendable(found: Any, error: Exception) -> Exception:
+def _unsendable(found: Batch | LoadError, error: Exception) -> Exception:
     """Return the error of a rank whose worker could not send ``found`` because of ``error``."""
-    if "shared memory" in str(error):
+    if isinstance(found, Batch) and "shared memory" in str(error):
         return _without_space(found, error)
     message = f"a batch of the dataset cannot be sent to the rank: {error}"
     if "AF_UNIX" in str(error):  # of a socket in the folder for temporary files
@@ -112,8 +113,9 @@ def _unsendable(found: Any, error: Exception) -> Exception:
     return RuntimeError(message).with_traceback(error.__traceback__)
 
 
-def _without_space(found: Any, error: Exception) -> TrainingError:
-    needed = found.inputs.nbytes + found.targets.nbytes
+def _without_space(batch: Batch, error: Exception) -> TrainingError:
+    """Return the error for ``batch``, with its size and the space that there is."""
+    needed = batch.inputs.nbytes + batch.targets.nbytes
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
         space = f"{usage.free / MIB:.1f} of {usage.total / MIB:.1f} MiB are free"
@@ -155,7 +157,7 @@ class _WatchedIterator(_MultiProcessingDataLoaderIter):
     def __init__(self, loader: WatchedDataLoader) -> None:
         self._while_waiting = loader.while_waiting
         self._packed: SimpleQueue[PickledResult | None] = SimpleQueue()
-        self._unpacked: SimpleQueue[Any] = SimpleQueue()
+        self._unpacked: SimpleQueue[Batch | LoadError | Exception] = SimpleQueue()
         # Workers inherit the mask: until in_loader_worker has run in one, a signal to all processes would end it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, *_IGNORED})
         try:
@@ -206,7 +208,7 @@ class _WatchedIterator(_MultiProcessingDataLoaderIter):
             worker.kill()
 
 
-def worker_death(error: Exception, workers: Sequence[Any] = ()) -> TrainingError | None:
+def worker_death(error: Exception, workers: Sequence[BaseProcess] = ()) -> TrainingError | None:
     """Return the error of a rank whose loader worker died, if torch raised ``error`` for it; None for other errors.
 
     Torch notices while it waits for a batch, or by a signal, which raises its error at any place.
@@ -257,7 +259,7 @@ def in_loader_worker(_: int) -> None:
         thread(lambda: _exit_with(rank, parent), "harness-signals").start()
 
 
-def _exit_with(rank: Any, parent_pid: int) -> None:
+def _exit_with(rank: BaseProcess, parent_pid: int) -> None:
     # With the start method forkserver, the parent process is a server that lives as long as this process.
     while rank.is_alive() and os.getppid() == parent_pid:
         received = signal.sigtimedwait({signal.SIGTERM}, 0.5)

@@ -147,7 +147,8 @@ def class_indices(table: Table, classes: Sequence[str | int], train: str) -> np.
     return np.asarray([index_of[str(label)] for label in table.vocabulary], dtype=np.int64)
 
 
-def _unknown(table: Table, train: str, unknown: list[Any], classes: Sequence[Any]) -> DataError:
+def _unknown(table: Table, train: str, unknown: Sequence[str | int], classes: Sequence[str | int]) -> DataError:
+    """Return the error for the labels ``unknown`` of ``table``, at the first row with the first of them."""
     near = difflib.get_close_matches(str(unknown[0]), [str(label) for label in classes], n=1)
     hint = f"did you mean {near[0]!r}?" if near else "evaluate only labels that occur in training, or correct the CSV"
     if len(unknown) > max(3, len(table) // 2):

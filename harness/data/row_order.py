@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 _CHUNK = 1 << 17  # rows that are computed at once: 1 MiB, 20 ms
 _SMALL = 1 << 12  # rows up to which a permutation is a table: 32 KiB
@@ -41,11 +41,16 @@ class RowOrder:
         for start in range(0, self._length, _CHUNK):
             yield from self[start : start + _CHUNK].tolist()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return self[:].astype(dtype or np.int64)
 
     def _compute(self, index: int) -> np.ndarray:
         return self.at(np.arange(index * _CHUNK, min((index + 1) * _CHUNK, self._length)))
+
+
+def spread(rows: np.ndarray, count: int) -> np.ndarray:
+    """Return ``count`` of ``rows``, evenly spread, or all of them."""
+    return rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(np.int64))]
 
 
 def permutation(num: int, key: tuple[int, ...], small: int = _SMALL) -> Callable[[np.ndarray], np.ndarray]:

@@ -136,10 +136,12 @@ def _digest(entries: np.ndarray) -> bytes:
 
 
 def _write_index(file: str, path: Path, name: str) -> None:
+    """Write the index of ``file``, and remove older ones. Raises DataError if two members have the same name."""
     entries = np.array([(_hash(member), offset, size) for member, offset, size in members(file, name)], dtype=_ENTRY)
     entries.sort(order="hash")
     if (twice := np.flatnonzero(np.diff(entries["hash"].view(np.int64)) == 0)).size:
-        named = _named(file, name, int(entries["hash"][twice[0]]))
+        key = int(entries["hash"][twice[0]])
+        named = next(member for member, _, _ in members(file, name) if _hash(member) == key)
         hint = "give each sample a unique name"
         raise DataError(f"the archive has two members named {named}", where=name, hint=hint)
     for old in path.parent.glob("*.index"):
@@ -147,10 +149,6 @@ def _write_index(file: str, path: Path, name: str) -> None:
             old.unlink(missing_ok=True)
     # Machines that share the cache may not see the lock.
     write_atomically(path, _digest(entries) + entries.tobytes(), secrets.token_hex(8))
-
-
-def _named(file: str, name: str, key: int) -> str:
-    return next(member for member, _, _ in members(file, name) if _hash(member) == key)
 
 
 def _hash(member: str) -> int:

@@ -21,6 +21,7 @@ import torch
 from harness.data.batch import Batch
 from harness.data.hub import HubTokenizer
 from harness.data.row_labels import RowLabels
+from harness.data.row_order import spread
 from harness.data.table.table import Table
 from harness.errors import DataError, plural
 from harness.runs.console import working
@@ -135,6 +136,7 @@ def learn_words(table: Table, column: str, max_words: int, cache_dir: Path | Non
 
 
 def _most_frequent(table: Table, column: str, max_words: int) -> list[str]:
+    """Count the words of ``column``, as ``learn_words`` describes. Raises DataError."""
     counts: Counter[str] = Counter()
     with working(f"counting the words of {table.name}", "rows", len(table)) as work:
         for work.done in range(0, len(table), _CHUNK_ROWS):
@@ -192,7 +194,7 @@ class TextTable:
     @cached_property
     def _looked_at(self) -> np.ndarray:
         """The numbers of tokens of some rows; empty if the tokenizer fails, which the first batch reports."""
-        rows = np.unique(np.linspace(0, len(self) - 1, min(_LOOKED_AT, len(self))).round().astype(np.int64))
+        rows = spread(np.arange(len(self)), _LOOKED_AT)
         texts = [self.table.strings(column, rows) for column in self.columns]
         try:
             if isinstance(self.tokenizer, HubTokenizer):

@@ -124,7 +124,7 @@ def read(path: Path) -> Record:
     if not path.is_dir():
         return Record(path, path.name, "unreadable", problems=["there is no such folder"])
     problems: list[str] = []
-    config = read_or_empty(path / layout.CONFIG, dict, problems, lambda file: merge.load(read_text(file)))
+    config = read_or_empty(path / layout.CONFIG, dict, problems, lambda file: merge.load_yaml(read_text(file)))
     summary = read_or_empty(path / layout.SUMMARY, dict, problems)
     failure = read_or_empty(path / layout.FAILURE, dict, problems)
     provenance = [start for start in read_or_empty(path / layout.PROVENANCE, list, problems) if isinstance(start, dict)]

@@ -320,7 +320,7 @@ def _saved_tree(path: Path, config: Config) -> dict[str, Any]:
     Raises ConfigError if the file is damaged.
     """
     try:
-        tree = merge.load(read_text(path))
+        tree = merge.load_yaml(read_text(path))
         if not isinstance(tree, dict):
             raise ValueError("it has no settings")
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:

@@ -26,10 +26,10 @@ def flipped(text: str) -> list[bytes]:
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 9])
 def test_no_flipped_bit_changes_a_configuration(tmp_path, every):
     text = loader.to_text(make_config(tmp_path))
-    tree, path, accepted = merge.load(text), tmp_path / "flipped.yaml", 0
+    tree, path, accepted = merge.load_yaml(text), tmp_path / "flipped.yaml", 0
     for content in flipped(text)[::every]:  # another bit of each next byte
         try:
-            merge.load(content.decode())
+            merge.load_yaml(content.decode())
         except Exception:  # what cannot be read gives no other result; tests of the loader check the messages
             continue
         path.write_bytes(content)

@@ -24,7 +24,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from harness.cli import main
-from harness.config import loader, other_names, reference, schedules
+from harness.config import hugging_face_names, loader, reference, schedules
 from harness.config.trust import require_harmless
 from harness.data import hub
 from harness.distributed.runtime import Runtime
@@ -361,16 +361,16 @@ def test_table_of_training_arguments():
     for theirs, ours in rows:
         names = set(re.findall(r"`(.*?)`", theirs)) - others
         assert names <= known
-        hints = {other_names.setting(name) for name in names}
+        hints = {hugging_face_names.setting(name) for name in names}
         keys_here = {named.partition("=")[0] for named in re.findall(r"`(.*?)`", ours)}
         assert {hint.partition("=")[0] for hint in hints} <= keys_here
         for named in re.findall(r"`(.*?)`", ours):
             key, given, _ = named.partition("=")
             assert key in keys or key.startswith("optimizer.args."), named
             loader.load(config, shlex.split(named) if given else [])
-    ours = {hint.partition("=")[0] for hint in other_names.SETTINGS.values()}
+    ours = {hint.partition("=")[0] for hint in hugging_face_names.SETTINGS.values()}
     assert {key for key in ours if not key.startswith("optimizer.args.")} <= keys
-    assert set(other_names.SCHEDULES) <= {each.value for each in transformers.SchedulerType}
+    assert set(hugging_face_names.SCHEDULES) <= {each.value for each in transformers.SchedulerType}
     shown = yaml.safe_load(re.search(r"```yaml\n(.*?)```", section, re.S)[1])
     assert shown == {
         "batch": {"per_rank": fields["per_device_train_batch_size"] * fields["gradient_accumulation_steps"]},

@@ -61,7 +61,7 @@ def array_digests(path: Path, row_bytes: int) -> str:
 class _Blocks:
     def __init__(self, path: Path, content: np.ndarray, edges: np.ndarray, digests: str) -> None:
         """``content``: the mapped bytes. Block i is ``content[edges[i]:edges[i + 1]]``."""
-        self._path, self._content, self._edges = path, content, edges
+        self._path, self.content, self._edges = path, content, edges
         self._digests = bytes.fromhex(digests)
         self._unchecked = np.ones(len(edges) - 1, bool)
         self._num_unchecked = len(self._unchecked)
@@ -73,7 +73,7 @@ class _Blocks:
             return
         start, stop = self._edges[block], self._edges[block + 1]
         place = block * _DIGEST_BYTES
-        if _hash(self._content[start:stop]).digest() != self._digests[place : place + _DIGEST_BYTES]:
+        if _hash(self.content[start:stop]).digest() != self._digests[place : place + _DIGEST_BYTES]:
             raise DamagedError(f"{self._path.name} is damaged between bytes {start} and {stop}")
         self._unchecked[block] = False
         self._num_unchecked -= 1
@@ -84,10 +84,6 @@ class CheckedFile(_Blocks):
 
     def __init__(self, path: Path, found: dict[str, Any]) -> None:
         super().__init__(path, _mapped(path, "u1"), np.asarray(found["edges"], np.int64), found["digests"])
-
-    @property
-    def content(self) -> np.ndarray:
-        return self._content
 
 
 class CheckedArray(_Blocks):

@@ -26,17 +26,18 @@ import secrets
 import shlex
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from harness.config.places import is_url
 from harness.data.table import csv_reader
 from harness.data.table.labels import LabelColumns
-from harness.data.table.source import Source, failures, kind_of, locate, require_root
+from harness.data.table.source import Source, kind_of, locate, require_root
 from harness.errors import DataError, listed, similar
 from harness.runs.console import Work, working
 from harness.runs.fetch import fetched, made_once
@@ -177,7 +178,7 @@ def _require_unchanged(source: Source, path: Path) -> None:
         )
 
 
-def reader_of(kind: str) -> Any:
+def reader_of(kind: str) -> ModuleType:
     """Return the module that reads files of ``kind``, imported."""
     return importlib.import_module(f"harness.data.table.{'parquet' if kind == 'parquet' else 'csv'}_reader")
 
@@ -205,8 +206,12 @@ def problems(places: Iterable[str], needed: Mapping[str, str], root: str = "") -
         if Path(root).absolute() not in absent:
             require_root(root)
 
-    checks = [partial(require_file, place) for place in places if not is_url(place)]
-    yield from failures([*checks, require_folder])
+    checks: list[Callable[[], None]] = [partial(require_file, place) for place in places if not is_url(place)]
+    for check in [*checks, require_folder]:
+        try:
+            check()
+        except DataError as error:
+            yield error
 
 
 def require_header(path: Path, name: str, needed: Mapping[str, str]) -> list[str]:

@@ -17,8 +17,9 @@ import secrets
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -115,8 +116,11 @@ class _Ended(io.RawIOBase):
 
 
 def _read(path: Path, name: str, columns: list[str], block_bytes: int) -> Generator[pa.RecordBatch, None, None]:
-    # pyarrow silently lets an unclosed quote swallow the rest of the file. So one more record with a random content
-    # is appended; if it does not come out as the last row, a quote has swallowed it.
+    """Yield the rows, read in blocks of this length. Raises DataError or _RecordTooLong.
+
+    pyarrow silently lets an unclosed quote swallow the rest of the file. So one more record with a random content is
+    appended; if it does not come out as the last row, a quote has swallowed it.
+    """
     mark = secrets.token_hex(16)
     uneven: list[str] = []
 
@@ -222,8 +226,8 @@ def lines_of(path: Path, rows: Sequence[int]) -> list[int]:
     """Return the 1-based line on which each data row (0-based, ascending) starts; shorter if the file has fewer
     rows."""
     found, wanted = list[int](), set(rows)
-    with _any_field_size(), _text(path) as text:
-        for row, (line, _) in enumerate(_records(text), start=-1):  # the first record is the header
+    with _records(path) as records:
+        for row, (line, _) in enumerate(records, start=-1):  # the first record is the header
             if row in wanted:
                 found.append(line)
                 if len(found) == len(wanted):
@@ -234,8 +238,8 @@ def lines_of(path: Path, rows: Sequence[int]) -> list[int]:
 def _uneven_records(path: Path, num_columns: int, limit: int) -> tuple[int, list[tuple[int, int]]]:
     """Return (number of records with another number of fields, the first ``limit`` of them as (line, fields))."""
     count, first = 0, list[tuple[int, int]]()
-    with _any_field_size(), _text(path) as text:
-        for line, fields in _records(text):
+    with _records(path) as records:
+        for line, fields in records:
             if len(fields) != num_columns:
                 count += 1
                 if len(first) < limit:
@@ -247,9 +251,9 @@ def _unclosed_quote(path: Path, num_columns: int) -> int | None:
     """Return the line of the record whose quote is still open at the end of the file; None if there is none."""
     # Append one more record: if it does not come out as a record, an open quote has swallowed it.
     end = ["\x1aend of file\x1a"] * num_columns
-    with _any_field_size(), _text(path) as text:
-        last_line, last = 0, [""]
-        for last_line, last in _records(text, ["\n", ",".join(end) + "\n"]):  # noqa: B007
+    last_line, last = 0, [""]
+    with _records(path, ["\n", ",".join(end) + "\n"]) as records:
+        for last_line, last in records:  # noqa: B007
             pass
     return None if last == end else last_line
 
@@ -287,26 +291,21 @@ def _header_of(path: Path) -> list[str]:
         return next((fields for fields in csv.reader(text) if fields), [])
 
 
-def _records(text: Iterator[str], more: Sequence[str] = ()) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line, fields) of each record that is not a blank line."""
-
-    def lines() -> Iterator[str]:
-        for line in text:
-            yield line.replace("\0", "")  # the csv module of Python 3.10 stops at a NUL
-        yield from more
-
-    reader, line = csv.reader(lines()), 1
-    for fields in reader:
-        if len(fields) > 1 or (fields and not fields[0].isspace()):
-            yield line, fields
-        line = reader.line_num + 1
-
-
 @contextmanager
-def _text(path: Path) -> Iterator[io.TextIOWrapper]:
+def _records(path: Path, more: Sequence[str] = ()) -> Iterator[Iterator[tuple[int, list[str]]]]:
+    """Open a CSV, followed by the lines ``more``, as (line, fields) of each record that is not a blank line."""
+
+    def records(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+        # The csv module of Python 3.10 stops at a NUL.
+        reader, line = csv.reader(line.replace("\0", "") for line in lines), 1
+        for fields in reader:
+            if len(fields) > 1 or (fields and not fields[0].isspace()):
+                yield line, fields
+            line = reader.line_num + 1
+
     # Latin-1 decodes every byte, so a wrong encoding cannot fail here; quotes and line ends are ASCII in UTF-8.
-    with open_bytes(path) as stream, io.TextIOWrapper(stream, encoding="latin-1", newline="") as text:
-        yield text
+    with _any_field_size(), open_bytes(path) as stream, io.TextIOWrapper(stream, "latin-1", newline="") as text:
+        yield records(chain(text, more))
 
 
 @contextmanager

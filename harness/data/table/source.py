@@ -12,7 +12,6 @@ import os
 import shlex
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -105,15 +104,6 @@ def require_root(root: str) -> None:
         meaning = "image paths are relative to task.root, which is itself relative to the working folder"
         hint = f"{did_you_mean(folder, os.path.isdir)} {meaning}".strip()
         raise DataError(found, where="task.root", hint=hint)
-
-
-def failures(checks: Iterable[Callable[[], object]]) -> Iterator[DataError]:
-    """Yield the DataErrors that ``checks`` raise."""
-    for check in checks:
-        try:
-            check()
-        except DataError as error:
-            yield error
 
 
 def kind_of(path: Path, name: str) -> str:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from harness.data import transforms
 from harness.data.image_files import ImageFiles
-from harness.data.images import ImageTable, in_order, spread
+from harness.data.images import ImageTable, in_order
+from harness.data.row_order import spread
 from harness.data.shards import bounds
 from harness.errors import ConfigError, DataError
 from harness.tasks.image_csv.config import Task
