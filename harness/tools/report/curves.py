@@ -74,7 +74,7 @@ def points(line: CurveLine) -> dict[str, Any]:
     found: dict[str, Any] = {"label": line.label, "color": line.color, "dash": line.dash, "symbol": line.symbol}
     for part in ("train", "validation"):
         curves = [getattr(run.history, part) for run in line.runs]
-        found[part] = _band([curve for curve in curves if len(curve)])
+        found[part] = _band([curve for curve in curves if len(curve) and curve.values])
     return found
 
 

@@ -85,7 +85,7 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
     windows = _windows(train)
     return History(
         train=trained.take(downsample([trained.values["loss"], trained.values["loss_scale"]], TRAIN_POINTS)),
-        validation=evaluated.take(downsample(list(evaluated.values.values()), EVAL_POINTS)),
+        validation=evaluated.take(downsample(list(evaluated.values.values()) or [evaluated.steps], EVAL_POINTS)),
         improvements=_improvements(evaluated, metric, direction),
         shares=_shares(train, windows["seconds"]),
         rows_per_s=_speed(windows[windows["seconds"] > 0]),

@@ -77,7 +77,7 @@ def _curves(lines: Sequence[CurveLine]) -> tuple[list[Chart], list[str]]:
     left_out: list[str] = []
     curves = []
     amount = plural(len(lines), "line")
-    if any(len(line.first.history.validation) for line in lines):
+    if any(line.first.history.validation.values for line in lines):
         curves.append(Chart("validation", "Validation", f"Validation metrics during training, {amount}."))
     elif lines:
         left_out.append("Validation curves: no run has an evaluation yet.")

@@ -90,6 +90,16 @@ def test_shares_of_time(tmp_path):
     assert read(write_run(tmp_path / "run", Fake())).shares == pytest.approx(PHASES)
 
 
+def test_evaluations_without_a_finite_metric_have_their_place(tmp_path):
+    lines = [
+        {"split": "eval", "step": step, "epoch": step, "top1": float("nan"), "wall_s": 1.0 * step}
+        for step in range(1, history.EVAL_POINTS + 2)
+    ]
+    past = read(write(tmp_path / "run", lines))
+    assert past.validation.values == {}
+    assert past.validation.at["epoch"][[0, -1]].tolist() == [1.0, history.EVAL_POINTS + 1.0]
+
+
 def test_loss_scales_and_skipped_steps(tmp_path):
     past = read(write_run(tmp_path / "run", Fake(skips=(30, 120))))
     assert set(past.train.values["loss_scale"]) == {16384.0, 32768.0, 65536.0}
