@@ -84,7 +84,8 @@ class Slots:
 
     @property
     def full(self) -> bool:
-        """True if not even the smallest trial fits."""
+        """True if all places, cores or GPUs are taken. Where needs differ, a trial that would still fit waits, too:
+        which need the next one has is not known before it is drawn."""
         no_gpu = bool(self._machine.gpus) and not self._free_gpus
         return self._free_places < 1 or self._free_cores < 1 or no_gpu
 
