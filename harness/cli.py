@@ -28,6 +28,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -59,6 +60,7 @@ except ConfigError as unsupported:  # this operating system
     raise SystemExit(EXIT_USAGE) from None
 
 LEAVE_S = 5.0  # after a failure, for threads and exit functions to end
+WRITE_S = 60.0  # for a reader of standard output to make room
 LEAVE_DONE_S = 30.0  # the same after a success, when a thread may be sending results
 _output: Any = None  # standard output of a program, a _Raw
 _BROKEN_PIPE = signals.ended_by(signal.SIGPIPE)  # as the programs of Unix
@@ -249,15 +251,17 @@ class _Raw(io.FileIO):
             with suppress(OSError, ValueError, RuntimeError):  # lost, closed, or interrupted by a signal in a write
                 sys.stdout.flush()
         try:
-            written: int | None = super().write(data)
-            if written is None:  # another program has made the terminal non-blocking
-                select.select([], [self], [], 1.0)
-                written = super().write(data)
+            until = time.monotonic() + (1.0 if self.may_be_lost or self.lost else WRITE_S)
+            while (written := super().write(data)) is None:  # another program has made the terminal non-blocking
+                if time.monotonic() >= until:
+                    raise TimeoutError("it takes no more, and nobody has read from it for too long")
+                select.select([], [self], [], 0.1)
+            return written
         except OSError as error:
-            self.lost, written = error, None
+            self.lost = error
             if not self.may_be_lost:
                 raise
-        return len(data) if written is None else written
+            return len(data)
 
 
 def _open_standard_streams() -> None:

@@ -9,7 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from textwrap import indent
+from types import SimpleNamespace
 
 import pytest
 
@@ -289,6 +291,27 @@ def test_error_stands_after_the_output_before_it(tmp_path):
     body = "from harness.errors import DataError\nprint('first')\nraise DataError('last')"
     done = own_verb(tmp_path, body, errors=subprocess.STDOUT)
     assert (done.returncode, done.stdout) == (65, "first\nerror: last\n")
+
+
+@pytest.mark.parametrize("limit", [60.0, 0.0])
+def test_output_waits_for_its_reader_or_is_lost(monkeypatch, limit):
+    """In a full pipe that another program has made non-blocking, also if ``select`` finds room where there is none."""
+    source, sink = os.pipe()
+    os.set_blocking(sink, False)
+    with open(source, "rb", buffering=0) as reader, cli._Raw(sink, "w") as raw:
+        with suppress(BlockingIOError):
+            while os.write(sink, b"." * 4096):
+                pass
+        turns = iter([lambda: None, lambda: reader.read(1 << 20)])
+        monkeypatch.setattr(cli, "select", SimpleNamespace(select=lambda *_: next(turns)()))
+        monkeypatch.setattr(cli, "WRITE_S", limit)
+        if limit:
+            assert raw.write(b"the end") == 7
+            assert reader.read(1 << 20) == b"the end"
+        else:
+            with pytest.raises(TimeoutError) as caught:
+                raw.write(b"the end")
+            assert raw.lost is caught.value
 
 
 def test_reader_that_has_seen_enough_ends_a_command_quietly():
