@@ -32,7 +32,7 @@ _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 
 class HarnessError(Exception):
-    """Base class; printed as ``where: message`` and ``hint`` on a line of its own."""
+    """An error for the user, printed as ``where: message`` and ``hint`` on a line of its own."""
 
     exit_code = EXIT_FAILURE
     origin_rank: int | None = None  # the rank that failed, when all ranks raise its error
@@ -114,17 +114,17 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def plural(amount: int, noun: str) -> str:
-    """ "1 rank", "2 ranks", "2 processes", "2 batches"."""
+    """Return "1 rank", "2 ranks", "2 processes" or "2 batches"."""
     return f"{amount:,} {noun}{'' if amount == 1 else 'es' if noun.endswith(('s', 'tch')) else 's'}"
 
 
 def either(names: Sequence[str]) -> str:
-    """ "a", "a or b", "a, b or c"."""
+    """Return "a", "a or b" or "a, b or c"."""
     return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def listed(names: Sequence[str], limit: int = 20) -> str:
-    """ "'a', 'b'"; of more than ``limit``, the first and the number of the others."""
+    """Return "'a', 'b'"; of more than ``limit``, the first and the number of the others."""
     more = f", and {len(names) - limit:,} others" if len(names) > limit else ""
     return ", ".join(map(repr, names[:limit])) + more
 
@@ -174,7 +174,9 @@ def remedy(error: BaseException, then: str = "") -> str:
     """Return a hint that fits the failed system call behind ``error``, if it is a known one, and ``then``."""
     found = system_error(error)
     known = _REMEDIES.get(found.errno or 0) if found else None
-    return f"{known}; {then}" if known and then else known or then.removeprefix("or ")
+    if known is None:
+        return then.removeprefix("or ")
+    return f"{known}; {then}" if then else known
 
 
 def is_of_machine(error: BaseException) -> bool:
@@ -194,11 +196,11 @@ def require_regular_file(path: str | os.PathLike[str]) -> None:
     """
     try:
         mode = os.stat(path).st_mode
-    except FileNotFoundError as error:
+    except FileNotFoundError:
         if os.path.islink(path):
             target = os.readlink(path)
             raise FileNotFoundError(errno.ENOENT, f"it is a link to {target}, which does not exist", path) from None
-        raise error
+        raise
     except ValueError as error:  # a NUL character
         raise OSError(errno.EINVAL, str(error), path) from None
     if not stat.S_ISREG(mode):
@@ -303,13 +305,9 @@ class DataError(HarnessError):
 class CheckpointError(HarnessError):
     """A checkpoint or another file of a run cannot be written or read."""
 
-    exit_code = EXIT_FAILURE
-
 
 class TrainingError(HarnessError):
     """Training failed: the loss is not finite, or another rank died."""
-
-    exit_code = EXIT_FAILURE
 
 
 class OwnCodeError(TrainingError):

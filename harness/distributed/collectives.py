@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ class Collectives:
 
     launch: Launch = field(default_factory=Launch)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    group: Any = field(default=None, kw_only=True)
+    group: dist.ProcessGroup | None = field(default=None, kw_only=True)
     """A gloo group for Python objects and flags, separate from that of the gradients; None without a process group."""
     peers: Sequence[Identity] = field(default=(), kw_only=True)
     """The processes of all ranks, by rank, where there is a process group."""
@@ -65,14 +65,14 @@ class Collectives:
         return tensor
 
     def gather(self, value: Value) -> list[Value]:
-        """Every rank's ``value`` (picklable), by rank, on all ranks."""
+        """Return every rank's ``value`` (picklable), by rank, on all ranks."""
         values: list[Any] = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def gather_to_first(self, value: Value) -> list[Value]:
-        """Every rank's ``value`` (picklable), by rank, on rank 0; an empty list elsewhere."""
+        """Return every rank's ``value`` (picklable), by rank, on rank 0; an empty list elsewhere."""
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
@@ -80,7 +80,7 @@ class Collectives:
         return values or []
 
     def from_first(self, value: Value) -> Value:
-        """Rank 0's ``value`` (picklable) on all ranks."""
+        """Return rank 0's ``value`` (picklable) on all ranks."""
         values = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(values, src=0, group=self.group)
@@ -115,17 +115,19 @@ class Collectives:
                 raise found
 
 
-def new_group(limit_s: float) -> Any:
+def new_group(limit_s: float) -> dist.ProcessGroup:
     """Return a gloo group of all ranks, whose collectives another thread than the main one starts. Collective."""
-    return dist.new_group(backend="gloo", timeout=_timedelta(limit_s), group_desc=_OF_THREADS)
+    group = dist.new_group(backend="gloo", timeout=_timedelta(limit_s), group_desc=_OF_THREADS)
+    return cast(dist.ProcessGroup, group)  # every rank is a member
 
 
-def main_groups() -> list[Any]:
+def main_groups() -> list[dist.ProcessGroup]:
     """Return the process groups whose collectives the main thread starts."""
     return [group for group in list(_world.pg_names) if group.group_desc != _OF_THREADS]
 
 
-def set_timeout(limit_s: float, group: Any) -> None:
+def set_timeout(limit_s: float, group: dist.ProcessGroup) -> None:
+    """Bound the collectives of ``group`` that start from now on."""
     if hasattr(dist, "set_timeout"):
         dist.set_timeout(_timedelta(limit_s), group)
     else:  # in older versions of torch

@@ -35,7 +35,7 @@ CPU_RANKS = 2  # enough to show how ranks work together, on any machine
 
 
 def choose(wanted: str, local_rank: int, local_world_size: int, may_be_isolated: bool = False) -> torch.device:
-    """The CUDA device of ``local_rank`` if CUDA is available, else the CPU; ``wanted`` is auto, cpu or cuda.
+    """Return the CUDA device of ``local_rank`` if CUDA is available, else the CPU. ``wanted`` is auto, cpu or cuda.
 
     ``may_be_isolated``: the launcher may show each rank only its own device, as ``srun --gpus-per-task=1`` does; then a
     single visible device is this rank's. Raises LaunchError for too few devices, and for auto where this machine has a
@@ -89,16 +89,17 @@ def fitting_ranks(most: int | None = None, on_cpu: bool = False) -> int:
     return min(count or CPU_RANKS, most or sys.maxsize)
 
 
-def names() -> list[str]:
-    """The CUDA devices of this machine as CUDA_VISIBLE_DEVICES names them: those that it names, else all."""
+def visible_names() -> list[str]:
+    """Return the CUDA devices of this machine as CUDA_VISIBLE_DEVICES names them: those that it names, else all."""
     shown = os.environ.get(_VISIBLE)
     if shown is not None:
         return [name for name in map(str.strip, shown.split(",")) if name and not name.startswith("-")]
     return [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
-def opening(names: Sequence[str]) -> list[str]:
-    """Those of ``names`` on which a new process can compute, within a minute: a broken device may block it for ever."""
+def working_names(names: Sequence[str]) -> list[str]:
+    """Return those of ``names`` on which a new process can compute. It gets a minute: a broken device may block it for
+    ever."""
     deadline = time.monotonic() + _OPENS_S
     probes = {
         name: subprocess.Popen(
@@ -156,7 +157,7 @@ def why_none(warning: str, variables: Mapping[str, str], root: Path | None = Non
     if built is None:
         text = f"driver {driver}, but torch {torch.__version__} is built for the CPU"
         return NoCuda(Reason.CPU_BUILD, text, ("install a CUDA build: https://pytorch.org/get-started/locally",))
-    hidden = variables.get("CUDA_VISIBLE_DEVICES")
+    hidden = variables.get(_VISIBLE)
     if hidden is not None and re.fullmatch(r"\s*(-\d+.*)?\s*|NoDevFiles", hidden):
         text = f"CUDA_VISIBLE_DEVICES={hidden!r} hides all devices"
         return NoCuda(Reason.HIDDEN, text, ("unset CUDA_VISIBLE_DEVICES",))
@@ -173,7 +174,7 @@ def why_none(warning: str, variables: Mapping[str, str], root: Path | None = Non
 
 
 def built_for(version: Any) -> str | None:
-    """ "CUDA 13.2" or "ROCm 6.4", from ``torch.version``; None for a build for the CPU."""
+    """Return "CUDA 13.2" or "ROCm 6.4", from ``torch.version``; None for a build for the CPU."""
     if version.cuda:
         return f"CUDA {version.cuda}"
     return f"ROCm {version.hip}" if getattr(version, "hip", None) else None

@@ -32,14 +32,14 @@ class Launch:
     master_port: int = 0
     by: str = "none (one process)"
     elastic: bool = False
-    """Torch's launcher, which ends all ranks of a node once one has ended."""
+    """Torch's launcher has started it, which ends all ranks of a node once one has ended."""
     supervised: bool = False
     """Started by a launcher that this process must not outlive."""
     parent: int = field(default=0, compare=False)
     """The process that started this one, as seen at its start; 0: not known."""
     restart: int = 0
     call: int = 0
-    """Of the Python API in this process, which may start several runs."""
+    """The number of this call of the Python API, which may start several runs in a process."""
     may_grow: bool = False
     """Torch's launcher may restart the ranks because another machine joins."""
     store_is_held: bool = False
@@ -49,12 +49,12 @@ class Launch:
 
     @property
     def alone(self) -> bool:
-        """True if no launcher has started this process."""
+        """Whether no launcher has started this process."""
         return self == Launch()
 
     @property
     def orphaned(self) -> bool:
-        """True if the launcher is gone. A shell may end before its job does (nohup): only a launcher's death leaves a
+        """Whether the launcher is gone. A shell may end before its job does (nohup): only a launcher's death leaves a
         rank without supervision."""
         return self.supervised and self.parent not in (0, os.getppid())
 
@@ -113,6 +113,7 @@ def local_environment(rank: int, world_size: int, port: int, by: str) -> dict[st
 
 
 def _from_torch(environ: Mapping[str, str]) -> Launch:
+    """Return the launch of torch's variables. Raises LaunchError if one of them is missing."""
     missing = [name for name in _TORCH if not environ.get(name)]
     if missing:
         found = ", ".join(f"{name}={environ[name]}" for name in _TORCH if name in environ)
@@ -142,10 +143,8 @@ def _from_torch(environ: Mapping[str, str]) -> Launch:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Launch:
-    """One task of an srun step. The port is computed from the job id, so that all ranks agree without communication.
-
-    It is below 32768, where Linux begins to give ports to outgoing connections.
-    """
+    """Return the launch of one task of an srun step. Its port follows from the job id, so that all ranks agree without
+    communication, and is below 32768, where Linux begins to give ports to outgoing connections."""
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS", 1)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
     if not nodes and "MASTER_ADDR" not in environ:
@@ -181,6 +180,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _number(environ: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
+    """Return the variable ``name`` as a number from ``low`` to ``high``. Raises LaunchError."""
     try:
         value = int(environ[name])
     except KeyError:

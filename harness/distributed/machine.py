@@ -5,17 +5,26 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 _NO_LIMIT_BYTES = 2**60  # cgroup v1 expresses "no limit" by a number of about this size
 
 
-def memory_of(root: Path = Path("/")) -> tuple[int, int, bool]:
-    """Return (total bytes, free bytes, True if a cgroup sets the total). ``root`` is the root of the file system."""
+class Memory(NamedTuple):
+    """Bytes that a process may use, all of them and the free ones."""
+
+    total: int
+    free: int
+    limited_by_cgroup: bool = False
+
+
+def memory(root: Path = Path("/")) -> Memory:
+    """Return the memory of this machine, or what a cgroup leaves of it. ``root`` is the root of the file system."""
     total, free = _memory(root)
     limits = memory_limits(root)
     least = min((limit for limit, _ in limits), default=total)
     free = max(min([free, *(unused for _, unused in limits)]), 0)
-    return min(total, least), free, least < total
+    return Memory(min(total, least), free, least < total)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -26,7 +35,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def cpu_quota(root: Path) -> float | None:
-    """CPU time that the cgroups of this process allow, in cores; None without a limit."""
+    """Return the CPU time that the cgroups of this process allow, in cores; None without a limit."""
     quotas = []
     for group in _cgroups(root, "cpu"):
         allowed, _, period = _text(group / "cpu.max").partition(" ")

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -55,10 +54,10 @@ class _Arrival:
 
     rank: int
     host: str
-    values: dict[str, Any]
-    """Those of ``_REMEDIES``."""
-    error: Sequence[Any] = ()
-    """Result of ``_to_record``."""
+    values: dict[str, int | str]
+    """What must be equal on all ranks, by the names of ``_REMEDIES``."""
+    error: tuple[int, str, str] | None = None
+    """The exit code, the message and the hint of an error."""
 
 
 def meet(launch: Launch, device: str, timeout_s: float, failed: BaseException | None = None) -> PrefixStore:
@@ -90,12 +89,10 @@ def meet(launch: Launch, device: str, timeout_s: float, failed: BaseException | 
 
 @contextmanager
 def telling_peers(launch: Launch) -> Iterator[None]:
-    """Context that reports an error of this rank to the others, which would otherwise wait for it."""
+    """Report an error of the body to the other ranks, which would otherwise wait for this one."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit of the user's code, too
+    except (Exception, SystemExit) as error:  # SystemExit: of the user's code
         if launch.world_size > 1:
             try:
                 meet(launch, "", _FAILED_S, error)
@@ -107,6 +104,8 @@ def telling_peers(launch: Launch) -> Iterator[None]:
 
 @dataclass
 class _Meeting:
+    """One start, as a rank takes part in it."""
+
     launch: Launch
     store: LimitedStore
     timeout_s: float
@@ -123,9 +122,12 @@ class _Meeting:
         return _problem({0: verdict, mine.rank: mine})  # of a rank that came after the verdict
 
     def _arrive(self, device: str, failed: BaseException | None) -> _Arrival:
+        """Publish that this rank has come. Raises LaunchError if another process has the same number."""
         rank, host = self.launch.rank, socket.gethostname()
-        values = dict(zip(_REMEDIES, (self.launch.world_size, device, torch.__version__), strict=True))
-        error = _to_record(failed, f"rank {rank} on {host}") if failed else ()
+        values: dict[str, int | str] = dict(
+            zip(_REMEDIES, (self.launch.world_size, device, torch.__version__), strict=True)
+        )
+        error = _to_record(failed, f"rank {rank} on {host}") if failed else None
         mine, process = _Arrival(rank, host, values, error), f"process {os.getpid()} on {host}"
         there = self.store.compare_set(f"meeting/member/{rank}", "", process)
         if there != process:
@@ -152,7 +154,7 @@ class _Meeting:
             if late or (len(arrivals) >= self.launch.world_size and len(counts) == 1):
                 if missing := set(range(self.launch.world_size)) - arrivals.keys():
                     problem = problem or self._missing(missing)
-                return self._publish(replace(mine, error=_to_record(problem) if problem else ()))
+                return self._publish(replace(mine, error=_to_record(problem) if problem else None))
             if problem:
                 self.until = min(self.until, time.monotonic() + _GRACE_S)
         raise AssertionError("unreachable: the poll has no end")
@@ -166,9 +168,9 @@ class _Meeting:
         return PeersMissing(f"{who} did not connect at {place} within {self.timeout_s:g} s", hint=HINT)
 
 
-def _arrivals(known: LimitedStore) -> dict[int, _Arrival]:
-    """The ranks that have come, by rank."""
-    arrivals = [_Arrival(**json.loads(line)) for line in known.find(_ARRIVED).splitlines()]
+def _arrivals(meeting_store: LimitedStore) -> dict[int, _Arrival]:
+    """Return the ranks that have come, by rank."""
+    arrivals = [_Arrival(**json.loads(line)) for line in meeting_store.find(_ARRIVED).splitlines()]
     return {arrival.rank: arrival for arrival in arrivals}
 
 
@@ -184,22 +186,22 @@ def _problem(arrivals: dict[int, _Arrival]) -> HarnessError | None:
     return agreement.disagreement(facts, {rank: arrival.host for rank, arrival in arrivals.items()})
 
 
-def _wait_until_heard(launch: Launch, known: LimitedStore, num_ranks: int, until: float) -> None:
+def _wait_until_heard(launch: Launch, meeting_store: LimitedStore, num_ranks: int, until: float) -> None:
     """Note that this rank has read the news. If the store ends with this process, wait for ``num_ranks`` to do so."""
-    known.append(_HEARD, f"{launch.rank} ")
+    meeting_store.append(_HEARD, f"{launch.rank} ")
     for _ in pauses(launch) if store.hosts_store(launch) else ():
-        if len(set(known.find(_HEARD).split())) >= num_ranks or time.monotonic() > until:
+        if len(set(meeting_store.find(_HEARD).split())) >= num_ranks or time.monotonic() > until:
             return
 
 
-def _to_record(error: BaseException, whose: str = "") -> Sequence[Any]:
-    """Exit code, message and hint of ``error``. ``whose``: the rank that cannot start because of it."""
+def _to_record(error: BaseException, whose: str = "") -> tuple[int, str, str]:
+    """Return ``error`` as an arrival holds it. ``whose``: the rank that cannot start because of it."""
     if not isinstance(error, HarnessError):
         error = PeersMissing(f"{type(error).__name__}: {first_line(readable(error))}")
     message = f"{error.where}: {error.message}" if error.where else error.message
     return error.exit_code, f"{whose} cannot start: {message}" if whose else message, error.hint
 
 
-def _to_error(record: Sequence[Any]) -> HarnessError:
+def _to_error(record: tuple[int, str, str]) -> HarnessError:
     code, message, hint = record
     return _ERRORS.get(code, PeersMissing)(message, hint=hint)

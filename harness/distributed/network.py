@@ -27,7 +27,7 @@ def interface_towards(host: str, outward: bool = False) -> str | None:
 
 
 def interfaces() -> dict[str, str]:
-    """The IPv4 address of each interface that has one, by name."""
+    """Return the IPv4 address of each interface that has one, by name."""
     try:
         names = [name for _, name in socket.if_nameindex()]
     except OSError:

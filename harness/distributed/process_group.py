@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from harness.distributed import devices
 from harness.distributed.agreement import Facts
@@ -37,8 +38,8 @@ def open_runtime(
     *,
     facts: Callable[[torch.device], Sequence[Facts]] = lambda target: (),
 ) -> Iterator[Runtime]:
-    """A Runtime for ``launch``, by default that of the environment, with a process group if there are several ranks;
-    closed at the end of the body.
+    """Open a Runtime for ``launch``, by default that of the environment, with a process group if there are several
+    ranks; close it at the end of the body.
 
     One group uses gloo for CPU tensors and nccl for CUDA tensors. ``timeout_s`` bounds every wait for a peer,
     ``work_timeout_s`` work that the ranks have announced to each other.
@@ -55,26 +56,30 @@ def open_runtime(
         yield Runtime(launch, target, None, timeout_s, work_timeout_s)
         return
     store = meet(launch, target.type, timeout_s)
-    runtime = _connect(launch, target, store, timeout_s)
-    runtime.work_timeout_s = work_timeout_s
+    runtime = _connect(launch, target, store, timeout_s, work_timeout_s)
     try:
         runtime.peers = runtime.gather(Identity.of_this_process())
         runtime.all_agree(own)
         yield runtime
     finally:
-        # After a failure nccl would wait for peers that may be gone. gloo aborts if left open.
-        no_failure = sys.exc_info()[0] is None and not runtime.failed
-        if target.type == "cpu" or no_failure:
-            # A sharded model keeps the group alive in reference cycles, and gloo aborts if its threads outlive it.
-            gc.collect()
-        if target.type == "cpu":
-            # A thread of gloo may wait for a peer that is frozen.
-            wait([Background(dist.destroy_process_group, "harness-close")], _CLOSE_S)
-        elif no_failure:
-            dist.destroy_process_group()
+        _close(target, failed=sys.exc_info()[0] is not None or runtime.failed)
 
 
-def _connect(launch: Launch, target: torch.device, store: Any, timeout_s: float) -> Runtime:
+def _close(target: torch.device, failed: bool) -> None:
+    """Close the process group, unless nccl would wait for peers that may be gone after a failure."""
+    if target.type == "cuda" and failed:
+        return
+    # A sharded model keeps the group alive in reference cycles, and gloo aborts if its threads outlive it.
+    gc.collect()
+    if target.type == "cuda":
+        dist.destroy_process_group()
+    else:  # gloo aborts if left open, and one of its threads may wait for a peer that is frozen
+        wait([Background(dist.destroy_process_group, "harness-close")], _CLOSE_S)
+
+
+def _connect(
+    launch: Launch, target: torch.device, store: PrefixStore, timeout_s: float, work_timeout_s: float
+) -> Runtime:
     """Open the process group of the ranks, through ``store``."""
     _choose_interface(launch)
     if target.type == "cuda":
@@ -84,14 +89,14 @@ def _connect(launch: Launch, target: torch.device, store: Any, timeout_s: float)
         backend = "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl"
         limit = timeout if target.type == "cpu" else timedelta(seconds=timeout_s + NCCL_S)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
-        control = dist.new_group(backend="gloo", timeout=timeout)
+        control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     except (RuntimeError, ValueError, OSError) as error:
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or "of the default route"
         names = "GLOO_SOCKET_IFNAME" if target.type == "cpu" else "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         hint = f"check that the interface {interface} reaches the other machines ({names}; launch.interface)"
         what = f"the ranks met at {address(launch)}, but could not all connect to each other: {first_line(error)}"
         raise PeersMissing(what, hint=hint) from None
-    return Runtime(launch, target, LimitedStore(store), timeout_s, group=control)
+    return Runtime(launch, target, LimitedStore(store), timeout_s, work_timeout_s, group=control)
 
 
 def _choose_interface(launch: Launch) -> None:

@@ -39,8 +39,7 @@ def terminated_with_parent() -> Callable[[], None] | None:
 
 
 def adopt_orphans() -> set[int]:
-    """Make this process the parent of all processes that its children leave behind. Returns its present
-    children."""
+    """Make this process the parent of all that its children leave behind, and return its present children."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
     return _children()
 
@@ -106,7 +105,7 @@ def _place() -> str:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State and start time of a process; empty if there is none."""
+    """Return the state and the start time of a process; empty if there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -123,7 +122,7 @@ def _children() -> set[int]:
 
 
 def _reaped(children: set[int]) -> set[int]:
-    """Those that still run; the others are removed from the process table."""
+    """Return those that still run, and remove the others from the process table."""
     alive = set()
     for pid in children:
         with suppress(ChildProcessError):

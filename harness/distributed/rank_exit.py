@@ -82,7 +82,7 @@ class RankExit:
 
     @property
     def by_rank(self) -> bool:
-        """True if the rank itself wrote this record."""
+        """Whether the rank itself wrote this record."""
         return bool(self.host)
 
     def to_json(self) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -51,19 +51,19 @@ class Runtime(Collectives):
     """With one rank, what it does, and the seconds that it may take: ``limited`` sets it, the watchdog enforces it."""
     _in_announced: bool = False
 
-    def new_group(self) -> Any:
+    def new_group(self) -> dist.ProcessGroup | None:
         """Return a gloo group of all ranks for the collectives of another thread, which does announced work.
         Collective."""
         return new_group(self.work_timeout_s) if self.world_size > 1 else None
 
     @property
     def limit_s(self) -> float:
-        """The limit of a wait for a peer at present."""
+        """How long this rank waits for a peer at present."""
         return self.work_timeout_s if self._in_announced else self.timeout_s
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """A stage that all ranks enter: if any rank raises in it, all ranks raise, so that none waits for another.
+        """Enter a stage together: if any rank raises in it, all ranks raise, so that none waits for another.
 
         The body must not contain a collective. All ranks raise the error of the lowest failing rank, with that rank in
         ``origin_rank``; of another class than HarnessError, the others raise its text, with what they were ``doing``.
@@ -140,8 +140,8 @@ class Runtime(Collectives):
 
     @contextmanager
     def announced(self, doing: str) -> Iterator[None]:
-        """A stage with collectives in which the ranks wait ``work_timeout_s`` for each other, such as the first step of
-        a compiled model. All ranks enter it, and leave it together. A rank that stops in it is found that late.
+        """Enter a stage with collectives, in which the ranks wait ``work_timeout_s`` for each other, such as the first
+        step of a compiled model. All ranks enter and leave it together. A rank that stops in it is found that late.
 
         An error of one rank is not shared: it ends the run as anywhere else.
         """
@@ -158,7 +158,7 @@ class Runtime(Collectives):
 
     @contextmanager
     def limited(self, doing: str, limit_s: float | None = None) -> Iterator[None]:
-        """A stage that the watchdog ends, with the process, if it takes the only rank longer than ``limit_s``, by
+        """Enter a stage that the watchdog ends, with the process, if it takes the only rank longer than ``limit_s``, by
         default ``timeout_s``. Of several ranks, the others notice."""
         before = self.alone_in
         self.alone_in = (doing, self.timeout_s if limit_s is None else limit_s) if self.world_size == 1 else None

@@ -64,9 +64,11 @@ def _raise_first(number: int) -> None:
 
 @dataclass
 class _State:
+    """What this process does on a signal, and which ones it has received."""
+
     phase: _Phase = field(default_factory=lambda: _Phase(_raise_first))
-    before: dict[int, object] = field(default_factory=dict)
-    """Handlers before ``install``."""
+    old_handlers: dict[int, object] = field(default_factory=dict)
+    """What ``install`` has replaced; empty without it."""
     raised: int | None = None
     warned: bool = False
     code: int | None = None
@@ -77,16 +79,16 @@ _state = _State()
 
 
 def install(quiet: bool = False) -> None:
-    """From now on the first signal raises KeyboardInterrupt, and the next ends the process at once, with exit code
-    128 + its number; SIGUSR1 is only remembered. For programs, in their main thread. ``quiet``: another process of the
-    same command tells the user."""
+    """Make the first signal raise KeyboardInterrupt, and the next end the process at once, with exit code 128 + its
+    number; SIGUSR1 is only remembered. For programs, in their main thread. ``quiet``: another process of the same
+    command tells the user."""
     _state.quiet = quiet
-    if _state.before:
+    if _state.old_handlers:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    _state.before = {number: signal.signal(number, _received) for number in _obeyed()}
+    _state.old_handlers = {number: signal.signal(number, _received) for number in _obeyed()}
     os.register_at_fork(after_in_child=_forget)
     thread(lambda: _watch(reader), "harness-signals").start()
 
@@ -98,21 +100,21 @@ def interrupted_by() -> int | None:
 
 
 def finish(code: int) -> None:
-    """The exit code is decided: signals change nothing any more; a second one ends the process at once with it."""
-    if _state.before:
+    """Decide the exit code: signals change nothing any more; a second one ends the process at once with it."""
+    if _state.old_handlers:
         _state.code = code
         _state.phase = _Phase(lambda number: None)
 
 
 @contextmanager
-def phase(
+def during(
     handle: Callable[[int], None],
     notice: Callable[[int], None] = lambda number: None,
     again: Callable[[int], None] = end_now,
 ) -> Iterator[None]:
-    """While the body runs, every signal calls ``handle`` in the main thread, and the first request calls ``notice`` in
-    another one, later ones ``again``. A warning that came before the body is handed to ``handle``, and so is a request
-    that a library has ignored.
+    """Let every signal during the body call ``handle`` in the main thread, and the first request ``notice`` in another
+    one, later ones ``again``. A warning that came before the body is handed to ``handle``, and so is a request that a
+    library has ignored.
 
     Without ``install`` handlers are set for the body only, and ``notice`` and ``again`` are not called. Does nothing
     outside the main thread, where Python allows no handlers.
@@ -122,7 +124,7 @@ def phase(
         return
     before = _state.phase
     _state.phase = _Phase(handle, notice, again)
-    handlers = {} if _state.before else {number: signal.signal(number, _received) for number in _obeyed()}
+    handlers = {} if _state.old_handlers else {number: signal.signal(number, _received) for number in _obeyed()}
     try:
         if _state.warned:
             handle(WARNING)
@@ -138,7 +140,7 @@ def phase(
 
 @contextmanager
 def ending_the_process(doing: str) -> Iterator[None]:
-    """While the body runs, the first signal ends the process at once: there is nothing to save, and the main thread may
+    """Let the first signal during the body end the process at once: there is nothing to save, and the main thread may
     be in C code. ``doing``: for the message."""
 
     def end(number: int) -> None:
@@ -146,7 +148,7 @@ def ending_the_process(doing: str) -> Iterator[None]:
             _write(f"stopped ({signal_name(number)}) {doing}")
             os._exit(ended_by(number))
 
-    with phase(lambda number: None, notice=end):
+    with during(lambda number: None, notice=end):
         yield
 
 
@@ -169,9 +171,9 @@ class Requests:
 
 @contextmanager
 def counted() -> Iterator[Requests]:
-    """The signals that arrive while the body runs."""
+    """Collect the signals that arrive while the body runs."""
     requests = Requests()
-    with phase(requests.add, again=lambda number: None if requests.obeyed else end_now(number)):
+    with during(requests.add, again=lambda number: None if requests.obeyed else end_now(number)):
         yield requests
 
 
@@ -187,11 +189,12 @@ def _obeyed() -> list[signal.Signals]:
 
 
 def _received(number: int, frame: FrameType | None) -> None:
-    _state.warned = _state.warned or (number == WARNING and bool(_state.before))
+    _state.warned = _state.warned or (number == WARNING and bool(_state.old_handlers))
     _state.phase.handle(number)
 
 
 def _watch(reader: int) -> None:
+    """Call what the present phase has for each signal, which Python writes to ``reader``, without an end."""
     first: float | None = None
     while True:
         for number in os.read(reader, 64):  # every signal with a handler of Python, such as SIGCHLD
@@ -206,10 +209,10 @@ def _watch(reader: int) -> None:
 
 
 def _forget() -> None:
-    """In a forked process: what was before ``install``."""
+    """Undo ``install`` in a forked process."""
     global _state
     signal.set_wakeup_fd(-1)
-    for number, handler in _state.before.items():
+    for number, handler in _state.old_handlers.items():
         signal.signal(number, handler)  # type: ignore[arg-type]
     _state = _State(quiet=_state.quiet)
 

@@ -54,6 +54,6 @@ def _describe(first: FrameType | None, lines: Mapping[FrameType, int]) -> str:
 
 
 def _place(frame: FrameType, lines: Mapping[FrameType, int]) -> str:
-    """File and line of code of the user; empty for installed packages and the harness."""
+    """Return the file and the line of the user's code; empty for installed packages and the harness."""
     file = frame.f_code.co_filename
     return f" ({Path(file).name}:{lines.get(frame, frame.f_lineno)})" if is_users(file) else ""

@@ -81,7 +81,8 @@ class Stop:
         return self.verdict
 
     def _next_pause(self) -> int:
-        """Calls in half a second at the present pace; at most four times as many as since the last reduction."""
+        """Return the calls in PERIOD_S at the present pace, at most four times those since the last reduction; 0 on
+        ranks other than 0."""
         now = time.monotonic()
         calls, elapsed = self._calls, max(now - self._since, 1e-6)
         self._calls, self._since = 0, now
@@ -92,7 +93,7 @@ class Stop:
 def on_signals(
     stop: Stop, then: str = "a checkpoint is written first", rest: Callable[[], str] = lambda: ""
 ) -> Iterator[None]:
-    """SIGINT, SIGTERM, SIGHUP and SIGUSR1 request a stop while the body runs (harness.distributed.signals has the
+    """Let SIGINT, SIGTERM, SIGHUP and SIGUSR1 request a stop while the body runs (harness.distributed.signals has the
     rule). ``then``: what happens at the first one, for its message; ``rest``: returns what has to end before that, if
     it takes long."""
     launch = stop.runtime.launch
@@ -108,5 +109,5 @@ def on_signals(
         elif left := rest():
             log.info("stopping (%s) %s", signals.signal_name(number), left)
 
-    with signals.phase(request, notice):
+    with signals.during(request, notice):
         yield

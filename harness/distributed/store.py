@@ -17,7 +17,7 @@ from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
 
-from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
 from harness.distributed.launch_env import Launch
 from harness.distributed.threads import Background
@@ -48,7 +48,7 @@ class LimitedStore:
     """The requests of ``store`` that the harness makes. Each raises StoreTimeout after ``limit_s``, and whatever
     ``store`` raises, such as DistNetworkError if the connection is gone."""
 
-    def __init__(self, store: Any, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, store: Store, limit_s: float = LIMIT_S) -> None:
         self._store, self._limit_s = store, limit_s
         self._busy = Lock()  # one request at a time, as in TCPStore; held until the request returns, however late
         self._overdue: Future[Any] | None = None  # the last request that exceeded its limit
@@ -67,7 +67,7 @@ class LimitedStore:
 
     def append(self, key: str, value: str) -> None:
         """Add ``value`` at the end of that of ``key``, which is created if it does not exist."""
-        self._ask(lambda: self._store.append(key, value))
+        self._ask(lambda: self._store.append(key, value))  # type: ignore[attr-defined]
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
         """Set ``key`` to ``value`` if it has the value ``expected`` (empty: if it does not exist); return its value."""
@@ -98,8 +98,8 @@ class LimitedStore:
 
 
 def pauses(launch: Launch) -> Iterator[None]:
-    """Iterations of a poll without an end, with a pause between them that grows. Raises PeersMissing once the launcher
-    is gone: nobody would end this process."""
+    """Yield at each round of a poll without an end, with a pause between them that grows. Raises PeersMissing once the
+    launcher is gone: nobody would end this process."""
     pause_s, longest_s = _PAUSES_S
     while not launch.orphaned:
         yield
@@ -172,13 +172,13 @@ def _connect(launch: Launch, hosts: bool, limit: timedelta) -> TCPStore:
 
 def _unreachable(launch: Launch, timeout_s: float, error: Exception) -> HarnessError:
     """Return the error of a rank that could not open the store, or connect to it."""
-    wrong_name = isinstance(error, (socket.gaierror, UnicodeError))
-    reason = getattr(error, "strerror", None) or first_line(error)
     if "EADDRINUSE" in str(error):
         return LaunchError(
             f"rank 0 cannot open port {launch.master_port}, where the ranks meet: it is in use",
             hint="choose another MASTER_PORT, or end the program that uses it (ss -ltnp shows it)",
         )
+    wrong_name = isinstance(error, (socket.gaierror, UnicodeError))
+    reason = getattr(error, "strerror", None) or first_line(error)
     if wrong_name and hosts_store(launch):
         return LaunchError(
             f"rank 0 cannot resolve MASTER_ADDR={launch.master_addr}, where the other ranks reach it: {reason}",
@@ -194,6 +194,7 @@ def _unreachable(launch: Launch, timeout_s: float, error: Exception) -> HarnessE
 
 
 def unanswered(launch: Launch) -> HarnessError:
+    """Return the error of a rank whose store accepts connections and answers no request."""
     return PeersMissing(
         f"{address(launch)} accepts connections, but rank 0 does not answer there",
         hint="if rank 0 has printed that the port is in use, choose another MASTER_PORT; otherwise rank 0 is hung",

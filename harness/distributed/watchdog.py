@@ -24,7 +24,7 @@ from harness.distributed.collectives import main_groups
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.distributed.store import LIMIT_S, StoreTimeout
+from harness.distributed.store import LIMIT_S, LimitedStore, StoreTimeout
 from harness.distributed.threads import thread
 from harness.errors import EXIT_FAILURE
 
@@ -59,7 +59,7 @@ class Watchdog:
         step: Callable[[], int | None] = lambda: None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
-        """``on_blocked(record, first)`` is called before a blocked rank is ended with ``record``; ``first`` is the
+        """Let ``on_blocked(record, first)`` be called before a blocked rank is ended with ``record``; ``first`` is the
         launch's first failure, if it is known. ``step()`` returns the present step."""
         self._runtime, self._stop = runtime, stop
         self._on_blocked, self._exit_process = on_blocked, exit_process
@@ -157,9 +157,12 @@ class Watchdog:
         within = self._runtime.alone_in
         self._alone_s = self._alone_s + PERIOD_S if within is self._alone_in else 0.0
         self._alone_in = within
-        if within is None or self._alone_s <= within[1]:
+        if within is None:
             return None
-        message = f"{within[0]} has not ended within {within[1]:g} s: it was in {stack.main_thread_at()}"
+        doing, limit_s = within
+        if self._alone_s <= limit_s:
+            return None
+        message = f"{doing} has not ended within {limit_s:g} s: it was in {stack.main_thread_at()}"
         return replace(self._record(Cause.HUNG, "Hung", message), traceback=stack.main_thread_lines())
 
     def _learn_of_failure(self) -> str:
@@ -224,7 +227,7 @@ class Position:
 
     step: int | None
     started: dict[str, int]
-    """Collectives that it has started, by process group."""
+    """The collectives that it has started, by process group."""
     doing: str
     stack: list[str]
     waited_s: float
@@ -293,7 +296,7 @@ class Stalls:
                     asked = store.compare_set(_ASKED, asked, question)
                 if asked != question:
                     return None
-                positions = self._ask(question, {rank: self._position(doing)})
+                positions = self._ask(store, question, {rank: self._position(doing)})
                 left = [rank for rank in self._others(positions) if store.find(_leaves(rank))]
                 found = self._silent([*positions, *left]) or self._behind(positions, timed_out)
                 if found is None:
@@ -314,7 +317,7 @@ class Stalls:
         return time.monotonic() - self._open[1] > 2 * ANSWER_S
 
     def release(self) -> None:
-        """Let the rank that ``missing`` found end if it cannot answer: continue a stopped process, which is then
+        """Free the rank that ``missing`` found if it cannot answer: continue a stopped process, which is then
         notified of the failure, and kill one in which no thread of Python can run. Call it once everything is
         recorded."""
         state = self._frozen.state() if self._frozen else ""
@@ -325,10 +328,9 @@ class Stalls:
         started, waited_s = self._look()
         return Position(self.step(), started, doing, stack.main_thread_lines(), waited_s)
 
-    def _ask(self, question: str, positions: dict[int, Position]) -> dict[int, Position]:
+    def _ask(self, store: LimitedStore, question: str, positions: dict[int, Position]) -> dict[int, Position]:
         """Return ``positions`` and those of all ranks that answer ``question`` in time."""
-        store, deadline = self._runtime.store, time.monotonic() + ANSWER_S
-        assert store is not None
+        deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline:
             for rank in (silent := self._others(positions)):
                 if answer := store.find(_answer_of(rank, question)):
@@ -359,7 +361,7 @@ class Stalls:
         return None
 
     def _behind(self, positions: Mapping[int, Position], timed_out: bool) -> RankExit | None:
-        """The rank that has started fewer collectives than one that has waited for the whole timeout."""
+        """Return the rank that has started fewer collectives than one that has waited for the whole timeout."""
         groups = sorted({group for position in positions.values() for group in position.started})
         counts = {rank: [at.started.get(group, 0) for group in groups] for rank, at in positions.items()}
         least, most = (list(map(pick, *counts.values())) for pick in (min, max))
@@ -400,7 +402,7 @@ def _leaves(rank: int) -> str:
 
 
 def num_started() -> dict[str, int]:
-    """Collectives that the main thread has started, by process group. torch counts them itself."""
+    """Return the collectives that the main thread has started, by process group. torch counts them itself."""
     counts: dict[str, int] = {}
     for group in main_groups():
         with suppress(RuntimeError):  # a backend that does not count

@@ -13,12 +13,15 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from harness.distributed import processes
 from harness.distributed.launch_env import local_environment
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import Cause, RankExit
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 PEERS_S = 15.0  # for the other processes to end once one has failed; the watchdog ends a blocked rank within 13 s
 KILL_S = 5.0  # from SIGTERM to SIGKILL after that
@@ -62,11 +65,11 @@ class WorkerGroup:
         self.num_stops = 0
         self.exits: dict[int, int] = {}
         """Exit codes, or minus the signal number, in the order in which the processes ended."""
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.popens: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for rank, worker in workers.items():
                 with open(worker.output, "ab") if worker.output else nullcontext() as output:
-                    self.processes[rank] = subprocess.Popen(
+                    self.popens[rank] = subprocess.Popen(
                         worker.command, env=worker.environ, cwd=worker.cwd, stdin=stdin, stdout=output, stderr=output,
                         pass_fds=pass_fds, start_new_session=True,
                         preexec_fn=processes.terminated_with_parent() if ends_with_parent else None,
@@ -76,12 +79,12 @@ class WorkerGroup:
             raise
 
     def stop(self) -> None:
-        """SIGTERM to all, and SIGKILL after the grace period; the second call sends SIGKILL at once."""
+        """Send SIGTERM to all, and SIGKILL after the grace period; the second call sends SIGKILL at once."""
         self.num_stops += 1
         self.end(self._grace_s if self.num_stops == 1 else 0.0)
 
     def end(self, within_s: float) -> None:
-        """SIGTERM to all, unless they got it before, and SIGKILL after ``within_s`` seconds."""
+        """Send SIGTERM to all, unless they got it before, and SIGKILL after ``within_s`` seconds."""
         with self._lock:
             is_first = self.deadline == float("inf")
             self.deadline = min(self.deadline, time.monotonic() + within_s)
@@ -89,24 +92,26 @@ class WorkerGroup:
                 self.send(signal.SIGTERM)
 
     def kill(self) -> None:
+        """Send SIGKILL to all."""
         self.deadline = 0.0
         self.send(signal.SIGKILL)
 
     def abandon(self) -> None:
         """Kill all after an error, and wait for their end: their parent may live on, and nobody would follow them."""
         self.kill()
-        for process in self.processes.values():
+        for process in self.popens.values():
             with suppress(subprocess.TimeoutExpired):  # of a process that is blocked in the kernel
                 process.wait(KILL_S)
             processes.kill_session(process.pid)
 
     def send(self, number: int) -> None:
-        for process in self.processes.values():
-            process.send_signal(number)  # does nothing to a process that has ended
+        """Send the signal ``number`` to all that have not ended."""
+        for process in self.popens.values():
+            process.send_signal(number)
 
     def poll(self) -> bool:
         """Send the signals that are due; return True once all have ended. Call it repeatedly until then."""
-        for rank, process in self.processes.items():
+        for rank, process in self.popens.items():
             if rank not in self.exits and (code := process.poll()) is not None:
                 self.exits[rank] = code
                 if code < 0:
@@ -115,12 +120,12 @@ class WorkerGroup:
         if any(self.exits.values()):
             self._failed_at = min(self._failed_at, now)
         if not self._late and now > self._failed_at + PEERS_S:
-            self._late = self.processes.keys() - self.exits.keys()
+            self._late = self.popens.keys() - self.exits.keys()
             self.deadline = min(self.deadline, now + KILL_S)
             self.send(signal.SIGTERM)
         if now > self.deadline:
             self.send(signal.SIGKILL)
-        return len(self.exits) == len(self.processes)
+        return len(self.exits) == len(self.popens)
 
     def wait(self, meanwhile: Callable[[], None] = lambda: None) -> dict[int, int]:
         """Wait until all have ended, and return ``exits``. Once one has failed, the others get PEERS_S to end by
@@ -168,7 +173,7 @@ class LocalRun(WorkerGroup):
                 raise
 
 
-def _store(listening: socket.socket) -> Any:
+def _store(listening: socket.socket) -> TCPStore:
     """Return a store that ``listening`` leads to."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # late: only runs of several ranks need torch
 

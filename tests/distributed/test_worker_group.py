@@ -70,7 +70,7 @@ def test_error_while_waiting_leaves_nothing_running(tmp_path):
     child = Path("/proc") / (tmp_path / "out").read_text().strip()
     with pytest.raises(ZeroDivisionError):
         group.wait(lambda: 1 / 0)
-    assert group.processes[0].poll() == -signal.SIGKILL
+    assert group.popens[0].poll() == -signal.SIGKILL
     wait_until(lambda: not (child / "cmdline").exists() or not (child / "cmdline").read_text(), 30, "the child's end")
 
 
@@ -88,7 +88,7 @@ import subprocess, sys, time
 from harness.distributed.worker_group import LocalRun, Worker, WorkerGroup
 from harness.errors import LaunchError
 group = WorkerGroup({0: Worker(["sleep", "60"], {})}, 60, ends_with_parent=True)
-print(group.processes[0].pid, flush=True)
+print(group.popens[0].pid, flush=True)
 time.sleep(60)
 """
 

@@ -15,6 +15,7 @@ from harness.config.schema import ModelSection
 from harness.data.loader import BatchRequest, Loader, TrainData
 from harness.data.seeds import seeded_torch
 from harness.data.shards import Segment
+from harness.distributed.machine import Memory
 from harness.errors import ConfigError, DataError
 from harness.training.evaluation.evaluate import laid_out, prepare
 from harness.training.evaluation.sums import Sums
@@ -466,7 +467,7 @@ def test_images_larger_than_the_memory(folder, monkeypatch):
     """Refused before the pixels are in memory."""
     size, message = 65536, "two images of 65536x65536 take 32.0 GiB, but only 16.0 of this machine's 16.0 GiB"
     opened = make_config(folder, task={"image_size": [size, size]}).task.open(0, folder / "cache")
-    monkeypatch.setattr("harness.distributed.machine.memory_of", lambda: (1 << 34, 1 << 34, False))
+    monkeypatch.setattr("harness.distributed.machine.memory", lambda: Memory(1 << 34, 1 << 34))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ConfigError, match=f"task.image_size: {message}"):
         opened.model(ModelSection(name="small_cnn"))

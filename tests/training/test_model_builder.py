@@ -10,6 +10,7 @@ from torch import nn
 
 from harness.config import plugins
 from harness.data.seeds import INITIAL_WEIGHTS
+from harness.distributed.machine import Memory
 from harness.errors import ConfigError
 from harness.training import rng
 from harness.training.models.model_builder import build
@@ -203,6 +204,6 @@ def test_arguments_that_no_machine_can_build(name, args, message):
 
 
 def test_weights_larger_than_the_memory_are_refused_before_they_are_filled(monkeypatch):
-    monkeypatch.setattr("harness.distributed.machine.memory_of", lambda: (8192, 8192, False))
+    monkeypatch.setattr("harness.distributed.machine.memory", lambda: Memory(8192, 8192))
     with pytest.raises(ConfigError, match="the weights of small_cnn take .* GiB, but only .* is free"):
         build("small_cnn", {}, KNOWN, GRAY)

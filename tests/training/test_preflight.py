@@ -217,7 +217,7 @@ def test_more_memory_than_the_device_has_is_an_error(folder, monkeypatch, limit_
     model = {"name": "tests.training.test_preflight.Deep"}
     words = ("task.image_size=[512,512]", "batch.global=20", "precision.opt_level=O0")
     path = str(write_yaml(folder / "x.yaml", settings(folder, model=model)))
-    monkeypatch.setattr(machine, "memory_of", lambda: (2**27, 2**27, False))
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(2**27, 2**27))
     _, problems = preflight.examine(path, words, 1, limit_s)
     (problem,) = problems
     assert "a rank needs about 2" in problem.message
@@ -321,7 +321,7 @@ def test_few_unreadable_images_may_be_skipped(folder):
 def test_more_memory_than_there_is(folder, monkeypatch):
     """An image that is too large is refused before it is in memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    monkeypatch.setattr(machine, "memory_of", lambda: (2**33, 2**33, False))
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(2**33, 2**33))
     (problem,) = examine(folder, "task.image_size=[65536,65536]")[1]
     assert "task.image_size: two images of 65536x65536 take 32.0 GiB" in str(problem)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB

@@ -214,8 +214,8 @@ class _Growth:
         from harness.distributed import devices  # late: it imports torch
 
         wanted = self._job.config.runtime.device
-        if wanted != "cpu" and (names := devices.names()):
-            self.visible = devices.opening(names)[: self._job.world_size]
+        if wanted != "cpu" and (names := devices.visible_names()):
+            self.visible = devices.working_names(names)[: self._job.world_size]
             if self.visible or wanted == "cuda":
                 return len(self.visible)
         return max(survivors, _min_ranks(self._job))
@@ -248,8 +248,8 @@ class _Growth:
         """Find the devices that open and that no rank of the run uses."""
         from harness.distributed import devices
 
-        unused = [name for name in devices.names() if name not in self.visible] if self.visible else []
-        asked.set_result(devices.opening(unused))
+        unused = [name for name in devices.visible_names() if name not in self.visible] if self.visible else []
+        asked.set_result(devices.working_names(unused))
 
 
 def fits(job: Job, num_ranks: int) -> bool:

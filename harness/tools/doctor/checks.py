@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from harness.distributed import machine
 from harness.distributed.launch_env import Launch, detect
-from harness.distributed.machine import cpu_quota, memory_of, usable_cores
 from harness.distributed.network import address_of, interface_towards
 from harness.errors import EXIT_DONE, EXIT_USAGE, LaunchError, plural
 from harness.version import __version__
@@ -230,7 +230,7 @@ def cpu(system: System) -> Iterator[Finding]:
     import torch
 
     present = os.cpu_count() or 1
-    usable, quota = usable_cores(system.root), cpu_quota(system.root)
+    usable, quota = machine.usable_cores(system.root), machine.cpu_quota(system.root)
     threads = torch.get_num_threads()
     text = f"usable cores: {usable} of {present}"
     text += f" (the cgroup limits CPU use to {quota:g} of them)" if quota and quota < present else ""
@@ -242,9 +242,10 @@ def cpu(system: System) -> Iterator[Finding]:
 
 
 def memory(system: System) -> Iterator[Finding]:
-    total, free, limited_by_cgroup = memory_of(system.root)
+    """Yield the memory that this process may use."""
+    total, free, limited_by_cgroup = machine.memory(system.root)
     limited = " (limit of the cgroup)" if limited_by_cgroup else ""
-    text = f"{total / GIB:.1f} GiB{limited}, {max(free, 0) / GIB:.1f} GiB free"
+    text = f"{total / GIB:.1f} GiB{limited}, {free / GIB:.1f} GiB free"
     if free < GIB:
         remedies = ("stop other processes, or raise the container's limit (docker run --memory=…)",)
         yield Finding("memory", "problem" if free < 256 * MIB else "note", text, remedies)

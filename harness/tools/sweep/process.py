@@ -55,7 +55,7 @@ class TrialProcess:
 
     @property
     def pid(self) -> int:
-        return self._group.processes[0].pid
+        return self._group.popens[0].pid
 
     def stop(self) -> None:
         """Ask the trial to exit with a checkpoint."""

@@ -277,7 +277,7 @@ class _Trial:
         with suppress(Exception):  # of rows that were not tried
             for rows in (num_rows, *[min(self.sizes.micro_batch, len(self.task.train))] * 3):
                 start = time.monotonic()
-                if start + rows * row_s > end or rows * row_bytes > machine.memory_of()[1] / 2:
+                if start + rows * row_s > end or rows * row_bytes > machine.memory().free / 2:
                     break
                 if batch := _batch(self.task.train, rows, 0, "training"):
                     self.task.loss(_outputs(self, batch, "training", training=True), batch.targets).backward()
@@ -329,7 +329,7 @@ class _Trial:
     def _held(self) -> dict[str, float]:
         """Bytes of a rank between two steps, without shards."""
         trained = [param for group in self.optimizer.param_groups for param in group["params"]]
-        if not self.optimizer.state and 3 * memory.num_bytes(trained) < machine.memory_of()[1]:
+        if not self.optimizer.state and 3 * memory.num_bytes(trained) < machine.memory().free:
             for param in trained:  # a step without a forward pass, for the state of the optimizer
                 param.grad = torch.zeros_like(param)
             with suppress(Exception):  # of the user's own optimizer, or one that needs the loss
@@ -360,7 +360,7 @@ class _Trial:
         if self.device.type == "cuda" and torch.cuda.is_available():
             return torch.cuda.get_device_properties(self.device).total_memory
         ranks = -(-self.world_size // self.config.launch.nnodes)
-        return math.inf if self.device.type == "cuda" else machine.memory_of()[0] / ranks
+        return math.inf if self.device.type == "cuda" else machine.memory().total / ranks
 
 
 def _train(run: _Trial, audit: Audit) -> str:

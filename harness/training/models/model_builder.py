@@ -72,7 +72,7 @@ def build(
 def require_memory(num_bytes: int, what: str, where: str) -> None:
     """Raise ConfigError, with the key ``where``, if ``num_bytes`` exceed this machine's free memory: the system would
     kill the process while it fills them."""
-    total, free, _ = machine.memory_of()
+    total, free, _ = machine.memory()
     if num_bytes > free:
         raise ConfigError(
             f"{what} take {num_bytes / 2**30:,.1f} GiB, but only {max(free, 0) / 2**30:,.1f} of this "
