@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from harness.config.schema import Config
     from harness.inference.trained_model import TrainedModel
+    from harness.training.main import RunStart
     from harness.training.run import Run
 
 # Environment variables that a run sets for libraries in its process.
@@ -43,7 +44,7 @@ class TrainResult:
     step: int
     """Optimizer steps so far, over all starts of the run."""
     metrics: dict[str, float]
-    """Of the newest evaluation, by name; empty before the first."""
+    """The metrics of the newest evaluation, by name; empty before the first."""
     best: float | None
     """The best value of ``config.best_metric``; None before the first evaluation."""
     best_step: int
@@ -89,9 +90,9 @@ def train(config: Config) -> TrainResult:
 
     with _started(config) as start, start as run:
         start.done = loop.train(run) and predictions.write_for_run(run)
-    last = run.state.history[-1] if run.state.history else {}
-    metrics = {name: last[name] for name in config.task.metrics if name in last}
     state = run.state
+    last = state.history[-1] if state.history else {}
+    metrics = {name: last[name] for name in config.task.metrics if name in last}
     return TrainResult(
         run.folder.where, start.done, state.step, metrics, state.best, state.best_step, list(state.history)
     )
@@ -99,7 +100,7 @@ def train(config: Config) -> TrainResult:
 
 @contextmanager
 def open_run(config: Config) -> Iterator[Run]:
-    """The parts of a run, for a training loop of your own: a context with the ``harness.training.run.Run``.
+    """Open the parts of a run, for a training loop of your own: a context with the ``harness.training.run.Run``.
 
     The run is restored from its newest checkpoint, if there is one. Once the body has taken steps
     (``run.state.add_step``) and ends, the run is done: what is due of checkpoint, evaluation and summary is made up,
@@ -187,8 +188,8 @@ def load_model(
 
 
 @contextmanager
-def _started(config: Config) -> Iterator[Any]:
-    """A ``RunStart`` that is not entered yet, in a process that is restored afterwards."""
+def _started(config: Config) -> Iterator[RunStart]:
+    """Yield a ``RunStart`` that is not entered yet, in a process that is restored afterwards."""
     from harness.config.schema import Config
     from harness.distributed.launch_env import detect
     from harness.distributed.meeting import telling_peers
@@ -220,7 +221,7 @@ def _started(config: Config) -> Iterator[Any]:
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """Context after which the process has the log handlers, the random streams and the settings of torch of before."""
+    """Restore the log handlers, the random streams and the settings of torch of before once the body has ended."""
     import random
 
     import numpy as np
@@ -228,39 +229,39 @@ def _as_before() -> Iterator[None]:
 
     from harness.apex import amp
 
-    logs = [logging.getLogger("harness"), logging.getLogger("py.warnings")]
-    handlers = [(log, log.handlers[:], log.level, log.propagate) for log in logs]
-    captured = logging._warnings_showwarning is not None  # type: ignore[attr-defined]
-    streams = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    level = torch.get_deterministic_debug_mode()
-    backends = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    fills: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    threads, variables = torch.get_num_threads(), {name: os.environ.get(name) for name in _VARIABLES}
-    logs[0].handlers = []  # console would close them
-    try:
+    with ExitStack() as after:  # runs its calls in reverse order
+        for name in _VARIABLES:
+            after.callback(_set_variable, name, os.environ.get(name))
+        after.callback(torch.set_num_threads, torch.get_num_threads())
+        cudnn, matmul, deterministic = torch.backends.cudnn, torch.backends.cuda.matmul, torch.utils.deterministic
+        for place, name in (
+            (cudnn, "benchmark"), (cudnn, "allow_tf32"), (matmul, "allow_tf32"),
+            (deterministic, "fill_uninitialized_memory"),
+        ):  # fmt: skip
+            after.callback(setattr, place, name, getattr(place, name))
+        after.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        if torch.cuda.is_initialized():
+            after.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+        after.callback(random.setstate, random.getstate())
+        after.callback(np.random.set_state, np.random.get_state())
+        after.callback(torch.set_rng_state, torch.get_rng_state())
+        after.callback(logging.captureWarnings, logging._warnings_showwarning is not None)  # type: ignore[attr-defined]
+        for log in (logging.getLogger("harness"), logging.getLogger("py.warnings")):
+            after.callback(_restore_log, log, log.handlers[:], log.level, log.propagate)
+        logging.getLogger("harness").handlers = []  # console would close them
+        after.callback(amp.reset)
         yield
-    finally:
-        amp.reset()
-        for log, before, severity, propagate in handlers:
-            for handler in set(log.handlers) - set(before):
-                handler.close()
-            log.handlers[:], log.propagate = before, propagate
-            log.setLevel(severity)
-        logging.captureWarnings(captured)
-        torch.set_rng_state(streams[0])
-        np.random.set_state(streams[1])
-        random.setstate(streams[2])
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
-        torch.set_deterministic_debug_mode(level)
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = (
-            backends
-        )
-        torch.set_num_threads(threads)
-        for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+
+
+def _restore_log(log: logging.Logger, handlers: list[logging.Handler], level: int, propagate: bool) -> None:
+    for handler in set(log.handlers) - set(handlers):
+        handler.close()
+    log.handlers[:], log.propagate = handlers, propagate
+    log.setLevel(level)
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value

@@ -62,12 +62,12 @@ except ConfigError as unsupported:  # this operating system
 LEAVE_S = 5.0  # after a failure, for threads and exit functions to end
 WRITE_S = 60.0  # for a reader of standard output to make room
 LEAVE_DONE_S = 30.0  # the same after a success, when a thread may be sending results
-_output: Any = None  # standard output of a program, a _Raw
+_output: _Raw | None = None  # standard output of a program
 _BROKEN_PIPE = signals.ended_by(signal.SIGPIPE)  # as the programs of Unix
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``harness VERB``: run the words ``argv`` (default: ``sys.argv``) and return the exit code."""
+    """Run the words ``argv`` (default: ``sys.argv``) of ``harness VERB`` and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0].startswith(("--local-rank=", "--local_rank=")):
         words = [*words[1:], words[0]]  # torch.distributed.launch -m harness train ... puts it before the verb
@@ -81,25 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not words:
             parser.print_help(sys.stderr)
             return EXIT_USAGE
-        own, program = words, None
         takes_program = getattr(commands.get(words[0]), "TAKES_PROGRAM", False)
-        if takes_program and "--" in words:
-            own, program = words[: words.index("--")], words[words.index("--") + 1 :]
-        arguments, rest = parser.parse_known_args(own)
-        arguments.program = program
-        # argparse does not collect overrides that stand between or after the options of a sub-command.
-        unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
-        if unknown and unknown[0].startswith("--"):
-            if takes_program and program is None and len(arguments.overrides) > 1:  # perhaps an option of a command
-                find_config(arguments, arguments.parser, takes_program=True)
-            raise unknown_option(arguments, arguments.parser, unknown[0], words)
-        if unknown:
-            arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        if rest:
-            arguments.overrides += rest
-        if program is None and (not takes_program or arguments.overrides):
-            find_config(arguments, arguments.parser, takes_program)
-        arguments.words = words
+        arguments = _parsed(parser, words, takes_program)
         if _output is not None:
             _output.may_be_lost = arguments.keeps_running
         code: int = arguments.run(arguments)
@@ -114,6 +97,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         _report(error)
         return exit_code_of(error)
     return code
+
+
+def _parsed(parser: argparse.ArgumentParser, words: list[str], takes_program: bool) -> argparse.Namespace:
+    """Return the arguments of a command, which the words after "--" follow if it ``takes_program``."""
+    own, program = words, None
+    if takes_program and "--" in words:
+        own, program = words[: words.index("--")], words[words.index("--") + 1 :]
+    arguments, rest = parser.parse_known_args(own)
+    arguments.program, arguments.words = program, words
+    # argparse does not collect overrides that stand between or after the options of a sub-command.
+    unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+    if unknown and unknown[0].startswith("--"):
+        if takes_program and program is None and len(arguments.overrides) > 1:  # perhaps an option of a command
+            find_config(arguments, arguments.parser, takes_program=True)
+        raise unknown_option(arguments, arguments.parser, unknown[0], words)
+    if unknown:
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        arguments.overrides += rest
+    if program is None and (not takes_program or arguments.overrides):
+        find_config(arguments, arguments.parser, takes_program)
+    return arguments
 
 
 def _report(error: Exception) -> None:
@@ -162,6 +167,7 @@ def _require_no_other_harness() -> None:
 
 
 def _parser(words: Sequence[str], commands: dict[str, Any]) -> argparse.ArgumentParser:
+    """Return the parser of all ``commands``. Raises ConfigError for a misspelled one in ``words``."""
     if words and words[0] not in commands and (near := similar(words[0], commands)):
         raise ConfigError(f"there is no command {words[0]!r}", hint=f"did you mean harness {near}?")
     parser = _Parser(
@@ -222,7 +228,7 @@ def _import_from_working_folder() -> None:
 
 
 def command(argv: Sequence[str] | None = None) -> NoReturn:
-    """Return the program ``harness``; ``driver.py`` is ``harness train``."""
+    """Run the program ``harness`` and exit; ``driver.py`` is ``harness train``."""
     try:
         _open_standard_streams()
         signals.install(quiet=not may_be_first(os.environ))
@@ -311,6 +317,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _cut_off(code: int) -> NoReturn:
+    """Name the threads that still run, and exit without them."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.main_thread() and (frame := frames.get(thread.ident or 0)):
@@ -320,6 +327,7 @@ def _cut_off(code: int) -> NoReturn:
 
 
 def _end(code: int) -> NoReturn:
+    """Exit with ``code``, or one for standard output that was lost."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -92,7 +92,9 @@ def telling_peers(launch: Launch) -> Iterator[None]:
     """Report an error of the body to the other ranks, which would otherwise wait for this one."""
     try:
         yield
-    except (Exception, SystemExit) as error:  # SystemExit: of the user's code
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit of the user's code, too
         if launch.world_size > 1:
             try:
                 meet(launch, "", _FAILED_S, error)

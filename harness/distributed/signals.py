@@ -47,12 +47,15 @@ def end_now(number: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Phase:
-    """What signals do. ``handle`` runs in the main thread, the others in the thread that notices signals."""
+class Phase:
+    """What signals do."""
 
     handle: Callable[[int], None]
+    """Called for every signal, in the main thread."""
     notice: Callable[[int], None] = lambda number: None
+    """Called for the first request, in the thread that notices signals."""
     again: Callable[[int], None] = end_now
+    """Called for later requests, in that thread."""
 
 
 def _raise_first(number: int) -> None:
@@ -66,7 +69,7 @@ def _raise_first(number: int) -> None:
 class _State:
     """What this process does on a signal, and which ones it has received."""
 
-    phase: _Phase = field(default_factory=lambda: _Phase(_raise_first))
+    phase: Phase = field(default_factory=lambda: Phase(_raise_first))
     old_handlers: dict[int, object] = field(default_factory=dict)
     """What ``install`` has replaced; empty without it."""
     raised: int | None = None
@@ -103,33 +106,28 @@ def finish(code: int) -> None:
     """Decide the exit code: signals change nothing any more; a second one ends the process at once with it."""
     if _state.old_handlers:
         _state.code = code
-        _state.phase = _Phase(lambda number: None)
+        _state.phase = Phase(lambda number: None)
 
 
 @contextmanager
-def during(
-    handle: Callable[[int], None],
-    notice: Callable[[int], None] = lambda number: None,
-    again: Callable[[int], None] = end_now,
-) -> Iterator[None]:
-    """Let every signal during the body call ``handle`` in the main thread, and the first request ``notice`` in another
-    one, later ones ``again``. A warning that came before the body is handed to ``handle``, and so is a request that a
-    library has ignored.
+def during(phase: Phase) -> Iterator[None]:
+    """Let signals during the body do what ``phase`` says. A warning that came before the body is handed to
+    ``phase.handle``, and so is a request that a library has ignored.
 
-    Without ``install`` handlers are set for the body only, and ``notice`` and ``again`` are not called. Does nothing
-    outside the main thread, where Python allows no handlers.
+    Without ``install`` handlers are set for the body only, which call ``phase.handle`` alone. Does nothing outside the
+    main thread, where Python allows no handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = _state.phase
-    _state.phase = _Phase(handle, notice, again)
+    _state.phase = phase
     handlers = {} if _state.old_handlers else {number: signal.signal(number, _received) for number in _obeyed()}
     try:
         if _state.warned:
-            handle(WARNING)
+            phase.handle(WARNING)
         if _state.raised is not None:
-            handle(_state.raised)
+            phase.handle(_state.raised)
         yield
     finally:
         if _state.code is None:
@@ -148,7 +146,7 @@ def ending_the_process(doing: str) -> Iterator[None]:
             _write(f"stopped ({signal_name(number)}) {doing}")
             os._exit(ended_by(number))
 
-    with during(lambda number: None, notice=end):
+    with during(Phase(lambda number: None, notice=end)):
         yield
 
 
@@ -173,7 +171,7 @@ class Requests:
 def counted() -> Iterator[Requests]:
     """Collect the signals that arrive while the body runs."""
     requests = Requests()
-    with during(requests.add, again=lambda number: None if requests.obeyed else end_now(number)):
+    with during(Phase(requests.add, again=lambda number: None if requests.obeyed else end_now(number))):
         yield requests
 
 

@@ -109,5 +109,5 @@ def on_signals(
         elif left := rest():
             log.info("stopping (%s) %s", signals.signal_name(number), left)
 
-    with signals.during(request, notice):
+    with signals.during(signals.Phase(request, notice)):
         yield

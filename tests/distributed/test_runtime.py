@@ -276,7 +276,7 @@ def test_nccl_says_why_it_fails(monkeypatch, set_by_user, expected):
     seen = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get("NCCL_DEBUG")))
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: None)
-    process_group._connect(Launch(world_size=2), torch.device("cuda", 0), dist.HashStore(), 5.0)
+    process_group._connect(Launch(world_size=2), torch.device("cuda", 0), dist.HashStore(), 5.0, 60.0)
     assert seen == [expected]
 
 
@@ -288,7 +288,7 @@ def test_nccl_aborts_only_after_the_missing_rank_has_been_named(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, timeout, **__: limits.append(timeout.total_seconds()))
     for device in ("cpu", "cuda"):
-        runtime = process_group._connect(Launch(world_size=2), torch.device(device), dist.HashStore(), 5.0)
+        runtime = process_group._connect(Launch(world_size=2), torch.device(device), dist.HashStore(), 5.0, 60.0)
     assert limits == [5.0, 50.0]
     limits.clear()
     runtime.work_timeout_s, runtime.group = 60.0, "gloo"

@@ -91,10 +91,9 @@ def packages(system: System) -> Iterator[Finding]:
 
 def extras(system: System) -> Iterator[Finding]:
     """Yield the packages of each extra of setup.cfg for users, with their versions."""
-    try:
+    required: Sequence[str] = ()
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # as ``packages`` says
         required = importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
-        return  # as ``packages`` says
     wanted: dict[str, list[tuple[str, str]]] = {}
     for line in required:
         extra = re.search(r"extra == ['\"](\w+)", line)
@@ -120,6 +119,7 @@ def extras(system: System) -> Iterator[Finding]:
 
 
 def torch(system: System) -> Iterator[Finding]:
+    """Yield the versions of torch and torchvision, or why one of them cannot be imported."""
     for name in ("torch", "torchvision"):
         try:
             found = importlib.import_module(name)
@@ -137,7 +137,7 @@ def _parse(requirement: str) -> tuple[str, str]:
 
 
 def _numbers(version: str) -> list[int]:
-    """[2, 6, 1] from "2.6.1+cu121"; trailing zeros are removed."""
+    """Return [2, 6, 1] from "2.6.1+cu121"; trailing zeros are removed."""
     numbers = [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
     while numbers and not numbers[-1]:
         numbers.pop()
@@ -181,6 +181,7 @@ def apex(system: System) -> Iterator[Finding]:
 
 
 def cuda(system: System) -> Iterator[Finding]:
+    """Yield the CUDA devices, or why there are none."""
     import torch
 
     from harness.distributed import devices
@@ -203,19 +204,21 @@ def cuda(system: System) -> Iterator[Finding]:
 
 
 def _device(torch_cuda: Any, index: int) -> Finding:
+    """Return what the device ``index`` is, and whether this torch has code for it."""
+    from harness.distributed.devices import PREVIOUS_VERSIONS
+
     it = torch_cuda.get_device_properties(index)
     text = f"cuda:{index} {it.name}, {it.total_memory / GIB:.1f} GiB, compute capability {it.major}.{it.minor}"
     architectures = torch_cuda.get_arch_list()
     if architectures and not _runs_on(it.major, it.minor, architectures):
         text += f", for which this torch has no kernels ({' '.join(architectures)})"
-        return Finding(
-            "cuda", "problem", text, ("install another build: https://pytorch.org/get-started/previous-versions",)
-        )
+        return Finding("cuda", "problem", text, (f"install another build: {PREVIOUS_VERSIONS}",))
     return Finding("cuda", "ok", text)
 
 
 def _runs_on(major: int, minor: int, architectures: list[str]) -> bool:
-    """Binaries run on their major version with an equal or higher minor; ``compute_`` code on any newer device."""
+    """Return True if a device runs code for one of ``architectures``. Binaries run on their major version with an equal
+    or higher minor; ``compute_`` code on any newer device."""
     for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(architectures)):
         version = (int(number[:-1]), int(number[-1]))
         if version <= (major, minor) and (kind == "compute" or version[0] == major):
@@ -227,14 +230,14 @@ def _runs_on(major: int, minor: int, architectures: list[str]) -> bool:
 
 
 def cpu(system: System) -> Iterator[Finding]:
+    """Yield the cores that this process may use, and the threads that compete for them."""
     import torch
 
     present = os.cpu_count() or 1
     usable, quota = machine.usable_cores(system.root), machine.cpu_quota(system.root)
     threads = torch.get_num_threads()
-    text = f"usable cores: {usable} of {present}"
-    text += f" (the cgroup limits CPU use to {quota:g} of them)" if quota and quota < present else ""
-    text += f"; torch uses {plural(threads, 'thread')}"
+    limited = f" (the cgroup limits CPU use to {quota:g} of them)" if quota and quota < present else ""
+    text = f"usable cores: {usable} of {present}{limited}; torch uses {plural(threads, 'thread')}"
     if threads > usable:
         yield Finding("cpu", "note", f"{text}, which will compete for them", (f"export OMP_NUM_THREADS={usable}",))
     else:
@@ -254,7 +257,7 @@ def memory(system: System) -> Iterator[Finding]:
 
 
 def shared_memory(system: System) -> Iterator[Finding]:
-    """Data loader workers pass batches to the rank through /dev/shm, which has 64 MiB in Docker by default."""
+    """Yield the size of /dev/shm, through which loader workers pass batches. Docker gives it 64 MiB by default."""
     if not sys.platform.startswith("linux"):
         yield Finding("shared_memory", "ok", "not limited on this system")
         return
@@ -283,7 +286,7 @@ def shared_memory(system: System) -> Iterator[Finding]:
 
 
 def folder(system: System) -> Iterator[Finding]:
-    """Run folders are created in the working folder unless ``output`` is set."""
+    """Yield whether the working folder, in which runs are created unless ``output`` is set, has space."""
     where = system.folder.resolve()
     elsewhere = "output=/folder/on/a/larger/disk  # add this to harness train -c CONFIG"
     try:
@@ -297,9 +300,8 @@ def folder(system: System) -> Iterator[Finding]:
     text = f"{where} is writable and has {free / GIB:.1f} GiB free"
     if free < 5 * GIB:
         short = free < 200 * MIB
-        text += (
-            f", {'not enough for one checkpoint' if short else 'enough for only a few checkpoints'} of a large model"
-        )
+        enough_for = "not enough for one checkpoint" if short else "enough for only a few checkpoints"
+        text += f", {enough_for} of a large model"
         remedies = (elsewhere, "checkpoint.keep=1")
         yield Finding("folder", "problem" if short else "note", text, remedies)
     else:
@@ -328,6 +330,7 @@ def network(system: System) -> Iterator[Finding]:
 
 
 def launch(system: System) -> Iterator[Finding]:
+    """Yield the rank that the launcher's variables describe."""
     try:
         found = detect(system.variables)
     except LaunchError as error:

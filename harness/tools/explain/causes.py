@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from harness.errors import plural
-from harness.tools.explain.facts import RunFacts, checkpoint_bytes
+from harness.tools.explain.facts import RunFacts, SlowRank, checkpoint_bytes
 
 MIB = 2**20
 _KEPT = 0.1  # share of the time that evaluations and checkpoints may take
@@ -22,21 +22,24 @@ _SLOW_DISK = 50e6  # bytes per second, below which a checkpoint's store is slow
 
 @dataclass(frozen=True)
 class Change:
-    """The settings to change, in words, and as {key: value} where a value is known. ``left``: share of the cause that
-    remains after it."""
+    """The settings to change."""
 
     advice: str
     settings: dict[str, Any] = field(default_factory=dict)
+    """{key: value} where a value is known."""
     left: float = 0.0
+    """The share of the cause that remains after it."""
 
 
 @dataclass(frozen=True)
 class SlowCause:
-    """``share``: of the run's time, 0 where the cause does not apply. ``limit``: the share from which on it counts."""
+    """A reason why runs are slow: how to measure it, to word it and to mend it."""
 
     name: str
     limit: float
+    """The share from which on it counts."""
     share: Callable[[RunFacts], float]
+    """Returns the share of the run's time that it takes; 0 where it does not apply."""
     what: Callable[[RunFacts], str]
     change: Callable[[RunFacts], Change]
 
@@ -45,38 +48,34 @@ class SlowCause:
 
 
 def seconds_by_stage(facts: RunFacts) -> dict[str, float]:
-    """Seconds of loading by stage."""
+    """Return the seconds of loading by stage."""
     known = {name: facts.load[name] for name in ("read", "decode", "transform")}
     return {**known, "collate": max(0.0, facts.load["load"] - sum(known.values()))}
 
 
 def needed_workers(facts: RunFacts) -> int | None:
-    """Workers that would deliver as fast as a rank trains; None if there are too few cores for them, or too many."""
+    """Return how many workers would deliver as fast as a rank trains; None if they are too many, or lack cores."""
     need = math.ceil(facts.load["load"] / facts.steps / facts.step_s)
     need_cores = facts.load["cpu"] / facts.steps / facts.step_s
     free = facts.cores / facts.local_ranks - facts.threads  # other programs are a cause of their own
     return need if facts.workers < need <= MAX_WORKERS and need_cores <= max(free, 0) else None
 
 
-def share_of_stage(stage: str) -> Callable[[RunFacts], float]:
-    """Share of the run's time spent waiting for data, if ``stage`` is the longest and more workers would not help."""
-
-    def share(facts: RunFacts) -> float:
-        load = seconds_by_stage(facts)
-        mine = stage == max(load, key=lambda name: load[name]) and needed_workers(facts) is None
-        return share_of_waiting(facts) if mine else 0.0
-
-    return share
+def share_of_stage(facts: RunFacts, stage: str) -> float:
+    """Return ``share_of_waiting`` if ``stage`` is the longest of loading and more workers would not help; else 0."""
+    load = seconds_by_stage(facts)
+    is_longest = stage == max(load, key=lambda name: load[name])
+    return share_of_waiting(facts) if is_longest and needed_workers(facts) is None else 0.0
 
 
 def share_of_waiting(facts: RunFacts) -> float:
-    """Share of the run's time that training waits for data, apart from what the loaders lose to a lack of cores, and
-    from what only one rank waits."""
+    """Return the share of the run's time that training waits for data, apart from what the loaders lose to a lack of
+    cores, and from what only one rank waits."""
     return max(0.0, facts.spent["data"] - facts.late_data_s) / facts.total_s * (1 - starved_share_of_loading(facts))
 
 
 def starved_share_of_loading(facts: RunFacts) -> float:
-    """Share of the seconds of loading in which the loaders waited for a core."""
+    """Return the share of the seconds of loading in which the loaders waited for a core."""
     return min(1.0, facts.load["load_starved"] / (facts.load["load"] or math.inf))
 
 
@@ -90,18 +89,19 @@ def has_no_idle_core(facts: RunFacts) -> bool:
 
 
 def share_without_core(facts: RunFacts) -> float:
-    """Share of the run's time lost to a lack of cores: by the training thread, or by workers that it waits for."""
+    """Return the share of the run's time lost to a lack of cores, by the training thread or by workers that it waits
+    for."""
     return facts.starved + facts.share("data") * starved_share_of_loading(facts)
 
 
 def share_of_other_load(facts: RunFacts) -> float:
-    """Share of the run's time lost to a lack of cores that other programs cause."""
+    """Return the share of the run's time lost to a lack of cores that other programs cause."""
     heavy = facts.others > 0.25 * facts.cores and has_no_idle_core(facts)
     return share_without_core(facts) * facts.others / (facts.own + facts.others) if heavy else 0.0
 
 
 def share_of_too_many_threads(facts: RunFacts) -> float:
-    """Share of the run's time in which the threads of the model wait for a core, if they are more than the cores."""
+    """Return the share of the run's time in which the model's threads, if more than the cores, wait for a core."""
     if facts.threads * facts.local_ranks <= facts.cores:
         return 0.0
     waiting = facts.threads_starved / (facts.threads_starved + facts.own / facts.local_ranks or math.inf)
@@ -109,37 +109,36 @@ def share_of_too_many_threads(facts: RunFacts) -> float:
 
 
 def share_of_too_many_workers(facts: RunFacts) -> float:
-    """Share of the run's time lost to a lack of cores, but not to other programs, if the workers are too many."""
+    """Return the share of the run's time lost to a lack of cores if the workers, not other programs, are too many."""
     many = facts.workers * facts.local_ranks > 2 * facts.cores
     return share_without_core(facts) - share_of_other_load(facts) if many else 0.0
 
 
 def share_of_slow_rank(facts: RunFacts) -> float:
-    """Share of the run's time in which the others wait for the slowest rank."""
-    if facts.slow_rank is None:
-        return 0.0
-    lead = facts.slow_rank.share * facts.train_s / facts.total_s
+    """Return the share of the run's time in which the others wait for the slowest rank."""
+    lead = slowest(facts).share * facts.train_s / facts.total_s
     return lead * (1 - facts.starved)  # a rank is also late while it waits for a core
 
 
-def share_of_exchange(slow: bool) -> Callable[[RunFacts], float]:
-    """Share of the run's time spent exchanging gradients over a link that is, or is not, ``slow``."""
+def slowest(facts: RunFacts) -> SlowRank:
+    """Return the rank that the others wait for; if there are none, one that costs nothing."""
+    return facts.slow_rank or SlowRank(0, 0.0, None, 0.0)
 
-    def share(facts: RunFacts) -> float:
-        mine = facts.exchange_s * facts.steps / facts.total_s if facts.world > 1 else 0.0
-        return mine if mine > 0.25 and slow == slow_link(facts) else 0.0  # telling them apart takes a measurement
 
-    return share
+def share_of_exchange(facts: RunFacts, slow: bool) -> float:
+    """Return the share of the run's time spent exchanging gradients, if the link is, or is not, ``slow``; else 0."""
+    share = facts.exchange_s * facts.steps / facts.total_s if facts.world > 1 else 0.0
+    return share if share > 0.25 and slow == slow_link(facts) else 0.0  # telling them apart takes a measurement
 
 
 def expected_exchange_s(facts: RunFacts) -> float:
-    """Seconds per step at the speed of a good link, with a millisecond for the start of each exchange."""
+    """Return the seconds per step at the speed of a good link, with a millisecond for the start of each exchange."""
     return 1e-3 + facts.exchanged_bytes / expected_bandwidth(facts)
 
 
 def expected_bandwidth(facts: RunFacts) -> float:
-    """Bytes per second: of this machine's memory between its processes, or of 10 Gbit/s between machines. A reduction
-    through gloo reaches about a quarter of a plain stream."""
+    """Return bytes per second: of this machine's memory between its processes, or of 10 Gbit/s between machines. A
+    reduction through gloo reaches about a quarter of a plain stream."""
     return facts.measure("loopback") / 4 if facts.local_ranks == facts.world else 1.25e9
 
 
@@ -148,8 +147,8 @@ def slow_link(facts: RunFacts) -> bool:
 
 
 def share_of_launching(facts: RunFacts) -> float:
-    """Share of the run's time in which the host starts the work of layers that take less time than that. It is at least
-    so large: functions that are no modules are not counted."""
+    """Return the share of the run's time in which the host starts the work of layers that take less time than that. It
+    is at least so large: functions that are no modules are not counted."""
     compute = facts.share("forward", "backward", "optimizer")
     if not facts.layers or compute < 0.4:  # the measurement below takes seconds
         return 0.0
@@ -159,36 +158,28 @@ def share_of_launching(facts: RunFacts) -> float:
 
 
 def why_layers_are_small(facts: RunFacts) -> str:
-    """Why layers take little time: "micro-batches", "batch" or "model"."""
+    """Return why layers take little time: "micro-batches", "batch" or "model"."""
     if int(facts.setting("batch.accumulate", 1)) > 1 and facts.rows_per_pass <= 16:
         return "micro-batches"
     return "batch" if facts.rows_per_pass <= 16 else "model"
 
 
-def share_of_launching_for(kind: str) -> Callable[[RunFacts], float]:
-    """Share of the run's time, as of ``share_of_launching``, if ``why_layers_are_small`` is ``kind``."""
-    return lambda facts: share_of_launching(facts) if why_layers_are_small(facts) == kind else 0.0
+def share_of_launching_for(facts: RunFacts, kind: str) -> float:
+    """Return ``share_of_launching`` if the layers are small because of ``kind``; else 0."""
+    return share_of_launching(facts) if why_layers_are_small(facts) == kind else 0.0
 
 
-def share_of_evaluation(slow: bool) -> Callable[[RunFacts], float]:
-    """Share of the run's time spent evaluating, with rows that are, or are not, ``slow``."""
-
-    def share(facts: RunFacts) -> float:
-        train_row_s = facts.train_s * 1.0 / facts.rows
-        return facts.share("evaluation") if slow == (facts.eval_row_s > 2 * train_row_s) else 0.0
-
-    return share
+def share_of_evaluation(facts: RunFacts, slow: bool) -> float:
+    """Return the share of the run's time spent evaluating, if the rows are, or are not, ``slow``; else 0."""
+    is_slow = facts.eval_row_s > 2 * facts.train_s / facts.rows
+    return facts.share("evaluation") if slow == is_slow else 0.0
 
 
-def share_of_saving(slow: bool) -> Callable[[RunFacts], float]:
-    """Share of the run's time spent on checkpoints, to a disk that is, or is not, ``slow``."""
-
-    def share(facts: RunFacts) -> float:
-        speed = checkpoint_bytes(facts.path) / (save_s(facts) or math.inf)
-        is_slow = save_s(facts) > 0.25 and speed < _SLOW_DISK
-        return facts.share("checkpoint", "between") if slow == is_slow else 0.0
-
-    return share
+def share_of_saving(facts: RunFacts, slow: bool) -> float:
+    """Return the share of the run's time spent on checkpoints, if the disk is, or is not, ``slow``; else 0."""
+    speed = checkpoint_bytes(facts.path) / (save_s(facts) or math.inf)
+    is_slow = save_s(facts) > 0.25 and speed < _SLOW_DISK
+    return facts.share("checkpoint", "between") if slow == is_slow else 0.0
 
 
 def num_saves(facts: RunFacts) -> int:
@@ -197,7 +188,7 @@ def num_saves(facts: RunFacts) -> int:
 
 
 def save_s(facts: RunFacts) -> float:
-    """Seconds of a checkpoint."""
+    """Return the seconds of a checkpoint, on average."""
     return (facts.spent["checkpoint"] + facts.spent["between"]) / num_saves(facts)
 
 
@@ -205,14 +196,14 @@ def save_s(facts: RunFacts) -> float:
 
 
 def stage_text(facts: RunFacts, stage: str) -> str:
-    """What ``stage`` takes: its share of the seconds of loading, and milliseconds per row."""
+    """Return what ``stage`` takes, as its share of the seconds of loading and in milliseconds per row."""
     part = seconds_by_stage(facts)[stage] / (facts.load["load"] or math.inf)
     per_row = 1e3 * seconds_by_stage(facts)[stage] * facts.world / facts.rows
     return f"takes {part:.0%} of the loading time, {per_row:.1f} ms per row"
 
 
 def rows_of_a_pass(facts: RunFacts) -> str:
-    """The rows of one pass through the model."""
+    """Return the number of rows of one pass through the model."""
     return plural(round(facts.rows_per_pass), "row")
 
 
@@ -222,7 +213,7 @@ def workers_change(facts: RunFacts) -> Change:
 
 
 def files_of(facts: RunFacts) -> str:
-    """Where the files of the rows are, by the setting of the task, if it has one."""
+    """Return the setting that says where the files of the rows are; empty if the task has none."""
     return " (task.root)" if "task.root" in facts.settings else ""
 
 
@@ -255,16 +246,14 @@ def optimizer_change(facts: RunFacts) -> Change:
 
 
 def slow_rank_text(facts: RunFacts) -> str:
-    slow = facts.slow_rank
-    assert slow is not None
+    slow = slowest(facts)
     since = "from the start" if slow.step is None else f"since step {slow.step}"
     why = "which waits for its data" if slow.by_data > 0.5 else "which computes more slowly"
     return f"waits for rank {slow.rank}, {why}, {since}"
 
 
 def slow_rank_change(facts: RunFacts) -> Change:
-    slow = facts.slow_rank
-    assert slow is not None
+    slow = slowest(facts)
     if slow.by_data > 0.5 and facts.setting("data.shard") == "global":
         return Change(f"Check the disk of rank {slow.rank}")
     if slow.by_data > 0.5:
@@ -375,71 +364,70 @@ CAUSES = (
         workers_change,
     ),
     SlowCause(
-        "reading", 0.15, share_of_stage("read"),
+        "reading", 0.15, lambda f: share_of_stage(f, "read"),
         lambda f: f"waits for data: reading files {stage_text(f, 'read')}",
         lambda f: Change(f"Copy the files to a local disk{files_of(f)}"
                          + (", or pack them into tar archives (docs/data.md)" if files_of(f) else "")),
     ),
     SlowCause(
-        "decoding", 0.15, share_of_stage("decode"),
+        "decoding", 0.15, lambda f: share_of_stage(f, "decode"),
         lambda f: f"waits for data: decoding images {stage_text(f, 'decode')}",
         decoding_change,
     ),
     SlowCause(
-        "augmentation", 0.15, share_of_stage("transform"),
+        "augmentation", 0.15, lambda f: share_of_stage(f, "transform"),
         lambda f: f"waits for data: transforming images {stage_text(f, 'transform')}",
         augmentation_change,
     ),
     SlowCause(
-        "dataset code", 0.15, share_of_stage("collate"),
+        "dataset code", 0.15, lambda f: share_of_stage(f, "collate"),
         lambda f: f"waits for data: the dataset's batch(), apart from images, {stage_text(f, 'collate')}",
         lambda f: Change(f"Profile batch() of the task's dataset ({f.setting('task.name')})"),
     ),
     SlowCause("slow rank", 0.15, share_of_slow_rank, slow_rank_text, slow_rank_change),
     SlowCause(
-        "slow link", 0.25, share_of_exchange(slow=True),
+        "slow link", 0.25, lambda f: share_of_exchange(f, slow=True),
         lambda f: f"waits for a slow link between the ranks: {bandwidths(f)}",
         lambda f: Change("Set launch.interface to the machines' fastest network interface (see harness doctor)",
                          {}, expected_exchange_s(f) / f.exchange_s),
     ),
     SlowCause(
-        "gradient volume", 0.25, share_of_exchange(slow=False),
+        "gradient volume", 0.25, lambda f: share_of_exchange(f, slow=False),
         lambda f: f"exchanges {f.gradient_bytes / MIB:.1f} MiB of gradients in each step: {bandwidths(f)}",
         volume_change,
     ),
     SlowCause(
-        "tiny batches", 0.25, share_of_launching_for("batch"),
+        "tiny batches", 0.25, lambda f: share_of_launching_for(f, "batch"),
         lambda f: f"starts {plural(f.layers, 'layer')} per pass of {rows_of_a_pass(f)}, so the host is the bottleneck",
         batch_change,
     ),
     SlowCause(
-        "micro-batches", 0.25, share_of_launching_for("micro-batches"),
+        "micro-batches", 0.25, lambda f: share_of_launching_for(f, "micro-batches"),
         lambda f: f"splits its steps into micro-batches of {rows_of_a_pass(f)}, so the host is the bottleneck",
         accumulate_change,
     ),
     SlowCause(
-        "small layers", 0.25, share_of_launching_for("model"),
+        "small layers", 0.25, lambda f: share_of_launching_for(f, "model"),
         lambda f: f"runs {plural(f.layers, 'small layer')} per pass, so the host is the bottleneck",
         small_layers_change,
     ),
     SlowCause(
-        "frequent evaluation", 0.25, share_of_evaluation(False),
+        "frequent evaluation", 0.25, lambda f: share_of_evaluation(f, slow=False),
         lambda f: f"evaluates {plural(f.evaluations, 'time')} in {plural(f.epochs, 'epoch')}", evaluate_change,
     ),
     SlowCause(
-        "slow evaluation", 0.25, share_of_evaluation(True),
+        "slow evaluation", 0.25, lambda f: share_of_evaluation(f, slow=True),
         lambda f: f"needs {1e3 * f.eval_row_s:.1f} ms per validation row, but only {1e3 * f.train_s / f.rows:.1f} "
-                  "ms per "
-        "training row",
+                  "ms per training row",
         slow_evaluation_change,
     ),
     SlowCause(
-        "frequent checkpoints", 0.15, share_of_saving(False),
+        "frequent checkpoints", 0.15, lambda f: share_of_saving(f, slow=False),
         lambda f: f"writes {plural(num_saves(f), 'checkpoint')} in {plural(f.steps, 'step')}",
         saving_change,
     ),
     SlowCause(
-        "slow checkpoints", 0.15, share_of_saving(True),
+        "slow checkpoints", 0.15, lambda f: share_of_saving(f, slow=True),
         lambda f: f"waits {save_s(f):.1f} s for each checkpoint of {checkpoint_bytes(f.path) / MIB:.1f} MiB",
         async_change,
     ),
@@ -464,16 +452,18 @@ CAUSES = (
 
 @dataclass(frozen=True)
 class Explanation:
-    """``cause``: the name of one of CAUSES; None if the run is not slow. ``gain``: how many times as fast it can be.
-    ``then``: the other causes that count, the largest first."""
+    """The main cause of a slow run, and what to change."""
 
     cause: str | None
+    """The name of one of CAUSES; None if the run is not slow."""
     share: float
     gain: float
+    """How many times as fast the run can be."""
     text: str
     settings: dict[str, Any]
     facts: RunFacts = field(repr=False)
     then: tuple[Explanation, ...] = ()
+    """The other causes that count, the largest first."""
 
     def as_json(self) -> dict[str, Any]:
         facts = {name: value for name, value in asdict(self.facts).items() if name not in ("settings", "measure")}
@@ -486,7 +476,7 @@ class Explanation:
 
 
 def explain(facts: RunFacts) -> Explanation:
-    """Name the main cause, and the others that count."""
+    """Return the explanation of a run by its main cause, with the others that count."""
     found = [(min(cause.share(facts), 1.0), cause) for cause in CAUSES]
     found = sorted(((share, cause) for share, cause in found if share >= cause.limit), key=lambda pair: -pair[0])
     if not found:

@@ -36,8 +36,8 @@ def measure(name: str) -> float:
 
 
 def _launch_s() -> float:
-    """Seconds of the host per layer of a model in its forward and backward pass and update, of layers that are too
-    small to take time themselves. Median of _REPEATS."""
+    """Return the seconds of the host per layer of a model in its forward and backward pass and update, of layers that
+    are too small to take time themselves. Median of _REPEATS."""
     import torch
     from torch import nn
 
@@ -54,7 +54,7 @@ def _launch_s() -> float:
 
 
 def _loopback() -> float:
-    """Bytes per second through a socket of this machine."""
+    """Return the bytes per second through a socket of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
         receiver, _ = server.accept()
 
@@ -79,22 +79,21 @@ def _loopback() -> float:
 
 @dataclass(frozen=True)
 class SlowRank:
-    """The rank that the others wait for. ``share``: of the training time, by which its own exceeds that of the others,
-    since ``step`` (None: from the start); the median of the log lines, so that a hiccup does not count.
-    ``by_data``: the part of its delay in which it waited for data."""
+    """The rank that the others wait for."""
 
     rank: int
     share: float
+    """The part of the training time by which its own exceeds that of the others, since ``step``. It is the median of
+    the log lines, so that a hiccup does not count."""
     step: int | None
+    """None: from the start."""
     by_data: float
+    """The part of its delay in which it waited for data."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """``spent``: seconds of a rank, on average, by phase, and in evaluation, checkpoints and log lines. ``load``:
-    seconds of loading by stage, of a rank. ``own``, ``others``: busy cores per machine, of this run and of others.
-    ``starved``: share of the time that the training thread was ready but had no core; ``threads_starved``: number of a
-    rank's threads in this state."""
+    """What a run's time was spent on, as its record and its machine tell."""
 
     path: Path
     total_s: float
@@ -108,16 +107,22 @@ class RunFacts:
     """Seconds per validation row."""
     rows: int
     spent: dict[str, float]
+    """Seconds of a rank, on average, by phase, and in evaluation, checkpoints and log lines."""
     load: dict[str, float]
+    """Seconds of loading by stage, of a rank."""
     slow_rank: SlowRank | None
     waited_s: float
     """Waiting for the slowest rank, on average."""
     late_data_s: float
     """Waiting for data, on average, that only the slowest rank does."""
     own: float
+    """Busy cores per machine, of this run."""
     others: float
+    """Busy cores per machine, of other programs."""
     starved: float
+    """The share of the time that the training thread was ready but had no core."""
     threads_starved: float
+    """The number of a rank's threads in this state."""
     tracker_s: float
     world: int
     local_ranks: int
@@ -182,7 +187,7 @@ def read(path: Path) -> RunFacts:
 
 
 def _with_time(lines: Iterable[Line]) -> Iterable[Line]:
-    """Lines with their rows, steps and seconds since the line before."""
+    """Yield ``lines`` with their rows, steps and seconds since the line before."""
     samples = step = 0
     for line in lines:
         rows, steps = line["samples"] - samples, line["step"] - step
@@ -192,6 +197,7 @@ def _with_time(lines: Iterable[Line]) -> Iterable[Line]:
 
 
 def _facts(path: Path, train: list[Line], evals: list[Line], record: reader.Record, start: Line) -> RunFacts:
+    """Return the facts of the log lines ``train`` and ``evals``, and of the record of the newest ``start``."""
     world = record.world_size or 1
     begin = train[0]["wall_s"] - train[0]["window_s"]
     if len(train) >= _WARM_UP:

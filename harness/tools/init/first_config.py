@@ -73,7 +73,7 @@ def write(sources: Sequence[str], out: Path | None, model: str | None = None) ->
     out = out or Path(f"{name}.yaml")
     if missing := train.columns.keys() - evaluation.columns.keys():
         raise DataError(
-            f"it has no column{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}",
+            f"it has no {'columns' if len(missing) > 1 else 'column'} {', '.join(sorted(missing))}",
             where=evaluation.source,
             hint=f"add every column that {train.source} has",
         )
@@ -230,6 +230,7 @@ def _task(train: Annotations, evaluation: Annotations, model: str | None) -> Ite
 
 
 def _images(train: Annotations, files: str, path_column: str, why_path: str, model: str | None) -> Iterator[str]:
+    """Yield the lines for the images whose paths are in ``path_column``."""
     labels, why_labels = _labels(train, [path_column])
     root, why_root = _root(train, path_column)
     size, gray, why_size = _image_size(root, train.columns[path_column])
@@ -264,7 +265,8 @@ def _texts(
     if len(taken) < len(names):
         left = ", ".join(name for name in names if name not in taken)
         why += f"; {_UNUSED}{left}: for both texts of a pair, add --model {HUB}FOLDER_OR_NAME to harness init"
-    yield f"task:\n  name: text_csv  # a text{' pair' * (len(taken) > 1)} and a label per row\n{files}"
+    kind = "a text pair" if len(taken) > 1 else "a text"
+    yield f"task:\n  name: text_csv  # {kind} and a label per row\n{files}"
     yield f"  text_column: {_plain(taken if len(taken) > 1 else taken[0])}  # {why}"
     yield f"  {labels}  # {why_labels}"
     if of_hub:
@@ -279,7 +281,8 @@ def _texts(
     again = shlex.join(["harness", "init", train.source, evaluation.source, "--model"])
     yield "model: {name: text_cnn}"
     yield f"# {_model(place)}"
-    yield f"#   and its tokenizer{' for the pair' * (len(names) > 1)} are written by: {again} {place}"
+    tokenizer_name = "tokenizer for the pair" if len(names) > 1 else "tokenizer"
+    yield f"#   and its {tokenizer_name} are written by: {again} {place}"
 
 
 def _positions(model: str) -> int:
@@ -450,4 +453,6 @@ def _image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None
         seen += f" to {heights[-1]}x{widths[-1]}"
     shorter = int(statistics.median(min(shape[1:]) for shape in shapes))
     side = most if shorter >= most else max(32, shorter // 32 * 32)
-    return (side, side), gray, f"[height, width]; {plural(len(shapes), 'image')} examined, {seen}{why * (side == most)}"
+    if side == most:
+        seen += why
+    return (side, side), gray, f"[height, width]; {plural(len(shapes), 'image')} examined, {seen}"

@@ -39,6 +39,7 @@ def _replace(lines: list[bytes], statement: ast.stmt, new: str) -> None:
 
 
 def _new(statement: Import, imported: list[Imported]) -> list[str]:
+    """Return the statements that import from harness.apex what ``statement`` imports from Apex."""
     if isinstance(statement, ast.ImportFrom):
         modules: dict[str, list[str]] = {}
         for each in imported:

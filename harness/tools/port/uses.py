@@ -57,7 +57,7 @@ class Imported:
     statement: Import
     alias: ast.alias
     path: str
-    """Of what is imported, such as apex.amp.initialize or apex.amp_C; for *, of the module."""
+    """The path of what is imported, such as apex.amp.initialize or apex.amp_C; for *, of the module."""
     is_known: bool
     """``harness.apex`` has it."""
 
@@ -100,6 +100,7 @@ class ApexScript:
         return sorted(found)
 
     def _imports(self) -> Iterator[Imported]:
+        """Yield the names that the script imports from Apex."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.ImportFrom) and not node.level and (module := _inside_apex(node.module or "")):
                 for alias in node.names:
@@ -143,8 +144,8 @@ class ApexScript:
         while node in self._above:
             node = self._above[node]
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                given = node.args
-                names = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+                args = node.args
+                names = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
                 if name.id in {each.arg for each in names if each}:
                     return True
         return False

@@ -61,6 +61,7 @@ def main(path: str, overrides: Sequence[str], dry_run: bool, retry_failed: bool 
 
 
 def _run(plan: Plan, lock: list[int], requests: signals.Requests, retry_failed: bool) -> int:
+    """Run the trials that are left, print the results, and return the exit code."""
     # Imported here because they need Optuna.
     from harness.tools.sweep.runner import Runner
     from harness.tools.sweep.study import Study, storage_must_work
@@ -88,7 +89,7 @@ def _run(plan: Plan, lock: list[int], requests: signals.Requests, retry_failed: 
 
 
 def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
-    """The means over seeds if there are several, the best trial, and the command that trains it again."""
+    """Yield the means over seeds if there are several, the best trial, and the command that trains it again."""
     groups = results.over_seeds(trials, plan.direction)
     if not groups:
         return
@@ -98,12 +99,10 @@ def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
         words = " ".join(typed(group.settings))
         yield f"over {len(group.trials)} of {len(sweep.seeds)} seeds: {plan.metric} {group.mean:.5g}{spread}  {words}"
     best = groups[0].trials[0]
-    which = (
-        f", the best seed of the settings with the best mean, {groups[0].mean:.5g} over "
-        f"{plural(len(groups[0].trials), 'seed')}"
-        if several
-        else ""
-    )
+    which = ""
+    if several:
+        mean = f"{groups[0].mean:.5g} over {plural(len(groups[0].trials), 'seed')}"
+        which = f", the best seed of the settings with the best mean, {mean}"
     yield f"best: trial {results.run_name(best.number)}, {plan.metric} {best.value:.5g}{which}"
     same = [group for group in groups[1:] if (group.mean, len(group.trials)) == (groups[0].mean, len(groups[0].trials))]
     if same:

@@ -37,15 +37,16 @@ class PlannedTrial:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep that can be run. ``trials``: all of a grid, or the corners of a search. ``notes``: what keeps the trials
-    from being compared, with ``comparable: false``."""
+    """A sweep that can be run."""
 
     file: SweepFile
     trials: list[PlannedTrial]
+    """All trials of a grid, or the corners of a search."""
     metric: str
     direction: Literal["maximize", "minimize"]
     machine: Machine
     notes: list[str]
+    """What keeps the trials from being compared, with ``comparable: false``."""
 
     @property
     def total(self) -> int:
@@ -62,14 +63,15 @@ class Plan:
 
 
 def make(file: SweepFile, machine: Machine) -> Plan:
-    """Raises ConfigError with everything that keeps the sweep from running, or its trials from being compared."""
+    """Return the plan of ``file``. Raises ConfigError with everything that keeps the sweep from running, or its trials
+    from being compared."""
     spec = file.spec
     trials, problems = _load(file, corners(spec) if spec.is_search else grid(spec))
     if not trials:
         raise _refused(file, problems)
     problems += _over_capacity(trials, machine)
-    facts, wrong = _examine(file, trials)
-    problems += wrong
+    facts, others = _examine(file, trials)
+    problems += others
     found = list(confounders(trials, lambda config: "batch norm" in facts[_preflight_key(config)]))
     if found and spec.comparable:
         hint = "\n     -> or, if this is intended, set comparable: false (comparable=false on the command line)"
@@ -77,8 +79,8 @@ def make(file: SweepFile, machine: Machine) -> Plan:
     if problems:
         raise _refused(file, problems)
     metric = trials[0].config.best_metric
-    direction: Any = {"max": "maximize", "min": "minimize"}[trials[0].config.task.metrics[metric]]
-    return Plan(file, trials, metric, direction, machine, found)
+    is_max = trials[0].config.task.metrics[metric] == "max"
+    return Plan(file, trials, metric, "maximize" if is_max else "minimize", machine, found)
 
 
 def _words(file: SweepFile, settings: Settings) -> list[str]:
@@ -99,7 +101,7 @@ def _load(file: SweepFile, trials: Iterable[Settings]) -> tuple[list[PlannedTria
 
 
 def _over_capacity(trials: Sequence[PlannedTrial], machine: Machine) -> list[str]:
-    """Trials that this machine can never run."""
+    """Return a problem for each reason why this machine can never run some of ``trials``."""
     wrong = dict[str, list[str]]()
     for trial in trials:
         if lacking := need(trial.config, machine).lacks(machine):
@@ -128,7 +130,7 @@ def _examine(file: SweepFile, trials: Sequence[PlannedTrial]) -> tuple[dict[str,
 
 
 def _preflight_key(config: Config) -> str:
-    """Equal for configurations for which ``harness check`` has the same result."""
+    """Return a text that is equal for configurations for which ``harness check`` has the same result."""
     tree = loader.as_tree(config)
     sections = {key: tree[key] for key in ("task", "data", "model", "batch", "precision", "parallel", "runtime")}
     optimizer = {**tree["optimizer"], "lr": None, "weight_decay": tree["optimizer"]["weight_decay"] is None}
@@ -153,7 +155,7 @@ def _refused(file: SweepFile, problems: Sequence[str]) -> ConfigError:
 
 
 def confounders(trials: Sequence[PlannedTrial], has_batch_norm: Callable[[Config], bool]) -> Iterator[str]:
-    """Every difference that keeps ``trials`` from being compared, with its remedy."""
+    """Yield every difference that keeps ``trials`` from being compared, with its remedy."""
     for message, hint in [*_world_sizes(trials, has_batch_norm), *_samples(trials)]:
         yield f"{message}\n     -> {hint}"
     if len(_distinct(trials, "task.name")) > 1:
@@ -161,6 +163,7 @@ def confounders(trials: Sequence[PlannedTrial], has_batch_norm: Callable[[Config
 
 
 def _world_sizes(trials: Sequence[PlannedTrial], has_batch_norm: Callable[[Config], bool]) -> Iterator[tuple[str, str]]:
+    """Yield what depends on the world size, if that varies, with its remedy."""
     if len({trial.world for trial in trials}) == 1:
         return
     if any(trial.config.batch.per_rank for trial in trials):
@@ -181,6 +184,7 @@ def _world_sizes(trials: Sequence[PlannedTrial], has_batch_norm: Callable[[Confi
 
 
 def _samples(trials: Sequence[PlannedTrial]) -> Iterator[tuple[str, str]]:
+    """Yield that the trials train on different numbers of samples, if nobody chose that, with its remedy."""
     steps = _distinct(trials, "train.max_steps")
     # None: whole epochs
     samples = {t.config.train.max_steps * t.global_batch if t.config.train.max_steps else None for t in trials}

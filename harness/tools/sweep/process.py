@@ -40,7 +40,7 @@ class TrialProcess:
     """A started trial. Poll ``ended`` until it returns a result."""
 
     def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str], keep: Sequence[int]) -> None:
-        """``keep``: file descriptors that stay open as long as the trial runs."""
+        """Start the trial. ``keep``: file descriptors that stay open as long as it runs."""
         self._folder, self._log = folder, folder.with_name(f"{folder.name}.log")
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._exit_files = ExitFiles(folder)
@@ -74,7 +74,7 @@ class TrialProcess:
         self._group.wait(lambda: self.kill() if time.monotonic() > until else None)
 
     def ended(self) -> tuple[How, str] | None:
-        """None while the trial runs, then how it ended and the reason."""
+        """Return None while the trial runs, then how it ended and the reason."""
         if not self._group.poll():
             return None
         code, failure = self._group.exits[0], self._exit_files.first()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,30 +69,35 @@ def _space(plan: Plan) -> dict[str, Any]:
 
 
 def ranked(trials: Sequence[SweepTrial], direction: str) -> list[SweepTrial]:
-    """Finished trials, the best first, then pruned, running, failed and waiting ones."""
+    """Return the finished trials, the best first, then the pruned, running, failed and waiting ones."""
     order = {"finished": 0, "pruned": 1, "running": 2, "failed": 3, "waiting": 4}
-    sign = -1.0 if direction == "maximize" else 1.0
 
     def place(trial: SweepTrial) -> tuple[int, float, int]:
-        value = sign * trial.value if trial.value is not None else float("inf")
+        value = float("inf") if trial.value is None else _badness(trial.value, direction)
         return order[trial.state], value, trial.number
 
     return sorted(trials, key=place)
 
 
+def _badness(value: float, direction: str) -> float:
+    """Return a number that is lower for a better ``value``."""
+    return -value if direction == "maximize" else value
+
+
 @dataclass(frozen=True)
 class SeedMean:
-    """Finished trials that differ only in their seed. ``deviation``: of the sample, None for a single trial."""
+    """Finished trials that differ only in their seed."""
 
     settings: Settings
     trials: list[SweepTrial]
     mean: float
     deviation: float | None
+    """The standard deviation of the sample; None for a single trial."""
 
 
 def over_seeds(trials: Sequence[SweepTrial], direction: str) -> list[SeedMean]:
-    """One entry per setting that has finished trials. Those with the most come first, in the order of their means: a
-    setting whose other seeds failed must not win by the luckiest one."""
+    """Return one mean per setting that has finished trials. Those of the most trials come first, in the order of their
+    means: a setting whose other seeds failed must not win by the luckiest one."""
     groups: dict[str, list[SweepTrial]] = {}
     for trial in trials:
         if trial.state == "finished" and trial.value is not None:
@@ -101,8 +107,7 @@ def over_seeds(trials: Sequence[SweepTrial], direction: str) -> list[SeedMean]:
         values = [trial.value for trial in group if trial.value is not None]
         deviation = statistics.stdev(values) if len(values) > 1 else None
         found.append(SeedMean(_without_seed(group[0]), group, statistics.mean(values), deviation))
-    sign = -1.0 if direction == "maximize" else 1.0
-    return sorted(found, key=lambda entry: (-len(entry.trials), sign * entry.mean))
+    return sorted(found, key=lambda entry: (-len(entry.trials), _badness(entry.mean, direction)))
 
 
 def _without_seed(trial: SweepTrial) -> Settings:
@@ -137,6 +142,6 @@ def _row(trial: SweepTrial, keys: Sequence[str]) -> list[str]:
 
 def counts(trials: Sequence[SweepTrial], total: int) -> str:
     """Return the number of trials in each state, as one line."""
-    states = [trial.state for trial in trials]
-    found = [f"{states.count(state)} {state}" for state in ("running", "finished", "pruned", "failed")]
-    return f"{plural(total, 'trial')}: {', '.join(text for text in found if text[0] != '0') or 'none finished yet'}"
+    count = Counter(trial.state for trial in trials)
+    found = [f"{count[state]} {state}" for state in ("running", "finished", "pruned", "failed") if count[state]]
+    return f"{plural(total, 'trial')}: {', '.join(found) or 'none finished yet'}"

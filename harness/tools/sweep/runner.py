@@ -64,7 +64,8 @@ class Runner:
         lock: list[int],
         requests: Requests,
     ) -> None:
-        """``lock``: file descriptors that trials keep open; ``requests``: the stop signals so far."""
+        """Adopt the processes that killed trials leave behind. ``lock``: file descriptors that trials keep open;
+        ``requests``: the stop signals so far."""
         self._plan, self._study = plan, study
         self._environ, self._lock, self._requests = environ, lock, requests
         self._folder = plan.file.spec.folder
@@ -79,7 +80,7 @@ class Runner:
         self._bystanders = processes.adopt_orphans()
 
     def run(self) -> bool:
-        """Run all trials; True if each ended by itself, False if a stop was requested."""
+        """Run all trials; return True if each ended by itself, False if a stop was requested."""
         try:
             while True:
                 self._obey_stops()
@@ -163,6 +164,7 @@ class Runner:
                 running.stop()
 
     def _conclude(self, running: RunningTrial, how: How, why: str) -> None:
+        """Store and report the end of a trial; an interrupted one waits for another start."""
         trial, number = running.trial, running.trial.number
         del self._running[number]
         if how == "interrupted":
@@ -201,7 +203,10 @@ class Runner:
             which = signal_name(self._requests.numbers[0])
             log.info("stopping (%s): running trials will write a checkpoint; press Ctrl-C again to kill them", which)
         for running in self._running.values():
-            running.process.kill() if self._stopping else running.stop()
+            if self._stopping:
+                running.process.kill()
+            else:
+                running.stop()
         self._stopping = asked
 
     def _publish(self) -> None:

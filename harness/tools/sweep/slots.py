@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.schema import Config
-from harness.distributed.machine import cpu_quota
+from harness.distributed.machine import cpu_quota, usable_cores
 from harness.errors import plural
 
 
@@ -20,12 +19,12 @@ class Machine:
 
     @classmethod
     def this(cls, visible: str | None) -> Machine:
-        """The part of this machine that this process may use. ``visible``: CUDA_VISIBLE_DEVICES, None if not set."""
+        """Return what this process may use of this machine. ``visible``: CUDA_VISIBLE_DEVICES, None if not set."""
         from harness.distributed import devices
 
-        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        quota = cpu_quota(Path("/"))
-        cores = allowed if quota is None else max(1, min(allowed, int(quota)))
+        cores, quota = usable_cores(), cpu_quota(Path("/"))
+        if quota:
+            cores = max(1, min(cores, int(quota)))  # whole ones
         names = [name.strip() for name in (visible or "").split(",") if name.strip()]
         count, _ = devices.count_devices()
         return cls(cores, tuple(names[:count]) if names else tuple(map(str, range(count))))
@@ -78,13 +77,13 @@ class Slots:
     """The free resources of a machine."""
 
     def __init__(self, machine: Machine, most: int) -> None:
-        """``most``: maximum number of grants at once, of any size."""
+        """Grant at most ``most`` trials of any size at once."""
         self._machine = machine
         self._free_cores, self._free_gpus, self._free_places = machine.cores, list(machine.gpus), most
 
     @property
     def full(self) -> bool:
-        """True if all places, cores or GPUs are taken. Where needs differ, a trial that would still fit waits, too:
+        """Whether all places, cores or GPUs are taken. Where needs differ, a trial that would still fit waits, too:
         which need the next one has is not known before it is drawn."""
         no_gpu = bool(self._machine.gpus) and not self._free_gpus
         return self._free_places < 1 or self._free_cores < 1 or no_gpu

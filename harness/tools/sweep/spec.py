@@ -103,7 +103,7 @@ class SweepSpec(Section):
 
 
 def json_schema() -> str:
-    """JSON Schema of a sweep file, for editors and ``configs/sweeps/schema.json``."""
+    """Return the JSON Schema of a sweep file, for editors and ``configs/sweeps/schema.json``."""
     schema = SweepSpec.model_json_schema(by_alias=True)
     schema["title"] = "apex-harness sweep"
     return json.dumps(schema, indent=1, sort_keys=True) + "\n"
@@ -113,21 +113,21 @@ def json_schema() -> str:
 
 
 def grid(spec: SweepSpec) -> list[Settings]:
-    """Every trial of a grid. The first setting changes slowest, the seed fastest."""
+    """Return every trial of a grid. The first setting changes slowest, the seed fastest."""
     values: list[Any] = list(spec.space.values())
     trials = [dict(zip(spec.space, chosen, strict=True)) for chosen in itertools.product(*values)]
     return [{**trial, "seed": seed} for trial in trials for seed in spec.seeds] if spec.seeds else trials
 
 
 def corners(spec: SweepSpec) -> list[Settings]:
-    """Extremes of a search's space: each end and each choice of one setting, the other settings at their first."""
+    """Return the extremes of a search: each end and each choice of one setting, the other settings at their first."""
     ends = {key: [axis.low, axis.high] if isinstance(axis, Range) else axis for key, axis in spec.space.items()}
     first = {key: values[0] for key, values in ends.items()}
     return [first, *({**first, key: value} for key, values in ends.items() for value in values[1:])]
 
 
 def identity(settings: Any) -> str:
-    """A text that is equal for equal settings in any order. 1 and 1.0 differ, as in YAML."""
+    """Return a text that is equal for equal settings in any order. 1 and 1.0 differ, as in YAML."""
     return json.dumps(settings, sort_keys=True, default=str)
 
 
@@ -190,8 +190,8 @@ def load(path: str, overrides: Sequence[str] = ()) -> SweepFile:
     tree = OmegaConf.create({})
     for word in settings:
         tree, _ = merge.overridden(tree, word)
-    typed = flatten(OmegaConf.to_container(tree))  # type: ignore[arg-type]
-    if varied := [key for key in spec.axes if key in typed]:
+    overridden = flatten(OmegaConf.to_container(tree))  # type: ignore[arg-type]
+    if varied := [key for key in spec.axes if key in overridden]:
         raise ConfigError(
             f"{varied[0]} is varied by the space of {path} and cannot be fixed too",
             where=merge.COMMAND_LINE,
@@ -202,13 +202,13 @@ def load(path: str, overrides: Sequence[str] = ()) -> SweepFile:
         spec=spec,
         path=path,
         base=os.path.normpath(Path(path).parent / spec.base),
-        fixed={**flatten(spec.set_), **typed},
-        origins=written | dict.fromkeys(typed, merge.COMMAND_LINE),
+        fixed={**flatten(spec.set_), **overridden},
+        origins=written | dict.fromkeys(overridden, merge.COMMAND_LINE),
     )
 
 
 def conflicts(spec: SweepSpec) -> Iterator[Conflict]:
-    """All settings of a sweep file that contradict each other."""
+    """Yield the settings of a sweep file that contradict each other."""
     yield from _key_conflicts(spec)
     yield from _kind_conflicts(spec)
     yield from _axis_conflicts(spec)

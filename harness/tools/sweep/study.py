@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import optuna
 import sqlalchemy
@@ -27,6 +27,7 @@ from harness.tools.sweep.plan import Plan
 from harness.tools.sweep.spec import Range, Settings, SweepSpec, identity, typed
 
 State = sweep_folder.TrialState
+Part = TypeVar("Part")  # a sampler or a pruner
 _STATES: dict[TrialState, State] = {
     TrialState.COMPLETE: "finished",
     TrialState.PRUNED: "pruned",
@@ -36,12 +37,12 @@ _STATES: dict[TrialState, State] = {
 }
 # A resumed run may change these, but trials of one sweep must agree on them.
 _COUNTS = ("train.epochs", "train.max_steps", "train.evaluate_every", "train.patience", "launch.nproc", "launch.nnodes")
-_SAMPLERS: dict[str, Any] = {
+_SAMPLERS: dict[str, type[optuna.samplers.BaseSampler]] = {
     "grid": optuna.samplers.RandomSampler,  # unused: the trials of a grid have their values
     "random": optuna.samplers.RandomSampler,
     "tpe": optuna.samplers.TPESampler,
 }
-_PRUNERS: dict[str, Any] = {
+_PRUNERS: dict[str, type[optuna.pruners.BasePruner]] = {
     "none": optuna.pruners.NopPruner,
     "median": optuna.pruners.MedianPruner,
     "percentile": optuna.pruners.PercentilePruner,
@@ -63,10 +64,7 @@ class SweepTrial:
 
 
 class Study:
-    """The trials of ``plan``. ``start_next`` hands out a trial; ``finish``, ``prune`` or ``fail`` ends it.
-
-    ``resumed``: an earlier process has started trials of this study.
-    """
+    """The trials of ``plan``. ``start_next`` hands out a trial; ``finish``, ``prune`` or ``fail`` ends it."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         """Open or create the storage. Raises ConfigError if it cannot be opened or holds another experiment."""
@@ -79,6 +77,7 @@ class Study:
         self._study = _open(folder / "study.db", self._spec.name, plan.direction, pruner)
         self._claim()
         self.resumed = any(frozen.state != TrialState.WAITING for frozen in self._frozen())
+        """Whether an earlier process has started trials of this study."""
         if not self._spec.is_search:
             known = {identity(trial.settings) for trial in self.trials()}
             for planned in plan.trials:
@@ -215,6 +214,7 @@ def _number(frozen: optuna.trial.FrozenTrial) -> int:
 
 
 def _open(path: Path, name: str, direction: str, pruner: optuna.pruners.BasePruner) -> optuna.Study:
+    """Open or create the study ``name`` in the database ``path``. Raises ConfigError."""
     try:
         return optuna.create_study(
             study_name=name, storage=f"sqlite:///{path.resolve()}", direction=direction, load_if_exists=True,
@@ -250,31 +250,29 @@ def _is_below(key: str, settings: Iterable[str]) -> bool:
 
 
 def _sampler(spec: SweepSpec, seed: int, number: int) -> optuna.samplers.BaseSampler:
-    """Return the sampler for trial ``number``. Raises ConfigError for arguments that Optuna does not accept."""
+    """Return the sampler for trial ``number``."""
     own = (seed * 1_000_003 + number) % 2**32
     return _make(_SAMPLERS[spec.sampler], {"seed": own, **spec.sampler_args}, "sampler_args")
 
 
 def _pruner(spec: SweepSpec, epochs: int | None) -> optuna.pruners.BasePruner:
-    """Return the pruner for trials of ``epochs`` epochs. Raises ConfigError for arguments that Optuna does not
-    accept."""
+    """Return the pruner for trials of ``epochs`` epochs."""
     known = {"max_resource": epochs} if spec.pruner == "hyperband" and epochs else {}
     return _make(_PRUNERS[spec.pruner], {**known, **spec.pruner_args}, "pruner_args")
 
 
-def _make(cls: Any, arguments: dict[str, Any], key: str) -> Any:
-    takes = ", ".join(name for name in inspect.signature(cls.__init__).parameters if name != "self")
+def _make(cls: type[Part], arguments: dict[str, Any], key: str) -> Part:
+    """Return ``cls(**arguments)``. Raises ConfigError for arguments, of the setting ``key``, that it rejects."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return cls(**arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"Optuna's {cls.__name__} rejects its arguments: {error}", where=key, hint=f"it accepts: {takes}"
-        ) from None
+        hint = f"it accepts: {', '.join(inspect.signature(cls).parameters)}"
+        raise ConfigError(f"Optuna's {cls.__name__} rejects its arguments: {error}", where=key, hint=hint) from None
 
 
-def _suggest(trial: optuna.Trial, key: str, axis: Any) -> Any:
+def _suggest(trial: optuna.Trial, key: str, axis: Range | list[Any]) -> Any:
     """Return the value of ``key`` in ``trial``: drawn now, or read if it was drawn before."""
     if not isinstance(axis, Range):
         return trial.suggest_categorical(key, axis)
