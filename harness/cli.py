@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = [*words[1:], words[0]]  # torch.distributed.launch -m harness train ... puts it before the verb
     try:
         _require_working_folder()
-        _import_from_working_folder()
+        if "" not in sys.path:
+            sys.path.append("")  # the user's own models, tasks and other parts, after all installed packages
         _require_utf8(words)
         _require_no_other_harness()
         commands = _commands(words)
@@ -219,12 +220,6 @@ def _commands(words: Sequence[str]) -> dict[str, Any]:
     if words and "." in words[0] and not words[0].startswith("-"):
         found[words[0]] = plugins.import_own("verb", words[0], "harness")
     return found
-
-
-def _import_from_working_folder() -> None:
-    """Make the user's own models, tasks and other parts importable, after all installed packages."""
-    if "" not in sys.path:
-        sys.path.append("")
 
 
 def command(argv: Sequence[str] | None = None) -> NoReturn:

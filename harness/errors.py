@@ -26,8 +26,6 @@ EXIT_DATA = 65
 EXIT_FAILURE = 70
 EXIT_STOPPED = 75  # stopped early with a checkpoint; the same command resumes the run
 EXITS_BY_SIGNAL = (130, 143, 129)  # stopped without one, by SIGINT, SIGTERM or SIGHUP: 128 + number, as in shells
-
-
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 

@@ -23,15 +23,7 @@ from harness.distributed import agreement, devices, store
 from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch
 from harness.distributed.store import HINT, LimitedStore, PeersMissing, StoreTimeout, pauses
-from harness.errors import (
-    EXIT_DATA,
-    EXIT_USAGE,
-    DataError,
-    HarnessError,
-    LaunchError,
-    first_line,
-    readable,
-)
+from harness.errors import EXIT_DATA, EXIT_USAGE, DataError, HarnessError, LaunchError, first_line, readable
 
 _GRACE_S = 3.0  # for more ranks to arrive once something is wrong, and for all to read the verdict
 _FAILED_S = 5.0  # for a rank that cannot start to inform the others

@@ -59,7 +59,7 @@ def follow_until_done(start: Callable[[], LaunchedRun], stopping: str = _STOPPIN
         with ThreadPoolExecutor(1, "harness-follow") as pool:
             following, handled = pool.submit(run.follow), 0
             while not following.done():
-                if (count := len(requests)) > handled:
+                if (count := len(requests.numbers)) > handled:
                     handled = count
                     what = f"killing all ranks ({signals.signal_name(requests.numbers[-1])})"
                     if count == 1:

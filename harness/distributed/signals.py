@@ -158,9 +158,6 @@ class Requests:
     obeyed: bool = False
     """Set as soon as the owner acts on ``numbers``. Until then a second signal ends the process at once."""
 
-    def __len__(self) -> int:
-        return len(self.numbers)
-
     def add(self, number: int) -> None:
         # A list: Event.set() in a handler deadlocks if the interrupted code holds its lock.
         if not self.numbers or number in (signal.SIGINT, signal.SIGTERM):

@@ -155,12 +155,7 @@ class LocalRun(WorkerGroup):
     so that it outlives every rank. ``environ``: of this launch; ``by``: name of the launcher, for the ranks' log."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        world_size: int,
-        environ: Mapping[str, str],
-        grace_s: float,
-        by: str,
+        self, command: Sequence[str], world_size: int, environ: Mapping[str, str], grace_s: float, by: str
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:  # at a port that the system picks
             port = listening.getsockname()[1] if world_size > 1 else 0

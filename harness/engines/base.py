@@ -34,27 +34,31 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """The run folder. For a run that is kept at a URL: this machine's working copy."""
+        """The run folder; for a run that is kept at a URL, this machine's working copy."""
         if self.url:
             return working_folder(self.url, self.config.data.cache_dir)
         return Path(self.config.output) / self.config.name
 
     @property
     def url(self) -> str:
-        """URL of the run; empty if it is kept in ``folder``."""
+        """The URL of the run; empty if it is kept in ``folder``."""
         return f"{self.config.output.rstrip('/')}/{self.config.name}" if is_url(self.config.output) else ""
 
     @property
     def world_size(self) -> int:
-        """Number of ranks when all machines take part."""
+        """The number of ranks when all machines take part."""
         return self.settings.nnodes * self.settings.nproc
 
     def command(self) -> list[str]:
         """Return the command of each rank, on this machine and on those that share its disk."""
         return [self.settings.python or sys.executable, *train_command(), "-c", self.path, *self.overrides]
 
+    def error(self, message: str, hint: str) -> LaunchError:
+        """Return an error of the settings in the YAML."""
+        return LaunchError(message, where=self.path, hint=hint)
+
     def environ(self) -> dict[str, str]:
-        """Environment variables of every rank, without those of the launch environment."""
+        """Return the environment variables of every rank, without those of the launch environment."""
         settings = self.settings
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if settings.interface else ()
         return {
@@ -122,7 +126,7 @@ def refuse(job: Job, engine: str, **reasons: str) -> None:
     for name, hint in reasons.items():
         value = getattr(job.settings, name)
         if value != getattr(default, name):
-            raise LaunchError(f"launch.{name}={value} does not apply to engine {engine}", where=job.path, hint=hint)
+            raise job.error(f"launch.{name}={value} does not apply to engine {engine}", hint)
 
 
 def shell(command: Sequence[str], environ: dict[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any, NamedTuple
 
 from harness.config import arguments as shared
@@ -22,11 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine", metavar="NAME", help=f"{', '.join(plugins.names('engine'))} (default: launch.engine in the file)"
     )
     parser.add_argument(
-        "--nnodes", type=_machines, metavar="N|MIN:MAX",
+        "--nnodes", type=partial(_count, known="machines, or MIN:MAX"), metavar="N|MIN:MAX",
         help="number of machines; MIN:MAX lets machines join and leave (torchrun), or restarts with fewer (slurm)",
     )  # fmt: skip
     parser.add_argument(
-        "--nproc", type=_ranks, metavar="N|MIN:MAX|auto[:MAX]",
+        "--nproc", metavar="N|MIN:MAX|auto[:MAX]",
+        type=partial(_count, known="ranks, MIN:MAX, auto or auto:MAX", may_be_auto=True),
         help="ranks per machine; MIN:MAX continues on MIN or more of MAX when ranks are lost (local); auto: one per "
         "GPU of this machine, or 2 without a GPU; auto:MAX: at most MAX (local, torchrun)",
     )  # fmt: skip
@@ -42,14 +44,6 @@ class Count(NamedTuple):
     least: int | None = None
     auto: bool = False
     """As many as there are GPUs, and at most ``most``."""
-
-
-def _machines(text: str) -> Count:
-    return _count(text, "machines, or MIN:MAX")
-
-
-def _ranks(text: str) -> Count:
-    return _count(text, "ranks, MIN:MAX, auto or auto:MAX", may_be_auto=True)
 
 
 def _count(text: str, known: str, may_be_auto: bool = False) -> Count:
@@ -68,9 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.engines import launch
 
     counts: dict[str, Count] = {name: count for name in _RANGES if (count := getattr(arguments, name))}
-    given = {"engine": arguments.engine, "max_restarts": arguments.max_restarts}
-    options = {name: value for name, value in given.items() if value is not None}
-    words = [*arguments.overrides, *(f"launch.{key}={value}" for key, value in options.items())]
+    options = {"engine": arguments.engine, "max_restarts": arguments.max_restarts}
+    words = [*arguments.overrides, *(f"launch.{key}={value}" for key, value in options.items() if value is not None)]
     config: Any = None
     if any(count.auto or count.least for count in counts.values()):
         from harness.config import loader

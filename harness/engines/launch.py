@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from harness.config import loader, plugins
 from harness.distributed.monitor import follow_until_done
 from harness.engines.base import Engine, Job, plan
-from harness.errors import ConfigError, LaunchError
+from harness.errors import ConfigError
 from harness.runs import ownership
 from harness.runs.outcome import ExitCollector
 
@@ -49,10 +49,9 @@ def _submit(job: Job, engine: Engine) -> str:
     """Start ``job`` where it continues without this process; return its name there."""
     submit = getattr(engine, "submit", None)
     if submit is None:
-        raise LaunchError(
+        raise job.error(
             f"engine {job.settings.engine} does not support --detach: its runs stop when harness launch exits",
-            where=job.path,
-            hint="nohup harness launch ... &, or use an engine with a scheduler, such as slurm",
+            "nohup harness launch ... &, or use an engine with a scheduler, such as slurm",
         )
     name: str = submit(job)
     return name

@@ -55,7 +55,7 @@ _inboxes: dict[str, SimpleQueue[Any]] = {}  # of the tasks of this process, by k
 
 
 def tell(key: str, message: Any) -> None:
-    """Give the task ``key`` of this worker a message: a RankJob, or STOP."""
+    """Send the task ``key`` of this worker a message: a RankJob, or STOP."""
     if inbox := _inboxes.get(key):
         inbox.put(message)
 

@@ -124,7 +124,7 @@ class FlyteRun:
             os.close(reading)
 
     def stop(self) -> None:
-        """SIGTERM, which the task passes on to its ranks; the second one makes the task kill them."""
+        """Send SIGTERM, which the task passes on to its ranks; the second one makes the task kill them."""
         if self._runner.num_stops:
             self._runner.send(signal.SIGTERM)
         else:
@@ -160,8 +160,7 @@ def _inputs(job: Job) -> Iterator[tuple[str, ...]]:
 
 
 def _for_a_cluster(job: Job, message: str) -> LaunchError:
-    return LaunchError(
+    return job.error(
         message,
-        where=job.path,
-        hint=f"for a cluster: add --dry-run > {FILE}, then pyflyte run --remote -p PROJECT -d DOMAIN {FILE} …",
+        f"for a cluster: add --dry-run > {FILE}, then pyflyte run --remote -p PROJECT -d DOMAIN {FILE} …",
     )

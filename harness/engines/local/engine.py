@@ -23,7 +23,7 @@ from harness.distributed.rank_exit import Cause
 from harness.distributed.worker_group import LocalRun
 from harness.engines.base import Job, refuse, shell
 from harness.engines.local.settings import Settings
-from harness.errors import EXIT_STOPPED, LaunchError, WorkerKilled, plural
+from harness.errors import EXIT_STOPPED, WorkerKilled, plural
 from harness.runs import layout
 from harness.runs.outcome import ExitCollector, RunOutcome
 
@@ -56,32 +56,32 @@ def start(job: Job) -> LocalRun | RestartedRun:
 
 
 def _start(job: Job, num_ranks: int, visible: Sequence[str] = ()) -> LocalRun:
-    """``visible``: the devices to use; empty: those that this process sees."""
+    """Start the ranks on the devices ``visible``; empty: on those that this process sees."""
     environ = {**os.environ, **job.environ(), **({"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {})}
     return LocalRun(job.command(), num_ranks, environ, job.settings.grace_s, _BY)
 
 
 def _check(job: Job) -> None:
+    """Raise LaunchError for settings that do not apply to this engine, or contradict each other."""
     refuse(job, "local", nnodes=_ONE_MACHINE)
     settings, config, least = job.settings, job.config, _min_ranks(job)
     if settings.interface is not None:
         require_address(settings.interface)
     if least > settings.nproc:
-        raise LaunchError(
-            f"launch.local.min_ranks={least} is more than launch.nproc={settings.nproc}", where=job.path,
-            hint="use --nproc MIN:MAX, which sets both",
-        )  # fmt: skip
+        raise job.error(
+            f"launch.local.min_ranks={least} is more than launch.nproc={settings.nproc}",
+            "use --nproc MIN:MAX, which sets both",
+        )
     if least < settings.nproc and not settings.max_restarts:
-        raise LaunchError(
-            "launch.local.min_ranks needs launch.max_restarts: each loss of ranks uses one restart", where=job.path,
-            hint="add --max-restarts 3, or use --nproc N",
-        )  # fmt: skip
+        raise job.error(
+            "launch.local.min_ranks needs launch.max_restarts: each loss of ranks uses one restart",
+            "add --max-restarts 3, or use --nproc N",
+        )
     if least < settings.nproc and config.batch.global_ is None and not config.parallel.logical_ranks:
-        raise LaunchError(
+        raise job.error(
             "with launch.local.min_ranks, batch.per_rank would change the global batch when a rank is lost",
-            where=job.path,
-            hint=f"set batch.global, or parallel.logical_ranks={settings.nproc}",
-        )  # fmt: skip
+            f"set batch.global, or parallel.logical_ranks={settings.nproc}",
+        )
 
 
 def _min_ranks(job: Job) -> int:
@@ -221,7 +221,7 @@ class _Growth:
         return max(survivors, _min_ranks(self._job))
 
     def start(self, size: int) -> None:
-        """A start on ``size`` ranks begins."""
+        """Begin a start on ``size`` ranks."""
         self.stopped, self._now, self._checkpoint, self._asked = False, size, _newest(self._job), None
         self.visible = self.visible[:size]
 

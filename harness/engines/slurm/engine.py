@@ -106,11 +106,10 @@ def submit(job: Job) -> str:
     output = settings_of(job).output
     place = Path(output).parent
     if "%" not in str(place) and not place.is_dir():
-        raise LaunchError(
+        raise job.error(
             f"launch.slurm.output={output}: the folder does not exist, and Slurm would end the job "
             "without an error message",
-            where=job.path,
-            hint=f"mkdir -p {shlex.quote(str(place))}",
+            f"mkdir -p {shlex.quote(str(place))}",
         )
     if running := _same_run(job):
         raise LaunchError(
@@ -220,20 +219,18 @@ class SlurmRun:
         if self._gave_up:
             places = _hosts(nodes)
             where = [f"{rank} (on {places[rank // self._job.settings.nproc]})" for rank in silent] if places else silent
-            lost = (
-                f"{_PEERS_S:.0f} s after the first failure there was still no exit record of "
-                f"rank{'s' * (len(where) > 1)} {', '.join(map(str, where))}"
-            )
+            which = f"{'ranks' if len(where) > 1 else 'rank'} {', '.join(map(str, where))}"
+            lost = f"{_PEERS_S:.0f} s after the first failure there was still no exit record of {which}"
         elif state is not None and state.over and state.name not in ("COMPLETED", "FAILED"):
             lost = lost or f"Slurm ended job {self._number}: {state.name}"
         lost = lost or self._output.killed
         if (state is None or state.name != "COMPLETED") and (gone := down(nodes)):
-            lost = f"{lost}; " * bool(lost) + f"nodes that Slurm has lost: {gone}"
+            lost = "; ".join(filter(None, (lost, f"nodes that Slurm has lost: {gone}")))
         return lost
 
 
 def _sbatch(text: str, *options: str) -> str:
-    """Submit a script; return the job id."""
+    """Submit a script, and return the job id."""
     # Inside another job, such as an interactive one, sbatch would take over that job's settings.
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name.endswith("_CONF")
@@ -261,7 +258,7 @@ def _same_run(job: Job) -> str:
 
 
 def _comment(job: Job) -> str:
-    """Identifies a job by its run folder, since trials of two sweeps have the same names."""
+    """Return a comment that identifies the job by its run folder, since trials of two sweeps have the same names."""
     return f"run folder {job.folder.resolve()}"
 
 
@@ -371,36 +368,34 @@ def _options(job: Job) -> list[str]:
 
 
 def _check(job: Job) -> None:
+    """Raise LaunchError for settings that contradict each other."""
     slurm = settings_of(job)
     if (slurm.min_nodes or 1) > job.settings.nnodes:
-        raise LaunchError(
+        raise job.error(
             f"launch.slurm.min_nodes={slurm.min_nodes} is more than launch.nnodes={job.settings.nnodes}",
-            where=job.path,
-            hint="use --nnodes MIN:MAX, which sets both",
+            "use --nnodes MIN:MAX, which sets both",
         )
     if not re.search(r"%\d*[jA]", slurm.output):
-        raise LaunchError(
+        raise job.error(
             f"launch.slurm.output={slurm.output}: that file would also receive the output of other jobs",
-            where=job.path,
-            hint="use %j, the job id, in the file name",
+            "use %j, the job id, in the file name",
         )
     if slurm.requeue and slurm.time is not None and 0 < seconds(slurm.time) <= slurm.signal_s:
-        raise LaunchError(
+        raise job.error(
             f"launch.slurm.signal_s={slurm.signal_s} must be less than the time limit, {slurm.time} "
             f"({seconds(slurm.time)} s): the run would be stopped as soon as it starts",
-            where=job.path,
-            hint="raise launch.slurm.time, or lower launch.slurm.signal_s",
+            "raise launch.slurm.time, or lower launch.slurm.signal_s",
         )
     if not slurm.requeue and job.settings.max_restarts:
-        raise LaunchError(
+        raise job.error(
             f"launch.max_restarts={job.settings.max_restarts} and launch.slurm.requeue=false contradict each other",
-            where=job.path,
-            hint="remove one of them",
+            "remove one of them",
         )
 
 
 def seconds(limit: str) -> int:
-    """Seconds of a time limit: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]]."""
+    """Return the seconds of a time limit: minutes, minutes:seconds, hours:minutes:seconds, or
+    days-hours[:minutes[:seconds]]."""
     days, dash, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash or len(parts) == 3:
@@ -433,7 +428,7 @@ class JobOutput:
         self._offset, self._rest = 0, b""
 
     def show(self, last: bool = False) -> bool:
-        """Print the new whole lines, and with ``last`` also an unfinished one. True if there were any."""
+        """Print the new whole lines, and with ``last`` also an unfinished one. Return True if there were any."""
         fresh = b""
         with suppress(OSError), open(self.path, "rb") as file:
             file.seek(self._offset)
@@ -453,6 +448,7 @@ class JobOutput:
         return bool(lines)
 
     def _read(self, record: dict[str, int]) -> None:
+        """Take over what the script has recorded: a start, or the end."""
         if "start" in record:
             self.exits, self.lost, self.killed, self.over = {}, "", "", False
             self.start, self.num_nodes = record["start"], record["nodes"]
@@ -463,7 +459,7 @@ class JobOutput:
                 self.killed = f"srun, which started the ranks, was killed by {signals.signal_name(number)}"
 
     def _parse(self, line: str) -> None:
-        """srun's own messages, which have no other form."""
+        """Read srun's own messages, which have no other form."""
         if found := _NODE.match(line):
             self.lost = found.group(1)
         elif (found := _TASKS.match(line)) and (code := _code(found.group(2))) is not None:
@@ -479,7 +475,7 @@ def _code(text: str) -> int | None:
 
 
 def _numbers(listed: str) -> list[int]:
-    """Return ``0,3-5`` is [0, 3, 4, 5]."""
+    """Return the ranks that srun has ``listed``: "0,3-5" is [0, 3, 4, 5]."""
     spans = [part.partition("-") for part in listed.split(",")]
     return [number for low, _, high in spans for number in range(int(low), int(high or low) + 1)]
 
@@ -493,6 +489,8 @@ class SlurmUnavailable(Exception):
 
 @dataclass(frozen=True)
 class JobState:
+    """What slurmctld says of a job."""
+
     name: str
     """PENDING, RUNNING, FAILED, …"""
     reason: str = ""

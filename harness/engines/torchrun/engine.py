@@ -72,7 +72,7 @@ class TorchrunRun:
             raise
 
     def stop(self) -> None:
-        """SIGTERM, which the launcher passes on to its ranks; SIGKILL on the second call or after the grace period."""
+        """Send SIGTERM, which the launcher passes on; SIGKILL on the second call, or after the grace period."""
         self._agent.stop()
 
     def follow(self) -> EngineReport:
@@ -113,7 +113,7 @@ class TorchrunRun:
         return Cause.ERROR if attempt >= self._job.settings.max_restarts else None
 
     def _report(self, code: int) -> EngineReport:
-        """``code``: exit code of the launcher."""
+        """Return the end of the run, whose launcher ended with the exit code ``code``."""
         _, exits, world_size = read_errors(self._errors)
         stopped = self._agent.num_stops > 0
         if not exits and code > 0 and not stopped and not attempts(self._errors):
@@ -166,6 +166,8 @@ def _environ(job: Job, where: Rendezvous) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Rendezvous:
+    """Where the machines of a run meet, as one of them sees it."""
+
     nnodes: int = 1
     min_nodes: int = 1
     host: str = ""
@@ -222,7 +224,8 @@ class Rendezvous:
 
 def rendezvous_of(job: Job) -> Rendezvous:
     """Return the rendezvous that the settings of ``job`` describe, as seen from this machine. Raises LaunchError."""
-    settings, own = job.settings, _own(job)
+    settings = job.settings
+    own: Settings = settings.engine_settings
     least = own.min_nodes or settings.nnodes
     _check(job, least)
     if settings.nnodes == 1:
@@ -239,19 +242,12 @@ def rendezvous_of(job: Job) -> Rendezvous:
     )  # fmt: skip
 
 
-def _own(job: Job) -> Settings:
-    own: Settings = job.settings.engine_settings
-    return own
-
-
 def _check(job: Job, least: int) -> None:
-    settings, own = job.settings, _own(job)
-
-    def refuse(message: str, hint: str) -> None:
-        raise LaunchError(message, where=job.path, hint=hint)
-
+    """Raise LaunchError for settings that are missing or contradict each other."""
+    settings = job.settings
+    own: Settings = settings.engine_settings
     if least > settings.nnodes:
-        refuse(
+        raise job.error(
             f"launch.torchrun.min_nodes={least} is more than launch.nnodes={settings.nnodes}",
             "use --nnodes MIN:MAX, which sets both",
         )
@@ -259,28 +255,28 @@ def _check(job: Job, least: int) -> None:
         for key, value in (("rendezvous", own.rendezvous), ("node_rank", own.node_rank)):
             if value is not None:
                 what = f"launch.torchrun.{key} needs several machines, but launch.nnodes is 1"
-                refuse(what, "add --nnodes N, or remove it")
+                raise job.error(what, "add --nnodes N, or remove it")
         return
     if own.rendezvous is None:
-        refuse(
+        raise job.error(
             f"{settings.nnodes} machines need a rendezvous address",
             "add launch.torchrun.rendezvous=HOST:PORT, with the address of the first machine",
         )
     if own.node_rank is not None:
         if own.node_rank >= settings.nnodes:
-            refuse(
+            raise job.error(
                 f"launch.torchrun.node_rank={own.node_rank} is out of range",
                 f"use a number from 0 to {settings.nnodes - 1}",
             )
         if settings.max_restarts:
-            refuse(
+            raise job.error(
                 "launch.torchrun.node_rank and launch.max_restarts cannot be combined: a restart may change the first "
                 "machine",
                 "remove node_rank: machines are then numbered in the order of their addresses",
             )
     if least < settings.nnodes:
         if not settings.max_restarts:
-            refuse("a range of machines needs launch.max_restarts: each lost machine uses one restart",
+            raise job.error("a range of machines needs launch.max_restarts: each lost machine uses one restart",
                    "add --max-restarts 3, or use --nnodes N")  # fmt: skip
         check_batch(job, least)
 
@@ -294,16 +290,15 @@ def check_batch(job: Job, least: int) -> None:
     for nodes in range(least, settings.nnodes + 1):
         if batch.global_ % (nodes * unit):
             common = math.lcm(*(count * unit for count in range(least, settings.nnodes + 1)))
-            raise LaunchError(
+            raise job.error(
                 f"batch.global={batch.global_} cannot be divided evenly among {plural(nodes, 'machine')} with "
                 f"{plural(settings.nproc, 'rank')} each",
-                where=job.path,
-                hint=f"for {least} to {settings.nnodes} machines, use a multiple of {common}, or set batch.per_rank",
+                f"for {least} to {settings.nnodes} machines, use a multiple of {common}, or set batch.per_rank",
             )
 
 
 def _own_address(job: Job, host: str) -> str:
-    """This machine's address on the interface of the settings, else on the one that leads to ``host``."""
+    """Return this machine's address on the interface of the settings, else on the one that leads to ``host``."""
     name = job.settings.interface or interface_towards(host, outward=not is_loopback(host))
     if name is None:
         raise no_route(f"this machine has no route to {host}, where all machines meet", "launch.torchrun.rendezvous")
@@ -335,7 +330,7 @@ def attempts(folder: Path) -> dict[int, Path]:
 
 
 def rank_processes(folder: Path) -> list[int]:
-    """Ids of the ranks' processes and of those that they started. Linux only; elsewhere none."""
+    """Return the ids of the ranks' processes and of those that they started. Linux only; elsewhere none."""
     mark = f"={folder}{os.sep}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

@@ -83,11 +83,6 @@ def spare_workers(facts: RunFacts) -> int:
     return max(1, facts.cores // facts.local_ranks - facts.threads)
 
 
-def has_no_idle_core(facts: RunFacts) -> bool:
-    """Return True if the machine has no idle core."""
-    return facts.own + facts.others > 0.85 * facts.cores
-
-
 def share_without_core(facts: RunFacts) -> float:
     """Return the share of the run's time lost to a lack of cores, by the training thread or by workers that it waits
     for."""
@@ -96,8 +91,9 @@ def share_without_core(facts: RunFacts) -> float:
 
 def share_of_other_load(facts: RunFacts) -> float:
     """Return the share of the run's time lost to a lack of cores that other programs cause."""
-    heavy = facts.others > 0.25 * facts.cores and has_no_idle_core(facts)
-    return share_without_core(facts) * facts.others / (facts.own + facts.others) if heavy else 0.0
+    busy = facts.own + facts.others
+    heavy = facts.others > 0.25 * facts.cores and busy > 0.85 * facts.cores
+    return share_without_core(facts) * facts.others / busy if heavy else 0.0
 
 
 def share_of_too_many_threads(facts: RunFacts) -> float:

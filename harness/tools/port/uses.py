@@ -36,8 +36,6 @@ SECTIONS = {
     NOTHING: "FusedLAMB FusedMixedPrecisionLamb FusedNovoGrad LARC Reducer init",
 }
 _SECTION_OF = {name: section for section, names in SECTIONS.items() for name in names.split()}
-
-
 Import = ast.Import | ast.ImportFrom
 
 

@@ -57,12 +57,7 @@ class Runner:
     """Runs the trials of ``study`` until none is left or a stop is requested; leaves ``trials``."""
 
     def __init__(
-        self,
-        plan: Plan,
-        study: Study,
-        environ: Mapping[str, str],
-        lock: list[int],
-        requests: Requests,
+        self, plan: Plan, study: Study, environ: Mapping[str, str], lock: list[int], requests: Requests
     ) -> None:
         """Adopt the processes that killed trials leave behind. ``lock``: file descriptors that trials keep open;
         ``requests``: the stop signals so far."""
@@ -197,7 +192,7 @@ class Runner:
 
     def _obey_stops(self) -> None:
         """Stop all trials: at the first signal with a checkpoint, at the second at once."""
-        if (asked := len(self._requests)) <= self._stopping:
+        if (asked := len(self._requests.numbers)) <= self._stopping:
             return
         if not self._stopping:
             which = signal_name(self._requests.numbers[0])

@@ -238,15 +238,13 @@ def _kind_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
         if spec.trials is None:
             yield Conflict("sampler", "a search needs a number of trials", "for example trials: 20")
         if spec.seeds:
-            yield Conflict(
-                "seeds", "a search trains each draw once, with one seed", "replace seeds with set: {seed: 0}"
-            )
+            message = "a search trains each draw once, with one seed"
+            yield Conflict("seeds", message, "replace seeds with set: {seed: 0}")
     else:
         for key in ("trials", "sampler_args"):
             if getattr(spec, key):
-                yield Conflict(
-                    key, f"{key} is only for a search, but this is a grid", "use a search, such as sampler: tpe"
-                )
+                message = f"{key} is only for a search, but this is a grid"
+                yield Conflict(key, message, "use a search, such as sampler: tpe")
     if spec.pruner == "none" and spec.pruner_args:
         yield Conflict("pruner_args", "there is no pruner to use them", "use pruner: median, or remove them")
 
@@ -264,9 +262,8 @@ def _axis_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
         if not spec.is_search:
             yield Conflict(place, "a grid needs single values", "write [0.01, 0.1], or sampler: tpe")
         if axis.low >= axis.high:
-            yield Conflict(
-                place, f"low {axis.low} is not below high {axis.high}", "use a smaller low, or a larger high"
-            )
+            message = f"low {axis.low} is not below high {axis.high}"
+            yield Conflict(place, message, "use a smaller low, or a larger high")
         if axis.log and axis.low <= 0:
             yield Conflict(place, f"log: true needs low > 0 (found: {axis.low})", "use log: false, or a larger low")
         if axis.log and axis.step:
