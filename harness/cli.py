@@ -60,8 +60,8 @@ except ConfigError as unsupported:  # this operating system
     raise SystemExit(EXIT_USAGE) from None
 
 LEAVE_S = 5.0  # after a failure, for threads and exit functions to end
-WRITE_S = 60.0  # for a reader of standard output to make room
 LEAVE_DONE_S = 30.0  # the same after a success, when a thread may be sending results
+WRITE_S = 60.0  # for a reader of standard output to make room
 _output: _Raw | None = None  # standard output of a program
 _BROKEN_PIPE = signals.ended_by(signal.SIGPIPE)  # as the programs of Unix
 
