@@ -204,6 +204,19 @@ def test_mean_over_seeds_is_of_finished_runs(tmp_path):
     assert curves.choose(training)[0].label.endswith("mean of 3 seeds")
 
 
+def test_run_without_a_finite_metric_has_epochs_and_spoils_no_mean(tmp_path):
+    diverged, good = (write_run(tmp_path / f"{seed}", Fake(name=f"{seed}", seed=seed)) for seed in (0, 1))
+    log = [json.loads(line) for line in (diverged / "metrics.jsonl").read_text().splitlines()]
+    nothing = {"loss": None, "top1": None}
+    log = [entry | nothing if entry["split"] == "eval" else entry for entry in log]
+    (diverged / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
+    table = tables.all_runs(build(diverged, good))
+    assert [row[table.header.index("epochs")].text for row in table.rows] == ["10", "10"]
+    (line,) = curves.choose(build(diverged, good))
+    assert list(curves.points(line)["validation"]["values"]) == ["loss", "top1"]
+    assert "Validation curves: no run has" in page.render(build(diverged))
+
+
 def test_run_that_resumed_on_other_ranks_shows_all_and_has_no_speed_up(tmp_path):
     worlds = {"changed": [1, 1, 2], "one": [1], "two": [2, 2]}
     folders = []
