@@ -91,6 +91,11 @@ def test_train_twice_and_predict(path, capsys):
     )
     assert re.search(r"epoch 2/2  step 8/8  validation on (\d+) of \1 rows: top1 \d\.\d+ \(best", log)
     assert f"; for other rows: harness predict {first.folder} --csv CSV" in log.splitlines()[-1]
+    (table := path.parent / "train.csv").rename(path.parent / "moved.csv")
+    with pytest.raises(DataError):
+        train(load_config(path, {"train.epochs": 3}))
+    assert reader.read(Path(first.folder)).state == "finished", "a start that could not begin made it a failed run"
+    (path.parent / "moved.csv").rename(table)
     longer = train(load_config(path, {"train.epochs": 3}))
     assert (longer.finished, longer.step, longer.folder) == (True, 12, first.folder)
     assert longer.history[:2] == first.history

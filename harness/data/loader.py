@@ -38,6 +38,7 @@ from harness.data.row_order import RowOrder
 from harness.data.shards import Segment, bounds, num_rows_in_step, num_rows_used, num_steps, shard
 from harness.errors import TrainingError, remedy
 
+_OPEN_NO_FILE = {"builtins", "pathlib", "numpy", "pandas", "torch", "torchvision", "harness"}  # objects of these
 _PASSES = 2  # over an epoch without counting a step, until a loop is taken for endless
 
 log = logging.getLogger("harness")
@@ -428,10 +429,16 @@ class EvalData:
             yield self.ranks.start, None
 
     def first(self) -> Batch | None:
-        """Return the first batch of this process, read in it, on the device; None if it has no rows. A file that the
-        dataset opens at its first use is not for loader workers, which are forked later: a copy of it reads."""
-        rows = next(self._requests(self.ranks.start), None)
-        return None if rows is None else read(copy.copy(self.loader.dataset), rows, None).to(self.loader.device)
+        """Return the first batch of this process, read in it, on the device; None if it has no rows.
+
+        A file that the dataset opens at its first use is not for loader workers, which are forked later. So a copy of
+        the dataset reads; None if it holds an object of the user's own, which might open one, too.
+        """
+        dataset, rows = self.loader.dataset, next(self._requests(self.ranks.start), None)
+        parts = vars(dataset).values() if hasattr(dataset, "__dict__") else ()
+        if rows is None or not all(type(part).__module__.partition(".")[0] in _OPEN_NO_FILE for part in parts):
+            return None
+        return read(copy.copy(dataset), rows, None).to(self.loader.device)
 
     def _requests(self, rank: int) -> Iterator[np.ndarray]:
         start, stop = bounds(self.num_rows, rank, self.world_size)

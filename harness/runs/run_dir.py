@@ -72,7 +72,7 @@ class RunFolder:
         self.where = str(path)  # for messages
         self.claimed = False  # by this start; before that, the files may belong to another
         self.start: Any = None  # set by ``claim``; rank 0 sends it to the other ranks, which pass it to ``attach``
-        self._done_at: int | None = None  # the step at which the last start finished; set by ``claim``
+        self.done_at: int | None = None  # the step at which the last start finished; set by ``claim``
         self._lock: Lock | None = None
         self._lock_on = path
         self._config = ""  # of this start, until it is written
@@ -120,9 +120,7 @@ class RunFolder:
             raise own_checkpoint(named)
         note = self._resume_or_move(config, rehearse)
         last = exit_files.read(self.logs).get(0)
-        self._done_at = last.step if last and last.cause is Cause.DONE else None
-        if self._done_at is not None:
-            rehearse()  # or an error of the configuration would turn a finished run into a failed one
+        self.done_at = last.step if last and last.cause is Cause.DONE else None
         try:
             make_folder(self.path)
             if self._lock is not None and not self._lock.is_current():  # the lock moved aside with the earlier run
@@ -135,7 +133,8 @@ class RunFolder:
             if not (self.path / layout.CONFIG).exists():
                 self.write_config()
             self.checkpoints.run_folder = self.path
-            self.forget_end()
+            if self.done_at is None:  # a finished run stays one until its new start is built
+                self.forget_end()
         except OSError as error:
             raise cannot_write(self.path, error) from None
         return note
@@ -247,7 +246,7 @@ class RunFolder:
         """Return the summary if the last start finished at ``step`` and its weights and, on request, its
         ``predictions`` are there; otherwise nothing."""
         files = [self.weights, *([self.path / layout.PREDICTIONS] if predictions else [])]
-        if self._done_at != step or not all(path.is_file() for path in files):
+        if self.done_at != step or not all(path.is_file() for path in files):
             return {}
         with contextlib.suppress(OSError, ValueError):
             summary: dict[str, Any] = read_sealed(self.path / layout.SUMMARY)

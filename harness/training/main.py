@@ -151,6 +151,8 @@ class RunStart:
             try:
                 prepare_folder(self.config, self.runtime, self._folder)
                 run = reporter.run = build.build(self.config, self.runtime, self._folder, self._stop)
+                if not self._folder.claimed:
+                    take_over_finished(self.runtime, self._folder)
                 description.announce(run)
             except BaseException as error:
                 self._failed(error)
@@ -236,22 +238,33 @@ def wait_for_launcher(launch: Launch, stop: Stop) -> None:
 
 
 def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:
-    """Claim the run folder for this start, and open its logs on every rank. Collective."""
+    """Claim the run folder for this start, and open its logs on every rank. A finished run stays one, and is not
+    ``claimed``, until ``take_over_finished``. Collective."""
     note = runtime.patiently(
         "preparing the run folder", lambda: claim(config, runtime, folder) if runtime.rank == 0 else ""
     )
-    folder.claimed = True
-    start = runtime.from_first(folder.start)
+    start, folder.claimed = runtime.from_first((folder.start, folder.done_at is None))
     runtime.patiently("fetching the run", lambda: folder.attach(runtime.rank, start))
     with runtime.together("opening the logs"):
         try:
-            if runtime.launch.local_rank == 0 < runtime.rank:
+            if runtime.launch.local_rank == 0 < runtime.rank and folder.claimed:
                 folder.forget_end()  # without a shared disk each machine has its own folder
             console.to_file(folder.logs, runtime.rank)
         except OSError as error:
             raise cannot_write(folder.logs, error) from None
     if note:
         log.info(note)
+
+
+def take_over_finished(runtime: Runtime, folder: RunFolder) -> None:
+    """Claim the folder of a finished run, now that nothing keeps this start from its first step. Collective."""
+    with runtime.together("taking over the run"):
+        if runtime.launch.local_rank == 0:
+            try:
+                folder.forget_end()
+            except OSError as error:
+                raise cannot_write(folder.path, error) from None
+    folder.claimed = True
 
 
 def claim(config: Config, runtime: Runtime, folder: RunFolder) -> str:

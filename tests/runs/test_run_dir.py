@@ -16,9 +16,8 @@ import pytest
 import yaml
 
 from harness.config import loader, seals
-from harness.distributed.rank_exit import Cause, RankExit
 from harness.errors import CheckpointError, ConfigError
-from harness.runs import exit_files, run_dir
+from harness.runs import run_dir
 from harness.runs.files import identity, read_sealed
 from harness.runs.run_dir import RunFolder
 from tests.fixtures import make_config
@@ -139,21 +138,6 @@ def test_results_without_checkpoints_are_moved_aside(tmp_path):
     assert note.endswith("small.1: it has results, but no checkpoint to resume from")
     assert (tmp_path / "runs" / "small.1" / "weights.safetensors").read_text() == "trained for a week"
     assert claim(tmp_path) == ""
-
-
-def test_a_finished_run_stays_one_if_a_new_start_cannot_begin(tmp_path):
-    claim(tmp_path)
-    folder = RunFolder(tmp_path / "runs" / "small")
-    exit_files.write(folder.logs, RankExit.now(0, Cause.DONE, 0, step=7))
-
-    def rehearse():
-        raise ConfigError("its model is gone")
-
-    with pytest.raises(ConfigError, match="gone"):
-        folder.claim(make_config(tmp_path, train={"epochs": 20}), rehearse)
-    assert exit_files.read(folder.logs)[0].cause is Cause.DONE
-    folder.claim(make_config(tmp_path, train={"epochs": 20}))
-    assert not exit_files.read(folder.logs)
 
 
 def test_a_run_without_a_task_of_ours_is_moved_aside(tmp_path):

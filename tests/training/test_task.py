@@ -252,6 +252,16 @@ def test_the_look_at_an_evaluation_before_training_changes_no_bit(tmp_path, monk
     assert all(torch.equal(weights[key], others[key]) for key in weights | others)
 
 
+def test_the_look_at_an_evaluation_calls_copies_of_losses():
+    """A loss may count its calls in a buffer. The data are not copied."""
+    task = SimpleNamespace(train=[1], eval=[2], criterion=nn.BatchNorm1d(1))
+    task.criterion.rows = task.train
+    found = evaluate._copy(task)
+    found.criterion(torch.ones(3, 1))
+    assert (found.criterion.num_batches_tracked, task.criterion.num_batches_tracked) == (1, 0)
+    assert found.train is task.train is found.criterion.rows
+
+
 def test_loss_that_is_not_finite_names_only_settings_of_the_task(tmp_path):
     (found,) = checked(tmp_path, "nan")
     assert found.message == "loss() of the task returned nan with the initial weights"

@@ -22,7 +22,8 @@ def watch(note: Callable[[Any], None]) -> None:
 
     def next_index(this: Any) -> Any:
         index = asks(this)
-        asked.setdefault(this, deque()).append(index)
+        if not _is_none(index):
+            asked.setdefault(this, deque()).append(index)
         return index
 
     def next_batch(this: Any) -> Any:
@@ -32,3 +33,8 @@ def watch(note: Callable[[Any], None]) -> None:
         return batch
 
     iterator._reset, iterator._next_index, iterator.__next__ = reset, next_index, next_batch
+
+
+def _is_none(index: Any) -> bool:
+    """Return True for what the sampler of a dataset without indices asks for."""
+    return index is None or (isinstance(index, list) and all(each is None for each in index))

@@ -13,12 +13,14 @@ from typing import Protocol, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from harness.config.schema import Config
 from harness.data.batch import Dataset, described
 from harness.data.loader import StoppedWaiting
 from harness.errors import DataError, HarnessError, users_line
 from harness.training import rng
+from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.sums import Pairs, Report, Rows, Sums, is_number, reduced
 from harness.training.run import Run
 from harness.training.run_log import unreadable
@@ -86,17 +88,21 @@ def _whole_report(run: Run, sums: list[Sums], rows: int, bad: list[int], start: 
 
 def try_evaluation(run: Run) -> None:
     """Try a task or a loss of the user's own on the first validation batch of each rank: without this, a fault ends the
-    run after its first epoch, and a loss that is a sum trains. Random streams, buffers, and the attributes of the task
-    are as before. Collective.
+    run after its first epoch, and a loss that is a sum trains. Random streams, buffers, and the attributes, losses and
+    metrics of the task are as before. Collective.
 
     Left out in a resume, where it is not cheap (a compiled model), and where all ranks must take part (sharded
     weights). ``report`` may need more rows than those of a batch, so its faults are only warned of.
     """
-    config, task = run.config, copy.copy(run.task)
+    config = run.config
     is_own = "." in config.task.name or "." in getattr(config.task, "loss_name", "")
     if not is_own or run.state.step or run.parallel.sharded or config.model.compile:
         return
     with run.runtime.together("trying an evaluation"), _without_a_trace(run), torch.no_grad():
+        try:
+            task = _copy(run.task)
+        except Exception:
+            return  # a loss of the user's own that cannot be copied, and may count
         with run.runtime.limited("reading a batch of the dataset"):
             batch = run.eval_data.first()
         if batch is None or not len(batch):
@@ -112,6 +118,16 @@ def try_evaluation(run: Run) -> None:
                 error if isinstance(error, HarnessError) else f"{users_line(error)}: {type(error).__name__}: {error}"
             )
             log.warning("report() of the task fails on the first validation batch, and perhaps on all: %s", found)
+
+
+def _copy(task: OpenedTask) -> OpenedTask:
+    """Return a copy of ``task`` whose loss and metrics, which may count, are copies, too; its data are the same."""
+    data = {id(part): part for part in (task.train, task.eval)}
+    found = copy.copy(task)
+    for name, part in vars(found).items():
+        if isinstance(part, nn.Module | Objective):
+            object.__setattr__(found, name, copy.deepcopy(part, data))
+    return found
 
 
 @contextmanager

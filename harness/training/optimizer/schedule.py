@@ -303,10 +303,13 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to continue the schedule, apart from the number of applied updates."""
-        return {}
+        return {"warmup_steps": self.warmup_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. One of another schedule is not used."""
+        """Continue from ``state``. One of another schedule is not used. A warm-up that is a share stays as long as it
+        was at first, also if the run is made longer."""
+        if self.section.warmup and self.section.warmup.unit == "share":
+            self.__dict__["warmup_steps"] = state.get("warmup_steps", self.warmup_steps)  # the cached property
 
     @property
     def num_foreseen(self) -> int:
