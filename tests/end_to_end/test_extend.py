@@ -219,15 +219,17 @@ def test_verb(folder):
 
 
 def test_misspelled_parts_are_reported(harness):
-    wrong = ["model.name=mine.model.Scael", "optimizer.name=mine.o.X", "trackers=[mine.trakcer]"]
+    wrong = ["optimizer.name=mine.o.X", "trackers=[mine.trakcer]"]
     code, _, err = harness("check", "-c", "line.yaml", *wrong)
     assert code == 2
     for message in (
-        "model.name: the model 'mine.model.Scael' cannot be imported (AttributeError: ",
         "optimizer.name: the optimizer 'mine.o.X' cannot be imported (ModuleNotFoundError: No module named 'mine.o')",
         "trackers: the tracker 'mine.trakcer' cannot be imported (AttributeError: ",
     ):
         assert message in err
+    code, _, err = harness("check", "-c", "line.yaml", "model.name=mine.model.Scael")  # built by the own task
+    assert code == 2
+    assert "model.name: the model 'mine.model.Scael' cannot be imported (AttributeError: " in err
 
 
 @pytest.mark.parametrize(
