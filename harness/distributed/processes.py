@@ -61,6 +61,7 @@ def kill_after(grace_s: float, alive: Callable[[], Collection[int]]) -> None:
 
 
 def send(number: int, pids: Iterable[int]) -> None:
+    """Send the signal ``number`` to those of ``pids`` that still exist."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)

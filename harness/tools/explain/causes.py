@@ -79,10 +79,6 @@ def starved_share_of_loading(facts: RunFacts) -> float:
     return min(1.0, facts.load["load_starved"] / (facts.load["load"] or math.inf))
 
 
-def spare_workers(facts: RunFacts) -> int:
-    return max(1, facts.cores // facts.local_ranks - facts.threads)
-
-
 def share_without_core(facts: RunFacts) -> float:
     """Return the share of the run's time lost to a lack of cores, by the training thread or by workers that it waits
     for."""
@@ -203,9 +199,8 @@ def rows_of_a_pass(facts: RunFacts) -> str:
     return plural(round(facts.rows_per_pass), "row")
 
 
-def workers_change(facts: RunFacts) -> Change:
-    need = needed_workers(facts)
-    return Change(f"Set data.num_workers={need} (now {facts.workers})", {"data.num_workers": need})
+def set_workers(facts: RunFacts, workers: int | None, left: float = 0.0) -> Change:
+    return Change(f"Set data.num_workers={workers} (now {facts.workers})", {"data.num_workers": workers}, left)
 
 
 def files_of(facts: RunFacts) -> str:
@@ -339,8 +334,7 @@ CAUSES = (
     SlowCause(
         "too many workers", 0.2, share_of_too_many_workers,
         lambda f: f"has more loader processes than cores: {f.workers * f.local_ranks} on {f.cores}",
-        lambda f: Change(f"Set data.num_workers={spare_workers(f)} (now {f.workers})",
-                         {"data.num_workers": spare_workers(f)}, 0.5),
+        lambda f: set_workers(f, max(1, f.cores // f.local_ranks - f.threads), 0.5),
     ),
     SlowCause(
         "too many threads", 0.2, share_of_too_many_threads,
@@ -357,7 +351,7 @@ CAUSES = (
     SlowCause(
         "too few workers", 0.15, lambda f: share_of_waiting(f) if needed_workers(f) else 0.0,
         lambda f: f"waits for data: {plural(f.workers, 'loader process')} per rank",
-        workers_change,
+        lambda f: set_workers(f, needed_workers(f)),
     ),
     SlowCause(
         "reading", 0.15, lambda f: share_of_stage(f, "read"),

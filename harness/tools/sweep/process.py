@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from harness.distributed import signals
 from harness.distributed.rank_exit import Cause
@@ -122,13 +122,10 @@ class TrialLogReader:
         """Read the lines written since the last call."""
         while lines := self._log.read():
             for line in filter(None, map(read_entry, lines)):
-                self._take(line)
-
-    def _take(self, line: dict[str, Any]) -> None:
-        self.step = line.get("step", self.step)
-        value = line.get(self._metric)
-        if line.get("split") == "eval" and isinstance(value, int | float) and math.isfinite(value):
-            self.evaluations.setdefault(line.get("epoch", 0), float(value))
+                self.step = line.get("step", self.step)
+                value = line.get(self._metric)
+                if line.get("split") == "eval" and isinstance(value, int | float) and math.isfinite(value):
+                    self.evaluations.setdefault(line.get("epoch", 0), float(value))
 
 
 def final_value(run: Path, metric: str, direction: str) -> float | None:
