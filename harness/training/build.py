@@ -259,7 +259,7 @@ def rehearse(config: Config, world_size: int) -> None:
     could not start on ``world_size`` ranks."""
     strategy_class(config.parallel).check_world(config.parallel, world_size)
     hooks.build(config.hooks)
-    for find in names(config, weights=False):  # a finished run, which may come here, needs none to start from
+    for find in names(config, weights=not config.checkpoint.named):
         find()
     task = _opened(config)
     size = sizes(config, len(task.train), config.parallel.num_ranks(world_size))
