@@ -43,7 +43,7 @@ def failure_of(config):
 
 # What rank 1 does; the cause, parts of the message, and a part of its stack.
 ENDS = {
-    "sleep": ("hung", ["calling <lambda> (models.py:", "rank 0 waited for it in finish (harness/apex/"], "time.sleep"),
+    "sleep": ("hung", ["calling <lambda> (models.py:", "rank 0 waited for it in _wait (harness/apex/"], "time.sleep"),
     "exit": ("error", ["the code called sys.exit(0) before the end"], "sys.exit"),
     "no gradient": ("error", ["no parameter of the model received a gradient"], "strategies/base.py"),
 }
