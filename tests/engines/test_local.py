@@ -176,8 +176,8 @@ def test_a_signal_ends_a_run_that_waits_for_its_restart(tmp_path, stripes):
 def devices_that_open(monkeypatch, *answers):
     """The devices 0 to 3, of which those of the next answer open."""
     remaining = list(answers)
-    monkeypatch.setattr(devices, "names", lambda: ["0", "1", "2", "3"])
-    monkeypatch.setattr(devices, "opening", lambda names: [name for name in names if name in remaining[0]])
+    monkeypatch.setattr(devices, "visible_names", lambda: ["0", "1", "2", "3"])
+    monkeypatch.setattr(devices, "working_names", lambda names: [name for name in names if name in remaining[0]])
     return remaining
 
 

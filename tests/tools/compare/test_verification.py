@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 import subprocess
@@ -66,7 +67,7 @@ def test_a_kill_in_an_evaluation_comes_there_on_other_numbers_of_ranks(tmp_path,
         chosen.append([each for each in shape.evaluations if each.after < shape.steps][-1])
         return chosen
 
-    monkeypatch.setattr(kills, "choose", last_before_the_end)
+    monkeypatch.setattr(importlib.import_module("harness.audit.audit"), "choose", last_before_the_end)
     verdict = audit(made, lambda _: None)
     assert verdict.kind == "exact", verdict.findings
     killed, resumed = verdict.starts[2:]
