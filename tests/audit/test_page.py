@@ -76,11 +76,11 @@ def test_text_of_an_exact_resume(exact: Verdict):
 
 def test_text_of_faults(faulty: Verdict):
     shown = list(page.lines(faulty))
-    assert shown[-1] == "not exact: the optimizer's state is not restored; the schedule is off"
+    assert shown[-1] == "not exact: the optimizer's state is not restored"
     assert "resumed: steps 13 to 24 in 1.5 s; checkpoints after step 18, 24; differs from step 13 on" in shown
     code = shown.index("optimizer-state: the optimizer's state is not restored")
     assert "momentum" in shown[code + 1]
-    assert "  -> save and load optimizer.state_dict()" in shown
+    assert any(line.startswith("  -> save and load optimizer.state_dict()") for line in shown)
     assert faulty.exit_code == 1
 
 

@@ -80,7 +80,8 @@ def test_runs_with_different_seeds(runs, capsys):
     code, text, plain = compare(runs / "one", runs / "seeded", capsys=capsys)
     assert code == 1
     assert plain["settings"]["recipe"] == {"seed": [0, 1]}
-    assert re.search(r"\nRecipe\n +A +B\n +seed +0 +1\n\nNot equal", text), "the recipe comes first"
+    assert re.search(r"\nRecipe\n +A +B\n +seed +0 +1\n\n", text)
+    assert text.index(" top1 ") < text.index("\nRecipe\n") < text.index("\nNot equal")
     assert (plain["equality"]["verdict"], plain["equality"]["step"]) == ("different", 1)
     top1 = next(metric for metric in plain["metrics"] if metric["name"] == "top1")
     counts = plain["predictions"]
