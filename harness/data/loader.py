@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,7 +39,8 @@ from harness.data.row_order import RowOrder
 from harness.data.shards import Segment, bounds, num_rows_in_step, num_rows_used, num_steps, shard
 from harness.errors import TrainingError, remedy
 
-_OPEN_NO_FILE = {"builtins", "pathlib", "numpy", "pandas", "torch", "torchvision", "harness"}  # objects of these
+# Objects of these, but for datasets and files, open no file later.
+_LIBRARIES = {*sys.stdlib_module_names, "numpy", "pandas", "pyarrow", "torch", "torchvision", "harness"} - {"io", "_io"}
 _PASSES = 2  # over an epoch without counting a step, until a loop is taken for endless
 
 log = logging.getLogger("harness")
@@ -436,7 +438,7 @@ class EvalData:
         """
         dataset, rows = self.loader.dataset, next(self._requests(self.ranks.start), None)
         parts = vars(dataset).values() if hasattr(dataset, "__dict__") else ()
-        if rows is None or not all(type(part).__module__.partition(".")[0] in _OPEN_NO_FILE for part in parts):
+        if rows is None or not all(map(_opens_no_file, parts)):
             return None
         return read(copy.copy(dataset), rows, None).to(self.loader.device)
 
@@ -444,3 +446,15 @@ class EvalData:
         start, stop = bounds(self.num_rows, rank, self.world_size)
         for edge in range(start, stop, self.batch_size):
             yield np.arange(edge, min(edge + self.batch_size, stop))
+
+
+def _opens_no_file(part: object) -> bool:
+    """Return True for data of a library; False for an object of the user's own, and for a dataset, which may hold one.
+    Of a container the first members count."""
+    kind = type(part).__module__
+    members = part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else ()
+    return (
+        kind.partition(".")[0] in _LIBRARIES
+        and not kind.startswith("torch.utils.data")
+        and all(map(_opens_no_file, itertools.islice(members, 8)))
+    )

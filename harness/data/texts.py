@@ -21,7 +21,6 @@ import torch
 from harness.data.batch import Batch
 from harness.data.hub import HubTokenizer
 from harness.data.row_labels import RowLabels
-from harness.data.row_order import spread
 from harness.data.table.table import Table
 from harness.errors import DataError, plural
 from harness.runs.console import working
@@ -194,7 +193,7 @@ class TextTable:
     @cached_property
     def _looked_at(self) -> np.ndarray:
         """The numbers of tokens of some rows; empty if the tokenizer fails, which the first batch reports."""
-        rows = spread(np.arange(len(self)), _LOOKED_AT)
+        rows = np.linspace(0, len(self) - 1, min(_LOOKED_AT, len(self))).round().astype(np.int64)
         texts = [self.table.strings(column, rows) for column in self.columns]
         try:
             if isinstance(self.tokenizer, HubTokenizer):

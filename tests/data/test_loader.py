@@ -6,6 +6,7 @@ import copy
 import itertools
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import time
@@ -436,3 +437,12 @@ def test_a_temporary_folder_with_a_long_path(tmp_path, monkeypatch):
         list(loader.fetch([BatchRequest(np.arange(4), 0)]))
     loader.close()
     assert "export TMPDIR=/tmp" in caught.value.hint
+
+
+def test_what_opens_no_file():
+    """A dataset of torch's may hold one of the user's own, which opens its file at the first use."""
+    inner = CountingTable(4)
+    for part in (1, [np.ones(1)], {"a": torch.ones(2)}, random.Random(), None):
+        assert module._opens_no_file(part), part
+    for part in (inner, [inner], {"a": inner}, torch.utils.data.Subset(inner, [0]), sys.stdout):
+        assert not module._opens_no_file(part), part

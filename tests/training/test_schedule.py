@@ -206,12 +206,6 @@ def test_a_warm_up_in_epochs_steps_or_a_share_of_the_run(warmup, steps):
     assert schedule(name="cosine", warmup=warmup).warmup_steps == steps
 
 
-def test_a_share_of_a_run_that_is_made_longer_stays_as_it_was():
-    longer = schedule(name="cosine", warmup="10%", epochs=50)
-    longer.load_state_dict(schedule(name="cosine", warmup="10%").state_dict())
-    assert (longer.warmup_steps, longer.lr(5)) == (5, 1.0)
-
-
 @pytest.mark.parametrize("warmup", [0, "0%", "101%", "10", "%", -1])
 def test_what_is_no_warm_up(warmup):
     with pytest.raises(ValueError, match='"10%" of the run; or null'):

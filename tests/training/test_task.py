@@ -254,9 +254,11 @@ def test_the_look_at_an_evaluation_before_training_changes_no_bit(tmp_path, monk
 
 def test_the_look_at_an_evaluation_calls_copies_of_losses():
     """A loss may count its calls in a buffer. The data are not copied."""
-    task = SimpleNamespace(train=[1], eval=[2], criterion=nn.BatchNorm1d(1))
+    net = nn.Linear(1, 1)
+    task = SimpleNamespace(train=[1], eval=[2], criterion=nn.BatchNorm1d(1), net=net)
     task.criterion.rows = task.train
-    found = evaluate._copy(task)
+    found = evaluate._copy(SimpleNamespace(task=task, module=net, parallel=SimpleNamespace(eval_model=net)))
+    assert found.net is net
     found.criterion(torch.ones(3, 1))
     assert (found.criterion.num_batches_tracked, task.criterion.num_batches_tracked) == (1, 0)
     assert found.train is task.train is found.criterion.rows

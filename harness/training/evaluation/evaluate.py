@@ -88,8 +88,8 @@ def _whole_report(run: Run, sums: list[Sums], rows: int, bad: list[int], start: 
 
 def try_evaluation(run: Run) -> None:
     """Try a task or a loss of the user's own on the first validation batch of each rank: without this, a fault ends the
-    run after its first epoch, and a loss that is a sum trains. Random streams, buffers, and the attributes, losses and
-    metrics of the task are as before. Collective.
+    run after its first epoch, and a loss that is a sum trains. Random streams, buffers, and the attributes of the
+    task, also losses that are modules, are as before; what a loss inside a container counts is not. Collective.
 
     Left out in a resume, where it is not cheap (a compiled model), and where all ranks must take part (sharded
     weights). ``report`` may need more rows than those of a batch, so its faults are only warned of.
@@ -100,7 +100,7 @@ def try_evaluation(run: Run) -> None:
         return
     with run.runtime.together("trying an evaluation"), _without_a_trace(run), torch.no_grad():
         try:
-            task = _copy(run.task)
+            task = _copy(run)
         except Exception:
             return  # a loss of the user's own that cannot be copied, and may count
         with run.runtime.limited("reading a batch of the dataset"):
@@ -120,13 +120,15 @@ def try_evaluation(run: Run) -> None:
             log.warning("report() of the task fails on the first validation batch, and perhaps on all: %s", found)
 
 
-def _copy(task: OpenedTask) -> OpenedTask:
-    """Return a copy of ``task`` whose loss and metrics, which may count, are copies, too; its data are the same."""
-    data = {id(part): part for part in (task.train, task.eval)}
+def _copy(run: Run) -> OpenedTask:
+    """Return a copy of the task whose losses and metrics are copies, too, if it has them itself: they may count. Its
+    data, and the model if it has that, are the same."""
+    task, models = run.task, (run.module, run.parallel.eval_model)
+    same = {id(part): part for part in (task.train, task.eval, *(each for model in models for each in model.modules()))}
     found = copy.copy(task)
     for name, part in vars(found).items():
         if isinstance(part, nn.Module | Objective):
-            object.__setattr__(found, name, copy.deepcopy(part, data))
+            object.__setattr__(found, name, copy.deepcopy(part, same))
     return found
 
 

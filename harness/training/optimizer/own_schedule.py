@@ -127,12 +127,11 @@ class OfScheduler(OwnSchedule):
         return [self.section.name, shown, self.base, self.warmup_steps, self.total_steps]
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "of": self._identity, **self._scheduler.state_dict()}
+        return {"of": self._identity, **self._scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``. One of another schedule, or for a run of another length, is not used: the scheduler
         then starts anew, and takes all updates so far before the next one."""
-        super().load_state_dict(state)
         if state.get("of") == self._identity:
             self._scheduler.load_state_dict(state)
 

@@ -303,13 +303,10 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to continue the schedule, apart from the number of applied updates."""
-        return {"warmup_steps": self.warmup_steps}
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. One of another schedule is not used. A warm-up that is a share stays as long as it
-        was at first, also if the run is made longer."""
-        if self.section.warmup and self.section.warmup.unit == "share":
-            self.__dict__["warmup_steps"] = state.get("warmup_steps", self.warmup_steps)  # the cached property
+        """Continue from ``state``. One of another schedule is not used."""
 
     @property
     def num_foreseen(self) -> int:
