@@ -28,8 +28,9 @@ UNITS = {  # where ours counts something else
     "per_device_train_batch_size": "it is the product with the accumulation: 8 rows, 4 times, are "
     "batch.per_rank=32 batch.accumulate=4",
     "gradient_accumulation_steps": "it splits the batch: 8 rows, 4 times, are batch.per_rank=32 batch.accumulate=4",
-    "eval_steps": "a number counts epochs; steps are 'train.evaluate_every=500 steps'",
-    "eval_strategy": "a number counts epochs; steps are 'train.evaluate_every=500 steps'",
+    **dict.fromkeys(
+        ("eval_steps", "eval_strategy"), "a number counts epochs; steps are 'train.evaluate_every=500 steps'"
+    ),
     "load_best_model_at_end": "the best weights are always kept; that setting says by which metric",
 }
 SCHEDULES = {

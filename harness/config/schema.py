@@ -220,8 +220,8 @@ class ScheduleSection(Section):
     a torch LRScheduler. The schedule counts applied updates: a step that the loss scaler skips does not advance it.
     """
     warmup: Annotated[Duration, Bare("epochs", share=True)] | None = None
-    """Linear warm-up from almost zero, such as 0.5 (epochs), "500 steps" or "10%" of the run, however long; null:
-    none."""
+    """Linear warm-up from almost zero, such as 0.5 (epochs), "500 steps" or "10%" of the run; null: none. A share grows
+    with train.epochs, so a longer run may warm up again."""
     args: Arguments = {}
     """Keyword arguments of the schedule, such as {min_lr: 0.001} (docs/schedules.md); null: none."""
 

@@ -39,7 +39,7 @@ from harness.data.row_order import RowOrder
 from harness.data.shards import Segment, bounds, num_rows_in_step, num_rows_used, num_steps, shard
 from harness.errors import TrainingError, remedy
 
-# Objects of these, but for datasets and files, open no file later.
+# The libraries whose objects open no file later; files and datasets, which may, are left out.
 _LIBRARIES = {*sys.stdlib_module_names, "numpy", "pandas", "pyarrow", "torch", "torchvision", "harness"} - {"io", "_io"}
 _PASSES = 2  # over an epoch without counting a step, until a loop is taken for endless
 

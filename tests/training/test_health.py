@@ -263,7 +263,7 @@ def test_rows_of_skipped_steps_are_told_apart(start, caplog):
 
 
 def test_the_loss_of_an_epoch_is_the_mean_over_its_rows(start, caplog):
-    """However they are spread over log lines; the next epoch begins anew."""
+    """The sums do not depend on where log lines fall, and start at zero in the next epoch."""
     run = start("", 2, "train.epochs=2", "train.log_every=2", "batch.global=5")
     with caplog.at_level("INFO", "harness"):
         run.tracker.log, entries = lambda split, values: entries.append({"split": split, **values}), []

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from harness import cli
 from harness.config import loader
 from harness.distributed.launch_env import Launch
 from harness.distributed.rank_exit import Cause, RankExit
@@ -21,7 +22,16 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.distributed.store import LimitedStore
 from harness.distributed.watchdog import Watchdog
-from harness.errors import EXIT_FAILURE, EXIT_OWN_CODE, ConfigError, DataError, LaunchError, exit_code_of
+from harness.errors import (
+    EXIT_DATA,
+    EXIT_DONE,
+    EXIT_FAILURE,
+    EXIT_OWN_CODE,
+    ConfigError,
+    DataError,
+    LaunchError,
+    exit_code_of,
+)
 from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
 from harness.training import description, main, train_command
@@ -31,6 +41,7 @@ from harness.training.progress import State
 from harness.training.task import BaseTask
 from tests.conftest import ROOT
 from tests.fixtures import make_config, settings, write_rows, write_yaml
+from tests.ranks import run_ranks
 
 TWO_MACHINES = {"world_size": 2, "local_world_size": 1, "elastic": True, "may_grow": True}
 
@@ -273,3 +284,25 @@ def test_error_while_a_run_is_built_names_the_line_of_the_setting(tmp_path):
     (tmp_path / "train.csv").unlink()
     with pytest.raises(DataError, match=f"^{path}:7: task.train_csv: {tmp_path}/train.csv: no such annotation file"):
         train_command.run(argparse.Namespace(config=str(path), overrides=[], local_rank=None))
+
+
+def test_ranks_that_cannot_extend_a_finished_run_leave_it_finished(tmp_path):
+    """All ranks know that it is finished, not only the one that has claimed the folder."""
+    write_rows(tmp_path, "eval", 6)
+    table = write_rows(tmp_path, "train", 12)
+    tree = settings(tmp_path, train={"epochs": 1}, runtime={"device": "cpu", "timeout_s": 30})
+    path, longer = write_yaml(tmp_path / "x.yaml", tree), "train.epochs=2"
+
+    def trained(*words: str) -> list[int]:
+        return run_ranks(2, cli.main, ["train", "-c", str(path), *words], group=False, timeout_s=90)
+
+    assert trained() == [EXIT_DONE] * 2
+    run = tmp_path / "runs" / "small"
+    before = exit_files.read(run / "logs")
+    gone = table.rename(tmp_path / "moved.csv")
+    assert trained(longer) == [EXIT_DATA] * 2
+    assert exit_files.read(run / "logs") == before
+    assert not (run / "failure.json").exists()
+    gone.rename(table)
+    assert trained(longer) == [EXIT_DONE] * 2
+    assert [each.step for each in exit_files.read(run / "logs").values()] == [2 * before[0].step] * 2

@@ -1,10 +1,12 @@
 """``amp.scale_loss``: the context around a backward pass (contract 1.3 of tests/apex/contract.py).
 
-From an overflow to a skipped step: at the end of the context, ``gradients.finish`` unscales the gradients and notes an
-infinite one. Then ``_update_or_defer`` lowers the scale and marks the optimizers in their stashes (amp's state of an
-optimizer), at once; or, if gradients are still to be averaged over ranks, leaves that to whoever averages them; or, if
-the optimizers can skip on the device, leaves a flag there. ``step()`` of a marked optimizer does nothing
-(``optimizer_patches``).
+How an overflow skips a step: at the end of the context, ``gradients.finish`` unscales the gradients and notes whether
+one is infinite. ``_update_or_defer`` then does one of three things:
+
+- It lowers the scale and marks each optimizer in its stash, amp's state of it. ``step()`` of a marked optimizer does
+  nothing (``optimizer_patches``).
+- If gradients are not averaged over ranks yet, it leaves this to the context that averages them, or to ``step()``.
+- If the optimizers can skip on the device, it leaves a flag there.
 """
 
 from __future__ import annotations

@@ -88,8 +88,10 @@ def _whole_report(run: Run, sums: list[Sums], rows: int, bad: list[int], start: 
 
 def try_evaluation(run: Run) -> None:
     """Try a task or a loss of the user's own on the first validation batch of each rank: without this, a fault ends the
-    run after its first epoch, and a loss that is a sum trains. Random streams, buffers, and the attributes of the
-    task, also losses that are modules, are as before; what a loss inside a container counts is not. Collective.
+    run after its first epoch, and a loss that is a sum trains. Collective.
+
+    It leaves random streams, buffers, and the task as they were, with the losses and metrics that ``_copy`` copies. A
+    loss of another kind that counts its calls has counted these, too.
 
     Left out in a resume, where it is not cheap (a compiled model), and where all ranks must take part (sharded
     weights). ``report`` may need more rows than those of a batch, so its faults are only warned of.
