@@ -40,7 +40,7 @@ _WRONG = "correct it: "  # starts the comment of a guess that cannot be right
 _UNUSED = "not used: "  # starts the part of a comment about a column of texts that the model does not read
 _TYPICAL = 224  # height and width of images that most published models were trained on
 _WITHOUT_GPU = 96  # a fifth of the pixels, and of the time
-_ALL_WEIGHTS = "model.lora=null optimizer.lr=5e-5"  # instead of LoRA, which takes a larger lr
+_LORA = "model.lora.r=8 optimizer.lr=5e-4"  # LoRA takes a larger lr
 _SMALL = 64  # up to here a small network is enough
 
 
@@ -93,8 +93,8 @@ def write(sources: Sequence[str], out: Path | None, model: str | None = None) ->
     wrong = [f"warning: {line.lstrip()}" for line in lines if f"# {_WRONG}" in line or f"; {_UNUSED}" in line]
     commands = [f"  harness {verb} -c {file}" for verb in ("check", "train")]
     if model and model.startswith(HUB):
-        commands += ["it trains LoRA, to save memory; to train all weights, with their lower lr:"]
-        commands += [f"  harness train -c {file} {_ALL_WEIGHTS}"]
+        commands += ["it trains all weights; LoRA, with its larger lr, takes less memory:"]
+        commands += [f"  harness train -c {file} {_LORA}"]
     return "\n".join([text, f"wrote {out}; now check it:", *commands, *wrong])
 
 
@@ -221,8 +221,8 @@ def _task(train: Annotations, evaluation: Annotations, model: str | None) -> Ite
     yield f"batch: {{global: {batch}}}  # rows per step over all ranks; larger batches make better use of a GPU"
     yield "data: {shard: global}  # the same batches on any number of ranks"
     of_hub = model is not None and model.startswith(HUB)
-    lr = 0.0005 if of_hub else 0.001
-    yield f"optimizer: {{name: adamw, lr: {lr}, weight_decay: 0.01}}  # lr is the first setting to tune"
+    lr = 5.0e-5 if of_hub else 0.001
+    yield f"optimizer: {{name: adamw, lr: {_plain(lr)}, weight_decay: 0.01}}  # lr is the first setting to tune"
     yield "schedule: {name: cosine, warmup: 1}"
     epochs = 5 if of_hub else 10 if train.num_rows > 5000 else 20
     yield f"train: {{epochs: {epochs}, deterministic: true}}  # false: faster on a GPU, but no exact resume"
@@ -295,10 +295,8 @@ def _positions(model: str) -> int:
 
 def _model(name: str) -> str:
     """Return the line for the model ``name``."""
-    if not name.startswith(HUB):
-        return f"model: {{name: {_plain(name)}}}"
-    section = {"name": name, "lora": {"r": 8, "alpha": 16}}
-    return f"model: {_plain(section)}  # lora: small matrices, to save memory; all weights: {_ALL_WEIGHTS}"
+    why = f"  # all weights; with small matrices (LoRA), to save memory: {_LORA}" if name.startswith(HUB) else ""
+    return f"model: {{name: {_plain(name)}}}{why}"
 
 
 def _path_column(rows: Annotations) -> tuple[str, str] | None:

@@ -198,17 +198,17 @@ def pairs(label) -> None:
 def test_pairs_of_texts_for_a_model_of_hugging_face(folder, label, setting):
     pairs(label)
     text = first_config.write([], Path("pairs.yaml"), "hf:a folder")
-    assert "# lora: small matrices, to save memory; all weights: model.lora=null optimizer.lr=5e-5\n" in text
+    assert "model: {name: hf:a folder}  # all weights; with small matrices" in text
     again = text.splitlines()[-1].split()
     assert again[:4] == ["harness", "train", "-c", "pairs.yaml"]
-    whole = loader.load("pairs.yaml", again[4:])
-    assert (whole.model.lora, whole.optimizer.lr, loader.load("pairs.yaml").optimizer.lr) == (None, 5e-5, 5e-4)
+    adapted = loader.load("pairs.yaml", again[4:])
+    assert (adapted.model.lora.r, adapted.optimizer.lr, loader.load("pairs.yaml").optimizer.lr) == (8, 5e-4, 5e-5)
     task, model = (getattr(loader.load("pairs.yaml"), section) for section in ("task", "model"))
     assert "text_column: [question, answer]  # 5.0 and 5.0 words per row\n" in text
     assert task.text_columns == ("question", "answer")
     assert task.model_dump(include={"label_column", "labels"}, exclude_defaults=True) == setting
     assert (task.tokenizer.name, task.tokenizer.max_length) == ("hf:a folder", 16)
-    assert (model.name, model.lora.r) == ("hf:a folder", 8)
+    assert (model.name, model.lora) == ("hf:a folder", None)
 
 
 def test_a_folder_of_hugging_face_without_its_prefix_is_refused(folder):
@@ -229,7 +229,7 @@ def test_pairs_of_texts_without_a_model_are_named(folder, capsys):
     last = text.splitlines()[-1]
     assert last.startswith("warning: text_column: question  # 5.0 words per row; not used: answer: for both texts")
     assert last.endswith("add --model hf:FOLDER_OR_NAME to harness init")
-    assert "# model: {name: 'hf:FOLDER_OR_NAME', lora: {r: 8, alpha: 16}}" in text
+    assert "# model: {name: hf:FOLDER_OR_NAME}" in text
     (again,) = re.findall("are written by: harness (.*)", text)
     assert cli.main([*again.split(), "--out", "again.yaml"]) == 0
     assert loader.load("again.yaml").task.text_columns == ("question", "answer")
