@@ -232,9 +232,6 @@ def require_columns(columns: Sequence[str], needed: Mapping[str, str], name: str
     if not missing:
         return
     hints = [_instead(column, columns, needed) for column in missing]
-    for separator, separators in ((";", "semicolons"), ("\t", "tabs"), ("|", "vertical bars")):
-        if len(columns) == 1 and separator in columns[0]:
-            hints = [f"the columns seem to be separated by {separators}: save the file with commas"]
     noun = "column" if len(missing) == 1 else "columns"
     raise DataError(
         f"no {noun} {', '.join(map(repr, missing))}; the columns are {listed(columns)}",

@@ -2,7 +2,8 @@
 
 Agrees with pandas on files that both accept: blank lines (and lines of white space) are not rows, a quote is special
 only at the start of a field, and a column without a name is called ``Unnamed: 0``. Unlike pandas, ``NA``, ``None``,
-``null`` and the empty field are text, not missing values, and a row with too few fields is an error.
+``null`` and the empty field are text, not missing values, and a row with too few fields is an error. Fields are
+separated by commas, or by the first of SEPARATORS at which the header splits.
 
 Line numbers, for error messages, come from Python's csv module, which agrees with pyarrow and pandas on what a record
 is. It takes about a second per million rows.
@@ -33,12 +34,13 @@ log = logging.getLogger("harness")
 
 BLOCK_BYTES, MAX_BLOCK_BYTES = 4 << 20, 256 << 20  # a record must fit into one block
 MAX_HEADER_BYTES = 1 << 20
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 
 
 def read_header(path: Path, name: str) -> list[str]:
     """Return the column names, in order. Raises DataError if there are none or two are equal."""
     try:
-        raw = _header_of(path)
+        _, raw = _header_of(path)
     except UnicodeDecodeError:
         raise _not_utf8(path, name) from None
     except OverflowError:
@@ -62,10 +64,13 @@ def read_header(path: Path, name: str) -> list[str]:
 def read_batches(path: Path, name: str, columns: list[str]) -> Generator[pa.RecordBatch, None, None]:
     """Yield the rows in order, in nonempty batches of any length. ``columns`` is the result of ``read_header``."""
     block_bytes, num_rows = BLOCK_BYTES, 0
+    separator, _ = _header_of(path)
+    if separator != ",":
+        log.warning("%s: read with %s between the columns, as in its header", name, SEPARATORS[separator])
     while True:
         skip = num_rows
         try:
-            for batch in _read(path, name, columns, block_bytes):
+            for batch in _read(path, name, columns, separator, block_bytes):
                 fresh = batch.slice(min(skip, batch.num_rows))
                 skip -= batch.num_rows - fresh.num_rows
                 num_rows += fresh.num_rows
@@ -115,7 +120,9 @@ class _Ended(io.RawIOBase):
         return block
 
 
-def _read(path: Path, name: str, columns: list[str], block_bytes: int) -> Generator[pa.RecordBatch, None, None]:
+def _read(
+    path: Path, name: str, columns: list[str], separator: str, block_bytes: int
+) -> Generator[pa.RecordBatch, None, None]:
     """Yield the rows, read in blocks of this length. Raises DataError or _RecordTooLong.
 
     pyarrow silently lets an unclosed quote swallow the rest of the file. So one more record with a random content is
@@ -133,8 +140,9 @@ def _read(path: Path, name: str, columns: list[str], block_bytes: int) -> Genera
     held: pa.RecordBatch | None = None
     try:
         with open_bytes(path) as stream:
-            ending = "\n" + ",".join([mark] * len(columns)) + "\n"
-            for batch in _open(_Ended(stream, ending.encode()), block_bytes, columns, on_uneven):
+            ending = "\n" + separator.join([mark] * len(columns)) + "\n"
+            options = pa.csv.ParseOptions(delimiter=separator, newlines_in_values=True, invalid_row_handler=on_uneven)
+            for batch in _open(_Ended(stream, ending.encode()), block_bytes, columns, options):
                 if batch.num_rows:
                     if held is not None:
                         yield held
@@ -154,14 +162,14 @@ def _read(path: Path, name: str, columns: list[str], block_bytes: int) -> Genera
 
 
 def _open(
-    stream: _Ended, block_bytes: int, columns: list[str], on_uneven: object
+    stream: _Ended, block_bytes: int, columns: list[str], options: pa.csv.ParseOptions
 ) -> Generator[pa.RecordBatch, None, None]:
     reader = pa.csv.open_csv(
         stream,
         # The names come from read_header, because pyarrow merges two columns without a name.
         # Threads only slow the stream down: it is parsed block by block anyway.
         read_options=pa.csv.ReadOptions(block_size=block_bytes, use_threads=False),
-        parse_options=pa.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=on_uneven),
+        parse_options=options,
         convert_options=pa.csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string())),
     )
     for batch in reader:
@@ -186,7 +194,7 @@ def _diagnose(path: Path, name: str, columns: list[str], message: str, uneven: b
         f"{plural(count, 'row')} with more or fewer fields than the header's {len(columns)}: {seen}"
         + (", …" if count > len(first) else ""),
         where=f"{name}:{first[0][0]}",
-        hint="put a field that contains a comma into double quotes; leave a missing field empty",
+        hint=f"put a field that contains {_header_of(path)[0]!r} into double quotes; leave a missing field empty",
     )
 
 
@@ -252,7 +260,7 @@ def _unclosed_quote(path: Path, num_columns: int) -> int | None:
     # Append one more record: if it does not come out as a record, an open quote has swallowed it.
     end = ["\x1aend of file\x1a"] * num_columns
     last_line, last = 0, [""]
-    with _records(path, ["\n", ",".join(end) + "\n"]) as records:
+    with _records(path, ["\n", _header_of(path)[0].join(end) + "\n"]) as records:
         for last_line, last in records:  # noqa: B007
             pass
     return None if last == end else last_line
@@ -276,8 +284,9 @@ def _nul_line(path: Path) -> int:
         return next(number for number, line in enumerate(stream, start=1) if b"\0" in line)
 
 
-def _header_of(path: Path) -> list[str]:
-    """Return the fields of the first record; [] if there is none in the first MAX_HEADER_BYTES.
+def _header_of(path: Path) -> tuple[str, list[str]]:
+    """Return (the separator of fields, the fields of the first record; [] if there is none in the first
+    MAX_HEADER_BYTES).
 
     Raises UnicodeDecodeError, or OverflowError if no line ends there.
     """
@@ -287,8 +296,12 @@ def _header_of(path: Path) -> list[str]:
     if head and not whole:
         raise OverflowError
     with _any_field_size():
-        text = io.StringIO(head[:whole].decode("utf-8-sig").replace("\0", ""), newline="")
-        return next((fields for fields in csv.reader(text) if fields), [])
+        text = head[:whole].decode("utf-8-sig").replace("\0", "")
+        for separator in SEPARATORS:
+            rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+            if len(fields := next(filter(None, rows), [])) > 1:
+                return separator, fields
+    return ",", fields
 
 
 @contextmanager
@@ -297,12 +310,13 @@ def _records(path: Path, more: Sequence[str] = ()) -> Iterator[Iterator[tuple[in
 
     def records(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
         # The csv module of Python 3.10 stops at a NUL.
-        reader, line = csv.reader(line.replace("\0", "") for line in lines), 1
+        reader, line = csv.reader((line.replace("\0", "") for line in lines), delimiter=separator), 1
         for fields in reader:
             if len(fields) > 1 or (fields and not fields[0].isspace()):
                 yield line, fields
             line = reader.line_num + 1
 
+    separator, _ = _header_of(path)
     # Latin-1 decodes every byte, so a wrong encoding cannot fail here; quotes and line ends are ASCII in UTF-8.
     with _any_field_size(), open_bytes(path) as stream, io.TextIOWrapper(stream, "latin-1", newline="") as text:
         yield records(chain(text, more))

@@ -44,6 +44,20 @@ def lines_of(table) -> list[int]:
     return [int(table.where(row).rpartition(":")[2]) for row in range(len(table))]
 
 
+@pytest.mark.parametrize(("separator", "named"), [(b";", "semicolons"), (b"\t", "tabs"), (b"|", "vertical bars")])
+def test_other_separators(opened, caplog, separator, named):
+    """The header tells; a comma in a row is text then, and a header in quotes is one column."""
+    table = opened(
+        b"path,label\na.jpg,cat\n\nb.jpg,dog\n".replace(b",", separator) + b'"c, 1.jpg"' + separator + b"1,5\n"
+    )
+    assert text_of(table) == {"path": ["a.jpg", "b.jpg", "c, 1.jpg"], "label": ["cat", "dog", "1,5"]}
+    assert lines_of(table) == [2, 4, 5]
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{table.name}: read with {named} between the columns, as in its header"
+    ]
+    assert opened(b'"path' + separator + b'label"\na\n').columns == (f"path{separator.decode()}label",)
+
+
 def test_rows_columns_and_labels(opened):
     table = opened(CSV, text=["path"], label="label")
     assert len(table) == table.num_rows == 3

@@ -150,8 +150,8 @@ SHORT_AND_LONG = b"short,1\n" + b'"a\nb",1,x\n' + b"long,1,a,b\n" + b"\n" + b"x,
     ("content", "message", "line", "hint"),
     [
         (b"path,label,path\na,1,b\n", "the header names a column twice: 'path'", 1, "unique name"),
-        ((HEADER + GOOD).replace(b",", b";"), "no column 'label'", 0, "separated by semicolons"),
-        ((HEADER + GOOD).replace(b",", b"\t"), "no column 'label'", 0, "separated by tabs"),
+        (b"path;label\na;1,5\nb;1;2\n", "1 row with more or fewer fields than the header's 2: line 3 has 3", 3, "';'"),
+        (b'path;label\na;1\nb;"1\n', "a quote opened in this row is never closed", 3, "close the quote"),
         (
             b"path,label\na,cat\nb,dog\nc,dog \nb,dog\nc,dog \n",
             "labels 'dog' (line 3) and 'dog ' (line 4) differ only in whitespace", 0, "in column 'label'",
