@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.config.places import HUB
+from harness.data.texts import SETTING, Tokenizer
 from harness.errors import ConfigError, HarnessError, first_line, reason, similar_path
 from harness.runs.files import expanded, new_folder
 
@@ -123,18 +123,19 @@ def require(library: str, where: str) -> None:
         ) from None
 
 
-@dataclass(frozen=True)
-class HubTokenizer:
+class HubTokenizer(Tokenizer):
     """A tokenizer of transformers. ``inputs``: what it makes of a text, such as input_ids, for the last dimension of a
     batch."""
 
-    tokenizer: Any
-    digest: str
-    inputs: tuple[str, ...]
-    num_tokens: int
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, words = tokenizer, tokenizer.get_vocab()
+        self.inputs = tuple(each for each in _INPUTS if each in {*_INPUTS[:2], *tokenizer.model_input_names})
+        self.num_tokens = max(words.values()) + 1
+        self.digest = _digest(tokenizer, words)
+        self.learned, self.signature = {"tokenizer": self.digest}, {"last_dimension": self.inputs}
+        self.known = {"tokenizer": self}
 
     def padded(self, texts: Sequence[Sequence[str]], max_length: int, fixed: bool) -> np.ndarray:
-        """Return int64 (batch, positions, inputs) for a column of ``texts``, or two as pairs."""
         encoded = self.tokenizer(
             *texts, truncation=True, max_length=max_length, padding="max_length" if fixed else "longest",
             return_attention_mask=True, return_token_type_ids=_INPUTS[2] in self.inputs,
@@ -146,54 +147,45 @@ class HubTokenizer:
         return np.ascontiguousarray(rows.transpose(1, 2, 0))
 
     def lengths(self, texts: Sequence[Sequence[str]]) -> np.ndarray:
-        """Return the number of tokens of each row of ``texts``, of which none is cut."""
         return np.asarray([len(ids) for ids in self.tokenizer(*texts, verbose=False)["input_ids"]], dtype=np.int64)
 
     def example(self, length: int) -> Tensor:
-        """Return two made-up rows of ``length`` tokens."""
         values = {_INPUTS[0]: int(self.tokenizer.pad_token_id == 0), _INPUTS[1]: 1, _INPUTS[2]: 0}
         return torch.tensor([values[name] for name in self.inputs]).expand(2, length, -1).clone()
 
+    def require_tokens_of(self, model: str, name: str) -> None:
+        """Compare the tokens with those of the tokenizer in the model's folder, if there is one."""
+        try:
+            own = tokenizer(model) if name != model else self
+        except ConfigError:
+            return
+        if own.tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise ConfigError(f"{name} has other tokens than {model}", where=SETTING, hint=f"set {SETTING}={model}")
 
-def tokenizer(name: str, where: str, pairs: bool = False) -> HubTokenizer:
-    """Return the tokenizer of ``hf:FOLDER_OR_NAME``. Raises ConfigError if there is none that can encode a text, or
+
+def tokenizer(name: str, pairs: bool = False) -> HubTokenizer:
+    """Return the tokenizer of ``hf:FOLDER_ORSETTING``. Raises ConfigError if there is none that can encode a text, or
     with ``pairs`` two."""
-    require("transformers", where)
-    path = folder(name, where)
+    require("transformers", SETTING)
+    path = folder(name, SETTING)
     from transformers import AutoTokenizer
 
     try:
         found = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
         if found.pad_token is None:  # as of GPT-2; the attention mask tells both apart
             found.pad_token = found.eos_token or found.unk_token
-        words = found.get_vocab()
-        inputs = tuple(each for each in _INPUTS if each in {*_INPUTS[:2], *found.model_input_names})
-        made = HubTokenizer(found, _digest(found, words), inputs, max(words.values()) + 1)
+        made = HubTokenizer(found)
         made.padded([["a text"], ["another"]][: 1 + pairs], 16, False)
-        if len(words) <= len(found.all_special_tokens):
+        if len(found.get_vocab()) <= len(found.all_special_tokens):
             raise ValueError("it has no words")
     except Exception as error:  # of many types
         raise ConfigError(
             f"there is no tokenizer in {path} that can be used: {first_line(error)}",
-            where=where,
+            where=SETTING,
             hint="give a folder with tokenizer.json or the files of its vocabulary, as tokenizer.save_pretrained "
             "writes them",
         ) from None
     return made
-
-
-def require_same(name: str, model: str, chosen: HubTokenizer) -> None:
-    """Raise ConfigError if the tokenizer ``name``, which is ``chosen``, has other tokens than that of ``model``, if
-    there is one in its folder."""
-    where = "task.tokenizer.name"
-    if name == model:
-        return
-    try:
-        own = tokenizer(model, where)
-    except ConfigError:
-        return
-    if own.tokenizer.get_vocab() != chosen.tokenizer.get_vocab():
-        raise ConfigError(f"{name} has other tokens than {model}", where=where, hint=f"set {where}={model}")
 
 
 def without_lengths(found: Any) -> Any:

@@ -2,56 +2,103 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from harness.config import plugins
 from harness.data.batch import Batch
-from harness.data.hub import HubTokenizer
 from harness.data.row_labels import RowLabels
 from harness.data.table.table import Table
-from harness.errors import DataError, plural
+from harness.errors import ConfigError, DataError, first_line, plural
 from harness.runs.console import working
 from harness.runs.fetch import made_once
 from harness.runs.files import cache_folder, read_sealed, write_sealed
 
 log = logging.getLogger("harness")
 
-UNKNOWN = 1  # the id of every word that is not in the vocabulary
 RULE = "NFD, lower case; a word is a run of letters, marks, digits and underscores"
+SETTING = "task.tokenizer.name"
 _BETWEEN_WORDS = r"[^\p{L}\p{M}\p{N}_]+"
 _CHUNK_ROWS = 1 << 16
 _LOOKED_AT = 500  # rows whose tokens are counted
 
 
-class Tokenizer(Protocol):
-    """Turns texts into ids from 0 (padding) to ``num_tokens - 1``."""
+class Tokenizer(ABC):
+    """Makes rows of ids, from 0 to ``num_tokens - 1``, of one column of texts, or of two as pairs."""
 
-    @property
-    def num_tokens(self) -> int: ...
+    num_tokens: int
+    digest = ""
+    """Of what changes the ids and is not in the configuration."""
+    learned: Mapping[str, Any] = {}
+    """What task.json keeps for predictions."""
+    signature: Mapping[str, Any] = {"padding": "0, on the right"}
+    """What other programs need to make the same ids."""
+    known: Mapping[str, Any] = {}
+    """Further arguments of a model that takes them."""
 
+    @abstractmethod
+    def padded(self, texts: Sequence[Sequence[str]], max_length: int, fixed: bool) -> np.ndarray:
+        """Return int64 ids (batch, positions, ...) of columns of ``texts``, cut off after ``max_length``, to which
+        ``fixed`` pads all."""
+
+    @abstractmethod
+    def lengths(self, texts: Sequence[Sequence[str]]) -> np.ndarray:
+        """Return the number of tokens of each row of ``texts``, of which none is cut."""
+
+    def example(self, length: int) -> torch.Tensor:
+        """Return two made-up rows of ``length`` tokens."""
+        return torch.ones(2, length, dtype=torch.int64)
+
+    def require_tokens_of(self, model: str, name: str) -> None:
+        """Raise ConfigError if the weights of ``model``, a ``hf:FOLDER_OR_NAME``, were trained on the tokens of another
+        tokenizer than this one of this ``name``."""
+        hint = f"set {SETTING}={model}, or model.weights=random"
+        raise ConfigError(f"{model} was not trained on the tokens of the tokenizer {name}", where=SETTING, hint=hint)
+
+
+class _OneColumn(Tokenizer):
+    """A tokenizer that encodes each text by itself."""
+
+    @abstractmethod
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return (the ids of all texts, one after the other, as int64; the number of ids of each text)."""
-        ...
+
+    def padded(self, texts: Sequence[Sequence[str]], max_length: int, fixed: bool) -> np.ndarray:
+        ids, counts = self.encode(texts[0])
+        kept = np.minimum(counts, max_length)
+        width = max_length if fixed else max(1, int(kept.max(initial=0)))
+        places = np.arange(width)
+        inside = places < kept[:, None]
+        starts = np.cumsum(counts) - counts
+        padded = np.zeros((len(counts), width), dtype=np.int64)
+        padded[inside] = ids[(starts[:, None] + places)[inside]]
+        return padded
+
+    def lengths(self, texts: Sequence[Sequence[str]]) -> np.ndarray:
+        return self.encode(texts[0])[1]
 
 
-@dataclass(frozen=True)
-class Bytes:
+class Bytes(_OneColumn):
     """The bytes of the text in UTF-8, each plus one."""
 
-    num_tokens: int = 257
+    num_tokens = 257
+    signature = {**Tokenizer.signature, "rule": "the bytes of the text in UTF-8, each plus 1"}
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         parts = [text.encode("utf-8", "surrogatepass") for text in texts]
@@ -59,31 +106,23 @@ class Bytes:
         return np.frombuffer(b"".join(parts), np.uint8).astype(np.int64) + 1, counts
 
 
-@dataclass(frozen=True)
-class Words:
-    """Words by their place in ``vocabulary``, plus two."""
+class Words(_OneColumn):
+    """Words by their place in a vocabulary, plus two."""
 
-    vocabulary: tuple[str, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.vocabulary) + 2
-
-    @cached_property
-    def _known(self) -> pa.Array:
-        return pa.array(self.vocabulary, pa.string())
+    def __init__(self, vocabulary: list[str]) -> None:
+        self.num_tokens = len(vocabulary) + 2
+        self.learned = {"vocabulary": vocabulary}
+        self.signature = {**self.signature, "rule": RULE, "unknown": 1, "first": 2, **self.learned}
+        self._words = pa.array(vocabulary, pa.string())
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         words, counts = words_of(pa.array(texts, pa.string()))
-        places = pc.fill_null(pc.index_in(words, self._known), -1).to_numpy(zero_copy_only=False)
+        places = pc.fill_null(pc.index_in(words, self._words), -1).to_numpy(zero_copy_only=False)
         return places.astype(np.int64) + 2, counts
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"vocabulary": self.vocabulary}
 
-
-@dataclass(frozen=True)
-class OwnTokenizer:
+@dataclass
+class OwnTokenizer(_OneColumn):
     """A function of the user's own from a text to a sequence of ids."""
 
     name: str
@@ -102,6 +141,26 @@ class OwnTokenizer:
                 hint="set task.tokenizer.num_tokens to the largest id plus one",
             )
         return ids, np.asarray([len(part) for part in parts], dtype=np.int64)
+
+    def require_tokens_of(self, model: str, name: str) -> None:
+        """Leave the tokens to the user."""
+
+
+def own_tokenizer(name: str, args: Mapping[str, Any], num_tokens: int) -> OwnTokenizer:
+    """Return the user's function, or object of a class, ``name``. Raises ConfigError if it fails."""
+    function = plugins.import_own("tokenizer", name, SETTING)
+    try:
+        if inspect.isclass(function):
+            function = function(**args)
+        elif args:
+            function = functools.partial(function, **args)
+        own = OwnTokenizer(name, function, num_tokens)
+        own.encode(["", "A sample text with two sentences. Ünïcode."])
+    except Exception as error:  # of the user's own code
+        what = f"the tokenizer {name} fails: {type(error).__name__}: {first_line(error)}"
+        hint = "it is called with a text, and returns a list of ids from 0 to task.tokenizer.num_tokens - 1"
+        raise ConfigError(what, where=SETTING, hint=hint) from error
+    return own
 
 
 def words_of(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
@@ -131,7 +190,18 @@ def learn_words(table: Table, column: str, max_words: int, cache_dir: Path | Non
                 log.warning("%s: the list of words in the cache is damaged; counting again", table.name)
             words = _most_frequent(table, column, max_words)
             write_sealed(path, {"words": words}, secrets.token_hex(8))
-    return Words(tuple(words))
+    return Words(words)
+
+
+def learned_words(facts: Mapping[str, Any]) -> Words:
+    """Return the vocabulary in ``facts``, the content of task.json. Raises ConfigError."""
+    found = facts.get("vocabulary")
+    if not (isinstance(found, list) and found and all(isinstance(word, str) for word in found)):
+        raise ConfigError(
+            "the run's task.json does not hold the words of the training data",
+            hint="start the run again to write the file: harness train -c RUN/config.yaml",
+        )
+    return Words(found)
 
 
 def _most_frequent(table: Table, column: str, max_words: int) -> list[str]:
@@ -164,7 +234,7 @@ class TextTable:
     table: Table
     columns: tuple[str, ...]
     labels: RowLabels
-    tokenizer: Tokenizer | HubTokenizer
+    tokenizer: Tokenizer
     max_length: int
     fixed: bool
 
@@ -174,21 +244,8 @@ class TextTable:
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
         """Return these rows in order; the same in every epoch."""
         texts = [self.table.strings(column, rows) for column in self.columns]
-        if isinstance(self.tokenizer, HubTokenizer):
-            inputs = self.tokenizer.padded(texts, self.max_length, self.fixed)
-        else:
-            inputs = self._padded(*self.tokenizer.encode(texts[0]))
+        inputs = self.tokenizer.padded(texts, self.max_length, self.fixed)
         return Batch(torch.from_numpy(inputs), torch.from_numpy(self.labels.targets(rows)), rows)
-
-    def _padded(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        kept = np.minimum(counts, self.max_length)
-        width = self.max_length if self.fixed else max(1, int(kept.max(initial=0)))
-        places = np.arange(width)
-        inside = places < kept[:, None]
-        starts = np.cumsum(counts) - counts
-        padded = np.zeros((len(counts), width), dtype=np.int64)
-        padded[inside] = ids[(starts[:, None] + places)[inside]]
-        return padded
 
     @cached_property
     def _looked_at(self) -> np.ndarray:
@@ -196,9 +253,7 @@ class TextTable:
         rows = np.linspace(0, len(self) - 1, min(_LOOKED_AT, len(self))).round().astype(np.int64)
         texts = [self.table.strings(column, rows) for column in self.columns]
         try:
-            if isinstance(self.tokenizer, HubTokenizer):
-                return self.tokenizer.lengths(texts)
-            return self.tokenizer.encode(texts[0])[1]
+            return self.tokenizer.lengths(texts)
         except Exception:  # of the user's own tokenizer
             return np.empty(0, np.int64)
 

@@ -134,7 +134,7 @@ def test_pairs_with_masks(make, bert, pad):
 
 def test_pair_loses_the_end_of_the_longer_text_first(make, bert):
     task = build.open_task(make("task.tokenizer.max_length=10"), Runtime())
-    found = hub.tokenizer(f"hf:{bert}", "here", pairs=True)
+    found = hub.tokenizer(f"hf:{bert}", pairs=True)
     pair = [["good bad film day sun rain"], ["yes no maybe it"]]
     for length, kept in ((13, "good bad film day sun rain [SEP] yes no maybe it"), (12, "good bad film day sun [SEP] "
                          "yes no maybe it"), (9, "good bad film [SEP] yes no maybe")):  # fmt: skip
@@ -161,7 +161,7 @@ def test_empty_texts_have_a_place(tmp_path):
         tmp_path
     )
     (tmp_path / "config.json").write_text("{}")
-    found = hub.tokenizer(f"hf:{tmp_path}", "here")
+    found = hub.tokenizer(f"hf:{tmp_path}")
     made = found.padded([["", ""]], 8, False)
     assert made.shape[:2] == (2, 1)
     assert not made[..., 1].any()

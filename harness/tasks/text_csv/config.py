@@ -15,7 +15,7 @@ from harness.config.targets import TableTask
 if TYPE_CHECKING:
     from harness.errors import DataError
 
-BUILT_IN = ("words", "bytes")
+_BUILT_IN = ("words", "bytes")
 
 
 class TokenizerSection(Section):
@@ -42,7 +42,7 @@ class TokenizerSection(Section):
     @field_validator("name")
     @classmethod
     def _is_known(cls, name: str) -> str:
-        if "." not in name and name not in BUILT_IN and not name.startswith(HUB):
+        if "." not in name and name not in _BUILT_IN and not name.startswith(HUB):
             raise ValueError(
                 f"there is no tokenizer {name!r}; use words, bytes, hf:FOLDER_OR_NAME, or your own "
                 "package.module.function"
