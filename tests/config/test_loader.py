@@ -98,7 +98,11 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name: x\nfoo: {a: 1\nbar: 2\n", "x.yaml:2: invalid YAML: the { on this line is not closed, or a comma"),
+        (
+            "name: x\nfoo: {a: 1\nbar: 2\n",
+            "x.yaml:2: invalid YAML: the { on this line is not closed, or a comma is missing, "
+            "before line 3, column 4 (YAML: expected ',' or '}', but got ':')\n  -> add the missing } or the comma",
+        ),
         ("name: x\nfoo: [1\n", "x.yaml:2: invalid YAML: the [ on this line is not closed, or a comma is missing"),
         ("a: 1\nname: 'x\nb: 2\n", "x.yaml:2: invalid YAML: the quote that this line opens is never closed"),
         ("a: " + "[" * 3000 + "]" * 3000, "x.yaml: invalid YAML: nested too deeply"),
@@ -111,15 +115,23 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]
         ("seed: 1\n--- \nseed: 2\n", "x.yaml:2: invalid YAML: "),
         ("null: 2\n", "x.yaml: invalid YAML: "),
         ("? [x, y]\n: 2\n", "x.yaml:1: invalid YAML: "),
-        ("a: b: c\n", "x.yaml:1: invalid YAML: this line has two colons\n  -> put the value in quotes"),
-        ("a:\n  b c\n  d: e\n", "x.yaml:2: invalid YAML: this line has no colon with a space behind it\n  -> write"),
-        ("a:\n  b:c\n\n  d: e\n", "x.yaml:2: invalid YAML: this line has no colon with a space behind it\n  -> write"),
-        ("a: 1\nb\n  c: 2\n", "x.yaml:2: invalid YAML: this line has no colon\n  -> write key: value"),
+        ("a: b: c\n", "x.yaml:1: invalid YAML: this line has two colons (YAML: "),
+        ("a:\n  b c\n  d: e\n", "x.yaml:2: invalid YAML: this line has no colon with a space behind it (YAML: "),
+        ("a:\n  b:c\n\n  d: e\n", "x.yaml:2: invalid YAML: this line has no colon with a space behind it (YAML: "),
+        ("a: 1\nb\n  c: 2\n", "x.yaml:2: invalid YAML: this line has no colon (YAML: "),
         ("a:\n  b: 1\n   c: 2\n", "x.yaml:3: invalid YAML: this line is indented, but the line before has a value"),
-        ("a:\n  b: 1\n c: 2\n", "x.yaml:3: invalid YAML: the indentation of this line fits none of the lines above"),
-        (" a: 1\nb: 2\n", "x.yaml:2: invalid YAML: the indentation of this line fits none of the lines above\n  -> "),
+        ("a:\n  b: 1\n c: 2\n", "x.yaml:3: invalid YAML: the indentation of this line does not fit the lines"),
+        (" a: 1\nb: 2\n", "x.yaml:2: invalid YAML: the indentation of this line does not fit the lines"),
+        (
+            "a:\n  - b\n - c\n",
+            "x.yaml:3: invalid YAML: the indentation of this line does not fit the lines above (YAML: ",
+        ),
+        ("a:\n  - b\n   - c: 1\n", "x.yaml:3: invalid YAML: this line is indented, but the line before has a value"),
+        ("a:\n  - b: 1\n     c: {d: 1}\n", "x.yaml:3: invalid YAML: this line is indented, but the line before has"),
+        ("a: {b: 1}}\n", "x.yaml:1: invalid YAML: this line has a } that closes nothing (YAML: expected <block end>"),
+        ('a: "b" c\n', "x.yaml:1: invalid YAML: expected <block end>, but found '<scalar>'"),
         ("a: @b\n", "that cannot start any token\n  -> put a value that begins with this character in quotes"),
-        ("train:\n\tseed: 3\n", "x.yaml:2: invalid YAML: this line has a tab\n  -> indent with spaces"),
+        ("train:\n\tseed: 3\n", "x.yaml:2: invalid YAML: this line has a tab (YAML: "),
         ("seed: 1\nname: y\nseed: 2\n", "x.yaml:3: invalid YAML: found duplicate key seed"),
         ("- a\n", "x.yaml: this is not a configuration"),
         (
