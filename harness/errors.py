@@ -27,6 +27,7 @@ EXIT_FAILURE = 70
 EXIT_STOPPED = 75  # stopped early with a checkpoint; the same command resumes the run
 EXITS_BY_SIGNAL = (130, 143, 129)  # stopped without one, by SIGINT, SIGTERM or SIGHUP: 128 + number, as in shells
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_PAGES = "docs/" if Path(__file__).parents[1].joinpath("docs").is_dir() else "the repository's docs/"  # not in a wheel
 
 
 class HarnessError(Exception):
@@ -42,7 +43,7 @@ class HarnessError(Exception):
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.message}" if self.where else self.message
-        return f"{text}\n  -> {self.hint}" if self.hint else text
+        return re.sub(r"(?<![\w/])docs/(?=\w+\.md)", _PAGES, f"{text}\n  -> {self.hint}" if self.hint else text)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions are pickled between processes (loader workers, ranks), which loses keyword arguments by default.

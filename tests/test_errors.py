@@ -20,6 +20,13 @@ def test_text_has_place_message_and_hint():
     assert str(HarnessError("this", hint="that")) == "this\n  -> that"
 
 
+def test_a_page_is_in_the_repository_if_not_in_the_package(monkeypatch):
+    error = DataError("what", where="my/docs/a.md:3", hint="see docs/data.md")
+    assert str(error).endswith("-> see docs/data.md")
+    monkeypatch.setattr(errors, "_PAGES", "the repository's docs/")
+    assert str(error) == "my/docs/a.md:3: what\n  -> see the repository's docs/data.md"
+
+
 @pytest.mark.parametrize(
     ("cls", "code"),
     [

@@ -17,7 +17,7 @@ _OF_LAUNCH = {
 }  # fmt: skip
 
 
-def add_config(parser: argparse.ArgumentParser, what: str = "a YAML file, such as configs/digits.yaml") -> None:
+def add_config(parser: argparse.ArgumentParser, what: str = "a YAML file, as harness init writes") -> None:
     """Add ``-c CONFIG``, with ``what`` as its help, and ``key=value``, as ``arguments.config`` and ``.overrides``.
 
     The file may also stand among the overrides, without ``-c``: ``find_config`` finds it there.

@@ -33,7 +33,7 @@ _REFERENCE = (
     "write ${task.root} for another setting, ${oc.env:NAME} for an environment variable, or \\${ for the characters ${"
 )
 _EXAMPLE = "write key=value, for example train.epochs=3"
-_NAME = "give a YAML file, for example configs/digits.yaml"
+_NAME = "give a YAML file; harness init writes one for your data"
 _MAX_BYTES = 1 << 20  # a configuration has a few KB; larger files take minutes to parse
 _COLON = "write key: value, or key: before the settings of a section"
 _INDENT = "indent the settings of a section, or the items of a list, alike, here and on the lines above"

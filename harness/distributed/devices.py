@@ -66,7 +66,7 @@ def _usable(wanted: str) -> int:
     if wanted == "cuda" or found.reason is Reason.BROKEN:
         raise LaunchError(
             f"torch can use no CUDA device: {found.text}",
-            hint="; ".join((*found.remedies, "or set runtime.device=cpu to train on the CPU")),
+            hint="; or ".join((*found.remedies, "set runtime.device=cpu to train on the CPU")),
         )
     if found.reason is not Reason.NO_DRIVER:
         log.info("%s: training runs on the CPU", found.text)

@@ -325,13 +325,16 @@ trackers: [wandbb]
 
 
 def test_values_of_other_tools_are_answered_with_ours(tmp_path):
+    two = "it should be a list of two numbers, [height, width]"
     answers = {
         "runtime.device=gpu": "'gpu' is not allowed; use runtime.device=cuda",
         "runtime.device=cuda:1": "'cuda:1' is not allowed; use runtime.device=cuda; CUDA_VISIBLE_DEVICES=1 selects the",
-        "task.image_size=32": "it should be a list, [height, width]: use task.image_size=[32,32]",
+        "task.image_size=32": f"{two} (found: 32): use task.image_size=[32,32]\n",
+        "task.image_size=[96]": f"{two} (found: [96]): use task.image_size=[96,96]\n",
+        "task.image_size=[1,2,3]": f"{two} (found: [1, 2, 3])\n",
     }
     for override, answer in answers.items():
-        assert f"{override.partition('=')[0]}: {answer}" in refused(tmp_path, GOOD, override)
+        assert f"{override.partition('=')[0]}: {answer}" in refused(tmp_path, GOOD, override) + "\n"
 
 
 def test_empty_braces_empty_a_section(tmp_path):

@@ -126,18 +126,20 @@ class Pooled(nn.Module):
         return self.layer(nn.functional.adaptive_avg_pool2d(self.features(images), 2).flatten(1))
 
 
-@pytest.mark.parametrize(("pace_s", "expected"), [(0.0, ("at most", 4)), (1e6, ("about", 10))])
-def test_duration_at_the_pace_of_a_step_of_the_run(folder, monkeypatch, pace_s, expected):
-    """Of fewer rows, at most that long, if it takes longer than is given."""
+@pytest.mark.parametrize(
+    ("pace_s", "batch", "expected"), [(0.0, 10, ("at most", 4)), (1e6, 10, ("about", 10)), (1e6, 1000, ("about", 20))]
+)
+def test_duration_at_the_pace_of_a_step_of_the_run(folder, monkeypatch, pace_s, batch, expected):
+    """Of fewer rows, at most that long, if it takes longer than is given. An epoch has no more rows than the data."""
     monkeypatch.setattr(preflight, "_PACE_S", pace_s)
     path = write_yaml(folder / "x.yaml", settings(folder))
-    facts, problems = preflight.examine(str(path), ["batch.global=10"], 1, limit_s=1e6)
+    facts, problems = preflight.examine(str(path), [f"batch.global={batch}"], 1, limit_s=1e6)
     assert problems == []
     least, rows, pace = re.fullmatch(
         r"(at most|about) \d+ \w+ for ([\d,]+) training rows per rank, at the pace of (\d+) here", facts["duration"]
     ).groups()
     assert (least, int(pace)) == expected
-    assert int(rows) == 10 * facts["steps"]
+    assert int(rows) == min(batch, 20) * facts["steps"]
 
 
 def test_files_and_one_batch(folder):

@@ -20,8 +20,10 @@ _CHANNELS = {"rgb": 3, "gray": 1}
 
 
 def _height_and_width(value: Any) -> Any:
-    if type(value) is int:
-        raise ValueError(f"it should be a list, [height, width]: use task.image_size=[{value},{value}]")
+    sides = [value] if type(value) is int else value
+    if isinstance(sides, list | tuple) and len(sides) != 2:
+        found = f"it should be a list of two numbers, [height, width] (found: {value})"
+        raise ValueError(found + (f": use task.image_size=[{sides[0]},{sides[0]}]" if len(sides) == 1 else ""))
     return value
 
 

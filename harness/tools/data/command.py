@@ -80,8 +80,7 @@ def _run(given: argparse.Namespace) -> str:
     from harness.tools.data import from_folder, table_file
 
     table_file.suffix_of(given.out)
-    table_file.require_new([given.out], given.force)
-    return from_folder.write(given.folder, given.out, not given.no_labels)
+    return from_folder.write(given.folder, given.out, not given.no_labels, given.force)
 
 
 def _download(dataset: str, folder: Path, source: str | None) -> str:

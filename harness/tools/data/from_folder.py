@@ -10,19 +10,20 @@ from pathlib import Path
 
 from harness.config.places import IMAGE_SUFFIXES
 from harness.errors import ConfigError, DataError, did_you_mean, plural, reason, remedy
-from harness.tools.data.table_file import write_rows
+from harness.tools.data.table_file import require_new, write_rows
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
 _NAMED = 5  # classes in a message
 
 
-def write(folder: Path, out: Path, labels: bool = True) -> str:
+def write(folder: Path, out: Path, labels: bool = True, force: bool = False) -> str:
     """Write path and label of each image below ``folder`` to ``out``, or only the paths of all images without
     ``labels``; return a summary to print.
 
     The label is the name of the folder on the first level; deeper folders only order images. Follows links.
     """
     classes = _folders(folder)
+    require_new([out], force)
     if labels:
         _require_classes(folder, classes)
     skipped: Counter[str] = Counter()

@@ -32,13 +32,13 @@ def split(
     suffix, kind = table_file.suffix_of(source), kind_of(source, str(source))
     stem = source.name[: -len(suffix)]
     outs = [(folder or source.parent) / f"{stem}.{part}{suffix}" for part in ("train", "eval")]
-    table_file.require_new(outs, force)
     if (kind == "parquet") != (suffix == ".parquet"):
         raise ConfigError(f"the content is {kind}", where=name, hint=f"rename it to {stem}.{kind}")
     columns = convert.reader_of(kind).read_header(source, str(source))
     require_columns(
         columns, {column: option for column, option in ((by, "--by"), (stratify, "--stratify")) if column}, name
     )
+    table_file.require_new(outs, force)
     with working(f"reading {source.name}"):
         table = _read(source, kind, columns)
     rows = len(table)

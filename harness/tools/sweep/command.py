@@ -12,7 +12,7 @@ HELP = "train an experiment over a space of settings; the same command resumes t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_config(parser, "a sweep file, such as configs/sweeps/digits_search.yaml")
+    shared.add_config(parser, "a sweep file (YAML)")
     parser.add_argument("--dry-run", action="store_true", help="print the command of each trial, without running any")
     parser.add_argument("--retry-failed", action="store_true", help="also retry failed trials, from their checkpoints")
 

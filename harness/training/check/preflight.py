@@ -269,24 +269,29 @@ class _Trial:
 
     def _duration(self, left_s: float) -> str:
         """Return the time of all steps in words, at the pace of further steps: the first one is slower, because it is
-        audited and allocates. One of the same rows, then three of as many as in the run, each if it fits into
-        ``left_s`` and the memory; the fastest counts, since other programs can only slow a step down."""
+        audited and allocates. One of the same rows, then three of as many as in the run, or as fit into ``left_s``
+        and the memory; the fastest of the largest counts, since other programs can only slow a step down."""
         assert self.batch is not None
-        num_rows, row_s, least = len(self.batch), self.step_s / len(self.batch), "at most"
-        row_bytes, end = (self.kept.num_bytes / num_rows if self.kept else 0.0), time.monotonic() + left_s
+        size, few, row_s, paces = self.sizes, len(self.batch), self.step_s / len(self.batch), dict[int, float]()
+        row_bytes, end = (self.kept.num_bytes / few if self.kept else 0.0), time.monotonic() + left_s
         with suppress(Exception):  # of rows that were not tried
-            for rows in (num_rows, *[min(self.sizes.micro_batch, len(self.task.train))] * 3):
+            for wanted in (few, *[size.micro_batch] * 3):
                 start = time.monotonic()
-                if start + rows * row_s > end or rows * row_bytes > machine.memory().free / 2:
+                most = min((end - start) / row_s, machine.memory().free / 2 / max(row_bytes, 1.0))
+                if most < min(few, wanted):
                     break
+                rows = min(wanted, int(most))
                 if batch := _batch(self.task.train, rows, 0, "training"):
                     self.task.loss(_outputs(self, batch, "training", training=True), batch.targets).backward()
                     self.optimizer.step()
-                    pace_s = (time.monotonic() - start) / len(batch)
-                    row_s = min(row_s, pace_s) if len(batch) == num_rows and least == "about" else pace_s
-                    num_rows, least = len(batch), "about"
-        total = self.sizes.total_steps * self.sizes.per_rank
-        return f"{least} {in_words(total * row_s)} for {total:,} training rows per rank, at the pace of {num_rows} here"
+                    row_s = (time.monotonic() - start) / len(batch)
+                    paces[rows] = min(row_s, paces.get(rows, math.inf))
+        rows, row_s = max(paces.items(), default=(few, row_s))
+        epochs, rest = divmod(size.total_steps, size.steps_per_epoch)
+        shard = -(-len(self.task.train) * size.per_rank // size.global_batch)
+        total = epochs * min(size.steps_per_epoch * size.per_rank, shard) + min(rest * size.per_rank, shard)
+        least = "about" if rows == size.micro_batch else "at most"
+        return f"{least} {in_words(total * row_s)} for {total:,} training rows per rank, at the pace of {rows} here"
 
     def _other_than_the_run(self) -> list[str]:
         """What the run does and the trial does not, in words."""

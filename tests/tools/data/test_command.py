@@ -73,6 +73,8 @@ def test_folder(tmp_path, capsys):
     assert table.strings("path", np.arange(4)) == [path for path, _ in expected]
     first = out.read_bytes()
     assert data("folder", photos, out) == 2  # it exists
+    assert data("folder", tmp_path / "fotos", out) == 65
+    assert "the folder cannot be read" in capsys.readouterr().err
     assert data("folder", photos, out, "--force") == 0
     assert out.read_bytes() == first
     for other in ("out.csv.gz", "out.parquet"):
@@ -166,9 +168,9 @@ def test_split_by_group_and_label(tmp_path, capsys):
             ("--eval", "0.2", "--stratify", "kind"),
             "no column 'kind'; the columns are 'path', 'label', 'patient'\n  -> use --stratify NAME",
         ),
-        (("--eval", "0.0001"), "0.0001 of 700 rows is 0: one part would be empty"),
+        (("--eval", "0.0001", "--force"), "0.0001 of 700 rows is 0: one part would be empty"),
     ):
-        assert data("split", table, *words, "--force") in (2, 65)
+        assert data("split", table, *words) in (2, 65)  # before it finds that the files exist
         assert message in capsys.readouterr().err
     write_table(tmp_path / "one.csv", [(i, "x") for i in range(9)])
     assert data("split", tmp_path / "one.csv", "--eval", "0.3", "--by", "label") == 2
