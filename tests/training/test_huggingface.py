@@ -283,10 +283,11 @@ def test_modules_to_save_are_trained_whole(make):
         ("*lora*", {"classifier"}),
     ],
 )
-def test_frozen_layers_keep_their_matrices(make, freeze, left):
+def test_frozen_layers_keep_their_matrices(make, freeze, left, caplog):
     _, model = built(make(model={"freeze": [freeze], "lora": {"targets": ["query"]}}))
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     assert {name.partition(".lora_")[2][:1] or name.partition(".")[0] for name in trained} == left
+    assert ("'bert.*' changes nothing" in caplog.text) == (freeze == "bert.*")
 
 
 def test_a_pattern_that_freezes_nothing_is_refused(make):

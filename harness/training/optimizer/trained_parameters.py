@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from harness.config.schema import OptimizerSection
 from harness.errors import ConfigError, plural, similar
 from harness.training.models import lora
+
+log = logging.getLogger("harness")
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
@@ -24,6 +27,8 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
         if len(kept) == len(found):
             what = f"{pattern!r} matches only matrices of LoRA, which stay trained"
             raise ConfigError(what, where="model.freeze", hint='remove it; a pattern with "lora" in it freezes them')
+        if not any(named[name].requires_grad for name in {*found} - {*kept}):
+            log.warning("model.freeze: %r changes nothing: what it matches is not trained anyway", pattern)
         for name in {*found} - {*kept}:
             named[name].requires_grad_(False)
     if named and not any(param.requires_grad for param in named.values()):
