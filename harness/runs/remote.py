@@ -11,35 +11,29 @@ import contextlib
 import itertools
 import json
 import logging
-import math
-import os
 import secrets
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
-from harness.config.places import is_url
 from harness.config.schema import Config
 from harness.distributed.threads import thread
-from harness.errors import CheckpointError, ConfigError, did_you_mean
+from harness.errors import CheckpointError, ConfigError
 from harness.runs import layout
-from harness.runs.checkpoint import damage
+from harness.runs.borrowed import download
 from harness.runs.checkpoints import FROM_SCRATCH, outdated
 from harness.runs.fetch import made_once, writing
 from harness.runs.run_dir import RunFolder, own_checkpoint
 from harness.runs.storage import LocalStore, copy_run, working_folder
+from harness.runs.uploader import Uploader, UploadTakenOver
 from harness.runs.url_store import UrlStore
 
 log = logging.getLogger("harness")
 
 DETACH_S = 10.0  # for a rank's last files to be uploaded: its launcher may be about to kill it
-MAX_PAUSE_S = 30.0  # between two attempts to upload; the first pause is a second, and each is twice the one before
-MAX_FAILURES = 10  # while ``wait`` waits
 _MOVING = "moving_to"  # in start.json: N, while the run is being moved to NAME.N
 
 
@@ -122,7 +116,7 @@ class RemoteRunFolder(RunFolder):
     def _download_checkpoint(self, name: str) -> str | None:
         if layout.step_number(name) is None:
             return f"{name!r} is not the name of a checkpoint"
-        return _download(UrlStore(f"{self.where}/{layout.CHECKPOINTS}/{name}"), self.checkpoints.folder / name)
+        return download(UrlStore(f"{self.where}/{layout.CHECKPOINTS}/{name}"), self.checkpoints.folder / name)
 
     def _take_over(self) -> str:
         """Claim the URL for this start, and return the content of ``start.json``. An older start that is still running
@@ -308,104 +302,3 @@ def _pointer(name: str) -> str:
 
 def _is_manifest(name: str) -> bool:
     return name.count("/") == 2 and name.endswith(f"/{layout.MANIFEST}")  # not a file of a checkpoint's own folders
-
-
-class UploadTakenOver(Exception):
-    """Another start owns the run; do not upload anything more."""
-
-
-class Uploader:
-    """A thread that calls ``upload`` once per request, or once for several requests during an upload, so that training
-    does not wait. ``upload`` copies what is current when it is called, so a failed attempt is superseded by the next.
-    ``where``: the target, for messages."""
-
-    def __init__(self, where: str, upload: Callable[[], None]) -> None:
-        self._where, self._upload = where, upload
-        self._changed = threading.Condition()
-        self._failures = 0  # of all attempts
-        self.error: Exception | None = None  # of the newest attempt
-        self.taken_over = False
-        self._requests = self._done = 0  # the number of requests, and of those whose files are uploaded
-        self._thread = thread(self._run, "harness-upload")
-
-    def request(self) -> None:
-        with self._changed:
-            self._requests += 1
-            self._changed.notify_all()
-            if not self._thread.is_alive() and not self.taken_over:
-                self._thread.start()
-
-    def wait(self, limit_s: float | None = None) -> bool:
-        """Wait until everything requested is uploaded; return False if that fails: after ``limit_s``, by default after
-        MAX_FAILURES attempts."""
-        with self._changed:
-            most = self._failures + (MAX_FAILURES if limit_s is None else math.inf)
-            self._changed.wait_for(
-                lambda: self.taken_over or self._done == self._requests or self._failures >= most, limit_s
-            )
-            return not self.taken_over and self._done == self._requests
-
-    def _run(self) -> None:
-        in_a_row = 0
-        while not self.taken_over:
-            with self._changed:
-                self._changed.wait_for(lambda: self._done < self._requests)
-                requests = self._requests
-            try:
-                self._upload()
-            except Exception as error:
-                in_a_row += 1
-                if in_a_row == 1 and not isinstance(error, UploadTakenOver):
-                    log.warning("upload to %s failed and will be retried: %s", self._where, error)
-                with self._changed:
-                    self.error, self.taken_over = error, isinstance(error, UploadTakenOver)
-                    self._failures += 1
-                    self._changed.notify_all()
-                if not self.taken_over:
-                    time.sleep(min(MAX_PAUSE_S, 2.0 ** min(in_a_row - 1, 10)))
-            else:
-                if in_a_row:
-                    log.info("upload to %s works again", self._where)
-                with self._changed:
-                    in_a_row, self.error, self._done = 0, None, requests
-                    self._changed.notify_all()
-
-
-def _download(checkpoint: UrlStore, target: Path) -> str | None:
-    """Copy ``checkpoint`` to the folder ``target``; return the reason why it is unusable, None if it is intact."""
-    shutil.rmtree(target, ignore_errors=True)
-    copy_run(checkpoint, LocalStore(target), checkpoint.files())
-    return damage(target)
-
-
-def borrow(config: Config) -> Path:
-    """Return the local folder of the checkpoint that ``checkpoint.resume`` names; one at a URL is downloaded. Raises
-    ConfigError if there is none, CheckpointError if it is damaged."""
-    wanted = config.checkpoint.resume
-    if is_url(wanted):
-        path = working_folder(wanted, config.data.cache_dir, "borrowed")
-        problem = _borrow(UrlStore(wanted), path)
-    else:
-        path = Path(wanted)
-        if not path.is_dir():
-            hint = did_you_mean(path, os.path.isdir) or (
-                "give a checkpoint folder, such as runs/digits/checkpoints/step-100, or use auto or never"
-            )
-            raise ConfigError(f"there is no checkpoint folder {wanted}", where="checkpoint.resume", hint=hint)
-        problem = damage(path)
-    if problem:
-        raise CheckpointError(problem, where=wanted, hint="choose another, or use checkpoint.resume=auto")
-    return path
-
-
-def _borrow(store: UrlStore, target: Path) -> str | None:
-    with made_once(target):
-        manifest = store.read(layout.MANIFEST)
-        if not manifest:
-            raise ConfigError(
-                "there is no checkpoint there", where=store.where,
-                hint="give a checkpoint, such as s3://BUCKET/runs/NAME/checkpoints/step-100",
-            )  # fmt: skip
-        if LocalStore(target).read(layout.MANIFEST) == manifest and damage(target) is None:
-            return None
-        return _download(store, target)

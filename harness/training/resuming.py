@@ -106,9 +106,9 @@ def checkpoint_to_resume(run: Run) -> tuple[Path | None, bool]:
         return run.checkpoints.folder / newest.name, True
     if section.named is None:
         return None, False
-    from harness.runs import remote  # late: it imports fsspec, which few runs need
+    from harness.runs import borrowed  # late: it imports fsspec, which few runs need
 
-    return runtime.patiently("fetching the checkpoint to resume from", lambda: remote.borrow(run.config)), False
+    return runtime.patiently("fetching the checkpoint to resume from", lambda: borrowed.borrow(run.config)), False
 
 
 def restore(run: Run, path: Path, is_own: bool = True) -> LogBefore:

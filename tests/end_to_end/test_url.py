@@ -286,11 +286,11 @@ class Unreachable(Kill):
         self.left = number
 
     def arm(self, config: Path) -> None:
-        from harness.runs import remote
+        from harness.runs import uploader
         from harness.runs.url_store import UrlStore
 
         put = UrlStore.put
-        remote.MAX_PAUSE_S = 0.1
+        uploader.MAX_PAUSE_S = 0.1
 
         def refuse(store: UrlStore, *args: Any) -> None:
             self.left -= 1

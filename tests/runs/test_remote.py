@@ -16,17 +16,18 @@ from fsspec.implementations.memory import MemoryFileSystem
 from harness.config import loader
 from harness.config.schema import Config
 from harness.errors import CheckpointError, ConfigError
-from harness.runs import remote, run_dir
+from harness.runs import borrowed, remote, run_dir, uploader
 from harness.runs.checkpoint import damage, read
 from harness.runs.fetched import local_copy, require_out
-from harness.runs.remote import RemoteRunFolder, UploadTakenOver
+from harness.runs.remote import RemoteRunFolder
+from harness.runs.uploader import UploadTakenOver
 
 URL = "memory://bucket/runs"
 
 
 @pytest.fixture(autouse=True)
 def bucket(monkeypatch):
-    monkeypatch.setattr(remote, "MAX_PAUSE_S", 0.01)
+    monkeypatch.setattr(uploader, "MAX_PAUSE_S", 0.01)
     memory = fsspec.filesystem("memory")
     yield memory
     if memory.exists("/bucket"):
@@ -175,7 +176,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_is_not_continued(config, bucke
     assert after == before
     earlier = f"{URL}/digits/checkpoints/step-1"
     assert f"checkpoint.resume={URL}/digits/checkpoints/step-N" in caught.value.hint
-    assert read(remote.borrow(config("other", **{"checkpoint.resume": earlier})))["lines"] == 1
+    assert read(borrowed.borrow(config("other", **{"checkpoint.resume": earlier})))["lines"] == 1
     again = run_folder(never := config("other", **{"checkpoint.resume": "never"}))
     assert again.claim(never) == f"the earlier run was moved to {URL}/digits.1: checkpoint.resume=never"
     assert uploaded(bucket, "digits.1")["metrics.jsonl"] == before["metrics.jsonl"]
@@ -318,17 +319,17 @@ def test_a_run_that_cannot_start_moves_nothing(config, bucket):
 def test_a_checkpoint_at_another_url(config, bucket):
     save(started(config("elsewhere", name="other")), 7)
     named = config(**{"checkpoint.resume": f"{URL}/other/checkpoints/step-7"})
-    path = remote.borrow(named)
+    path = borrowed.borrow(named)
     assert damage(path) is None
     (path / "state.pt").write_bytes(b"half")  # of the local copy
-    assert remote.borrow(named) == path
+    assert borrowed.borrow(named) == path
     assert damage(path) is None
     bucket.pipe("/bucket/runs/other/checkpoints/step-7/manifest.json", b"{}")
     with pytest.raises(CheckpointError, match="manifest.json cannot be used"):
-        remote.borrow(named)
+        borrowed.borrow(named)
     bucket.rm("/bucket/runs/other", recursive=True)
     with pytest.raises(ConfigError, match="there is no checkpoint there"):
-        remote.borrow(named)
+        borrowed.borrow(named)
 
 
 def test_a_finished_run_leaves_nothing_in_the_cache(config, bucket, tmp_path):

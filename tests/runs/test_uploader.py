@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from harness.runs import remote
-from harness.runs.remote import Uploader, UploadTakenOver
+from harness.runs import uploader
+from harness.runs.uploader import Uploader, UploadTakenOver
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(remote, "MAX_PAUSE_S", 0.0)
+    monkeypatch.setattr(uploader, "MAX_PAUSE_S", 0.0)
     monkeypatch.setattr(logging.getLogger("harness"), "propagate", True)
 
 

@@ -1,0 +1,56 @@
+"""Checkpoints from elsewhere: of another run, which ``checkpoint.resume`` names, or at a URL."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from harness.config.places import is_url
+from harness.config.schema import Config
+from harness.errors import CheckpointError, ConfigError, did_you_mean
+from harness.runs import layout
+from harness.runs.checkpoint import damage
+from harness.runs.fetch import made_once
+from harness.runs.storage import LocalStore, copy_run, working_folder
+from harness.runs.url_store import UrlStore
+
+
+def borrow(config: Config) -> Path:
+    """Return the local folder of the checkpoint that ``checkpoint.resume`` names; one at a URL is downloaded. Raises
+    ConfigError if there is none, CheckpointError if it is damaged."""
+    wanted = config.checkpoint.resume
+    if is_url(wanted):
+        path = working_folder(wanted, config.data.cache_dir, "borrowed")
+        problem = _borrow(UrlStore(wanted), path)
+    else:
+        path = Path(wanted)
+        if not path.is_dir():
+            hint = did_you_mean(path, os.path.isdir) or (
+                "give a checkpoint folder, such as runs/digits/checkpoints/step-100, or use auto or never"
+            )
+            raise ConfigError(f"there is no checkpoint folder {wanted}", where="checkpoint.resume", hint=hint)
+        problem = damage(path)
+    if problem:
+        raise CheckpointError(problem, where=wanted, hint="choose another, or use checkpoint.resume=auto")
+    return path
+
+
+def _borrow(store: UrlStore, target: Path) -> str | None:
+    with made_once(target):
+        manifest = store.read(layout.MANIFEST)
+        if not manifest:
+            raise ConfigError(
+                "there is no checkpoint there", where=store.where,
+                hint="give a checkpoint, such as s3://BUCKET/runs/NAME/checkpoints/step-100",
+            )  # fmt: skip
+        if LocalStore(target).read(layout.MANIFEST) == manifest and damage(target) is None:
+            return None
+        return download(store, target)
+
+
+def download(checkpoint: UrlStore, target: Path) -> str | None:
+    """Copy ``checkpoint`` to the folder ``target``; return the reason why it is unusable, None if it is intact."""
+    shutil.rmtree(target, ignore_errors=True)
+    copy_run(checkpoint, LocalStore(target), checkpoint.files())
+    return damage(target)
