@@ -279,6 +279,23 @@ def test_adam_clips_large_and_scaled_gradients(dtype, scale):
     torch.testing.assert_close(weight.detach().float(), torch.full((16,), -0.1), rtol=1e-3, atol=0.0)
 
 
+@pytest.mark.parametrize("off", [0.0, None])
+def test_adam_does_not_clip_a_group_whose_norm_is_zero_or_none(off):
+    clipped, free = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = FusedAdam([{"params": [clipped]}, {"params": [free], "max_grad_norm": off}], max_grad_norm=1.0)
+    loaded = FusedAdam([nn.Parameter(torch.zeros(2))], max_grad_norm=1.0)
+    state = loaded.state_dict()
+    state["param_groups"][0]["max_grad_norm"] = off
+    loaded.load_state_dict(state)
+    for each in (optimizer, loaded):
+        for group in each.param_groups:
+            group["params"][0].grad = torch.full((2,), 3.0)
+        each.step()
+    assert torch.linalg.vector_norm(clipped.grad).item() == pytest.approx(1.0)
+    assert free.grad.tolist() == loaded.param_groups[0]["params"][0].grad.tolist() == [3.0, 3.0]
+    assert (optimizer.state_key_for_device_skip, loaded.state_key_for_device_skip) == (None, "exp_avg")
+
+
 def test_lamb_steps_where_all_gradients_are_empty():
     weight = nn.Parameter(torch.zeros(0, 3))
     optimizer = FusedLAMB([weight])

@@ -29,7 +29,7 @@ class FusedAdam(FusedOptimizer):
     ``master_weights=True`` (only with ``capturable``) keeps float32 masters of float16 and bfloat16 parameters in the
     state. If other code writes to such a parameter, its master takes the new value.
 
-    ``max_grad_norm``, an argument of 2018, clips the gradients of each group to that norm; 0 does not.
+    ``max_grad_norm``, an argument of 2018, clips the gradients of each group to that norm; 0 and None do not.
     """
 
     settings = ("set_grad_none", "adam_w_mode", "capturable", "master_weights", "mastered")
@@ -37,7 +37,7 @@ class FusedAdam(FusedOptimizer):
     @property
     def state_key_for_device_skip(self) -> str | None:  # type: ignore[override]
         """See ``FusedOptimizer``; clipping by ``max_grad_norm`` would change gradients."""
-        return None if any("max_grad_norm" in group for group in self.param_groups) else "exp_avg"
+        return None if any(group.get("max_grad_norm") for group in self.param_groups) else "exp_avg"
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class FusedAdam(FusedOptimizer):
         capturable: bool = False,
         master_weights: bool = False,
         *,
-        max_grad_norm: float = 0.0,
+        max_grad_norm: float | None = 0.0,
     ) -> None:
         if master_weights and not capturable:
             raise RuntimeError(
@@ -87,8 +87,8 @@ class FusedAdam(FusedOptimizer):
 
     def _update(self) -> None:
         for group in self._counted_groups():
-            if "max_grad_norm" in group:
-                self._clip(group["params"], group["max_grad_norm"])
+            if max_norm := group.get("max_grad_norm"):
+                self._clip(group["params"], max_norm)
             self._update_group(group)
 
     def _clip(self, params: list[Tensor], max_norm: float) -> None:
