@@ -52,20 +52,30 @@ def read_batches(path: Path, name: str, columns: list[str]) -> Generator[pa.Reco
     with _reading(name), pa.parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
             if batch.num_rows:
-                yield pa.RecordBatch.from_arrays([_as_text(batch.column(c)) for c in columns], schema=schema)
+                yield pa.RecordBatch.from_arrays([_as_text(batch.column(c), c, name) for c in columns], schema=schema)
 
 
 def _can_be_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         return _can_be_text(kind.value_type)
-    no_text = (pa.types.is_nested, pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
-    return not any(test(kind) for test in no_text) and not pa.types.is_null(kind)
+    if isinstance(kind, pa.BaseExtensionType):
+        return _can_be_text(kind.storage_type)
+    types = pa.types
+    no_text = (
+        types.is_nested, types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view,
+        types.is_null,
+    )  # fmt: skip
+    return not any(test(kind) for test in no_text)
 
 
-def _as_text(column: pa.Array) -> pa.Array:
+def _as_text(column: pa.Array, column_name: str, name: str) -> pa.Array:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    return pc.fill_null(column.cast(pa.string()), "")
+    try:
+        return pc.fill_null(column.cast(pa.string()), "")
+    except pa.ArrowException as error:
+        message = f"column {column_name!r} holds {column.type} that cannot become text: {error}"
+        raise DataError(message, where=name, hint="store it as text or numbers, or leave it out of the file") from error
 
 
 @contextlib.contextmanager

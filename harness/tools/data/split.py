@@ -126,5 +126,6 @@ def _read(source: Path, kind: str, columns: list[str]) -> pa.Table:
 
 def _codes(table: pa.Table, column: str) -> tuple[np.ndarray, list[str]]:
     """Return (the code of each row's value, the values by code)."""
-    encoded = table[column].combine_chunks().dictionary_encode(null_encoding="encode")
+    # as text, which any column of read_header can be, while few types can be encoded
+    encoded = table[column].cast(pa.large_string()).combine_chunks().dictionary_encode(null_encoding="encode")
     return encoded.indices.to_numpy(zero_copy_only=False), list(map(str, encoded.dictionary.to_pylist()))

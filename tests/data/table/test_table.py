@@ -276,6 +276,21 @@ def test_parquet_columns_become_text(tmp_path):
         open_table(tmp_path / "a.parquet", text="image", cache_dir=tmp_path / "cache")
 
 
+def test_parquet_columns_that_cannot_become_text(tmp_path):
+    """An extension type is as its storage; a column whose values fail is named."""
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array([1, 2, 3, 4]), 2)
+    columns = {
+        "path": ["a", "b"],
+        "vector": pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.int64(), [2]), vectors),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert open_table(tmp_path / "a.parquet", text="path", cache_dir=tmp_path / "cache").columns == ("path",)
+    columns["day"] = pa.array([0, 1], pa.timestamp("s", tz="Mars/Base"))
+    pq.write_table(pa.table(columns), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"column 'day' holds timestamp.*Mars/Base.*\n  -> store it as text"):
+        open_table(tmp_path / "b.parquet", text="path", cache_dir=tmp_path / "cache")
+
+
 def test_parquet_and_csv_with_equal_content_have_equal_digests(tmp_path, opened):
     pq.write_table(pa.table({"path": ["a", "b"], "label": [1, 2]}), tmp_path / "a.parquet")
     table = open_table(tmp_path / "a.parquet", label="label", cache_dir=tmp_path / "cache")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
+import pytest
 import torch
 from torchvision.io import write_jpeg
 
@@ -195,3 +196,18 @@ def test_split_of_gzip_and_parquet(tmp_path):
     parts = [pa.parquet.read_table(tmp_path / f"t.{part}.parquet") for part in ("train", "eval")]
     assert parts[0].schema == pa.parquet.read_schema(tmp_path / "t.parquet")
     assert pa.concat_tables(parts).sort_by("label").to_pydict() == columns
+
+
+@pytest.mark.parametrize("option", ["--by", "--stratify"])
+@pytest.mark.parametrize(
+    "labels",
+    [pa.array(["a", "b"] * 20).dictionary_encode(), pa.array(["a", None] * 20).dictionary_encode()],
+    ids=["categories", "categories with nulls"],
+)
+def test_split_by_a_category_of_pandas(tmp_path, option, labels):
+    pa.parquet.write_table(pa.table({"path": [str(i) for i in range(40)], "label": labels}), tmp_path / "t.parquet")
+    assert data("split", tmp_path / "t.parquet", "--eval", "0.5", option, "label") == 0
+    found = pa.parquet.read_table(tmp_path / "t.eval.parquet")
+    assert found.schema.field("label").type == labels.type
+    counts = Counter(found["label"].to_pylist())
+    assert list(counts.values()) == ([20] if option == "--by" else [10, 10])
