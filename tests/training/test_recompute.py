@@ -70,6 +70,32 @@ def test_training_is_the_same_bit_for_bit(wanted):
         assert torch.equal(expected, found)
 
 
+def test_a_buffer_that_first_changes_in_a_later_pass():
+    class Late(nn.Module):
+        counting = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.ones(()))
+
+        def forward(self, x):
+            if self.counting:
+                self.calls += 1
+            return self.layer(x).tanh() * self.calls.clone()
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Late())
+    again = copy.deepcopy(plain)
+    recompute.apply(again, ["0"])
+    for model in (plain, again):
+        model(torch.ones(2, 4)).sum().backward()
+        model[0].counting = True
+        model(torch.ones(2, 4)).sum().backward()
+        assert model[0].calls == 2
+    assert torch.equal(plain[0].layer.weight.grad, again[0].layer.weight.grad)
+
+
 def test_a_graph_that_is_kept_can_run_again():
     torch.manual_seed(0)
     plain = Net()

@@ -82,7 +82,6 @@ class _Recomputed:
     def __init__(self, module: nn.Module) -> None:
         self._forward: Callable[..., Any] = module.forward
         self._module = module
-        self._changing: set[tuple[nn.Module, str]] | None = None  # buffers that a forward pass changes; None: not seen
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -90,7 +89,7 @@ class _Recomputed:
         if torch.compiler.is_compiling():  # which traces the changes of buffers, and makes them once
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
         buffers = list(self._buffers())
-        before = {(owner, name): buffer.clone() for owner, name, buffer in buffers if self._may_change(owner, name)}
+        before = {(owner, name): buffer.clone() for owner, name, buffer in buffers}
         versions = [buffer._version for _, _, buffer in buffers]
         outputs = checkpoint(
             self._forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _Restored(before)), **kwargs
@@ -100,7 +99,6 @@ class _Recomputed:
             for (owner, name, buffer), version in zip(buffers, versions, strict=True)
             if owner._buffers[name] is not buffer or buffer._version != version or isinstance(owner, _Norm)
         }
-        self._changing = (self._changing or set()) | changed
         for key in before.keys() - changed:  # not needed in the backward pass
             del before[key]
         return outputs
@@ -110,9 +108,6 @@ class _Recomputed:
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
                     yield owner, name, buffer
-
-    def _may_change(self, owner: nn.Module, name: str) -> bool:
-        return self._changing is None or (owner, name) in self._changing or isinstance(owner, _Norm)
 
 
 class _Restored:
