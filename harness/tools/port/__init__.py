@@ -1,5 +1,4 @@
-"""Scripts of the Apex era: ``harness port`` reports what a script uses of Apex, and rewrites its imports to
-``harness.apex``. It does not run the script.
+"""Scripts of the Apex era: ``harness port`` reports what a script uses of Apex, without running it.
 
-Start at ``command.py``. ``uses.py`` reads the script, ``imports.py`` rewrites it.
+Start at ``command.py``. ``uses.py`` reads the script.
 """
