@@ -158,7 +158,7 @@ def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):
     row = {"path": "train_images/0.png", "label": "0"}
     with caplog.at_level("INFO", "harness"):
         predict(tmp_path / "runs" / "short", [row], {"task.root": str(tmp_path)})
-    assert "labels of the table: " in caplog.text
+    assert "labels of the table:\nrows evaluated: 1 of 1\ntop1: " in caplog.text
     assert "harness-" not in caplog.text
     (tmp_path / "train_images" / "7.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"train.csv:9: image cannot be decoded"):

@@ -183,9 +183,9 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         log.warning("images that could not be read: %d; their rows have no prediction", written.bad)
     ranks = plural(runtime.world_size, "rank")
     rate = written.rows / seconds
-    if runtime.rank == 0 and written.fit:
+    shown = _show_metrics(objective, written, request.source)
+    if runtime.rank == 0 and written.fit and (not shown or len(written.squares) > 1):
         log.info("labels of %s: %s", request.source, written.fit)
-    _show_metrics(objective, written)
     one_label = isinstance(config.task, LabelledTask) and config.task.label_kind == "single_label"
     if one_label and (classes := trained_run.learned(request.run).get("classes")):
         written.warn_of_unknown_labels(classes)
@@ -202,16 +202,19 @@ def _objective(task: PredictingTask) -> Objective | None:
     return getattr(task, "objective", None)
 
 
-def _show_metrics(objective: Objective | None, written: Written) -> None:
-    """Print the metrics of the rows with labels, or warn why there are none: nobody asked for them."""
+def _show_metrics(objective: Objective | None, written: Written, source: str) -> bool:
+    """Print the metrics of the rows with labels; if there are none, warn why, for nobody asked for them, and return
+    False."""
     why = written.not_evaluated
     try:
-        if objective is not None and written.sums.pairs and not why:
-            log.info("metrics of the rows with labels: %s", "\n".join(objective.shown_report(written.sums)))
+        if objective is not None and not why and (lines := objective.shown_report(written.sums, written.rows)):
+            log.info("labels of %s:\n%s", source, "\n".join(lines))
+            return True
     except Exception as error:  # of the user's own metric
         why = first_line(readable(error))
     if why:
         log.warning("the rows with labels are not evaluated: %s", why)
+    return False
 
 
 def _model(

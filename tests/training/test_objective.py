@@ -239,7 +239,7 @@ def test_f1_and_mcc_of_two_classes_agree_with_scikit_learn():
     ],
 )
 def test_rows_of_a_new_file_are_evaluated_like_the_others(labels, texts):
-    """Rows with a blank or an unknown label are left out."""
+    """Rows with a blank or an unknown label are left out, and counted."""
     subject, outputs = objective(labels), torch.randn(5, len(labels.names))
     targets = {
         "single_label": torch.tensor([0, 1, 2]),
@@ -252,7 +252,14 @@ def test_rows_of_a_new_file_are_evaluated_like_the_others(labels, texts):
     expected.pop("confusion", None)  # nobody would see it
     assert subject.report(sums) == expected
     assert subject.pairs_of_new(outputs, []) == {}
-    assert subject.pairs_of_new(outputs[:1], [[""]] * len(texts)) == {}
+    why = "a number" if labels is NUMBERS else "in the training data"
+    counts = ["rows evaluated: 3 of 7", "rows left out, without a label: 1"]
+    counts += [f"rows left out, with a label that is not {why}: 1", "rows left out, that could not be read: 2"]
+    assert subject.shown_report(sums, 7)[:4] == counts
+    blank = Sums()
+    blank.add(subject.pairs_of_new(outputs[:1], [[""]] * len(texts)))
+    assert subject.shown_report(blank, 1) == ["rows evaluated: 0 of 1", "rows left out, without a label: 1"]
+    assert subject.shown_report(Sums(), 1) == []
     with pytest.raises(ConfigError, match=r"the shape \(5, \d, 2\), not"):
         subject.pairs_of_new(torch.stack([outputs] * 2, dim=2), texts)
 
@@ -260,9 +267,10 @@ def test_rows_of_a_new_file_are_evaluated_like_the_others(labels, texts):
 def test_precision_recall_and_f1_of_each_class_are_shown():
     subject, sums = objective(SINGLE, metrics=["macro_f1"]), Sums()
     outputs = torch.tensor([[5.0, 0, 0], [0, 5, 0], [0, 5, 0], [5, 0, 0]])
-    sums.add(subject.evaluate(outputs, torch.tensor([0, 1, 0, 0])))
-    first, *table = subject.shown_report(sums)
-    assert first.startswith("macro_f1 0.7333, loss ")
+    sums.add(subject.pairs_of_new(outputs, ["abaa"]))
+    rows, first, loss, *table = subject.shown_report(sums, 4)
+    assert (rows, first) == ("rows evaluated: 4 of 4", "macro_f1: 0.7333")
+    assert loss.startswith("loss: ")
     assert [line.split() for line in table] == [
         ["classes", "precision", "recall", "f1", "rows"],
         ["a", "1.0000", "0.6667", "0.8000", "3"],

@@ -26,6 +26,7 @@ MAX_KEPT = 1 << 29  # outputs of all evaluation rows that a metric may keep, as 
 _MADE_UP_ROWS = 64
 _NAMED = 10  # in a summary
 _IN_TABLE = 20  # labels
+_FILE = "rows of the file"  # the pair of ([evaluated, without a label], read)
 
 
 @dataclass(frozen=True)
@@ -76,21 +77,37 @@ class Objective:
 
     def pairs_of_new(self, outputs: Tensor, texts: Sequence[Sequence[str]]) -> Pairs:
         """Return what ``evaluate`` does of the rows of a new file that have usable labels, on the CPU, without the
-        confusion matrix; empty if there are none. ``texts``: the ``label_columns`` of the rows of ``outputs``, as far
-        as the file has them."""
+        confusion matrix, and the numbers of rows; empty if there are no labels. ``texts``: the ``label_columns`` of the
+        rows of ``outputs``, as far as the file has them."""
         if len(texts) < len(self.label_columns):
             return {}
         empty = isinstance(self.section, TableTask) and self.section.labels.empty == "allow"
         rows, targets = self.labels.targets(texts, empty)
         if outputs.dim() != 2:
             raise ConfigError(f"the model's outputs have the shape {tuple(outputs.shape)}, not (rows, outputs)")
-        return self.evaluate(outputs.cpu()[rows], targets, confusion=False) if rows else {}
+        others = set(range(len(texts[0]))) - set(rows)
+        blank = sum(not all(str(column[row]).strip() for column in texts) for row in others)
+        counts: Pairs = {_FILE: (torch.tensor([len(rows), blank]), len(texts[0]))}
+        return counts | (self.evaluate(outputs.cpu()[rows], targets, confusion=False) if rows else {})
 
-    def shown_report(self, sums: Sums) -> list[str]:
-        """Return the lines of the metrics, and of precision, recall, F1 and rows of each label: of many labels, those
-        with the lowest F1."""
+    def shown_report(self, sums: Sums, num_rows: int) -> list[str]:
+        """Return the lines for a file of ``num_rows``: which rows are evaluated, the metrics, and precision, recall, F1
+        and rows of each label: of many labels, those with the lowest F1. Empty if the file has no labels."""
+        if _FILE not in sums.pairs:
+            return []
+        evaluated, blank, read = (int(count) for count in (*sums.pairs[_FILE][0], sums.pairs[_FILE][1]))
+        unusable = "that is not a number" if self.labels.kind == "regression" else "that is not in the training data"
+        left_out = {
+            "without a label": blank,
+            f"with a label {unusable}": read - evaluated - blank,
+            "that could not be read": num_rows - read,
+        }
+        lines = [f"rows evaluated: {evaluated:,} of {num_rows:,}"]
+        lines += [f"rows left out, {why}: {count:,}" for why, count in left_out.items() if count]
+        if not evaluated:
+            return lines
         found = self.report(sums)
-        lines = [", ".join(f"{name} {found[name]:.4f}" for name in self._metric_names if name in found)]
+        lines += [f"{name}: {found[name]:.4f}" for name in self._metric_names if name in found]
         rows = [
             (name, hit / predicted if predicted else 0.0, hit / true if true else 0.0,
              2 * hit / (predicted + true) if predicted + true else 0.0, int(true))
