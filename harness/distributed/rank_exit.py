@@ -48,6 +48,7 @@ class RankExit:
     error: str = ""
     """Type of the error."""
     message: str = ""
+    hint: str = ""
     doing: str = ""
     """Function and line where it failed, or where it was when it was notified of another rank's failure."""
     traceback: list[str] = field(default_factory=list)

@@ -217,11 +217,10 @@ def lacking(record: Record, what: str, hint: str) -> ConfigError:
     text = str(record.failure.get("message") or record.failure.get("error") or "").strip()
     if record.state != "failed" or not text:
         return ConfigError(f"this run has no {what} yet", where=str(record.path), hint=hint)
-    message, _, then = text.partition("\n  -> ")
     when = f"at step {step}" if (step := record.failure.get("step")) else "at its start"
-    why = f"this run failed {when} and has no {what}: {message.splitlines()[0]}"
-    hint = f"{then.splitlines()[0] if then else 'mend this'}; then start it again with the same command"
-    return ConfigError(why, where=str(record.path), hint=hint)
+    why = f"this run failed {when} and has no {what}: {text.splitlines()[0]}"
+    mend = str(record.failure.get("hint") or "mend this").splitlines()[0]
+    return ConfigError(why, where=str(record.path), hint=f"{mend}; then start it again with the same command")
 
 
 def run_hint(path: Path, wanted: str = "a run folder") -> str:

@@ -96,8 +96,7 @@ class ExitReporter:
         record = self._record(
             Cause.PEER_LOST if by_peer or lost else Cause.ERROR,
             exit_code_of(shown),
-            error=type(shown).__name__, message=_text(shown), doing=stack.raised_at(error),
-            traceback=traceback.format_exception(error),
+            doing=stack.raised_at(error), traceback=traceback.format_exception(error), **_told(shown),
         )  # fmt: skip
         if by_peer:  # all ranks raise this error, and the rank that it comes from reports it
             watchdog.acknowledge()
@@ -146,7 +145,7 @@ def failed_early(launch: Launch, error: BaseException) -> int:
     shown = explained(error)
     record = RankExit.now(
         launch.rank, Cause.PEER_LOST if lost_peer(error) or isinstance(error, PeersMissing) else Cause.ERROR,
-        exit_code_of(shown), error=type(shown).__name__, message=_text(shown),
+        exit_code_of(shown), **_told(shown),
     )  # fmt: skip
     exit_files.write_for_torch(launch, record)
     if not isinstance(shown, HarnessError) or launch.local_rank == 0 or (shown.unmet and not launch.supervised):
@@ -170,10 +169,12 @@ def show(error: BaseException, trace: Sequence[str], whole: str = "") -> None:
         log.error("%s%s%s", place, "".join(calls).rstrip(), more)
 
 
-def _text(error: BaseException) -> str:
-    """Return the text of ``error``, after the line of the user's code that it comes from."""
-    where = "" if isinstance(error, HarnessError) else users_line(error)
-    return f"{where}: {error}" if where else str(error)
+def _told(error: BaseException) -> dict[str, str]:
+    """Return the fields of a record that tell of ``error``, and of the line of the user's code that it comes from."""
+    where, message, hint = users_line(error), str(error), ""
+    if isinstance(error, HarnessError):
+        where, message, hint = error.where, error.message, error.hint
+    return {"error": type(error).__name__, "message": f"{where}: {message}" if where else message, "hint": hint}
 
 
 def explained(error: BaseException, run: Run | None = None) -> BaseException:

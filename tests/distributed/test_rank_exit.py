@@ -12,9 +12,7 @@ from harness.distributed.launch_env import Launch
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.runs import exit_files
 
-EXIT = RankExit(
-    1, Cause.ERROR, 65, "n1", 7, "DataError", "bad row\n  -> fix it", "read (x.py:3)", ["Traceback\n"], 12.5
-)
+EXIT = RankExit(1, Cause.ERROR, 65, "n1", 7, "DataError", "bad row", "fix it", "read (x.py:3)", ["Traceback\n"], 12.5)
 
 
 def test_record_survives_json_and_unknown_keys():

@@ -134,7 +134,7 @@ def test_report_names_the_failing_rank_and_what_the_others_did():
         peer_lost(0, step=6, doing="step (harness/x.py:9) calling all_reduce", time=2.0),
         *seen((2, KILL), (3, 1), (4, 1), (5, 1)),
     ]
-    outcome = judge([error(1, message="bad\n  -> hint", traceback=["Traceback\n"], code=65), *others], folder="runs/x")
+    outcome = judge([error(1, message="bad", hint="fix", traceback=["Traceback\n"], code=65), *others], folder="runs/x")
     assert outcome.text.splitlines() == [
         "failed: rank 1 on n1 at step 7: ValueError: bad",
         "  rank 0: lost contact on n0 at step 6, in step (harness/x.py:9) calling all_reduce; exit code 70 (m0)",
@@ -147,7 +147,7 @@ def test_report_names_the_failing_rank_and_what_the_others_did():
     assert list(ranks) == ["0", "1", "2", "3", "4", "5"]
     assert ranks["1"] == "failed on n1 at step 7; exit code 65 (bad)"
     assert outcome.failure == {
-        "rank": 1, "host": "n1", "step": 7, "error": "ValueError", "message": "bad\n  -> hint", "exit_code": 65,
+        "rank": 1, "host": "n1", "step": 7, "error": "ValueError", "message": "bad", "hint": "fix", "exit_code": 65,
         "cause": "error", "traceback": ["Traceback\n"], "doing": "", "time": 0.0,
     }  # fmt: skip
 

@@ -136,9 +136,10 @@ def failed(tmp_path, error, *, store=None, rank=0):
 
 
 def test_own_error_is_recorded_and_printed(tmp_path, caplog):
-    code, exit, failure = failed(tmp_path, DataError("bad row", where="a.csv:3"))
+    code, exit, failure = failed(tmp_path, DataError("bad row", where="a.csv:3", hint="mend it"))
     assert code == exit.exit_code == failure["exit_code"] == 65
     assert (exit.cause, exit.error, exit.message, exit.step) == (Cause.ERROR, "DataError", "a.csv:3: bad row", 0)
+    assert exit.hint == "mend it"
     assert failure == asdict(exit)
     assert "error: a.csv:3: bad row" in caplog.text
 

@@ -130,7 +130,7 @@ def problems(run: ReportedRun) -> list[str]:
     if failure:
         when = f"at step {step}" if (step := failure.get("step")) else "at its start"
         lines.append(f"{failure.get('error') or 'failed'} (rank {failure.get('rank')} {when}): {_reason(run.record)}")
-        lines += [line.strip() for line in str(failure.get("message")).splitlines() if line.startswith("  -> ")]
+        lines += [f"-> {line}" for line in str(failure.get("hint") or "").splitlines()[:1]]
     elif run.record.trial and run.record.trial.error:
         lines.append(run.record.trial.error.strip().splitlines()[0])
     return [*lines, *run.record.problems]

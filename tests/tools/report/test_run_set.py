@@ -19,13 +19,13 @@ def build(*folders):
     return run_set.build(reader.find(folders))
 
 
-def write_failed_start(folder: Path, message: str) -> Path:
+def write_failed_start(folder: Path, message: str, hint: str = "") -> Path:
     """What is left of a start that found an error before its first step."""
     write_run(folder, Fake(name=folder.name, lr=9.0))
     for name in ("provenance.json", "summary.json"):
         (folder / name).unlink()
     (folder / "metrics.jsonl").write_text("")
-    (folder / "failure.json").write_text(json.dumps({"step": 0, "error": "ConfigError", "message": message}))
+    (folder / "failure.json").write_text(json.dumps({"step": 0, "message": message, "hint": hint}))
     return folder
 
 
@@ -33,7 +33,7 @@ def test_starts_that_failed_before_the_first_step_are_one_line(tmp_path, monkeyp
     """They neither change the labels of the runs nor have a row, a line or a problem of their own."""
     monkeypatch.chdir(tmp_path)
     folders = [write_run(Path(name), Fake(name=name, state=name)) for name in ("finished", "failed")]
-    starts = [write_failed_start(Path(f"start{n}"), "model.name: unknown\n  -> resnet50") for n in range(6)]
+    starts = [write_failed_start(Path(f"start{n}"), "model.name: unknown", "resnet50") for n in range(6)]
     starts.append(write_failed_start(Path("other"), f"no such file: {tmp_path}/a.csv"))
     found = build(*folders, *starts)
     assert [run.label for run in found.runs] == ["finished", "failed"]
@@ -50,7 +50,7 @@ def test_starts_that_failed_before_the_first_step_are_one_line(tmp_path, monkeyp
 
 
 def test_a_failed_start_alone_says_what_to_do(tmp_path):
-    (run,) = build(write_failed_start(tmp_path / "start", "model.name: unknown\n  -> it takes: resnet50")).runs
+    (run,) = build(write_failed_start(tmp_path / "start", "model.name: unknown", "it takes: resnet50")).runs
     assert tables.problems(run)[1:] == ["-> it takes: resnet50"]
     assert " at its start): model.name: unknown" in tables.problems(run)[0]
 
