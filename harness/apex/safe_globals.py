@@ -71,7 +71,11 @@ def _plain_classes() -> list[Any]:
         *(frozenset, range, slice),
         types.SimpleNamespace,
         *(datetime.date, datetime.datetime, datetime.timedelta),
-        *[vars(pathlib)[name] for name in ("PosixPath", "PurePosixPath", "PureWindowsPath")],
+        *[
+            (vars(pathlib)[name], f"{module}.{name}")
+            for module in ("pathlib", "pathlib._local")  # the latter in Python 3.13
+            for name in ("PosixPath", "PurePosixPath", "PureWindowsPath")
+        ],
     ]
 
 

@@ -9,9 +9,10 @@ import importlib.metadata
 import importlib.util
 import io
 import pickle
+import re
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
 
 import pytest
@@ -346,6 +347,17 @@ def test_plain_data_in_old_checkpoints_loads(tmp_path):
     finally:
         harness.apex.uninstall()
     assert set(torch.serialization.get_safe_globals()) == before
+
+
+@pytest.mark.contract("9")
+@pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"])
+def test_paths_load_from_checkpoints_of_each_python(installed, module):
+    """3.13 keeps the classes in a module of their own."""
+    file, saved = io.BytesIO(), [Path("a"), PurePosixPath("b"), PureWindowsPath("c")]
+    torch.save(saved, file, _use_new_zipfile_serialization=False)  # a pickle with names of no stated length
+    content, count = re.subn(rb"cpathlib(\._local)?\n", b"c" + module + b"\n", file.getvalue())
+    assert count == 3
+    assert torch.load(io.BytesIO(content)) == saved
 
 
 @pytest.mark.contract("9")
