@@ -85,6 +85,19 @@ def test_wrapped_optimizer_sums_its_losses_and_steps(enabled):
     assert model.weight.grad is None
 
 
+def test_a_disabled_wrapped_optimizer_takes_a_closure():
+    model, inner = model_and_optimizer()
+
+    def closure():
+        inner.zero_grad()
+        loss = model(inputs()).sum()
+        loss.backward()
+        return loss
+
+    assert amp.init(enabled=False).wrap_optimizer(inner).step(closure).item() == 3.0
+    assert model.weight.tolist() == [[0.5, 0.0]]
+
+
 def test_overflow_in_one_loss_skips_the_step_and_halves_only_its_scale():
     model, inner = model_and_optimizer()
     optimizer = amp.init().wrap_optimizer(inner, num_loss=2)

@@ -152,6 +152,8 @@ class OptimWrapper:
     def step(self, closure: Any = None) -> Any:
         """Step, or skip the step after an overflow in any of the losses."""
         if closure is not None:
+            if not self._scalers:
+                return self._optimizer.step(closure)
             raise NotImplementedError("A wrapped optimizer takes no closure: compute the loss first, then call step().")
         if self._next_loss < len(self._scalers):
             raise RuntimeError(
