@@ -161,6 +161,14 @@ def test_lists_hold_every_operation_that_autocast_casts_on_cuda():
 
 
 @pytest.mark.contract("8")
+def test_operations_without_a_reduced_kernel_leave_float64_as_it_is():
+    x = rand(1, 1, 4, 4, 4, dtype=torch.float64)
+    expected = F.avg_pool3d(x, 2)
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    assert torch.equal(F.avg_pool3d(x, 2), expected)
+
+
+@pytest.mark.contract("8")
 def test_gelu_of_a_transformer_moves_no_float32():
     """Apex's list, kept at O1, computes it in float32, which is most of what a transformer's forward writes."""
     layer = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.apex.amp.cast_lists import AUTOCAST, BANNED, EVERYWHERE, RECURRENT, CastLists
-from harness.apex.dtypes import REDUCED
+from harness.apex.dtypes import REDUCED, wide
 
 _CUDA = "AutocastCUDA"
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -130,7 +130,7 @@ def _ruled_kernel(op: Any, below: Any, rule: Callable[[Iterable[Any]], torch.dty
 def _rounding_kernel(op: Any, below: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(below):
-            return op(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+            return op(args[0].to(wide(args[0])), *args[1:], **kwargs).to(args[0].dtype)
 
     return kernel
 
@@ -139,7 +139,7 @@ def _banned_kernel(op: Any, below: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, Tensor) and arg.dtype in REDUCED for arg in args):
             raise NotImplementedError(
-                "binary_cross_entropy was called under O1 with a float16 or bfloat16 input, where its gradient "
+                "binary_cross_entropy was called under O1 or O4 with a float16 or bfloat16 input, where its gradient "
                 "overflows. Leave the sigmoid out and use torch.nn.BCEWithLogitsLoss, or pass input.float()."
             )
         with torch._C._ExcludeDispatchKeyGuard(below):
