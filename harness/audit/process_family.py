@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections import defaultdict
 from contextlib import suppress
@@ -13,7 +12,6 @@ from typing import NamedTuple
 
 KILL_S = 30.0
 _POLL_S = 0.02
-_HAS_PROC = Path("/proc/self/stat").exists()
 
 
 class FamilyMember(NamedTuple):
@@ -79,27 +77,15 @@ class _Process(NamedTuple):
 
 def _table() -> dict[int, _Process]:
     """Return {pid: process} of this machine, as far as this user sees it."""
-    if not _HAS_PROC:
-        return _table_of_ps()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return {pid: process for pid in pids if (process := _process(pid))}
 
 
 def _process(pid: int) -> _Process | None:
-    if not _HAS_PROC:
-        return _table_of_ps().get(pid)
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return _Process(int(fields[1]), fields[0], fields[19])
     return None
-
-
-def _table_of_ps() -> dict[int, _Process]:
-    """Return ``_table`` on systems without /proc, such as macOS."""
-    command = ["ps", "-axo", "pid=,ppid=,stat=,lstart="]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=KILL_S, check=True)
-    rows = [line.split(None, 3) for line in done.stdout.splitlines()]
-    return {int(pid): _Process(int(parent), state[0], started.strip()) for pid, parent, state, started in rows}
 
 
 def _environment(pid: int) -> bytes:

@@ -187,9 +187,3 @@ def test_a_process_with_a_number_used_again_is_spared():
         assert child.poll() is None
         assert ProcessFamily(child.pid, "/no/plan").kill() == set()
         assert child.wait(10) == -signal.SIGKILL
-
-
-def test_without_proc(session, monkeypatch):
-    monkeypatch.setattr(process_family, "_HAS_PROC", False)
-    done = commands(session, "fake_training.py").start("killed", plan(session, "killed", PlannedKill("step", 5)))
-    assert done.killed["step"] == 4
