@@ -7,7 +7,6 @@ the network send nothing and resolve no name.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -26,15 +25,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.distributed import machine
-from harness.distributed.launch_env import Launch, detect
 from harness.distributed.network import address_of, interface_towards
-from harness.errors import EXIT_DONE, EXIT_USAGE, LaunchError, plural
+from harness.errors import EXIT_DONE, EXIT_USAGE, plural
 from harness.version import __version__
 
 DISTRIBUTION = "apex-harness"
 MIB, GIB = 2**20, 2**30
 _HERE = "127.0.0.1"
-_OF_DEVELOPERS = ("test", "dev", "peers")  # extras
 Mark = Literal["ok", "note", "problem"]
 
 
@@ -87,35 +84,6 @@ def packages(system: System) -> Iterator[Finding]:
         yield Finding("packages", "problem", text, (f"python -m pip install {wanted}",))
     if not wrong:
         yield Finding("packages", "ok", f"all {fine} required packages are installed")
-
-
-def extras(system: System) -> Iterator[Finding]:
-    """Yield the packages of each extra of setup.cfg for users, with their versions."""
-    required: Sequence[str] = ()
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # as ``packages`` says
-        required = importlib.metadata.requires(DISTRIBUTION) or []
-    wanted: dict[str, list[tuple[str, str]]] = {}
-    for line in required:
-        extra = re.search(r"extra == ['\"](\w+)", line)
-        if extra and extra[1] not in _OF_DEVELOPERS and not line.startswith(DISTRIBUTION):
-            wanted.setdefault(extra[1], []).append(_parse(line.partition(";")[0]))
-    absent = []
-    for extra_name, needs in wanted.items():
-        have = {}
-        for name, _ in needs:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                have[name] = importlib.metadata.version(name)
-        shown = ", ".join(f"{name} {have[name]}" if name in have else f"no {name}" for name, _ in needs)
-        install = f"python -m pip install '{DISTRIBUTION}[{extra_name}]'"
-        if not have:
-            absent.append(extra_name)
-        elif old := [f"{name}>={least}" for name, least in needs if _numbers(have.get(name, least)) < _numbers(least)]:
-            yield Finding("extras", "note", f"{extra_name}: {shown}: too old, it needs {', '.join(old)}", (install,))
-        else:
-            yield Finding("extras", "ok", f"{extra_name}: {shown}", (install,) if len(have) < len(needs) else ())
-    if absent:
-        install = f"python -m pip install '{DISTRIBUTION}[{','.join(absent)}]'  # those that you want to use"
-        yield Finding("extras", "ok", f"not installed: {', '.join(absent)}", (install,))
 
 
 def torch(system: System) -> Iterator[Finding]:
@@ -329,23 +297,7 @@ def network(system: System) -> Iterator[Finding]:
         yield Finding("network", "problem", text, ("unset GLOO_SOCKET_IFNAME",))
 
 
-def launch(system: System) -> Iterator[Finding]:
-    """Yield the rank that the launcher's variables describe."""
-    try:
-        found = detect(system.variables)
-    except LaunchError as error:
-        yield Finding("launch", "problem", error.message, (error.hint,) if error.hint else ())
-        return
-    if found.by == Launch.by:
-        yield Finding("launch", "ok", "no launcher variables: one process")
-    else:
-        where = f"{found.master_addr}:{found.master_port}"
-        yield Finding(
-            "launch", "ok", f"rank {found.rank} of {found.world_size} (according to {found.by}), rendezvous at {where}"
-        )
-
-
-CHECKS: list[Check] = [packages, extras, torch, apex, cuda, cpu, memory, shared_memory, folder, network, launch]
+CHECKS: list[Check] = [packages, torch, apex, cuda, cpu, memory, shared_memory, folder, network]
 
 TIMEOUT_S = 60.0  # per check; importing torch from a cold network file system takes long
 

@@ -149,33 +149,6 @@ def test_packages(monkeypatch):
     assert only(checks.packages).mark == "note"
 
 
-def test_extras(monkeypatch):
-    """Each is named, with versions or with what to type; those of developers are not."""
-    versions = {"transformers": "5.1", "timm": "1", "pytest": "9"}
-    required = ["torch>=2", "timm; extra == 'timm'", 'transformers>=5; extra == "huggingface"',
-                "peft; extra == 'huggingface'", "s3fs; extra == 's3'", "dask[distributed]; extra == 'dask'",
-                "apex-harness[dask]; extra == 'all'", "pytest; extra == 'test'"]  # fmt: skip
-
-    def version(name):
-        if name not in versions:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    install = "python -m pip install 'apex-harness[huggingface]'"
-    assert found(checks.extras) == [
-        Finding("extras", "ok", "timm: timm 1"),
-        Finding("extras", "ok", "huggingface: transformers 5.1, no peft", (install,)),
-        Finding("extras", "ok", "not installed: s3, dask",
-                ("python -m pip install 'apex-harness[s3,dask]'  # those that you want to use",)),
-    ]  # fmt: skip
-    versions["transformers"] = "4.9"
-    old = found(checks.extras)[1]
-    text = "huggingface: transformers 4.9, no peft: too old, it needs transformers>=5"
-    assert old == Finding("extras", "note", text, (install,))
-
-
 @pytest.mark.parametrize("name", ["torch", "torchvision"])
 def test_torch_that_cannot_be_imported(monkeypatch, name):
     assert [finding.mark for finding in found(checks.torch)] == ["ok", "ok"]
@@ -477,14 +450,3 @@ def test_variable_that_selects_interfaces(interfaces, value, unknown):
 def test_loopback_only_and_unknown_networks(monkeypatch, name, mark):
     monkeypatch.setattr(checks, "interface_towards", lambda host, outward=False: name)
     assert only(checks.network).mark == mark
-
-
-def test_launch():
-    assert only(checks.launch).text == "no launcher variables: one process"
-    half = only(checks.launch, System({"RANK": "1", "WORLD_SIZE": "2"}))
-    assert half.mark == "problem"
-    assert "found RANK=1, WORLD_SIZE=2; missing LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in half.text
-    assert "unset the variables" in half.remedies[0]
-    whole = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    shown = "rank 1 of 2 (according to RANK and WORLD_SIZE), rendezvous at 10.0.0.1:29500"
-    assert only(checks.launch, System(whole)) == Finding("launch", "ok", shown)
