@@ -40,8 +40,8 @@ VERBS = {
     "settings": "--json --markdown WORD",
     "sweep": "-c --config --dry-run --retry-failed key=value",
     "train": "-c --config --local-rank --local_rank key=value",
-    "verify-resume": "-c --checkpoints --config --engine --folder --full --json --kills --nproc --resume --seed "
-    "--signal --steps --timeout key=value",
+    "verify-resume": "-c --checkpoints --config --engine --folder --full --json --kills --nproc --report "
+    "--resume --seed --signal --steps --timeout key=value",
 }
 
 DATA = {

@@ -492,7 +492,7 @@ def _number(value: Any) -> str:
 
 
 def summaries(starts: Sequence[StartRecord]) -> list[StartSummary]:
-    """Return a summary of each start."""
+    """Return the starts in the numbers of the page."""
     by_name = {start.name: start for start in starts}
     return [_summary(start, by_name) for start in starts]
 

@@ -105,8 +105,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class StartSummary:
-    """One start. Steps are those of the undisturbed start. ``offset``: how many it had done when this began, None if
-    unknown; ``differs``: the first step that differs."""
+    """One start in the numbers of the page. ``offset``: steps that the undisturbed start had done when this one began,
+    None if unknown; ``differs``: the first step that differs, in the undisturbed start's count."""
 
     name: str
     command: Sequence[str] = ()

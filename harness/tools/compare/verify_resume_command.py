@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=shared.positive(float), metavar="S", help="seconds without progress (default: 600)"
     )
+    parser.add_argument("--report", type=Path, metavar="PAGE", help="write a page, such as resume.html")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     config = parser.add_argument_group("only with -c CONFIG")
     config.add_argument(
@@ -111,18 +112,23 @@ def run(arguments: argparse.Namespace) -> int:
     options = {name: value for name, value in given.items() if value is not None}
     make = _of_config if arguments.program is None else _of_program
     request, said = make(arguments, options)
-    from harness.audit import text
+    from harness.audit import page
     from harness.audit.audit import audit
+    from harness.runs.files import require_output, write_atomically
 
+    if arguments.report is not None:
+        require_output(arguments.report, ())
     progress = sys.stderr if arguments.json else sys.stdout
-    for sentence in said:
-        print(sentence, file=progress)
-    verdict = audit(request, lambda sentence: print(sentence, file=progress, flush=True))
+    for text in said:
+        print(text, file=progress)
+    verdict = audit(request, lambda text: print(text, file=progress, flush=True))
     if arguments.json:
         print(json.dumps(verdict.as_json(), indent=2))
     else:
-        for line in text.lines(verdict):
+        for line in page.lines(verdict):
             print(line)
+    if arguments.report is not None:
+        write_atomically(arguments.report, page.html(verdict))
     return verdict.exit_code
 
 

@@ -45,3 +45,12 @@ def test_words_after_the_dashes_are_those_of_the_command(tmp_path, monkeypatch, 
     assert (code, verdict["verdict"], verdict["findings"]) == (0, "exact", [])
     assert verdict["starts"][0]["command"][1:] == command[1:]
     assert "starting 'undisturbed'" in captured.err
+
+
+def test_a_page(tmp_path, monkeypatch, capsys):
+    shutil.copy(fake_training.__file__, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = ["--report", "resume.html", "--", sys.executable, "fake_training.py", "--fault", "fail"]
+    assert cli.main(["verify-resume", *words]) == 3
+    assert "there is no data" in capsys.readouterr().out
+    assert "there is no data" in (tmp_path / "resume.html").read_text()

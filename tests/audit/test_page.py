@@ -1,13 +1,15 @@
-"""The verdict in the terminal and as JSON."""
+"""The verdict in the terminal, as a page and as JSON."""
 
 from __future__ import annotations
 
 import json
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from harness.audit import diagnosis, text
+from harness.audit import diagnosis, page
 from harness.audit.verdict import FAULTS, UNDECIDED, Finding, Verdict, conclude
 from tests.audit.synthetic import Starts, Training
 
@@ -30,8 +32,39 @@ def faulty(tmp_path: Path) -> Verdict:
     return conclude(diagnosis.compare(*records), diagnosis.summaries(records))
 
 
+class Reader(HTMLParser):
+    """Checks that each tag is closed, and collects what is read and what would be fetched."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text, self.fetched = "", []
+        self.tags: list[tuple[str, dict]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.fetched += [value for name, value in attributes if name in ("src", "href")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+    def classes(self) -> list[str]:
+        return [attributes["class"] for _, attributes in self.tags if "class" in attributes]
+
+
 def test_text_of_an_exact_resume(exact: Verdict):
-    shown = list(text.lines(exact))
+    shown = list(page.lines(exact))
     assert shown[-1].startswith("exact: killed 1 time and resumed")
     assert shown[-1].endswith("(24 steps), killed before step 16 (--kills tries other places)")
     assert shown[0].startswith("undisturbed: 24 steps in 1.5 s; checkpoints after step 6, 12, 18, 24")
@@ -42,13 +75,43 @@ def test_text_of_an_exact_resume(exact: Verdict):
 
 
 def test_text_of_faults(faulty: Verdict):
-    shown = list(text.lines(faulty))
+    shown = list(page.lines(faulty))
     assert shown[-1] == "not exact: the optimizer's state is not restored"
     assert "resumed: steps 13 to 24 in 1.5 s; checkpoints after step 18, 24; differs from step 13 on" in shown
     code = shown.index("optimizer-state: the optimizer's state is not restored")
     assert "momentum" in shown[code + 1]
     assert any(line.startswith("  -> save and load optimizer.state_dict()") for line in shown)
     assert faulty.exit_code == 1
+
+
+def test_page(faulty: Verdict):
+    reader = Reader(page.html(faulty))
+    for finding in faulty.findings:
+        assert finding.text in reader.text
+        assert finding.advice in reader.text
+    assert reader.text.count("python train.py") == len(faulty.starts)
+    assert "torch 2.9" in reader.text
+    assert "matches step 13" in reader.text
+    assert reader.classes().count("kill") == reader.classes().count("differs") == 1
+    assert reader.classes().count("saved") == 4 + 4 + 2 + 2
+    assert reader.fetched == []
+    assert not re.search(r"https?:|url\(|@import", page.html(faulty))
+
+
+def test_drawing_places_steps_below_each_other(exact: Verdict):
+    bars = [attributes for _, attributes in Reader(page.html(exact)).tags if attributes.get("class") == "bar"]
+    ends = [(float(bar["x1"]), float(bar["x2"])) for bar in bars]
+    (begin, end), (_, again), (_, killed), (resumed, last) = ends
+    assert end == again == last
+    assert begin < resumed < killed < end
+    assert resumed - begin == pytest.approx((end - begin) / 2, abs=0.2)
+
+
+def test_page_escapes_names():
+    finding = Finding("counter", "<script>alert(1)</script>", ("a & b",), names=("<b>", "c"), place="train.py:3")
+    reader = Reader(page.html(conclude([finding])))
+    assert "<script>alert(1)</script>" in reader.text
+    assert "train.py:3" in reader.text
 
 
 @pytest.mark.parametrize("verdict", ["exact", "faulty"])
@@ -72,7 +135,7 @@ def test_every_code_has_a_title_and_an_exit_code():
         for code in codes:
             verdict = conclude([Finding(code, "text")])
             assert verdict.exit_code == exit_code
-            assert code in "\n".join(text.lines(verdict))
+            assert code in "\n".join(page.lines(verdict))
 
 
 def test_a_reason_for_no_verdict_hides_faults():
