@@ -390,7 +390,10 @@ class Stalls:
             return RankExit(rank, cause, EXIT_FAILURE, step=self.step(), error="Lost", message=text, time=time.time())
         message = f"it did not join the other ranks within {self._runtime.limit_s:g} s: {message}"
         at = at or Position(self.step(), {}, "", [], 0.0)
-        return RankExit(rank, cause, EXIT_FAILURE, host, at.step, "Hung", message, at.doing, at.stack, time.time())
+        return RankExit(
+            rank, cause, EXIT_FAILURE, host, at.step, "Hung", message, doing=at.doing, traceback=at.stack,
+            time=time.time(),
+        )  # fmt: skip
 
 
 def _answer_of(rank: int, question: str) -> str:
