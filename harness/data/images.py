@@ -41,7 +41,6 @@ _FEW = 20  # images of which nearly all are missing if the root is wrong
 _THREADS = 8  # that decode a sample
 _NAMED = 8  # further missing images in a message
 _NAMED_UNREADABLE = 4
-_SKIP = "or set task.on_bad_row=skip"
 _UNREADABLE = (RuntimeError, OSError)  # raised by torchvision and the file system
 
 
@@ -156,10 +155,16 @@ class ImageTable:
 
     def _with_others(self, first: DataError, others: Sequence[tuple[int, str]], limit: int) -> DataError:
         """Return ``first`` with the line and path of up to ``limit`` other rows, and the number of the rest."""
-        named = [f"{self.table.where(row)}: {path.strip() or 'no path'}" for row, path in others[:limit]]
-        more = f" and {len(others) - limit} more" if len(others) > limit else ""
-        also = f"; also {', '.join(named)}{more}" if named else ""
+        also = f"; also {self.named([row for row, _ in others], limit)}" if limit and others else ""
         return DataError(f"{first.message}{also}", where=first.where, hint=first.hint)
+
+    def named(self, rows: Sequence[int], limit: int) -> str:
+        """Return the line and path of up to ``limit`` of ``rows``, and the number of the rest."""
+        paths = self.table.strings(self.path_column, np.asarray(rows[:limit], np.int64))
+        names = [
+            f"{self.table.where(row)}: {path.strip() or 'no path'}" for row, path in zip(rows, paths, strict=False)
+        ]
+        return ", ".join(names) + (f" and {len(rows) - limit} more" if len(rows) > limit else "")
 
     def sample(self, rows: np.ndarray, epoch: int | None, limit_s: float) -> str:
         """Decode images of ``rows`` in threads, for at most ``limit_s`` seconds but at least one per thread; return
@@ -194,7 +199,11 @@ class ImageTable:
             raise self._with_others(first, [(row, path) for row, path, _ in bad[1:]], _NAMED_UNREADABLE)
         found = ", ".join(f"{height}x{width}" for height, width in sorted(sizes)[:3])
         of = f" in {len(sizes)} sizes" if len(sizes) > 3 else ""
-        skipped = f"; skipped {plural(len(bad), 'image')} that cannot be decoded" if bad else ""
+        skipped = "".join(
+            f"; skipped {plural(len(some), f'{what} image')}: {self.named(some, _NAMED_UNREADABLE)}"
+            for what, is_missing in (("missing", True), ("damaged", False))
+            if (some := sorted(row for row, _, error in bad if isinstance(error, FileNotFoundError) == is_missing))
+        )
         return f"{sum(sizes.values()):,} of {len(self):,} images decoded ({found}{', ...' if of else ''}{of}){skipped}"
 
     def _loaded(self, row: int, path: str, epoch: int | None, clock: StageClock) -> tuple[torch.Tensor, Transform]:
@@ -274,7 +283,7 @@ class ImageTable:
         rows."""
         file, where = self.files.place(path), self.table.where(row)
         if not path.strip():
-            hint = f"fill it in or remove the row; {_SKIP}"
+            hint = f"fill it in or remove the row; {self._skip}"
             return DataError(f"this row has no path in column {self.path_column!r}", where=where, hint=hint)
         is_file = self.files.is_file(path)
         if isinstance(error, FileNotFoundError) and not (is_file and os.path.islink(file)):
@@ -284,17 +293,23 @@ class ImageTable:
             wrong_root = self._wrong_root()
             may_be_root = wrong_root or is_url(file)  # which is not asked for other images
             hints = [near or (self._other_root(path) if may_be_root else "restore it, or remove the row")]
-            hint = "; ".join(hints if wrong_root or self.is_new else [*hints, _SKIP])
+            hint = "; ".join(hints if wrong_root else [*hints, self._skip])
             return DataError(f"image not found: {file}{what}", where=where, hint=hint)
         if isinstance(error, OSError):
             return DataError(
-                f"image cannot be read: {file}: {error.strerror}", where=where, hint=f"replace it, {_SKIP}"
+                f"image cannot be read: {file}: {error.strerror}", where=where, hint=f"replace it, {self._skip}"
             )
         return DataError(
             f"image cannot be decoded: {file}: {first_line(error)}",
             where=where,
-            hint="replace the file, or set task.on_bad_row=skip to count and replace such rows",
+            hint=f"replace the file, {self._skip}",
         )
+
+    @property
+    def _skip(self) -> str:
+        """The hint that leaves unreadable rows out."""
+        what = "leave such rows without a prediction" if self.is_new else "count and replace such rows"
+        return f"or set task.on_bad_row=skip to {what}"
 
     def _wrong_root(self) -> bool:
         """Return True if nearly all images are missing, of a few that are spread over the table."""

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from harness.config.places import IMAGE_STARTS
 from harness.errors import first_line
 
 _PNG, _IDAT = b"\x89PNG\r\n\x1a\n", b"IDAT"  # a PNG's first bytes, and the name of the chunks that have its pixels
 
-_KINDS = {"JPEG": rb"\xff\xd8", "PNG": rb"\x89PNG", "WebP": rb"RIFF....WEBP", "GIF": rb"GIF8"}  # how they begin
 _EMPTY = "the file is empty"
 
 UNCHANGED, GRAY, RGB = 0, 1, 3  # torchvision's numbers for these modes; also the number of channels
@@ -37,9 +37,9 @@ def _fault(start: bytes, error: RuntimeError) -> str:
     """Return what is wrong with a file that begins with ``start``."""
     if not start:
         return _EMPTY
-    kind = next((kind for kind, pattern in _KINDS.items() if re.match(pattern, start, re.DOTALL)), None)
+    kind = next((kind for kind, pattern in IMAGE_STARTS.items() if re.match(pattern, start, re.DOTALL)), None)
     if kind is None:
-        return f"the file is none of {', '.join(_KINDS)}: it begins with {start!r}"
+        return f"the file is none of {', '.join(IMAGE_STARTS)}: it begins with {start!r}"
     return f"the {kind} is damaged or incomplete (torchvision: {_without_place(error)})"
 
 

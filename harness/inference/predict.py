@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from harness.config.schema import Config
 from harness.config.targets import LabelledTask
+from harness.data.images import ImageTable
 from harness.data.loader import Loader
 from harness.distributed import signals
 from harness.distributed.launch_env import Launch, detect
@@ -52,6 +53,7 @@ from harness.training.task import OpenedTask, PredictingTask, Supervised, Suppor
 log = logging.getLogger("harness")
 
 FORMATS = (".csv", ".parquet")
+_NAMED = 5  # rows without a prediction
 _END_S = 20.0  # for ranks to exit when they are asked to stop
 
 
@@ -180,7 +182,8 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         return stop.exit_code
     seconds = time.perf_counter() - start
     if written.bad:
-        log.warning("images that could not be read: %d; their rows have no prediction", written.bad)
+        named = task.eval.named(written.bad, _NAMED) if isinstance(task.eval, ImageTable) else written.bad[:_NAMED]
+        log.warning("images that could not be read: %d; their rows have no prediction: %s", len(written.bad), named)
     ranks = plural(runtime.world_size, "rank")
     rate = written.rows / seconds
     shown = _show_metrics(objective, written, request.source)

@@ -146,7 +146,7 @@ def test_all_missing_images_are_found_before_training(tmp_path):
     place = f"{csv}:5: image not found: {tmp_path}/train_images/3.jpg"
     assert first == f"{place} (missing: 3 of 12 rows looked at); also {csv}:11: no path, {csv}:12: gone/10.png"
     assert "3.png" in hint
-    assert hint.endswith("; or set task.on_bad_row=skip")
+    assert hint.endswith("; or set task.on_bad_row=skip to count and replace such rows")
     table(tmp_path).require_files(np.arange(4, 9), 5)
     table(tmp_path, on_bad_row="skip").require_files(np.arange(12), 5)
     table(tmp_path).require_files(np.arange(0), 5)
@@ -181,6 +181,16 @@ def test_damaged_images_are_named(tmp_path):
     named = ", ".join(f"{csv}:{row + 2}: train_images/{row}.png" for row in damaged[1:5])
     assert first.endswith(f"; also {named} and 2 more")
     assert hint == "  -> replace the file, or set task.on_bad_row=skip to count and replace such rows"
+
+
+def test_a_bad_image_to_predict_may_be_skipped(tmp_path):
+    write_rows(tmp_path, "train", 12)
+    (tmp_path / "train_images" / "3.png").write_bytes(b"no image")
+    (tmp_path / "train_images" / "4.png").unlink()
+    for row in (3, 4):
+        with pytest.raises(DataError) as caught:
+            replace(table(tmp_path), is_new=True).batch(np.array([row]), None)
+        assert caught.value.hint.endswith("or set task.on_bad_row=skip to leave such rows without a prediction")
 
 
 def test_missing_folder_suggests_task_root(tmp_path):

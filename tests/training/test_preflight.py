@@ -317,7 +317,11 @@ def test_few_unreadable_images_may_be_skipped(folder):
     damaged(folder)
     facts, problems = examine(folder, "task.on_bad_row=skip")
     assert problems == []
-    assert facts["files"].endswith("5 of 6 images decoded (8x8); skipped 1 image that cannot be decoded")
+    named = f"{folder}/eval.csv:6: eval_images/4.png"
+    assert facts["files"].endswith(f"5 of 6 images decoded (8x8); skipped 1 damaged image: {named}")
+    (folder / "eval_images" / "4.png").unlink()
+    facts, _ = examine(folder, "task.on_bad_row=skip")
+    assert facts["files"].endswith(f"; skipped 1 missing image: {named}")
 
 
 def test_more_memory_than_there_is(folder, monkeypatch):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.config.places import IMAGE_SUFFIXES
+from harness.config.places import IMAGE_STARTS, IMAGE_SUFFIXES
 from harness.errors import ConfigError, DataError, did_you_mean, plural, reason, remedy
 from harness.tools.data.table_file import require_new, write_rows
 
@@ -28,18 +29,17 @@ def write(folder: Path, out: Path, labels: bool = True, force: bool = False) -> 
         _require_classes(folder, classes)
     skipped: Counter[str] = Counter()
     found: Counter[str] = Counter()
+    wrong = list[str]()
 
     def rows() -> Iterator[tuple[str, ...]]:
         for name in _images_of(folder, folder, skipped, ()):
-            if not labels:
-                yield (name,)
-                continue
-            if os.sep not in name:
+            label = name.partition(os.sep)[0]
+            if labels and label == name:
                 skipped["images outside a class folder"] += 1
                 continue
-            label = name.partition(os.sep)[0]
             found[label] += 1
-            yield name, label
+            wrong.extend(_doubt(folder, name))
+            yield (name, label) if labels else (name,)
 
     count = write_rows(out, ("path", "label") if labels else ("path",), rows())
     if not count:
@@ -51,10 +51,14 @@ def write(folder: Path, out: Path, labels: bool = True, force: bool = False) -> 
         what = "no images in class folders" if labels else "no images"
         raise DataError(f"{what}{_skips(skipped)}", where=str(folder), hint=hint)
     root = shlex.quote(f"task.root={folder}")
+    classes_found = f" of {plural(len(found), 'class')}" if labels else ""
+    lines = [f"wrote {plural(count, 'row')}{classes_found} to {out}{_skips(skipped)}"]
+    if wrong:
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        remedy = "remove them and write the table again, or set task.on_bad_row=skip"
+        lines.append(f"warning: {plural(len(wrong), 'row')} of no image: {', '.join(wrong[:_NAMED])}{more}; {remedy}")
     if not labels:
-        command = f"harness predict RUN --csv {shlex.quote(str(out))} {root}"
-        return f"wrote {plural(count, 'row')} to {out}{_skips(skipped)}\nnext: {command}"
-    lines = [f"wrote {plural(count, 'row')} of {plural(len(found), 'class')} to {out}{_skips(skipped)}"]
+        return "\n".join([*lines, f"next: harness predict RUN --csv {shlex.quote(str(out))} {root}"])
     if empty := sorted(classes - set(found)):
         lines.append(f"note: left out {plural(len(empty), 'folder')} without images: {', '.join(empty[:_NAMED])}")
     if len(found) == 1:
@@ -108,6 +112,18 @@ def _images_of(folder: Path, root: Path, skipped: Counter[str], above: tuple[str
                 skipped["names that are not UTF-8"] += 1
             else:
                 yield name
+
+
+def _doubt(folder: Path, name: str) -> Iterator[str]:
+    """Yield ``name``, and why, if the file does not begin like an image."""
+    try:
+        with open(folder / name, "rb") as stream:
+            start = stream.read(16)
+    except OSError as error:
+        yield f"{name} ({reason(error)})"
+        return
+    if not any(re.match(pattern, start, re.DOTALL) for pattern in IMAGE_STARTS.values()):
+        yield f"{name} ({'another kind of file' if start else 'empty'})"
 
 
 def _skips(skipped: Counter[str]) -> str:

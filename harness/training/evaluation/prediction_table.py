@@ -35,8 +35,8 @@ class Written:
     """The totals of the written file on rank 0; other ranks have the defaults."""
 
     rows: int = 0
-    bad: int = 0
-    """Rows without a prediction, because they could not be read."""
+    bad: list[int] = field(default_factory=list)
+    """The numbers of rows without a prediction, because they could not be read."""
     some: SomeRows = field(default_factory=lambda: SomeRows())
     wrong: SomeRows = field(default_factory=lambda: SomeRows())
     """Rows whose prediction is not the label."""
@@ -127,8 +127,8 @@ class PredictionFile:
         self._written = Written()
         self._files = FilesFolder(path)
 
-    def add(self, block: pa.Table, bad: int, files: Mapping[str, bytes], pairs: Pairs | str = "") -> None:
-        """Append rows, of which ``bad`` could not be read, the ``files`` that they name, and their ``pairs``."""
+    def add(self, block: pa.Table, bad: Sequence[int], files: Mapping[str, bytes], pairs: Pairs | str = "") -> None:
+        """Append rows, the numbers of the unreadable ones, the ``files`` that they name, and their ``pairs``."""
         try:
             self._written.sums.add({} if isinstance(pairs, str) else pairs)
         except Exception as error:  # of an own metric whose states have another shape than before

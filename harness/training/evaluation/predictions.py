@@ -167,8 +167,8 @@ def _known(task: PredictingTask, rows: np.ndarray) -> dict[str, pa.Array]:
 
 def _block(
     predictor: Predictor, batch: Batch, columns: dict[str, pa.Array], rows: np.ndarray, size: int, folder: str
-) -> tuple[pa.Table, int, dict[str, bytes], Pairs | str]:
-    """Return (the table of ``rows``, number of unreadable rows, which have no prediction, the files in ``folder`` that
+) -> tuple[pa.Table, list[int], dict[str, bytes], Pairs | str]:
+    """Return (the table of ``rows``, the unreadable rows, which have no prediction, the files in ``folder`` that
     it names, what the rows with labels add to the metrics, or why that cannot be computed)."""
     files: dict[str, bytes] = {}
     pairs: Pairs | str = {}
@@ -194,7 +194,7 @@ def _block(
             columns |= {name: pa.array(values) for name, values in predictor.task.errors(known).items()}
     names = [name for name in FIRST_COLUMNS if name in columns]
     names += [name for name in columns if name not in FIRST_COLUMNS]
-    return pa.table({name: columns[name] for name in names}), len(batch.bad), files, pairs
+    return pa.table({name: columns[name] for name in names}), list(batch.bad), files, pairs
 
 
 def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:

@@ -49,6 +49,21 @@ def write_table(path: Path, rows: list[tuple], header: tuple = ("path", "label")
 # folder
 
 
+def test_files_in_a_folder_that_only_end_like_images_are_named(tmp_path, capsys):
+    """Those in the table, which keeps them."""
+    for name in ("cat/1.jpg", "dog/2.png", *(f"dog/text{i}.jpg" for i in range(5))):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jpeg(PIXELS, str(tmp_path / name)) if name[4] in "12" else (tmp_path / name).write_bytes(b"<html>")
+    (tmp_path / "cat" / "0.jpg").touch()
+    (tmp_path / "top.jpg").touch()
+    named = "cat/0.jpg (empty), " + ", ".join(f"dog/text{i}.jpg (another kind of file)" for i in range(4))
+    assert data("folder", tmp_path, tmp_path / "out.csv") == 0
+    told = f"warning: 6 rows of no image: {named} and 1 more; remove them and write the table again, or set task.on_bad"
+    assert told in capsys.readouterr().out
+    assert data("folder", tmp_path, tmp_path / "all.csv", "--no-labels") == 0
+    assert "warning: 7 rows of no image: cat/0.jpg (empty), " in capsys.readouterr().out
+
+
 def test_folder(tmp_path, capsys):
     photos = tmp_path / "my photos"
     for name in ("kätzchen/1.JPG", 'kätzchen/a/2, "x"\n.jpeg', "dog/1.png", "top.jpg", "dog/.hidden.jpg", "dog/x.txt"):
@@ -61,6 +76,7 @@ def test_folder(tmp_path, capsys):
     out = tmp_path / "out.csv"
     assert data("folder", photos, out) == 0
     printed = capsys.readouterr().out
+    assert "warning" not in printed
     assert printed.startswith(f"wrote 4 rows of 3 classes to {out}; skipped: broken links and special files (2), ")
     assert "images outside a class folder (1)" in printed
     assert "files that are not images (2)" in printed
