@@ -446,45 +446,13 @@ def failing_context(model, optimizer):
         raise KeyError
 
 
-def write_gradients_of_masters(model, optimizer):
-    for master in amp.master_params(optimizer):
-        master.grad = torch.ones_like(master)
-
-
 ACTIONS = {
-    "plain": lambda model, optimizer: model(torch.ones(2)).backward(),
     "scaled": lambda model, optimizer: backward(model, optimizer, 1.0),
-    "delayed": lambda model, optimizer: backward(model, optimizer, 1.0, delay_unscale=True),
     "inf": lambda model, optimizer: backward(model, optimizer, float("inf")),
     "delayed_inf": lambda model, optimizer: backward(model, optimizer, float("inf"), delay_unscale=True),
     "unchecked_inf": lambda model, optimizer: backward(model, optimizer, float("inf"), delay_overflow_check=True),
-    "failing": failing_context,
-    "masters": write_gradients_of_masters,
-    "freeze": lambda model, optimizer: model.weight.requires_grad_(False),
-    "clear": lambda model, optimizer: optimizer.zero_grad(),
-    "zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-    "zero_model": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "step": lambda model, optimizer: optimizer.step(),
 }
-NEVER_SCALED = 3 * "clear plain step "
-LOST = [NEVER_SCALED, 2 * "clear plain scaled step ", "scaled step clear plain step"]
-CORRECT = [
-    2 * "clear delayed scaled scaled step ",
-    "clear failing scaled step",
-    "step clear step scaled step step",
-    2 * "zero scaled step zero_model scaled step ",
-    "clear plain masters step",
-    "plain clear scaled step",
-    "freeze clear plain step",
-]
-
-
-def run_script(script, level="O2", scale=8.0):
-    model, optimizer = start(level, scale, max_loss_scale=1024.0)
-    torch.optim.lr_scheduler.StepLR(optimizer, 10)  # which wraps step
-    for action in script.split():
-        ACTIONS[action](model, optimizer)
-    return model, optimizer
 
 
 @pytest.mark.contract("1.3.7", "1.3.8", "2.2", "2.3", "10.10")
@@ -503,41 +471,9 @@ def run_script(script, level="O2", scale=8.0):
     ],
 )
 def test_overflows_around_a_step(level, script, skips, scale, unskipped):
-    _, optimizer = run_script(script, level, "dynamic")
+    model, optimizer = start(level, "dynamic", max_loss_scale=1024.0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)  # which wraps step
+    for action in script.split():
+        ACTIONS[action](model, optimizer)
     assert optimizer._amp_stash.already_patched == skips
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": scale, "unskipped": unskipped}
-
-
-@pytest.mark.contract("3.3")
-@pytest.mark.parametrize("script", LOST)
-def test_backward_outside_scale_loss_warns_once_at_the_script(script):
-    with pytest.warns(UserWarning, match="outside amp.scale_loss.*weights are not updated") as caught:
-        model, _ = run_script(script)
-    (warning,) = [each for each in caught if "scale_loss" in str(each.message)]
-    assert "with amp.scale_loss(loss, optimizer) as scaled_loss:\n" in str(warning.message)
-    assert warning.filename == __file__
-    if script is NEVER_SCALED:
-        assert model.weight.tolist() == [1.0, 2.0], "what the warning says"
-
-
-@pytest.mark.parametrize("script", CORRECT)
-def test_correct_scripts_get_no_warning(script, recwarn):
-    run_script(script)
-    assert [str(each.message) for each in recwarn if "scale_loss" in str(each.message)] == []
-
-
-def test_loss_that_reaches_parameters_of_another_optimizer_gets_no_warning(recwarn):
-    """As the generator's loss reaches the discriminator, whose gradients are cleared before its own backward pass."""
-    models = [Product(), Product()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    models, optimizers = amp.initialize(models, optimizers, opt_level="O2", num_losses=2, verbosity=0)
-    for _ in range(2):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        both = models[0](torch.ones(2)) + models[1](torch.ones(2))
-        with amp.scale_loss(both, optimizers[0]) as loss:
-            loss.backward()
-        optimizers[0].step()
-        backward(models[1], optimizers[1], 1.0, loss_id=1)
-        optimizers[1].step()
-    assert [str(each.message) for each in recwarn if "scale_loss" in str(each.message)] == []

@@ -54,12 +54,8 @@ def prepare(optimizer: Optimizer, scale: float | Tensor = 1.0, delayed: bool = F
         for parameter in own:
             parameter.grad = None
         stash.drop_master_gradients()
-    lost = stash.ever_scaled and stash.may_have_lost_gradients()
     for parameter, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
-        if parameter.grad is not None:
-            if lost:
-                stash.warn_of_lost_gradients()
-            parameter.grad = None  # the scaled gradient of the last context, already in the master
+        parameter.grad = None  # the scaled gradient of the last context, already in the master
         if master.grad is not None:
             set_aside(parameter, master.grad)
     if stash.master_weights or not delayed:
@@ -77,7 +73,6 @@ def mark_delayed(optimizer: Optimizer, scale: float | Tensor) -> None:
     """End a delayed context: the gradients carry ``scale``."""
     stash = stash_of(optimizer)
     stash.params_have_scaled_gradients, stash.scaled_by = True, scale
-    stash.backward_ended()
 
 
 def finish(optimizer: Optimizer, scaler: LossScaler, scale: float | Tensor) -> None:
@@ -119,7 +114,6 @@ def finish(optimizer: Optimizer, scaler: LossScaler, scale: float | Tensor) -> N
     scaler.unscale_(sums + unchecked, 1.0)
     withdraw_aside(stash)
     stash.params_have_scaled_gradients = False
-    stash.backward_ended()
 
 
 def check_unreduced(optimizer: Optimizer, scaler: LossScaler) -> bool:
@@ -144,7 +138,6 @@ def restore(optimizer: Optimizer) -> None:
         if earlier is not None:  # perhaps reduced over ranks by now, in float32
             target.grad = earlier.to(target.dtype)
     withdraw_aside(stash)
-    stash.backward_ended()
 
 
 def _add(sums: list[Tensor], added: list[Tensor], inverse: float) -> None:

@@ -6,6 +6,7 @@ Differences from Apex: models may be on the CPU; ``cudnn.enabled=False`` is allo
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any, Literal
 
@@ -77,10 +78,11 @@ def initialize(
 
     _reset_for(verbosity)
     messages.announce(announcement)
-    if any(getattr(model, "wraps_module", False) for model in model_list):
-        messages.warn_at_script(
+    if is_rank_zero() and any(getattr(model, "wraps_module", False) for model in model_list):
+        warnings.warn(
             "amp.initialize was given a model that is already in apex.parallel.DistributedDataParallel. It trains as "
-            "in the documented order; call amp.initialize first, then wrap the model that it returns."
+            "in the documented order; call amp.initialize first, then wrap the model that it returns.",
+            stacklevel=2,
         )
     for model in model_list:
         _prepare_model(model, properties, cast_model_outputs)

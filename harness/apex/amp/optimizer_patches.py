@@ -150,8 +150,6 @@ def _step_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
                 'first and call step() without arguments, or use opt_level="O1".'
             )
         lazy_init(self)
-        if stash.may_have_lost_gradients():
-            stash.warn_of_lost_gradients()
         stash.refresh()
         result = previous()
         stash.copy_to_model()
@@ -177,7 +175,6 @@ def _zero_grad_with_masters(self: Optimizer, set_to_none: bool = True) -> None:
             zeroed.append(parameter.grad)
     if zeroed:
         torch._foreach_zero_(zeroed)
-    stash.gradients_cleared(certain=set_to_none)
 
 
 def _add_param_group_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,14 +11,11 @@ from torch.optim import Optimizer
 from harness.apex.accumulated_gradients import take_aside
 from harness.apex.amp.device_flags import flags, skips_on_device
 from harness.apex.amp.master_weights import MasterWeights
-from harness.apex.amp.messages import messages
 from harness.apex.amp.scaler import LossScaler
 
 
 class AmpStash(MasterWeights):
     """The masters of an optimizer, if its level has them, and the state of its next step."""
-
-    num_contexts = 0  # contexts that have ended, of all optimizers: each may leave gradients in parameters of any
 
     def __init__(self, master_weights: bool) -> None:
         super().__init__()
@@ -30,9 +27,6 @@ class AmpStash(MasterWeights):
         self.scaled_by: float | Tensor = 1.0  # their scale
         self.deferred_to: LossScaler | None = None  # its overflow check waits for a reduction over ranks
         self.undo: list[Callable[..., Any]] = []
-        self.ever_scaled = False  # in a context of this optimizer
-        self._warned = False
-        self._cleared_at = -1
 
     @property
     def already_patched(self) -> bool:
@@ -55,32 +49,6 @@ class AmpStash(MasterWeights):
         """Return the flag that decides on the device whether the coming step is skipped; None if the host knows."""
         flag, self.flag = self.flag, None
         return flag
-
-    def backward_ended(self) -> None:
-        """Note the end of a context of this optimizer."""
-        AmpStash.num_contexts += 1
-        self.ever_scaled = True
-
-    def gradients_cleared(self, certain: bool) -> None:
-        """Note that no model parameter has a gradient, if that is ``certain``."""
-        self._cleared_at = AmpStash.num_contexts if certain else -1
-
-    def may_have_lost_gradients(self) -> bool:
-        """Return True if a gradient of a model parameter can only be from a backward pass outside every context."""
-        return not self.ever_scaled or self._cleared_at == AmpStash.num_contexts
-
-    def warn_of_lost_gradients(self) -> None:
-        """Warn, once, if a model parameter has a gradient that its master has not and will not get."""
-        pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
-        if self._warned or not any(p.grad is not None and master.grad is None for p, master in pairs):
-            return
-        self._warned = True
-        messages.warn_at_script(
-            f"backward() was called outside amp.scale_loss. With {self.all_fp16_params[0].dtype} weights and float32 "
-            "masters, the optimizer does not see these gradients: the weights are not updated from them. Use:\n"
-            "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
-            "        scaled_loss.backward()"
-        )
 
     def drop_master_gradients(self) -> None:
         """Clear the gradients of masters that were made from model parameters."""
