@@ -52,12 +52,8 @@ def main(path: str, overrides: Sequence[str], dry_run: bool, retry_failed: bool 
         raise ConfigError(
             "this is the folder of a run", where=str(folder), hint="give the sweep another name: name=NAME"
         )
-    try:
-        (folder / layout.TRIALS).mkdir(parents=True, exist_ok=True)
-        with _locked(folder) as lock, signals.counted() as requests:
-            return _run(plan, lock, requests, retry_failed)
-    except OSError as error:
-        raise cannot_write(Path(error.filename or folder), error) from None
+    with _locked(folder) as lock, signals.counted() as requests:
+        return _run(plan, lock, requests, retry_failed)
 
 
 def _run(plan: Plan, lock: list[int], requests: signals.Requests, retry_failed: bool) -> int:
@@ -127,28 +123,35 @@ def _commands(plan: Plan) -> Iterator[str]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[list[int]]:
-    """Lock ``folder`` and yield the lock's file descriptors.
+    """Make ``folder``, lock it, and yield the lock's file descriptors.
 
     Trials inherit them, so the lock of a killed sweep is held until its last trial has exited. Raises ConfigError while
-    another sweep runs in the folder.
+    another sweep runs in the folder, or if it cannot be written.
     """
-    path = folder / "lock"
     lock = Lock(folder, is_folder=True)
     try:
-        deadline, reported = time.monotonic() + _WAIT_S, False
-        while not lock.try_acquire():
-            holder = path.read_text().strip() if path.exists() else ""
-            if holder.isdigit() and Path(f"/proc/{holder}").exists() or time.monotonic() > deadline:
-                raise ConfigError(
-                    "another harness sweep is running in this folder" + (f" (process {holder})" if holder else ""),
-                    where=str(folder),
-                    hint="wait for it, or give this sweep another name: name=NAME",
-                )
-            if not reported:
-                log.info("waiting for the trials of a killed sweep to exit with a checkpoint")
-            reported = True
-            time.sleep(0.2)
-        path.write_text(str(os.getpid()))
+        try:
+            (folder / layout.TRIALS).mkdir(parents=True, exist_ok=True)
+            _acquire(lock, folder)
+        except OSError as error:
+            raise cannot_write(Path(error.filename or folder), error) from None
         yield lock.descriptors
     finally:
         lock.release()
+
+
+def _acquire(lock: Lock, folder: Path) -> None:
+    path, deadline, reported = folder / "lock", time.monotonic() + _WAIT_S, False
+    while not lock.try_acquire():
+        holder = path.read_text().strip() if path.exists() else ""
+        if holder.isdigit() and Path(f"/proc/{holder}").exists() or time.monotonic() > deadline:
+            raise ConfigError(
+                "another harness sweep is running in this folder" + (f" (process {holder})" if holder else ""),
+                where=str(folder),
+                hint="wait for it, or give this sweep another name: name=NAME",
+            )
+        if not reported:
+            log.info("waiting for the trials of a killed sweep to exit with a checkpoint")
+        reported = True
+        time.sleep(0.2)
+    path.write_text(str(os.getpid()))

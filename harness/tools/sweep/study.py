@@ -21,7 +21,7 @@ from optuna.trial import TrialState
 
 from harness.config import loader
 from harness.config.schema import NOT_THE_RECIPE, flatten
-from harness.errors import ConfigError, HarnessError, first_line, plural
+from harness.errors import ConfigError, HarnessError, first_line, plural, reason, remedy
 from harness.runs import sweep_folder
 from harness.tools.sweep.plan import Plan
 from harness.tools.sweep.spec import Range, Settings, SweepSpec, identity, typed
@@ -197,9 +197,15 @@ class Study:
 
 @contextmanager
 def storage_must_work(folder: Path) -> Iterator[None]:
-    """Turn errors of the storage in the body into a HarnessError with a hint."""
+    """Turn errors of the storage and of the system in the body into a HarnessError with a hint."""
     try:
         yield
+    except OSError as error:
+        raise HarnessError(
+            f"the sweep cannot go on: {reason(error)}",
+            where=str(error.filename or folder),
+            hint=f"{remedy(error) or 'fix the cause'}, and run the same command again to resume",
+        ) from None
     except _STORAGE_ERRORS as error:
         raise HarnessError(
             f"the state of the sweep cannot be stored: {first_line(error)}",

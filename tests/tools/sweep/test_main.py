@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 
 import pytest
@@ -47,6 +49,20 @@ def test_missing_optuna_is_reported_with_a_hint(tmp_path, capsys, monkeypatch):
     write_sweep(tmp_path, space={"optimizer.lr": [0.1, 0.2]})
     assert cli.main(["sweep", "-c", str(tmp_path / "sweep.yaml")]) == 2
     assert "pip install 'apex-harness[sweep]'" in capsys.readouterr().err
+
+
+def test_a_trial_that_cannot_be_started_is_no_fault_of_the_folder(tmp_path, capsys, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("harness.tools.sweep.runner.TrialProcess", refuse)
+    monkeypatch.setattr("harness.distributed.processes.adopt_orphans", set)
+    monkeypatch.setattr("harness.distributed.processes.end_orphans", lambda *_: None)  # of the tests
+    write_base(tmp_path)
+    write_sweep(tmp_path, space={"optimizer.lr": [0.1, 0.2]})
+    assert cli.main(["sweep", "-c", str(tmp_path / "sweep.yaml")]) == 70
+    message = capsys.readouterr().err
+    assert f"{tmp_path}/tried: the sweep cannot go on: Resource temporarily unavailable\n  -> fix the cause" in message
 
 
 def test_dry_run_prints_commands_and_starts_nothing(tmp_path, capsys):
