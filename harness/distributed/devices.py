@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def visible_names() -> list[str]:
     """Return the CUDA devices of this machine as CUDA_VISIBLE_DEVICES names them: those that it names, else all."""
     shown = os.environ.get(_VISIBLE)
     if shown is not None:
-        return [name for name in map(str.strip, shown.split(",")) if name and not name.startswith("-")]
+        return list(takewhile(lambda name: name and name[0] != "-", map(str.strip, shown.split(","))))  # as CUDA does
     return [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness import cli
-from harness.distributed.devices import choose, fitting_ranks
+from harness.distributed.devices import choose, fitting_ranks, visible_names
 from harness.errors import EXIT_USAGE, LaunchError
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
@@ -142,6 +142,14 @@ def test_launch_starts_the_ranks_that_fit(with_devices, capsys, devices, typed, 
 def test_make_train_starts_the_ranks_that_fit():
     make = subprocess.run(["make", "-n", "train"], cwd=ROOT, capture_output=True, text=True, timeout=250, check=True)
     assert "harness launch -c configs/digits.yaml --nproc auto:2\n" in make.stdout
+
+
+@pytest.mark.parametrize(
+    ("shown", "names"), [("0,-1,1", ["0"]), (" 1, 0,", ["1", "0"]), ("-1,0", []), ("", []), ("GPU-a", ["GPU-a"])]
+)
+def test_names_after_an_invalid_one_are_hidden(monkeypatch, shown, names):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert visible_names() == names
 
 
 @pytest.mark.parametrize("typed", ["auto:0", "auto:x", "auto:", "all"])
