@@ -45,8 +45,8 @@ class StoreTimeout(Exception):
 
 
 class LimitedStore:
-    """The requests of ``store`` that the harness makes. Each raises StoreTimeout after ``limit_s``, and whatever
-    ``store`` raises, such as DistNetworkError if the connection is gone."""
+    """The requests of ``store`` that the harness makes. Each raises StoreTimeout after ``limit_s``, or if the machine
+    allows no more threads, and whatever ``store`` raises, such as DistNetworkError if the connection is gone."""
 
     def __init__(self, store: Store, limit_s: float = LIMIT_S) -> None:
         self._store, self._limit_s = store, limit_s
@@ -77,6 +77,7 @@ class LimitedStore:
         """Return the result of ``request``, made by a daemon thread of its own, which may stay behind."""
         if self._gone:  # another request would fail, too, and print a C++ stack
             raise self._gone
+        until = time.monotonic() + self._limit_s
         if (self._overdue and not self._overdue.done()) or not self._busy.acquire(timeout=self._limit_s):
             raise StoreTimeout
 
@@ -89,9 +90,13 @@ class LimitedStore:
             finally:
                 self._busy.release()
 
-        future = Background(work, "harness-store")
         try:
-            return _result(future, self._limit_s)
+            future = Background(work, "harness-store")
+        except RuntimeError as error:
+            self._busy.release()
+            raise StoreTimeout from error
+        try:
+            return _result(future, max(until - time.monotonic(), 0.0))
         except StoreTimeout:
             self._overdue = future
             raise

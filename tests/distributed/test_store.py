@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore
@@ -15,6 +17,34 @@ from tests.end_to_end.processes import wait_until
 from tests.ranks import free_port, start
 
 HELD_S = 60  # a request without a limit would take as long
+
+
+class Fake:
+    """A store that has all keys."""
+
+    def check(self, keys):
+        return True
+
+
+def test_a_request_whose_thread_cannot_start_leaves_the_store_usable(monkeypatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = LimitedStore(Fake(), limit_s=30.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(StoreTimeout):
+            store.check(["a"])
+    assert not store._busy.locked()
+    assert store.check(["a"])
+
+
+def test_the_wait_for_another_request_counts(monkeypatch):
+    limits, clock = [], iter([10.0, 13.0])  # before and after the wait
+    monkeypatch.setattr("harness.distributed.store.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("harness.distributed.store._result", lambda future, limit_s: limits.append(limit_s))
+    LimitedStore(Fake(), limit_s=5.0).check(["a"])
+    assert limits == [2.0]
 
 
 def _hold_store(port: int):
