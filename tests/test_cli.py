@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.synthetic_runs import Fake, write_run
 from harness import cli
+from harness.distributed import streams
 from harness.errors import EXIT_DONE, EXIT_USAGE
 from harness.training import main
 from tests.conftest import ROOT
@@ -49,6 +50,11 @@ DATA = {
     "data mnist": "--from folder",
     "data split": "--by --eval --force --out --seed --stratify source",
 }
+
+
+def python(program: str, **options) -> subprocess.CompletedProcess:
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 250, **options}
+    return subprocess.run([sys.executable, "-c", program], check=False, **options)
 
 
 @pytest.fixture
@@ -105,7 +111,7 @@ page.write([Path({str(run)!r})])
 sys.exit(bool(imported("torch")))
 """
     pytest.importorskip("plotly", reason="plotly is not installed: pip install 'apex-harness[report]'")
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=250)
+    done = python(program)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -140,10 +146,7 @@ def test_errors_of_settings_and_paths_come_before_the_import_of_torch(yaml_file,
         "    code = cli.main(words.split())\n"
         "    print(code, 'torch' in sys.modules, file=sys.stderr)\n"
     )
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
-    )
+    done = python(program, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
     found = re.findall(r"(.*?)^(\d+) (True|False)\n", done.stderr, re.DOTALL | re.MULTILINE)
     assert len(found) == len(cases), done.stderr
     for (words, message), (text, code, torch) in zip(cases.items(), found, strict=True):
@@ -168,23 +171,22 @@ def test_train_passes_its_arguments_on(monkeypatch):
 @pytest.mark.parametrize(("code", "limit"), [(75, "LEAVE_DONE_S"), (70, "LEAVE_S")])
 def test_leave_names_and_ends_the_threads_of_the_user(code, limit):
     program = (
-        "import threading, time; from harness import cli\n"
-        f"cli.{limit} = 0.5\n"
+        "import threading, time; from harness.distributed import streams\n"
+        f"streams.{limit} = 0.5\n"
         "threading.Thread(target=lambda: time.sleep(600), name='mine').start()\n"
-        f"cli.leave({code})"
+        f"streams.leave({code})"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=250)
+    done = python(program)
     assert done.returncode == code
     assert done.stderr == "warning: thread mine is still running at <string>:3; exiting without it\n"
 
 
-def test_leave_keeps_the_exit_code_and_loses_no_output(tmp_path):
+def test_leave_keeps_the_exit_code_and_loses_no_output():
     """Output is flushed, threads are joined, exit handlers run, and the interpreter's teardown cannot abort."""
-    script = tmp_path / "script.py"
-    script.write_text("""
+    done = python("""
 import atexit, os, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from harness import cli
+from harness.distributed import streams
 
 class Aborts:
     def __del__(self):
@@ -195,18 +197,15 @@ atexit.register(print, "handler")
 ThreadPoolExecutor(1).submit(int)  # its thread waits for more work
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 print("main")
-cli.leave(75)
+streams.leave(75)
 """)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=250, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (75, "main\nthread\nhandler\n", "")
 
 
-def test_signal_at_the_end_does_not_change_the_exit_code(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("""
+def test_signal_at_the_end_does_not_change_the_exit_code():
+    done = python("""
 import atexit, os, signal, time
-from harness import cli
-from harness.distributed import signals
+from harness.distributed import signals, streams
 
 def late():
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
@@ -215,9 +214,8 @@ def late():
 
 atexit.register(late)
 signals.install()
-cli.leave(75)
+streams.leave(75)
 """)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=250, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
 
 
@@ -298,13 +296,13 @@ def test_output_waits_for_its_reader_or_is_lost(monkeypatch, limit):
     """In a full pipe that another program has made non-blocking, also if ``select`` finds room where there is none."""
     source, sink = os.pipe()
     os.set_blocking(sink, False)
-    with open(source, "rb", buffering=0) as reader, cli._Raw(sink, "w") as raw:
+    with open(source, "rb", buffering=0) as reader, streams.Raw(sink, "w") as raw:
         with suppress(BlockingIOError):
             while os.write(sink, b"." * 4096):
                 pass
         turns = iter([lambda: None, lambda: reader.read(1 << 20)])
-        monkeypatch.setattr(cli, "select", SimpleNamespace(select=lambda *_: next(turns)()))
-        monkeypatch.setattr(cli, "WRITE_S", limit)
+        monkeypatch.setattr(streams, "select", SimpleNamespace(select=lambda *_: next(turns)()))
+        monkeypatch.setattr(streams, "WRITE_S", limit)
         if limit:
             assert raw.write(b"the end") == 7
             assert reader.read(1 << 20) == b"the end"
@@ -497,7 +495,7 @@ sys.argv = ["harness", "--help"]
 from harness.cli import command
 command()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = python(script)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert ("WSL2" in done.stderr) == (system == "win32")
@@ -505,11 +503,9 @@ command()
 
 @pytest.mark.parametrize("words", [["--version"], ["train", "-c", "x.yaml"]])
 def test_deleted_working_folder_is_an_error(tmp_path, words):
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    program = f"import os, shutil, sys; os.chdir({str(folder)!r}); shutil.rmtree({str(folder)!r}); "
+    program = f"import os, shutil, sys; os.chdir({str(tmp_path)!r}); shutil.rmtree({str(tmp_path)!r}); "
     program += f"from harness.__main__ import command; command({words})"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    ended = python(program)
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: the working folder cannot be used: ")
     assert ended.stderr.count("\n") == 2  # with a hint
@@ -530,9 +526,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the backg
 sys.meta_path.insert(0, Interrupts)
 command(["--help"])
 """
-    environ = {**os.environ, "LOCAL_RANK": rank}
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, env=environ)
+    ended = python(program, env={**os.environ, "LOCAL_RANK": rank})
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", said)
 
 
@@ -553,7 +547,5 @@ from harness.__main__ import command
 command(["--version"])
 """
     environ = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60, env=environ | variables
-    )
+    ended = python(program, env=environ | variables)
     assert ended.stdout.splitlines()[-1] == f"{spins} False", ended.stderr

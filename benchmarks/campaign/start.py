@@ -31,8 +31,9 @@ from harness.audit import saved_files
 from harness.audit.plan import PLAN, AuditPlan, HowKilled, PlannedKill
 from harness.audit.process_family import ProcessFamily
 from harness.audit.starts import HOOK, Watch, record_this_process
-from harness.cli import command, leave
+from harness.cli import command
 from harness.distributed import processes
+from harness.distributed.streams import leave
 from harness.runs.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]

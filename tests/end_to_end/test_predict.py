@@ -174,7 +174,7 @@ def test_predict_starts_its_own_ranks(trained, tmp_path):
     names = [str(image) for image in images] + ["missing.png"]
     (elsewhere / "new.csv").write_text("photographer,path\n" + "".join(f"me,{name}\n" for name in names))
     words = [
-        "-m", "harness.cli", "predict", "run", "--csv", "new.csv", "--out", "new.parquet",
+        "-m", "harness", "predict", "run", "--csv", "new.csv", "--out", "new.parquet",
         "--world", "2", "task.on_bad_row=skip", "task.root=.", "task.train_csv=gone.csv", "task.eval_csv=gone.csv",
     ]  # fmt: skip
     terminal = tmp_path / "terminal.txt"
