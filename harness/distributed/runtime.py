@@ -65,8 +65,8 @@ class Runtime(Collectives):
     def together(self, doing: str) -> Iterator[None]:
         """Enter a stage together: if any rank raises in it, all ranks raise, so that none waits for another.
 
-        The body must not contain a collective. All ranks raise the error of the lowest failing rank, with that rank in
-        ``origin_rank``; of another class than HarnessError, the others raise its text, with what they were ``doing``.
+        The body must not contain a collective. The lowest failing rank raises its own error. The others raise a copy,
+        with that rank in ``origin_rank``, and what they were ``doing`` if it is no HarnessError.
 
         ``sys.exit`` in the user's code is such an error. KeyboardInterrupt is not: this process is to end at once, and
         must not wait for the others, which lose its connection. Nor is anything that ends a forked process, whose
@@ -81,13 +81,12 @@ class Runtime(Collectives):
                 raise
             mine = error
         if self.world_size > 1:
-            # An error that an inner stage has raised on several ranks keeps the rank that it comes from.
+            # An error that an inner stage has raised on several ranks keeps the rank that it comes from, which raises
+            # ``mine``, with the traceback, even if a lower rank has a copy.
             origin = getattr(mine, "origin_rank", None)
             own = None if mine is None else (_portable(mine, doing), self.rank if origin is None else origin)
-            errors = self.gather(own)
-            theirs = next((error for error in errors if error is not None), None)
-            # The rank that the error comes from raises ``mine``, which has the traceback.
-            if theirs is not None and (mine is None or theirs is not errors[self.rank]):
+            theirs = next((error for error in self.gather(own) if error is not None), None)
+            if theirs is not None and (mine is None or theirs[1] != self.rank):
                 theirs[0].origin_rank = theirs[1]
                 raise theirs[0]
         if mine is not None:
@@ -126,11 +125,11 @@ class Runtime(Collectives):
             ranks = self.gather((done, failed, late))
             if all(done for done, _, _ in ranks):
                 break
-            if overdue := [rank for rank, (_, _, late) in enumerate(ranks) if late]:
-                raise _overdue(overdue[0], ranks[overdue[0]][2], doing, limit_s)
-            # The ranks have seen the same answers, so they leave together.
+            # The ranks have seen the same answers, so they leave together. A failure comes before work that is late.
             if rounds or any(failed for _, failed, _ in ranks):
                 rounds, pause_s = rounds + 1, 0.05 * 2**rounds
+            elif overdue := [rank for rank, (_, _, late) in enumerate(ranks) if late]:
+                raise _overdue(overdue[0], ranks[overdue[0]][2], doing, limit_s)
             else:
                 pause_s = min(2 * pause_s, longest_s)
         with self.together(doing):

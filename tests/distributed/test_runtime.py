@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -17,7 +19,8 @@ from harness.distributed import runtime as module
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.process_group import open_runtime
 from harness.distributed.runtime import Runtime
-from harness.errors import DataError, LaunchError, TrainingError
+from harness.distributed.threads import Background
+from harness.errors import DataError, LaunchError, OwnCodeError, TrainingError
 from tests.end_to_end.processes import wait_until
 from tests.ranks import run_ranks
 
@@ -114,6 +117,26 @@ def test_together_raises_the_lowest_ranks_error_everywhere():
         assert (kind, text.rpartition("building: ")[2], origin) == (
             own if rank == 1 else ("OwnCodeError", "ValueError: odd shape", 1)
         )
+
+
+def _read_row(rank: int):
+    if rank == 1:
+        raise ValueError("odd row")
+
+
+def _nested():
+    with opened() as runtime:
+        try:
+            with runtime.together("saving"), runtime.together("reading"):
+                _read_row(runtime.rank)
+        except Exception as error:
+            frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+            return type(error).__name__, getattr(error, "origin_rank", None), "_read_row" in frames
+
+
+def test_a_rank_that_hears_of_its_own_error_raises_the_one_with_the_traceback():
+    """Rank 0, which is asked first, has only a copy."""
+    assert run_ranks(2, _nested, group=False) == [("OwnCodeError", 1, False), ("ValueError", None, True)]
 
 
 def _leave_together(how: type[BaseException]):
@@ -220,6 +243,22 @@ def _fails_in_work(failing):
 def test_an_error_in_announced_work_ends_it_everywhere(failing):
     for rank, found in enumerate(run_ranks(3, _fails_in_work, failing, group=False, timeout_s=60)):
         assert found == (f"row of rank {failing[0]}", None if rank == failing[0] else failing[0], True)
+
+
+def _fails_while_another_is_late():
+    with opened() as runtime:
+        work = Background((lambda: time.sleep(60)) if runtime.rank == 0 else partial(_read_row, 1), "work")
+        if runtime.rank == 1:
+            wait([work])
+        runtime.barrier()
+        with pytest.raises((TrainingError, OwnCodeError, ValueError)) as caught:
+            runtime.await_work("reading", work, limit_s=0.0)
+        return str(caught.value)
+
+
+def test_a_failure_is_the_cause_of_what_is_late_since():
+    for text in run_ranks(2, _fails_while_another_is_late, group=False):
+        assert "odd row" in text
 
 
 def _late_rank():
