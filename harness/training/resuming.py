@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from harness.data.seeds import TRAINING
+from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError, first_line
 from harness.runs import checkpoint, layout
 from harness.training import checkpointing
@@ -39,17 +40,12 @@ def resume(run: Run) -> None:
     """Restore the newest checkpoint of this run, or else the one that checkpoint.resume names; else start at zero.
     Collective."""
     path, is_own = checkpoint_to_resume(run)
-    first = run.runtime.from_first(path and checkpoint.digest(path))
+    if path is not None and is_own:
+        verify(run.runtime, path)
 
     def work() -> LogBefore:
         if path is None:
             return LogBefore()
-        if checkpoint.digest(path) != first:
-            raise CheckpointError(
-                f"rank {run.runtime.rank} cannot find the checkpoint that rank 0 resumes from",
-                where=str(path),
-                hint="copy rank 0's run folder to this machine, or set output to a shared disk or a URL",
-            )
         before = restore(run, path, is_own)
         if is_own and run.runtime.rank == 0 and run.checkpoints.named(layout.LATEST) == path.name:
             run.checkpoints.sweep()  # a kill may have come after the checkpoint, before the removal of older ones
@@ -109,6 +105,30 @@ def checkpoint_to_resume(run: Run) -> tuple[Path | None, bool]:
     from harness.runs import borrowed  # late: it imports fsspec, which few runs need
 
     return runtime.patiently("fetching the checkpoint to resume from", lambda: borrowed.borrow(run.config)), False
+
+
+def verify(runtime: Runtime, path: Path) -> None:
+    """Raise CheckpointError unless every rank has the checkpoint ``path``, which rank 0 has verified. Ranks without a
+    shared disk have copies, and the first rank of each copy verifies it. Collective."""
+    copies = runtime.gather(runtime.patiently("looking for the checkpoint", lambda: _copy(path)))
+    rank, copy = runtime.rank, copies[runtime.rank]
+    hint = "copy rank 0's run folder to this machine, or set output to a shared disk or a URL"
+
+    def work() -> None:
+        if copy[0] != copies[0][0]:
+            message = f"rank {rank} cannot find the checkpoint that rank 0 resumes from"
+            raise CheckpointError(message, where=str(path), hint=hint)
+        if copies.index(copy) == rank > 0 and (problem := checkpoint.damage(path)):
+            raise CheckpointError(f"the copy of rank {rank}: {problem}", where=str(path), hint=hint)
+
+    runtime.patiently("verifying the checkpoint", work)
+
+
+def _copy(path: Path) -> tuple[str, int, int]:
+    """Return the digest of a checkpoint, and what no other copy of it has."""
+    digest = checkpoint.digest(path)
+    status = (path / layout.MANIFEST).stat() if digest else None
+    return (digest, status.st_ino, status.st_ctime_ns) if status else ("", 0, 0)
 
 
 def restore(run: Run, path: Path, is_own: bool = True) -> LogBefore:

@@ -192,6 +192,15 @@ def test_ranks_with_different_checkpoints_are_refused(tmp_path, data):
     ended = train_each(config, [*more, outputs[0]], [*more, outputs[1]])
     assert_reported_once(ended, EXIT_FAILURE, "rank 1 cannot find the checkpoint that rank 0 resumes from")
 
+    shutil.rmtree(tmp_path / "b")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (state,) = (tmp_path / "b").rglob("state.pt")
+    content = bytearray(state.read_bytes())
+    content[len(content) // 2] ^= 1  # torch would read it
+    state.write_bytes(content)
+    ended = train_each(config, [*more, outputs[0]], [*more, outputs[1]])
+    assert_reported_once(ended, EXIT_FAILURE, "the copy of rank 1: state.pt is damaged")
+
 
 OWN_MODEL = """
 from torch import nn

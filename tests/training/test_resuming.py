@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from harness import cli
+from harness.distributed.launch_env import detect
+from harness.distributed.process_group import open_runtime
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError
-from harness.runs import trained_run
+from harness.runs import checkpoint, trained_run
 from harness.runs.checkpoint import steps
 from harness.runs.checkpoints import Checkpoints
 from harness.runs.weights_file import load_weights
 from harness.training import loop
 from harness.training.checkpointing import save
-from harness.training.resuming import checkpoint_to_resume, restore, resume
+from harness.training.resuming import checkpoint_to_resume, restore, resume, verify
 from tests.fixtures import make_config, settings, write_rows, write_yaml
 from tests.ranks import run_ranks
 
@@ -44,6 +50,34 @@ def test_a_state_of_another_version_is_named_with_its_checkpoint(tmp_path, built
     run.checkpoints.write(1, {**content, "state": {**content["state"], "later": 1}})
     with pytest.raises(CheckpointError, match=re.escape(f"{folder}/step-1: ") + ".*'later'"):
         restore(run, folder / "step-1")
+
+
+def _verified(folders, problem):
+    """How many checkpoints this rank has read, and the error."""
+    read, damage = [], checkpoint.damage
+    checkpoint.damage = lambda path: read.append(path) or damage(path)
+    with (
+        open_runtime(detect(os.environ), "cpu", 20.0, 60.0) as runtime,
+        pytest.raises(CheckpointError, match=problem) if problem else nullcontext(),
+    ):
+        verify(runtime, Path(folders[runtime.rank]))
+    return len(read)
+
+
+def test_each_copy_of_a_checkpoint_is_verified_before_it_is_restored(tmp_path):
+    """Ranks 0 and 1 share a disk, and so do ranks 2 and 3. Rank 0 has verified its copy when it chose it."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    Checkpoints(here, 2).write(8, {"state": {}})
+    shutil.copytree(here, there)
+    folders = [str(folder / "step-8") for folder in (here, here, there, there)]
+    assert run_ranks(4, _verified, folders, "", group=False) == [0, 0, 1, 0]
+    state = there / "step-8" / "state.pt"
+    content = bytearray(state.read_bytes())
+    content[len(content) // 2] ^= 1
+    state.write_bytes(content)
+    assert run_ranks(4, _verified, folders, "the copy of rank 2: state.pt is damaged", group=False) == [0, 0, 1, 0]
+    (there / "step-8" / "manifest.json").unlink()
+    assert run_ranks(4, _verified, folders, "rank 2 cannot find the checkpoint", group=False) == [0, 0, 0, 0]
 
 
 def test_a_resume_notices_that_the_log_was_damaged(tmp_path):
