@@ -61,6 +61,10 @@ class Duration:
         position = epoch * per_epoch + done if self.unit == "epochs" else step
         return math.ceil((position // length + 1) * length) - position
 
+    def ends_at(self, step: int, epoch: int, done: int, per_epoch: int) -> bool:
+        """Return True if the step before a position of the run, as for ``steps_left``, ended an interval."""
+        return self.steps_left(step - 1, epoch, done - 1, per_epoch) == 1
+
 
 @dataclass(frozen=True)
 class Bare:

@@ -302,10 +302,12 @@ class TrainData:
     def steps_per_epoch(self) -> int:
         return num_steps(self.num_rows, self.world_size, self.per_rank, self.tail)
 
-    def steps_left(self, segments: Sequence[Segment]) -> int:
-        """Return the number of steps of an epoch after ``segments``: the same on every rank."""
+    def steps_left(self, segments: Sequence[Segment], by: Segment | None = None) -> int:
+        """Return the number of steps of an epoch after ``segments``, taken by the ranks of ``by``, by default by the
+        current ones: the same on every rank."""
         left = self.num_rows - sum(self._rows_of(segments))
-        return num_steps(left, self.world_size, self.per_rank, self.tail)
+        ranks = by or self
+        return num_steps(left, ranks.world_size, ranks.per_rank, self.tail)
 
     def advance(self, segments: list[Segment]) -> None:
         """Add one step by the current ranks to ``segments``, in place."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from harness.config.schema import Config
 from harness.data.loader import EvalData, TrainData
+from harness.data.shards import Segment
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.runs.checkpoints import Checkpoints
@@ -131,18 +132,21 @@ class Run:
         return why_ended_early(self.config, self.state)
 
     def evaluation_due(self) -> bool:
-        """Return True if the present step is to be evaluated and is not yet: training is over, or the last step was the
-        one at which ``train.evaluate_every`` asks for an evaluation."""
-        return self.state.step > self.state.evaluated and (self.finished() or self.steps_to_evaluation(before=1) == 1)
+        """Return True if the present step is to be evaluated and is not yet: training is over, or that step ended an
+        interval of ``train.evaluate_every`` for the ranks that took it, which may have been others."""
+        state = self.state
+        ends = self.config.train.evaluate_every.ends_at(*self._position(*state.segments[-1:]))
+        return state.step > state.evaluated and (self.finished() or ends)
 
-    def steps_to_evaluation(self, before: int = 0) -> int:
-        """Return the steps to the next evaluation, counted from ``before`` steps ago."""
-        state, data = self.state, self.train_data
+    def steps_to_evaluation(self) -> int:
+        return self.config.train.evaluate_every.steps_left(*self._position())
+
+    def _position(self, *by: Segment) -> tuple[int, int, int, int]:
+        """Return the step, the epoch, the steps in it so far, and all of its steps if the ranks of ``by``, by default
+        the present ones, take the rest."""
+        state = self.state
         done = sum(segment.steps for segment in state.segments)
-        # An epoch resumed on another number of ranks has another number of steps.
-        per_epoch = done + data.steps_left(state.segments) if done else data.steps_per_epoch()
-        every = self.config.train.evaluate_every
-        return every.steps_left(state.step - before, state.epoch, done - before, per_epoch)
+        return state.step, state.epoch, done, done + self.train_data.steps_left(state.segments, *by)
 
     def set_lr(self) -> None:
         """Give the optimizer the learning rates of the next step."""

@@ -123,6 +123,18 @@ def test_part_of_an_epoch_that_another_number_of_ranks_began(tmp_path, built):
     assert (run.evaluation_due(), run.steps_to_evaluation()) == (True, 2)
 
 
+def test_an_evaluation_that_was_due_is_due_on_other_ranks(tmp_path, built):
+    """Two ranks have taken 3 of 6 steps. For one rank, which has 6 left, the middle of the epoch is at step 5."""
+    write_rows(tmp_path, "train", 12)
+    write_rows(tmp_path, "eval", 3)
+    train = {"evaluate_every": "0.5 epochs", "deterministic": False}
+    run = built(make_config(tmp_path, ["batch={global: null, per_rank: 1}"], train=train))
+    run.state.segments, run.state.step = [Segment(2, 1, 3)], 3
+    assert (run.evaluation_due(), run.steps_to_evaluation()) == (True, 2)
+    run.state.evaluated = 3
+    assert not run.evaluation_due()
+
+
 @pytest.fixture
 def start(tmp_path, built):
     """A function that builds a run of 18 steps in 3 epochs on the GPU, of which one overflows in each."""
