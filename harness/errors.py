@@ -315,5 +315,12 @@ class OwnCodeError(TrainingError):
     exit_code = EXIT_OWN_CODE
 
 
+def of_part(message: str, error: BaseException, where: str, hint: str, making: bool = False) -> HarnessError:
+    """Return the error for ``error`` of what the setting ``where`` names: of the user's own code, if that raised it.
+    While ``making`` a part of them, some errors refuse the arguments, which are settings."""
+    line, refuses = users_line(error), making and isinstance(error, TypeError | ValueError | AssertionError)
+    return (OwnCodeError if line and not refuses else ConfigError)(message, where=line or where, hint=hint)
+
+
 class WorkerKilled(TrainingError):
     """A loader worker was killed, usually by a lack of memory."""

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
 
-from harness.errors import ConfigError, either, first_line, readable, similar, users_line
+from harness.errors import ConfigError, either, first_line, of_part, readable, similar, users_line
 
 _HARNESS = Path(__file__).parents[1]
 
@@ -85,7 +85,7 @@ def names(kind: str) -> list[str]:
 def find(kind: str, name: str, where: str) -> Any:
     """Return the part ``name`` of ``kind``, imported: a class or a module.
 
-    Raises ConfigError at ``where``, the key that names the part, if there is none or its import fails.
+    Raises ConfigError at ``where``, the key that names the part, if there is none, OwnCodeError if its code fails.
     """
     place = KINDS[kind]
     if "." in name:
@@ -119,13 +119,10 @@ def import_own(kind: str, name: str, where: str, holds: str | None = None) -> An
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the user's module may raise anything, and may call sys.exit
-        place = f"{line}: " if (line := users_line(error)) else ""
-        raise ConfigError(
-            f"the {kind} {name!r} cannot be imported ({place}{type(error).__name__}: {first_line(readable(error))})",
-            where=where,
-            hint=_nearest(name, error, holds)
-            or "write package.module or package.module.Class, importable from the working folder",
-        ) from error
+        hint = "" if users_line(error) else "write package.module or package.module.Class, importable from here"
+        hint = _nearest(name, error, holds) or hint
+        found = f"{type(error).__name__}: {first_line(readable(error))}"
+        raise of_part(f"the {kind} {name!r} cannot be imported ({found})", error, where, hint) from error
 
 
 def _nearest(name: str, error: BaseException, holds: str | None) -> str:

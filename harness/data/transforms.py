@@ -24,7 +24,7 @@ from harness.config import plugins, signatures
 from harness.config.transforms import TransformsSection, name_and_arguments
 from harness.data.reduced_jpeg import FILTERS, Region
 from harness.data.seeds import EVALUATION_SEED, seeded_torch
-from harness.errors import ConfigError, first_line, plural, similar, users_line
+from harness.errors import ConfigError, first_line, of_part, plural, similar
 
 Transform = Callable[[Any], Any]
 _NOT_FOR_LISTS = {
@@ -302,8 +302,7 @@ def _made(entry: str | dict[str, Any], where: str) -> Transform:
     except Exception as error:  # of many types
         shown = ", ".join(f"{key}={value!r}" for key, value in given.items())
         hint = f"its arguments are: {', '.join(parameters)}"
-        where = users_line(error) or where
-        raise ConfigError(f"cannot build {name}({shown}): {first_line(error)}", where=where, hint=hint) from error
+        raise of_part(f"cannot build {name}({shown}): {first_line(error)}", error, where, hint, making=True) from error
     return _Own(transform) if "." in name else transform
 
 

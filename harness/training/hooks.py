@@ -21,6 +21,7 @@ from harness.errors import (
     HarnessError,
     OwnCodeError,
     first_line,
+    of_part,
     place_of,
     plural,
     similar,
@@ -149,9 +150,7 @@ def _made(section: HookSection, where: str) -> Hook:
         return Hook(name, where, made(**section.args))
     except Exception as error:  # of the user's own code
         what = f"the hook {name} cannot be made: {type(error).__name__}: {first_line(error)}"
-        refuses = isinstance(error, TypeError | ValueError | AssertionError)  # its arguments, as models do
-        kind = ConfigError if refuses else OwnCodeError
-        raise kind(what, where=users_line(error) or where, hint=f"see its __init__ and {where}.args") from error
+        raise of_part(what, error, where, f"see its __init__ and {where}.args", making=True) from error
 
 
 def _require_methods(made: type, name: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from harness.config import loader, merge
 from harness.config.schema import Config, TaskSection
-from harness.errors import EXIT_USAGE, ConfigError
+from harness.errors import EXIT_USAGE, ConfigError, OwnCodeError
 from harness.tasks.image_csv.config import Task
 from tests.conftest import ROOT
 from tests.fixtures import settings, write_yaml
@@ -529,7 +529,6 @@ def test_own_task_by_its_dotted_name(tmp_path, own_tasks, name):
     [
         ("own_tasks.none", "(AttributeError: module 'own_tasks' has no attribute 'none')"),
         ("own_tasks.empty", "(AttributeError: module 'own_tasks.empty' has no attribute 'Task')"),
-        ("own_tasks.broken", "ZeroDivisionError: division by zero); write package.module"),
         ("no_such_package.task", "(ModuleNotFoundError: No module named 'no_such_package')"),
         ("own_tasks.other", "Task of own_tasks.other is not a subclass of harness.config.schema.TaskSection"),
         (".good", "cannot be imported"),
@@ -540,6 +539,11 @@ def test_own_task_that_cannot_be_imported(tmp_path, own_tasks, name, message):
     assert message in found
     assert "x.yaml:3: task.name: " in found
     assert "1 problem" in found
+
+
+def test_own_task_whose_code_fails(tmp_path, own_tasks):
+    with pytest.raises(OwnCodeError, match=r"broken\.py:\d+: the task 'own_tasks.broken' cannot be imported \(ZeroDiv"):
+        load(tmp_path, own_tasks.replace("own_tasks.good", "own_tasks.broken"))
 
 
 def test_own_modules_beside_the_configuration_of_another_folder(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.config import plugins
-from harness.errors import ConfigError
+from harness.errors import ConfigError, OwnCodeError
 
 BUILT_IN = {
     "task": ["fashion_mnist", "image_csv", "mnist", "pet_names", "text_csv"],
@@ -79,7 +79,7 @@ def test_module_that_ends_the_program_is_an_error(tmp_path, monkeypatch, raised)
     odd = "class Odd(BaseException):\n    def __str__(self): raise ValueError\n"
     (tmp_path / "ends.py").write_text(f"{odd}raise {raised}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="here: the model 'ends.Model' cannot be imported"):
+    with pytest.raises(OwnCodeError, match=r"ends\.py:3: the model 'ends.Model' cannot be imported"):
         plugins.import_own("model", "ends.Model", "here")
 
 

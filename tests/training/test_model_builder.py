@@ -11,7 +11,7 @@ from torch import nn
 from harness.config import plugins
 from harness.data.seeds import INITIAL_WEIGHTS
 from harness.distributed.machine import Memory
-from harness.errors import ConfigError
+from harness.errors import ConfigError, HarnessError, OwnCodeError
 from harness.training import rng
 from harness.training.models.model_builder import build
 
@@ -154,9 +154,10 @@ def test_first_weights_depend_on_the_seed_alone():
     ],
 )
 def test_model_that_cannot_be_built(name, args, message):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(HarnessError) as caught:
         build(name, args, KNOWN, GRAY, outputs=4, task=IMAGES)
     assert message in str(caught.value)
+    assert type(caught.value) is (OwnCodeError if "Picky" in name else ConfigError)
 
 
 @pytest.mark.parametrize(

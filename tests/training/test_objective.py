@@ -20,7 +20,7 @@ from harness.config.targets import LabelledTask, TableTask
 from harness.distributed.launch_env import detect
 from harness.distributed.process_group import open_runtime
 from harness.distributed.runtime import Runtime
-from harness.errors import ConfigError
+from harness.errors import EXIT_OWN_CODE, EXIT_USAGE, ConfigError, HarnessError
 from harness.training.evaluation.labels import (
     MAX_CONFUSION,
     MAX_SCORES,
@@ -173,8 +173,9 @@ def detached(outputs, targets):
     ],
 )  # fmt: skip
 def test_unusable_loss_is_refused_before_training(loss, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(HarnessError, match=message) as caught:
         objective(SINGLE, loss=loss).check(9)
+    assert caught.value.exit_code == (EXIT_OWN_CODE if "IndexError" in message else EXIT_USAGE)
 
 
 # Metrics
@@ -417,8 +418,9 @@ def breaks(outputs, targets):
 )
 def test_unusable_metric_is_refused_before_training(metric, message):
     pytest.importorskip("torchmetrics")
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(HarnessError, match=message) as caught:
         objective(SINGLE, metrics=[{**metric, "better": "max"}]).check(9)
+    assert caught.value.exit_code == (EXIT_OWN_CODE if "ZeroDivision" in message else EXIT_USAGE)
 
 
 def test_costs_are_stated_and_limited():

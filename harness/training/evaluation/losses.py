@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from harness.config import plugins
 from harness.config.targets import LabelledTask, LossSection
-from harness.errors import ConfigError, first_line, plural, users_line
+from harness.errors import ConfigError, HarnessError, first_line, of_part, plural
 from harness.training.evaluation.labels import Labels
 
 Counts = Callable[[], tuple[np.ndarray | None, int]]  # (training rows with each label, training rows)
@@ -59,7 +59,7 @@ class Loss:
                 hint = "compute it from the outputs with torch's functions"
                 raise ConfigError(f"the loss {self.name} has no gradient", where="task.loss.name", hint=hint)
             value.backward()
-        except ConfigError:
+        except HarnessError:
             raise
         except Exception as error:  # of the user's own code
             raise _loss_failed(self.name, error, "task.loss.name") from error
@@ -148,7 +148,7 @@ def _own_loss(name: str, section: LossSection) -> Callable[[Tensor, Tensor], obj
         elif section.args:
             part = functools.partial(part, **section.args)
     except Exception as error:  # of the user's own code
-        raise _loss_failed(name, error, "task.loss.args") from error
+        raise _loss_failed(name, error, "task.loss.args", making=True) from error
     if not callable(part):
         hint = "name a class or a function: package.module.Class"
         raise ConfigError(f"{name} is not a loss: it cannot be called", where="task.loss.name", hint=hint)
@@ -160,10 +160,10 @@ def _own_loss(name: str, section: LossSection) -> Callable[[Tensor, Tensor], obj
     return part
 
 
-def _loss_failed(name: str, error: Exception, where: str) -> ConfigError:
+def _loss_failed(name: str, error: Exception, where: str, making: bool = False) -> HarnessError:
     what = f"the loss {name} fails: {type(error).__name__}: {first_line(error)}"
     hint = "it is called with outputs and targets of a batch; docs/targets.md lists their shapes"
-    return ConfigError(what, where=users_line(error) or where, hint=hint)
+    return of_part(what, error, where, hint, making)
 
 
 def _class_weights(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.config import plugins
 from harness.config.targets import MetricSection
-from harness.errors import ConfigError, first_line, users_line
+from harness.errors import ConfigError, HarnessError, first_line, of_part
 from harness.training.evaluation.labels import Labels
 from harness.training.evaluation.sums import Pairs, Rows, Sums
 
@@ -38,7 +38,7 @@ class OwnMetric:
                 error.hint = f"pip install 'apex-harness[torchmetrics]'; or {error.hint}"
             raise
         self._metric: Any = None
-        with self._explained():
+        with self._explained(making=True):
             if inspect.isclass(part):
                 takes_number = labels.known in inspect.signature(part).parameters
                 known = {labels.known: len(labels.names)} if takes_number else {}
@@ -92,16 +92,16 @@ class OwnMetric:
         self._metric.update(outputs, targets)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, making: bool = False) -> Iterator[None]:
         """Turn an error of the user's code into one that names the metric."""
         try:
             yield
-        except (ConfigError, torch.OutOfMemoryError):
+        except (HarnessError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             what = f"the metric {self.name} fails: {type(error).__name__}: {first_line(error)}"
             hint = "check its args; docs/targets.md describes what it is called with"
-            raise ConfigError(what, where=users_line(error) or "task.metrics", hint=hint) from error
+            raise of_part(what, error, "task.metrics", hint, making) from error
 
     def require_value(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise ConfigError if the metric fails on made-up rows."""

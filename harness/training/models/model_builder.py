@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from harness.config import plugins
 from harness.config.places import HUB
 from harness.distributed import machine
-from harness.errors import ConfigError, first_line, plural, similar, users_line
+from harness.errors import ConfigError, first_line, of_part, plural, similar, users_line
 from harness.training import determinism
 
 TIMM = "timm:"  # before the name of a model of timm
@@ -124,11 +124,9 @@ def try_batch(model: nn.Module, name: str, example: Tensor, outputs: int | None,
         with torch.no_grad():
             found = model.eval()(example)
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        raise determinism.explained(error) or ConfigError(
-            f"model {name} cannot process a batch of shape {tuple(example.shape)}: {_reason(error)}",
-            where=users_line(error) or "model.name",
-            hint=_fixed_size(model, name, error) or _remedy(model, example, name, task),
-        ) from None
+        what = f"model {name} cannot process a batch of shape {tuple(example.shape)}: {_reason(error)}"
+        hint = _fixed_size(model, name, error) or _remedy(model, example, name, task)
+        raise determinism.explained(error) or of_part(what, error, "model.name", hint) from None
     finally:
         model.train()
     shape = tuple(found.shape) if isinstance(found, Tensor) else f"an object of type {type(found).__name__}"

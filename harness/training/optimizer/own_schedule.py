@@ -18,7 +18,7 @@ from torch import nn
 
 from harness.config import schedules
 from harness.config.schema import Config
-from harness.errors import ConfigError, HarnessError, OwnCodeError, first_line, users_line
+from harness.errors import ConfigError, HarnessError, first_line, of_part
 from harness.training.optimizer import optim
 from harness.training.optimizer.schedule import Schedule
 from harness.training.own_state import require_plain
@@ -56,12 +56,8 @@ class OwnSchedule(Schedule):
         return self._rates[applied]
 
     def require_call(self) -> None:
-        """Raise ConfigError if the schedule fails in the first 100,000 updates, or returns no learning rate."""
-        try:
-            rates = self._rates
-        except OwnCodeError as error:
-            raise ConfigError(error.message, where=error.where, hint=error.hint) from error
-        for applied, rate in enumerate(rates):
+        """Raise HarnessError if the schedule fails in the first 100,000 updates, or returns no learning rate."""
+        for applied, rate in enumerate(self._rates):
             if not (math.isfinite(rate) and rate >= 0):
                 what = f"the schedule {self.section.name} returns {rate / self.base / self.scale:g} times optimizer.lr"
                 hint = "return a finite factor of optimizer.lr that is not negative"
@@ -80,8 +76,7 @@ class OwnSchedule(Schedule):
         except Exception as error:  # of the user's own code
             what = f"the schedule {self.section.name} fails at update {applied + 1}: {type(error).__name__}"
             hint = f"the run has {self.total_steps} updates, and it was called for one after another"
-            where = users_line(error) or "schedule"
-            raise OwnCodeError(f"{what}: {first_line(error)}", where=where, hint=hint) from error
+            raise of_part(f"{what}: {first_line(error)}", error, "schedule", hint) from error
         return rate * self.scale, momentum
 
     def _after_warmup(self, update: int) -> tuple[float, float | None]:
