@@ -100,7 +100,7 @@ class Words(nn.Module):
 @pytest.mark.parametrize(("words", "places", "name"), [(120, 9, "embedding.weight"), (100, 7, "places")])
 def test_a_table_of_another_size_is_no_last_layer(tmp_path, config, words, places, name):
     torch.save(Words(100, 9, 5).state_dict(), tmp_path / "given.pth")
-    with pytest.raises(ConfigError, match=f"1 weight with a different shape\n  {name}: "):
+    with pytest.raises(ConfigError, match=rf"5 of this model's 6 weights are in the file .*\n  {name}: "):
         weights.load(Words(words, places, 5), config(weights=tmp_path / "given.pth"))
     facts = weights.load(Words(100, 9, 3), config(weights=tmp_path / "given.pth"))
     assert "last layer (aux.weight, aux.bias, head.weight, head.bias) is not loaded" in facts["summary"]
@@ -128,11 +128,16 @@ def test_what_is_missing_or_unexpected(tmp_path, config):
             lambda state: {"head.w": torch.zeros(1), "tail.w": torch.zeros(1)},
             "none of this model's weights: it has head.w",
         ),
+        (
+            lambda state: {"0.bias": state["0.bias"], "head.w": torch.zeros(1)},
+            r"1 of this model's 9 weights are in the file with the same name and shape\n  missing: 0\.weight\n(.*\n)*"
+            "  -> it seems to be of another model: set model.name and model.args to those that it was trained with",
+        ),
         (lambda state: {"epoch": 3}, "no tensors; its keys are epoch"),
         (lambda state: [1, 2], "it holds an object of type list, not a dictionary of weights"),
         (lambda state: {"model": Path("x")}, "it is damaged, or it holds more than tensors and plain data"),
     ],
-    ids=["other shape", "nan", "other model", "no tensors", "list", "code"],
+    ids=["other shape", "nan", "no model", "other model", "no tensors", "list", "code"],
 )
 def test_a_file_that_does_not_fit(tmp_path, config, content, message):
     torch.save(content(model().state_dict()), tmp_path / "given.pth")

@@ -21,7 +21,7 @@ from harness.config.places import HUB, is_url
 from harness.config.schema import Config, ModelSection
 from harness.data import hub
 from harness.distributed.runtime import Runtime
-from harness.errors import CheckpointError, ConfigError, DataError, did_you_mean, first_line, plural, reason, similar
+from harness.errors import CheckpointError, ConfigError, DataError, did_you_mean, first_line, reason, similar
 from harness.runs import checkpoint, fetch, layout, reader
 from harness.runs.files import cache_folder, expanded, sha256
 from harness.runs.weights_file import load_weights, with_versions
@@ -79,12 +79,13 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
     source, content = _found(section, model)
     given, part = _matched(content, model, source)
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    heads = _other_head(given, own, model, source)
+    heads = _other_head(given, own, model)
+    # Of a folder of Hugging Face the last layers may be new.
+    may_lack = section.name.startswith(HUB) and section.start_weights in (*PRETRAINED, section.name)
     missing = [name for name in own if name not in given and f".{lora.PART}" not in name]
     unexpected = [name for name in given if name not in own]
-    if not (section.name.startswith(HUB) and section.start_weights in (*PRETRAINED, section.name)):
-        # Of a folder of Hugging Face the last layers may be new.
-        _require_fit(missing, unexpected, own, section, source)
+    wanted = {name: value for name, value in own.items() if name in given or f".{lora.PART}" not in name}
+    _require_fit(given, wanted, heads, section.strict and not may_lack, source)
     usable = {name: value for name, value in given.items() if name in own and name not in heads}
     if bad := [name for name, value in usable.items() if not value.isfinite().all() and own[name].isfinite().all()]:
         raise ConfigError(
@@ -310,26 +311,16 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, Mapping) and any(isinstance(item, Tensor) for item in value.values())
 
 
-def _other_head(
-    given: dict[str, Tensor], own: dict[str, Tensor], model: nn.Module, source: WeightsFile
-) -> dict[str, tuple[int, int]]:
-    """Return {name: (outputs in the file, outputs here)} of a last layer with another number of outputs. Raises
-    ConfigError if other shapes differ."""
-    differing = [name for name in own if name in given and given[name].shape != own[name].shape]
+def _other_head(given: dict[str, Tensor], own: dict[str, Tensor], model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return {name: (outputs in the file, outputs here)} of a last layer with another number of outputs."""
     last = next(reversed([name.rpartition(".")[0] for name, _ in model.named_parameters()]), "")
     heads = {
-        name: (len(given[name]), len(own[name])) for name in differing
-        if given[name].dim() and own[name].dim() and given[name].shape[1:] == own[name].shape[1:]
+        name: (len(given[name]), len(own[name])) for name in own
+        if name in given and given[name].shape != own[name].shape
+        and given[name].dim() and own[name].dim() and given[name].shape[1:] == own[name].shape[1:]
         and _gives_outputs(model, name.rpartition(".")[0], last)
     }  # fmt: skip
-    if len(heads) < len(differing) or len(set(heads.values())) > 1:
-        lines = [f"{name}: {tuple(given[name].shape)} in the file, {tuple(own[name].shape)} here" for name in differing]
-        raise ConfigError(
-            "\n  ".join([f"{plural(len(differing), 'weight')} with a different shape", *_shortened(lines)]),
-            where=f"{_KEY}: {source.name}",
-            hint="check model.name and model.args; only the last layer may have a different number of outputs",
-        )  # fmt: skip
-    return heads
+    return heads if len(set(heads.values())) == 1 else {}
 
 
 def _gives_outputs(model: nn.Module, layer: str, last: str) -> bool:
@@ -341,20 +332,33 @@ def _gives_outputs(model: nn.Module, layer: str, last: str) -> bool:
 
 
 def _require_fit(
-    missing: list[str], unexpected: list[str], own: Mapping[str, Tensor], section: ModelSection, source: WeightsFile
+    given: Mapping[str, Tensor], own: Mapping[str, Tensor], heads: Mapping[str, Any], strict: bool, source: WeightsFile
 ) -> None:
-    """Raise ConfigError, unless ``model.strict`` is false, if names are ``missing`` in the file or ``unexpected``."""
-    if not section.strict or not (missing or unexpected):
+    """Raise ConfigError if weights other than ``heads`` differ in their shape, or, if ``strict``, in their names."""
+    unexpected = [name for name in given if name not in own]
+    lines, has_shapes = list[str](), False
+    for name, value in own.items():
+        if name not in given:
+            near = similar(name, unexpected) if len(lines) < _MAX_LISTED else None
+            lines.append(f"missing: {name}" + (f" (the file has {near})" if near else ""))
+            unexpected = [other for other in unexpected if other != near]
+        elif name not in heads and given[name].shape != value.shape:
+            lines.append(f"{name}: {tuple(given[name].shape)} in the file, {tuple(value.shape)} here")
+            has_shapes = True
+    if not (has_shapes or (strict and (lines or unexpected))):
         return
-    near = {name: similar(name, unexpected) for name in missing[:_MAX_LISTED]}
-    lines = [f"missing: {name}" + (f" (the file has {near[name]})" if near.get(name) else "") for name in missing]
-    lines += [f"unexpected: {name}" for name in unexpected if name not in near.values()]
-    raise ConfigError(
-        "\n  ".join([f"the file and the model differ in {len(missing) + len(unexpected)} of {len(own)} weights",
-                     *_shortened(lines)]),
-        where=f"{_KEY}: {source.name}",
-        hint="check model.name and model.args; or set model.strict=false to initialize what is missing",
-    )  # fmt: skip
+    fitting = len(own) - len(lines)
+    what = f"{fitting} of this model's {len(own)} weights are in the file with the same name and shape"
+    hint = "check model.name and model.args; "
+    if 2 * fitting < len(own):
+        hint = "it seems to be of another model: set model.name and model.args to those that it was trained with, or "
+        hint += "give weights of this one"
+    elif has_shapes:
+        hint += "only the last layer may have a different number of outputs"
+    else:
+        hint += "or set model.strict=false to initialize what is missing"
+    lines += [f"unexpected: {name}" for name in unexpected]
+    raise ConfigError("\n  ".join([what, *_shortened(lines)]), where=f"{_KEY}: {source.name}", hint=hint)
 
 
 def _other_statistics(source: WeightsFile, task: Any) -> str:
