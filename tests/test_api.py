@@ -23,6 +23,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
 from torch.testing import assert_close
 
 import harness
@@ -239,8 +240,21 @@ def test_a_trained_model(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "elsewhere")  # paths of a caller are also those from the working folder
     assert torch.equal(model.preprocess("new.png"), inputs[:1])
     assert torch.equal(model.preprocess([tmp_path / "elsewhere" / "new.png", rows["path"][1]]), inputs[:2])
-    with pytest.raises(DataError, match="rows are a list"):
-        model.preprocess([3])
+    with Image.open("new.png") as image:
+        gray = image.convert("L")
+    for given in (gray, gray.convert("RGB"), np.asarray(gray.convert("RGB"))):
+        assert torch.equal(model.preprocess(given), inputs[:1])
+        assert torch.equal(model.preprocess([rows["path"][1], given]), inputs[[1, 0]])
+    for wrong, told in (
+        (3, "not an image: int\n"),
+        ([3], "not an image: int\n"),
+        (np.zeros((8, 8, 3)), r"not an image: ndarray of float64, \(8, 8, 3\)\n"),
+        (np.zeros((3, 8, 8), np.uint8), r"not an image: ndarray of uint8, \(3, 8, 8\)\n"),
+        (["new.png", "gone.png"], "image 1: image not found: .*gone.png\n"),
+    ):
+        with pytest.raises(DataError, match=f"^{told}  -> give a path that .* or an array of uint8") as caught:
+            model.preprocess(wrong)
+        assert not re.search("table|CSV|row", str(caught.value))
     with pytest.raises(DataError, match="^row 1 of the table: image not found: .*gone.png"):
         model.preprocess(pd.DataFrame({"path": [rows["path"][1], "gone.png"]}))
     skipping = load_model(result.folder, {"task.on_bad_row": "skip"})

@@ -1,4 +1,4 @@
-"""The rows that a caller of the Python API gives: the name of a file, a table of pandas, or a list."""
+"""The rows that a caller of the Python API gives: the name of a file, a table of pandas, images, or a list."""
 
 from __future__ import annotations
 
@@ -16,25 +16,35 @@ from harness.config.places import IMAGE_SUFFIXES
 from harness.errors import DataError, HarnessError
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
+    from PIL import Image
 
-    Rows = str | os.PathLike[str] | pd.DataFrame | list[str] | list[Mapping[str, object]]
+    Picture = str | os.PathLike[str] | Image.Image | np.ndarray
+    Rows = Picture | pd.DataFrame | list[Picture] | list[Mapping[str, object]]
 
 log = logging.getLogger("harness")
+_IMAGES = "a path that ends like an image, an image of PIL, or an array of uint8 of shape (height, width, 3)"
 
 
 @contextmanager
-def as_file(rows: Rows, columns: Sequence[str] = ()) -> Iterator[tuple[str, str | None]]:
+def as_file(rows: Rows, columns: Sequence[str] = (), of_images: bool = False) -> Iterator[tuple[str, str | None]]:
     """Context with (a file of ``rows``, the cache folder for it if it is temporary).
 
     ``columns``: what the model reads, if it is known; texts in a list are values of the only one. An error in a table
-    names its rows.
+    names its rows. ``of_images``: images of PIL and arrays, too, are written to files, without loss.
     """
     if isinstance(rows, str | os.PathLike) and not os.fspath(rows).lower().endswith(IMAGE_SUFFIXES):
         yield os.fspath(rows), None
         return
-    table = _as_frame([os.fspath(rows)] if isinstance(rows, str | os.PathLike) else rows, columns)
+    is_one = isinstance(rows, str | os.PathLike) or (
+        of_images and not (isinstance(rows, list) or hasattr(rows, "to_csv"))
+    )
+    given: Any = [rows] if is_one else rows
     with tempfile.TemporaryDirectory(prefix="harness-") as folder:
+        if of_images and isinstance(given, list) and not any(isinstance(row, Mapping) for row in given):
+            given = [_saved(image, Path(folder, f"{place}.png")) for place, image in enumerate(given)]
+        table = _as_frame(given, columns)
         file = str(Path(folder, "rows.csv"))
         table.to_csv(file, index=False, quoting=csv.QUOTE_ALL)  # pandas alone does not quote a carriage return
         try:
@@ -42,7 +52,25 @@ def as_file(rows: Rows, columns: Sequence[str] = ()) -> Iterator[tuple[str, str 
                 yield file, folder
         except HarnessError as error:
             error.message, error.where = (_of_table(text, file) for text in (error.message, error.where))
+            if of_images and given is not rows and error.where:
+                error.where = re.sub(r"row (\d+) of the table", r"image \1", error.where)
+                error.hint = f"give {_IMAGES}; paths are relative to the working folder or task.root"
             raise
+
+
+def _saved(image: Any, file: Path) -> str:
+    """Return the path of ``image``, which is one or else is written to ``file``. Raises DataError."""
+    from PIL import Image
+
+    if isinstance(image, str | os.PathLike):
+        return os.fspath(image)
+    if hasattr(image, "dtype") and str(image.dtype) == "uint8" and image.ndim == 3 and image.shape[2] == 3:
+        image = Image.fromarray(image)
+    if not isinstance(image, Image.Image):
+        shape = f" of {image.dtype}, {tuple(image.shape)}" if hasattr(image, "dtype") else ""
+        raise DataError(f"not an image: {type(image).__name__}{shape}", hint=f"give {_IMAGES}, or a list of them")
+    image.convert("RGB" if image.mode not in ("L", "RGBA") else image.mode).save(file, compress_level=1)
+    return str(file)
 
 
 def _as_frame(rows: pd.DataFrame | list[Any], columns: Sequence[str]) -> pd.DataFrame:
