@@ -34,7 +34,7 @@ VERBS = {
     "generate": "-n --keep-existing --seed --start --temperature --trust RUN",
     "init": "--model --out CSV",
     "launch": "-c --config --detach --dry-run --engine --max-restarts --nnodes --nproc key=value",
-    "port": "SCRIPT",
+    "port": "--patch SCRIPT",
     "predict": "--csv --out --trust --world RUN key=value",
     "report": "-o --json --out --trust RUN_OR_SWEEP",
     "schema": "--of",

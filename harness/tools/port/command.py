@@ -1,8 +1,9 @@
-"""``harness port``: what a script uses of Apex."""
+"""``harness port``: what a script uses of Apex, and a patch that switches its imports to harness.apex."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,20 +13,28 @@ if TYPE_CHECKING:
     from harness.tools.port.uses import ApexScript
 
 VERB = "port"
-HELP = "list what a script written for Apex uses"
+HELP = "list what a script written for Apex uses, or print a patch that switches its imports to harness.apex"
 EXIT_BY_HAND = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", type=Path, metavar="SCRIPT", help="Python file to read; it is not run")
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="Python file to read; it is not run or changed")
+    parser.add_argument(
+        "--patch", action="store_true", help="print the patch, for: harness port SCRIPT --patch | patch SCRIPT"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the uses; return 1 if harness.apex does not have one of them."""
+    from harness.tools.port import imports
     from harness.tools.port.uses import ApexScript
 
-    text, is_complete = _report(ApexScript(arguments.script))
-    print(text)
+    script = ApexScript(arguments.script)
+    text, is_complete = _report(script)
+    print(text, file=sys.stderr if arguments.patch else sys.stdout)
+    if arguments.patch:
+        sys.stdout.buffer.write(imports.patch(script).encode(script.encoding))
+        sys.stdout.flush()
     return EXIT_DONE if is_complete else EXIT_BY_HAND
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import io
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,12 +61,17 @@ class Imported:
 
 
 class ApexScript:
-    """A script: its syntax tree, and its imports of Apex. Raises DataError if it cannot be parsed."""
+    """A script: its text without the byte order ``mark`` before it, its syntax tree, and its imports of Apex. Raises
+    DataError if it cannot be parsed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.tree = ast.parse(path.read_bytes())
+            data = path.read_bytes()
+            encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+            self.text = data.decode(encoding)
+            self.encoding, self.mark = ("utf-8", "\ufeff") if encoding == "utf-8-sig" else (encoding, "")
+            self.tree = ast.parse(self.text)
         except OSError as error:
             hint = did_you_mean(path) or remedy(error)
             raise DataError(f"cannot read the script: {reason(error)}", where=str(path), hint=hint) from None
