@@ -32,8 +32,6 @@ def schedule(steps_per_epoch=10, epochs=5, peak=1.0, scale=1.0, **settings) -> S
 
 # Against torch
 
-Drawn = tuple[Schedule, of_torch.LRScheduler, torch.optim.Optimizer]
-
 
 def sgd(lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)
