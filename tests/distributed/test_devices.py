@@ -25,7 +25,7 @@ def with_devices(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
-    monkeypatch.setattr("harness.distributed.devices._ROOT", tmp_path)
+    monkeypatch.setattr("harness.distributed.no_cuda._ROOT", tmp_path)
     return there_are
 
 
@@ -59,7 +59,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "is_available", is_available)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)  # by NVML, which works with any driver
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr("harness.distributed.devices._ROOT", root)
+        monkeypatch.setattr("harness.distributed.no_cuda._ROOT", root)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

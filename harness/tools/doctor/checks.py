@@ -152,20 +152,20 @@ def cuda(system: System) -> Iterator[Finding]:
     """Yield the CUDA devices, or why there are none."""
     import torch
 
-    from harness.distributed import devices
-    from harness.distributed.devices import Reason
+    from harness.distributed import devices, no_cuda
+    from harness.distributed.no_cuda import Reason
 
     marks: dict[Reason, Mark] = {Reason.NO_DRIVER: "ok", Reason.NO_DEVICE: "note", Reason.HIDDEN: "note"}
     count, warning = devices.count_devices()
     if count:
-        built, driver = devices.built_for(torch.version), devices.driver_version(system.root)
+        built, driver = no_cuda.built_for(torch.version), no_cuda.driver_version(system.root)
         yield Finding(
             "cuda", "ok", f"{plural(count, 'device')}; torch is built for {built or 'the CPU only'}, driver {driver}"
         )
         for index in range(count):
             yield _device(torch.cuda, index)
     else:
-        found = devices.why_none(warning, system.variables, system.root)
+        found = no_cuda.why_none(warning, system.variables, system.root)
         then = "does not start" if found.reason is Reason.BROKEN else "runs on the CPU"
         text = f"{found.text}: training {then}"
         yield Finding("cuda", marks.get(found.reason, "problem"), text, found.remedies)
@@ -173,7 +173,7 @@ def cuda(system: System) -> Iterator[Finding]:
 
 def _device(torch_cuda: Any, index: int) -> Finding:
     """Return what the device ``index`` is, and whether this torch has code for it."""
-    from harness.distributed.devices import PREVIOUS_VERSIONS
+    from harness.distributed.no_cuda import PREVIOUS_VERSIONS
 
     it = torch_cuda.get_device_properties(index)
     text = f"cuda:{index} {it.name}, {it.total_memory / GIB:.1f} GiB, compute capability {it.major}.{it.minor}"
