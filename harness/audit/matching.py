@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -147,12 +148,15 @@ def _float16(value: float) -> float:
     try:
         return float(struct.unpack("<e", struct.pack("<e", value))[0])
     except OverflowError:
-        return float("inf") if value > 0 else -float("inf")
+        return math.copysign(math.inf, value)
 
 
 def _bfloat16(value: float) -> float:
     """Return the upper half of a float32, rounded to even."""
-    bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    try:
+        bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     return float(struct.unpack("<f", struct.pack("<I", bits & 0xFFFFFFFF))[0])
 

@@ -24,6 +24,13 @@ def test_rounding_is_that_of_torch(value: float, type_: str):
     assert matching.ROUNDINGS[type_](value) == expected
 
 
+@pytest.mark.parametrize("type_", ["float16", "bfloat16"])
+def test_numbers_beyond_the_range_become_infinite(type_: str):
+    """A diverged script may hold float64 numbers that not even a float32 can."""
+    found = [matching.ROUNDINGS[type_](value) for value in (1e39, -1e39)]
+    assert found == torch.tensor([1e39, -1e39], dtype=torch.float64).to(getattr(torch, type_)).tolist()
+
+
 def test_steps_with_equal_weights_are_told_apart_by_the_checkpoint(tmp_path: Path):
     starts = Starts(Training(skipped=(12, 13)))  # the weights before 12, 13 and 14 are equal
     assert match(starts, tmp_path) == matching.StepMatch(12, matching.FULL)
