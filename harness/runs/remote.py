@@ -240,7 +240,12 @@ class RemoteRunFolder(RunFolder):
         try:
             if rank == 0:  # trackers may have written more
                 self._uploader.request()
-                done = self._uploader.wait(DETACH_S / 2) and done  # the other half is for the files below
+                limit_s = DETACH_S / 2  # the other half is for the files below
+                uploaded = self._uploader.wait(limit_s)
+                done = done and uploaded
+                if not (uploaded or self._uploader.taken_over):
+                    kept = f"until the next start they are in {self.path}"
+                    log.warning("the last results were not uploaded to %s within %.0f s; %s", self.where, limit_s, kept)
             self._check_owner()
             for name in (layout.rank_log(rank), layout.rank_exit(rank)):
                 if (self.logs / name).exists():

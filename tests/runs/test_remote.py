@@ -347,6 +347,16 @@ def test_a_finished_run_leaves_nothing_in_the_cache(config, bucket, tmp_path):
     assert uploaded(bucket)["logs/rank-1.log"] == b"log of 1"
 
 
+def test_results_that_are_not_uploaded_in_time_are_told(config, bucket, monkeypatch, caplog):
+    folder = started(config())
+    save(folder, 1)
+    (folder.path / "predictions.csv").write_text("late")
+    monkeypatch.setattr(folder._uploader, "wait", lambda limit_s: False)
+    folder.detach(0, done=True)
+    assert f"not uploaded to {folder.where} within 5 s; until the next start they are in {folder.path}" in caplog.text
+    assert (folder.path / "predictions.csv").exists()
+
+
 def test_the_failure_of_the_first_rank_is_uploaded(config, bucket):
     folder = started(config())
     peer = run_folder(config("other"))
