@@ -43,13 +43,13 @@ def read(path: Path) -> Sweep | None:
         return None
     problems: list[str] = []
     content = read_or_empty(path / layout.SWEEP, dict, problems)
-    directions: dict[Any, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}
-    space, trials = content.get("space"), content.get("trials")
+    directions: dict[str, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}
+    metric, space, trials = (content.get(key) for key in ("metric", "space", "trials"))
     return Sweep(
         path,
         str(content.get("name") or path.name),
-        content.get("metric"),
-        directions.get(content.get("direction")),
+        metric if isinstance(metric, str) else None,
+        directions.get(str(content.get("direction"))),
         space if isinstance(space, dict) else {},
         [entry for entry in trials if isinstance(entry, dict)] if isinstance(trials, list) else [],
         problems,

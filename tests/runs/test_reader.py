@@ -245,6 +245,15 @@ def test_runs_of_a_sweep_with_a_damaged_file_are_found(tmp_path, content):
     assert [record.state for record in reader.find([sweep])] == ["finished"]
 
 
+@pytest.mark.parametrize("value", [[], {}, 3])
+def test_a_metric_and_a_direction_of_a_wrong_type_are_ignored(tmp_path, value):
+    sweep = write_sweep(tmp_path / "sweep", [])
+    (sweep / "sweep.json").write_text(json.dumps({"metric": value, "direction": value}))
+    write_run(sweep / "trials" / "0000")
+    (record,) = reader.find([sweep])
+    assert (record.sweep.metric, record.sweep.direction) == (None, None)
+
+
 def test_reading_needs_no_torch_and_a_run_folder_no_pandas():
     code = "import sys; from harness.runs import reader; assert 'torch' not in sys.modules; from harness.runs import "
     code += "run_dir; sys.exit('pandas' in sys.modules)"
