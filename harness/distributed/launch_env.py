@@ -38,7 +38,7 @@ class Launch:
     parent: int = field(default=0, compare=False)
     """The process that started this one, as seen at its start; 0: not known."""
     restart: int = 0
-    call: int = 0
+    call: int = field(default=0, compare=False)
     """The number of this call of the Python API, which may start several runs in a process."""
     may_grow: bool = False
     """Torch's launcher may restart the ranks because another machine joins."""

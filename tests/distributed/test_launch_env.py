@@ -22,6 +22,7 @@ SLURM = {
 
 def test_no_variables_is_one_process():
     assert detect({}) == detect({"PATH": "/bin"}, local_rank=0) == Launch()
+    assert Launch(call=1).alone, "also in a later call of the Python API"
 
 
 def test_torch_variables():
