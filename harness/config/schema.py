@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -526,11 +526,16 @@ def in_recipe(key: str) -> bool:
     return key not in NOT_THE_RECIPE and key.split(".")[0] not in NOT_THE_RECIPE
 
 
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return {key: (before, now)} of the leaves that differ. A section without settings is as none: filling it changes
+    what is in it."""
+    return {
+        key: (before.get(key), now.get(key))
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and before.get(key, {}) != now.get(key, {})
+    }
+
+
 def recipe_difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return {key: (before, now)} of the settings, in two resolved configurations, that change what is trained."""
-    old, new = flatten(before), flatten(now)
-    return {
-        key: (old.get(key), new.get(key))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and in_recipe(key)
-    }
+    return {key: pair for key, pair in differences(flatten(before), flatten(now)).items() if in_recipe(key)}

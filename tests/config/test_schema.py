@@ -43,7 +43,8 @@ def changed(**sections):
 
 def test_recipe_difference_names_old_and_new():
     assert changed(seed=4, optimizer={"lr": 0.2}) == {"seed": (0, 4), "optimizer.lr": (0.1, 0.2)}
-    assert changed(model={"args": {"width": 8}}) == {"model.args": ({}, None), "model.args.width": (None, 8)}
+    assert changed(model={"args": {"width": 8}}) == {"model.args.width": (None, 8)}
+    assert recipe_difference({"model": {"args": {}}}, {"model": {"args": None}}) == {"model.args": ({}, None)}
     assert changed(checkpoint={"best_metric": "loss"}) == {"checkpoint.best_metric": (None, "loss")}
     assert recipe_difference({}, {"seed": 1}) == {"seed": (None, 1)}
 

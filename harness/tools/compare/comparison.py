@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from harness.config import seals
-from harness.config.schema import flatten, recipe_difference
+from harness.config.schema import differences, flatten, recipe_difference
 from harness.errors import ConfigError
 from harness.runs import layout
 from harness.runs.reader import Record, changes, find, over_starts
@@ -320,14 +320,14 @@ def compare_settings(one: Record, other: Record) -> SettingsComparison:
     if not (one.provenance and other.provenance):
         return SettingsComparison(recipe, rest, None, None, None, missing)
     starts = one.provenance, other.provenance
-    packages = _differences(*map(_packages, starts))
-    topology = _differences(*map(_topology, starts))
+    packages = differences(*map(_packages, starts))
+    topology = differences(*map(_topology, starts))
     return SettingsComparison(recipe, rest, _code(*starts), packages, topology, missing)
 
 
 def config_differences(one: Record, other: Record) -> tuple[Differences, Differences]:
     """Return (differences that change what is trained, and its length; differences that do not)."""
-    rest = _differences(*(flatten(run.config) | _lengths(run) for run in (one, other)))
+    rest = differences(*(flatten(run.config) | _lengths(run) for run in (one, other)))
     recipe = recipe_difference(one.config, other.config) | {key: rest[key] for key in LENGTH if key in rest}
     return recipe, {key: pair for key, pair in rest.items() if key not in recipe}
 
@@ -363,10 +363,6 @@ def _code(one: Sequence[Start], other: Sequence[Start]) -> Code:
     equal = commits[0] == commits[1]
     undecided = equal and (any(changed) or None in commits[0])
     return Code((commits[0], commits[1]), (changed[0], changed[1]), None if undecided else equal)
-
-
-def _differences(one: Mapping[str, object], other: Mapping[str, object]) -> Differences:
-    return {key: (one.get(key), other.get(key)) for key in sorted({*one, *other}) if one.get(key) != other.get(key)}
 
 
 # Results

@@ -20,7 +20,7 @@ import sqlalchemy
 from optuna.trial import TrialState
 
 from harness.config import loader
-from harness.config.schema import NOT_THE_RECIPE, flatten
+from harness.config.schema import NOT_THE_RECIPE, differences, flatten
 from harness.errors import ConfigError, HarnessError, first_line, plural, reason, remedy
 from harness.runs import sweep_folder
 from harness.tools.sweep.plan import Plan
@@ -97,8 +97,8 @@ class Study:
         if before is None:
             self._study.set_user_attr("experiment", now)
             before = now
-        if changed := {key for key in now.keys() | before.keys() if now.get(key) != before.get(key)}:
-            shown = ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in sorted(changed)[:4])
+        if changed := differences(before, now):
+            shown = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in list(changed.items())[:4])
             more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
             raise self._other(f"were trained with different settings ({shown}{more})")
         wanted = {identity(trial.settings) for trial in self._plan.trials}

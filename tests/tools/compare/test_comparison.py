@@ -189,6 +189,13 @@ def test_length_of_the_training_is_a_difference_of_the_recipe(tmp_path):
     assert "launch.nproc" not in shown, "the ranks are in the topology"
 
 
+def test_arguments_where_there_were_none_are_one_difference(tmp_path):
+    runs = [write_run(tmp_path / f"{len(args)}", [], model={"args": args}) for args in ({}, {"width": 8})]
+    shown = text.render(comparison.compare(*map(comparison.side, runs)))
+    assert "model.args.width" in shown
+    assert "{}" not in shown
+
+
 def test_length_that_changed_at_a_resume_is_a_difference_of_the_recipe(tmp_path):
     """Although the settings of the last start are equal: the schedule was another one until then."""
     one, other = (write_run(tmp_path / name, [], train={"epochs": 12}) for name in "ab")

@@ -167,6 +167,7 @@ def test_trials_of_another_experiment_are_refused(opened):
     for override, change in (
         ("train.epochs=9", "train.epochs 4 -> 9"), ("model.name=mlp", "model.name linear -> mlp"),
         ("seed=3", "seed 0 -> 3"), ("launch.nproc=2", "launch.nproc 1 -> 2"), ("metric=loss", "metric top1 -> loss"),
+        ("optimizer.args={dampening: 0.1}", "different settings (optimizer.args.dampening None -> 0.1)"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="earlier trials were trained with different settings") as caught:
             opened(overrides=(override,), **GRID)
