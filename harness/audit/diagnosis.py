@@ -301,7 +301,7 @@ def _is_scratch(ours: Process, theirs: Process, match: StepMatch) -> bool:
 def _of_weights(ours: Process, theirs: Process, match: StepMatch) -> Finding:
     number, count = match.offset + 1, len({name for step in theirs.steps for name in step.weights})
     if match.how == ROUNDED:
-        text = f"the weights before step {number} were rounded to {match.type}: {named(match.names)}"
+        text = f"the weights before step {number} were rounded to {match.rounded_to}: {named(match.names)}"
         return Finding("precision", text, steps=(number,), names=match.names)
     if match.how == PART:
         text = f"{len(match.names)} of {count} weights are not those before step {number}: {named(match.names)}"

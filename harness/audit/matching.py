@@ -7,24 +7,29 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from harness.audit.records import Process, StartRecord, Step
 
 Names = tuple[str, ...]
-FULL, PART, ROUNDED, INPUTS, NONE = "full", "part", "rounded", "inputs", "none"
+How = Literal["full", "part", "rounded", "inputs", "none"]
+FULL: How = "full"
+PART: How = "part"
+ROUNDED: How = "rounded"
+INPUTS: How = "inputs"
+NONE: How = "none"
 
 
 @dataclass(frozen=True)
 class StepMatch:
     """``offset``: steps that the undisturbed start had done at the state of the first resumed step. ``how``: whether
-    all weights are equal, a part of them, all after rounding to ``type``, only the inputs, or nothing (then the offset
-    is a guess). ``names``: the weights that differ."""
+    all weights are equal, a part of them, all after rounding to ``rounded_to``, only the inputs, or nothing (then the
+    offset is a guess). ``names``: the weights that differ."""
 
     offset: int
-    how: str
+    how: How
     names: Names = ()
-    type: str = ""
+    rounded_to: str = ""
 
 
 def loaded_after(killed: StartRecord, resumed: StartRecord) -> int | None:
@@ -42,47 +47,74 @@ def loaded_after(killed: StartRecord, resumed: StartRecord) -> int | None:
 def find(undisturbed: Process, resumed: Process, loaded: int | None) -> StepMatch:
     """Match the first resumed step. Of several fitting steps, take that of the checkpoint ``loaded``, or else the one
     with most other parts in common, or else the last."""
-    first = first_steps(resumed.steps)
-    ahead = list(_ahead(undisturbed.steps, pairing(undisturbed.steps, resumed.steps)))
+    search = _Search(undisturbed, resumed, loaded)
+    found = search.by_all_weights() or search.by_rounded_weights() or search.by_some_weights()
+    return found or search.by_inputs()
 
-    def best(offsets: Iterable[int], score: Callable[[int], int] = lambda _: 0) -> int:
-        return max(offsets, key=lambda place: (score(place), place == loaded, _in_common(ahead[place], first), place))
 
-    def unequal(place: int) -> Names:
-        return tuple(
-            sorted(
-                name
-                for optimizer, step in first.items()
-                for name, digest in step.weights.items()
-                if optimizer not in ahead[place] or ahead[place][optimizer].weights.get(name) != digest
-            )
-        )
+class _Search:
+    """The rules of ``find``. A place is the number of steps that the undisturbed start had done.
 
-    places = [place for place, steps in enumerate(ahead) if steps.keys() >= first.keys()]
-    differing = {place: unequal(place) for place in places}
-    if full := [place for place in places if not differing[place]]:
-        return StepMatch(best(full), FULL)
-    if _is_end(undisturbed, first):
-        return StepMatch(len(undisturbed.steps), FULL)
-    for type_, rounded in ROUNDINGS.items():
-        if fits := [place for place in places if _fits_rounded(ahead[place], first, rounded)]:
-            place = best(fits, lambda place: -len(differing[place]))
-            return StepMatch(place, ROUNDED, differing[place], type_)
-    trained = _trained(undisturbed.steps)
-    total = {name for step in first.values() for name in step.weights if name in trained}
-    counts = {place: len(total.difference(differing[place])) for place in places}
-    if part := [place for place in places if counts[place]]:
-        # Weights that are not restored have the values of the first step.
-        later = [place for place in part if place] or part
-        place = loaded if loaded in later else best(later, lambda place: counts[place])
-        return StepMatch(place, PART, differing[place])
-    names = differing[places[0]] if places else ()
-    same = [place for place in places if ahead[place][resumed.steps[0].optimizer].inputs == resumed.steps[0].inputs]
-    if loaded is not None and loaded < len(undisturbed.steps):
-        return StepMatch(loaded, INPUTS if loaded in same else NONE, names)
-    if same and resumed.steps[0].inputs:
-        return StepMatch(best(same), INPUTS, names)
-    return StepMatch(0, NONE, names)
+    ahead: by place, the next step of each optimizer
+    differing: the places before which all optimizers have a step, each with the weights that are not those there
+    """
+
+    def __init__(self, undisturbed: Process, resumed: Process, loaded: int | None) -> None:
+        self._undisturbed, self._resumed, self._loaded = undisturbed, resumed, loaded
+        self._first = first = first_steps(resumed.steps)
+        self._ahead = list(_ahead(undisturbed.steps, pairing(undisturbed.steps, resumed.steps)))
+        self._differing = {
+            place: _unequal(steps, first) for place, steps in enumerate(self._ahead) if steps.keys() >= first.keys()
+        }
+
+    def by_all_weights(self) -> StepMatch | None:
+        if full := [place for place, names in self._differing.items() if not names]:
+            return StepMatch(self._best(full), FULL)
+        return StepMatch(len(self._undisturbed.steps), FULL) if _is_end(self._undisturbed, self._first) else None
+
+    def by_rounded_weights(self) -> StepMatch | None:
+        for kind, rounded in ROUNDINGS.items():
+            if fits := [each for each in self._differing if _fits_rounded(self._ahead[each], self._first, rounded)]:
+                place = self._best(fits, lambda place: -len(self._differing[place]))
+                return StepMatch(place, ROUNDED, self._differing[place], kind)
+        return None
+
+    def by_some_weights(self) -> StepMatch | None:
+        trained = _trained(self._undisturbed.steps)
+        total = {name for step in self._first.values() for name in step.weights if name in trained}
+        counts = {place: len(total.difference(names)) for place, names in self._differing.items()}
+        some = [place for place, count in counts.items() if count]
+        later = [place for place in some if place] or some  # weights that are not restored have the first step's values
+        if not later:
+            return None
+        place = self._loaded if self._loaded in later else self._best(later, lambda place: counts[place])
+        return StepMatch(place, PART, self._differing[place])
+
+    def by_inputs(self) -> StepMatch:
+        names = next(iter(self._differing.values()), ())
+        first = self._resumed.steps[0]
+        same = [place for place in self._differing if self._ahead[place][first.optimizer].inputs == first.inputs]
+        if self._loaded is not None and self._loaded < len(self._undisturbed.steps):
+            return StepMatch(self._loaded, INPUTS if self._loaded in same else NONE, names)
+        if same and first.inputs:
+            return StepMatch(self._best(same), INPUTS, names)
+        return StepMatch(0, NONE, names)
+
+    def _best(self, places: Iterable[int], score: Callable[[int], int] = lambda _: 0) -> int:
+        def rank(place: int) -> tuple[int, bool, int, int]:
+            return score(place), place == self._loaded, _in_common(self._ahead[place], self._first), place
+
+        return max(places, key=rank)
+
+
+def _unequal(ours: Mapping[int, Step], theirs: Mapping[int, Step]) -> Names:
+    """Return the names of the weights of ``theirs`` that ``ours`` does not have with the same values."""
+    return tuple(sorted(
+        name
+        for optimizer, step in theirs.items()
+        for name, digest in step.weights.items()
+        if optimizer not in ours or ours[optimizer].weights.get(name) != digest
+    ))  # fmt: skip
 
 
 def first_steps(steps: Sequence[Step]) -> dict[int, Step]:
