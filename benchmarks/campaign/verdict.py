@@ -17,7 +17,7 @@ from benchmarks.campaign.plan import Chain
 from harness.audit.plan import HowKilled, PlannedKill
 from harness.runs import checkpoint
 from harness.runs.files import read_sealed
-from harness.trackers.metrics_log import TIMES
+from harness.runs.metrics_table import TIMES
 
 _KILLED, _STOPPED, _LOST = -signal.SIGKILL, 75, 70
 _OF_CAMPAIGN = {"config.yaml", "terminal.txt", "plan.json", "records"}

@@ -1,4 +1,8 @@
-"""Reads ``metrics.jsonl`` as a table, whole or damaged. Torch is not needed."""
+"""The fields of ``metrics.jsonl``, and the file as a table, whole or damaged. Torch is not needed.
+
+``FIELDS`` is the one list of what the entries of each ``split`` have, for writers and readers. They may have more:
+``lr_group_N``, ``unreadable``, the metrics of an evaluation, what the user's own code logs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import itertools
 import json
 import os
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +19,48 @@ import pyarrow as pa
 from harness.errors import require_regular_file
 from harness.runs.files import parse_json, read_bytes
 
+PHASES = ("data", "forward", "backward", "reduce", "optimizer", "host")  # of the training time
+SHARES = tuple(f"time_{phase}" for phase in PHASES)
+
+
+class Role(Enum):
+    """What a field is."""
+
+    NUMBER = "a number worth a chart"
+    FAULTS = "a count that is worth a chart unless it is 0"
+    ROWS = "a count that is worth a chart unless it is ``rows``"
+    PLACE = "a count that says where the entry is, or is known beforehand"
+    TIME = "a measurement, which differs between two runs that are otherwise equal"
+    CLOCK = "the seconds of the run so far"
+    COST = "measurements for harness explain"
+
+
+_ALL = {"step": Role.PLACE, "epoch": Role.PLACE}
+_USE = {**_ALL, "rows_used": Role.ROWS, "rows": Role.PLACE, "bad_rows": Role.FAULTS}
+_TIMES = {"cost": Role.COST, "wall_s": Role.CLOCK}
+FIELDS = {
+    "train": {
+        **_ALL, **dict.fromkeys(("loss", "lr", "grad_norm", "loss_scale"), Role.NUMBER), "samples": Role.PLACE,
+        **dict.fromkeys(("skipped", "samples_skipped"), Role.FAULTS),
+        **dict.fromkeys(("samples_per_s", "memory_mib", "data_wait", *SHARES), Role.TIME), **_TIMES,
+    },
+    "epoch": {**_USE, "rows_updated": Role.ROWS, "rows_repeated": Role.FAULTS, "steps_skipped": Role.FAULTS},
+    "eval": {**_USE, **_TIMES},
+}  # fmt: skip
+
+
+def names(*roles: Role) -> frozenset[str]:
+    """Return the names of the fields with these ``roles``."""
+    return frozenset(name for fields in FIELDS.values() for name, role in fields.items() if role in roles)
+
+
+TIMES = names(Role.TIME, Role.CLOCK, Role.COST)
+NOT_METRICS = names(*Role) - {"loss"}  # of an evaluation, which has a loss of its own
 _REAL, _WHOLE = pa.float64(), pa.int64()
+_TYPES = {role: _REAL if role in (Role.NUMBER, Role.TIME, Role.CLOCK) else _WHOLE for role in Role}
 _KNOWN = pa.schema(
-    {"split": pa.string(), "step": _WHOLE, "epoch": _WHOLE, "samples": _WHOLE, "skipped": _WHOLE, "wall_s": _REAL,
-     "loss": _REAL, "lr": _REAL, "loss_scale": _REAL, "samples_per_s": _REAL, "data_wait": _REAL}
-)  # fmt: skip
+    {"split": pa.string()} | {name: _TYPES[role] for name, role in FIELDS["train"].items() if role is not Role.COST}
+)
 _TAIL_BYTES = 1 << 16  # enough for the last line
 _MAX_DEPTH = 64  # of nesting
 _HALF = "metrics.jsonl ends mid-line: the run was killed during a write, or is still writing"

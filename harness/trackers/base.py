@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from harness.runs.metrics_table import Role, names
+
 Entry = dict[str, Any]  # one line of metrics.jsonl: split, step, epoch, and finite numbers or None
 
 
@@ -74,10 +76,8 @@ class Tracker(Protocol):
         """Close the tracker: the last call. ``files``: artifacts to keep. ``done``: training ran to its end."""
 
 
-# Of an entry, but nothing to plot: its place in time, or known beforehand.
-_NO_CHART = frozenset(["step", "epoch", "samples", "rows", "wall_s"])
-_ONLY_IF_NOT_ZERO = frozenset(["bad_rows", "skipped", "samples_skipped", "steps_skipped", "rows_repeated"])
-_ONLY_IF_NOT_ALL = frozenset(["rows_used", "rows_updated"])  # of ``rows``
+_NO_CHART = names(Role.PLACE, Role.CLOCK)
+_ONLY_IF_NOT_ZERO, _ONLY_IF_NOT_ALL = names(Role.FAULTS), names(Role.ROWS)
 
 
 def scalars(entry: Entry) -> dict[str, float]:

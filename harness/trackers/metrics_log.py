@@ -26,12 +26,6 @@ from harness.trackers.forwarder import Forwarder
 
 log = logging.getLogger("harness")
 
-# Fields that differ between two runs that are otherwise equal.
-TIMES = (
-    "wall_s", "samples_per_s", "memory_mib", "data_wait",
-    "time_data", "time_forward", "time_backward", "time_reduce", "time_optimizer", "time_host",
-    "cost",
-)  # fmt: skip
 CLOSE_S = 60.0  # for a tracker to process its queue at the end of training
 STOP_S = 10.0  # the same for a run that was stopped or failed: a scheduler may be about to kill it
 ARTIFACTS = (layout.CONFIG, layout.SUMMARY, layout.CONFUSION, layout.PREDICTIONS, layout.WEIGHTS)

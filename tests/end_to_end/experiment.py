@@ -16,8 +16,8 @@ from torchvision.io import write_png
 from harness.audit.plan import AuditPlan, KillPlace, PlannedKill
 from harness.audit.starts import record_this_process
 from harness.runs import checkpoint
+from harness.runs.metrics_table import TIMES
 from harness.tools.compare.exactness import differences
-from harness.trackers.metrics_log import TIMES
 from tests.end_to_end.processes import drive_in_terminal
 from tests.ranks import free_port, launch_environment, start, wait_for
 

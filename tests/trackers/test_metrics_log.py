@@ -141,16 +141,7 @@ def test_tracker_that_is_not_installed_is_a_config_error(monkeypatch):
 
 
 def test_scalars_of_an_entry():
-    entry = {
-        "split": "eval",
-        "step": 3,
-        "epoch": 1,
-        "top1": 0.5,
-        "loss": None,
-        "name": "x",
-        "good": True,
-        "wall_s": 2.0,
-    }
+    entry = {"split": "eval", "step": 3, "epoch": 1, "top1": 0.5, "loss": None, "name": "x", "good": True, "wall_s": 2}
     assert scalars(entry) == {"eval/top1": 0.5}
     counts = {"split": "epoch", "rows": 9, "rows_used": 9, "rows_updated": 8, "steps_skipped": 1, "bad_rows": 0}
     assert scalars(counts) == {"epoch/rows_updated": 8, "epoch/steps_skipped": 1}  # only what is worth a look

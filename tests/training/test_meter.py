@@ -17,7 +17,7 @@ from torch import nn
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.process_group import open_runtime
 from harness.distributed.runtime import Runtime
-from harness.trackers.metrics_log import TIMES
+from harness.runs.metrics_table import FIELDS, SHARES
 from harness.training.costs import Costs, summed
 from harness.training.logical_ranks import LogicalRanks
 from harness.training.meter import Meter, Used
@@ -145,7 +145,7 @@ def test_shares_add_up_and_the_rest_is_the_host():
     assert window.shares == pytest.approx(
         {"data": 0.1, "forward": 0.2, "backward": 0.4, "reduce": 0.0, "optimizer": 0.05, "host": 0.25}
     )
-    assert {f"time_{phase}" for phase in window.shares} < set(TIMES)
+    assert tuple(f"time_{phase}" for phase in window.shares) == SHARES
     assert window.waited == pytest.approx(0.1)
     assert set(filled(0.0, 0.0).reduce(LogicalRanks(Runtime())).shares.values()) == {0.0}
 
@@ -333,13 +333,14 @@ def test_a_run_records_shares_and_costs(tmp_path, world_size):
     assert run(config, world_size) == [0] * world_size
     folder = tmp_path / "runs" / "run"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    trained, evaluated = ([line for line in lines if line["split"] == split] for split in ("train", "eval"))
-    names = [name for name in TIMES if name.startswith("time_")]
+    trained, epochs, evaluated = ([line for line in lines if line["split"] == split] for split in FIELDS)
     assert len(trained) > 1
-    assert len(names) == 6
+    assert {"split", *FIELDS["train"]} == trained[0].keys()
+    assert {"split", *FIELDS["epoch"]} == epochs[0].keys()
+    assert {"split", *FIELDS["eval"]} < evaluated[0].keys()
     for line in trained:
-        assert all(0 <= line[name] <= 1 for name in names)
-        assert sum(line[name] for name in names) == pytest.approx(1, abs=1e-5)
+        assert all(0 <= line[name] <= 1 for name in SHARES)
+        assert sum(line[name] for name in SHARES) == pytest.approx(1, abs=1e-5)
         assert min(line[name] for name in ("time_forward", "time_backward", "time_optimizer", "time_host")) > 0
         assert line["time_data"] == pytest.approx(line["data_wait"], abs=1e-5)
         assert (line["time_reduce"] > 0) == (world_size > 1)
@@ -348,7 +349,7 @@ def test_a_run_records_shares_and_costs(tmp_path, world_size):
         assert ("slowest" in cost) == (world_size > 1)
     assert all(line["cost"]["checkpoint"] > 0 and line["cost"]["log"] > 0 for line in trained[1:])
     assert 0 < evaluated[0]["cost"]["data"] < evaluated[0]["cost"]["evaluation"]
-    assert all(name not in line for line in record(folder) for name in names)
+    assert all(name not in line for line in record(folder) for name in SHARES)
     model = json.loads((folder / "provenance.json").read_text())[-1]["model"]
     assert model["gradient_bytes"] > 0
     assert model["layers"] > 0

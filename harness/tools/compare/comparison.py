@@ -15,10 +15,10 @@ from harness.config import seals
 from harness.config.schema import differences, flatten, recipe_difference
 from harness.errors import ConfigError
 from harness.runs import layout
+from harness.runs.metrics_table import NOT_METRICS
 from harness.runs.reader import Record, changes, find, over_starts
 from harness.tools.compare import significance
 from harness.tools.report import history
-from harness.tools.report.history import NOT_METRICS
 from harness.tools.report.mistakes import read_predictions
 from harness.tools.report.reproduce import machine
 from harness.tools.report.run_set import LENGTH

@@ -20,7 +20,7 @@ from harness.config import seals
 from harness.errors import CheckpointError, first_line, require_regular_file
 from harness.runs import checkpoint, layout
 from harness.runs.files import parse_json
-from harness.trackers.metrics_log import TIMES
+from harness.runs.metrics_table import TIMES
 
 _FILES = (layout.WEIGHTS, layout.PREDICTIONS, layout.CONFUSION, layout.TASK)
 _POINTERS = (layout.LATEST, layout.BEST)

@@ -18,8 +18,8 @@ from harness.config.duration import Duration, Unit
 from harness.config.schema import flatten
 from harness.errors import ConfigError
 from harness.runs import layout, reader
+from harness.runs.metrics_table import PHASES
 
-PHASES = ("data", "forward", "backward", "reduce", "optimizer", "host")
 _WARM_UP = 4  # log lines, from which on the first is left out: it holds the start of the loaders and of libraries
 _SINCE = 5  # log lines, and an eighth of all, that a rank must be slow for
 _LAYERS, _REPEATS = 20, 30  # of a measurement

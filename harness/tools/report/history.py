@@ -15,23 +15,13 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from harness.runs.metrics_table import NOT_METRICS, PHASES
 from harness.runs.reader import Record
 
 Direction = Literal["max", "min"]
 AXES = ("epoch", "samples", "seconds")
-PHASES = ("data", "forward", "backward", "reduce", "optimizer", "host")  # of a step; log entries have time_PHASE
 TRAIN_POINTS = 400  # per run, of the training curve
 EVAL_POINTS = 200  # per run, of each validation curve
-NOT_METRICS = frozenset(  # numbers of an evaluation's entry
-    ["step", "epoch", "samples", "skipped", "wall_s", "lr", "loss_scale", "samples_per_s", "data_wait", "rows_used",
-     "rows", "bad_rows", *(f"time_{phase}" for phase in PHASES)]
-)  # fmt: skip
-
-
-_EXPECTED = (
-    "step", "epoch", "samples", "samples_per_s", "skipped", "loss", "lr", "loss_scale", "wall_s",
-    *(f"time_{phase}" for phase in PHASES),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,10 +86,10 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
 
 
 def _numbers(table: pa.Table) -> pd.DataFrame:
-    """Return the columns of numbers as float64, and those that are expected; NaN where there is no finite number."""
+    """Return the columns of numbers as float64, with NaN where there is no finite number."""
     kinds = {field.name: field.type for field in table.schema}
     found = [name for name, kind in kinds.items() if pa.types.is_floating(kind) or pa.types.is_integer(kind)]
-    log = table.select(found).to_pandas().astype(float).reindex(columns=list(dict.fromkeys([*found, *_EXPECTED])))
+    log = table.select(found).to_pandas().astype(float)
     return log.where(np.isfinite(log))
 
 

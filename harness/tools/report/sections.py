@@ -14,9 +14,9 @@ from typing import Any
 
 from harness.errors import plural
 from harness.runs import ownership
+from harness.runs.metrics_table import PHASES
 from harness.tools.report import formatting, mistakes, tables
 from harness.tools.report.curves import CurveLine
-from harness.tools.report.history import PHASES
 from harness.tools.report.mistakes import MAX_CLASSES, Confusion, Mistake
 from harness.tools.report.run_set import RunSet
 
