@@ -103,7 +103,9 @@ def test_train_twice_and_predict(path, capsys):
     capsys.readouterr()
     train(load_config(path, {"train.epochs": 2, "train.max_steps": 50}))
     hint = "to train longer, type train.epochs=N with N above 3 (now 2); for a new run, type name=NAME\n"
-    assert f"nothing left to do: step 12 was the last; {hint}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"nothing left to do: step 12 was the last; {hint}" in said
+    assert "train rows: " not in said, "the description of a run that is over"
     assert reader.read(Path(longer.folder)).lengths == {
         "train.epochs": [(0, 2), (8, 3)], "train.max_steps": [(0, None)]
     }  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -54,10 +55,13 @@ class Lock:
 
     @property
     def owner(self) -> str:
-        """The process that holds the lock, if a marker file names it; otherwise empty."""
+        """The process that holds the lock, if a marker or the file in a locked folder names it; otherwise empty."""
         with suppress(OSError, ValueError):
             pid, host = self._marker_path.read_text(encoding="utf-8").split()[:2]
             return f"process {pid} on {host}; if it has ended, delete {self._marker_path}"
+        with suppress(OSError, ValueError):
+            pid, host = _content(self._file).split()[:2]
+            return f"process {pid} on {host}" if self._is_folder else ""
         return ""
 
     def try_acquire(self) -> bool:
@@ -75,6 +79,10 @@ class Lock:
             return self._mark(error)
         if not acquired:
             self.release()
+        elif self._is_folder:
+            with suppress(OSError):  # on a full disk it has no name
+                os.ftruncate(self._open[self._file], 0)
+                os.pwrite(self._open[self._file], f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
         return acquired
 
     def acquire(self, timeout_s: float) -> bool:

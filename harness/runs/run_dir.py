@@ -7,6 +7,7 @@ import csv
 import io
 import itertools
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ from harness.runs.files import (
     write_sealed,
 )
 from harness.runs.locks import Lock, forget_marker
+
+log = logging.getLogger("harness")
 
 _OF_EVALUATION = {layout.SUMMARY, layout.WEIGHTS, layout.PREDICTIONS}  # a checkpoint is written before
 _NEWEST = f"{layout.CHECKPOINTS}/{layout.LATEST}"
@@ -87,7 +90,10 @@ class RunFolder:
         lock = Lock(self._lock_on, is_folder=True)
         try:
             make_folder(self._lock_on)
-            acquired = lock.acquire(_LOCK_S)
+            if not (acquired := lock.try_acquire()):
+                who = lock.owner or "another process"
+                log.info("waiting up to %g s: the run folder %s is in use by %s", _LOCK_S, self.where, who)
+                acquired = lock.acquire(_LOCK_S)
         except OSError as error:
             raise cannot_write(Path(error.filename or self._lock_on), error) from None
         if not acquired:

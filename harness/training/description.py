@@ -31,6 +31,8 @@ _SHOWN = {"run folder", "model", "train rows", "eval rows", "ranks", "device", "
 def announce(run: Run) -> None:
     """Log what this start will train and on what, and record its provenance."""
     runtime, config = run.runtime, run.config
+    if finished := run.finished():
+        _log_nothing_left(run)
     card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
     facts = {"run folder": run.folder.where, "model": describe_model(config, run.module)}
@@ -39,7 +41,7 @@ def announce(run: Run) -> None:
     facts |= {"parallel": run.parallel.describe(), "launcher": _launcher(config, runtime)}
     shown = "loss: mean over the rows of these steps; rows/s: over all ranks; time left: of the whole run"
     for name, value in {**facts, "log lines": shown}.items():
-        log.info("%14s: %s", name, value, extra={} if name in _SHOWN else console.IN_FILE)
+        log.info("%14s: %s", name, value, extra={} if name in _SHOWN and not finished else console.IN_FILE)
     first = runtime.rank == 0
     if first and not run.state.step and (slow := precision.warning(config.precision, runtime.device)):
         log.warning("%s", slow)
@@ -47,8 +49,6 @@ def announce(run: Run) -> None:
     with runtime.together("recording provenance"):
         if runtime.rank == 0:
             _record_start(run, provenance.of_start(runtime, run.precision.backend, ranks, code))
-    if run.finished():
-        _log_nothing_left(run)
 
 
 def _record_start(run: Run, start: dict[str, Any]) -> None:

@@ -101,6 +101,16 @@ def test_a_run_folder_is_locked_under_all_names(tmp_path, name):
     second.unlock()
 
 
+def test_a_second_start_says_at_once_for_whom_it_waits(tmp_path, caplog):
+    with owner(tmp_path / "a") as process, caplog.at_level("INFO", logger="harness"):
+        whom = f"process {process.pid} on {socket.gethostname()}"
+        with pytest.raises(ConfigError, match=rf"already training in this run folder \({whom}\)"):
+            RunFolder(tmp_path / "a").lock()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"waiting up to 0.3 s: the run folder {tmp_path / 'a'} is in use by {whom}"
+    ]
+
+
 def test_a_run_folder_stays_locked_without_its_lock_file(tmp_path):
     first = RunFolder(tmp_path / "runs" / "a")
     first.lock()

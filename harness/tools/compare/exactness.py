@@ -307,6 +307,11 @@ def _parts(found: Sequence[Difference]) -> Iterator[str]:
     counts = Counter(_part(item) for item in found)
     for part, count in counts.items():
         mine = [item.what for item in found if _part(item) == part]
+        sides = [sum(isinstance(what, ValueDifference) and what.values[n] == ABSENT for what in mine) for n in (1, 0)]
+        if part == "model" and any(sides):
+            both = count - sum(sides)
+            yield f"  weights: other names: {sides[0]} only in A, {sides[1]} only in B; {both} in both differ"
+            continue
         named = ", ".join(what.name.removeprefix(f"{part}.") + _amount(what) for what in mine[:_NAMED])
         more = f" and {count - _NAMED} more" if count > _NAMED else ""
         yield f"  {_PARTS.get(part, part)}: {named}{more}"

@@ -41,6 +41,12 @@ def commands(run: ReportedRun) -> list[str]:
     return lines
 
 
+def resume_command(run: ReportedRun) -> str:
+    """Return the command that resumes a stopped run: the one that trains it, under its own name."""
+    name = shlex.quote(f"name={run.record.name}_again")
+    return commands(run)[-1].replace(f" {name}", "") if run.record.sweep is None else "the command of its sweep"
+
+
 def trial_command(sweep: Path, name: str, run: Path) -> str:
     """Return the command that trains the trial at ``run`` again, with its ranks, threads and engine, into a folder next
     to the sweep: a sweep folder holds only its own trials."""

@@ -133,6 +133,8 @@ def problems(run: ReportedRun) -> list[str]:
         lines += [f"-> {line}" for line in str(failure.get("hint") or "").splitlines()[:1]]
     elif run.record.trial and run.record.trial.error:
         lines.append(run.record.trial.error.strip().splitlines()[0])
+    elif run.record.state == "stopped":
+        lines.append(f"-> to resume it: {reproduce.resume_command(run)}")
     return [*lines, *run.record.problems]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from harness.distributed import signals
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError, plural
-from harness.runs import console, layout
+from harness.runs import console, layout, reader
 from harness.runs.locks import Lock
 from harness.runs.run_dir import cannot_write
 from harness.tools.report.reproduce import trial_command
@@ -104,6 +104,14 @@ def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
     if same:
         yield f"  as good: {', '.join(results.run_name(group.trials[0].number) for group in same)}"
     yield f"  {trial_command(sweep.folder, sweep.name, results.run_folder(sweep.folder, best.number))}"
+    finished = [trial for trial in trials if trial.state == "finished"]
+    summaries = [reader.read(results.run_folder(sweep.folder, trial.number)).summary for trial in finished]
+    classes = [(summary.get("evaluation") or {}).get("class_accuracy") or {} for summary in summaries]
+    what = f"all of them have the same {plan.metric}" if len({trial.value for trial in finished}) == 1 else ""
+    if all(len(found) > 1 and sum(map(bool, found.values())) <= 1 for found in classes):
+        what = "each gives all rows the same class"
+    if what and len(finished) > 1:
+        yield f"warning: no trial seems to have learned anything: {what}; try other values, or longer training"
 
 
 def _commands(plan: Plan) -> Iterator[str]:

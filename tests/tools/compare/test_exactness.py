@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.runs.checkpoints import Checkpoints
 from harness.runs.files import read_sealed, write_sealed
-from harness.tools.compare.exactness import TensorDifference, differences, differing
+from harness.tools.compare.exactness import FirstDifference, TensorDifference, differences, differing
 from tests.end_to_end.experiment import train, write_images
 
 LAST = 16
@@ -107,6 +108,17 @@ def test_every_kind_of_difference_is_named(trained, tmp_path, name):
     assert found, "not found"
     assert any(line.startswith(expected) for line in found), found
     assert differences(copy, trained), "only found from one side"
+
+
+def test_weights_of_other_names_are_counted(trained, tmp_path):
+    def rename(content):
+        content["model"] = {f"{name}_": value for name, value in content["model"].items()}
+
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    edit_checkpoint(copy, rename)
+    lines = list(FirstDifference(differences(trained, copy), [LAST]).lines())
+    (line,) = [line for line in lines if line.startswith("  weights: ")]
+    assert re.fullmatch(r"  weights: other names: (\d+) only in A, \1 only in B; 0 in both differ", line)
 
 
 def test_times_do_not_count(trained, tmp_path):

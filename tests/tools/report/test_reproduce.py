@@ -32,6 +32,7 @@ def test_command_for_one_process(place):
         "harness train -c runs/fake/config.yaml name=fake_again",
     ]
     assert reproduce.caveats(found) == []
+    assert reproduce.resume_command(found) == "harness train -c runs/fake/config.yaml"
 
 
 def test_command_for_several_ranks_on_one_machine(place):

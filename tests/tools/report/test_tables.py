@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -26,6 +27,13 @@ def test_runs_speed_up_seeds_and_problems(tmp_path):
     failed = next(run for run in found.runs if run.record.state == "failed")
     assert tables.problems(failed)[0] == "TrainingError (rank 0 at step 7): the loss became nan"
     assert tables.states(found.runs) == "3 finished, 1 failed"
+
+
+def test_a_stopped_run_has_the_command_that_resumes_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record = reader.read(write_run(tmp_path / "runs" / "a", Fake(world=2, state="unfinished")))
+    (run,) = run_set.build([replace(record, state="stopped")]).runs
+    assert tables.problems(run)[0] == "-> to resume it: harness launch -c runs/a/config.yaml --nproc 2"
 
 
 def test_speed_is_the_mean_over_seeds(tmp_path):

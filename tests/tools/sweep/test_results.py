@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("optuna", reason="optuna is not installed: pip install 'apex-harness[sweep]'")
 
+from harness.runs.files import write_sealed
 from harness.tools.sweep import main, results
 from harness.tools.sweep.plan import Plan, make
 from harness.tools.sweep.slots import Machine
@@ -90,3 +91,23 @@ def test_trials_as_good_as_the_best_are_named(tmp_path, values, equal):
     trials = [SweepTrial(number, {"lr": number}, "finished", value) for number, value in enumerate(values)]
     lines = [line for line in main._best(plan, trials) if not line.startswith("  harness")]
     assert lines == ["best: trial 0001, top1 0.9", *([equal] if equal else [])]
+
+
+@pytest.mark.parametrize(
+    ("values", "accuracies", "why"),
+    [((0.5, 0.5), (0.5, 0.5), "all of them have the same top1"), ((0.5, 0.6), (1.0, 0.0), "each gives all"),
+     ((0.5, 0.6), (0.4, 0.6), None), ((0.5,), (1.0, 0.0), None)],
+)  # fmt: skip
+def test_a_sweep_that_taught_nothing_is_told(tmp_path, values, accuracies, why):
+    spec = SimpleNamespace(folder=tmp_path, name="s", seeds=[0])
+    plan = SimpleNamespace(direction="maximize", metric="top1", file=SimpleNamespace(spec=spec))
+    trials = [SweepTrial(number, {"lr": number}, "finished", value) for number, value in enumerate(values)]
+    for trial in trials:
+        folder = results.run_folder(tmp_path, trial.number)
+        (folder / "checkpoints").mkdir(parents=True)
+        write_sealed(folder / "config.yaml", {"name": "a"})
+        shares = dict(zip("ab", accuracies, strict=True))
+        write_sealed(folder / "summary.json", {"evaluation": {"class_accuracy": shares}})
+    warnings = [line for line in main._best(plan, trials) if line.startswith("warning: ")]
+    assert len(warnings) == (why is not None)
+    assert why is None or f"learned anything: {why}" in warnings[0]
