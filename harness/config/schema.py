@@ -55,6 +55,10 @@ class TaskSection(Section):
         """Return problems with the data that a check of milliseconds finds without torch. A task may override it."""
         return ()
 
+    def row_problems(self) -> Iterable[HarnessError]:
+        """Return all kinds of problems of the rows, for ``harness check``. A task may override it."""
+        return ()
+
 
 class DataSection(Section):
     shard: Literal["contiguous", "strided", "global"] = "contiguous"

@@ -11,7 +11,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -130,6 +130,20 @@ class ImageTable:
         first.message += f" (missing: {len(missing):,} of {plural(looked, 'row')} looked at)"
         raise self._with_others(first, missing[1:], 0 if self._wrong_root() else _NAMED)
 
+    def problems(self, limit_s: float) -> Iterator[DataError]:
+        """Yield an error for the missing images, and one for the damaged ones of those that are decoded in time."""
+        try:
+            self.require_files(np.arange(len(self)), limit_s)
+        except DataError as error:
+            yield error
+        order = in_order(np.arange(len(self)), _AT_ONCE)
+        paths = self.table.strings(self.path_column, order)
+        there = [path.strip() and self.files.exists(path) for path in paths]
+        try:
+            self.sample(order[np.asarray(there, bool)], None, limit_s)
+        except DataError as error:
+            yield error
+
     def require_decodable(self, rows: range, ended: Callable[[], bool]) -> None:
         """Raise DataError for the first of ``rows`` whose image cannot be decoded, unless ``ended()`` before."""
         for part in range(rows.start, rows.stop, _AT_ONCE):
@@ -196,6 +210,7 @@ class ImageTable:
         if bad and (self.on_bad_row == "stop" or not sizes):
             bad.sort(key=lambda one: one[0])
             first = self._unreadable(*bad[0])
+            first.message += f" ({len(bad):,} of {plural(len(bad) + sizes.total(), 'image')} looked at)"
             raise self._with_others(first, [(row, path) for row, path, _ in bad[1:]], _NAMED_UNREADABLE)
         found = ", ".join(f"{height}x{width}" for height, width in sorted(sizes)[:3])
         of = f" in {len(sizes)} sizes" if len(sizes) > 3 else ""

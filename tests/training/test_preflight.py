@@ -296,21 +296,54 @@ class Pair(nn.Linear):
         return (logits, logits) if self.training else logits
 
 
+def test_all_kinds_of_problems_of_the_rows_are_listed_at_once(folder):
+    """With their number and first lines; a kind that rows may have is left out."""
+    train, eval_ = (folder / f"{split}.csv" for split in ("train", "eval"))
+    lines = train.read_text().splitlines()
+    lines[3] = "train_images/2.png,"
+    lines[5] = "gone.png,1"
+    train.write_text("\n".join(lines) + "\n")
+    (folder / "train_images" / "7.png").write_bytes(b"no image")
+    lines = eval_.read_text().splitlines()
+    lines[1:4] = ["eval_images/0.png,other", "eval_images/1.png,other", "eval_images/2.png, "]
+    eval_.write_text("\n".join(lines) + "\n")
+    damaged(folder)
+    labels = [
+        f"{train}:4: 1 row without a label",
+        f"{eval_}:4: 1 row without a label",
+        f"{eval_}:2: 2 rows with a label that {train} does not have ('other'); also {eval_}:3",
+    ]
+    images = [
+        f"{train}:6: image not found: {folder}/gone.png (missing: 1 of 20 rows looked at)",
+        f"{train}:9: image cannot be decoded: {folder}/train_images/7.png: ",
+        f"{eval_}:6: image cannot be decoded: {folder}/eval_images/4.png: ",
+    ]
+    for overrides, expected in (((), [*labels, *images]), (("task.on_bad_row=skip",), labels)):
+        found = [str(error).splitlines()[0] for error in examine(folder, *overrides)[1]]
+        assert len(found) == len(expected), found
+        assert all(map(str.startswith, found, expected)), found
+    assert "(1 of 19 images looked at)" in str(examine(folder)[1][4])
+    train.write_text(train.read_text().replace("train_images/2.png,\n", "train_images/2.png,1\n"))
+    eval_.write_text(eval_.read_text().replace(", \n", ",1\n").replace("other", "11"))
+    first = examine(folder, "task.on_bad_row=skip")[1][0]
+    assert first.message == f"2 rows with a label that {train} does not have ('11'); also {eval_}:3"
+    assert first.hint == "did you mean '1'?", "the hint of the error that training would show"
+
+
 def test_every_damaged_image_is_named(folder):
     """Of both splits at once, and those that no sample of a larger table would include."""
     write_rows(folder, "train", 480)
     damaged(folder)
     for row in (7, 470):
         (folder / "train_images" / f"{row}.png").write_bytes(b"no image")
-    (problem,) = examine(folder)[1]
+    problem, other = examine(folder)[1]
     first, hint = str(problem).splitlines()
     assert f"train.csv:9: image cannot be decoded: {folder}/train_images/7.png: " in first
     assert "train.csv:472: train_images/470.png" in first
     assert "harness check" not in hint
-    assert f"; in the validation data, {folder}/eval.csv:6: image cannot be decoded: " in first
+    assert str(other).startswith(f"{folder}/eval.csv:6: image cannot be decoded: ")
     (folder / "eval_images" / "4.png").unlink()
-    (problem,) = examine(folder)[1]
-    assert "eval.csv:6: image not found: " in str(problem)
+    assert str(examine(folder)[1][1]).startswith(f"{folder}/eval.csv:6: image not found: ")
 
 
 def test_few_unreadable_images_may_be_skipped(folder):

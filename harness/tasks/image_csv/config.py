@@ -95,3 +95,6 @@ class Task(TableTask):
         from harness.data.table import convert
 
         yield from convert.problems((self.train_csv, self.eval_csv), self.columns, self.root)
+
+    def row_problems(self) -> Iterator[DataError]:
+        yield from self.beside().row_problems(self)

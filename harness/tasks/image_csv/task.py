@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -15,15 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from harness.config.places import is_url
 from harness.data import transforms
 from harness.data.image_files import ImageFiles
 from harness.data.images import ImageTable, in_order
+from harness.data.row_labels import NoLabels
 from harness.data.row_order import spread
 from harness.data.shards import bounds
+from harness.data.table.table import open_table
 from harness.errors import ConfigError, DataError
 from harness.tasks.image_csv.config import Task
 from harness.training.evaluation.objective import Objective
-from harness.training.evaluation.tables import Split, open_new_table, open_tables
+from harness.training.evaluation.tables import Split, label_problems, open_new_table, open_tables
 from harness.training.task import ModelSection, Supervised, model_builder
 
 _AT_START = 16  # images that each rank decodes of each split before training, and more of validation if time is left
@@ -45,6 +49,23 @@ def open_new(task: Task, learned: dict[str, Any], source: str, cache_dir: Path |
     split, opened = open_new_table(task, learned, source, cache_dir)
     images = replace(_images(task, split, lists, 0, cache_dir), is_new=True)
     return ImageCsv(task, images, images, opened, _learned_size(learned))
+
+
+def row_problems(task: Task) -> Iterator[DataError]:
+    """Yield the problems of the rows of both tables, an error for each kind and table."""
+    with tempfile.TemporaryDirectory(prefix="harness-") as cache:  # for the tables without their labels
+        tables = []
+        for source in (task.train_csv, task.eval_csv):
+            try:
+                tables.append(open_table(source, text=task.columns, cache_dir=Path(cache)))
+            except DataError as error:
+                yield error
+        if len(tables) < 2:
+            return
+        yield from label_problems(task, *tables)
+        for table in tables if task.on_bad_row == "stop" and not is_url(task.root) else ():
+            split = Split(table, NoLabels(table, ()))
+            yield from _images(task, split, _pipelines(task), 0, Path(cache)).problems(2 * _DECODING_S)
 
 
 def _pipelines(task: Task) -> tuple[transforms.Pipeline, transforms.Pipeline]:

@@ -24,6 +24,7 @@ from harness.distributed import devices, machine, stack
 from harness.distributed.runtime import Runtime
 from harness.errors import (
     ConfigError,
+    DataError,
     HarnessError,
     OwnCodeError,
     TrainingError,
@@ -142,10 +143,17 @@ class _Examination:
     def _open_task(self, look_at_files: bool) -> OpenedTask | None:
         task = self.attempt(build.open_task, self.config, Runtime(), self.limit_s if look_at_files else None)
         if task is None:  # it stops at the first error of the data
-            known = set(map(str, self.errors))
-            problems = self.attempt(lambda: [*self.config.task.problems()]) or []
-            found = [loader.placed(error, self.config) for error in problems]
-            self.errors += [error for error in found if str(error) not in known]
+            section = self.config.task
+            problems = self.attempt(lambda: [*section.problems()]) or []
+            if not problems and isinstance(self.errors[-1], DataError):
+                problems = self.attempt(lambda: [*section.row_problems()]) or []
+            found = {str(error): loader.placed(error, self.config) for error in problems}  # both may be one table
+            told = {error.where: error for error in self.errors}
+            for error in found.values():
+                if other := told.pop(error.where, None):  # it tells less, but may have a better hint
+                    error.hint = other.hint
+                    self.errors.remove(other)
+            self.errors += found.values()
         return task
 
     def _examine_model(self, model: nn.Module, task: OpenedTask, device: torch.device | None) -> None:

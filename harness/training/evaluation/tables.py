@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -12,9 +12,11 @@ from harness.config.targets import Kind, TableTask
 from harness.data.row_labels import ClassLabels, NoLabels, NumberLabels, RowLabels, TagLabels, class_indices
 from harness.data.table.labels import LabelColumns
 from harness.data.table.table import Table, open_table
+from harness.errors import DataError, listed, plural
 from harness.training.evaluation.labels import Labels, MultiLabel, Regression, labels_of, learned_labels
 from harness.training.evaluation.objective import Objective
 
+_NAMED = 5  # rows in a message
 _FORMS: dict[Kind, Literal["class", "tags", "numbers"]] = {
     "single_label": "class", "multi_label": "tags", "regression": "numbers",
 }  # fmt: skip
@@ -58,6 +60,33 @@ def open_new_table(
     table = open_table(source, text=task.input_columns, cache_dir=cache_dir)
     labels = learned_labels(task.label_kind, learned, task.labels.separator or "")
     return Split(table, NoLabels(table, task.label_columns)), Objective(task, labels)
+
+
+def label_problems(task: TableTask, train: Table, eval_: Table) -> Iterator[DataError]:
+    """Yield an error for the rows of each table without a label, and one for those with a label that no training row
+    has. The tables are opened without labels."""
+    known = set[str]()
+    for table in (train, eval_) if task.label_kind != "regression" else ():
+        texts = table.slice(task.label_columns[0], 0, len(table)).combine_chunks().dictionary_encode()
+        codes, separator = texts.indices.to_numpy(zero_copy_only=False), task.labels.separator
+        split = (text.split(separator) if separator else [text] for text in texts.dictionary.to_pylist())
+        names = [{name.strip() for name in parts} - {""} for parts in split]
+        known = known or set().union(*names)
+        unknown = sorted(set().union(*names) - known)
+        allowed = task.labels.empty == "allow"
+        for what, is_bad, hint in (
+            ("without a label", [not (found or allowed) for found in names], "fill in the labels or remove the rows"),
+            (
+                f"with a label that {task.train_csv} does not have ({listed(unknown, _NAMED)})",
+                [bool(found - known) for found in names],
+                "correct the labels, or remove the rows",
+            ),
+        ):
+            rows = np.flatnonzero(np.asarray(is_bad)[codes]).tolist()
+            if rows:
+                first, *others = [table.where(row) for row in rows[:_NAMED]]
+                also = f"; also {', '.join(others)}{', …' if len(rows) > _NAMED else ''}" if others else ""
+                yield DataError(f"{plural(len(rows), 'row')} {what}{also}", where=first, hint=hint)
 
 
 def _row_labels(labels: Labels, table: Table, train: str) -> RowLabels:
