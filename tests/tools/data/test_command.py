@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -28,6 +29,15 @@ def data(*words) -> int:
 def rows_of(path: Path) -> list[dict[str, str]]:
     text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
     return list(csv.DictReader(io.StringIO(text, newline="")))
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
 
 
 def write_table(path: Path, rows: list[tuple], header: tuple = ("path", "label")) -> Path:
