@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 TIMEOUT_S = 30.0  # without any data
 ATTEMPTS = 3
 _PAUSE_S = 0.5  # before the second attempt; twice as long before each further one
-_LOCK_S = 86400.0  # for another process, which gives up by itself when no data arrive
+LOCK_S = 86400.0  # for another process, which gives up by itself when no data arrive
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 _OTHER_CACHE = (
     "APEX_HARNESS_CACHE (or data.cache_dir; for weights, TORCH_HOME) to a folder with enough space on a local disk"
@@ -76,7 +76,7 @@ def fetched(
 @contextmanager
 def made_once(path: Path, passes: tuple[type[OSError], ...] = ()) -> Iterator[None]:
     """``writing`` in which this process alone makes ``path``, while others wait."""
-    with writing(path, passes), locked(Path(f"{path}.lock"), _LOCK_S):
+    with writing(path, passes), locked(Path(f"{path}.lock"), LOCK_S):
         yield
 
 

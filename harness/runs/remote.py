@@ -25,7 +25,8 @@ from harness.errors import CheckpointError, ConfigError
 from harness.runs import layout
 from harness.runs.borrowed import download
 from harness.runs.checkpoints import FROM_SCRATCH, outdated
-from harness.runs.fetch import made_once, writing
+from harness.runs.fetch import LOCK_S, made_once, writing
+from harness.runs.locks import locked
 from harness.runs.run_dir import RunFolder, own_checkpoint
 from harness.runs.storage import LocalStore, copy_run, working_folder
 from harness.runs.uploader import Uploader, UploadTakenOver
@@ -71,18 +72,21 @@ class RemoteRunFolder(RunFolder):
     def claim(self, config: Config, rehearse: Callable[[], None] = lambda: None) -> str:
         if config.checkpoint.resume.startswith(self.where + "/"):
             raise own_checkpoint(config.checkpoint.resume)
-        with made_once(self.path):
-            self.store.write("writable", "")  # to fail before anything large is downloaded
-            self.store.remove(["writable"])
-            shutil.rmtree(self.path, ignore_errors=True)
-            if _MOVING in self._owner():
-                log.warning("an earlier start was interrupted while it moved a run to %s", self._move_aside())
-            with contextlib.suppress(FileNotFoundError):
-                self.store.get(layout.CONFIG, self.path / layout.CONFIG)
-            note = super().claim(config, rehearse)
-            # An older start that still runs uploads nothing more, so that the files below do not change.
-            text = self._take_over()
-            newest = self._download()
+        with contextlib.ExitStack() as stack:
+            with writing(self.path):
+                stack.enter_context(locked(self.path.with_name(f"{self.path.name}.lock"), LOCK_S))
+                self.store.write("writable", "")  # to fail before anything large is downloaded
+                self.store.remove(["writable"])
+                shutil.rmtree(self.path, ignore_errors=True)
+                if _MOVING in self._owner():
+                    log.warning("an earlier start was interrupted while it moved a run to %s", self._move_aside())
+                with contextlib.suppress(FileNotFoundError):
+                    self.store.get(layout.CONFIG, self.path / layout.CONFIG)
+            note = super().claim(config, rehearse)  # whose errors may be those of the user's own code
+            with writing(self.path):
+                # An older start that still runs uploads nothing more, so that the files below do not change.
+                text = self._take_over()
+                newest = self._download()
             # Other files are uploaded again: the older start may have been in the middle of replacing one.
             kept = (layout.CONFIG, f"{layout.CHECKPOINTS}/")
             self._uploaded = {name: mark for name, mark in self._scratch.files().items() if name.startswith(kept)}

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -311,6 +312,18 @@ def test_a_run_that_cannot_start_moves_nothing(config, bucket):
         run_folder(other).claim(other, rehearse)
     assert uploaded(bucket) == before
     assert not bucket.exists("/bucket/runs/digits.1")
+
+
+def test_an_error_of_the_users_code_is_no_error_of_the_cache(config, bucket):
+    save(started(config()), 1)
+
+    def rehearse() -> None:
+        Path("no_such_file_of_the_model").read_text()
+
+    other = config(**{"optimizer.lr": 0.5})
+    with pytest.raises(FileNotFoundError, match="no_such_file_of_the_model"):
+        run_folder(other).claim(other, rehearse)
+    started(config())  # the lock is free
 
 
 # Checkpoints of other runs, the end of a run, and reading results
