@@ -119,9 +119,15 @@ def over_starts(values: Iterable[Any]) -> Any:
     return found[0] if len(found) == 1 else ", then ".join(map(str, found))
 
 
+def section(content: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the object ``key`` of ``content``; empty in place of a value of another type."""
+    value = content.get(key)
+    return value if isinstance(value, dict) else {}
+
+
 def read(path: Path) -> Record:
     """Return the run folder at ``path``. Never raises."""
-    if not path.is_dir():
+    if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
         return Record(path, path.name, "unreadable", problems=["there is no such folder"])
     problems: list[str] = []
     config = read_or_empty(path / layout.CONFIG, dict, problems, lambda file: merge.load_yaml(read_text(file)))

@@ -245,6 +245,12 @@ def test_runs_of_a_sweep_with_a_damaged_file_are_found(tmp_path, content):
     assert [record.state for record in reader.find([sweep])] == ["finished"]
 
 
+def test_a_run_of_a_sweep_whose_name_is_too_long_is_unreadable(tmp_path):
+    sweep = write_sweep(tmp_path / "sweep", [{"number": 0, "run": "x" * 5000}])
+    (record,) = reader.find([sweep])
+    assert record.state == "unreadable"
+
+
 @pytest.mark.parametrize("value", [[], {}, 3])
 def test_a_metric_and_a_direction_of_a_wrong_type_are_ignored(tmp_path, value):
     sweep = write_sweep(tmp_path / "sweep", [])

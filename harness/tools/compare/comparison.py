@@ -16,7 +16,7 @@ from harness.config.schema import differences, flatten, recipe_difference
 from harness.errors import ConfigError
 from harness.runs import layout
 from harness.runs.metrics_table import NOT_METRICS
-from harness.runs.reader import Record, changes, find, over_starts
+from harness.runs.reader import Record, changes, find, over_starts, section
 from harness.tools.compare import significance
 from harness.tools.report import history
 from harness.tools.report.mistakes import read_predictions
@@ -349,16 +349,14 @@ def _topology(starts: Sequence[Start]) -> dict[str, object]:
 
 
 def _packages(starts: Sequence[Start]) -> dict[str, object]:
-    flat = [
-        {**(start.get("packages") or {}), **{key: start.get(key) for key in ("python", "cuda")}} for start in starts
-    ]
+    flat = [section(start, "packages") | {key: start.get(key) for key in ("python", "cuda")} for start in starts]
     names = dict.fromkeys(name for start in flat for name in start)
     return {name: over_starts(start.get(name) for start in flat) for name in names}
 
 
 def _code(one: Sequence[Start], other: Sequence[Start]) -> Code:
-    git = [[start.get("git") or {} for start in starts] for starts in (one, other)]
-    commits = [changes(start.get("commit") for start in starts) for starts in git]
+    git = [[section(start, "git") for start in starts] for starts in (one, other)]
+    commits = [changes((commit := start.get("commit")) and str(commit) for start in starts) for starts in git]
     changed = [any(bool(start.get("changed")) for start in starts) for starts in git]
     equal = commits[0] == commits[1]
     undecided = equal and (any(changed) or None in commits[0])
@@ -378,11 +376,11 @@ def evaluations(record: Record) -> Evaluations:
     table = record.metrics()
     rows = table.filter(pc.equal(table["split"], "eval")).to_pylist()
     by_step = {row["step"]: _metrics(row) for row in rows if row["step"] is not None}
-    best = record.summary.get("best")
-    best = best if isinstance(best, dict) else {}
+    best = section(record.summary, "best")
     last = max(by_step, default=None)
     metric = next((name for name in best if name != "step"), None)
     step = best.get("step") if metric and best[metric] is not None else None
+    step = step if isinstance(step, int) else None
     return Evaluations(last, by_step.get(last, {}), step, by_step.get(step, {}), metric)
 
 

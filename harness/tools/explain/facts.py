@@ -219,7 +219,7 @@ def _facts(path: Path, train: list[Line], evals: list[Line], record: reader.Reco
     hosts = Counter(rank["host"] for rank in reader.ranks(start)) or {"": world}
     own = cost["own"] + (cost["cpu"] if settings.get("data.num_workers", 2) else 0.0)
     machine_s = cost["sampled"] or math.inf
-    model = start.get("model") or {}
+    model = reader.section(start, "model")
     return RunFacts(
         path=path, total_s=total_s, train_s=train_s, spent=spent, world=world, settings=settings,
         steps=max(1, sum(line["steps"] for line in train)), rows=sum(line["rows"] for line in train),

@@ -205,12 +205,9 @@ def deciding_metric(records: Sequence[Record]) -> str | None:
 
 
 def _own_metrics(record: Record) -> list[str]:
-    best = record.summary.get("best")
-    named = [str(name) for name in best if name != "step"] if isinstance(best, dict) else []
-    configured = record.config.get("checkpoint")
-    if not named and isinstance(configured, dict) and isinstance(configured.get("best_metric"), str):
-        named = [configured["best_metric"]]
-    return named[:1]
+    named = [str(name) for name in reader.section(record.summary, "best") if name != "step"]
+    configured = reader.section(record.config, "checkpoint").get("best_metric")
+    return named[:1] or ([configured] if isinstance(configured, str) else [])
 
 
 def direction_of(metric: str | None, records: Sequence[Record]) -> Direction:

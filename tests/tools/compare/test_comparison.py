@@ -255,6 +255,15 @@ def test_code_is_compared_by_commit(tmp_path, commits, changed, same, words):
     assert words in text.render(found)
 
 
+@pytest.mark.parametrize("value", [3, "x", [[]], {"commit": {"a": 1}, "step": [1], "top1": 1.0}])
+def test_records_of_wrong_types_are_left_out(tmp_path, value):
+    """Those of a file that another program changed."""
+    one, other = (write_run(tmp_path / name, [{"step": 9, "top1": 0.5}], 9) for name in "xy")
+    (one / "provenance.json").write_text(json.dumps([{"git": value, "packages": value, "python": "3.11"}]))
+    (one / "summary.json").write_text(json.dumps({"finished": True, "best": value}))
+    assert "best evaluation" not in text.render(comparison.compare(*map(comparison.side, (one, other))))
+
+
 def test_machines_are_compared_by_the_fields_of_their_ranks(tmp_path):
     one, other = write_run(tmp_path / "a", []), write_run(tmp_path / "b", [])
     ranks = [{"host": "n: (", "device": f"cuda:{card}", "name": "A (B)"} for card in range(2)]
