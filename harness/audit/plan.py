@@ -29,9 +29,6 @@ class PlannedKill:
     evaluation: before the ``number``-th call of the outermost module outside of training
     operation: before the ``number``-th time that a file in ``roots`` is opened to write, renamed or removed, or a
         folder made, since the process has an optimizer
-    after: optimizer steps before which nothing is counted; not for "step"
-    target: all processes; this rank alone, and its launcher has to notice; or the process that started it
-    delay_s: seconds from the place to the kill, in which the process goes on
     """
 
     place: KillPlace
@@ -39,37 +36,38 @@ class PlannedKill:
     fraction: float = 0.5
     rank: int = 0
     target: KillTarget = "all"
+    """Which processes: all; this rank alone, and its launcher has to notice; or the process that started it."""
     after: int = 0
+    """Optimizer steps before which nothing is counted; not for "step"."""
     delay_s: float = 0.0
+    """Seconds from the place to the kill, in which the process goes on."""
 
 
 @dataclass(frozen=True)
 class AuditPlan:
-    """What the recorder does in one start.
-
-    records: the folder for its records, and for the mark of the kill
-    steps: every process ends after so many optimizer steps
-    until: digests of weights by name; every process ends after the step that began with these weights
-    detail: digests of each tensor; or none, only the places of kills
-    roots: the folders that checkpoints belong in
-    thorough: every change of a file in ``roots`` is an operation, from the start of the process on: also each part that
-        is written, in the middle of which it is killed, and each fsync
-    draws: also record which lines draw random numbers, which makes the start a few times slower
-    chance: also record the sources of chance: draws of entropy, clocks, and operations that are not deterministic
-    attributes: steps before which the attributes of models, optimizers and the script's own objects are recorded
-    """
+    """What the recorder does in one start."""
 
     records: str
+    """The folder for its records, and for the mark of the kill."""
     kill: PlannedKill | None = None
     steps: int | None = None
+    """Every process ends after so many optimizer steps."""
     until: Mapping[str, str] | None = None
+    """Digests of weights by name; every process ends after the step that began with these weights."""
     signal: HowKilled = "KILL"
     detail: Detail = "tensors"
+    """Digests of each tensor; or none, only the places of kills."""
     roots: tuple[str, ...] = ()
+    """The folders that checkpoints belong in."""
     thorough: bool = False
+    """True if every change of a file in ``roots`` is an operation, from the start of the process on: also each part
+    that is written, in the middle of which it is killed, and each fsync."""
     draws: bool = False
+    """True to record which lines draw random numbers, which makes the start a few times slower."""
     chance: bool = False
+    """True to record the sources of chance: draws of entropy, clocks, and operations that are not deterministic."""
     attributes: tuple[int, ...] = ()
+    """Steps before which the attributes of models, optimizers and the script's own objects are recorded."""
 
     def write(self, path: Path) -> Path:
         write_atomically(path, json.dumps(asdict(self)) + "\n")

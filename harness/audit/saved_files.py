@@ -18,22 +18,21 @@ Events = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A checkpoint file that was completed.
-
-    path: its name after all renames
-    after: optimizer steps before it
-    number, write: its place, from 1, among the files that this process completed, and among those it began
-    is_moved: it was renamed before the next step, as a file that is written under a temporary name
-    has_weights: it holds a tensor that is a weight before some step, and no results of an evaluation alone
-    """
+    """A checkpoint file that was completed."""
 
     path: Path
+    """Its name after all renames."""
     after: int
+    """Optimizer steps before it."""
     number: int
+    """Its place, from 1, among the files that this process completed."""
     write: int
+    """Its place among those that it began."""
     size: int
     is_moved: bool = False
+    """True if it was renamed before the next step, as a file that is written under a temporary name."""
     has_weights: bool = False
+    """True if it holds a tensor that is a weight before some step, and no results of an evaluation alone."""
 
     def within(self, folders: Iterable[Path]) -> bool:
         return any(self.path.is_relative_to(folder) for folder in folders)

@@ -19,20 +19,18 @@ STAGES = ("read", "decode", "transform")  # of loading, which a dataset may meas
 
 @dataclass
 class Batch:
-    """Rows as a dataset returns them and the loader delivers them.
-
-    inputs: (batch, ...) as the dataset stores them
-    targets: (batch, ...), usually int64 (batch,)
-    rows: (batch,) numbers of the rows that are really in the batch
-    bad: numbers of the requested rows that could not be read
-    spent_s: seconds in some of STAGES; the loader adds "load", the whole, and "cpu", the part on a core
-    """
+    """Rows as a dataset returns them and the loader delivers them."""
 
     inputs: torch.Tensor
+    """(batch, ...) as the dataset stores them."""
     targets: torch.Tensor
+    """(batch, ...), usually int64 (batch,)."""
     rows: np.ndarray
+    """(batch,) numbers of the rows that are really in the batch."""
     bad: list[int] = field(default_factory=list)
+    """Numbers of the requested rows that could not be read."""
     spent_s: dict[str, float] = field(default_factory=dict)
+    """Seconds in some of STAGES; the loader adds "load", the whole, and "cpu", the part on a core."""
 
     def __len__(self) -> int:
         return len(self.targets)

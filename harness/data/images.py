@@ -49,29 +49,28 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass
 class ImageTable:
-    """The images and labels of a table, as a dataset.
-
-    for_training, for_evaluation: applied to each image, uint8 (channels, height, width) -> the same kind, or float32
-    files: where the images are
-    channels: vision.RGB or vision.GRAY, to which images are converted
-    reduced: decode JPEGs at a reduced size where the transforms scale them down; these are then Pipelines
-    on_bad_row: "stop", or "skip" to replace an unreadable image by the next readable row (omit it in evaluation)
-    is_new: True for rows to predict, which have not been trained on
-    channels_last: deliver batches in this memory format
-    """
+    """The images and labels of a table, as a dataset."""
 
     table: Table
     files: ImageFiles
+    """Where the images are."""
     path_column: str
     labels: RowLabels
     seed: int
     channels: int
+    """vision.RGB or vision.GRAY, to which images are converted."""
     for_training: Transform
+    """Applied to each image, uint8 (channels, height, width) -> the same kind, or float32."""
     for_evaluation: Transform
+    """The same, in evaluations."""
     on_bad_row: str = "stop"
+    """ "stop", or "skip" to replace an unreadable image by the next readable row (omit it in evaluation)."""
     is_new: bool = False
+    """True for rows to predict, which have not been trained on."""
     reduced: bool = False
+    """True to decode JPEGs at a reduced size where the transforms scale them down; these are then Pipelines."""
     channels_last: bool = False
+    """True to deliver batches in this memory format."""
 
     def __len__(self) -> int:
         return self.table.num_rows

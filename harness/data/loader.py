@@ -241,21 +241,20 @@ def _warn_of_float64(what: str) -> None:
 
 @dataclass
 class MicroBatch:
-    """The rows of one forward and backward pass.
-
-    weight: factor of the mean loss, so that the sum over micro-batches, averaged over ranks, is the mean over all rows
-        of the step
-    rows: numbers of the rows of this step that are in the batch, each once: no repeated row, no replacement
-    num_rows: how many rows of the batch count; with 0, the pass only takes part in communication
-    rank, ends: the rank of the recipe that it belongs to, and whether it is that rank's last of the step
-    """
+    """The rows of one forward and backward pass."""
 
     batch: Batch
     weight: float
+    """Factor of the mean loss, so that the sum over micro-batches, averaged over ranks, is the mean over all rows of
+    the step."""
     rows: np.ndarray
+    """Numbers of the rows of this step that are in the batch, each once: no repeated row, no replacement."""
     num_rows: int
+    """How many rows of the batch count; with 0, the pass only takes part in communication."""
     rank: int
+    """The rank of the recipe that it belongs to."""
     ends: bool
+    """Whether it is that rank's last of the step."""
 
     @classmethod
     def of(cls, batch: Batch, planned: Part, scale: float) -> MicroBatch:

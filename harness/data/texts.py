@@ -225,18 +225,16 @@ def _most_frequent(table: Table, column: str, max_words: int) -> list[str]:
 @dataclass(frozen=True)
 class TextTable:
     """The texts and labels of a table, as a dataset: inputs are ids, int64 (batch, positions), padded with 0 on the
-    right. Of a tokenizer of transformers, which takes texts or pairs of them, they are (batch, positions, inputs).
-
-    max_length: of a row in tokens; what follows is cut off, of a pair first the end of the longer text
-    fixed: pad all batches to ``max_length`` instead of to their longest text
-    """
+    right. Of a tokenizer of transformers, which takes texts or pairs of them, they are (batch, positions, inputs)."""
 
     table: Table
     columns: tuple[str, ...]
     labels: RowLabels
     tokenizer: Tokenizer
     max_length: int
+    """The most tokens of a row; what follows is cut off, of a pair first the end of the longer text."""
     fixed: bool
+    """True to pad all batches to ``max_length`` instead of to their longest text."""
 
     def __len__(self) -> int:
         return self.table.num_rows

@@ -73,16 +73,14 @@ def build(section: TransformsSection, size: tuple[int, int] | None, channels: in
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The transforms of one list, as a function of an image that returns a uint8 or float32 image.
-
-    steps: {place in the configuration: transform}
-    seed: the same random numbers for every image; None: those of torch's generator
-    """
+    """The transforms of one list, as a function of an image that returns a uint8 or float32 image."""
 
     steps: dict[str, Transform]
+    """{place in the configuration: transform}."""
     size: tuple[int, int] | None
     channels: int
     seed: int | None = None
+    """The same random numbers for every image; None: those of torch's generator."""
 
     def __call__(self, image: Tensor) -> Tensor:
         with seeded_torch(self.seed) if self.seed is not None and self.steps else nullcontext():

@@ -56,16 +56,14 @@ StateDifference = TensorDifference | ValueDifference
 
 @dataclass(frozen=True)
 class Difference:
-    """A place where two runs differ.
-
-    file: inside the run folder, such as checkpoints/step-10
-    what: the part of it: an entry of a checkpoint, a field of the log
-    step: of the checkpoint or log line; None where a file belongs to no step
-    """
+    """A place where two runs differ."""
 
     file: str
+    """Its place in the run folder, such as checkpoints/step-10."""
     what: StateDifference
+    """The part of the file: an entry of a checkpoint, a field of the log."""
     step: int | None = None
+    """That of the checkpoint or log line; None where a file belongs to no step."""
 
     def __str__(self) -> str:
         part = self.what

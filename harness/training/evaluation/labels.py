@@ -25,12 +25,10 @@ Columns = Mapping[str, Sequence[object] | np.ndarray | Tensor]  # {column: one v
 
 @dataclass(frozen=True)
 class Labels(ABC):
-    """The labels of the training data. Each subclass is a kind of labels, and computes what follows from it.
-
-    names: the classes, the labels that a row may have, or the columns of numbers
-    """
+    """The labels of the training data. Each subclass is a kind of labels, and computes what follows from it."""
 
     names: tuple[str | int, ...]
+    """The classes, the labels that a row may have, or the columns of numbers."""
     kind: ClassVar[Kind]
     title: ClassVar[str]
     """What the summary calls ``names``."""

@@ -23,14 +23,12 @@ from harness.runs.files import make_folder, replace_folder, sync, temporary_for
 
 @dataclass(frozen=True)
 class RowFiles:
-    """A column of ``predictions`` with an array for each row.
-
-    kind: png for uint8 or bool of shape (height, width), (1, height, width) or (3, height, width), such as masks and
-        images; npz for any array, or a dictionary of arrays, such as boxes and scores
-    """
+    """A column of ``predictions`` with an array for each row."""
 
     values: Tensor | Sequence[Any]
     kind: Literal["png", "npz"] = "npz"
+    """png for uint8 or bool of shape (height, width), (1, height, width) or (3, height, width), such as masks and
+    images; npz for any array, or a dictionary of arrays, such as boxes and scores."""
 
     def encoded(self, name: str, rows: Sequence[int]) -> dict[str, bytes]:
         """Return {path below the folder: content} of column ``name`` for ``rows``, in their order. Raises

@@ -34,21 +34,19 @@ Count = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True)
 class Point:
-    """The next update of a run, for which a schedule returns the learning rate.
-
-    lr: ``optimizer.lr``, before ``optimizer.lr_scaling``, which also applies to what the schedule returns
-    applied: updates so far, without steps that the loss scaler skipped
-    warmup: updates of the warm-up, during which a schedule is not called
-    total: updates of the whole run, if no step is skipped; ``applied`` exceeds it if a run is extended
-    reductions: how often the evaluations have lowered the rate of ``plateau``
-    """
+    """The next update of a run, for which a schedule returns the learning rate."""
 
     lr: float
+    """``optimizer.lr``, before ``optimizer.lr_scaling``, which also applies to what the schedule returns."""
     applied: int
+    """Updates so far, without steps that the loss scaler skipped."""
     warmup: int
+    """Updates of the warm-up, during which a schedule is not called."""
     total: int
+    """Updates of the whole run, if no step is skipped; ``applied`` exceeds it if a run is extended."""
     steps_per_epoch: int
     reductions: int = 0
+    """How often the evaluations have lowered the rate of ``plateau``."""
 
     @property
     def update(self) -> int:
