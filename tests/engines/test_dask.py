@@ -140,6 +140,24 @@ def planned(config, *words):
     return launch.plan(str(config), ["launch.engine=dask", *words])
 
 
+def test_a_lost_connection_is_no_error_of_the_output_folder(tmp_path):
+    def submit(*_: object, **__: object) -> None:
+        raise OSError("Timed out trying to connect")
+
+    client = SimpleNamespace(
+        scheduler=SimpleNamespace(address="tcp://s:1"), status="closed", subscribe_topic=lambda *_: None, submit=submit
+    )
+    settings = SimpleNamespace(timeout_s=1.0, resources={})
+    checkpoint = SimpleNamespace(keep=1)
+    config = SimpleNamespace(output=str(tmp_path), checkpoint=checkpoint)
+    job = SimpleNamespace(
+        folder=tmp_path / "run", config=config, url="", world_size=1, settings=SimpleNamespace(engine_settings=settings)
+    )
+    with pytest.raises(LaunchError, match="tcp://s:1: the ranks could not be placed: Timed out"):
+        cluster_run.ClusterRun(client, job, ExitStack())
+    assert not list(tmp_path.iterdir())
+
+
 def test_render(tmp_path, stripes):
     from harness.engines.dask import engine
 

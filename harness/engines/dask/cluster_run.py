@@ -80,8 +80,10 @@ class ClusterRun:
         try:
             shared = self._place()
             self._start(shared)
-        except BaseException:
+        except BaseException as error:
             self._clear()
+            if isinstance(error, OSError):  # of the connection to the cluster
+                raise LaunchError(f"the ranks could not be placed: {reason(error)}", where=self._where) from None
             raise
 
     # Starting
@@ -333,12 +335,13 @@ def _host_of(address: str) -> str:
 def _marker(job: Job) -> Iterator[str]:
     """A file in the output folder (the current one if the output is a URL): workers that share the disk see it."""
     output = "." if job.url else job.config.output
-    try:
-        Path(output).mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=output, prefix=f".{_PREFIX}") as file:
-            yield str(Path(file.name).absolute())
-    except OSError as error:
-        raise LaunchError(f"a file cannot be written: {reason(error)}", where=output, hint=remedy(error)) from None
+    with ExitStack() as stack:
+        try:
+            Path(output).mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(tempfile.NamedTemporaryFile(dir=output, prefix=f".{_PREFIX}"))
+        except OSError as error:
+            raise LaunchError(f"a file cannot be written: {reason(error)}", where=output, hint=remedy(error)) from None
+        yield str(Path(file.name).absolute())
 
 
 # The run folder of ranks that share no disk with the client
