@@ -52,9 +52,12 @@ RESULTS = (METRICS, SUMMARY, WEIGHTS, PREDICTIONS, CONFUSION, f"{CHECKPOINTS}/{L
 _STEP = re.compile(r"step-(\d+)")
 
 
+OF_HUB = "huggingface/"  # the folder of the copies of ``of_hub``
+
+
 def of_hub(place: str) -> str:
     """Return the folder with copies of the small files of ``hf:PLACE``, for uses of the run without them."""
-    return f"huggingface/{Path(place).name}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+    return f"{OF_HUB}{Path(place).name}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
 def step_name(step: int) -> str:

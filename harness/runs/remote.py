@@ -100,7 +100,7 @@ class RemoteRunFolder(RunFolder):
         apart = (layout.CONFIG, layout.FAILURE, layout.START)
         files = self.store.files()
         small = {name: mark for name, mark in files.items() if "/" not in name and name not in apart}
-        copy_run(self.store, self._scratch, small)
+        copy_run(self.store, self._scratch, small | _copies_of_hub(files))
         latest, best = (self.store.read(_pointer(name)).strip() for name in (layout.LATEST, layout.BEST))
         if not latest:
             return ""
@@ -150,6 +150,7 @@ class RemoteRunFolder(RunFolder):
                 if newest and (problem := self._download_checkpoint(newest)):
                     place = f"{self.where}/{layout.CHECKPOINTS}/{newest}"
                     raise CheckpointError(problem, where=place, hint="run the same command again")
+                copy_run(self.store, self._scratch, _copies_of_hub(self.store.files()))
                 self._scratch.write(layout.START, text)
             name = f"{layout.LOGS}/{layout.rank_log(rank)}"
             if not (self.path / name).exists() and (earlier := self.store.read(name)):
@@ -303,6 +304,10 @@ class RemoteRunFolder(RunFolder):
 
     def _aside(self, number: int) -> UrlStore:
         return self.store.sibling(f"{self.path.name}.{number:d}")
+
+
+def _copies_of_hub(files: Mapping[str, str]) -> dict[str, str]:
+    return {name: mark for name, mark in files.items() if name.startswith(layout.OF_HUB)}
 
 
 def _pointer(name: str) -> str:

@@ -20,7 +20,7 @@ from harness.config.places import is_url
 from harness.config.schema import Config, recipe_difference
 from harness.distributed.rank_exit import Cause
 from harness.errors import ConfigError, first_line, plural, reason, remedy, require_regular_file
-from harness.runs import exit_files, layout, ownership, provenance
+from harness.runs import exit_files, layout, ownership, provenance, trained_run
 from harness.runs.checkpoints import FROM_SCRATCH, Checkpoints
 from harness.runs.files import (
     finite,
@@ -191,9 +191,13 @@ class RunFolder:
                 hint=f"restore config.yaml; or {FROM_SCRATCH}",
             )
         saved = {} if scratch else _saved_tree(self.path / layout.CONFIG, config)
+        changed, starts = recipe_difference(saved, loader.as_tree(config)), self._starts()
+        moved = [
+            key for key in trained_run.KEPT if key in changed and trained_run.moved(self.path, starts, *changed[key])
+        ]
         if scratch:
             why = "checkpoint.resume=never"
-        elif difference := recipe_difference(saved, loader.as_tree(config)):
+        elif difference := {key: pair for key, pair in changed.items() if key not in moved}:
             if held <= {layout.CONFIG, layout.METRICS} and not self._has_log():
                 (self.path / layout.CONFIG).unlink()  # of a start that failed before its first step
                 return ""
@@ -201,7 +205,8 @@ class RunFolder:
             changes += f" and {len(difference) - 4} more" if len(difference) > 4 else ""
             why = f"its recipe differs ({changes})"
         elif _NEWEST in held:
-            return _new_length(saved.get("train") or {}, config)
+            same = [f"{key} {changed[key][0]} -> {changed[key][1]} has the same files" for key in moved]
+            return "; ".join(filter(None, [*same, _new_length(saved.get("train") or {}, config)]))
         elif held & _OF_EVALUATION:
             why = "it has results, but no checkpoint to resume from"
         else:

@@ -5,11 +5,12 @@ Torch is imported where weights are read: an error in the configuration is shown
 
 from __future__ import annotations
 
+import filecmp
 import importlib.util
 import json
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from harness.config.schema import Config, flatten
 from harness.config.trust import require_harmless
 from harness.errors import CheckpointError, ConfigError, plural, reason
 from harness.runs import layout, ownership, reader
-from harness.runs.files import expanded, read_json, read_sealed
+from harness.runs.files import expanded, read_json, read_sealed, sha256
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,14 +62,48 @@ def _of_start(run: Path, config: Config) -> list[str]:
         start = Path(read_json(run / layout.PROVENANCE)[-1]["folder"])
     except (OSError, ValueError, TypeError, LookupError):
         return []
-    found = {}
+    found = _copies(run, config)
     for key, place in places_of_hub(config).items():
-        others = [start / place]
-        if key in KEPT and not _in_cache(place):
-            others.append(run.absolute() / layout.of_hub(place))
-        if not expanded(place).is_dir() and (there := next((each for each in others if each.is_dir()), None)):
-            found[key] = there
+        if not expanded(place).is_dir() and (start / place).is_dir():
+            found[key] = start / place
     return [f"{key}={json.dumps(f'{HUB}{there}')}" for key, there in found.items()]
+
+
+def _copies(run: Path, config: Config) -> dict[str, Path]:
+    """Return the copies in ``run``, by their settings, of the folders of Hugging Face that are neither in the working
+    folder nor in the cache."""
+    places = {key: place for key, place in places_of_hub(config).items() if key in KEPT}
+    found = {key: run.absolute() / layout.of_hub(place) for key, place in places.items()}
+    gone = {key for key, place in places.items() if not (expanded(place).is_dir() or _in_cache(place))}
+    return {key: copy for key, copy in found.items() if key in gone and copy.is_dir()}
+
+
+def with_copies(config: Config, run: Path) -> Config:
+    """Return ``config`` with the copies in the folder of its ``run``, which has a checkpoint, of folders of Hugging
+    Face that are gone: a resume needs only their small files."""
+
+    def changed(section: Any, keys: list[str], value: str) -> Any:
+        first, *rest = keys
+        value = changed(getattr(section, first), rest, value) if rest else value
+        return section.model_copy(update={first: value})
+
+    for key, copy in _copies(run, config).items():
+        log.info("%s: there is no folder %s; resuming from the copy %s", key, places_of_hub(config)[key], copy)
+        config = changed(config, key.split("."), f"{HUB}{copy}")
+    return config
+
+
+def moved(run: Path, starts: Sequence[Mapping[str, Any]], was: object, now: object) -> bool:
+    """Return whether two values of a setting of KEPT name folders of Hugging Face with the same files, by the copy in
+    ``run`` of the first and the digest of the weights it started from, which the second may lack. ``starts``: its
+    provenance.json."""
+    copy, there = (run / layout.of_hub(str(was).removeprefix(HUB)), expanded(str(now).removeprefix(HUB)))
+    files = [file.name for file in copy.iterdir()] if copy.is_dir() and str(now).startswith(HUB) else []
+    if not files or filecmp.cmpfiles(copy, there, files, shallow=False)[0] != files:
+        return False
+    of_start: dict[str, Any] = next((start["weights"] for start in starts if "weights" in start), {})
+    weights = sorted(there.glob("model.safetensors*")) or sorted(there.glob("pytorch_model.bin*"))
+    return of_start.get("source") != was or not weights or sha256(weights[0]) == of_start["sha256"]
 
 
 def _in_cache(place: str) -> bool:

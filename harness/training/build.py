@@ -23,7 +23,7 @@ from harness.data.shards import bounds
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import first_line
-from harness.runs import checkpoint
+from harness.runs import checkpoint, trained_run
 from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
@@ -67,7 +67,8 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
             resumes = bool(config.checkpoint.named or checkpoint.steps(folder.checkpoints.folder))
             for find in names(config, weights=runtime.rank == 0 and not resumes):
                 find()
-        task = open_task(config, runtime)
+            located = trained_run.with_copies(config, folder.path) if resumes else config
+        task = open_task(located, runtime)
         for note in task.notes:
             log.warning("%s", note)
         with runtime.together("opening the trackers"):
@@ -75,7 +76,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
             opened.callback(tracker.close)
         ranks, size = divide(config, task, runtime)
         copy_files(config, task, runtime)
-        parallel, model = strategy_and_model(config, task, ranks)
+        parallel, model = strategy_and_model(located, task, ranks)
         start_weights = load_start_weights(config, runtime, folder, model)
         model = place(config, parallel, model, has_start_weights=bool(start_weights))
         optimizer, ema, gradient_hook = with_optimizer(config, parallel, model, size)

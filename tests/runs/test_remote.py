@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from harness.config import loader
 from harness.config.schema import Config
 from harness.errors import CheckpointError, ConfigError
-from harness.runs import borrowed, remote, run_dir, uploader
+from harness.runs import borrowed, layout, remote, run_dir, uploader
 from harness.runs.checkpoint import damage, read
 from harness.runs.fetched import local_copy, require_out
 from harness.runs.remote import RemoteRunFolder
@@ -90,6 +90,9 @@ def test_memory_is_no_place_for_a_run(config):
 
 def test_a_run_is_resumed_from_the_url_alone(config, bucket, tmp_path):
     folder = started(config())
+    copy = f"{layout.of_hub('bert')}/config.json"
+    (folder.path / copy).parent.mkdir(parents=True)
+    (folder.path / copy).write_text("{}")
     save(folder, 1, 2, 3, 4)
     assert steps(bucket) == {"step-3", "step-4"}  # as many as are kept
     (folder.logs / "rank-0.log").write_text("a log\n")
@@ -102,6 +105,7 @@ def test_a_run_is_resumed_from_the_url_alone(config, bucket, tmp_path):
     other = run_folder(config("other"))  # another machine
     other.attach(1, again.start)
     assert read(other.checkpoints.folder / "step-4") == read(again.checkpoints.folder / "step-4")
+    assert (again.path / copy).read_text() == (other.path / copy).read_text() == "{}"
     assert not other.metrics.exists()
 
 

@@ -30,7 +30,7 @@ from harness.data import hub
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError
 from harness.inference import export
-from harness.runs import layout, trained_run
+from harness.runs import files, layout, trained_run
 from harness.training import build
 from harness.training.check import preflight
 from harness.training.models import lora, weights
@@ -517,14 +517,22 @@ LORA = {"lora": {"r": 4, "targets": ["query", "value"], "dropout": 0.1, "modules
 
 
 @pytest.mark.parametrize("model", [{}, LORA], ids=["whole", "lora"])
-def test_a_killed_run_resumes_exactly(make, tmp_path, model):
-    """On two ranks; what is not trained has no state of the optimizer."""
-    make(model=model, checkpoint={"every": 2})
+def test_a_killed_run_resumes_exactly(make, bert, tmp_path, model, monkeypatch):
+    """On two ranks, after the folder of the model was moved; what is not trained has no state of the optimizer."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    old, new = (f"hf:{tmp_path}/{name}" for name in ("bert", "moved"))
+    shutil.copytree(bert, tmp_path / "bert")
+    tokenizer = {"name": old, "max_length": 20}
+    make(task={"tokenizer": tokenizer}, model={"name": old, **model}, checkpoint={"every": 2})
     config, base = tmp_path / "config.yaml", tmp_path / "base"
     assert run(config, 2, f"output={base}") == [0, 0], (tmp_path / "terminal-0.txt").read_text()
     assert any(run(config, 2, kill=Kill(1, 3)))
-    assert run(config, 2) == [0, 0]
+    (tmp_path / "bert").rename(tmp_path / "moved")
+    named = [f"model.name={new}", f"task.tokenizer.name={new}"] if model else []  # else: the copy in the run folder
+    assert run(config, 2, *named) == [0, 0]
     folder = run_folder(config)
+    log = (folder / "logs" / "rank-0.log").read_text()
+    assert ("the same files" in log, "resuming from the copy" in log) == (bool(model), not model)
     assert losses(folder) == losses(base / "run")
     content = last_checkpoint(folder)
     before = last_checkpoint(base / "run")
@@ -700,6 +708,22 @@ def test_prediction_from_another_folder(make, bert, tmp_path, capsys, monkeypatc
     assert main([*words, "task.tokenizer.name=hf:my_bert"]) == 2
     hint = f"not in {Path.cwd()}, type the whole path: task.tokenizer.name=hf:/PATH model.name=hf:/PATH; of the hub: HF"
     assert hint in capsys.readouterr().err
+
+
+def test_another_folder_is_another_recipe_if_a_file_differs(bert, tmp_path):
+    """Also the weights that the run started from, unless there are none."""
+    was, now = f"hf:{bert}", f"hf:{tmp_path}/new"
+    starts = [{}, {"weights": {"source": was, "sha256": files.sha256(bert / "model.safetensors")}}]
+    assert not trained_run.moved(tmp_path, starts, was, now)
+    hub.keep(was, tmp_path / layout.of_hub(str(bert)), renew=False)
+    shutil.copytree(bert, tmp_path / "new")
+    assert trained_run.moved(tmp_path, starts, was, now)
+    (tmp_path / "new" / "model.safetensors").write_bytes(b"others")
+    assert not trained_run.moved(tmp_path, starts, was, now)
+    (tmp_path / "new" / "model.safetensors").unlink()
+    assert trained_run.moved(tmp_path, starts, was, now)
+    (tmp_path / "new" / "tokenizer.json").write_text("{}")
+    assert not trained_run.moved(tmp_path, starts, was, now)
 
 
 def test_files_of_the_model_and_its_tokenizer_are_kept(make, bert):
