@@ -303,16 +303,16 @@ class _Audit:
             raise _CannotTellError("no-checkpoint", f"after the kill {chosen.text}, {missing}")
         return found
 
-    def _observe(self, name: str, plan: AuditPlan, text: str = "", hashes: bool = True) -> StartRecord:
+    def _observe(self, name: str, plan: AuditPlan, reason: str = "", hashes: bool = True) -> StartRecord:
         """Make a start that is not killed, in fresh folders."""
         self._session.fresh()
-        return self._start(name, plan, text, self._words(0), hashes=hashes)
+        return self._start(name, plan, reason, self._words(0), hashes=hashes)
 
     def _start(
         self,
         name: str,
         plan: AuditPlan,
-        text: str,
+        reason: str,
         words: Sequence[str],
         checkpoint: Path | None = None,
         resumed: bool = False,
@@ -321,7 +321,7 @@ class _Audit:
         """Start the command in the folders as they are, and return its record when it has ended."""
         plan = replace(plan, records=str(self._session.records(name)))
         self._running = name
-        self._say(f"starting '{name}'" + (f", {text}" if text else ""))
+        self._say(f"starting '{name}'" + (f", {reason}" if reason else ""))
         self._starts.start(name, plan, checkpoint, resumed, words, hashes)
         self._records[name] = records.read(self._session.records(name))
         return self._records[name]

@@ -17,10 +17,10 @@ _HASHES = "the order of a set or the hash of a string is the cause: with PYTHONH
 
 
 class Observe(Protocol):
-    """Start the command in fresh folders, and return its record. ``text`` tells the user why; without ``hashes``, the
-    order of sets is fixed."""
+    """Start the command in fresh folders, and return its record. ``reason`` is told to the user; without
+    ``hashes``, the order of sets is fixed."""
 
-    def __call__(self, name: str, plan: AuditPlan, text: str, hashes: bool = True) -> StartRecord: ...
+    def __call__(self, name: str, plan: AuditPlan, reason: str, hashes: bool = True) -> StartRecord: ...
 
 
 class Causes(NamedTuple):

@@ -21,7 +21,7 @@ from harness.audit.differences import (
     differing,
     moving,
     named,
-    noise,
+    noise_between,
     not_recorded,
     unequal,
 )
@@ -80,7 +80,7 @@ def compare(undisturbed: StartRecord, again: StartRecord, killed: StartRecord, r
     for ours, same, theirs in by_rank(undisturbed, again, resumed):
         if ours is not None and theirs is not None:
             ended = not (undisturbed.stopped or resumed.stopped or endings.failed(resumed))
-            results.append(_of_rank(ours, noise(ours, same), theirs, loaded, bool(whole), ended))
+            results.append(_of_rank(ours, noise_between(ours, same), theirs, loaded, bool(whole), ended))
         elif ours is not None and same is not None:
             found.append(Finding("other", f"rank {ours.rank} takes no step after the resume", ranks=(ours.rank,)))
     if not results:
@@ -506,7 +506,7 @@ def _summary(start: StartRecord, by_name: Mapping[str, StartRecord]) -> StartSum
         offset = loaded = matching.loaded_after(killed, start)
         if start.steps:
             again, whole = by_name.get("again"), endings.complete(killed, undisturbed)
-            known = noise(undisturbed.processes[0], again.first if again else None)
+            known = noise_between(undisturbed.processes[0], again.first if again else None)
             result = _of_rank(undisturbed.processes[0], known, start.processes[0], loaded, bool(whole), False)
             offset = result.match.offset
             if {each.rank for each in start.processes} == {each.rank for each in undisturbed.processes}:

@@ -42,7 +42,7 @@ class Noise:
         return tuple(name for name in names if (part, name) not in self.known)
 
 
-def noise(undisturbed: Process, again: Process | None) -> Noise:
+def noise_between(undisturbed: Process, again: Process | None) -> Noise:
     """Compare the steps of two undisturbed starts, and what they hold besides."""
     found: set[tuple[str, str]] = set()
     if again is None:
@@ -139,9 +139,9 @@ def _first_chance(one: Process, other: Process, name: str, ended: bool) -> Findi
         streams = moving(one, parts.get("streams", ()), index)
         for part, (what, helps) in _BY_CHANCE.items():
             if part in parts and (part == "weights") == (index == apart):
-                place = "before the first step" if part == "weights" and index == 0 else f"at step {index + 1}"
-                if part == "weights" and index:
-                    place = f"after step {index}"
+                place = f"at step {index + 1}"
+                if part == "weights":
+                    place = f"after step {index}" if index else "before the first step"
                 evidence = [helps] if helps else []
                 if part in ("weights", "inputs", "outputs") and streams:
                     evidence = [f"random streams that differ: {named(streams)}; seed them at the start of the script"]

@@ -147,9 +147,7 @@ class CommandStarts:
         how = "" if plan.kill and plan.kill.target != "all" else plan.signal
         with Watch(launcher, ProcessFamily(launcher.pid, str(path)), records, how) as watch:
             late = watch.wait(self._timeout_s, self.limit_s, self._grace_s)
-        done = CommandStart(
-            name, command, watch.code, time.monotonic() - began, watch.mark(), str(output), late
-        )  # fmt: skip
+        done = CommandStart(name, command, watch.code, time.monotonic() - began, watch.mark(), str(output), late)
         write_atomically(records / "ended.json", json.dumps(asdict(done)) + "\n")
         self._session.keep(name)
         return done

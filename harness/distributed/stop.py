@@ -28,15 +28,15 @@ class Stop:
         self._pending: Callable[[], list[int]] | None = None
         self._pause = 0  # calls until the next reduction; the same on every rank
         self._calls, self._since = 0, time.monotonic()
-        self.text = ""
+        self.reason = ""
         """The reason why this rank requests a stop; empty: it requests none."""
         self.signal: int | None = None
         """The first signal that this rank has received."""
         self.verdict = False
         """The common decision."""
 
-    def request(self, text: str) -> None:
-        self.text = self.text or text
+    def request(self, reason: str) -> None:
+        self.reason = self.reason or reason
 
     @property
     def exit_code(self) -> int:
@@ -51,7 +51,7 @@ class Stop:
         long arrived, and then some calls pause, as many as rank 0's clock says; the result holds that number, too.
         """
         if self.runtime.world_size == 1:
-            self.verdict = self.verdict or bool(self.text)
+            self.verdict = self.verdict or bool(self.reason)
         elif not self.verdict:
             self._calls += 1
             if self._pending is not None:
@@ -61,13 +61,13 @@ class Stop:
                 self._pause -= 1
             else:
                 # The largest pause is rank 0's: that of the others is 0.
-                self._pending = self.runtime.max_async([bool(self.text), self._next_pause()])
+                self._pending = self.runtime.max_async([bool(self.reason), self._next_pause()])
         return self.verdict
 
     def ends_wait(self) -> bool:
         """Return True if a stop ends a wait for data, on the only rank. Several ranks decide together, and the others
         wait for this one."""
-        return self.runtime.world_size == 1 and bool(self.text)
+        return self.runtime.world_size == 1 and bool(self.reason)
 
     def decide_now(self) -> bool:
         """Return the decision, including every request made so far. Waits for all ranks, so it is for rare points only.
@@ -75,7 +75,7 @@ class Stop:
         if not self.verdict:
             earlier = self._pending()[0] if self._pending is not None else 0
             self._pending = None
-            requested, self._pause = self.runtime.max_async([bool(self.text), 0])()
+            requested, self._pause = self.runtime.max_async([bool(self.reason), 0])()
             self.verdict = bool(requested or earlier)
             self._calls, self._since = 0, time.monotonic()  # the next calls may come at another pace
         return self.verdict
@@ -91,11 +91,10 @@ class Stop:
 
 @contextmanager
 def on_signals(
-    stop: Stop, then: str = "a checkpoint is written first", rest: Callable[[], str] = lambda: ""
+    stop: Stop, action: str = "a checkpoint is written first", unfinished: Callable[[], str] = lambda: ""
 ) -> Iterator[None]:
-    """Let SIGINT, SIGTERM, SIGHUP and SIGUSR1 request a stop while the body runs (harness.distributed.signals has the
-    rule). ``then``: what happens at the first one, for its message; ``rest``: returns what has to end before that, if
-    it takes long."""
+    """Let SIGINT, SIGTERM, SIGHUP and SIGUSR1 request a stop while the body runs, as harness.distributed.signals says.
+    ``action``: what follows, for the message; ``unfinished``: returns what has to end before that, if it takes long."""
     launch = stop.runtime.launch
 
     def request(number: int) -> None:
@@ -103,11 +102,12 @@ def on_signals(
         stop.request(signals.signal_name(number))
 
     def notice(number: int) -> None:
+        name, left = signals.signal_name(number), unfinished()
         if launch.elastic or not launch.supervised:  # otherwise harness launch has printed it
             again = "" if number == signals.WARNING else "; press Ctrl-C again to exit immediately"
-            log.info("stopping (%s): %s%s", signals.signal_name(number), ", ".join(filter(None, (then, rest()))), again)
-        elif left := rest():
-            log.info("stopping (%s) %s", signals.signal_name(number), left)
+            log.info("stopping (%s): %s%s", name, ", ".join(filter(None, (action, left))), again)
+        elif left:
+            log.info("stopping (%s) %s", name, left)
 
     with signals.during(signals.Phase(request, notice)):
         yield

@@ -178,7 +178,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     finally:
         loader.close()
     if written is None:
-        log.info("stopped (%s); nothing was written", stop.text or "on another rank")
+        log.info("stopped (%s); nothing was written", stop.reason or "on another rank")
         return stop.exit_code
     seconds = time.perf_counter() - start
     if written.bad:

@@ -31,7 +31,7 @@ from harness.training import determinism, hooks, memory, mixing, resuming, rng
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.coverage import Coverage
 from harness.training.determinism import kernels
-from harness.training.division import Sizes, doubts, sizes, warn_of_skew
+from harness.training.division import Sizes, doubts, sizes_of, warn_of_skew
 from harness.training.evaluation.evaluate import laid_out
 from harness.training.first_look import FirstLook
 from harness.training.health import Health
@@ -74,21 +74,21 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         with runtime.together("opening the trackers"):
             tracker = metrics_log.open_log(folder.metrics, runtime.rank, config, loader.to_text(config))
             opened.callback(tracker.close)
-        ranks, size = divide(config, task, runtime)
+        ranks, sizes = divide(config, task, runtime)
         copy_files(config, task, runtime)
         parallel, model = strategy_and_model(located, task, ranks)
         start_weights = load_start_weights(config, runtime, folder, model)
         model = place(config, parallel, model, has_start_weights=bool(start_weights))
-        optimizer, ema, gradient_hook = with_optimizer(config, parallel, model, size)
-        train_data, eval_data = open_loaders(config, task, parallel, size, stop, opened)
+        optimizer, ema, gradient_hook = with_optimizer(config, parallel, model, sizes)
+        train_data, eval_data = open_loaders(config, task, parallel, sizes, stop, opened)
         writer = CheckpointWriter(runtime, folder.checkpoints, config.checkpoint.async_save, folder.publish)
         opened.callback(writer.close)
         run = Run(
-            config=config, runtime=runtime, folder=folder, stop=stop, task=task, sizes=size,
+            config=config, runtime=runtime, folder=folder, stop=stop, task=task, sizes=sizes,
             train_data=train_data, eval_data=eval_data, parallel=parallel, optimizer=optimizer,
             ema=ema, gradient_hook=gradient_hook, writer=writer, tracker=tracker,
             health=Health(config, runtime, parallel.precision, parallel.module, ema, optimizer, folder.where),
-            progress=ProgressBar(runtime.rank, size.total_steps), state=State(),
+            progress=ProgressBar(runtime.rank, sizes.total_steps), state=State(),
             meter=Meter(runtime.device, len(ranks.own)), hooks=own_hooks,
             coverage=Coverage(len(task.train), config.seed),
             this_start=ThisStart(time.perf_counter(), num_threads, start_weights),
@@ -124,17 +124,17 @@ def divide(config: Config, task: OpenedTask, runtime: Runtime) -> tuple[LogicalR
     with runtime.together("dividing the batch"):
         strategy_class(config.parallel).check_world(config.parallel, runtime.world_size)
         ranks = LogicalRanks(runtime, config.parallel.logical_ranks)
-        size = sizes(config, len(task.train), ranks.num)
+        sizes = sizes_of(config, len(task.train), ranks.num)
     if ranks.fixed:
         runtime.all_equal(
             kernels(runtime.device),
             "what the last bits of a result depend on",
             "start all ranks on machines of one kind, or remove parallel.logical_ranks",
         )
-    for doubt in doubts(config, size, len(task.train)):
+    for doubt in doubts(config, sizes, len(task.train)):
         log.warning("%s", doubt)
     warn_of_skew(config, task, runtime)
-    return ranks, size
+    return ranks, sizes
 
 
 def strategy_and_model(config: Config, task: OpenedTask, ranks: LogicalRanks) -> tuple[ParallelStrategy, nn.Module]:
@@ -176,18 +176,19 @@ def place(config: Config, parallel: ParallelStrategy, model: nn.Module, has_star
 
 
 def with_optimizer(
-    config: Config, parallel: ParallelStrategy, model: nn.Module, size: Sizes
+    config: Config, parallel: ParallelStrategy, model: nn.Module, sizes: Sizes
 ) -> tuple[torch.optim.Optimizer, Ema | None, OnGradients | None]:
     """Build the optimizer, the moving average and the user's function on gradients for ``model``, initialize amp, and
     wrap and compile the model. Collective."""
     amp = parallel.precision
     with parallel.ranks.runtime.together("building the optimizer"):
         # After ``place``, which makes the parameters that the optimizer holds.
-        optimizer = optim.build(config.optimizer, trained_parameters.groups(config.optimizer, model, size.lr), size.lr)
+        groups = trained_parameters.groups(config.optimizer, model, sizes.lr)
+        optimizer = optim.build(config.optimizer, groups, sizes.lr)
         trained = [param for group in optimizer.param_groups for param in group["params"]]
         if config.optimizer.larc is not None:
             optimizer = amp.larc(optimizer, config.optimizer.larc)
-        size.schedule.require_momentum(optimizer)
+        sizes.schedule.require_momentum(optimizer)
         gradient_hook = on_gradients.of_run(config, model, optimizer, parallel.device)
         model, optimizer = amp.initialize(model, optimizer)
         optim.start_momentum(optimizer)
@@ -206,7 +207,7 @@ def with_optimizer(
 
 
 def open_loaders(
-    config: Config, task: OpenedTask, parallel: ParallelStrategy, size: Sizes, stop: Stop, opened: ExitStack
+    config: Config, task: OpenedTask, parallel: ParallelStrategy, sizes: Sizes, stop: Stop, opened: ExitStack
 ) -> tuple[TrainData, EvalData]:
     """Return the batches of this process; ``opened`` closes their loaders after an error."""
     ranks, runtime = parallel.ranks, parallel.ranks.runtime
@@ -219,13 +220,13 @@ def open_loaders(
         rule=config.data.shard,
         ranks=ranks.own,
         world_size=ranks.num,
-        per_rank=size.per_rank,
+        per_rank=sizes.per_rank,
         accumulate=config.batch.accumulate,
         seed=config.seed,
         tail=config.data.tail,
         batch_norm_spans_ranks=bool(parallel.sync_norms),
     )
-    return train_data, EvalData(loaders[1], ranks.own, ranks.num, size.eval_batch, ranks.most)
+    return train_data, EvalData(loaders[1], ranks.own, ranks.num, sizes.eval_batch, ranks.most)
 
 
 def open_task(config: Config, runtime: Runtime, files_s: float | None = FILES_S) -> OpenedTask:
@@ -263,10 +264,10 @@ def rehearse(config: Config, world_size: int) -> None:
     for find in names(config, weights=not config.checkpoint.named):
         find()
     task = _opened(config)
-    size = sizes(config, len(task.train), config.parallel.num_ranks(world_size))
+    sizes = sizes_of(config, len(task.train), config.parallel.num_ranks(world_size))
     model = build_model(config, task)
-    optimizer = optim.build(config.optimizer, trained_parameters.groups(config.optimizer, model, size.lr), size.lr)
-    size.schedule.require_momentum(optimizer)
+    optimizer = optim.build(config.optimizer, trained_parameters.groups(config.optimizer, model, sizes.lr), sizes.lr)
+    sizes.schedule.require_momentum(optimizer)
     on_gradients.of_run(config, model, optimizer, torch.device("cpu"))
     require_mixable(config, task)
 

@@ -99,7 +99,7 @@ def conclude(run: Run, done: bool) -> None:
             return
         log.info(
             "stopped early (%s) at step %d, with a checkpoint; the same command resumes from it",
-            run.stop.text or "by another rank",
+            run.stop.reason or "by another rank",
             state.step,
         )
         return

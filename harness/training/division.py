@@ -38,7 +38,7 @@ class Sizes:
     schedule: Schedule
 
 
-def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
+def sizes_of(config: Config, num_rows: int, world_size: int) -> Sizes:
     """Return the sizes of a run. Raises ConfigError if ``world_size`` ranks cannot share the global batch or if the
     warm-up does not fit into the run, DataError if there are too few rows."""
     batch = config.batch
@@ -80,15 +80,15 @@ def sizes(config: Config, num_rows: int, world_size: int) -> Sizes:
     )
 
 
-def doubts(config: Config, size: Sizes, num_rows: int) -> Iterator[str]:
+def doubts(config: Config, sizes: Sizes, num_rows: int) -> Iterator[str]:
     """Yield warnings of what can be trained but is hardly meant. ``num_rows``: of the training data."""
-    if num_rows < size.global_batch:
+    if num_rows < sizes.global_batch:
         yield (
-            f"the global batch of {size.global_batch} is larger than the training data: each epoch is one step of "
+            f"the global batch of {sizes.global_batch} is larger than the training data: each epoch is one step of "
             f"{plural(num_rows, 'row')}; make the batch smaller"
         )
     every = config.train.evaluate_every
-    if every.unit == "epochs" and every.amount > max(1, -(-size.total_steps // size.steps_per_epoch)):
+    if every.unit == "epochs" and every.amount > max(1, -(-sizes.total_steps // sizes.steps_per_epoch)):
         yield (
             f"train.evaluate_every={every.written} is in epochs, and longer than the run: only its end is evaluated; "
             f"for steps, type train.evaluate_every='{every.amount} steps'"

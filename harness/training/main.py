@@ -138,7 +138,7 @@ class RunStart:
     def __enter__(self) -> Run:
         reporter = self._reporter
         with ExitStack() as stack:
-            stack.enter_context(on_signals(self._stop, rest=lambda: self.run.progress.rest() if self.run else ""))
+            stack.enter_context(on_signals(self._stop, unfinished=lambda: self.run.progress.rest() if self.run else ""))
             watching = Watchdog(self.runtime, self._stop, on_blocked=reporter.blocked, step=reporter.step)
             self._watchdog = stack.enter_context(watching)
             stack.enter_context(precision.half_on_cpu(self.config.precision, self.runtime.device))
@@ -178,7 +178,7 @@ class RunStart:
         deliver(self._folder, self.runtime, self.done)
         description.conclude(run, self.done)
         self.runtime.barrier()
-        self.code = self._reporter.ended(self.done, self._stop.text)
+        self.code = self._reporter.ended(self.done, self._stop.reason)
         if not self.done:
             wait_for_launcher(self.runtime.launch, self._stop)
 
@@ -233,7 +233,7 @@ def wait_for_launcher(launch: Launch, stop: Stop) -> None:
     """
     if launch.may_grow and launch.world_size > launch.local_world_size:
         until = time.monotonic() + _LAUNCHER_S
-        while not stop.text and time.monotonic() < until:
+        while not stop.reason and time.monotonic() < until:
             time.sleep(0.05)
 
 

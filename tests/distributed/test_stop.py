@@ -34,7 +34,7 @@ def test_single_rank_stops_immediately():
         stop.request("a second reason")
         assert ask(stop)
         assert ask(stop)
-        assert stop.text == "SIGTERM"
+        assert stop.reason == "SIGTERM"
 
 
 def _calls_until_verdict(asking: int, pace_s: float):
@@ -47,7 +47,7 @@ def _calls_until_verdict(asking: int, pace_s: float):
             if runtime.rank == asking and calls == 7:
                 stop.request(f"asked by {asking}")
             time.sleep(pace_s * (1 + runtime.rank))
-        return calls, stop.poll(), stop.decide_now(), stop.text
+        return calls, stop.poll(), stop.decide_now(), stop.reason
 
 
 @pytest.mark.parametrize(("world", "asking", "pace_s"), [(2, 0, 0.0), (3, 2, 0.001)])
@@ -101,7 +101,7 @@ def test_signals_request_a_stop_and_handlers_are_restored(number, request):
         assert not stop.poll()
         signal.raise_signal(number)
         assert stop.poll()
-        assert (stop.text, stop.signal) == (signal.Signals(number).name, number)
+        assert (stop.reason, stop.signal) == (signal.Signals(number).name, number)
         raise ZeroDivisionError
     assert [signal.getsignal(one) for one in NUMBERS] == before
 
@@ -141,7 +141,7 @@ def _answer(supervised: bool, path: str) -> None:
     log.setLevel(logging.INFO)
     runtime = Runtime()
     runtime.launch = replace(runtime.launch, supervised=supervised)
-    with on_signals(Stop(runtime), rest=lambda: "after this step (about 50 s)"):
+    with on_signals(Stop(runtime), unfinished=lambda: "after this step (about 50 s)"):
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: Path(path).read_text(), 20, "the answer")
     raise SystemExit(0)

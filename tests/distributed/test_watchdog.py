@@ -44,7 +44,7 @@ def failure(rank: int) -> RankExit:
 
 
 class Watched:
-    """A watchdog over ``store``, and what it did: ``stop.text``, the cause it reported, and exit codes."""
+    """A watchdog over ``store``, and what it did: ``stop.reason``, the cause it reported, and exit codes."""
 
     def __init__(self, store, timeout_s: float = math.inf, **launch) -> None:
         self.exits: list[int] = []
@@ -87,10 +87,10 @@ def test_peer_failure_requests_a_stop_and_ends_a_blocked_rank(quick, caplog):
     mine, peer = Watched(store), Watched(store)
     with mine.dog:
         mine.wait_for_rounds()
-        assert not mine.stop.text
+        assert not mine.stop.reason
         assert peer.dog.publish_failure(failure(3)) == failure(3)
         mine.wait_for_exit()
-    assert mine.stop.text == "rank 3 failed"
+    assert mine.stop.reason == "rank 3 failed"
     assert "this rank is blocked: rank 3 failed" in caplog.text
     assert (mine.exits, mine.causes) == ([EXIT_FAILURE], [Cause.PEER_LOST])
     (record,) = mine.records
@@ -117,7 +117,7 @@ def test_rank_that_ends_in_time_is_left_alone(quick, monkeypatch):
     mine = Watched(dist.HashStore())
     with mine.dog:
         mine.dog.publish_failure(failure(0))
-        wait_until(lambda: mine.stop.text, 30, "the request to stop")
+        wait_until(lambda: mine.stop.reason, 30, "the request to stop")
     wait_until(lambda: not watching(), 30, "the watchdog ends")
     assert not mine.exits
 
@@ -134,7 +134,7 @@ def test_lost_store_counts_as_a_failure(quick):
     mine.dog.linger()
     with mine.dog:
         mine.wait_for_exit()
-    assert "rank 0, or the launcher, is gone" in mine.stop.text
+    assert "rank 0, or the launcher, is gone" in mine.stop.reason
     assert mine.causes == [Cause.PEER_LOST]
 
 
@@ -146,7 +146,7 @@ def test_single_rank_with_a_living_launcher_is_left_alone(quick, launch):
     mine.dog.linger()
     with mine.dog, mine.runtime.limited("uploading", math.inf):
         wait_until(lambda: mine.rounds >= 10, 30, "the watchdog looks often")
-    assert not mine.stop.text
+    assert not mine.stop.reason
     assert not mine.exits
 
 
@@ -210,7 +210,7 @@ def _orphan(path: str, elastic: bool):
         causes = []
 
         def exit_process(code: int) -> None:
-            Path(path).write_text(f"{code} {causes[0].value} {stop.text}")
+            Path(path).write_text(f"{code} {causes[0].value} {stop.reason}")
             os._exit(0)
 
         looks = []
@@ -243,9 +243,9 @@ def _fail_on_one():
             runtime.barrier()
             if runtime.rank == 1:
                 dog.publish_failure(failure(1))
-            wait_until(lambda: stop.text and exits, 30, "the watchdog ends the process")
+            wait_until(lambda: stop.reason and exits, 30, "the watchdog ends the process")
         runtime.barrier()
-        return stop.text, exits
+        return stop.reason, exits
 
 
 def test_failure_travels_through_the_store_of_the_launch():
@@ -272,8 +272,8 @@ def test_silent_machine_ends_a_rank_that_is_blocked_outside_of_a_collective(quic
     with mine.dog:
         other.dog._thread.start()
         wait_until(lambda: other.dog.stalls._answered, 30, "it is asked, after longer than the limit")
-        assert not mine.stop.text  # both live, however long they compute
-        assert not other.stop.text
+        assert not mine.stop.reason  # both live, however long they compute
+        assert not other.stop.reason
         other.dog._finished.set()  # its machine loses power
         wait_until(lambda: mine.exits, 30, "the end")
     ((cause, first),) = mine.causes
@@ -290,7 +290,7 @@ def test_rank_that_ends_in_order_is_not_missed(quick, monkeypatch):
     with mine.dog:
         wait_until(lambda: len(asked) > 2, 30, "it asks, and nobody answers")
     assert list(asked[0]) == [0]
-    assert not mine.stop.text
+    assert not mine.stop.reason
 
 
 def test_record_that_cannot_be_read_is_no_loss_of_the_store(quick):
@@ -299,7 +299,7 @@ def test_record_that_cannot_be_read_is_no_loss_of_the_store(quick):
     mine = Watched(store)
     with mine.dog:
         mine.wait_for_exit()
-    assert mine.stop.text == "another rank failed, and its record cannot be read"
+    assert mine.stop.reason == "another rank failed, and its record cannot be read"
 
 
 class _Dead:
@@ -330,7 +330,7 @@ def test_launcher_that_is_frozen_harms_no_rank_that_proceeds(quick, monkeypatch)
     monkeypatch.setattr(mine.dog.stalls, "waited_s", lambda: looks.append(time.monotonic()) or 0.1)
     with mine.dog:
         wait_until(lambda: looks and looks[-1] - looks[0] > 1.0, 30, "it looks for longer than the limit")
-    assert not mine.stop.text
+    assert not mine.stop.reason
 
 
 # The missing rank

@@ -50,7 +50,7 @@ def test_batch_is_stated_as_global_or_per_rank(tmp_path):
     write_rows(tmp_path, "train", 64)
     write_rows(tmp_path, "eval", 4)
     sizes = {
-        key: [division.sizes(make_config(tmp_path, batch=batch), 64, world) for world in (1, 2, 4)]
+        key: [division.sizes_of(make_config(tmp_path, batch=batch), 64, world) for world in (1, 2, 4)]
         for key, batch in {"global": {"global": 16}, "per_rank": {"global": None, "per_rank": 16}}.items()
     }
     assert [(size.global_batch, size.per_rank) for size in sizes["global"]] == [(16, 16), (16, 8), (16, 4)]

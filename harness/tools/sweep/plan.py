@@ -13,7 +13,7 @@ from typing import Any, Literal
 from harness.config import loader
 from harness.config.schema import Config
 from harness.errors import ConfigError, plural
-from harness.tools.sweep.slots import Machine, is_here, need
+from harness.tools.sweep.slots import Machine, is_here, needed
 from harness.tools.sweep.spec import Settings, SweepFile, corners, grid, typed
 from harness.training.check import preflight
 
@@ -104,7 +104,7 @@ def _over_capacity(trials: Sequence[PlannedTrial], machine: Machine) -> list[str
     """Return a problem for each reason why this machine can never run some of ``trials``."""
     wrong = dict[str, list[str]]()
     for trial in trials:
-        if lacking := need(trial.config, machine).lacks(machine):
+        if lacking := needed(trial.config, machine).lacks(machine):
             wrong.setdefault(lacking, []).append(" ".join(typed(trial.settings)))
     return [
         f"this machine cannot run {_some(which)}: {lacking}\n"

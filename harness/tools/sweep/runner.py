@@ -21,7 +21,7 @@ from harness.runs import layout
 from harness.tools.sweep import process, results
 from harness.tools.sweep.plan import Plan
 from harness.tools.sweep.process import How, TrialLogReader, TrialProcess, final_value
-from harness.tools.sweep.slots import Grant, Slots, need
+from harness.tools.sweep.slots import Grant, Slots, needed
 from harness.tools.sweep.spec import typed
 from harness.tools.sweep.study import Study, SweepTrial
 
@@ -100,7 +100,7 @@ class Runner:
                 return
             if (config := self._admit(trial)) is None:
                 continue
-            if (grant := self._slots.take(need(config, self._plan.machine))) is None:
+            if (grant := self._slots.take(needed(config, self._plan.machine))) is None:
                 self._waiting.insert(0, trial)
                 return
             self._start(trial, config, grant)
@@ -109,7 +109,7 @@ class Runner:
         """Return the trial's configuration; None if it ends before it starts, which is stored and reported."""
         try:
             config = self._plan.config(trial.settings)
-            lacking = need(config, self._plan.machine).lacks(self._plan.machine)
+            lacking = needed(config, self._plan.machine).lacks(self._plan.machine)
         except HarnessError as error:  # a draw of a search can be invalid although all corners are valid
             lacking = " ".join(str(error).split())
         if lacking:

@@ -47,7 +47,7 @@ class Need:
         return ""
 
 
-def need(config: Config, machine: Machine) -> Need:
+def needed(config: Config, machine: Machine) -> Need:
     """Return a GPU per rank if it trains on GPUs, else a core per thread; nothing if it runs on other machines."""
     if not is_here(config):
         return Need()

@@ -111,8 +111,8 @@ class _Examination:
         own_hooks = attempt(hooks.build, config.hooks)
         wrong_names = sum(attempt(find) is None for find in build.names(config)) > 0
         task = self._open_task(look_at_files=not wrong_names)
-        size = (
-            attempt(division.sizes, config, len(task.train), config.parallel.num_ranks(self.world_size))
+        sizes = (
+            attempt(division.sizes_of, config, len(task.train), config.parallel.num_ranks(self.world_size))
             if task
             else None
         )
@@ -124,15 +124,15 @@ class _Examination:
         untried = ["a training step and an evaluation (because of the errors)"]
         if model is not None and task is not None:
             self._examine_model(model, task, device)
-        optimizer = self._build_optimizer(model, size)
-        if size is not None and amp is not None and task is not None and device is not None:
-            self._plan(task, size, device, amp.backend)
+        optimizer = self._build_optimizer(model, sizes)
+        if sizes is not None and amp is not None and task is not None and device is not None:
+            self._plan(task, sizes, device, amp.backend)
             self.facts |= own_hooks.describe() if own_hooks else {}
             if model is not None:
                 self.facts["same bits"] = _same_bits(config, model, self.world_size)
                 readable_rows = self._sample(task)
                 if optimizer is not None:
-                    trial = _Trial(config, task, model, optimizer, size, device, self.world_size, self.limit_s)
+                    trial = _Trial(config, task, model, optimizer, sizes, device, self.world_size, self.limit_s)
                     if readable_rows and has_function:
                         attempt(trial.run, self.facts)
                     attempt(trial.require_memory, self.facts)
@@ -173,22 +173,22 @@ class _Examination:
             rows = "the global batch" if config.parallel.sync_batchnorm else "the rows of each rank"
             facts["batch norm"] = f"over {rows}"
 
-    def _build_optimizer(self, model: nn.Module | None, size: division.Sizes | None) -> torch.optim.Optimizer | None:
+    def _build_optimizer(self, model: nn.Module | None, sizes: division.Sizes | None) -> torch.optim.Optimizer | None:
         """Return the optimizer of ``model``; without one, look only at its settings."""
         section = self.config.optimizer
-        if model is None or size is None:
+        if model is None or sizes is None:
             self.attempt(optim.build, section, [nn.Parameter(torch.zeros(1))], section.lr)
             return None
-        groups = self.attempt(trained_parameters.groups, section, model, size.lr)
-        optimizer = self.attempt(optim.build, section, groups, size.lr) if groups else None
+        groups = self.attempt(trained_parameters.groups, section, model, sizes.lr)
+        optimizer = self.attempt(optim.build, section, groups, sizes.lr) if groups else None
         self.facts |= trained_parameters.describe(optimizer, model) if optimizer else {}
         return optimizer
 
-    def _plan(self, task: OpenedTask, size: division.Sizes, device: torch.device, backend: str) -> None:
+    def _plan(self, task: OpenedTask, sizes: division.Sizes, device: torch.device, backend: str) -> None:
         num_ranks = self.config.parallel.num_ranks(self.world_size)
-        self.facts |= description.describe(self.config, task, size, num_ranks, device, backend)
+        self.facts |= description.describe(self.config, task, sizes, num_ranks, device, backend)
         slow = precision.warning(self.config.precision, device)
-        warnings = filter(None, [*task.notes, *division.doubts(self.config, size, len(task.train)), slow])
+        warnings = filter(None, [*task.notes, *division.doubts(self.config, sizes, len(task.train)), slow])
         self.facts |= {"warning": text} if (text := "; ".join(warnings)) else {}
 
     def _sample(self, task: OpenedTask) -> bool:
@@ -280,10 +280,10 @@ class _Trial:
         audited and allocates. One of the same rows, then three of as many as in the run, or as fit into ``left_s``
         and the memory; the fastest of the largest counts, since other programs can only slow a step down."""
         assert self.batch is not None
-        size, few, row_s, paces = self.sizes, len(self.batch), self.step_s / len(self.batch), dict[int, float]()
+        sizes, few, row_s, paces = self.sizes, len(self.batch), self.step_s / len(self.batch), dict[int, float]()
         row_bytes, end = (self.kept.num_bytes / few if self.kept else 0.0), time.monotonic() + left_s
         with suppress(Exception):  # of rows that were not tried
-            for wanted in (few, *[size.micro_batch] * 3):
+            for wanted in (few, *[sizes.micro_batch] * 3):
                 start = time.monotonic()
                 most = min((end - start) / row_s, machine.memory().free / 2 / max(row_bytes, 1.0))
                 if most < min(few, wanted):
@@ -295,10 +295,10 @@ class _Trial:
                     row_s = (time.monotonic() - start) / len(batch)
                     paces[rows] = min(row_s, paces.get(rows, math.inf))
         rows, row_s = max(paces.items(), default=(few, row_s))
-        epochs, rest = divmod(size.total_steps, size.steps_per_epoch)
-        shard = -(-len(self.task.train) * size.per_rank // size.global_batch)
-        total = epochs * min(size.steps_per_epoch * size.per_rank, shard) + min(rest * size.per_rank, shard)
-        least = "about" if rows == size.micro_batch else "at most"
+        epochs, rest = divmod(sizes.total_steps, sizes.steps_per_epoch)
+        shard = -(-len(self.task.train) * sizes.per_rank // sizes.global_batch)
+        total = epochs * min(sizes.steps_per_epoch * sizes.per_rank, shard) + min(rest * sizes.per_rank, shard)
+        least = "about" if rows == sizes.micro_batch else "at most"
         return f"{least} {in_words(total * row_s)} for {total:,} training rows per rank, at the pace of {rows} here"
 
     def _other_than_the_run(self) -> list[str]:

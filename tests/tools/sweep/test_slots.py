@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.tools.sweep.slots import Grant, Machine, Need, Slots, need
+from harness.tools.sweep.slots import Grant, Machine, Need, Slots, needed
 from tests.fixtures import make_config
 
 
@@ -38,13 +38,13 @@ def test_grants_never_exceed_the_machine(cores, gpus, most, events):
 def test_need_of_a_trial(tmp_path):
     cpu, gpu = Machine(8), Machine(8, ("0", "1"))
     config = make_config(tmp_path, ["launch.nproc=2", "launch.threads=3", "runtime.device=auto"])
-    assert need(config, cpu) == Need(cores=6)
-    assert need(config, gpu) == Need(gpus=2)
-    assert need(make_config(tmp_path, ["launch.nproc=2"]), gpu) == Need(cores=2)  # runtime.device=cpu
-    assert need(make_config(tmp_path, ["launch.nproc=64", "launch.engine=slurm"]), cpu) == Need()
+    assert needed(config, cpu) == Need(cores=6)
+    assert needed(config, gpu) == Need(gpus=2)
+    assert needed(make_config(tmp_path, ["launch.nproc=2"]), gpu) == Need(cores=2)  # runtime.device=cpu
+    assert needed(make_config(tmp_path, ["launch.nproc=64", "launch.engine=slurm"]), cpu) == Need()
     dask = ["launch.nproc=2", "launch.engine=dask"]
-    assert need(make_config(tmp_path, dask), cpu) == Need(cores=2)  # a cluster on this machine, for this run only
-    assert need(make_config(tmp_path, [*dask, "launch.dask.scheduler=tcp://10.0.0.1:8786"]), cpu) == Need()
+    assert needed(make_config(tmp_path, dask), cpu) == Need(cores=2)  # a cluster on this machine, for this run only
+    assert needed(make_config(tmp_path, [*dask, "launch.dask.scheduler=tcp://10.0.0.1:8786"]), cpu) == Need()
 
 
 def test_need_beyond_the_machine_is_explained():
