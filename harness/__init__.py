@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from harness.api import open_run as open_run
     from harness.api import predict as predict
     from harness.api import train as train
+    from harness.config.base import Mark as Mark
     from harness.config.base import Section as Section
     from harness.config.targets import LabelledTask as LabelledTask
     from harness.errors import CheckpointError as CheckpointError
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 
 _NAMES = {  # of each module, as imported above; NAME=OTHER: it is called OTHER there
     "api": "TrainResult load_config load_model open_run predict train",
-    "config.base": "Section",
+    "config.base": "Mark Section",
     "config.targets": "LabelledTask",
     "errors": "CheckpointError ConfigError DataError HarnessError OwnCodeError TrainingError",
     "training.checkpointing": "save_run=save",

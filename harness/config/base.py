@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, field_validator
@@ -16,6 +17,13 @@ _LARGEST_WHOLE = 2**63 - 1  # of int64
 # Merging keeps the keys of an extended file, so null is how an override removes all of them.
 NullIsEmpty = BeforeValidator(lambda value: {} if value is None else value)
 Arguments = Annotated[dict[str, Any], NullIsEmpty]
+
+
+class Mark(Enum):
+    """A fact about a setting or a section beside its type: ``root: Annotated[str, Mark.OF_MACHINE]``."""
+
+    NO_RECIPE = "it may change when a run is resumed without making it another experiment"
+    OF_MACHINE = "it may differ between the ranks of a run, as the place where a machine mounts the data"
 
 
 @dataclass(frozen=True)

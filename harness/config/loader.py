@@ -23,7 +23,8 @@ from harness.config import plugins, schedules
 from harness.config.constraints import Conflict, conflicts
 from harness.config.launch import LaunchSection, section_class
 from harness.config.merge import merged, origin_of
-from harness.config.schema import Config, ScheduleSection, TaskSection, flatten
+from harness.config.recipe import flatten
+from harness.config.schema import Config, ScheduleSection, TaskSection
 from harness.config.seals import sealed_text
 from harness.config.sentences import Problem, described, not_finite
 from harness.errors import ConfigError, HarnessError, plural

@@ -21,7 +21,7 @@ from omegaconf.errors import (
 )
 
 from harness.config import presets
-from harness.config.schema import flatten
+from harness.config.recipe import flatten
 from harness.config.seals import require_intact
 from harness.errors import ConfigError, did_you_mean, first_line, require_regular_file, similar
 

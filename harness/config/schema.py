@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from harness.config import plugins
-from harness.config.base import Arguments, LocalPlace, Name, NameOf, Place, Positive, Seconds, Section
+from harness.config.base import Arguments, LocalPlace, Mark, Name, NameOf, Place, Positive, Seconds, Section
 from harness.config.duration import Bare, Duration
 from harness.config.launch import LaunchSection
 from harness.config.places import HUB
@@ -66,13 +66,13 @@ class DataSection(Section):
     reads only its own rows. `strided`: every world-size-th row. `global`: one permutation per epoch, which gives the
     same global batches at any world size.
     """
-    num_workers: Annotated[int, Field(ge=0, le=1000)] = 2
+    num_workers: Annotated[int, Field(ge=0, le=1000), Mark.NO_RECIPE, Mark.OF_MACHINE] = 2
     """Loader processes (workers of a DataLoader) per rank; 0 loads in the training process."""
     tail: Literal["use", "drop"] = "use"
     """The rows left over when an epoch is not a whole number of global batches: train on them in a smaller last step,
     or drop them.
     """
-    cache_dir: LocalPlace | None = None
+    cache_dir: Annotated[LocalPlace | None, Mark.NO_RECIPE, Mark.OF_MACHINE] = None
     """Folder for converted annotation tables and copies of images behind URLs, such as /scratch/cache, on a local disk
     of the node or shared between nodes; null: the user's cache folder.
     """
@@ -121,7 +121,7 @@ class ModelSection(Section):
     """Compile the model with torch.compile. On CUDA, its mode reduce-overhead also replays the passes as CUDA graphs,
     and max-autotune also times kernels to choose among them.
     """
-    activation_checkpointing: bool | Annotated[tuple[str, ...], Field(strict=False)] = False
+    activation_checkpointing: Annotated[bool | Annotated[tuple[str, ...], Field(strict=False)], Mark.NO_RECIPE] = False
     """Recompute activations in the backward pass instead of storing them (gradient checkpointing), which takes less
     memory and more time.
     true: in the model's blocks, such as the layers of a transformer; or a list of patterns such as "layer1.*" for
@@ -150,7 +150,7 @@ class BatchSection(Section):
     """Gradient accumulation: micro-batches per step on each rank, such as 4. More micro-batches need less memory; the
     batch size stays the same.
     """
-    eval_per_rank: Positive | None = None
+    eval_per_rank: Annotated[Positive | None, Mark.NO_RECIPE] = None
     """Rows per evaluation batch on each rank, such as 512; null: as many as in a training micro-batch."""
 
     def misfit(self, world_size: int) -> tuple[str, str] | None:
@@ -300,9 +300,9 @@ class ParallelSection(Section):
 
 
 class TrainSection(Section):
-    epochs: Positive | None = 10
+    epochs: Annotated[Positive | None, Mark.NO_RECIPE] = 10
     """Epochs to train; null, or max_steps alone: as many as max_steps takes."""
-    max_steps: Positive | None = None
+    max_steps: Annotated[Positive | None, Mark.NO_RECIPE] = None
     """Stop after this many optimizer steps, such as 1000, with a checkpoint and a final evaluation; null: after
     `epochs`.
     """
@@ -315,7 +315,7 @@ class TrainSection(Section):
     clipped: noise(gradients, generator, step), with a list of (name, tensor), averaged over ranks and without loss
     scale; null: none. On a GPU it also sees the infinite gradients of a step that is skipped because of an overflow.
     """
-    log_every: Annotated[Duration, Bare("steps")] = Field(default=10, validate_default=True)
+    log_every: Annotated[Duration, Bare("steps"), Mark.NO_RECIPE] = Field(default=10, validate_default=True)
     """Optimizer steps per line of metrics.jsonl, or a length, such as "0.1 epochs". The loss of a line is the mean over
     all rows since the last line. A terminal shows the newest numbers next to its progress bar. A file or a pipe has a
     line after the first step, then the first numbers, then new ones at most every 10 s, or the step every 30 s.
@@ -334,7 +334,7 @@ class TrainSection(Section):
     """
     cutmix: Annotated[float, Field(ge=0)] = 0.0
     """Alpha of CutMix, such as 1.0: pastes a part of one image of a batch into another; 0: off."""
-    patience: Positive | None = None
+    patience: Annotated[Positive | None, Mark.NO_RECIPE] = None
     """Early stopping: stop after this many evaluations, such as 5, without a better checkpoint.best_metric; null:
     never.
     """
@@ -343,7 +343,7 @@ class TrainSection(Section):
     step on all ranks, as one whose gradients are (the host waits for the device once per step). Either way a run fails
     if its weights or its validation loss become infinite or NaN, or if no step of an epoch updates the weights.
     """
-    evaluate_every: Annotated[Duration, Bare("epochs")] = Field(default=1, validate_default=True)
+    evaluate_every: Annotated[Duration, Bare("epochs"), Mark.NO_RECIPE] = Field(default=1, validate_default=True)
     """Epochs between evaluations on the validation data, or a length, such as "500 steps" or "0.25 epochs", to evaluate
     within an epoch; the end of the run is always evaluated.
     """
@@ -356,22 +356,22 @@ class TrainSection(Section):
 
 
 class CheckpointSection(Section):
-    every: Annotated[Duration, Bare("steps")] | None = None
+    every: Annotated[Annotated[Duration, Bare("steps")] | None, Mark.NO_RECIPE] = None
     """Optimizer steps between checkpoints within an epoch, such as 100, or a length, such as "0.25 epochs"; null: only
     at the end of each epoch, and before evaluations.
     """
-    format: Annotated[str, NameOf("format")] = "whole"
+    format: Annotated[str, NameOf("format"), Mark.NO_RECIPE] = "whole"
     """whole: one file, written by rank 0. sharded: for fsdp, one file per rank (torch.distributed.checkpoint), so
     no host has to hold the whole model; all machines must share the folder. Either format resumes on any number of
     ranks. Or your own package.module.
     """
-    async_save: bool = False
+    async_save: Annotated[bool, Mark.NO_RECIPE] = False
     """Copy the state to memory and continue training while it is written. Only one checkpoint is written at a time; a
     failed write fails the run.
     """
-    keep: Positive = 3
+    keep: Annotated[Positive, Mark.NO_RECIPE] = 3
     """Number of newest checkpoints to keep; the best one is kept as well."""
-    resume: Place = "auto"
+    resume: Annotated[Place, Mark.NO_RECIPE] = "auto"
     """auto: resume the run in the run folder, if there is one. never: start a new run and move the old folder aside.
     Or the path of a checkpoint folder to start from, such as runs/pets/checkpoints/step-100.
     """
@@ -420,13 +420,13 @@ _Hook = Annotated[
 
 
 class RuntimeSection(Section):
-    device: Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(_device)] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(_device), Mark.OF_MACHINE] = "auto"
     """Device to train on; auto: CUDA if available."""
-    timeout_s: Seconds = 600.0
+    timeout_s: Annotated[Seconds, Mark.OF_MACHINE] = 600.0
     """Seconds that a rank may be silent: the others wait so long for it in a collective before they fail. A single
     process may take so long to read a batch.
     """
-    work_timeout_s: Seconds = 1800.0
+    work_timeout_s: Annotated[Seconds, Mark.OF_MACHINE] = 1800.0
     """Seconds that announced work may take on a rank: opening the data, reading or writing a checkpoint, compiling.
     """
 
@@ -434,9 +434,9 @@ class RuntimeSection(Section):
 class Config(Section):
     """One experiment. ``task`` is replaced by the section of the task that is named."""
 
-    name: Name
+    name: Annotated[Name, Mark.NO_RECIPE]
     """Name of the experiment, such as pets; the run folder is OUTPUT/NAME."""
-    output: Place = "runs"
+    output: Annotated[Place, Mark.NO_RECIPE, Mark.OF_MACHINE] = "runs"
     """Folder for run folders, or a URL such as s3://bucket/runs if the machines share no disk (docs/engines.md)."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of all random numbers."""
@@ -464,13 +464,13 @@ class Config(Section):
     """Objects of your own that run on all ranks (docs/hooks.md): to unfreeze layers, to log, to end training by a rule
     of your own. Names of classes, such as [my_module.Unfreeze], or {name, args}.
     """
-    trackers: tuple[Annotated[str, NameOf("tracker")], ...] = Field(default=(), strict=False)
+    trackers: Annotated[tuple[Annotated[str, NameOf("tracker")], ...], Mark.NO_RECIPE] = Field(default=(), strict=False)
     """Tools that mirror metrics.jsonl, which is always written: tensorboard, wandb, mlflow, trackio, or your own
     package.module, such as [tensorboard].
     """
-    runtime: RuntimeSection = RuntimeSection()
+    runtime: Annotated[RuntimeSection, Mark.NO_RECIPE] = RuntimeSection()
     """The device, and how long to wait for other ranks."""
-    launch: LaunchSection = LaunchSection()
+    launch: Annotated[LaunchSection, Mark.NO_RECIPE, Mark.OF_MACHINE] = LaunchSection()
     """Where the ranks start, and how many. Only `harness launch` reads it, and any start under parallel.logical_ranks
     its `threads`."""
 
@@ -484,62 +484,3 @@ class Config(Section):
         strategy = plugins.find("strategy", self.parallel.strategy, "parallel.strategy")
         section = self.parallel
         return strategy.shards or bool(section.sync_batchnorm or section.logical_ranks or self.optimizer.larc)
-
-
-# Keys, and whole sections, that may change when a run is resumed without making it another experiment.
-NOT_THE_RECIPE = frozenset(
-    ["name", "output", "train.epochs", "train.max_steps", "train.log_every", "train.evaluate_every", "train.patience",
-     "data.num_workers", "data.cache_dir", "task.cache_gib", "checkpoint.every",
-     "checkpoint.keep", "checkpoint.resume", "checkpoint.format", "checkpoint.async_save", "runtime",
-     "batch.eval_per_rank", "model.activation_checkpointing", "trackers", "launch"]
-)  # fmt: skip
-
-# Settings in which the ranks of one run may differ, each with the reason. All others must be equal on every rank.
-MAY_DIFFER_BETWEEN_RANKS = {
-    "data.num_workers": "machines have different numbers of cores, and no batch depends on it",
-    "data.cache_dir": "a disk of the machine",
-    "task.cache_gib": "a disk of the machine",
-    "output": "without a shared disk, a folder of the machine; the checkpoint that a run resumes from is compared",
-    # Machines may mount the same data at different places. Its content is compared when it is opened.
-    "task.train_csv": "data",
-    "task.eval_csv": "data",
-    "task.root": "data",
-    "task.names": "data",
-    "runtime.device": "auto and cuda can mean the same; the kind of device is compared instead",
-    "runtime.timeout_s": "how long a rank waits changes no result",
-    "runtime.work_timeout_s": "how long a rank waits changes no result",
-    "launch": "read by launchers, not by ranks; each machine has its own node_rank",
-}
-
-
-def may_differ_between_ranks(key: str) -> bool:
-    return key in MAY_DIFFER_BETWEEN_RANKS or key.split(".")[0] in MAY_DIFFER_BETWEEN_RANKS
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested dictionary as {dotted key: leaf}; an empty dictionary is a leaf."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        leaves |= flatten(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
-    return leaves
-
-
-def in_recipe(key: str) -> bool:
-    """Return True if the setting ``key`` changes what is trained."""
-    return key not in NOT_THE_RECIPE and key.split(".")[0] not in NOT_THE_RECIPE
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (before, now)} of the leaves that differ. A section without settings is as none: filling it changes
-    what is in it."""
-    return {
-        key: (before.get(key), now.get(key))
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and before.get(key, {}) != now.get(key, {})
-    }
-
-
-def recipe_difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (before, now)} of the settings, in two resolved configurations, that change what is trained."""
-    return {key: pair for key, pair in differences(flatten(before), flatten(now)).items() if in_recipe(key)}

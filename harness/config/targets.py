@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from harness.config.base import Arguments, Place, Section
+from harness.config.base import Arguments, Mark, Place, Section
 from harness.config.schema import TaskSection
 
 Kind = Literal["single_label", "multi_label", "regression"]
@@ -194,9 +194,9 @@ class LabelledTask(TaskSection):
 class TableTask(LabelledTask):
     """Base class of the options of a task that reads annotation tables."""
 
-    train_csv: Place
+    train_csv: Annotated[Place, Mark.OF_MACHINE]
     """Annotations to train on, such as photos.train.csv: .csv, .csv.gz or .parquet, local or an fsspec URL."""
-    eval_csv: Place
+    eval_csv: Annotated[Place, Mark.OF_MACHINE]
     """Annotations to evaluate on, the validation data, such as photos.eval.csv; every label must occur in train_csv."""
     label_column: str = "label"
     """Column of the CSV with the labels."""

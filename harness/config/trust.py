@@ -70,7 +70,7 @@ def _problems_of_argument(key: str, value: Any, texts: Sequence[str]) -> Iterato
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of all leaves. Unlike in ``schema.flatten``, none hides another: a key may contain a
+    """Yield (dotted key, value) of all leaves. Unlike in ``recipe.flatten``, none hides another: a key may contain a
     dot."""
     for key, value in tree.items():
         if isinstance(value, dict):

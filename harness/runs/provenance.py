@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from harness.config import loader, plugins
-from harness.config.schema import Config, flatten, may_differ_between_ranks
+from harness.config.recipe import flatten, may_differ_between_ranks
+from harness.config.schema import Config
 from harness.distributed import processes
 from harness.distributed.agreement import Facts
 from harness.distributed.machine import usable_cores
@@ -45,9 +46,8 @@ OwnCode = dict[Path, dict[str, Path]]
 def facts(config: Config) -> list[Facts]:
     """Return what the ranks of a start must have in common, apart from their devices. Raises ConfigError if a part of
     the user cannot be imported."""
-    settings = {
-        key: value for key, value in flatten(loader.as_tree(config)).items() if not may_differ_between_ranks(key)
-    }
+    settings = flatten(loader.as_tree(config))
+    settings = {key: settings[key] for key in settings if not may_differ_between_ranks(key, config.task.name)}
     if settings["checkpoint.resume"] not in ("auto", "never"):
         settings["checkpoint.resume"] = "a checkpoint"  # its place may differ, as that of ``output``
     packages = {f"version of {name}": version(name) for name in _COMPARED}

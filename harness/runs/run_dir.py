@@ -17,7 +17,8 @@ import yaml
 
 from harness.config import loader, merge
 from harness.config.places import is_url
-from harness.config.schema import Config, recipe_difference
+from harness.config.recipe import recipe_difference
+from harness.config.schema import Config
 from harness.distributed.rank_exit import Cause
 from harness.errors import ConfigError, first_line, plural, reason, remedy, require_regular_file
 from harness.runs import exit_files, layout, ownership, provenance, trained_run

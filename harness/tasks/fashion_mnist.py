@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from harness.config.base import Place
+from harness.config.base import Mark, Place
 from harness.tasks.mnist import config
 
 
@@ -13,7 +13,7 @@ class Task(config.Task):
 
     name: Literal["fashion_mnist"]  # type: ignore[assignment]
     """Classifies images of clothing."""
-    root: Place = "data/fashion_mnist"
+    root: Annotated[Place, Mark.OF_MACHINE] = "data/fashion_mnist"
     """The folder given to `harness data`. The images are in root/FashionMNIST/raw, as in torchvision."""
 
     kind: ClassVar[Literal["MNIST", "FashionMNIST"]] = "FashionMNIST"

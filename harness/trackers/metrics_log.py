@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from harness.config import plugins
-from harness.config.schema import Config, flatten, in_recipe
+from harness.config.recipe import flatten, in_recipe
+from harness.config.schema import Config
 from harness.errors import CheckpointError, ConfigError, reason, remedy
 from harness.runs import layout
 from harness.runs.files import finite, read_json, write_atomically
@@ -74,7 +75,7 @@ def _run_info(folder: Path, config: Config, config_yaml: str) -> RunInfo:
         run_id, started = secrets.token_hex(8), time.time()
         write_atomically(path, json.dumps({"id": run_id, "started": started}) + "\n")
     settings = flatten(config.model_dump(mode="json", by_alias=True))
-    recipe = {key: value for key, value in settings.items() if in_recipe(key)}
+    recipe = {key: value for key, value in settings.items() if in_recipe(key, config.task.name)}
     metrics = tuple(config.task.metrics)
     return RunInfo(config.name, run_id, started, folder, folder.parent, settings, config_yaml, recipe, metrics)
 

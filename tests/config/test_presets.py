@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.config import loader, trust
-from harness.config.schema import recipe_difference
+from harness.config.recipe import recipe_difference
 from harness.errors import ConfigError
 from tests.fixtures import settings, write_yaml
 

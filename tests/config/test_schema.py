@@ -6,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from harness.config import loader
-from harness.config.schema import Config, flatten, recipe_difference
+from harness.config.recipe import flatten, recipe_difference
+from harness.config.schema import Config
 from harness.tasks.image_csv.config import Task
 
 VALID = {
@@ -58,6 +59,10 @@ def test_changes_that_keep_the_recipe():
         checkpoint={"every": 5, "keep": 1, "resume": "never"},
         runtime={"device": "cpu", "timeout_s": 5.0},
         batch={"global": 8, "eval_per_rank": 3},
+        task={**VALID["task"], "cache_gib": 1.0},
+        model={"activation_checkpointing": True},
+        trackers=["tensorboard"],
+        launch={"nproc": 2},
     )
     assert found == {}
 

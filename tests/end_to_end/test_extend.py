@@ -21,13 +21,17 @@ from tests.end_to_end.processes import python
 TRACKERS = (ROOT / "docs" / "trackers.md").read_text()
 PARTS = {
     "task": '''
+from typing import Annotated
 import numpy as np
+from harness import Mark
 from harness.training.task import Arrays, BaseTask, TaskSection
 
 class Task(TaskSection):
     """Learn y = 2x."""
 
     rows: int = 32
+    scratch: Annotated[str, Mark.NO_RECIPE, Mark.OF_MACHINE] = "/scratch"
+    source: Annotated[str, Mark.OF_MACHINE] = "/data"
 
     def open(self, seed, cache_dir):
         return Line(self.rows)
@@ -173,7 +177,21 @@ def test_task_model_and_optimizer_train(folder):
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     saved = yaml.safe_load((folder / "runs" / "line" / "config.yaml").read_text())
-    assert saved["task"] == {"name": "mine.task", "rows": 16}
+    assert saved["task"] == {"name": "mine.task", "rows": 16, "scratch": "/scratch", "source": "/data"}
+
+
+def test_marks_on_the_settings_of_an_own_task(harness):
+    """Of those of the task ``mine.task``; other tasks may have settings of the same names."""
+    from harness.config import loader, recipe
+
+    before, now = (
+        loader.as_tree(loader.load("line.yaml", [f"task.{key}=/{place}" for key in ("scratch", "source")]))
+        for place in "ab"
+    )
+    assert recipe.recipe_difference(before, now) == {"task.source": ("/a", "/b")}
+    keys = "task.scratch", "task.source", "task.rows", "seed"
+    assert [recipe.may_differ_between_ranks(key, "mine.task") for key in keys] == [True, True, False, False]
+    assert recipe.in_recipe("task.scratch", "image_csv")
 
 
 def test_tracker_gets_every_entry(folder):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from harness.config.base import NullIsEmpty
+from harness.config.base import Mark, NullIsEmpty
 from harness.config.targets import TableTask
 from harness.config.transforms import TransformsSection
 from harness.errors import plural
@@ -35,11 +35,11 @@ class Task(TableTask):
 
     name: Literal["image_csv"]
     """Predicts labels or numbers for the images that an annotation CSV names."""
-    root: str = ""
+    root: Annotated[str, Mark.OF_MACHINE] = ""
     """Folder, such as photos, or fsspec URL (s3://bucket/images) that image paths are relative to; empty: the working
     directory.
     """
-    cache_gib: Annotated[float, Field(gt=0)] = 50.0
+    cache_gib: Annotated[float, Field(gt=0), Mark.NO_RECIPE, Mark.OF_MACHINE] = 50.0
     """Maximum size, in GiB, of the copies of files behind URLs in data.cache_dir on this machine."""
     path_column: str = "path"
     """Column of the CSV with the paths of the images."""

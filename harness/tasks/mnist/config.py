@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from harness.config.base import LocalPlace, NullIsEmpty, Positive
+from harness.config.base import LocalPlace, Mark, NullIsEmpty, Positive
 from harness.config.targets import LabelledTask
 from harness.config.transforms import TransformsSection
 
@@ -14,7 +14,7 @@ class Task(LabelledTask):
 
     name: Literal["mnist"]
     """Classifies handwritten digits."""
-    root: LocalPlace = "data/mnist"
+    root: Annotated[LocalPlace, Mark.OF_MACHINE] = "data/mnist"
     """The folder given to `harness data`. The images are in root/MNIST/raw, as in torchvision."""
     train_rows: Positive | None = None
     """Train on the first N images only, such as 1000; null: all."""

@@ -17,9 +17,9 @@ predict padding, which then counts as a loss of zero, and sees the whole context
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from harness.config.base import LocalPlace, Positive
+from harness.config.base import LocalPlace, Mark, Positive
 from harness.config.schema import TaskSection
 
 
@@ -28,7 +28,7 @@ class Task(TaskSection):
 
     name: Literal["pet_names"]
     """Learns to write names, character by character."""
-    names: LocalPlace = "data/pet_names/names.txt"
+    names: Annotated[LocalPlace, Mark.OF_MACHINE] = "data/pet_names/names.txt"
     """The file of names; `harness data pet_names data/pet_names` writes this one."""
     rows: Literal["windows", "names"] = "windows"
     """One row per character, with the window before it (windows), or one row per name (names)."""

@@ -8,13 +8,13 @@ import os
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from harness.config.schema import NOT_THE_RECIPE, flatten
+from harness.config.recipe import flatten, in_recipe
 from harness.errors import plural
 from harness.runs import layout, reader
 from harness.runs.reader import Record
@@ -243,7 +243,7 @@ def recipe(record: Record, settings: dict[str, Any]) -> str:
     and world size. Batches count over all ranks."""
     if not settings:
         return str(record.path)
-    kept = {key: value for key, value in settings.items() if _is_recipe(key) and key != "seed"}
+    kept = {key: value for key, value in settings.items() if _is_recipe(key, settings) and key != "seed"}
     if whole := global_batch(settings, record.world_size):
         kept["batch.global"], kept["batch.per_rank"] = whole, None
     kept["devices"] = sorted(set(devices(record)))
@@ -256,8 +256,8 @@ def devices(record: Record) -> list[str]:
     return [rank["name"] for start in record.provenance for rank in reader.ranks(start)]
 
 
-def _is_recipe(key: str) -> bool:
-    return key in LENGTH or not (key in NOT_THE_RECIPE or key.split(".")[0] in NOT_THE_RECIPE)
+def _is_recipe(key: str, settings: Mapping[str, Any]) -> bool:
+    return key in LENGTH or in_recipe(key, settings.get("task.name"))
 
 
 def varied_settings(records: Sequence[Record], flat: Sequence[dict[str, Any]]) -> list[str]:
@@ -267,7 +267,7 @@ def varied_settings(records: Sequence[Record], flat: Sequence[dict[str, Any]]) -
     keys = dict.fromkeys([*searched, *(key for settings in known for key in settings)])
     return [
         key for key in keys
-        if _is_recipe(key) and len({str(settings[key]) for settings in known if key in settings}) > 1
+        if len({str(settings[key]) for settings in known if key in settings and _is_recipe(key, settings)}) > 1
     ]  # fmt: skip
 
 

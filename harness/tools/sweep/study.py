@@ -20,7 +20,7 @@ import sqlalchemy
 from optuna.trial import TrialState
 
 from harness.config import loader
-from harness.config.schema import NOT_THE_RECIPE, differences, flatten
+from harness.config.recipe import differences, flatten, in_recipe
 from harness.errors import ConfigError, HarnessError, first_line, plural, reason, remedy
 from harness.runs import sweep_folder
 from harness.tools.sweep.plan import Plan
@@ -238,10 +238,8 @@ def _open(path: Path, name: str, direction: str, pruner: optuna.pruners.BasePrun
 def _recipe(plan: Plan) -> dict[str, Any]:
     """Return the settings that all trials share and that determine their results."""
     flat = flatten(loader.as_tree(plan.trials[0].config))
-    kept = {
-        key: value for key, value in flat.items() if key in _COUNTS or not {key, key.split(".")[0]} & NOT_THE_RECIPE
-    }
-    return {key: value for key, value in kept.items() if not _is_below(key, plan.file.spec.axes)}
+    kept = [key for key in flat if key in _COUNTS or in_recipe(key, flat["task.name"])]
+    return {key: flat[key] for key in kept if not _is_below(key, plan.file.spec.axes)}
 
 
 def _is_below(key: str, settings: Iterable[str]) -> bool:
