@@ -134,30 +134,35 @@ def _first_chance(one: Process, other: Process, name: str, ended: bool) -> Findi
             apart = len(steps)
     if apart is None:
         return None
-    for index in range(min(apart + 1, len(steps))):
-        parts = differing(*steps[index])
-        streams = moving(one, parts.get("streams", ()), index)
-        for part, (what, helps) in _BY_CHANCE.items():
-            if part in parts and (part == "weights") == (index == apart):
-                place = f"at step {index + 1}"
-                if part == "weights":
-                    place = f"after step {index}" if index else "before the first step"
-                evidence = [helps] if helps else []
-                if part in ("weights", "inputs", "outputs") and streams:
-                    evidence = [f"random streams that differ: {named(streams)}; seed them at the start of the script"]
-                elif part == "outputs":
-                    evidence.insert(0, "rows, weights and random streams are equal, so it is the operation itself")
-                names = streams if part in ("inputs", "outputs") else parts[part]
-                text = f"two equal starts differ first {place}: {what}"
-                return _chance(text, *evidence, step=index + 1, names=names, ranks=(one.rank,))
+    for index, pair in enumerate(steps[:apart]):
+        parts = differing(*pair)
+        if part := next((part for part in _BY_CHANCE if part in parts), ""):
+            return _chance_at(one, index, part, parts)
+    if apart < len(steps):
+        return _chance_at(one, apart, "weights", differing(*steps[apart]))
     return _chance(f"two equal starts differ after the last step, {len(steps)}", ranks=(one.rank,))
+
+
+def _chance_at(one: Process, index: int, part: str, parts: dict[str, Names]) -> Finding:
+    """Find that a rank of two equal starts differs first in a ``part`` of the step ``index``."""
+    what, *evidence = _BY_CHANCE[part]
+    streams = moving(one, parts.get("streams", ()), index)
+    if streams and part in ("weights", "inputs", "outputs"):
+        evidence = [f"random streams that differ: {named(streams)}; seed them at the start of the script"]
+    names = streams if part in ("inputs", "outputs") else parts[part]
+    place = f"at step {index + 1}"
+    if part == "weights":
+        place = f"after step {index}" if index else "before the first step"
+    text = f"two equal starts differ first {place}: {what}"
+    return _chance(text, *evidence, step=index + 1, names=names, ranks=(one.rank,))
 
 
 _OPERATIONS = "torch.use_deterministic_algorithms(True), and CUBLAS_WORKSPACE_CONFIG=:4096:8 on a GPU"
 _BY_CHANCE = {
     "inputs": ("the inputs of the model", "random streams agree: look for the order of a set or of a folder, the clock "
                "and draws in loader processes"),
-    "outputs": ("the outputs of the model", _OPERATIONS),
+    "outputs": ("the outputs of the model", "rows, weights and random streams are equal, so it is the operation itself",
+                _OPERATIONS),
     "groups": ("the learning rate or another setting of the optimizer", "does it depend on the clock?"),
     "scale": ("the loss scale", _OPERATIONS),
     "gradients": ("the gradients, while outputs agree", f"an operation of the backward pass, the exchange between "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -226,6 +227,11 @@ class TableTask(LabelledTask):
     def columns(self) -> dict[str, str]:
         """{column that both tables need: the setting that names it}."""
         return {**self.input_columns, **dict.fromkeys(self.label_columns, self.label_setting)}
+
+    def open_new(self, learned: dict[str, Any], source: str, cache_dir: Path | None) -> object:
+        """Open the table ``source`` for prediction. Its labels are optional and are not interpreted."""
+        opened: object = self.beside().open_new(self, learned, source, cache_dir)
+        return opened
 
 
 def _metric_rule(name: str) -> _MetricRule | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -85,11 +84,6 @@ class Task(TableTask):
     @property
     def channels(self) -> int:
         return _CHANNELS[self.color]
-
-    def open_new(self, learned: dict[str, Any], source: str, cache_dir: Path | None) -> object:
-        """Open the table ``source`` for prediction. Its labels are optional and are not interpreted."""
-        opened: object = self.beside().open_new(self, learned, source, cache_dir)
-        return opened
 
     def problems(self) -> Iterator[DataError]:
         from harness.data.table import convert

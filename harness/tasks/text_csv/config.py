@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -108,11 +107,6 @@ class Task(TableTask):
     @property
     def input_columns(self) -> dict[str, str]:
         return dict.fromkeys(self.text_columns, "task.text_column")
-
-    def open_new(self, learned: dict[str, Any], source: str, cache_dir: Path | None) -> object:
-        """Open the table ``source`` for prediction. Its labels are optional and are not interpreted."""
-        opened: object = self.beside().open_new(self, learned, source, cache_dir)
-        return opened
 
     def problems(self) -> Iterator[DataError]:
         from harness.data.table import convert
