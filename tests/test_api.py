@@ -36,8 +36,8 @@ from harness.runs.checkpoint import read
 from harness.trackers.metrics_log import MetricsLog
 from harness.training import parts
 from harness.training.optimizer.precision import Precision
-from harness.training.progress import State
 from harness.training.run import Run
+from harness.training.state import State
 from harness.training.strategies.base import ParallelStrategy
 from tests.conftest import ROOT
 from tests.fixtures import settings, write_rows, write_yaml
@@ -181,16 +181,14 @@ def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):
 
 def test_a_signal_stops_with_a_checkpoint(path, monkeypatch):
     """As when the cell of a notebook is interrupted."""
-    from harness.training import loop
+    original = State.add_step
 
-    original = loop.count
-
-    def interrupting(run, *arguments):
-        original(run, *arguments)
-        if run.state.step == 3:
+    def interrupting(state, skipped):
+        original(state, skipped)
+        if state.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(loop, "count", interrupting)
+    monkeypatch.setattr(State, "add_step", interrupting)
     stopped = train(load_config(path))
     monkeypatch.undo()
     assert (stopped.finished, stopped.step) == (False, 3)

@@ -254,7 +254,7 @@ def test_few_modules_touch_the_environment():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["step", "count"])
+@pytest.mark.parametrize("name", ["step", "end_step"])
 def test_a_step_does_not_wait_for_the_device(name):
     nodes = ast.walk(trees()["training.loop"])
     body = next(node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)

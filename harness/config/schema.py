@@ -153,15 +153,15 @@ class BatchSection(Section):
     eval_per_rank: Annotated[Positive | None, Mark.NO_RECIPE] = None
     """Rows per evaluation batch on each rank, such as 512; null: as many as in a training micro-batch."""
 
-    def misfit(self, world_size: int) -> tuple[str, str] | None:
-        """Return (reason, hint) if the global batch cannot be divided among ``world_size`` ranks, else None."""
-        unit = world_size * self.accumulate
+    def misfit(self, num_ranks: int) -> tuple[str, str] | None:
+        """Return (reason, hint) if the global batch cannot be divided among ``num_ranks`` ranks, else None."""
+        unit = num_ranks * self.accumulate
         if self.global_ is None or self.global_ % unit == 0:
             return None
         down, up = self.global_ // unit * unit, -(-self.global_ // unit) * unit
         split = f" with {self.accumulate} micro-batches each" if self.accumulate > 1 else ""
         return (
-            f"{plural(self.global_, 'row')} cannot be divided evenly among {plural(world_size, 'rank')}{split}",
+            f"{plural(self.global_, 'row')} cannot be divided evenly among {plural(num_ranks, 'rank')}{split}",
             f"use {f'batch.global={down} or ' if down else ''}batch.global={up}",
         )
 

@@ -264,27 +264,27 @@ class MicroBatch:
 
 
 class Part(NamedTuple):
-    """The rows of one micro-batch of ``rank``: number ``place`` of the ``num`` that the rank has in a step."""
+    """The rows of one micro-batch of ``rank``: number ``number`` of the ``num`` that the rank has in a step."""
 
     rank: int
     rows: np.ndarray
-    place: int
+    number: int
     num: int
 
     @property
     def ends(self) -> bool:
-        return self.place == self.num - 1
+        return self.number == self.num - 1
 
 
 @dataclass(frozen=True)
 class TrainData:
     """The training rows of one process, in groups: the micro-batches of one optimizer step. It computes ``ranks`` of
-    ``world_size`` ranks: usually one, several of parallel.logical_ranks."""
+    ``num_ranks`` ranks: usually one, several of parallel.logical_ranks."""
 
     loader: Loader
     rule: str
     ranks: range
-    world_size: int
+    num_ranks: int
     per_rank: int
     accumulate: int
     seed: int
@@ -299,23 +299,23 @@ class TrainData:
         return len(self.loader.dataset)
 
     def steps_per_epoch(self) -> int:
-        return num_steps(self.num_rows, self.world_size, self.per_rank, self.tail)
+        return num_steps(self.num_rows, self.num_ranks, self.per_rank, self.tail)
 
     def steps_left(self, segments: Sequence[Segment], by: Segment | None = None) -> int:
         """Return the number of steps of an epoch after ``segments``, taken by the ranks of ``by``, by default by the
         current ones: the same on every rank."""
         left = self.num_rows - sum(self._rows_of(segments))
         ranks = by or self
-        return num_steps(left, ranks.world_size, ranks.per_rank, self.tail)
+        return num_steps(left, ranks.num_ranks, ranks.per_rank, self.tail)
 
     def advance(self, segments: list[Segment]) -> None:
         """Add one step by the current ranks to ``segments``, in place."""
         if not segments or not self._ours(segments[-1]):
-            segments.append(Segment(self.world_size, self.per_rank, 0))
+            segments.append(Segment(self.num_ranks, self.per_rank, 0))
         segments[-1].steps += 1
 
     def _ours(self, segment: Segment) -> bool:
-        return segment.world_size == self.world_size and segment.per_rank == self.per_rank
+        return segment.num_ranks == self.num_ranks and segment.per_rank == self.per_rank
 
     def groups(self, epoch: int, segments: Sequence[Segment]) -> Iterator[list[MicroBatch]]:
         """Yield the groups of ``epoch`` after ``segments``: the same number on every rank, fewer only if the loader's
@@ -334,9 +334,9 @@ class TrainData:
             first = done.pop().steps  # the current ranks continue the last segment with the same assignment
         num_left = self.num_rows - sum(self._rows_of(done))
         shards = {
-            rank: shard(self.rule, self.num_rows, rank, self.world_size, epoch, self.seed, done) for rank in self.ranks
+            rank: shard(self.rule, self.num_rows, rank, self.num_ranks, epoch, self.seed, done) for rank in self.ranks
         }
-        steps = range(first, num_steps(num_left, self.world_size, self.per_rank, self.tail))
+        steps = range(first, num_steps(num_left, self.num_ranks, self.per_rank, self.tail))
         fillers = {rank: rows[:1] if len(rows) else np.zeros(1, np.int64) for rank, rows in shards.items()}
         requests = (
             BatchRequest(
@@ -347,7 +347,7 @@ class TrainData:
         )
         batches = self.loader.fetch(requests)
         for step in steps:
-            scale = self.world_size / num_rows_in_step(num_left, self.world_size, self.per_rank, step)
+            scale = self.num_ranks / num_rows_in_step(num_left, self.num_ranks, self.per_rank, step)
             parts = self._micro_batches(shards, num_left, step)
             try:
                 group = list(itertools.islice(batches, len(parts)))
@@ -363,12 +363,12 @@ class TrainData:
         caller fills an empty part with a row of weight zero.
         """
         first = step * self.per_rank
-        longest = min(self.per_rank, -(-num_left // self.world_size) - first)
+        longest = min(self.per_rank, -(-num_left // self.num_ranks) - first)
         num_parts = -(-longest // (self.per_rank // self.accumulate))
         return [
-            Part(rank, rows, place, num_parts)
+            Part(rank, rows, number, num_parts)
             for rank, order in shards.items()
-            for place, rows in enumerate(np.array_split(order[first : first + self.per_rank], num_parts))
+            for number, rows in enumerate(np.array_split(order[first : first + self.per_rank], num_parts))
         ]
 
     def _at_least_two(self, rows: np.ndarray, num_left: int, step: int, part: Part) -> np.ndarray:
@@ -378,14 +378,14 @@ class TrainData:
         return np.repeat(rows, 2)
 
     def _rows_of_all(self, num_left: int, step: int, part: Part) -> int:
-        """Return the number of rows in the micro-batch ``part.place`` of ``step`` over all ranks."""
-        short, num_long = divmod(num_left, self.world_size)
+        """Return the number of rows in the micro-batch ``part.number`` of ``step`` over all ranks."""
+        short, num_long = divmod(num_left, self.num_ranks)
 
         def rows(length: int) -> int:
             whole, rest = divmod(min(max(length - step * self.per_rank, 0), self.per_rank), part.num)
-            return whole + (part.place < rest)
+            return whole + (part.number < rest)
 
-        return num_long * rows(short + 1) + (self.world_size - num_long) * rows(short)
+        return num_long * rows(short + 1) + (self.num_ranks - num_long) * rows(short)
 
     def any_inputs(self) -> torch.Tensor:
         """Return the inputs of one row, on the device, for a pass that does not count."""
@@ -402,12 +402,12 @@ class TrainData:
 
 @dataclass(frozen=True)
 class EvalData:
-    """The evaluation rows of one process, which computes ``ranks`` of ``world_size``. Each rank has a contiguous shard
+    """The evaluation rows of one process, which computes ``ranks`` of ``num_ranks``. Each rank has a contiguous shard
     without padding, so the ranks together see each row once."""
 
     loader: Loader
     ranks: range
-    world_size: int
+    num_ranks: int
     batch_size: int
     most_ranks: int = 1
     """The number of ranks of the process that has the most."""
@@ -418,7 +418,7 @@ class EvalData:
 
     def num_turns(self) -> int:
         """Return the number of turns of each process: how often it must check for a stop."""
-        longest = -(-self.num_rows // self.world_size)
+        longest = -(-self.num_rows // self.num_ranks)
         return -(-longest // self.batch_size) * self.most_ranks
 
     def turns(self) -> Iterator[tuple[int, Batch | None]]:
@@ -444,7 +444,7 @@ class EvalData:
         return read(copy.copy(dataset), rows, None).to(self.loader.device)
 
     def _requests(self, rank: int) -> Iterator[np.ndarray]:
-        start, stop = bounds(self.num_rows, rank, self.world_size)
+        start, stop = bounds(self.num_rows, rank, self.num_ranks)
         for edge in range(start, stop, self.batch_size):
             yield np.arange(edge, min(edge + self.batch_size, stop))
 

@@ -1,25 +1,24 @@
 """Shard rules: which rows a rank trains on, and in which order. Pure functions of numbers, without communication.
 
-Rows are computed when they are asked for, by position, so that the cost depends on them and not on the table.
-
 An epoch is a sequence of optimizer steps. Every row is in exactly one step of one rank, but for an incomplete last step
-that data.tail=drop leaves out, and every rank takes the same number of steps. If a run is resumed within an epoch at
-another world size, only the remaining rows are assigned.
+that data.tail=drop leaves out, and every rank takes the same number of steps.
 
-    contiguous  rank r owns rows [int(r*N/W), int((r+1)*N/W)) of the file, shuffled within each epoch
+    contiguous  rank r of W owns rows [int(r*N/W), int((r+1)*N/W)) of the N rows, shuffled within each epoch
     strided     rank r owns rows r, r+W, r+2W, ..., shuffled within each epoch
     global      one permutation of all rows per epoch, from (seed, epoch) only; rank r takes elements r, r+W, ... of it,
-                so step k has the same rows at every world size with the same global batch
+                so step k has the same rows at every W with the same global batch
 
 Of eight rows on two ranks, before each shuffles its own: contiguous 0 1 2 3 and 4 5 6 7; strided 0 2 4 6 and 1 3 5 7;
 global p0 p2 p4 p6 and p1 p3 p5 p7 of the permutation p.
+
+A ``RowOrder`` computes rows when they are asked for: ``at`` maps an array of positions to rows. ``permutation(n, key)``
+is such a function, which shuffles range(n).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -30,48 +29,46 @@ RULES = ("contiguous", "strided", "global")
 _ORDER, _SHUFFLE = 11, 12  # distinguish the two uses of (seed, epoch)
 
 
-def bounds(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
+def bounds(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
     """Return the first row and the end of a contiguous shard.
 
     Scripts for Apex write int(rank*rows/world). Integer division gives the same up to 2^40 rows, and is exact above.
     """
-    return rank * num_rows // world_size, (rank + 1) * num_rows // world_size
+    return rank * num_rows // num_ranks, (rank + 1) * num_rows // num_ranks
 
 
 @dataclass
 class Segment:
-    """Consecutive steps of an epoch at one world size: ``steps`` steps with ``per_rank`` rows per rank."""
+    """Consecutive steps of an epoch by the same ranks: ``steps`` steps with ``per_rank`` rows of each."""
 
-    world_size: int
+    num_ranks: int
     per_rank: int
     steps: int
 
 
 def shard(
-    rule: str, num_rows: int, rank: int, world_size: int, epoch: int, seed: int, segments: Sequence[Segment] = ()
+    rule: str, num_rows: int, rank: int, num_ranks: int, epoch: int, seed: int, segments: Sequence[Segment] = ()
 ) -> RowOrder:
-    """Return the rows of ``rank`` in ``epoch`` after the completed ``segments``, in training order.
-
-    Shards are disjoint, and together they have all rows that are left.
-    """
+    """Return the rows of ``rank`` in ``epoch``, in training order, of those that the ``segments`` of other ranks before
+    it have left. Shards are disjoint, and together they have all of these."""
     if rule not in RULES:
-        raise ValueError(f"unknown shard rule {rule!r}; use {', '.join(RULES)}")
-    left = RowOrder(num_rows, permutation(num_rows, (_ORDER, seed, epoch)) if rule == "global" else _same)
+        raise ConfigError(f"there is no shard rule {rule!r}", hint=f"give one of {', '.join(RULES)}")
+    left = RowOrder(num_rows, permutation(num_rows, (_ORDER, seed, epoch)) if rule == "global" else lambda index: index)
     for part, segment in enumerate(segments):
         left = _left(rule, left, segment, (seed, epoch, part))
-    return _share(rule, left, rank, world_size, (seed, epoch, len(segments)))
+    return _share(rule, left, rank, num_ranks, (seed, epoch, len(segments)))
 
 
-def _share(rule: str, rows: RowOrder, rank: int, world_size: int, key: tuple[int, int, int]) -> RowOrder:
+def _share(rule: str, rows: RowOrder, rank: int, num_ranks: int, key: tuple[int, int, int]) -> RowOrder:
     """Return the part of ``rows`` that ``rank`` trains on, in order."""
-    num_strided = len(range(rank, len(rows), world_size))
+    num_strided = len(range(rank, len(rows), num_ranks))
     if rule == "global":
-        return RowOrder(num_strided, lambda index: rows.at(rank + index * world_size))
-    start, stop = bounds(len(rows), rank, world_size)
+        return RowOrder(num_strided, lambda index: rows.at(rank + index * num_ranks))
+    start, stop = bounds(len(rows), rank, num_ranks)
     length = num_strided if rule == "strided" else stop - start
     order = permutation(length, (_SHUFFLE, *key, rank))
     if rule == "strided":
-        return RowOrder(length, lambda index: rows.at(rank + order(index) * world_size))
+        return RowOrder(length, lambda index: rows.at(rank + order(index) * num_ranks))
     return RowOrder(length, lambda index: rows.at(start + order(index)))
 
 
@@ -79,47 +76,42 @@ def _left(rule: str, rows: RowOrder, segment: Segment, key: tuple[int, int, int]
     """Return the rows that ``segment`` has not used, in the order in which they are assigned next: what is left of the
     permutation (global), or of each rank in turn.
 
-    For example, 2 ranks that took 1 step of 1 row each, of 8 rows in blocks, used the first row of both shards. Left
-    are 3 rows of rank 0 and 3 of rank 1: ``ends`` is [3, 6], ``firsts`` [0, 3], and row 4 of what is left is row 1 + 1
-    of the shard of rank 1. ``_share`` deals these 6 to any number of ranks."""
+    For example, 2 ranks took 1 step of 1 row each, of 8 rows by the rule contiguous. Left are the last 3 rows of either
+    shard: ``ends`` is [3, 6], ``firsts`` [0, 3], and row 4 of what is left is row 4 - 3 + 1 of the shard of rank 1."""
     most = segment.steps * segment.per_rank
     if rule == "global":
-        used = min(most * segment.world_size, len(rows))
+        used = min(most * segment.num_ranks, len(rows))
         return RowOrder(len(rows) - used, lambda index: rows.at(used + index))
-    of_rank = lru_cache(None)(lambda rank: _share(rule, rows, rank, segment.world_size, key))
-    ends = np.cumsum([max(len(of_rank(rank)) - most, 0) for rank in range(segment.world_size)])
+    shards = [_share(rule, rows, rank, segment.num_ranks, key) for rank in range(segment.num_ranks)]
+    ends = np.cumsum([max(len(of_rank) - most, 0) for of_rank in shards])
     firsts = np.concatenate([[0], ends[:-1]])
 
     def at(index: np.ndarray) -> np.ndarray:
         ranks, found = np.searchsorted(ends, index, side="right"), np.empty(len(index), np.int64)
         for rank in np.unique(ranks).tolist():
             its = ranks == rank
-            found[its] = of_rank(rank).at(index[its] - firsts[rank] + most)
+            found[its] = shards[rank].at(index[its] - firsts[rank] + most)
         return found
 
     return RowOrder(int(ends[-1]), at)
 
 
-def _same(index: np.ndarray) -> np.ndarray:
-    return index
-
-
 def num_rows_used(num_rows: int, segment: Segment) -> int:
     """Return the number of rows of ``num_rows`` that ``segment`` uses, over all ranks."""
-    short, num_long = divmod(num_rows, segment.world_size)  # ``num_long`` ranks have one row more than ``short``
+    short, num_long = divmod(num_rows, segment.num_ranks)  # ``num_long`` ranks have one row more than ``short``
     most = segment.steps * segment.per_rank  # of a rank
-    return num_long * min(most, short + 1) + (segment.world_size - num_long) * min(most, short)
+    return num_long * min(most, short + 1) + (segment.num_ranks - num_long) * min(most, short)
 
 
-def num_steps(num_rows: int, world_size: int, per_rank: int, tail: str = "use") -> int:
+def num_steps(num_rows: int, num_ranks: int, per_rank: int, tail: str = "use") -> int:
     """Return the number of steps for ``num_rows`` rows: equal on every rank, whose shards differ by at most a row."""
     if tail not in ("use", "drop"):
         raise ConfigError(f"there is no tail {tail!r}", hint="give tail='use' or tail='drop'")
-    longest, shortest = -(-num_rows // world_size), num_rows // world_size
+    longest, shortest = -(-num_rows // num_ranks), num_rows // num_ranks
     return -(-longest // per_rank) if tail == "use" else shortest // per_rank
 
 
-def num_rows_in_step(num_rows: int, world_size: int, per_rank: int, step: int) -> int:
+def num_rows_in_step(num_rows: int, num_ranks: int, per_rank: int, step: int) -> int:
     """Return the number of rows in step ``step`` over all ranks: a full global batch, except in the tail."""
-    before, after = (num_rows_used(num_rows, Segment(world_size, per_rank, steps)) for steps in (step, step + 1))
+    before, after = (num_rows_used(num_rows, Segment(num_ranks, per_rank, steps)) for steps in (step, step + 1))
     return after - before

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 # harness finds the missing rank, gives the main thread its grace, and writes the record, which takes up to 30 s.
 NCCL_S = 45.0
 _HEARTBEAT_S = 5.0  # at most, between two heartbeats in patiently(), and a quarter of timeout_s
-_ROUNDS = 6  # heartbeats after the first failure in patiently(): if all ranks fail alike, the lowest is to be named
+_ROUNDS = 6  # heartbeats after the first failure in patiently(), for ranks that fail alike, a little later
 
 
 @dataclass
@@ -42,24 +42,23 @@ class Runtime(Collectives):
     store: LimitedStore | None = None
     """Torch's key-value store, where there is a process group."""
     timeout_s: float = math.inf
-    """How long a rank may be silent: the limit of a wait for a peer."""
+    """How long a rank may be silent."""
     work_timeout_s: float = math.inf
     """How long announced work may take."""
     failed: bool = False
     """Set when this rank reports a failure, its own or a consequence of another's."""
     alone_in: tuple[str, float] | None = None
     """With one rank, what it does, and the seconds that it may take: ``limited`` sets it, the watchdog enforces it."""
-    _in_announced: bool = False
+    peer_limit_s: float = field(init=False)
+    """How long this rank waits for a peer at present: ``timeout_s``, in ``announced`` ``work_timeout_s``."""
+
+    def __post_init__(self) -> None:
+        self.peer_limit_s = self.timeout_s
 
     def new_group(self) -> dist.ProcessGroup | None:
         """Return a gloo group of all ranks for the collectives of another thread, which does announced work.
         Collective."""
         return new_group(self.work_timeout_s) if self.world_size > 1 else None
-
-    @property
-    def limit_s(self) -> float:
-        """How long this rank waits for a peer at present."""
-        return self.work_timeout_s if self._in_announced else self.timeout_s
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -108,28 +107,26 @@ class Runtime(Collectives):
     def await_work(self, doing: str, work: Background[Value], limit_s: float | None = None) -> Value:
         """Return ``patiently`` for work that every rank has already started.
 
-        The ranks tell each other, at growing intervals, whether they are done, have failed or are late. They leave once
-        all are done, or at once if one is late. After a failure they go on for some rounds, so that ranks that fail
-        alike, a little later, are heard, and the lowest is named.
+        At growing intervals, the ranks tell each other whether they are done, have failed or are late, and so leave in
+        the same round: all are done, one is late, or one has failed some rounds ago.
         """
         limit_s = self.work_timeout_s if limit_s is None else limit_s
         if self.world_size == 1:
             with self.limited(doing, limit_s):
                 return work.result()
         until, longest_s = time.monotonic() + limit_s, min(_HEARTBEAT_S, self.timeout_s / 4)
-        pause_s, rounds = 0.05, 0
-        while rounds < _ROUNDS:
+        pause_s, since_failure = 0.05, 0
+        while since_failure < _ROUNDS:
             done = not wait([work], pause_s).not_done
             failed = done and work.exception() is not None
             late = "" if done or time.monotonic() < until else stack.thread_at(work.thread) or "a thread that has ended"
             ranks = self.gather((done, failed, late))
             if all(done for done, _, _ in ranks):
                 break
-            # The ranks have seen the same answers, so they leave together. A failure comes before work that is late.
-            if rounds or any(failed for _, failed, _ in ranks):
-                rounds, pause_s = rounds + 1, 0.05 * 2**rounds
-            elif overdue := [rank for rank, (_, _, late) in enumerate(ranks) if late]:
-                raise _overdue(overdue[0], ranks[overdue[0]][2], doing, limit_s)
+            if since_failure or any(failed for _, failed, _ in ranks):
+                since_failure, pause_s = since_failure + 1, 0.05 * 2**since_failure
+            elif overdue := next(((rank, late) for rank, (_, _, late) in enumerate(ranks) if late), None):
+                raise _overdue(*overdue, doing, limit_s)
             else:
                 pause_s = min(2 * pause_s, longest_s)
         with self.together(doing):
@@ -148,12 +145,13 @@ class Runtime(Collectives):
             with self.limited(doing, self.work_timeout_s):
                 yield
             return
-        self._bound(announced=True)
+        before = self.peer_limit_s
+        self._set_peer_limit(self.work_timeout_s)
         try:
             yield
             self.barrier()  # a rank must not wait for timeout_s only, while another still does the work
         finally:
-            self._bound(announced=False)
+            self._set_peer_limit(before)
 
     @contextmanager
     def limited(self, doing: str, limit_s: float | None = None) -> Iterator[None]:
@@ -166,12 +164,12 @@ class Runtime(Collectives):
         finally:
             self.alone_in = before
 
-    def _bound(self, announced: bool) -> None:
+    def _set_peer_limit(self, limit_s: float) -> None:
         """Bound the collectives that start from now on, in all groups but those of other threads."""
-        self._in_announced = announced
+        self.peer_limit_s = limit_s
         for group in main_groups() if self.group is not None else ():
             with_nccl = "nccl" in str(dist.get_backend_config(group))
-            set_timeout(self.limit_s + NCCL_S * with_nccl, group)
+            set_timeout(limit_s + NCCL_S * with_nccl, group)
 
 
 def _overdue(rank: int, where: str, doing: str, limit_s: float) -> TrainingError:

@@ -190,7 +190,7 @@ class Watchdog:
     def _publish_missing(self) -> str:
         """Find and publish the rank that is missing, if the main thread waits for it without an end: in a collective of
         nccl, or in a CUDA synchronization. A collective of gloo raises after the timeout. Return the message."""
-        limit_s, silent_s = self._runtime.limit_s, time.monotonic() - self._answered
+        limit_s, silent_s = self._runtime.peer_limit_s, time.monotonic() - self._answered
         if self._runtime.world_size == 1 or self.stalls.waited_s() < limit_s + 2 * PERIOD_S:  # one rank starts none
             return ""
         if LIMIT_S <= silent_s < limit_s:  # the store may be late, or its holder frozen
@@ -370,7 +370,7 @@ class Stalls:
             if any(n == high > low for n, low, high in zip(count, least, most, strict=True))
         }  # fmt: skip
         longest_s = max((positions[rank].waited_s for rank in ahead), default=0.0)
-        if not ahead or not (timed_out or longest_s >= self._runtime.limit_s):
+        if not ahead or not (timed_out or longest_s >= self._runtime.peer_limit_s):
             return None
         if behind := positions.keys() - ahead:
             rank = min(behind, key=lambda rank: (sum(counts[rank]), rank))
@@ -388,7 +388,7 @@ class Stalls:
         if cause is not Cause.HUNG:  # an engine may have seen more
             text = f"{message} (on {host})"
             return RankExit(rank, cause, EXIT_FAILURE, step=self.step(), error="Lost", message=text, time=time.time())
-        message = f"it did not join the other ranks within {self._runtime.limit_s:g} s: {message}"
+        message = f"it did not join the other ranks within {self._runtime.peer_limit_s:g} s: {message}"
         at = at or Position(self.step(), {}, "", [], 0.0)
         return RankExit(
             rank, cause, EXIT_FAILURE, host, at.step, "Hung", message, doing=at.doing, traceback=at.stack,

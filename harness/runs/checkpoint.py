@@ -25,7 +25,7 @@ from harness.runs import layout, ownership
 from harness.runs.files import commit, read_json, sha256, write_atomically, write_sealed
 from harness.runs.formats import base as formats
 
-VERSION = 7  # of the manifest and of what a checkpoint contains
+VERSION = 8  # of the manifest and of what a checkpoint contains
 _GLOBAL = re.compile(r"(?:GLOBAL:?|refers to) ([\w.]+)")  # in refusals to load a file
 _ANOTHER = "choose another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
 

@@ -41,8 +41,8 @@ from harness.training.models import model_builder, recompute
 from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
 from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.on_gradients import OnGradients
-from harness.training.progress import State
 from harness.training.run import Run, ThisStart
+from harness.training.state import State
 from harness.training.strategies import sharding
 from harness.training.strategies.base import ParallelStrategy, strategy_class
 from harness.training.task import OpenedTask, SupportsFileCheck, SupportsFileCopies, SupportsLook, open_data
@@ -219,7 +219,7 @@ def open_loaders(
         loaders[0],
         rule=config.data.shard,
         ranks=ranks.own,
-        world_size=ranks.num,
+        num_ranks=ranks.num,
         per_rank=sizes.per_rank,
         accumulate=config.batch.accumulate,
         seed=config.seed,

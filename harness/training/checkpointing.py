@@ -57,7 +57,7 @@ class Content(BesideTheModel):
     log_offset: int
     """Bytes of metrics.jsonl before it."""
     log_sha256: str
-    world_size: int
+    num_ranks: int
     kernels: dict[str, Any]
     """With logical ranks, on what the bits of a result depend besides the recipe."""
     data: str
@@ -110,7 +110,7 @@ def _save(run: Run) -> None:
         "seen": seen,
         "log_offset": log_offset,
         "log_sha256": log_digest,
-        "world_size": run.ranks.num,
+        "num_ranks": run.ranks.num,
         "kernels": kernels(runtime.device) if run.ranks.fixed else {},
         "data": run.task.fingerprint,
         "order": order(run),

@@ -23,7 +23,7 @@ SKEWED = 0.5  # total variation distance between the labels of a shard and of al
 
 @dataclass(frozen=True)
 class Sizes:
-    """What follows from the configuration, the number of rows and the world size: batches, steps, and the schedule."""
+    """What follows from the configuration, the number of rows and that of ranks: batches, steps, and the schedule."""
 
     per_rank: int
     micro_batch: int
@@ -38,38 +38,38 @@ class Sizes:
     schedule: Schedule
 
 
-def sizes_of(config: Config, num_rows: int, world_size: int) -> Sizes:
-    """Return the sizes of a run. Raises ConfigError if ``world_size`` ranks cannot share the global batch or if the
+def sizes_of(config: Config, num_rows: int, num_ranks: int) -> Sizes:
+    """Return the sizes of a run. Raises ConfigError if ``num_ranks`` ranks cannot share the global batch or if the
     warm-up does not fit into the run, DataError if there are too few rows."""
     batch = config.batch
-    if misfit := batch.misfit(world_size):
+    if misfit := batch.misfit(num_ranks):
         raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
-    per_rank = batch.per_rank if batch.global_ is None else batch.global_ // world_size
+    per_rank = batch.per_rank if batch.global_ is None else batch.global_ // num_ranks
     assert per_rank is not None  # harness.config.constraints requires one of the two
-    if num_rows < world_size:
+    if num_rows < num_ranks:
         hint = f"start at most {plural(num_rows, 'process')}"
         raise DataError(
-            f"only {plural(num_rows, 'training row')} for {plural(world_size, 'rank')}", where="task", hint=hint
+            f"only {plural(num_rows, 'training row')} for {plural(num_ranks, 'rank')}", where="task", hint=hint
         )
-    steps = num_steps(num_rows, world_size, per_rank, config.data.tail)
+    steps = num_steps(num_rows, num_ranks, per_rank, config.data.tail)
     if steps == 0:
         raise DataError(
-            f"{plural(num_rows, 'training row')} cannot fill one global batch of {per_rank * world_size},"
+            f"{plural(num_rows, 'training row')} cannot fill one global batch of {per_rank * num_ranks},"
             " and data.tail=drop discards incomplete batches",
             where="batch",
             hint="make the batch smaller, or set data.tail=use",
         )
     in_epochs = steps * config.train.epochs if config.train.epochs else None
     total_steps = min(filter(None, [in_epochs, config.train.max_steps]))
-    lr = optim.scaled_lr(config.optimizer, per_rank * world_size)
+    lr = optim.scaled_lr(config.optimizer, per_rank * num_ranks)
     schedule = own_schedule.of_run(config, lr / config.optimizer.lr, steps, total_steps)
     schedule.require_fit(in_epochs or total_steps)
     schedule.require_call()
-    largest_shard = -(-num_rows // world_size)
+    largest_shard = -(-num_rows // num_ranks)
     return Sizes(
         per_rank=per_rank,
         micro_batch=-(-min(per_rank, largest_shard) // batch.accumulate),
-        global_batch=per_rank * world_size,
+        global_batch=per_rank * num_ranks,
         eval_batch=batch.eval_per_rank or per_rank // batch.accumulate,
         steps_per_epoch=steps,
         total_steps=total_steps,

@@ -23,7 +23,7 @@ from harness.errors import TrainingError
 from harness.runs import layout
 from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.precision import Precision
-from harness.training.progress import State
+from harness.training.state import State
 from harness.training.strategies.sharding import local
 
 log = logging.getLogger("harness")

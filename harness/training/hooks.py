@@ -28,7 +28,7 @@ from harness.errors import (
     users_line,
 )
 from harness.training.own_state import require_plain
-from harness.training.progress import State
+from harness.training.state import State
 
 BEFORE_TRAINING, AFTER_STEP = "before_training", "after_step"
 AFTER_EVALUATION, BEFORE_CHECKPOINT = "after_evaluation", "before_checkpoint"

@@ -1,4 +1,9 @@
-"""The training loop: train, epoch, step."""
+"""The training loop: train, epoch, step, evaluation.
+
+What others promise: ``run.precision`` is amp's interface. ``run.meter`` adds up losses, rows and times without waiting,
+and makes the numbers of a log line of them. A ``Reading`` is a number that the device has still to compute. Hooks are
+the user's own code.
+"""
 
 from __future__ import annotations
 
@@ -54,18 +59,18 @@ def train(run: Run) -> bool:
 
 def epoch(run: Run) -> None:
     """Train to the end of the current epoch, to an evaluation in it, or until all ranks agree to stop. Collective."""
-    state, config, data = run.state, run.config, run.train_data
+    state, data = run.state, run.train_data
     run.parallel.model.train()
     run.meter.restart_clock()
     left = data.steps_left(state.segments)
     run.progress.start(run_log.epoch_of(run, state.epoch + 1), state.step)
-    run.lr = run.schedule.lr(state.applied, state.plateau.reductions)
-    end = min(state.step + run.steps_to_evaluation(), config.train.max_steps or sys.maxsize)
+    run.lr = run.schedule.lr(state.applied, state.plateau.reductions)  # of a line without a step: a resume at the end
+    end = min(state.step + run.steps_to_evaluation(), run.config.train.max_steps or sys.maxsize)
     for number, group in enumerate(data.groups(state.epoch, state.segments), state.step + 1):
         left -= 1
         logs = number % run.sizes.log_every == 0
-        data.advance(state.segments)  # groups() has copied the list by now
-        with run.compiling("the last step" if left == 0 else "the first step"):  # which may be smaller
+        data.advance(state.segments)  # before the step, whose hooks see the position; groups() has a copy of the list
+        with run.compiling("the last step" if left == 0 else "the first step"):  # the last may be smaller
             step(run, group, measured=logs or number == end or left == 0)
         run.progress.step()
         if run.first_look is not None:
@@ -81,7 +86,7 @@ def epoch(run: Run) -> None:
     run.progress.stop()
     if run.meter.steps and (left == 0 or run.evaluation_due()):
         end_window(run)
-        settle_last_step(run)  # which, on a GPU, writes the line
+        settle_last_step(run)
     if left == 0 or run.finished():
         run.health.updates(state, run.writer.complete)
     if left == 0:
@@ -103,16 +108,15 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
                                         an optimizer may count a step without gradients, or decay weights
 
     Whether gradients overflowed follows from values that are equal on all ranks, without communication; under fsdp,
-    whose ranks hold parts of them, torch reduces it as amp unscales them. What only the device knows, the host learns
-    after the next backward pass has been queued (``settle_last_step``), before anything depends on it: the learning
-    rate, the moving average, the counts. With train.on_nan: stop, ``run.health`` fails a run whose loss is NaN.
+    whose ranks hold parts of them, torch reduces it as amp unscales them. With train.on_nan: stop, ``run.health`` fails
+    a run whose loss is NaN.
     """
     train, precision, timer = run.config.train, run.precision, run.meter.timer
     timer.start()
     losses = backward(run, group)
     settle_last_step(run)
     run.set_lr()
-    spoiled = False
+    not_finite = False
     host_waits = train.on_nan == "skip"  # will_skip may wait for the device, skip_flag never does
     skip = precision.will_skip(run.optimizer) if host_waits else precision.skip_flag(run.optimizer)
     if run.gradient_hook and skip is not True:  # where only the device knows of an overflow, they may be infinite
@@ -120,11 +124,11 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     if train.clip_norm is not None or host_waits:
         norm = run.meter.norm = clip_grad_norm_(precision.master_params(run.optimizer), train.clip_norm or math.inf)
         if host_waits and not skip and not finite_everywhere(run, norm, losses):
-            skip = spoiled = True
+            skip = not_finite = True
     elif measured:
         params = precision.master_params(run.optimizer)
         run.meter.norm = get_total_norm([param.grad for param in params if param.grad is not None])
-    if not spoiled:
+    if not not_finite:
         run.optimizer.step()
     end_step(run, losses, skip)
     timer.end("optimizer")
@@ -168,44 +172,52 @@ def finite_everywhere(run: Run, norm: Tensor, losses: Losses) -> bool:
 
 
 def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
-    """Add the losses, on the device, and count the step, at once if the host knows whether it was skipped. ``skip``:
-    whether it was; where only the device knows, a tensor that is nonzero if so."""
+    """Add the losses, on the device, and leave the step to ``settle_last_step``. ``skip``: see ``step``."""
+    first = run.ranks.own.start
     used = Used([], [0] * len(run.ranks.own), [[] for _ in run.ranks.own])
     for loss, micro in losses:
         if micro.num_rows:  # otherwise it only kept this rank in step
-            place = micro.rank - run.ranks.own.start
             used.rows.append(micro.rows)
-            used.num_rows[place] += micro.num_rows
-            used.bad[place] += micro.batch.bad[: micro.num_rows]  # without padding rows
+            used.num_rows[micro.rank - first] += micro.num_rows
+            used.bad[micro.rank - first] += micro.batch.bad[: micro.num_rows]  # without padding rows
             # stop: a loss that is NaN fails the run, even if its step was skipped; skip: it must not
             if run.config.train.on_nan == "stop" or skip is not True:
-                run.meter.add_loss(loss, micro.num_rows, skip, place)
+                run.meter.add_loss(loss, micro.num_rows, skip, micro.rank - first)
     run.unsettled = used, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip
     if not isinstance(skip, Tensor):
         settle_last_step(run)
 
 
+def end_window(run: Run) -> None:
+    """End the steps of a log line, which ``settle_last_step`` writes. Collective."""
+    run.collect_waits()
+    run.meter.end_window(run.precision.next_scale())
+    if run.runtime.device.type != "cuda":
+        settle_last_step(run)
+
+
 def settle_last_step(run: Run) -> None:
-    """Count the last step, and write its log line, if that is not done. Collective. The host waits until the device has
-    ended that step, not for the work that it was given since."""
+    """Count the last step, and write the log line of a window that has ended, if that is not done. Collective.
+
+    The device must not run out of work. So what only a GPU knows, whether it skipped a step and the numbers of a line,
+    the host learns while the next backward pass is queued: before the next update, which needs the learning rate and
+    the moving average, and waiting for no later work. The two steps after which a line is written:
+
+        on a CPU   backward 1, update 1, count 1, line;    backward 2, update 2, count 2
+        on a GPU   queue backward 1, update 1, backward 2; count 1, line; queue update 2, backward 3; count 2
+    """
     if run.unsettled is not None:
         (used, skip), run.unsettled = run.unsettled, None
         skipped = skip if isinstance(skip, bool) else skip.values()["skip"] != 0
         if run.ema and not skipped:
-            run.ema.update(run.precision.master_params(run.optimizer))  # which only the next step changes
-        count(run, used, skipped)
+            run.ema.update(run.precision.master_params(run.optimizer))
+        run.state.add_step(skipped)
+        run.meter.count(used, skipped)
+        for rows in used.rows:
+            run.coverage.add(rows, skipped)
     if run.meter.ended:
         close_window(run)
         run.meter.timer.start()  # the line is not part of a step
-
-
-def end_window(run: Run) -> None:
-    """End the steps of a log line. On a GPU, ``settle_last_step`` closes the window after the next backward pass has
-    been queued, so that the device does not run out of work. Collective."""
-    run.collect_waits()
-    run.meter.end_window(run.precision.next_scale())
-    if run.runtime.device.type != "cuda":
-        close_window(run)
 
 
 def close_window(run: Run) -> None:
@@ -226,43 +238,24 @@ def close_window(run: Run) -> None:
     run.meter.costs.add({"log": time.perf_counter() - start})
 
 
-def count(run: Run, used: Used, skip: bool) -> None:
-    """Count a step and its rows."""
-    run.state.add_step(skip)
-    run.meter.count(used, skip)
-    for rows in used.rows:
-        run.coverage.add(rows, skip)
-
-
 def evaluation(run: Run) -> Report | None:
     """Evaluate, log, and keep the weights if they are the best so far. Return the report; None if the run was stopped
-    before its end. Collective."""
+    before its end: the evaluation is still due then, and comes first after a resume. Collective."""
     state, name = run.state, run.config.best_metric
     run.progress.stop()
     run.end_look()
     start = time.perf_counter()
     report = evaluate(run)
     if report is None:
-        return None  # stopped; the evaluation is still due, and comes first after a resume
-    state.evaluated = state.step
-    numbers = run_log.log_evaluation(run, report, time.perf_counter() - start)
-    metrics = {key: numbers[key] for key in run.config.task.metrics}
+        return None
+    metrics = run_log.log_evaluation(run, report, time.perf_counter() - start)
     run.health.validation(metrics, state)
-    state.history.append({"step": state.step, "epoch": state.epoch, **metrics})
-    value = numbers[name]
     increases = run.config.task.metrics[name] == "max"
-    better = math.isfinite(value) and (state.best is None or (value > state.best if increases else value < state.best))
-    if better:
-        state.add_best(value)
+    if better := state.add_evaluation(metrics, name, increases):
         keep_best(run)
-    else:
-        state.since_best += 1
-    lowered = run.schedule.after_evaluation(state.plateau, value, increases, state.applied)
+    lowered = run.schedule.after_evaluation(state.plateau, metrics[name], increases, state.applied)
     run_log.write_summary(run, report)
-    best = "best so far" if better or state.best is None else f"best: {state.best:.4f} at step {state.best_step}"
-    shown = "  ".join(f"{key} {number:.4f}{f' ({best})' if key == name else ''}" for key, number in metrics.items())
-    rows = f"{report['rows_used']} of {report['rows']} rows"
-    log.info("%s  validation on %s: %s", run_log.position(run, state.epoch + state.in_epoch), rows, shown)
+    run_log.show_evaluation(run, report, metrics, better)
     if lowered:
         log.info("learning rate lowered to %.3g", run.schedule.lr(state.applied, state.plateau.reductions))
     run.hooks.call(AFTER_EVALUATION, run, report)

@@ -21,8 +21,8 @@ from harness.training import checkpointing
 from harness.training.checkpointing import Content
 from harness.training.determinism import kernels
 from harness.training.optimizer.optim import class_name, with_settings_of
-from harness.training.progress import State, is_over
 from harness.training.run import Run
+from harness.training.state import State, is_over
 from harness.training.strategies import sharding
 from harness.training.task import SupportsPredictions
 
@@ -228,7 +228,7 @@ def _restore_ranks(run: Run, content: Content) -> None:
     saved, ranks = content["ranks"], run.ranks
     if run.runtime.rank == 0:
         run.coverage.load(content["seen"])
-    if content["world_size"] == ranks.num:
+    if content["num_ranks"] == ranks.num:
         ranks.load_state(saved)
         run.meter.load_state([saved[rank]["meter"] for rank in ranks.own])
         return

@@ -30,7 +30,7 @@ from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.on_gradients import OnGradients
 from harness.training.optimizer.precision import Precision
 from harness.training.optimizer.schedule import Schedule
-from harness.training.progress import State, is_over, why_ended_early
+from harness.training.state import State, is_over, why_ended_early
 from harness.training.strategies.base import ParallelStrategy
 from harness.training.task import OpenedTask
 
@@ -44,7 +44,7 @@ class ThisStart:
     num_threads: int
     """Threads of torch, before the task's code ran."""
     weights: dict[str, object]
-    """What it loaded: source, hash."""
+    """Source and hash of what ``model.weights`` names; empty if this start has loaded none."""
     done_at: int = -1
     """The step at which an earlier start finished, if its results are all there; -1: there is something to do."""
     compiled: set[str] = field(default_factory=set)
@@ -64,7 +64,7 @@ class Run:
     parallel: ParallelStrategy
     optimizer: torch.optim.Optimizer
     sizes: Sizes
-    """The sizes, and the schedule, which depends on them."""
+    """Rows of a batch, numbers of steps, and the schedule."""
     ema: Ema | None
     gradient_hook: OnGradients | None
     health: Health

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from harness.data.batch import Dataset
@@ -92,7 +92,7 @@ def total_s(run: Run) -> float:
 
 
 def log_evaluation(run: Run, report: Report, took_s: float) -> dict[str, float]:
-    """Write an evaluation entry; return the numbers of ``report``."""
+    """Write an evaluation entry; return the metrics of ``report``."""
     numbers = {key: value for key, value in report.items() if is_number(value)}
     unread = {key: value for key, value in report.items() if key == "unreadable"}
     waited_s, spent_s = run.eval_data.loader.take_times()
@@ -102,7 +102,16 @@ def log_evaluation(run: Run, report: Report, took_s: float) -> dict[str, float]:
         "eval",
         {"step": run.state.step, "epoch": run.state.epoch, **numbers, **unread, "cost": cost, "wall_s": run.wall_s()},
     )
-    return numbers
+    return {key: numbers[key] for key in run.config.task.metrics}
+
+
+def show_evaluation(run: Run, report: Report, metrics: Mapping[str, float], better: bool) -> None:
+    """Log the ``metrics`` of ``report``, and whether they are ``better`` than before."""
+    state, name = run.state, run.config.best_metric
+    best = "best so far" if better or state.best is None else f"best: {state.best:.4f} at step {state.best_step}"
+    shown = "  ".join(f"{key} {number:.4f}{f' ({best})' if key == name else ''}" for key, number in metrics.items())
+    rows = f"{report['rows_used']} of {report['rows']} rows"
+    log.info("%s  validation on %s: %s", position(run, state.epoch + state.in_epoch), rows, shown)
 
 
 def write_summary(run: Run, evaluation: Report) -> None:

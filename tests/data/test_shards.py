@@ -21,6 +21,7 @@ from harness.data.shards import (
     num_steps,
     shard,
 )
+from harness.errors import ConfigError
 from tests.conftest import ROOT
 
 rules = st.sampled_from(RULES)
@@ -72,7 +73,7 @@ def test_global_batches_do_not_depend_on_world_size(num_rows, epoch, quarter):
 def test_global_batches_continue_at_another_world_size():
     """Resuming on 2 ranks after 3 steps on 4 ranks changes no batch, with a global batch of 12."""
     uninterrupted = np.asarray(shard("global", 100, 0, 1, 0, 0))
-    done = Segment(world_size=4, per_rank=3, steps=3)
+    done = Segment(num_ranks=4, per_rank=3, steps=3)
     rest = [shard("global", 100, rank, 2, 0, 0, [done]) for rank in range(2)]
     for step in range(num_steps(64, 2, 6)):
         rows = np.concatenate([r[step * 6 : (step + 1) * 6] for r in rest])
@@ -101,7 +102,7 @@ def test_contiguous_shard_is_a_block():
 
 
 def test_unknown_rule():
-    with pytest.raises(ValueError, match="striped"):
+    with pytest.raises(ConfigError, match="striped"):
         shard("striped", 10, 0, 1, 0, 0)
 
 

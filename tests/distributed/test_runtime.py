@@ -338,3 +338,8 @@ def test_nccl_aborts_only_after_the_missing_rank_has_been_named(monkeypatch):
     with runtime.announced("compiling"):
         pass
     assert limits == [105.0, 60.0, 50.0, 5.0]
+    with runtime.announced("compiling"):
+        with runtime.announced("loading the compiler"):
+            pass
+        assert runtime.peer_limit_s == 60.0  # still
+    assert runtime.peer_limit_s == 5.0

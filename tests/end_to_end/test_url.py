@@ -256,16 +256,16 @@ class Term(Kill):
     """Receives SIGTERM at the end of a step."""
 
     def arm(self, config: Path) -> None:
-        from harness.training import loop
+        from harness.training.state import State
 
-        book = loop.count
+        count = State.add_step
 
-        def count(run: Any, *args: Any) -> None:
-            book(run, *args)
-            if run.state.step == self.step:
+        def add_step(state: State, skipped: bool) -> None:
+            count(state, skipped)
+            if state.step == self.step:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        loop.count = count
+        State.add_step = add_step
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ from harness.distributed.process_group import open_runtime
 from harness.errors import DataError, OwnCodeError, TrainingError
 from harness.training import loop, run_log
 from harness.training.health import Health
-from harness.training.progress import State
 from harness.training.run import Run
+from harness.training.state import State
 from tests.fixtures import make_config, write_rows
 from tests.ranks import run_ranks
 

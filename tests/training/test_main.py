@@ -37,7 +37,7 @@ from harness.runs.run_dir import RunFolder
 from harness.training import description, main, train_command
 from harness.training.exit_report import ExitReporter, explained, failed_early
 from harness.training.mixing import mixed_loss
-from harness.training.progress import State
+from harness.training.state import State
 from harness.training.task import BaseTask
 from tests.conftest import ROOT
 from tests.fixtures import make_config, settings, write_rows, write_yaml

@@ -76,7 +76,7 @@ def test_micro_batches_switch_the_exchange_and_batch_norms():
     norm.idle = False
     parallel = made(ParallelSection(), 2)
     parallel.switch_sync, parallel.exchanges, parallel.sync_norms = switched.append, True, (norm,)
-    parallel.num_passes = lambda: None
+    parallel.num_synced_passes = lambda: None
     assert isinstance(parallel.sync_gradients(True), nullcontext)  # the step of a full batch
     with parallel.sync_gradients(False):
         assert (switched, norm.idle) == ([False], False)

@@ -27,7 +27,7 @@ _POINTERS = (layout.LATEST, layout.BEST)
 _FIRST = ("model", "optimizer", "amp", "ema", "state", "ranks")  # the order in which differences are reported
 _IGNORED = ("log_offset", "log_sha256")  # of the log, in which the times vary
 ABSENT = "(absent)"
-_PER_WORLD_SIZE = ("ranks", "world_size")  # always differ between two world sizes
+_PER_WORLD_SIZE = ("ranks", "num_ranks")  # always differ between two world sizes
 _PARTS = {
     "model": "weights", "optimizer": "optimizer state", "amp": "loss scaler", "ema": "moving average",
     "state": "progress", "ranks": "random streams, buffers and sums of the ranks", "seen": "rows of the epoch",
@@ -207,7 +207,7 @@ def _between(one: Path, other: Path, trust: bool = False) -> Iterator[StateDiffe
     """Every difference between two checkpoint folders, weights first. Times do not count, nor does what only a run with
     parallel.logical_ranks records. Raises CheckpointError."""
     mine, theirs = (checkpoint.read(path, mapped=True, trust=trust) for path in (one, other))
-    same_world = mine.get("world_size") == theirs.get("world_size")
+    same_world = mine.get("num_ranks") == theirs.get("num_ranks")
     ignored = {*_IGNORED, "kernels"} if {} in (mine.get("kernels"), theirs.get("kernels")) else _IGNORED
     names = [name for name in dict.fromkeys((*_FIRST, *sorted({*mine, *theirs}))) if name not in ignored]
     for name in names:

@@ -25,20 +25,17 @@ if TYPE_CHECKING:
 
 
 class ParallelStrategy:
-    """Every rank makes one object, which serves the training loop, evaluation and checkpoints.
-    ``harness.training.build`` calls ``check_world``, then ``prepare`` and, after the optimizer is built and amp has
-    initialized both, ``wrap``. Then, for each micro-batch, the loop enters ``sync_gradients`` and calls ``backward``,
-    in which what ``wrap`` has built averages the gradients.
-
-    The methods here are those of one process that works alone.
+    """What a process does alone, which a strategy overrides. ``harness.training.build`` calls ``check_world``, then
+    ``prepare`` and, after the optimizer is built and amp has initialized both, ``wrap``. Then, for each micro-batch,
+    the loop enters ``sync_gradients`` and calls ``backward``, in which what ``wrap`` has built averages gradients.
     """
 
     one_process: ClassVar[bool] = False
     """True if the strategy runs in one process only."""
     shards: ClassVar[bool] = False
-    """Each of several ranks holds a part of the weights, as DTensors. ``prepare`` then gets the model on the CPU, where
-    only rank 0 needs to have its values, and moves it to the device. A forward pass, and reading a whole parameter, are
-    collective. Such a strategy needs harness.apex."""
+    """True if each of several processes holds a part of the weights, as DTensors. ``prepare`` then gets the model on
+    the CPU, where only rank 0 needs its values, and moves it to the device. A forward pass, and reading a whole
+    parameter, are collective. Such a strategy needs harness.apex."""
     recomputes: ClassVar[bool] = True
     """True if model.activation_checkpointing is supported."""
 
@@ -49,12 +46,12 @@ class ParallelStrategy:
     summary: str = "one process"
     """What the ranks do, for the log."""
     exchanges: bool = False
-    """True if ranks exchange gradients."""
+    """True if processes exchange gradients: ``wrap`` sets it, with ``summary``."""
     sync_norms: tuple[Any, ...] = ()
     """Batch norms over the rows of all ranks."""
 
     def __init__(self, section: ParallelSection, precision: Precision, ranks: LogicalRanks) -> None:
-        """``ranks``: those of the recipe that this process computes."""
+        """``ranks``: the logical ranks, of which this process computes some. ``world_size`` counts processes."""
         self.section, self.precision, self.ranks = section, precision, ranks
         self.device, self.world_size = ranks.runtime.device, ranks.runtime.world_size
 
@@ -81,7 +78,7 @@ class ParallelStrategy:
 
     @property
     def sharded(self) -> bool:
-        """True if each of several processes holds a part of the weights."""
+        """True if this process holds a part of the weights only."""
         return self.shards and self.world_size > 1
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -89,7 +86,7 @@ class ParallelStrategy:
         return self.precision.synchronized(model) if self._syncs_norms else model
 
     def wrap(self, model: nn.Module) -> None:
-        """Set ``model``, ``module`` and ``summary``, after amp, which changes the types of the weights."""
+        """Set ``model`` and ``module``, after amp, which changes the types of the weights."""
         self.model = self.module = model
         if self._syncs_norms:
             kind = self.precision.parallel.SyncBatchNorm
@@ -106,15 +103,14 @@ class ParallelStrategy:
         compiled.compile_whole(self.module, mode=mode)
 
     def backward(self, loss: Tensor, ends: bool) -> None:
-        """Run the backward pass. ``ends``: whether this micro-batch is the last of its rank in this step;
-        a process may compute several logical ranks."""
+        """Run the backward pass. ``ends``: whether this micro-batch is the last of its logical rank in this step."""
         loss.backward()
 
     def switch_sync(self, on: bool) -> None:
         """Turn the averaging of gradients in backward passes on or off."""
 
-    def num_passes(self) -> int | None:
-        """Return the number of backward passes that averaged gradients; None if they are not counted."""
+    def num_synced_passes(self) -> int | None:
+        """Return how many backward passes have averaged gradients; None if they are not counted."""
         return None
 
     def sync_gradients(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
@@ -124,7 +120,7 @@ class ParallelStrategy:
         leave them out. Raises TrainingError if the backward pass of the ``last`` one reached no parameter: the other
         ranks would wait for this one.
         """
-        if (last or not self.exchanges) and (counts or not self.sync_norms) and self.num_passes() is None:
+        if (last or not self.exchanges) and (counts or not self.sync_norms) and self.num_synced_passes() is None:
             return nullcontext()  # nothing to switch, and nothing to check
         return self._switched(last, counts)
 
@@ -133,10 +129,10 @@ class ParallelStrategy:
         self.switch_sync(last)
         for norm in self.sync_norms:
             norm.idle = not counts
-        before = self.num_passes()
+        before = self.num_synced_passes()
         try:
             yield
-            if last and before is not None and self.num_passes() == before:
+            if last and before is not None and self.num_synced_passes() == before:
                 raise TrainingError(
                     "no parameter of the model received a gradient: the loss of this rank depends on none of them",
                     hint="every rank must use at least one parameter in each step: add 0 * output.sum() to the loss",

@@ -41,6 +41,6 @@ class Strategy(ParallelStrategy):
         if self._tree is None:  # NVIDIA's wrapper has this pair instead of no_sync(), and so has ours.
             self._ddp.enable_allreduce() if on else self._ddp.disable_allreduce()
 
-    def num_passes(self) -> int | None:
+    def num_synced_passes(self) -> int | None:
         """Return None with NVIDIA's wrapper, which does not count, and where a pass without gradients adds zeros."""
         return getattr(self._ddp, "num_passes", None) if self.exchanges and self._tree is None else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -63,9 +65,19 @@ class State:
             self.epoch_applied += 1
             self.skipped_in_a_row = 0
 
-    def add_best(self, value: float) -> None:
-        """Record that the evaluation at this step is the best so far."""
+    def add_evaluation(self, metrics: Mapping[str, float], name: str, increases: bool) -> bool:
+        """Record the evaluation at this step; return True if its metric ``name``, better if it ``increases`` or not, is
+        the best so far."""
+        self.evaluated = self.step
+        self.history.append({"step": self.step, "epoch": self.epoch, **metrics})
+        value = metrics[name]
+        if not math.isfinite(value) or not (
+            self.best is None or (value > self.best if increases else value < self.best)
+        ):
+            self.since_best += 1
+            return False
         self.best, self.best_step, self.since_best = value, self.step, 0
+        return True
 
     def forget_evaluations(self) -> None:
         """Make the next evaluation the first, and so the best so far; train on if a hook had ended it."""

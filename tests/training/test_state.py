@@ -8,7 +8,7 @@ import torch
 
 from harness.data.shards import Segment
 from harness.training.optimizer.schedule import Plateau
-from harness.training.progress import State
+from harness.training.state import State
 
 
 def test_state_survives_a_file():
