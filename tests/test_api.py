@@ -32,7 +32,7 @@ from harness.data.loader import TrainData
 from harness.distributed.stop import Stop
 from harness.errors import CheckpointError, ConfigError, DataError, HarnessError, OwnCodeError, TrainingError
 from harness.runs import reader
-from harness.runs.checkpoint import read
+from harness.runs.checkpoints import read
 from harness.trackers.metrics_log import MetricsLog
 from harness.training import parts
 from harness.training.optimizer.precision import Precision

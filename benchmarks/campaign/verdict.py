@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.campaign.plan import Chain
 from harness.audit.plan import HowKilled, PlannedKill
-from harness.runs import checkpoint
+from harness.runs import checkpoints
 from harness.runs.files import read_sealed
 from harness.runs.metrics_table import TIMES
 
@@ -26,7 +26,7 @@ _OF_CAMPAIGN = {"config.yaml", "terminal.txt", "plan.json", "records"}
 def digests(run: Path) -> dict[str, str]:
     """{part: SHA-256} of the results in a run folder, without times. Independent of ``harness compare``."""
     newest = run / "checkpoints" / (run / "checkpoints/latest").read_text().strip()
-    content = checkpoint.read(newest)
+    content = checkpoints.read(newest)
     for key in ("log_offset", "log_sha256"):  # of the log, in which the times vary
         content.pop(key)
     found = {f"checkpoint: {part}": _digest(_timeless(value)) for part, value in content.items()}

@@ -1,7 +1,7 @@
 """The record of how a rank ended: by itself, or as a consequence of another's end.
 
-The rank writes its own record (harness.training.exit_report); an engine makes one of an exit code, a signal or a lost
-machine. harness.runs.outcome judges all of them.
+A rank writes its own record (harness.training.exit_report). For one that cannot, another rank makes it (``Stalls`` in
+watchdog.py), or an engine, of an exit code, a signal or a lost machine. harness.runs.outcome judges all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Cause(str, Enum):
 
 @dataclass(frozen=True)
 class RankExit:
-    """The end of one rank, as reported by the rank itself or by an engine."""
+    """The end of one rank."""
 
     rank: int | None
     """None: the engine cannot tell which rank was lost."""
@@ -42,7 +42,7 @@ class RankExit:
     exit_code: int
     """Minus the signal number for a killed rank."""
     host: str = ""
-    """Set only by the rank itself."""
+    """Empty: an engine has made the record."""
     step: int | None = None
     """None: before this start had claimed the run folder."""
     error: str = ""
@@ -83,7 +83,7 @@ class RankExit:
 
     @property
     def by_rank(self) -> bool:
-        """Whether the rank itself wrote this record."""
+        """True if a rank has made this record, not an engine: usually that rank itself."""
         return bool(self.host)
 
     def to_json(self) -> str:

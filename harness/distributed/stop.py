@@ -26,7 +26,7 @@ class Stop:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._pending: Callable[[], list[int]] | None = None
-        self._pause = 0  # calls until the next reduction; the same on every rank
+        self._pause = 0  # calls of ``poll`` until the next reduction; the same on every rank
         self._calls, self._since = 0, time.monotonic()
         self.reason = ""
         """The reason why this rank requests a stop; empty: it requests none."""

@@ -1,33 +1,29 @@
-"""One checkpoint: written completely or not at all, verified by hash, and loaded without executing code.
+"""One checkpoint: written completely or not at all, and verified by hash.
 
     checkpoints/step-N/...            the files of its format (``harness.runs.formats``), such as state.pt
     checkpoints/step-N/manifest.json  the format, and size and SHA-256 of each file; sealed with a SHA-256 of its own
     checkpoints/latest, best          text files that name a step
     weights.safetensors               the best model's weights (``harness.runs.weights_file``)
 
-A checkpoint never changes once it has its name: it is written under a temporary one, synced and renamed, and only then
-does `latest` name it.
+No file of a checkpoint changes once it has its name: it is written under a temporary one, synced and renamed, and only
+then does `latest` name it. A run that comes to the same step again replaces the whole.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from harness.config import seals
-from harness.errors import CheckpointError, HarnessError, reason, require_regular_file
-from harness.runs import layout, ownership
+from harness.errors import CheckpointError, reason, require_regular_file
+from harness.runs import layout
 from harness.runs.files import commit, read_json, sha256, write_atomically, write_sealed
-from harness.runs.formats import base as formats
 
 VERSION = 8  # of the manifest and of what a checkpoint contains
-_GLOBAL = re.compile(r"(?:GLOBAL:?|refers to) ([\w.]+)")  # in refusals to load a file
-_ANOTHER = "choose another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
+ADVICE = "choose another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
 
 
 def synced(file: Path) -> dict[str, Any]:
@@ -71,7 +67,7 @@ def digest(path: Path) -> str:
 def damage(path: Path) -> str | None:
     """Return the reason why the checkpoint folder ``path`` is unusable; None if it is intact."""
     try:
-        manifest = _manifest(path)
+        manifest = manifest_of(path)
     except CheckpointError as error:
         return error.message
     if (version := manifest.get("version")) != VERSION:
@@ -83,12 +79,12 @@ def damage(path: Path) -> str | None:
 
 def is_of_other_version(path: Path) -> bool:
     try:
-        return bool(_manifest(path).get("version") != VERSION)
+        return bool(manifest_of(path).get("version") != VERSION)
     except CheckpointError:
         return False
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def manifest_of(path: Path) -> dict[str, Any]:
     """Return the sealed content of the manifest. Raises CheckpointError."""
     try:
         content = read_json(path / layout.MANIFEST)
@@ -101,7 +97,7 @@ def _manifest(path: Path) -> dict[str, Any]:
         problem = f"its {layout.MANIFEST} cannot be used: {reason(error)}"
     else:
         return fields
-    raise CheckpointError(problem, where=str(path), hint=_ANOTHER)
+    raise CheckpointError(problem, where=str(path), hint=ADVICE)
 
 
 def _damage_of(file: Path, recorded: Mapping[str, Any]) -> str | None:
@@ -115,48 +111,3 @@ def _damage_of(file: Path, recorded: Mapping[str, Any]) -> str | None:
     if sha256(file) != recorded["sha256"]:
         return f"{file.name} is damaged: its SHA-256 differs from the one in {layout.MANIFEST}"
     return None
-
-
-def read(
-    path: Path,
-    mapped: bool = False,
-    own: formats.Own = lambda key, size: None,
-    trusted_format: str | None = None,
-    trust: bool = False,
-) -> dict[str, Any]:
-    """Load the checkpoint folder ``path`` onto the CPU. Raises CheckpointError, which names the folder.
-
-    ``mapped``: memory-map the files, so that the ranks of a node share their pages. Copy the tensors that are to stay.
-    ``own``: tensors like those to read from a sharded checkpoint, instead of whole ones.
-
-    A format with a dotted name is imported only if this user started the run, it is ``trusted_format``,
-    or ``trust`` is set.
-    """
-    name = str(_manifest(path).get("format"))
-    if "." in name and not (trust or trusted_format == name) and not ownership.is_own(path.absolute().parents[1]):
-        raise CheckpointError(
-            f"its format is {name}, whose code would be imported, and you did not start this run on this machine",
-            where=str(path),
-            hint=f"if you trust its author, add checkpoint.format={name} to train, or --trust to compare",
-        )
-    try:
-        content = formats.find(name).read(path, mapped, own)
-    except HarnessError as error:
-        raise CheckpointError(error.message, where=str(path), hint=error.hint) from None
-    except Exception as error:
-        refused = _refusal(error)
-        hint = f"other tools may run the code in it, so do not load it with them; {_ANOTHER}" if refused else _ANOTHER
-        message = refused or f"the checkpoint cannot be read: {reason(error)}"
-        raise CheckpointError(message, where=str(path), hint=hint) from None
-    if not isinstance(content, dict):
-        raise CheckpointError("it is not a checkpoint of this harness", where=str(path), hint=_ANOTHER)
-    return content
-
-
-def _refusal(error: Exception) -> str:
-    """Return why torch refuses a file that holds more than data, without torch's advice to load it nevertheless."""
-    if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in str(error):
-        return ""
-    found = _GLOBAL.search(str(error))
-    what = f"it refers to {found[1]}" if found else "it holds something else, or is damaged"
-    return f"the checkpoint is rejected: it may hold only tensors and plain data, but {what}"

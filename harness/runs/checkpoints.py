@@ -1,8 +1,12 @@
-"""The checkpoints of a run: which is the newest that can be used, which are kept, and which is the best."""
+"""The checkpoints of a run: which is the newest that can be used, which are kept, which is the best, and what is in
+them, which is loaded without executing code.
+"""
 
 from __future__ import annotations
 
 import logging
+import pickle
+import re
 import shlex
 import shutil
 import threading
@@ -15,9 +19,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from harness.distributed.runtime import Runtime
-from harness.errors import CheckpointError, reason, remedy
-from harness.runs import layout
-from harness.runs.checkpoint import complete, damage, is_of_other_version, read, steps, synced
+from harness.errors import CheckpointError, HarnessError, reason, remedy
+from harness.runs import layout, ownership
+from harness.runs.checkpoint import ADVICE, complete, damage, is_of_other_version, manifest_of, steps, synced
 from harness.runs.files import read_text, replacing, temporary_for, write_atomically
 from harness.runs.formats import base as formats
 from harness.runs.weights_file import save_weights
@@ -25,6 +29,7 @@ from harness.runs.weights_file import save_weights
 log = logging.getLogger("harness")
 
 FROM_SCRATCH = "start from scratch with checkpoint.resume=never, which keeps this folder as NAME.1"
+_GLOBAL = re.compile(r"(?:GLOBAL:?|refers to) ([\w.]+)")  # in refusals to load a file
 _MAX_LISTED = 8  # damaged checkpoints in a message
 
 
@@ -190,6 +195,51 @@ class Checkpoints:
         for path in self.folder.glob("*.tmp"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def read(
+    path: Path,
+    mapped: bool = False,
+    own: formats.Own = lambda key, size: None,
+    trusted_format: str | None = None,
+    trust: bool = False,
+) -> dict[str, Any]:
+    """Load the checkpoint folder ``path`` onto the CPU. Raises CheckpointError, which names the folder.
+
+    ``mapped``: memory-map the files, so that the ranks of a node share their pages. Copy the tensors that are to stay.
+    ``own``: tensors like those to read from a sharded checkpoint, instead of whole ones.
+
+    A format with a dotted name is imported only if this user started the run, it is ``trusted_format``,
+    or ``trust`` is set.
+    """
+    name = str(manifest_of(path).get("format"))
+    if "." in name and not (trust or trusted_format == name) and not ownership.is_own(path.absolute().parents[1]):
+        raise CheckpointError(
+            f"its format is {name}, whose code would be imported, and you did not start this run on this machine",
+            where=str(path),
+            hint=f"if you trust its author, add checkpoint.format={name} to train, or --trust to compare",
+        )
+    try:
+        content = formats.find(name).read(path, mapped, own)
+    except HarnessError as error:
+        raise CheckpointError(error.message, where=str(path), hint=error.hint) from None
+    except Exception as error:
+        refused = _refusal(error)
+        hint = f"other tools may run the code in it, so do not load it with them; {ADVICE}" if refused else ADVICE
+        message = refused or f"the checkpoint cannot be read: {reason(error)}"
+        raise CheckpointError(message, where=str(path), hint=hint) from None
+    if not isinstance(content, dict):
+        raise CheckpointError("it is not a checkpoint of this harness", where=str(path), hint=ADVICE)
+    return content
+
+
+def _refusal(error: Exception) -> str:
+    """Return why torch refuses a file that holds more than data, without torch's advice to load it nevertheless."""
+    if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in str(error):
+        return ""
+    found = _GLOBAL.search(str(error))
+    what = f"it refers to {found[1]}" if found else "it holds something else, or is damaged"
+    return f"the checkpoint is rejected: it may hold only tensors and plain data, but {what}"
 
 
 def _folder_gone(path: Path) -> CheckpointError:

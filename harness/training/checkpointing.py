@@ -33,7 +33,8 @@ class OfRank(TypedDict):
 
 
 class BesideTheModel(TypedDict):
-    """The parts of a checkpoint that are no tensors of the model's and, apart from hooks, the same on all ranks."""
+    """The parts of a checkpoint that are no tensors of the model's. Those of rank 0 are kept; on the others, only hooks
+    and the times in ``state`` differ."""
 
     state: dict[str, Any]
     amp: dict[str, Any]
@@ -42,7 +43,7 @@ class BesideTheModel(TypedDict):
 
 
 class Content(BesideTheModel):
-    """The content of a checkpoint. Of several files in the format ``sharded``, each rank has its shards."""
+    """The content of a checkpoint. In the format ``sharded``, each rank writes one with its shards of tensors."""
 
     model: dict[str, Any]
     optimizer: dict[str, Any]
@@ -59,7 +60,7 @@ class Content(BesideTheModel):
     log_sha256: str
     num_ranks: int
     kernels: dict[str, Any]
-    """With logical ranks, on what the bits of a result depend besides the recipe."""
+    """With parallel.logical_ranks, on what the bits of a result depend besides the recipe."""
     data: str
     """The fingerprint of the task's data."""
     order: dict[str, Any]
@@ -80,6 +81,7 @@ def save(run: Run) -> None:
 
 
 def _save(run: Run) -> None:
+    """Gather the content, and give it to the writer. Collective."""
     state, runtime = run.state, run.runtime
     run.collect_waits()
     # A model that diverged must not become the newest checkpoint. The losses are those since the last log line, which

@@ -116,19 +116,20 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     losses = backward(run, group)
     settle_last_step(run)
     run.set_lr()
-    not_finite = False
     host_waits = train.on_nan == "skip"  # will_skip may wait for the device, skip_flag never does
     skip = precision.will_skip(run.optimizer) if host_waits else precision.skip_flag(run.optimizer)
     if run.gradient_hook and skip is not True:  # where only the device knows of an overflow, they may be infinite
         run.gradient_hook(precision.master_params(run.optimizer), run.state.step)
+    finite = True
     if train.clip_norm is not None or host_waits:
         norm = run.meter.norm = clip_grad_norm_(precision.master_params(run.optimizer), train.clip_norm or math.inf)
-        if host_waits and not skip and not finite_everywhere(run, norm, losses):
-            skip = not_finite = True
+        if host_waits and not skip:
+            finite = finite_everywhere(run, norm, losses)
+            skip = not finite
     elif measured:
         params = precision.master_params(run.optimizer)
         run.meter.norm = get_total_norm([param.grad for param in params if param.grad is not None])
-    if not not_finite:
+    if finite:
         run.optimizer.step()
     end_step(run, losses, skip)
     timer.end("optimizer")
@@ -222,18 +223,12 @@ def settle_last_step(run: Run) -> None:
 
 def close_window(run: Run) -> None:
     """Count and check what was measured since the last log line, and write the next. Collective."""
-    state = run.state
     run.this_start.num_threads = determinism.warn_of_threads(run.this_start.num_threads, run.runtime.device)
     run.meter.tick()
     start = time.perf_counter()
     seen = run.meter.reduce(run.ranks)
-    state.rows += seen.rows
-    state.rows_skipped += seen.rows_skipped
-    state.bad_rows += seen.bad
-    state.epoch_rows += seen.rows - seen.rows_skipped
-    state.epoch_loss += seen.total
-    state.train_s += seen.time_s
-    run.health.loss(seen.total, seen.steps, state, run.writer.complete)
+    run.state.add_window(seen)
+    run.health.loss(seen.total, seen.steps, run.state, run.writer.complete)
     run_log.log_train(run, seen)
     run.meter.costs.add({"log": time.perf_counter() - start})
 

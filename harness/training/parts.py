@@ -61,8 +61,7 @@ from harness.data.shards import bounds, num_steps, shard
 from harness.distributed.process_group import open_runtime
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError, ConfigError
-from harness.runs.checkpoint import read
-from harness.runs.checkpoints import Checkpoints
+from harness.runs.checkpoints import Checkpoints, read
 from harness.training import rng
 from harness.training.evaluation.sums import Sums
 

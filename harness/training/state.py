@@ -10,6 +10,7 @@ from typing import Any
 from harness.config.schema import Config
 from harness.data.shards import Segment
 from harness.errors import plural
+from harness.training.meter import Window
 from harness.training.optimizer.schedule import Plateau
 
 
@@ -65,19 +66,28 @@ class State:
             self.epoch_applied += 1
             self.skipped_in_a_row = 0
 
+    def add_window(self, seen: Window) -> None:
+        """Count what was measured between two log lines."""
+        self.rows += seen.rows
+        self.rows_skipped += seen.rows_skipped
+        self.bad_rows += seen.bad
+        self.epoch_rows += seen.rows - seen.rows_skipped
+        self.epoch_loss += seen.total
+        self.train_s += seen.time_s
+
     def add_evaluation(self, metrics: Mapping[str, float], name: str, increases: bool) -> bool:
         """Record the evaluation at this step; return True if its metric ``name``, better if it ``increases`` or not, is
         the best so far."""
         self.evaluated = self.step
         self.history.append({"step": self.step, "epoch": self.epoch, **metrics})
         value = metrics[name]
-        if not math.isfinite(value) or not (
-            self.best is None or (value > self.best if increases else value < self.best)
-        ):
+        best = self.best
+        better = math.isfinite(value) and (best is None or (value > best if increases else value < best))
+        if better:
+            self.best, self.best_step, self.since_best = value, self.step, 0
+        else:
             self.since_best += 1
-            return False
-        self.best, self.best_step, self.since_best = value, self.step, 0
-        return True
+        return better
 
     def forget_evaluations(self) -> None:
         """Make the next evaluation the first, and so the best so far; train on if a hook had ended it."""

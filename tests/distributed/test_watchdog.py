@@ -256,9 +256,9 @@ def pair(store, timeout_s: float, place: str = "another machine") -> list[Watche
     """Two ranks that wait at most ``timeout_s``; each takes the other's process for one at ``place``."""
     here = Identity.of_this_process()
     peers = [replace(here, host=f"n{rank}", place=place) for rank in range(2)]
-    ranks = [Watched(store, rank=rank, world_size=2) for rank in range(2)]
+    ranks = [Watched(store, timeout_s, rank=rank, world_size=2) for rank in range(2)]
     for rank in ranks:
-        rank.runtime.timeout_s, rank.runtime.peers = timeout_s, peers
+        rank.runtime.peers = peers
         rank.dog = Watchdog(
             rank.runtime, rank.stop, exit_process=rank.exits.append,
             on_blocked=lambda exit, first, rank=rank: rank.causes.append((exit.cause, first)),

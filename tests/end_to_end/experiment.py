@@ -15,7 +15,7 @@ from torchvision.io import write_png
 
 from harness.audit.plan import AuditPlan, KillPlace, PlannedKill
 from harness.audit.starts import record_this_process
-from harness.runs import checkpoint
+from harness.runs import checkpoints
 from harness.runs.metrics_table import TIMES
 from harness.tools.compare.exactness import differences
 from tests.end_to_end.processes import drive_in_terminal
@@ -164,7 +164,7 @@ def losses(folder: Path) -> list[float]:
 
 def last_checkpoint(folder: Path) -> dict[str, Any]:
     """The content of the newest checkpoint without its times."""
-    content: dict[str, Any] = checkpoint.read(newest_checkpoint(folder))
+    content: dict[str, Any] = checkpoints.read(newest_checkpoint(folder))
     for times in [content["state"], *[rank["meter"] for rank in content["ranks"]]]:
         for key in [key for key in times if key.endswith("_s")]:  # seconds
             times.pop(key)

@@ -13,7 +13,7 @@ import yaml
 
 from harness.cli import main
 from harness.errors import CheckpointError
-from harness.runs import checkpoint
+from harness.runs import checkpoint, checkpoints
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, record
 from tests.end_to_end.processes import python
@@ -405,7 +405,7 @@ def test_a_checkpoint_format_is_one_file(tmp_path, monkeypatch):
 
     monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "of another user"))
     with pytest.raises(CheckpointError, match="its format is packed.gz, whose code would be imported"):
-        checkpoint.read(killed / "step-6")
+        checkpoints.read(killed / "step-6")
     assert checkpoint.damage(killed / "step-6") is None
     assert trained("copy", f"checkpoint.resume={killed / 'step-6'}") == 0  # which names the format
     words = ["compare", "runs/line", "runs/killed"]

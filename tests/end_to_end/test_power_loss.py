@@ -14,8 +14,7 @@ import pytest
 from safetensors import safe_open
 
 from harness.errors import CheckpointError
-from harness.runs.checkpoint import read
-from harness.runs.checkpoints import Checkpoints
+from harness.runs.checkpoints import Checkpoints, read
 from harness.runs.weights_file import weights_metadata
 from harness.tools.compare.exactness import differences
 from tests.end_to_end.experiment import Kill, run, write_config

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from harness.errors import EXIT_FAILURE, EXIT_USAGE
-from harness.runs import checkpoint
+from harness.runs import checkpoints
 from harness.tools.compare.exactness import differences
 from tests.end_to_end.experiment import (
     Kill,
@@ -83,7 +83,7 @@ def test_another_kind_of_machine_is_refused(tmp_path, data):
     longer = (config, 1, "train.max_steps=4", "launch.threads=2")
     assert run(*longer) == [EXIT_FAILURE]
     assert "threads: 2 now, 1 then" in (tmp_path / "terminal-0.txt").read_text()
-    assert checkpoint.read(newest_checkpoint(run_folder(config)))["state"]["step"] == 2
+    assert checkpoints.read(newest_checkpoint(run_folder(config)))["state"]["step"] == 2
 
 
 def test_ranks_on_machines_of_two_kinds_are_refused(tmp_path, data):

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from harness.errors import CheckpointError
 from harness.runs import checkpoints as module
 from harness.runs import files, ownership
-from harness.runs.checkpoint import VERSION, damage, read
-from harness.runs.checkpoints import Checkpoints
+from harness.runs.checkpoint import VERSION, damage
+from harness.runs.checkpoints import Checkpoints, read
 from harness.runs.storage import LocalStore
 from harness.runs.weights_file import load_weights, on_host, save_weights
 

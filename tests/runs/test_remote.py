@@ -18,7 +18,8 @@ from harness.config import loader
 from harness.config.schema import Config
 from harness.errors import CheckpointError, ConfigError
 from harness.runs import borrowed, layout, remote, run_dir, uploader
-from harness.runs.checkpoint import damage, read
+from harness.runs.checkpoint import damage
+from harness.runs.checkpoints import read
 from harness.runs.fetched import local_copy, require_out
 from harness.runs.remote import RemoteRunFolder
 from harness.runs.uploader import UploadTakenOver

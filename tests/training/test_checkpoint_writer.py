@@ -18,8 +18,8 @@ from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError
 from harness.runs import checkpoint
-from harness.runs.checkpoint import damage, read
-from harness.runs.checkpoints import Checkpoints
+from harness.runs.checkpoint import damage
+from harness.runs.checkpoints import Checkpoints, read
 from harness.runs.formats import sharded, whole
 from harness.training import checkpoint_writer
 from harness.training.checkpoint_writer import CheckpointWriter, copied

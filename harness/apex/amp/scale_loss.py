@@ -1,12 +1,15 @@
 """``amp.scale_loss``: the context around a backward pass (contract 1.3 of tests/apex/contract.py).
 
-How an overflow skips a step: at the end of the context, ``gradients.finish`` unscales the gradients and notes whether
-one is infinite. ``_update_or_defer`` then does one of three things:
+How an overflow skips a step: at the end of the context, ``gradients.finish`` unscales the gradients and notes in the
+scaler whether one is infinite. Who then decides, is the first of these that fits:
 
-- It lowers the scale and marks each optimizer in its stash, amp's state of it. ``step()`` of a marked optimizer does
-  nothing (``optimizer_patches``).
-- If gradients are not averaged over ranks yet, it leaves this to the context that averages them, or to ``step()``.
-- If the optimizers can skip on the device, it leaves a flag there.
+deferred       gradients are not averaged over ranks yet, and ranks must decide alike: the context that averages them
+               decides, or else ``step()`` (``optimizer_patches._check_step``)
+on the device  the optimizers can skip there: ``device_flags.step_with_flag`` reads a flag, and the host hears of it
+on the host    after an overflow, each optimizer is marked in its stash, amp's state of it, and ``step()`` of a marked
+               one does nothing (``optimizer_patches._skip``)
+
+The scaler counts each decision: the scale falls after an overflow, and may grow after many steps without one.
 """
 
 from __future__ import annotations
@@ -86,41 +89,32 @@ def scaled(
             yield loss.float() * (scale.to(loss.device, torch.float32) if isinstance(scale, Tensor) else scale)
     except BaseException:
         for optimizer in optimizers:
-            if delay_unscale:
-                gradients.mark_delayed(optimizer, scale)
-            else:
-                gradients.restore(optimizer)
+            gradients.mark_delayed(optimizer, scale) if delay_unscale else gradients.restore(optimizer)
         raise
     for optimizer in optimizers:
-        if delay_unscale:
-            gradients.mark_delayed(optimizer, scale)
-        else:
-            gradients.finish(optimizer, scaler, scale)
+        gradients.mark_delayed(optimizer, scale) if delay_unscale else gradients.finish(optimizer, scaler, scale)
     if delay_overflow_check:
         scaler.clear_overflow_state()
     elif not delay_unscale:
-        _update_or_defer(optimizers, scaler)
+        _decide(optimizers, scaler)
 
 
-def _update_or_defer(optimizers: list[Optimizer], scaler: LossScaler) -> None:
-    """Update the scale and mark the step as skipped. While gradients are not averaged yet, leave both to the context
-    that averages them, or to ``step()``: so all ranks decide alike."""
+def _decide(optimizers: list[Optimizer], scaler: LossScaler) -> None:
+    """Decide whether the next step is skipped, or leave that to another, as above."""
     stashes = [stash_of(optimizer) for optimizer in optimizers]
     model_params = itertools.chain(*(stash.all_fp16_params for stash in stashes), *map(all_params, optimizers))
     if any_unreduced(model_params):
         scaler.defer()
         for stash in stashes:
             stash.deferred_to = scaler
-        return
-    if can_stay_on_device(optimizers, scaler):
+    elif can_stay_on_device(optimizers, scaler):
         leave_on_device(stashes, scaler)
-        return
-    skip = scaler.update_scale()
-    if skip:
-        scaler.clear_overflow_state()
-    for stash in stashes:
-        stash.deferred_to = None
-        stash.already_patched |= skip  # marks it; the name is Apex's
+    else:
+        if skip := scaler.update_scale():
+            scaler.clear_overflow_state()  # which is clear otherwise
+        for stash in stashes:
+            stash.deferred_to = None
+            stash.already_patched |= skip  # marks it; the name is Apex's
 
 
 def _scaler(loss_id: int) -> LossScaler:

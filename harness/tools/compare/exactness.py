@@ -18,7 +18,7 @@ from torch import Tensor
 
 from harness.config import seals
 from harness.errors import CheckpointError, first_line, require_regular_file
-from harness.runs import checkpoint, layout
+from harness.runs import checkpoint, checkpoints, layout
 from harness.runs.files import parse_json
 from harness.runs.metrics_table import TIMES
 
@@ -206,7 +206,7 @@ def _weights(one: Path, other: Path) -> StateDifference | None:
 def _between(one: Path, other: Path, trust: bool = False) -> Iterator[StateDifference]:
     """Every difference between two checkpoint folders, weights first. Times do not count, nor does what only a run with
     parallel.logical_ranks records. Raises CheckpointError."""
-    mine, theirs = (checkpoint.read(path, mapped=True, trust=trust) for path in (one, other))
+    mine, theirs = (checkpoints.read(path, mapped=True, trust=trust) for path in (one, other))
     same_world = mine.get("num_ranks") == theirs.get("num_ranks")
     ignored = {*_IGNORED, "kernels"} if {} in (mine.get("kernels"), theirs.get("kernels")) else _IGNORED
     names = [name for name in dict.fromkeys((*_FIRST, *sorted({*mine, *theirs}))) if name not in ignored]
