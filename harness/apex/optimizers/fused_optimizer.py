@@ -37,6 +37,7 @@ class FusedOptimizer(Optimizer):
 
     settings: tuple[str, ...] = ("set_grad_none",)  # attributes that copies and pickles keep
     capturable = False
+    needs_whole_parameters = True  # fsdp then refuses it
     keeps_wide_state = True  # amp then leaves the state's dtypes alone
     state_key_for_device_skip: str | None = None
     """What each parameter must have in its state before the device may skip a step by itself (``found_inf``): the first

@@ -18,6 +18,7 @@ from harness.errors import ConfigError, users_line
 from harness.training.strategies.sharding import local
 
 _WITH_STATE = ("amsgrad", "centered")  # settings of torch's optimizers that keep another average from the first step
+_OF_WHOLE = ("adafactor", "muon", "sparseadam")  # torch's that need complete parameters; Apex's say it themselves
 _FUSED = ("sgd", "adam", "adamw")  # whose fused kernels take all dtypes, on CPU and CUDA
 
 
@@ -142,6 +143,12 @@ def find(name: str) -> Any:
     if name not in (known := built_in()):
         raise plugins.unknown("optimizer", name, known, "optimizer.name")
     return known[name]
+
+
+def needs_whole_parameters(name: str) -> bool:
+    """Return True if the optimizer ``name`` needs complete parameters, for norms or flat buffers, and not shards."""
+    found = find(name)
+    return getattr(found, "needs_whole_parameters", False) or found in map(built_in().get, _OF_WHOLE)
 
 
 def clear_gradients(optimizer: torch.optim.Optimizer) -> None:

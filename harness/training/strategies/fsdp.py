@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from harness.config.constraints import Conflict
 from harness.config.schema import Config, ParallelSection
-from harness.errors import ConfigError, plural
+from harness.errors import ConfigError, HarnessError, plural
 from harness.training.strategies.base import ParallelStrategy
 
 if TYPE_CHECKING:
     from torch import nn
-
-# Optimizers that need complete parameters, for norms or flat buffers.
-_NEEDS_WHOLE_PARAMETERS = re.compile(r"fused_\w+|adafactor|muon|sparseadam|(harness\.)?apex\.optimizers\.\w+")
 
 
 class Strategy(ParallelStrategy):
@@ -58,7 +55,7 @@ class Strategy(ParallelStrategy):
                 "LARC needs the norms of complete parameters, but under fsdp each rank holds only a shard",
                 "use parallel.strategy=ddp, or remove optimizer.larc",
             )
-        if _NEEDS_WHOLE_PARAMETERS.fullmatch(config.optimizer.name):
+        if _needs_whole_parameters(config.optimizer.name):
             yield Conflict(
                 "parallel.strategy",
                 "this optimizer needs complete parameters or flat buffers, but fsdp passes it shards",
@@ -106,6 +103,14 @@ class Strategy(ParallelStrategy):
             compiled.compile_units(self.model)
         else:
             super().compile(mode)
+
+
+def _needs_whole_parameters(optimizer: str) -> bool:
+    from harness.training.optimizer import optim
+
+    with suppress(HarnessError):  # there is no such optimizer, which is reported where it is built
+        return optim.needs_whole_parameters(optimizer)
+    return False
 
 
 def _of_other_types(config: Config) -> Iterator[Conflict]:
