@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler, get_worker_info
 
-from harness.data.batch import Batch, Dataset, copied_ahead, read
+from harness.data.batch import STAGES, Batch, Dataset, copied_ahead, read
 from harness.data.loader_workers import (
     PREFETCH,
     LoadError,
@@ -93,6 +93,7 @@ class _Fetch(torch.utils.data.Dataset[Any]):
     def _batch(self, request: BatchRequest) -> Batch:
         start, on_core = time.perf_counter(), time.thread_time()
         batch = read(self.dataset, request.rows, request.epoch)
+        batch.spent_s = {name: batch.spent_s[name] for name in STAGES if name in batch.spent_s}  # a dataset may add any
         batch.spent_s |= {"load": time.perf_counter() - start, "cpu": time.thread_time() - on_core}
         if get_worker_info() is not None:  # the training process samples its own
             before, self._starved_s = self._starved_s, run_queue_s()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.data.loader_workers import run_queue_s
 from harness.distributed.runtime import Runtime
@@ -26,7 +27,7 @@ _SUMS = (
 
 
 class Costs:
-    """The costs of one rank since the last log line."""
+    """Adds up the costs of this rank since the last log line."""
 
     def __init__(self) -> None:
         self.spent_s = dict.fromkeys(_SUMS, 0.0)
@@ -34,32 +35,47 @@ class Costs:
 
     def add(self, seconds: Mapping[str, float]) -> None:
         for name, value in seconds.items():
-            if name in self.spent_s:
-                self.spent_s[name] += value
+            self.spent_s[name] += value
 
-    def take(self, runtime: Runtime, phases: Mapping[str, float]) -> list[float]:
-        """Return this rank's costs and, in slots that are zero on other ranks, its own time: without the exchange of
-        gradients, and the part of it that it waited for data. Resets the counters."""
+    def take(self, runtime: Runtime, phases: Mapping[str, float]) -> CostsOfRanks:
+        """Return this rank's costs. Resets the counters."""
         self.add(self._machine.sample(runtime.launch.local_rank == 0))
-        slots = [0.0] * (2 * runtime.world_size)
-        slots[2 * runtime.rank] = sum(phases.values()) - phases["reduce"]
-        slots[2 * runtime.rank + 1] = phases["data"]
-        values = [*self.spent_s.values(), *slots]
-        self.spent_s = dict.fromkeys(_SUMS, 0.0)
-        return values
+        spent_s, self.spent_s = self.spent_s, dict.fromkeys(_SUMS, 0.0)
+        own, data = [0.0] * runtime.world_size, [0.0] * runtime.world_size
+        own[runtime.rank], data[runtime.rank] = sum(phases.values()) - phases["reduce"], phases["data"]
+        return CostsOfRanks(spent_s, own, data)
 
 
-def summed(values: Sequence[float], world_size: int) -> dict[str, float]:
-    """Return the sums over ranks of what ``take`` returned, by name: those in _SUMS that are not zero, and
+class CostsOfRanks(NamedTuple):
+    """The costs of one rank, or their sums over ranks."""
+
+    spent_s: dict[str, float]
+    own: Sequence[float]
+    """A slot per rank, zero on the others: its own time, without the exchange of gradients."""
+    data: Sequence[float]
+    """A slot per rank, zero on the others: the part of its own time that it waited for data."""
+
+    def vector(self) -> list[float]:
+        return [*self.spent_s.values(), *self.own, *self.data]
+
+    @classmethod
+    def of(cls, vector: Sequence[float]) -> CostsOfRanks:
+        slots = vector[len(_SUMS) :]
+        own, data = slots[: len(slots) // 2], slots[len(slots) // 2 :]
+        return cls(dict(zip(_SUMS, vector[: len(_SUMS)], strict=True)), own, data)
+
+
+def summed(costs: CostsOfRanks) -> dict[str, float]:
+    """Return sums over ranks by name: those in _SUMS that are not zero, and
 
     slowest, wait, slowest_data: with several ranks, the one with the most time of its own; the seconds that the others
     waited for it, summed over them; and how much longer than the median rank it waited for data
     """
-    cost = {name: round(value, 6) for name, value in zip(_SUMS, values, strict=False) if value}
-    if world_size > 1:
-        own, data = values[len(_SUMS) :: 2], values[len(_SUMS) + 1 :: 2]
-        slowest = max(range(world_size), key=lambda rank: own[rank])
-        more = data[slowest] - sorted(data)[(world_size - 1) // 2]
+    spent_s, own, data = costs
+    cost = {name: round(value, 6) for name, value in spent_s.items() if value}
+    if len(own) > 1:
+        slowest = own.index(max(own))
+        more = data[slowest] - sorted(data)[(len(own) - 1) // 2]
         cost |= {"slowest": slowest, "wait": round(sum(own[slowest] - s for s in own), 6)}
         cost |= {"slowest_data": round(more, 6)}
     return cost

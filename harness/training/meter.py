@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.training.costs import Costs, summed
+from harness.training.costs import Costs, CostsOfRanks, summed
 from harness.training.logical_ranks import LogicalRanks
 from harness.training.step_timer import PHASES, CudaTimer, StepTimer, wait_for
 from harness.training.strategies import sharding
@@ -173,7 +173,7 @@ class Meter:
         own = [
             self.wait_s,
             *spent.values(),
-            *self.costs.take(ranks.runtime, spent),
+            *self.costs.take(ranks.runtime, spent).vector(),
         ]  # of the process
         parts = [
             [seen[f"loss {place}"], self.rows[place], self.rows_skipped[place], len(self.bad[place])]
@@ -194,7 +194,7 @@ class Meter:
             bad_rows=sorted({*chain(*bad_rows)}),
             waited=wait_s / time_s,
             shares={phase: seconds / time_s for phase, seconds in zip(spent, times, strict=True)},
-            cost=summed(costs, ranks.runtime.world_size),
+            cost=summed(CostsOfRanks.of(costs)),
             norm=seen.get("norm"),
             scale=seen["scale"],
             steps=self.steps,

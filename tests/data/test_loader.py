@@ -391,6 +391,16 @@ def test_waiting_time_is_measured():
     assert 0.1 <= loader.wait_s <= time.perf_counter() - begin
 
 
+def test_only_known_stages_of_a_dataset_are_kept():
+    class Timed(CountingTable):
+        def batch(self, rows, epoch):
+            return replace(super().batch(rows, epoch), spent_s={"read": 2.0, "of a user's own": 1.0})
+
+    loader = Loader(Timed(4), 0, CPU)
+    list(TrainData(loader, "contiguous", range(1), 1, 4, 1, 0).groups(0, []))
+    assert loader.spent_s.keys() == {"read", "load", "cpu"}
+
+
 def test_close_ends_the_workers():
     train = data(8, workers=2)
     list(train.groups(0, []))

@@ -18,7 +18,7 @@ from harness.distributed.launch_env import Launch, detect
 from harness.distributed.process_group import open_runtime
 from harness.distributed.runtime import Runtime
 from harness.runs.metrics_table import FIELDS, SHARES
-from harness.training.costs import Costs, summed
+from harness.training.costs import Costs, CostsOfRanks, summed
 from harness.training.logical_ranks import LogicalRanks
 from harness.training.meter import Meter, Used
 from harness.training.step_timer import PHASES, CudaTimer, StepTimer, end_backward_before_exchange
@@ -286,41 +286,45 @@ def test_loss_over_ranks():
 PHASES_S = {"data": 0.0, "forward": 1.0, "backward": 2.0, "reduce": 0.5, "optimizer": 0.1, "host": 0.4}
 
 
-def taken(rank: int, **spent: float) -> list[float]:
+def taken(rank: int, **spent: float) -> CostsOfRanks:
     return Costs().take(Runtime(Launch(rank=rank, world_size=3)), PHASES_S | spent)
 
 
 def test_the_slowest_rank_and_how_long_the_others_waited():
     """The exchange of gradients is no time of a rank's own: it is in there that the others wait."""
     of_ranks = [taken(0, reduce=4.0), taken(1, forward=3.0, data=1.5), taken(2, reduce=4.0, host=0.9)]
-    cost = summed([sum(values) for values in zip(*of_ranks, strict=True)], 3)
+    cost = summed(
+        CostsOfRanks.of([sum(values) for values in zip(*(costs.vector() for costs in of_ranks), strict=True)])
+    )
     assert cost["slowest"] == 1
     assert cost["wait"] == pytest.approx(3.5 + 3.0)
     assert cost["slowest_data"] == pytest.approx(1.5)
 
 
-def test_costs_start_anew_and_unknown_stages_are_left_out():
+def test_costs_start_anew_and_unknown_ones_are_refused():
     mine, runtime = Costs(), Runtime()
-    mine.add({"read": 2.0, "of a user's own": 1.0})
+    mine.add({"read": 2.0})
+    with pytest.raises(KeyError, match="another"):
+        mine.add({"another": 1.0})
     mine.add({"read": 1.0})
-    assert summed(mine.take(runtime, PHASES_S), 1) == {"read": 3.0}
-    assert summed(mine.take(runtime, PHASES_S), 1) == {}
+    assert summed(mine.take(runtime, PHASES_S)) == {"read": 3.0}
+    assert summed(mine.take(runtime, PHASES_S)) == {}
 
 
 def test_the_machine_is_looked_at_rarely(monkeypatch):
     mine, runtime = Costs(), Runtime()
     for _ in range(20):
-        assert "own" not in summed(mine.take(runtime, PHASES_S), 1)
+        assert "own" not in summed(mine.take(runtime, PHASES_S))
     monkeypatch.setattr("harness.training.costs.SAMPLE_S", 0.05)
     until = time.perf_counter() + 0.1
     while time.perf_counter() < until:
         pass
-    cost = summed(mine.take(runtime, PHASES_S), 1)
+    cost = summed(mine.take(runtime, PHASES_S))
     assert 0 < cost["own"] <= cost["sampled"] == cost["sampled_ranks"]
     other = replace(runtime.launch, rank=1, local_rank=1, world_size=2)
     mine = Costs()
     time.sleep(0.06)
-    cost = summed(mine.take(replace(runtime, launch=other), PHASES_S), 2)
+    cost = summed(mine.take(replace(runtime, launch=other), PHASES_S))
     assert "sampled_ranks" in cost
     assert not {"sampled", "busy"} & cost.keys()  # the first rank of the machine reports for it
 
