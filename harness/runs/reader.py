@@ -189,12 +189,8 @@ def _trials(sweep: Sweep) -> Iterator[Record]:
         folders = sorted(path for path in sweep.path.glob(f"{layout.TRIALS}/*") if path.is_dir())
         yield from (replace(read(path), sweep=sweep) for path in folders)
         return
-    for place, entry in enumerate(sweep.trials):
-        trial = sweep_folder.trial_of(entry, place)
-        run = Path(str(entry.get("run")))
-        if run.is_absolute() or ".." in run.parts:  # written by someone else, about a run that is not of this sweep
-            run = Path(layout.TRIALS, run.name)
-        record = read(sweep.path / run)
+    for trial in sweep.trials:
+        record = read(trial.run)
         state = record.state
         if state == "unreadable" and trial.state in ("waiting", "running"):
             state, record = "waiting", replace(record, problems=[])

@@ -22,18 +22,20 @@ class Trial:
     state: TrialState | None
     value: float | None
     error: str | None
+    run: Path
+    """Its run folder."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep folder. ``trials`` are the entries of ``sweep.json``; ``space`` is {key: values or a description}."""
+    """A sweep folder. ``space`` is {key: values or a description}."""
 
     path: Path
     name: str
     metric: str | None
     direction: Literal["max", "min"] | None
     space: dict[str, Any]
-    trials: list[dict[str, Any]]
+    trials: list[Trial]
     problems: list[str]
 
 
@@ -45,19 +47,23 @@ def read(path: Path) -> Sweep | None:
     content = read_or_empty(path / layout.SWEEP, dict, problems)
     directions: dict[str, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}
     metric, space, trials = (content.get(key) for key in ("metric", "space", "trials"))
+    entries = [entry for entry in trials if isinstance(entry, dict)] if isinstance(trials, list) else []
     return Sweep(
         path,
         str(content.get("name") or path.name),
         metric if isinstance(metric, str) else None,
         directions.get(str(content.get("direction"))),
         space if isinstance(space, dict) else {},
-        [entry for entry in trials if isinstance(entry, dict)] if isinstance(trials, list) else [],
+        [_trial(path, entry, place) for place, entry in enumerate(entries)],
         problems,
     )
 
 
-def trial_of(entry: dict[str, Any], place: int) -> Trial:
+def _trial(sweep: Path, entry: dict[str, Any], place: int) -> Trial:
     """Return an entry of ``sweep.json``; values of the wrong type are ignored."""
+    run = Path(str(entry.get("run")))
+    if run.is_absolute() or ".." in run.parts:  # written by someone else, about a run that is not of this sweep
+        run = Path(layout.TRIALS, run.name)
     number, params, world, state, value = (entry.get(key) for key in ("number", "params", "world", "state", "value"))
     return Trial(
         number if isinstance(number, int) else place,
@@ -66,4 +72,5 @@ def trial_of(entry: dict[str, Any], place: int) -> Trial:
         state if state in get_args(TrialState) else None,
         float(value) if isinstance(value, int | float) else None,
         str(entry["error"]) if entry.get("error") else None,
+        sweep / run,
     )

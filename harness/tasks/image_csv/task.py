@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from harness.training.task import ModelSection, Supervised, model_builder
 _AT_START = 16  # images that each rank decodes of each split before training, and more of validation if time is left
 _SAMPLE = 200  # images of each split that harness check decodes first, evenly spread
 _DECODING_S = 5.0  # for as many others as this allows
+Found = TypeVar("Found")
 
 
 def open_data(task: Task, seed: int, cache_dir: Path | None) -> ImageCsv:
@@ -169,9 +170,10 @@ class ImageCsv(Supervised):
 
         return "; ".join(f"{split}: {text}" for split, text in self._of_both(decode).items())
 
-    def _of_both(self, look: Callable[[ImageTable, int | None], Any]) -> dict[str, Any]:
+    def _of_both(self, look: Callable[[ImageTable, int | None], Found]) -> dict[str, Found]:
         """Return the results of ``look`` for each split. Raises one DataError for the errors of both."""
-        found, errors = {}, []
+        found: dict[str, Found] = {}
+        errors = []
         for split, images, epoch in (("training", self.train, 0), ("validation", self.eval, None)):
             try:
                 found[split] = look(images, epoch)
@@ -254,8 +256,10 @@ class ImageCsv(Supervised):
     def _preprocessing(self) -> dict[str, Any]:
         options, size = self.options, self.learned_size
         mean, std = (list(v or [0.5] * options.channels) for v in (options.mean, options.std))
-        blank = torch.zeros(options.channels, *size or (), dtype=torch.uint8)
-        first = self.eval.for_evaluation(blank) if size else self._first[1]
+        if size:
+            first = self.eval.for_evaluation(torch.zeros(options.channels, *size, dtype=torch.uint8))
+        else:
+            first = self._first[1]
         facts = transforms.describe(options.transforms, first, mean, std)
         if options.image_size:
             facts["resize"] = "the largest centered part with the aspect ratio of size, bilinear with antialiasing"

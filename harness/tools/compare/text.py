@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from harness.errors import plural
 from harness.runs.reader import Record
@@ -10,7 +10,6 @@ from harness.tools.compare.comparison import (
     Code,
     Differences,
     GroupComparison,
-    Metric,
     PairedPredictions,
     RunComparison,
     SettingsComparison,
@@ -136,10 +135,10 @@ def _pair_results(found: RunComparison) -> Iterator[str]:
         yield f"  no metrics to compare: {' and '.join(missing)} {'has' if len(missing) == 1 else 'have'} no evaluation"
     else:
         yield f"  newest evaluation (A: step {one.step}, B: step {other.step})"
-        yield from formatting.table([("", "A", "B", "B - A"), *_metrics(found.metrics, "final")], "    ")
+        yield from _metrics((metric.name, metric.final) for metric in found.metrics)
         if one.best_step is not None and other.best_step is not None:
             yield f"  best evaluation (A: step {one.best_step}, B: step {other.best_step})"
-            yield from formatting.table([("", "A", "B", "B - A"), *_metrics(found.metrics, "best")], "    ")
+            yield from _metrics((metric.name, metric.best) for metric in found.metrics)
     if found.predictions or not found.same:
         yield from _predictions(found.predictions, found.why_no_predictions)
     yield from _throughput(*found.throughput)
@@ -149,11 +148,12 @@ def _pair_results(found: RunComparison) -> Iterator[str]:
     )
 
 
-def _metrics(metrics: Sequence[Metric], of: str) -> Iterator[Sequence[str]]:
-    for metric in metrics:
-        one, other = getattr(metric, of)
+def _metrics(values: Iterable[tuple[str, tuple[float | None, float | None]]]) -> Iterator[str]:
+    rows = [("", "A", "B", "B - A")]
+    for name, (one, other) in values:
         gap = other - one if one is not None and other is not None else None
-        yield metric.name, formatting.number(one, 6), formatting.number(other, 6), formatting.signed(gap)
+        rows.append((name, formatting.number(one, 6), formatting.number(other, 6), formatting.signed(gap)))
+    yield from formatting.table(rows, "    ")
 
 
 def _predictions(found: PairedPredictions | None, why: str) -> Iterator[str]:
