@@ -107,6 +107,7 @@ def open_run(config: Config) -> Iterator[Run]:
     and predictions are written. After a request to stop, by a signal or ``run.stop.request(why)``, there is a
     checkpoint only, and the same call resumes. Every rank of a launcher enters it. Raises as ``train`` does.
     """
+    from harness.errors import TrainingError
     from harness.training import checkpointing, loop
     from harness.training.evaluation import predictions
 
@@ -114,6 +115,8 @@ def open_run(config: Config) -> Iterator[Run]:
         _warn_of_own_loop(run)
         before = run.state.step
         yield run
+        if run.ranks.fixed and run.state.step > before and not run.parallel.num_synced_passes():
+            raise TrainingError(run.parallel.no_pass[0], hint=run.parallel.no_pass[1])
         if run.finished() or run.state.step > before:
             checkpointing.save(run)  # without the reason for the end, so that a longer loop resumes from it
             run.state.ended = run.state.ended or "its loop has ended"

@@ -327,6 +327,43 @@ def test_an_own_loop_ends_as_done(path, tmp_path, capsys):
     assert (folder / "checkpoints" / "latest").read_text() == "step-4\n"
 
 
+LOOP = next(block for block in BLOCKS if "def one_step" in block)
+
+
+def loop_of_the_page(path: str, overrides: dict[str, object]) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    names: dict = {}
+    exec(LOOP, names)
+    config = load_config(path, overrides)
+    names["my_training"](config)
+    folder = Path(config.output, config.name)
+    return json.loads((folder / "summary.json").read_text())["history"], weights(folder)
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_the_loop_of_the_page_gives_the_bits_of_train(path, ranks):
+    """With logical ranks, accumulation, clipping, lower rates without progress, and evaluations within an epoch."""
+    asked = {"train.ema_decay": None, "train.clip_norm": 1.0, "train.evaluate_every": "1 step",
+             "schedule.name": "plateau", "schedule.args.patience": 1, "schedule.args.threshold": 0.5,
+             "parallel.logical_ranks": ranks, "parallel.delay_allreduce": True}  # fmt: skip
+    result = train(load_config(path, {**asked, "name": "by_train"}))
+    history, tensors = loop_of_the_page(path, {**asked, "name": "by_loop"})
+    assert [entry["step"] for entry in history] == [*range(1, 9)]
+    assert history == result.history
+    assert_close(tensors, weights(result.folder), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("enters", [False, True])
+def test_a_loop_that_would_lose_logical_ranks_is_refused(path, enters):
+    asked = {"train.ema_decay": None, "parallel.logical_ranks": 2, "parallel.delay_allreduce": True}
+
+    def loop() -> None:
+        with open_run(load_config(path, asked)) as run, run.parallel.sync_gradients(last=True):
+            pass
+
+    with pytest.raises(TrainingError, match="leaves out what parallel.logical_ranks needs"):
+        loop() if enters else own_loop(path, 1, **asked)
+
+
 class Quiet:
     def after_step(self, run):
         raise AssertionError("called")
@@ -538,7 +575,7 @@ def test_names_that_are_typed_are_those_that_are_found():
 # Of a run, but not for code of the user's.
 INTERNAL = {
     "sizes", "gradient_hook", "health", "writer", "progress", "meter", "coverage", "first_look", "this_start",
-    "unsettled", "ranks", "checkpoints", "ended_early", "steps_to_evaluation", "set_lr", "collect_waits", "compiling",
+    "unsettled", "ranks", "checkpoints", "ended_early", "steps_to_evaluation", "collect_waits", "compiling",
     "end_look", "close",
 }  # fmt: skip
 
@@ -568,7 +605,7 @@ def test_calls_on_the_page_take_their_arguments():
            "stop": Stop, "tracker": MetricsLog}  # fmt: skip
     table = PAGE.partition("### What a loop calls")[2].partition("###")[0]
     found = re.findall(r"^\| `(?:run\.(\w+)\.)?(\w+)\((.*?)\)`", table, re.M)
-    assert len(found) == 12
+    assert len(found) == 13
     for part, name, arguments in found:
         function = getattr(run[part], name) if part else calls[name]
         names = [each for each in arguments.split(", ") if each and not each.startswith('"')]

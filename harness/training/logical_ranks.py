@@ -172,6 +172,7 @@ class GradientTree:
 
     def __init__(self, parameters: Sequence[Tensor], ranks: LogicalRanks) -> None:
         self._ranks, self._collected = ranks, 0
+        self.num_passes = 0  # that were summed
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
@@ -184,6 +185,7 @@ class GradientTree:
             tree.add(layout.taken())
         self._collected = (self._collected + 1) % len(self._ranks.own)
         if self._collected == 0:
+            self.num_passes += 1
             for layout, tree in self._parts:
                 layout.assign(tree.total(layout.flat), 1.0 / self._ranks.num)
 

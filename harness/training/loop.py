@@ -146,8 +146,7 @@ def backward(run: Run, group: list[MicroBatch]) -> Losses:
     timer, losses = run.meter.timer, []
     for index, micro in enumerate(group):
         ends_step = index == len(group) - 1
-        run.ranks.activate(micro.rank)
-        with run.parallel.sync_gradients(ends_step, counts=micro.num_rows > 0):
+        with run.parallel.micro_batch(micro, ends_step):
             inputs, share = mixed(run.config.train, run.config.seed, run.step, prepare(run, micro.batch.inputs))
             outputs = run.parallel.model(inputs)
             loss = mixed_loss(run.task.loss, outputs, micro.batch.targets, share)
@@ -160,7 +159,6 @@ def backward(run: Run, group: list[MicroBatch]) -> Losses:
                 run.parallel.backward(scaled, micro.ends)
                 timer.end("reduce" if exchange else "backward")
         losses.append((loss, micro))
-    run.ranks.activate(run.ranks.own.start)
     return losses
 
 

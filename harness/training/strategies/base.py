@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from harness.data.loader import MicroBatch
     from harness.training.logical_ranks import LogicalRanks
     from harness.training.optimizer.precision import Precision
 
@@ -45,6 +46,11 @@ class ParallelStrategy:
     """The bare model inside it."""
     summary: str = "one process"
     """What the ranks do, for the log."""
+    no_pass: tuple[str, str] = (
+        "no parameter of the model received a gradient: the loss of this rank depends on none of them",
+        "every rank must use at least one parameter in each step: add 0 * output.sum() to the loss",
+    )
+    """What is wrong, and what to do, if a backward pass has not averaged gradients."""
     exchanges: bool = False
     """True if processes exchange gradients: ``wrap`` sets it, with ``summary``."""
     sync_norms: tuple[Any, ...] = ()
@@ -113,6 +119,15 @@ class ParallelStrategy:
         """Return how many backward passes have averaged gradients; None if they are not counted."""
         return None
 
+    @contextmanager
+    def micro_batch(self, micro: MicroBatch, last: bool) -> Iterator[None]:
+        """Context for forward and ``backward`` of ``micro``, as its rank; averaging gradients in the ``last`` one."""
+        self.ranks.activate(micro.rank)
+        with self.sync_gradients(last, counts=micro.num_rows > 0):
+            yield
+        if last:
+            self.ranks.activate(self.ranks.own.start)
+
     def sync_gradients(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         """Context for forward and backward of a micro-batch: gradients are averaged only in the ``last`` one.
 
@@ -133,10 +148,7 @@ class ParallelStrategy:
         try:
             yield
             if last and before is not None and self.num_synced_passes() == before:
-                raise TrainingError(
-                    "no parameter of the model received a gradient: the loss of this rank depends on none of them",
-                    hint="every rank must use at least one parameter in each step: add 0 * output.sum() to the loss",
-                )
+                raise TrainingError(self.no_pass[0], hint=self.no_pass[1])
         finally:
             self.switch_sync(True)
             for norm in self.sync_norms:

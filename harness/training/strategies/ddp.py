@@ -11,6 +11,12 @@ if TYPE_CHECKING:
 
     from harness.training.logical_ranks import GradientTree
 
+_NO_SUM = (
+    "this loop leaves out what parallel.logical_ranks needs, so the gradients of the logical ranks were not summed",
+    "as in docs/python_api.md, enter run.parallel.micro_batch(micro, last) for each micro-batch, and call "
+    "run.parallel.backward(scaled, micro.ends) in it; or remove parallel.logical_ranks",
+)
+
 
 class Strategy(ParallelStrategy):
     """Replicas in Apex's DistributedDataParallel; with parallel.logical_ranks, the bare model and a sum in a fixed
@@ -24,7 +30,7 @@ class Strategy(ParallelStrategy):
             from harness.training.logical_ranks import GradientTree
 
             self._tree = GradientTree([param for param in model.parameters() if param.requires_grad], self.ranks)
-            self.exchanges = True
+            self.exchanges, self.no_pass = True, _NO_SUM
             self.summary = f"ddp, {self.ranks.num} logical ranks on {self.world_size} processes, summed in a tree"
         elif self.world_size > 1:
             delayed = self.section.delay_allreduce
@@ -42,5 +48,5 @@ class Strategy(ParallelStrategy):
             self._ddp.enable_allreduce() if on else self._ddp.disable_allreduce()
 
     def num_synced_passes(self) -> int | None:
-        """Return None with NVIDIA's wrapper, which does not count, and where a pass without gradients adds zeros."""
-        return getattr(self._ddp, "num_passes", None) if self.exchanges and self._tree is None else None
+        """Return None with NVIDIA's wrapper, which does not count."""
+        return getattr(self._tree or self._ddp, "num_passes", None) if self.exchanges else None
