@@ -45,7 +45,7 @@ FIELDS = {
         **dict.fromkeys(("samples_per_s", "memory_mib", "data_wait", *SHARES), Role.TIME), **_TIMES,
     },
     "epoch": {**_USE, "rows_updated": Role.ROWS, "rows_repeated": Role.FAULTS, "steps_skipped": Role.FAULTS},
-    "eval": {**_USE, **_TIMES},
+    "eval": {**_USE, "samples_per_s": Role.TIME, **_TIMES},
 }  # fmt: skip
 
 
