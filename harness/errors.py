@@ -86,9 +86,9 @@ def without_harness(trace: Iterable[str]) -> list[str]:
     return [part for part in trace if not part.startswith(f'  File "{_PACKAGE}')]
 
 
-def place_of(kind: type, method: str = "") -> str:
-    """Return "FILE:LINE" of ``method`` of the class ``kind``, or else of the class. Empty if neither has a source file
-    outside of the harness."""
+def place_of(kind: Any, method: str = "") -> str:
+    """Return "FILE:LINE" of ``method`` of ``kind``, or else of ``kind``, a class or a function. Empty if neither has a
+    source file outside of the harness."""
     import inspect  # late: the command line imports this module
 
     parts: list[Any] = [getattr(kind, method, None), kind]

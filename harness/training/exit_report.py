@@ -159,7 +159,9 @@ def show(error: BaseException, trace: Sequence[str], whole: str = "") -> None:
     """Print ``error``, and its traceback ``trace`` unless its text explains it. Of an error in the user's own code, the
     first line names its place, and calls within the harness are left to the file ``whole``, if there is one."""
     if isinstance(error, HarnessError):
-        log.error("error: %s", error)
+        cause = error.__cause__ if isinstance(error, OwnCodeError) else None
+        led = without_harness(traceback.format_exception(cause)) if cause else ()
+        log.error("%s", "".join([f"error: {error}\n", *led]).rstrip())
         log.debug("%s", "".join(trace).rstrip())
     else:
         where = users_line(error)

@@ -378,22 +378,44 @@ def require_loss(task: OpenedTask, loss: object) -> None:
     raise wrong_return(task, "loss", found, hint)
 
 
-def doubt_of_sum(section: TaskSection, task: OpenedTask, outputs: Tensor, targets: Tensor) -> str:
-    """Return, in words, that the loss is twice as large for the same rows twice; empty if it is not. Draws from no
-    stream of the CPU."""
+def doubt_of_mean(section: TaskSection, task: OpenedTask, outputs: Tensor, targets: Tensor) -> str:
+    """Return, in words, that the loss is twice as large for the same rows twice, or, of the user's own, that it is not
+    the mean of those of two halves; empty otherwise. Draws from no stream of the CPU."""
     both = outputs, targets
     if not all(isinstance(part, Tensor) and part.dim() and len(part) == len(outputs) for part in both):
         return ""
     with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
-        few = [part[:4] for part in both]
-        loss, twice = (task.loss(*(torch.cat([part] * times) for part in few)).item() for times in (1, 2))
-        if loss and abs(twice / loss - 2) < 1e-3:
+        few = [part[:4].float() if part.is_floating_point() else part[:4] for part in both]
+
+        def loss(*parts: slice) -> float:
+            return task.loss(*(torch.cat([part[each] for each in parts]) for part in few)).item()
+
+        rows, every = len(few[0]), slice(None)
+        whole, twice, place = loss(every), loss(every, every), loss_place(section, task)
+        if whole and abs(twice / whole - 2) < 1e-3:
             return (
-                f"{loss_place(section, task)}: loss() is {loss:.4g} for {plural(len(few[0]), 'row')} and {twice:.4g} "
-                "for the same rows twice, so it is a sum; return the mean over the rows, or the learning rate depends "
-                "on the size of the batch"
+                f"{place}: loss() is {whole:.4g} for {plural(rows, 'row')} and {twice:.4g} for the same rows twice, so "
+                "it is a sum; return the mean over the rows, or the learning rate depends on the size of the batch"
+            )
+        half = rows // 2
+        if not half or not _is_own_loss(section, task):
+            return ""
+        halves = (half * loss(slice(half)) + (rows - half) * loss(slice(half, None))) / rows
+        if abs(halves - whole) > 1e-4 * abs(whole) and loss(every) == whole:  # not one that draws or counts
+            shapes = [tuple(part.shape) for part in few]
+            alike = shapes[0] != shapes[1] and few[0].numel() == few[1].numel()
+            cause = f", perhaps by a broadcast of shapes {shapes[0]} and {shapes[1]}" if alike else ""
+            return (
+                f"{place}: loss() mixes rows{cause}: it is {whole:.4g} for {rows} rows, and {halves:.4g} as the mean "
+                "over two halves; contrastive, weighted and masked losses do this on purpose"
             )
     return ""
+
+
+def _is_own_loss(section: TaskSection, task: OpenedTask) -> bool:
+    """Return True unless the harness made the loss, which may weight classes."""
+    found = getattr(type(task), "loss", None)
+    return "." in getattr(section, "loss_name", "") or not getattr(found, "__module__", "").startswith("harness.")
 
 
 def loss_place(section: TaskSection, task: OpenedTask) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from harness.config.schema import OptimizerSection
-from harness.errors import ConfigError
+from harness.errors import ConfigError, OwnCodeError
 from harness.training.optimizer.optim import (
     build,
     built_in,
@@ -124,6 +124,16 @@ def test_by_path():
     assert type(build(OptimizerSection(name="torch.optim.Adam"), params(), 0.1)) is torch.optim.Adam
     own = build(OptimizerSection(name="tests.training.test_optim.Plain", momentum=0.5), params(), 0.1)
     assert own.param_groups[0]["momentum"] == 0.5
+
+
+class NoStep(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+
+def test_one_without_a_step_is_refused():
+    with pytest.raises(OwnCodeError, match=r"test_optim.py:\d+: tests.training.test_optim.NoStep has no step\(\)"):
+        build(OptimizerSection(name="tests.training.test_optim.NoStep"), params(), 0.1)
 
 
 @pytest.mark.parametrize("name", ["Adam", "LAMB", "SGD", "NovoGrad", "Adagrad"])

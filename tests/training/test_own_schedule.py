@@ -29,6 +29,10 @@ def triangle(update, total, *, low: float = 0.0, broken: bool = False):
 def negative(update, total):
     return -1.0 if update == 5 else 1.0
 
+def nothing(update, total):
+    if update < 5:
+        return 1.0
+
 def of_one(update): ...
 
 class Other: ...
@@ -100,6 +104,8 @@ def test_a_function_returns_the_factor_after_the_warm_up(made):
         ("{name: own_rates.negative}", "schedule.name: the schedule own_rates.negative returns -1 times optimizer.lr"),
         ("{name: own_rates.triangle, args: {broken: true}}",
          "own_rates.py:9: the schedule own_rates.triangle fails at update 8: ZeroDivisionError: "),
+        ("{name: own_rates.nothing, warmup: 2 steps}",
+         "own_rates.py:15: the schedule own_rates.nothing returned None at update 8"),
         ("{name: torch.optim.lr_scheduler.OneCycleLR, args: {pct_start: 0.5}}",
          "x.yaml:4: schedule.args.max_lr: required, but not set"),
         ("{name: torch.optim.lr_scheduler.OneCycleLR, args: {max_lr: 1.0, last_epoch: 3}}",
@@ -113,7 +119,7 @@ def test_a_function_returns_the_factor_after_the_warm_up(made):
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_early(made, section, problem):
-    with pytest.raises(OwnCodeError if "ZeroDivisionError" in problem else ConfigError, match=re.escape(problem)):
+    with pytest.raises(OwnCodeError if "own_rates.py:" in problem else ConfigError, match=re.escape(problem)):
         made(section)
 
 

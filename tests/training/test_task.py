@@ -30,7 +30,17 @@ from harness.training import loop, main
 from harness.training.check import preflight
 from harness.training.evaluation import evaluate
 from harness.training.run import Run
-from harness.training.task import Arrays, BaseTask, Classification, Sums, Supervised, open_data, row_seed, wrong_return
+from harness.training.task import (
+    Arrays,
+    BaseTask,
+    Classification,
+    Sums,
+    Supervised,
+    doubt_of_mean,
+    open_data,
+    row_seed,
+    wrong_return,
+)
 from tests.ranks import run_ranks
 
 HERE = "tests/training/test_task.py"
@@ -106,6 +116,10 @@ class Line(BaseTask):
         errors = (outputs - targets).square()
         wrong = {"rows": errors[:, 0], "float": errors.mean().item(), "detached": errors.detach().mean(),
                  "nan": errors.mean() * torch.nan, "sum": errors.sum()}  # fmt: skip
+        if self.fault == "pairs":
+            return (outputs - targets[:, 0]).square().mean()
+        if self.fault == "random":
+            return errors.mean() * torch.rand(())
         if self.fault == "broadcast":
             return nn.functional.mse_loss(outputs, targets[:, 0])
         return wrong.get(self.fault, errors.mean())
@@ -123,10 +137,14 @@ class Line(BaseTask):
             outputs = outputs[1]
         errors = (outputs - targets).square()
         right = {"loss": (errors.sum(), torch.tensor(len(errors)))}
-        wrong = {"a number": errors.sum(), "numbers": {"loss": (1.0, 2)}, "unsummed": {"loss": (errors, errors)}}
+        wrong = {"a number": errors.sum(), "numbers": {"loss": (1.0, 2)}, "unsummed": {"loss": (errors, errors)},
+                 "vector": {"loss": (errors[:, 0], len(errors))}}  # fmt: skip
         return wrong.get(self.fault, right)
 
     def report(self, sums):
+        if self.fault in ("vector", "few rows"):
+            assert self.fault == "vector", "too few rows"
+            return super().report(sums)
         wrong = {"misspelled": {"los": 1.0}, "text": {"loss": "low"}, "no return": None}
         return wrong.get(self.fault, {"loss": sums.pairs["loss"][0].sum().item()})
 
@@ -175,6 +193,21 @@ def test_a_loss_that_is_a_sum_is_warned_of(tmp_path):
     assert "so it is a sum" not in warned(tmp_path, "")
 
 
+def test_a_loss_that_mixes_rows_is_warned_of(tmp_path):
+    """Not one that draws, nor one of the harness, which may weight classes."""
+    place = f"{HERE}:{inspect.getsourcelines(Line.loss)[1]}: loss() mixes rows: it is "
+    assert place in warned(tmp_path, "pairs")
+    assert "mixes rows" not in warned(tmp_path, "") + warned(tmp_path, "random") + warned(tmp_path, "sum")
+    section, pairs = TaskSection(name="own.task"), SimpleNamespace(loss=lambda one, other: (one - other).pow(2).mean())
+    found = doubt_of_mean(section, pairs, torch.rand(4, 1), torch.rand(4))
+    assert "mixes rows, perhaps by a broadcast of shapes (4, 1) and (4,): it is " in found
+    weighted = SimpleNamespace(loss=nn.CrossEntropyLoss(torch.tensor([1.0, 9.0])))
+    rows = torch.tensor([[1.0, 0.0], [3.0, 0.0]]), torch.tensor([0, 1])
+    assert "loss() mixes rows: it is " in doubt_of_mean(section, weighted, *rows)
+    of_harness = type("Weighted", (Supervised,), {"objective": weighted})()
+    assert doubt_of_mean(section, of_harness, *rows) == ""
+
+
 def test_a_loss_of_other_shapes_is_one_warning_with_its_line(tmp_path):
     with warnings.catch_warnings(record=True) as others:
         warnings.simplefilter("always")
@@ -191,6 +224,7 @@ RETURNS = [
     ("detached", "Line.loss() returned a number without a gradient\n"),
     ("a number", "Line.evaluate() returned a tensor of shape ()\n  -> return {name: (sum, count)}"),
     ("numbers", "Line.evaluate() returned (float, int) for 'loss'\n"),
+    ("vector", "Line.evaluate() returned a sum of shape (4,) and a count of shape () for 'loss'\n  -> add up the sum"),
     ("misspelled", "Line.report() returned no metric 'loss', only 'los'\n  -> return a dictionary with a number for"),
     ("text", "Line.report() returned 'low' for metric 'loss'\n"),
     ("no return", "Line.report() returned nothing\n"),
@@ -205,7 +239,8 @@ def test_what_a_method_must_not_return(tmp_path, fault, message):
     with pytest.raises(OwnCodeError) as caught:
         train(tmp_path, fault)
     for error in (found, caught.value):
-        assert str(error).startswith(place + message)
+        text = str(error).replace("shape (6,)", "shape (4,)")  # a batch of an evaluation has 6 rows
+        assert text.startswith(place + message)
         assert error.exit_code == EXIT_OWN_CODE
 
 
@@ -214,9 +249,23 @@ def test_sums_that_depend_on_the_number_of_rows(tmp_path):
         train(tmp_path, "unsummed")
 
 
-@pytest.mark.parametrize("fault", ["a number", "numbers", "raises", "raises, own dataset", "misspelled", "text", "sum"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "a number",
+        "numbers",
+        "vector",
+        "raises",
+        "raises, own dataset",
+        "misspelled",
+        "text",
+        "few rows",
+        "sum",
+        "pairs",
+    ],
+)
 def test_faults_of_an_evaluation_are_found_before_the_first_step(tmp_path, monkeypatch, caplog, fault):
-    """Those of report(), which may need more rows than a batch has, and a loss that is a sum only as a warning."""
+    """An error in report(), which may need more rows than a batch has, and a loss that is no mean are warnings."""
 
     class FirstStep(Exception):
         pass
@@ -225,12 +274,13 @@ def test_faults_of_an_evaluation_are_found_before_the_first_step(tmp_path, monke
         raise FirstStep
 
     monkeypatch.setattr(loop, "epoch", epoch)
-    is_of_report = fault in ("misspelled", "text")
-    trains = is_of_report or fault == "sum"
+    trains = fault in ("few rows", "sum", "pairs")
     with pytest.raises(FirstStep if trains else KeyError if fault.startswith("raises") else OwnCodeError):
         train(tmp_path, fault)
     assert ("for the same rows twice, so it is a sum" in caplog.text) == (fault == "sum")
-    assert ("report() of the task fails on the first validation batch" in caplog.text) == is_of_report
+    assert ("loss() mixes rows" in caplog.text) == (fault == "pairs")
+    text = "report() of the task fails on the first validation batch, and perhaps on all: tests/training/test_task.py:"
+    assert (text in caplog.text) == (fault == "few rows")
 
 
 def test_fault_of_one_rank_before_the_first_step_ends_all(tmp_path):

@@ -49,7 +49,7 @@ from harness.training.task import (
     OpenedTask,
     SupportsPredictions,
     SupportsSample,
-    doubt_of_sum,
+    doubt_of_mean,
     loss_place,
     require_loss,
 )
@@ -404,8 +404,8 @@ def _train(run: _Trial, audit: Audit) -> str:
         with _stage(f"the optimizer {run.config.optimizer.name}", "training"):
             run.optimizer.step()
     run.step_s = time.monotonic() - start
-    if doubt := doubt_of_sum(run.config.task, run.task, outputs, batch.targets):
-        run.doubts["sum"] = doubt
+    if doubt := doubt_of_mean(run.config.task, run.task, outputs, batch.targets):
+        run.doubts["mean"] = doubt
     return f"{plural(len(batch), 'training row')} through prepare, model, loss {loss.item():.4g}, backward, optimizer"
 
 

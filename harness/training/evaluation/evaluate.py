@@ -18,13 +18,13 @@ from torch import nn
 from harness.config.schema import Config
 from harness.data.batch import Dataset, described
 from harness.data.loader import StoppedWaiting
-from harness.errors import DataError, HarnessError, users_line
+from harness.errors import DataError, HarnessError, OwnCodeError, TrainingError, users_line
 from harness.training import rng
 from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.sums import Pairs, Report, Rows, Sums, is_number, reduced
 from harness.training.run import Run
 from harness.training.run_log import unreadable
-from harness.training.task import OpenedTask, doubt_of_sum, wrong_return
+from harness.training.task import BaseTask, OpenedTask, doubt_of_mean, wrong_return
 
 log = logging.getLogger("harness")
 
@@ -94,7 +94,7 @@ def try_evaluation(run: Run) -> None:
     loss of another kind that counts its calls has counted these, too.
 
     Left out in a resume, where it is not cheap (a compiled model), and where all ranks must take part (sharded
-    weights). ``report`` may need more rows than those of a batch, so its faults are only warned of.
+    weights). ``report`` may need more rows than those of a batch, so errors that it raises are only warned of.
     """
     config = run.config
     is_own = "." in config.task.name or "." in getattr(config.task, "loss_name", "")
@@ -111,14 +111,15 @@ def try_evaluation(run: Run) -> None:
             return
         sums, outputs = Sums(), run.parallel.eval_model.eval()(prepare(run, batch.inputs))
         add_pairs(sums, task, outputs, batch.targets)
-        if doubt := doubt_of_sum(config.task, task, outputs, batch.targets):
+        if doubt := doubt_of_mean(config.task, task, outputs, batch.targets):
             log.warning("%s", doubt)
         try:
             numbers(task, sums.on_cpu(), config.task.metrics)
         except Exception as error:
-            found = (
-                error if isinstance(error, HarnessError) else f"{users_line(error)}: {type(error).__name__}: {error}"
-            )
+            if isinstance(error, TrainingError) and error.__cause__ is None:  # of what was returned, wrong for any rows
+                raise
+            where, text = users_line(error), f"{type(error).__name__}: {error}"
+            found = error if isinstance(error, HarnessError) else f"{where}: {text}" if where else text
             log.warning("report() of the task fails on the first validation batch, and perhaps on all: %s", found)
 
 
@@ -191,7 +192,10 @@ def _wrong(pairs: object, sums: Sums) -> str:
 
 def numbers(task: OpenedTask, sums: Sums, names: Iterable[str]) -> Report:
     """Return the task's report on ``sums``, with a number for each of the metrics ``names``. Raises TrainingError."""
-    report: Report = task.report(sums)
+    try:
+        report: Report = task.report(sums)
+    except OwnCodeError as error:  # of Sums.ratio, which does not know the task
+        raise error if error.where else wrong_return(task, "evaluate", error.message, error.hint) from None
     hint = f"return a dictionary with a number for each metric that the task declares: {', '.join(names)}"
     if not isinstance(report, Mapping):
         raise wrong_return(task, "report", described(report), hint)
@@ -203,6 +207,9 @@ def numbers(task: OpenedTask, sums: Sums, names: Iterable[str]) -> Report:
             found = f"{value!r:.80} for metric {name!r}"
             if name not in report:
                 found = f"no metric {name!r}, only {', '.join(map(repr, report)) or 'an empty dictionary'}"
+                if type(task).report is BaseTask.report:
+                    declared = f"return a (sum, count) for each metric that the task declares: {', '.join(names)}"
+                    raise wrong_return(task, "evaluate", found, declared)
             raise wrong_return(task, "report", found, hint)
         report = {**report, name: value}
     return report

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.distributed.runtime import Runtime
+from harness.errors import OwnCodeError
 from harness.training.logical_ranks import LogicalRanks
 
 Pairs = dict[str, tuple[Tensor, Tensor | float]]  # {name: (sum, count)}, of any shape
@@ -60,8 +61,11 @@ class Sums:
         return reduced([self], LogicalRanks(runtime))
 
     def ratio(self, name: str) -> float:
-        """Return sum / count; NaN if nothing was counted."""
+        """Return sum / count; NaN if nothing was counted. Raises OwnCodeError if that is not one number."""
         total, count = self.pairs[name]
+        if total.numel() != 1 or count.numel() != 1:
+            found = f"a sum of shape {tuple(total.shape)} and a count of shape {tuple(count.shape)} for {name!r}"
+            raise OwnCodeError(found, hint="add up the sum over the rows: (errors.sum(), len(errors))")
         return (total / count).item()
 
 

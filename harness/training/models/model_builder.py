@@ -126,7 +126,7 @@ def try_batch(model: nn.Module, name: str, example: Tensor, outputs: int | None,
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
         what = f"model {name} cannot process a batch of shape {tuple(example.shape)}: {_reason(error)}"
         hint = _fixed_size(model, name, error) or _remedy(model, example, name, task)
-        raise determinism.explained(error) or of_part(what, error, "model.name", hint) from None
+        raise determinism.explained(error) or of_part(what, error, "model.name", hint) from error
     finally:
         model.train()
     shape = tuple(found.shape) if isinstance(found, Tensor) else f"an object of type {type(found).__name__}"

@@ -14,7 +14,7 @@ from torch import nn
 
 from harness.config import plugins, signatures
 from harness.config.schema import OptimizerSection
-from harness.errors import ConfigError, users_line
+from harness.errors import ConfigError, OwnCodeError, place_of, users_line
 from harness.training.strategies.sharding import local
 
 _WITH_STATE = ("amsgrad", "centered")  # settings of torch's optimizers that keep another average from the first step
@@ -58,6 +58,9 @@ def build(
     if not isinstance(optimizer, torch.optim.Optimizer):
         what = f"{section.name} returns an object of type {type(optimizer).__name__}, not a torch.optim.Optimizer"
         raise ConfigError(what, where="optimizer.name", hint="return a torch.optim.Optimizer from it")
+    if inspect.unwrap(optimizer.step) is torch.optim.Optimizer.step:
+        hint = "define step(self, closure=None), which updates the parameters from their gradients"
+        raise OwnCodeError(f"{section.name} has no step()", where=place_of(type(optimizer)), hint=hint)
     return optimizer
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from harness.config import schedules
 from harness.config.schema import Config
-from harness.errors import ConfigError, HarnessError, first_line, of_part
+from harness.errors import ConfigError, HarnessError, OwnCodeError, first_line, of_part, place_of
 from harness.training.optimizer import optim
 from harness.training.optimizer.schedule import Schedule
 from harness.training.own_state import require_plain
@@ -88,7 +88,14 @@ class OfFunction(OwnSchedule):
     """``function(update, total, **args)``, which returns the factor of ``optimizer.lr``."""
 
     def _after_warmup(self, update: int) -> tuple[float, float | None]:
-        return float(self.base * self._function(update, self._updates, **self._args)), None  # type: ignore[operator]
+        factor: Any = self._function(update, self._updates, **self._args)
+        try:
+            return float(self.base * factor), None
+        except TypeError:
+            number = update + self.warmup_steps + 1
+            what = f"the schedule {self.section.name} returned {factor!r:.80} at update {number}"
+            hint = "return a number, the factor of optimizer.lr, at every update"
+            raise OwnCodeError(what, where=place_of(self._function) or "schedule.name", hint=hint) from None
 
 
 @dataclass(frozen=True)
