@@ -31,9 +31,9 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     yield from _precision(config)
     yield from _parallel(config)
     yield from _compile(config)
-    if isinstance(config.task, LabelledTask):
-        yield from map(Conflict._make, targets.problems(config.task))
-    if config.best_metric not in config.task.metrics:
+    of_task = [*targets.problems(config.task)] if isinstance(config.task, LabelledTask) else []
+    yield from map(Conflict._make, of_task)
+    if config.best_metric not in config.task.metrics and "task.metrics" not in {key for key, *_ in of_task}:
         yield Conflict(
             "checkpoint.best_metric",
             f"task {config.task.name} has no metric {config.best_metric!r}",

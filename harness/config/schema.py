@@ -111,9 +111,9 @@ class ModelSection(Section):
     strict: bool = True
     """true: the weights must match the model exactly; false: missing weights are initialized at random."""
     freeze: tuple[str, ...] = Field(default=(), strict=False)
-    """Patterns such as "layer1.*" for the names of parameters that are not trained. Batch norms in the frozen
-    parts still update their running statistics. With lora: of the last layers and modules_to_save; the matrices are
-    trained, unless a pattern has lora in it.
+    """Modules and parameters that are not trained, such as [layer1]: the ends of their names, or patterns such as
+    "layer[12]". Batch norms in the frozen parts still update their running statistics. With lora: of the last layers
+    and modules_to_save; the matrices are trained, unless a pattern has lora in it.
     """
     channels_last: bool = False
     """Keep images and convolution weights in the channels-last memory format, which is faster on tensor cores."""
@@ -179,8 +179,8 @@ class GroupSection(Section):
     """Parameters with their own learning rate or weight decay."""
 
     match: str
-    """A pattern such as "layer1.*" for the names of the parameters; `1d`: all parameters with one dimension, which
-    are biases and the weights of normalization layers.
+    """A module or parameter, named as in model.freeze, such as layer1; `1d`: all parameters with one dimension,
+    which are biases and the weights of normalization layers.
     """
     lr_scale: Annotated[float, Field(ge=0)] = 1.0
     """Factor by which the learning rate is multiplied, such as 0.1."""

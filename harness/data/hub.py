@@ -19,6 +19,7 @@ from torch import Tensor
 from harness.config.places import HUB
 from harness.data.texts import SETTING, Tokenizer
 from harness.errors import ConfigError, HarnessError, first_line, reason, similar_path
+from harness.runs import layout
 from harness.runs.files import expanded, new_folder
 
 log = logging.getLogger("harness")
@@ -43,6 +44,11 @@ def folder(name: str, where: str) -> Path:
     if not (path / CONFIG).is_file():
         inside = sorted(file.parent for file in path.glob(f"*/{CONFIG}"))
         hint = f"did you mean {HUB}{inside[-1]}?" if inside else "give a folder that save_pretrained wrote"
+        if (path / layout.CONFIG).is_file():
+            hint = (
+                f"it is a run: to start from it, keep model.name and set model.weights={place}; or write a folder with "
+            )
+            hint += f"harness export {place} --format huggingface --out FOLDER"
         raise ConfigError(f"the folder {path} has no {CONFIG}", where=where, hint=hint)
     return path
 
@@ -91,15 +97,16 @@ def _downloaded(place: str, where: str, patterns: Sequence[str]) -> Path:
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
     except Exception as error:  # of the hub's many kinds
         offline = constants.HF_HUB_OFFLINE
-        missing = offline and isinstance(error, LocalEntryNotFoundError)
-        why = "is not in the cache" if missing else f"cannot be had: {first_line(error)}"
+        why = f"the hub's {place} cannot be had: {first_line(error)}"
+        if isinstance(error, LocalEntryNotFoundError):
+            why = f"the hub's {place} is not in the cache" if offline else "the hub cannot be reached"
         network = "HF_HUB_OFFLINE is set; unset it to download" if offline else "check the name and the network"
         of_hub = f"{network}; or type elsewhere: hf download {name} --local-dir FOLDER, and here {HUB}FOLDER"
         keys = (where, "model.name") if where == "task.tokenizer.name" else (where,)
         whole = " ".join(f"{key}={HUB}/PATH" for key in keys)
         hint = f"of a folder that is not in {Path.cwd()}, type the whole path: {whole}; of the hub: {of_hub}"
         raise ConfigError(
-            f"there is no folder {place}, and the hub's {place} {why}",
+            f"there is no folder {place}, and {why}",
             where=where,
             hint=_nearest(place) or (of_hub if "/" in place else hint),
         ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -92,6 +93,12 @@ def doubts(config: Config, sizes: Sizes, num_rows: int) -> Iterator[str]:
         yield (
             f"train.evaluate_every={every.written} is in epochs, and longer than the run: only its end is evaluated; "
             f"for steps, type train.evaluate_every='{every.amount} steps'"
+        )
+    warmup = config.schedule.warmup
+    if warmup and warmup.unit == "epochs" and not isinstance(warmup.written, str) and warmup.amount < Fraction(1, 2):
+        yield (
+            f"schedule.warmup={warmup.written} is in epochs: {plural(sizes.schedule.warmup_steps, 'step')} of "
+            f"{sizes.total_steps}; a share of the run is schedule.warmup={float(100 * warmup.amount):g}%"
         )
     train_csv = getattr(config.task, "train_csv", None)
     if train_csv is not None and train_csv == getattr(config.task, "eval_csv", None):

@@ -80,3 +80,5 @@ def test_best_metric_is_one_of_the_chosen(tmp_path):
     assert make_config(tmp_path, task=NUMBERS, checkpoint={"best_metric": "r2"}).best_metric == "r2"
     with pytest.raises(ConfigError, match="no metric 'top1'"):
         make_config(tmp_path, task=MULTI, checkpoint={"best_metric": "top1"})
+    with pytest.raises(ConfigError, match="1 problem .*\n.*there is no metric 'mse'"):
+        make_config(tmp_path, task={**NUMBERS, "metrics": ["mse"]}, checkpoint={"best_metric": "r2"})

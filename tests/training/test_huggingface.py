@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from harness.cli import main
@@ -279,6 +280,7 @@ def test_modules_to_save_are_trained_whole(make):
     [
         ("bert.*", {"A", "B", "classifier"}),
         ("*", {"A", "B"}),
+        ("classifier", {"A", "B"}),
         ("*.lora_A.*", {"B", "classifier"}),
         ("*lora*", {"classifier"}),
     ],
@@ -415,6 +417,10 @@ def renamed(bert: Path, folder: Path, **keys: object) -> Path:
     [
         ({"model": {"name": "hf:TMP/none"}}, "there is no folder TMP/none"),
         ({"model": {"name": "hf:TMP/empty"}}, "the folder TMP/empty has no config.json -> give a folder"),
+        (
+            {"model": {"name": "hf:TMP/run"}},
+            "has no config.json -> it is a run: .* model.weights=TMP/run; or .* export",
+        ),
         ({"model": {"name": "hf:TMP/outer"}}, "has no config.json -> did you mean hf:TMP/outer/checkpoint-5?"),
         (
             {"model": {"name": "hf:owner/name"}},
@@ -452,8 +458,9 @@ def renamed(bert: Path, folder: Path, **keys: object) -> Path:
 )
 def test_refused_before_training(make, bert, tmp_path, monkeypatch, sections, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for folder in ("empty", "outer/checkpoint-5"):
+    for folder in ("empty", "run", "outer/checkpoint-5"):
         (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").touch()
     (tmp_path / "outer" / "checkpoint-5" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     renamed(bert, tmp_path / "tinybert")
@@ -470,6 +477,17 @@ def test_refused_before_training(make, bert, tmp_path, monkeypatch, sections, me
             changed["task"]["text_column"] = "premise"
     with pytest.raises(HarnessError, match="(?s)" + message.replace("TMP", str(tmp_path)).replace(" -> ", "\n  -> ")):
         built(make(**changed))
+
+
+def test_a_hub_out_of_reach_is_one_short_reason(monkeypatch, tmp_path):
+    def no_network(*_, **__):
+        raise LocalEntryNotFoundError("Got: ConnectError: [Errno -2] Name or service not known")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", no_network)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(ConfigError, match="(?s)there is no folder smal_bert, and the hub cannot be reached\n  -> "):
+        hub.folder("hf:smal_bert", "model.name")
 
 
 def test_the_positions_that_roberta_keeps_for_padding_are_not_counted(make, bert, tmp_path):
@@ -605,8 +623,12 @@ def test_an_adapter_for_peft(make, tmp_path, monkeypatch, kind, targets):
 def test_a_model_without_matrices_is_no_adapter(make):
     from harness.training.models import huggingface
 
-    with pytest.raises(ConfigError, match="(?s)has no matrices of LoRA.*-> train with model.name=hf:.* and model.lora"):
+    with pytest.raises(ConfigError, match="(?s)the model has no matrices of LoRA\n  -> train with model.lora.r=8, or"):
         huggingface.save_adapter(built(make())[1], Path("none"), "hf:none", {}, None)
+    with pytest.raises(
+        ConfigError, match="(?s)the model is none of transformers\n  -> train with model.name=hf:FOLDER"
+    ):
+        huggingface.save_adapter(torch.nn.Linear(2, 2), Path("none"), "hf:none", {}, None)
 
 
 def write_numbers(folder: Path) -> None:

@@ -227,7 +227,7 @@ def test_f1_and_mcc_of_two_classes_agree_with_scikit_learn():
     assert found["mcc"] == pytest.approx(reference.matthews_corrcoef(targets, outputs.argmax(1)))
     constant = report_of(objective(two, metrics=["mcc", "f1"]), torch.tensor([[1.0, 0.0]] * 3), torch.zeros(3).long())
     assert (constant["mcc"], constant["f1"]) == (0, 0)
-    with pytest.raises(ConfigError, match="f1 is for two classes, and there are 3"):
+    with pytest.raises(ConfigError, match="f1 is for two classes, and there are 3: 'a', 'b', 'c'"):
         objective(SINGLE, metrics=["f1"]).check(9)
 
 

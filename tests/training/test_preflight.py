@@ -496,6 +496,11 @@ def test_what_is_hardly_meant_is_a_warning(folder):
     assert problems == []
     assert "for steps, type train.evaluate_every='500 steps'" in facts["warning"]
     assert "evaluate_every" not in examine(folder, "train.evaluate_every=5", "train.epochs=5")[0].get("warning", "")
+    facts, _ = examine(folder, "schedule.warmup=0.1", "train.epochs=5")
+    assert "schedule.warmup=0.1 is in epochs: 1 step of " in facts["warning"]
+    assert "; a share of the run is schedule.warmup=10%" in facts["warning"]
+    for meant in ("schedule.warmup=10%", "schedule.warmup=0.1 epochs", "schedule.warmup=1"):
+        assert "warmup" not in examine(folder, meant, "train.epochs=5")[0].get("warning", "")
     facts, _ = examine(folder, f"task.eval_csv={folder / 'train.csv'}")
     assert "task.eval_csv is task.train_csv" in facts["warning"]
     for file in (folder / "train.csv", folder / "eval.csv"):

@@ -14,10 +14,10 @@ from tests.training.test_schedule import schedule
 
 def test_groups_and_frozen_parameters():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
-    trained_parameters.freeze(model, ["0.*"])
+    trained_parameters.freeze(model, ["0"])
     section = OptimizerSection(
         name="adamw", weight_decay=0.1,
-        groups=(GroupSection(match="1d", weight_decay=0.0), GroupSection(match="2.0.*", lr_scale=0.5)),
+        groups=(GroupSection(match="1d", weight_decay=0.0), GroupSection(match="2.0", lr_scale=0.5)),
     )  # fmt: skip
     optimizer = build(section, trained_parameters.groups(section, model, 0.4), 0.4)
     names = {param: name for name, param in model.named_parameters()}

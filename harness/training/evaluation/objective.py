@@ -152,8 +152,9 @@ class Objective:
                 hint=f"use top1, which picks the best checkpoint, before {deciding}",
             )
         if "f1" in self._metric_names and number != 2:
+            shown = ", ".join([*map(repr, self.labels.names[:5]), *["..."] * (number > 5)])
             raise ConfigError(
-                f"f1 is for two classes, and there are {number}",
+                f"f1 is for two classes, and there are {number}: {shown}",
                 where="task.metrics",
                 hint="use macro_f1, the mean of the F1 of each class, or mcc",
             )

@@ -12,7 +12,7 @@ from harness.config.targets import Kind, TableTask
 from harness.data.row_labels import ClassLabels, NoLabels, NumberLabels, RowLabels, TagLabels, class_indices
 from harness.data.table.labels import LabelColumns
 from harness.data.table.table import Table, open_table
-from harness.errors import DataError, listed, plural
+from harness.errors import ConfigError, DataError, listed, plural
 from harness.training.evaluation.labels import Labels, MultiLabel, Regression, labels_of, learned_labels
 from harness.training.evaluation.objective import Objective
 
@@ -49,7 +49,11 @@ def open_tables(task: TableTask, cache_dir: Path | None) -> tuple[Split, Split, 
         return found, len(train)
 
     objective = Objective(task, labels, counts)
-    objective.check(len(eval_))
+    try:
+        objective.check(len(eval_))
+    except ConfigError as error:  # a misspelt label may be the reason
+        error.message = "; ".join([*train.notes, error.message])
+        raise
     return split, eval_split, objective
 
 

@@ -197,8 +197,11 @@ def save_adapter(
     ``tokenizer`` into the folder ``path``; return the model that peft loads there. Raises ConfigError."""
     kind: Any = type(model)
     if not (issubclass(kind, OneTensor) and lora.adapted(model)):
-        hint = "train with model.name=hf:FOLDER_OR_NAME and model.lora, or use --format huggingface or safetensors"
-        raise ConfigError("the model has no matrices of LoRA, or is none of transformers", where=_PEFT, hint=hint)
+        what, hint = ("has no matrices of LoRA", "model.lora.r=8") if issubclass(kind, OneTensor) else (
+            "is none of transformers", "model.name=hf:FOLDER_OR_NAME and model.lora.r=8"
+        )  # fmt: skip
+        hint = f"train with {hint}, or use --format {'huggingface' if issubclass(kind, OneTensor) else 'safetensors'}"
+        raise ConfigError(f"the model {what}", where=_PEFT, hint=hint)
     import peft
 
     plain: Any = copy.deepcopy(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -92,10 +93,16 @@ def inside(name: str, modules: Sequence[str]) -> bool:
     return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
+def means(pattern: str, name: str) -> bool:
+    """Return True if ``pattern`` is the end of ``name`` or matches it, or that of a module that it is in."""
+    wholes = itertools.accumulate(name.split("."), "{}.{}".format)
+    return any(f".{whole}".endswith(f".{pattern}") or fnmatch.fnmatchcase(whole, pattern) for whole in wholes)
+
+
 def _matching(target: str, layers: Mapping[str, str], key: str) -> list[str]:
     """Return the names of ``layers`` that ``target`` of the setting ``key`` means. Raises ConfigError if there are
     none."""
-    found = [name for name in layers if f".{name}".endswith(f".{target}") or fnmatch.fnmatchcase(name, target)]
+    found = [name for name in layers if means(target, name)]
     if not found:
         ends = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
         near = similar(target, [*layers, *ends])

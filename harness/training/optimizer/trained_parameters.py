@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -53,9 +52,9 @@ def groups(section: OptimizerSection, model: nn.Module, lr: float) -> list[dict[
 
 def _matching(pattern: str, named: Mapping[str, nn.Parameter], where: str) -> list[str]:
     """Return the names that match ``pattern``. Raises ConfigError if there is none."""
-    found = [
+    found = [name for name in named if lora.inside(name, [pattern])] or [
         name for name, param in named.items()
-        if (param.dim() <= 1 if pattern == "1d" else fnmatch.fnmatchcase(name, pattern))
+        if (param.dim() <= 1 if pattern == "1d" else lora.means(pattern, name))
     ]  # fmt: skip
     if not found:
         near = similar(pattern, [*named, *{f"{name.partition('.')[0]}.*" for name in named}])
