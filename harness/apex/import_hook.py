@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from harness.apex import legacy_paths, safe_globals
+from harness.apex import legacy_paths, safe_load
 from harness.apex.patches import patches
 
 EXTENSIONS = ("amp_C", "apex_C", "fused_adam_cuda")  # compiled modules that Apex installed next to the package
@@ -26,17 +26,17 @@ def install(trust_checkpoints: bool = False) -> None:
 
     An imported ``apex`` is set aside until ``uninstall``; objects that a script took from it do not change. ``amp_C``
     and ``apex_C`` resolve to this package too, unless real ones are installed. ``torch.load`` accepts the plain data
-    of old checkpoints, and with ``trust_checkpoints`` any other object, which can run code; see ``safe_globals``.
+    of old checkpoints, and with ``trust_checkpoints`` any other object, which can run code; see ``safe_load``.
     Calling it again only adds ``trust_checkpoints``.
     """
-    safe_globals.trusts_files = safe_globals.trusts_files or trust_checkpoints
+    safe_load.trusts_files = safe_load.trusts_files or trust_checkpoints
     if _finder in sys.meta_path:
         return
     for name in [name for name in sys.modules if _is_apex(name)]:
         _set_aside[name] = sys.modules.pop(name)
     sys.modules["apex"] = importlib.import_module("harness.apex")
     sys.meta_path.insert(0, _finder)
-    safe_globals.add_when_imported()
+    safe_load.add_when_imported()
 
 
 def uninstall() -> None:
@@ -45,7 +45,7 @@ def uninstall() -> None:
     Modules imported meanwhile stay usable. Calling it again does nothing.
     """
     patches.undo()
-    safe_globals.trusts_files = False
+    safe_load.trusts_files = False
     if _finder not in sys.meta_path:
         return
     sys.meta_path.remove(_finder)
@@ -92,7 +92,7 @@ class _Finder(DistributionFinder):
         return [_Metadata()] if name is None or name.lower() == "apex" else []
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        safe_globals.add_when_imported()  # every import passes here, so torch and numpy are noticed
+        safe_load.add_when_imported()  # every import passes here, so torch and numpy are noticed
         if name in EXTENSIONS:
             return None if _is_installed(name, path) else ModuleSpec(name, _ExistingModule(f"harness.apex.{name}"))
         # `from apex import contrib` looks for harness.apex.contrib, after the real name of the package

@@ -18,6 +18,7 @@ from harness.apex.amp.cast_lists import AUTOCAST, BANNED, EVERYWHERE, RECURRENT,
 from harness.apex.dtypes import REDUCED, wide
 
 _CUDA = "AutocastCUDA"
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 # Older torch has no allow_override, and warns about each replaced kernel.
 _OVERRIDE = (
@@ -69,20 +70,22 @@ def register(key: str, dtype: torch.dtype, lists: CastLists, allow_banned: bool)
 def _differs(op: Any, name: str, key: str, lists: CastLists, dtype: torch.dtype) -> bool:
     """Return whether ``op`` needs a kernel of ours under ``key``, because torch has none there or one with another
     rule."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if name in BANNED:
         return True
     if name in RECURRENT and key == _CUDA:
         # torch casts below, in cuDNN's operation, into the one piece of memory that cuDNN wants: always to float16.
         return dtype is not torch.float16
     if lists is AUTOCAST:
-        if key == _CUDA:
-            return name in EVERYWHERE
-        if name in lists.untouched + lists.rounded:
-            return True
-        if name not in EVERYWHERE and not has_kernel(op.name(), _CUDA):
-            return False
-    return name in lists.replaced + lists.untouched or not has_kernel(op.name(), key)
+        return name in EVERYWHERE if key == _CUDA else _differs_on_cpu(op, name, key)
+    return name in lists.replaced + lists.untouched or not _has_kernel(op.name(), key)
+
+
+def _differs_on_cpu(op: Any, name: str, key: str) -> bool:
+    """Return ``_differs`` for autocast's own lists, where CUDA's kernels are the rule."""
+    if name in AUTOCAST.untouched + AUTOCAST.rounded:
+        return True
+    has_rule = name in EVERYWHERE or _has_kernel(op.name(), _CUDA)
+    return has_rule and (name in AUTOCAST.replaced or not _has_kernel(op.name(), key))
 
 
 @functools.cache

@@ -41,11 +41,11 @@ def init(
     ``binary_cross_entropy`` in float32 where it would raise. ``patch_type``: the reduced dtype (ROCm's argument).
     ``enable_caching`` is accepted; there is no cache. A later ``amp.initialize`` ends it.
     """
-    handle = AmpHandle(loss_scale, verbose) if enabled else NoOpHandle()  # raises for a wrong loss_scale
+    handle = AmpHandle(loss_scale, verbose) if enabled else None  # raises for a wrong loss_scale
     cast_engine.engine.stop()
     function_casts.restore_functions()
-    if not isinstance(handle, AmpHandle):
-        return handle
+    if handle is None:
+        return NoOpHandle()
     device_types = {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}
     cast_engine.engine.start(patch_type, device_types, allow_banned=allow_banned, verbose=verbose)
     function_casts.apply_registrations()
@@ -79,6 +79,9 @@ class NoOpHandle:
         """Return a context that yields the tensor to call ``backward()`` on."""
         return nullcontext(loss)
 
+    def _new_scalers(self, num_loss: int) -> list[LossScaler]:
+        return []
+
     def _disable_casts(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -111,6 +114,9 @@ class AmpHandle(NoOpHandle):
             _adopt(each)
         return scaled(loss, chosen, self._default_scaler)
 
+    def _new_scalers(self, num_loss: int) -> list[LossScaler]:
+        return [LossScaler(self._loss_scale, index=i) for i in range(num_loss)]
+
     def _disable_casts(self) -> AbstractContextManager[None]:
         return cast_engine.disable_casts()
 
@@ -131,9 +137,8 @@ class OptimWrapper:
         self._optimizer = optimizer
         self._handle = amp_handle
         self._next_loss = 0
-        self._scalers: list[LossScaler] = []
-        if isinstance(amp_handle, AmpHandle):
-            self._scalers = [LossScaler(amp_handle._loss_scale, index=i) for i in range(num_loss)]
+        self._scalers = amp_handle._new_scalers(num_loss)
+        if self._scalers:
             _adopt(optimizer)
 
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
