@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from harness.config.schema import ModelSection
-from harness.data.names import ALPHABET, STOP, encode
+from harness.data.names import ALPHABET, STOP
 from harness.errors import ConfigError, DataError
+from harness.tasks.pet_names.coded import encode
 from harness.tasks.pet_names.config import Task
 from harness.tasks.pet_names.task import context
 from harness.training.evaluation.sums import Sums

@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 
 from harness import cli
 from harness.config import loader
-from harness.data.names import ALPHABET, STOP_CODE, encode
+from harness.data.names import ALPHABET
 from harness.errors import CheckpointError, ConfigError, DataError, HarnessError
 from harness.runs import ownership
 from harness.runs.weights_file import save_weights
 from harness.tasks.pet_names import generate
+from harness.tasks.pet_names.coded import STOP_CODE, encode
 from harness.tasks.pet_names.generate import MAX_LENGTH, NameRequest
 from tests.datasets import NAMES, write_names
 from tests.fixtures import settings, write_rows

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from harness.data.names import ALPHABET, BLANK, BLANK_CODE, STOP, STOP_CODE, clean, encode
+from harness.data.names import ALPHABET, BLANK, STOP, clean
 from harness.errors import ConfigError, DataError, HarnessError, plural
 from harness.runs import trained_run
 from harness.tasks.pet_names import task as pet_names
+from harness.tasks.pet_names.coded import BLANK_CODE, STOP_CODE, encode
 from harness.tasks.pet_names.config import Task
 
 MAX_LENGTH = 40  # characters of a name; longer ones are discarded

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness.data.names import ALPHABET, BLANK_CODE, CodeRows, read, split, whole, windows
+from harness.data.names import ALPHABET
 from harness.errors import ConfigError, DataError, plural
+from harness.tasks.pet_names.coded import BLANK_CODE, CodeRows, read, split, whole, windows
 from harness.tasks.pet_names.config import Task
 from harness.training.task import BaseTask, Batch, ModelSection, Pairs, model_builder
 

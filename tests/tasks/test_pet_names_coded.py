@@ -8,8 +8,19 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from harness.data.names import ALPHABET, BLANK, STOP, clean, encode, is_validation, read, split, whole, windows
 from harness.errors import DataError
+from harness.tasks.pet_names.coded import (
+    ALPHABET,
+    BLANK,
+    STOP,
+    clean,
+    encode,
+    is_validation,
+    read,
+    split,
+    whole,
+    windows,
+)
 
 name_texts = st.lists(st.text("ab .-z", min_size=1, max_size=12), min_size=1, max_size=6)
 
