@@ -122,9 +122,7 @@ def _from_torch(environ: Mapping[str, str]) -> Launch:
         )
     elastic = "TORCHELASTIC_RUN_ID" in environ
     world_size = _number(environ, "WORLD_SIZE", 1)
-    local_world_size = (
-        _number(environ, "LOCAL_WORLD_SIZE", 1, world_size) if "LOCAL_WORLD_SIZE" in environ else world_size
-    )
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", 1, world_size, default=world_size)
     return Launch(
         rank=_number(environ, "RANK", 0, world_size - 1),
         local_rank=_number(environ, "LOCAL_RANK", 0, local_world_size - 1),
@@ -135,7 +133,7 @@ def _from_torch(environ: Mapping[str, str]) -> Launch:
         by=environ.get(_BY) or ("torch.distributed.launch or torchrun" if elastic else "RANK and WORLD_SIZE"),
         elastic=elastic,
         supervised=elastic or _BY in environ,
-        restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0) if "TORCHELASTIC_RESTART_COUNT" in environ else 0,
+        restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
         may_grow=elastic and FIXED_MACHINES not in environ,
         store_is_held=environ.get(_STORE_IS_HELD) == "True",
         error_file=environ.get("TORCHELASTIC_ERROR_FILE", ""),
@@ -149,11 +147,11 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
     if not nodes and "MASTER_ADDR" not in environ:
         raise LaunchError("Slurm's environment has no node list (SLURM_STEP_NODELIST)", hint="export MASTER_ADDR")
-    job, step = (_number(environ, n, 0) if n in environ else 0 for n in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    job, step = (_number(environ, name, 0, default=0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     # With the step: steps of one job may run at the same time on one node.
-    port = _number(environ, "MASTER_PORT", 0, 65535) if "MASTER_PORT" in environ else 20000 + (job + 97 * step) % 12768
+    port = _number(environ, "MASTER_PORT", 0, 65535, default=20000 + (job + 97 * step) % 12768)
     per_node = _expanded(environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1")))
-    node = _number(environ, "SLURM_NODEID", 0) if "SLURM_NODEID" in environ else 0
+    node = _number(environ, "SLURM_NODEID", 0, default=0)
     return Launch(
         rank=_number(environ, "SLURM_PROCID", 0, world_size - 1),
         local_rank=_number(environ, "SLURM_LOCALID", 0, world_size - 1),
@@ -179,11 +177,16 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match.group())
 
 
-def _number(environ: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
-    """Return the variable ``name`` as a number from ``low`` to ``high``. Raises LaunchError."""
+def _number(
+    environ: Mapping[str, str], name: str, low: int, high: int | None = None, default: int | None = None
+) -> int:
+    """Return the variable ``name`` as a number from ``low`` to ``high``; ``default`` if there is none. Raises
+    LaunchError."""
     try:
         value = int(environ[name])
     except KeyError:
+        if default is not None:
+            return default
         raise LaunchError(f"the launch environment is incomplete: {name} is missing", hint=_HINT) from None
     except ValueError:
         raise LaunchError(f"{name}={environ[name]!r} is not a whole number", hint=_HINT) from None

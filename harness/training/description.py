@@ -29,18 +29,13 @@ _SHOWN = {"run folder", "model", "train rows", "eval rows", "ranks", "device", "
 
 
 def announce(run: Run) -> None:
-    """Log what this start will train and on what, and record its provenance."""
+    """Log what this start will train and on what, and record its provenance. Collective."""
     runtime, config = run.runtime, run.config
     if finished := run.finished():
         _log_nothing_left(run)
     card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
-    facts = {"run folder": run.folder.where, "model": describe_model(config, run.module)}
-    facts |= describe(config, run.task, run.sizes, run.ranks.num, runtime.device, run.precision.backend)
-    facts |= trained_parameters.describe(run.optimizer, run.module) | run.hooks.describe()
-    facts |= {"parallel": run.parallel.describe(), "launcher": _launcher(config, runtime)}
-    shown = "loss: mean over the rows of these steps; rows/s: over all ranks; time left: of the whole run"
-    for name, value in {**facts, "log lines": shown}.items():
+    for name, value in _facts(run).items():
         log.info("%14s: %s", name, value, extra={} if name in _SHOWN and not finished else console.IN_FILE)
     first = runtime.rank == 0
     if first and not run.state.step and (slow := precision.warning(config.precision, runtime.device)):
@@ -49,6 +44,19 @@ def announce(run: Run) -> None:
     with runtime.together("recording provenance"):
         if runtime.rank == 0:
             _record_start(run, provenance.of_start(runtime, run.precision.backend, ranks, code))
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    return {
+        "run folder": run.folder.where,
+        "model": describe_model(run.config, run.module),
+        **describe(run.config, run.task, run.sizes, run.ranks.num, run.runtime.device, run.precision.backend),
+        **trained_parameters.describe(run.optimizer, run.module),
+        **run.hooks.describe(),
+        "parallel": run.parallel.describe(),
+        "launcher": _launcher(run.config, run.runtime),
+        "log lines": "loss: mean over the rows of these steps; rows/s: over all ranks; time left: of the whole run",
+    }
 
 
 def _record_start(run: Run, start: dict[str, Any]) -> None:

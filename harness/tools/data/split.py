@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -51,13 +52,7 @@ def split(
             where="--eval",
             hint="choose a share that leaves at least one row in each file, such as 0.5",
         )
-    generator = np.random.default_rng(seed)
-    strata, labels = _codes(table, stratify) if stratify else (np.zeros(rows, np.int32), [])
-    groups, values = _codes(table, by) if by else (strata, [])
-    chosen = _of_groups(groups, strata, wanted, generator) if by else _of_rows(strata, wanted, generator)
-    if not chosen.any() or chosen.all():
-        what = f"column {by!r} has {plural(len(values), 'value')}, so one part would be empty" if by else "too few rows"
-        raise ConfigError(what, where="--by" if by else "--stratify", hint="choose another column or another --eval")
+    chosen, notes = _chosen(table, by, stratify, wanted, seed, [out.name for out in outs])
     with ExitStack() as stack:
         work = stack.enter_context(working(f"writing {outs[0].name} and {outs[1].name}", "rows", rows))
         for out, mask in zip(outs, (~chosen, chosen), strict=True):
@@ -65,18 +60,33 @@ def split(
             for batch in table.filter(pa.array(mask)).to_batches(table_file.BATCH_ROWS):
                 write(batch)
                 work.done += len(batch)
-    lines = [f"wrote {plural(rows - chosen.sum(), 'row')} to {outs[0]} and {chosen.sum()} to {outs[1]}"]
+    done = f"wrote {plural(rows - chosen.sum(), 'row')} to {outs[0]} and {chosen.sum()} to {outs[1]}"
+    tables = outs if folder else [source]  # init finds both beside the source
+    return "\n".join([done, *notes, f"next: harness init {shlex.join(map(str, tables))}"])
+
+
+def _chosen(
+    table: pa.Table, by: str | None, stratify: str | None, wanted: int, seed: int, names: Sequence[str]
+) -> tuple[np.ndarray, list[str]]:
+    """Return (True for each evaluation row, notes on the values in the files ``names``). Raises ConfigError."""
+    generator = np.random.default_rng(seed)
+    strata, labels = _codes(table, stratify) if stratify else (np.zeros(len(table), np.int32), [])
+    groups, values = _codes(table, by) if by else (strata, [])
+    chosen = _of_groups(groups, strata, wanted, generator) if by else _of_rows(strata, wanted, generator)
+    if not chosen.any() or chosen.all():
+        what = f"column {by!r} has {plural(len(values), 'value')}, so one part would be empty" if by else "too few rows"
+        raise ConfigError(what, where="--by" if by else "--stratify", hint="choose another column or another --eval")
+    notes = []
     if by:
-        lines.append(f"values of {by} in {outs[1].name}: {len(np.unique(groups[chosen]))} of {len(values)}")
+        notes.append(f"values of {by} in {names[1]}: {len(np.unique(groups[chosen]))} of {len(values)}")
     if stratify and len(lacking := np.setdiff1d(strata, strata[chosen])):
         named = ", ".join(labels[code] for code in lacking[:_NAMED])
         more = ", ..." if len(lacking) > _NAMED else ""
-        lines.append(
-            f"note: {plural(len(lacking), 'value')} of {stratify} found only in {outs[0].name}, not in {outs[1].name}: "
+        notes.append(
+            f"note: {plural(len(lacking), 'value')} of {stratify} found only in {names[0]}, not in {names[1]}: "
             f"{named}{more}"
         )
-    tables = outs if folder else [source]  # init finds both beside the source
-    return "\n".join([*lines, f"next: harness init {shlex.join(map(str, tables))}"])
+    return chosen, notes
 
 
 def _of_rows(strata: np.ndarray, wanted: int, generator: np.random.Generator) -> np.ndarray:
