@@ -17,6 +17,7 @@ import sys
 import textwrap
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -477,6 +478,29 @@ def test_part_that_was_not_saved_is_named(tmp_path):
     parts.save(checkpoints, 3, {"model": torch.nn.Linear(1, 1)})
     with pytest.raises(CheckpointError, match="has no part ema; it has model"):
         parts.load(checkpoints, {"model": torch.nn.Linear(1, 1), "ema": torch.nn.Linear(1, 1)})
+
+
+def own_noise(folder: str) -> list[float]:
+    """The next number of each rank's own generator, of a large part, and of both after a load."""
+    noise = torch.Generator().manual_seed(0)
+    generator = SimpleNamespace(state_dict=noise.get_state, load_state_dict=noise.set_state)
+    with parts.open_runtime() as ranks:
+        noise.manual_seed(ranks.rank)
+        table = {"large": torch.full((1 << 19,), float(ranks.rank))}
+        large = SimpleNamespace(state_dict=lambda: table, load_state_dict=table.update)
+        own = {"noise": generator, "large": large}
+        checkpoints = parts.Checkpoints(Path(folder), keep=1)
+        parts.save(checkpoints, 1, own, ranks)
+        drawn = torch.rand(1, generator=noise).item()
+        parts.load(checkpoints, own, ranks)
+        return [drawn, torch.rand(1, generator=noise).item(), table["large"][0].item()]
+
+
+def test_each_rank_gets_back_its_own_small_parts(tmp_path):
+    """Such as generators that are seeded by rank; large ones are those of rank 0."""
+    first, second = run_ranks(2, own_noise, str(tmp_path), group=False)
+    assert first[0] == first[1] != second[0] == second[1]
+    assert first[2] == second[2] == 0.0
 
 
 def test_wrong_arguments_of_parts_are_named(tmp_path, caplog, monkeypatch):

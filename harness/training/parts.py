@@ -53,7 +53,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from harness.apex import amp
 from harness.apex.parallel import DistributedDataParallel
@@ -79,6 +81,7 @@ __all__ = [
 ]
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, DistributedDataParallel)  # they have no state
+_SMALL_BYTES = 1 << 20  # of a state that every rank sends to rank 0
 
 log = logging.getLogger("harness")
 
@@ -93,13 +96,14 @@ class Stateful(Protocol):
 
 
 def save(checkpoints: Checkpoints, step: int, parts: Mapping[str, Stateful], ranks: Runtime | None = None) -> None:
-    """Write the ``parts`` after ``step`` steps. Rank 0 writes them; of each rank, the random streams and the buffers of
-    the models are kept. Collective over ``ranks``. Raises CheckpointError, with earlier checkpoints intact."""
+    """Write the ``parts`` after ``step`` steps. Rank 0 writes its models, optimizers, and states above 1 MiB; of each
+    rank, the other parts, the random streams and the buffers of the models are kept. Collective over ``ranks``. Raises
+    CheckpointError, with earlier checkpoints intact."""
     ranks = ranks or Runtime()
     with ranks.together("saving"):
         _require_stateful(parts)
         buffers = {name: {key: each.cpu() for key, each in own.items()} for name, own in _buffers(parts).items()}
-        own = {"rng": rng.get_state(ranks.device).plain(), "buffers": buffers}
+        own = {"rng": rng.get_state(ranks.device).plain(), "buffers": buffers, "parts": _small_states(parts)}
     of_ranks = ranks.gather_to_first(own)
     with ranks.together("saving"):
         if ranks.rank == 0:
@@ -127,10 +131,12 @@ def load(checkpoints: Checkpoints, parts: Mapping[str, Stateful], ranks: Runtime
             raise CheckpointError(what, where=str(path), hint="name the parts as they were saved")
         if left := sorted(content["parts"].keys() - parts.keys()):
             log.warning("%s also holds %s, which is not restored; add it to parts to restore it", path, ", ".join(left))
+        same = len(content["ranks"]) == ranks.world_size
+        own = content["ranks"][ranks.rank if same else 0]
+        states = {**content["parts"], **own.get("parts", {})}
         for name, part in parts.items():
-            _bare(part).load_state_dict(_without_wrapper(content["parts"][name], part))
-        if len(content["ranks"]) == ranks.world_size:
-            own = content["ranks"][ranks.rank]
+            _bare(part).load_state_dict(_without_wrapper(states[name], part))
+        if same:
             for name, buffers in _buffers(parts).items():
                 kept = _without_wrapper(own["buffers"][name], parts[name])
                 for key, buffer in buffers.items():
@@ -138,7 +144,7 @@ def load(checkpoints: Checkpoints, parts: Mapping[str, Stateful], ranks: Runtime
             rng.set_state(rng.Streams.from_plain(own["rng"]), ranks.device)
         else:
             log.info(
-                "number of ranks: %d in %s, %d now; random streams go on as they are",
+                "number of ranks: %d in %s, %d now; random streams go on as they are, and parts are those of rank 0",
                 len(content["ranks"]),
                 path,
                 ranks.world_size,
@@ -153,6 +159,17 @@ def _require_stateful(parts: Mapping[str, object]) -> None:
                 f"the part {name!r} is of type {type(part).__name__}, without state_dict() and load_state_dict(state)",
                 hint="give objects that have both, such as models, optimizers and amp",
             )
+
+
+def _small_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Return the state, on the CPU, of each part of which ranks may have their own, such as a generator."""
+    states = {name: part.state_dict() for name, part in parts.items() if not isinstance(part, nn.Module | Optimizer)}
+    small = {name: state for name, state in states.items() if _num_bytes(state) <= _SMALL_BYTES}
+    return dict(tree_map_only(Tensor, Tensor.cpu, small))
+
+
+def _num_bytes(state: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
 def _buffers(parts: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
