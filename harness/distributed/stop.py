@@ -1,8 +1,4 @@
-"""Stopping early: a signal sets a flag on one rank, and all ranks agree on the step at which they stop.
-
-The flags are reduced asynchronously every few steps and the result is read one step later. A step that is longer than
-the reduction does not wait for it. A rank that got no signal stops at the same step as the one that did.
-"""
+"""Stopping early: a signal sets a flag on one rank, and all ranks agree on the step at which they stop."""
 
 from __future__ import annotations
 
@@ -47,8 +43,9 @@ class Stop:
         """Take part in the decision, and return it: True from the first call at which a request has reached all ranks.
         All ranks must call it equally often.
 
-        Ranks reduce their flags about twice per second: one call starts a reduction, the next reads it, when it has
-        long arrived, and then some calls pause, as many as rank 0's clock says; the result holds that number, too.
+        Ranks reduce their flags about twice per second: one call starts a reduction, the next, a step later, reads it
+        without waiting, unless a step is shorter. Then some calls pause, as many as rank 0's clock says: the reduction
+        takes that number along.
         """
         if self.runtime.world_size == 1:
             self.verdict = self.verdict or bool(self.reason)

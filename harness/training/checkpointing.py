@@ -90,25 +90,20 @@ def _save(run: Run) -> None:
     run.health.loss(losses.item(), run.meter.steps, state, run.writer.complete)
     run.health.weights(state, run.writer.complete)
     state.wall_s = run.wall_s()
-    ranks = [of_rank for of_process in runtime.gather_to_first(_of_this_process(run)) for of_rank in of_process]
+    ranks = runtime.gather_to_first(_of_this_process(run))
     seen = run.coverage.reduced(runtime)
     run.writer.wait()  # before the model is gathered, which may need the memory
     shards = run.writer.writes_shards
-
-    def of(part: nn.Module | torch.optim.Optimizer | Ema) -> dict[str, Any]:
-        return part.state_dict() if shards else _whole(run, part)
-
-    weights, optimizer, ema = of(run.module), of(run.optimizer), of(run.ema) if run.ema else None
     log_offset, log_digest = runtime.patiently("syncing the log", lambda: (run.tracker.offset(), run.tracker.digest()))
     content: Content = {
         **beside_the_model(run),
-        "model": weights,
-        "optimizer": optimizer,
+        "model": _state(run, run.module, shards),
+        "optimizer": _state(run, run.optimizer, shards),
         "optimizer_class": class_name(run.optimizer),
         "backend": run.precision.backend,
         "opt_level": run.config.precision.opt_level,
-        "ema": ema,
-        "ranks": ranks,
+        "ema": _state(run, run.ema, shards) if run.ema else None,
+        "ranks": [of_rank for of_process in ranks for of_rank in of_process],
         "seen": seen,
         "log_offset": log_offset,
         "log_sha256": log_digest,
@@ -135,7 +130,7 @@ def keep_best(run: Run) -> None:
     """Mark the checkpoint of the current step as the best, and write its weights as safetensors. Collective."""
     run.writer.wait()  # the best checkpoint must exist
     with run.averaged():
-        weights = _whole(run, run.module)
+        weights = _state(run, run.module)
         with run.runtime.together("copying the best weights"):
             tensors = on_host(weights) if run.runtime.rank == 0 else {}
 
@@ -146,12 +141,12 @@ def keep_best(run: Run) -> None:
     run.runtime.patiently("keeping the best weights", write)
 
 
-def _whole(run: Run, part: nn.Module | torch.optim.Optimizer | Ema) -> dict[str, Any]:
-    """Return the state dict of ``part`` on rank 0, with sharded tensors gathered; incomplete on other ranks.
-    Collective."""
+def _state(run: Run, part: nn.Module | torch.optim.Optimizer | Ema, shards: bool = False) -> dict[str, Any]:
+    """Return the state dict of ``part``: with ``shards`` that of this rank, else, on rank 0 only, with sharded tensors
+    gathered. Collective."""
     first = run.runtime.rank == 0
-    if not run.parallel.sharded:
-        return part.state_dict() if first else {}
+    if shards or not run.parallel.sharded:
+        return part.state_dict() if shards or first else {}
     whole: dict[str, Any] = sharding.whole(part.state_dict(), keep=first)
     return whole
 
