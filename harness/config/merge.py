@@ -13,12 +13,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import (
-    GrammarParseError,
-    InterpolationKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import GrammarParseError, InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from harness.config import presets
 from harness.config.recipe import flatten

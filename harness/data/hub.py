@@ -124,9 +124,7 @@ def require(library: str, where: str) -> None:
         __import__(library)
     except ImportError:
         raise ConfigError(
-            f"this needs {library}, which is not installed",
-            where=where,
-            hint="pip install 'apex-harness[huggingface]'",
+            f"this needs {library}, which is not installed", where=where, hint="pip install 'apex-harness[huggingface]'"
         ) from None
 
 

@@ -17,15 +17,7 @@ from harness.distributed import signals
 from harness.distributed.agreement import rank_names
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import Cause, RankExit
-from harness.errors import (
-    EXIT_DATA,
-    EXIT_DONE,
-    EXIT_FAILURE,
-    EXIT_STOPPED,
-    EXIT_USAGE,
-    EXITS_BY_SIGNAL,
-    HarnessError,
-)
+from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, EXITS_BY_SIGNAL, HarnessError
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
 from harness.runs.files import write_atomically
@@ -56,11 +48,7 @@ class RunOutcome:
 
 
 def judge(
-    exits: Sequence[RankExit],
-    stopped: bool = False,
-    world_size: int = 1,
-    folder: str = "",
-    number: int = 0,
+    exits: Sequence[RankExit], stopped: bool = False, world_size: int = 1, folder: str = "", number: int = 0
 ) -> RunOutcome:
     """Return the outcome of the run in ``folder``, from ``exits``, the exits of its ranks. Of two errors, the earlier
     one in ``exits`` is the first. ``ExitCollector`` puts the failure first on which the ranks have agreed through their

@@ -23,15 +23,7 @@ from harness.distributed.rank_exit import Cause
 from harness.errors import ConfigError, first_line, plural, reason, remedy, require_regular_file
 from harness.runs import exit_files, layout, ownership, provenance, trained_run
 from harness.runs.checkpoints import FROM_SCRATCH, Checkpoints
-from harness.runs.files import (
-    finite,
-    make_folder,
-    read_json,
-    read_sealed,
-    read_text,
-    write_atomically,
-    write_sealed,
-)
+from harness.runs.files import finite, make_folder, read_json, read_sealed, read_text, write_atomically, write_sealed
 from harness.runs.locks import Lock, forget_marker
 
 log = logging.getLogger("harness")

@@ -43,12 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.tasks.pet_names import generate
 
     wanted = generate.NameRequest(
-        arguments.num,
-        arguments.temperature,
-        arguments.seed,
-        arguments.start,
-        arguments.keep_existing,
-        arguments.trust,
+        arguments.num, arguments.temperature, arguments.seed, arguments.start, arguments.keep_existing, arguments.trust
     )
     for name in generate.names(folder, wanted):
         print(name, flush=True)
