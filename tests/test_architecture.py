@@ -280,6 +280,8 @@ RUNTIME = {
     "together",
     "all_equal",
     "all_agree",
+    "announced",
+    "await_work",
 }
 RANK_TEST = re.compile(r"\b_?(local_)?rank (==|!=|>|<) |[=<>] \w*\.?_?rank\b")
 

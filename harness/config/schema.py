@@ -476,6 +476,7 @@ class Config(Section):
 
     @property
     def best_metric(self) -> str:
+        """The metric of an evaluation that decides which checkpoint is the best."""
         return self.checkpoint.best_metric or next(iter(self.task.metrics))
 
     @property

@@ -128,7 +128,7 @@ def open_store(launch: Launch, timeout_s: float) -> TCPStore:
     until, hosts = time.monotonic() + timeout_s, hosts_store(launch)
     for _ in pauses(launch):
         try:
-            _look(launch, hosts, max(until - time.monotonic(), 0.1))
+            _require_reachable(launch, hosts, max(until - time.monotonic(), 0.1))
             limit = timedelta(seconds=max(timeout_s, 1.0) if hosts else _ANSWER_S)
             return _result(Background(partial(_connect, launch, hosts, limit), "harness-store"), _ANSWER_S)
         except StoreTimeout:
@@ -141,7 +141,7 @@ def open_store(launch: Launch, timeout_s: float) -> TCPStore:
     raise AssertionError("unreachable: the poll has no end")
 
 
-def _look(launch: Launch, hosts: bool, left_s: float) -> None:
+def _require_reachable(launch: Launch, hosts: bool, left_s: float) -> None:
     """Raise OSError or UnicodeError unless rank 0 finds the name of its own machine, and others find its open port.
     torch would wait for the former, and print the stack of its C++ code at every attempt of the latter."""
     place = launch.master_addr, launch.master_port

@@ -40,6 +40,7 @@ RANK_EXITS = "rank-*.exit.json"  # glob pattern inside LOGS
 LOSSES = "losses.jsonl"  # inside LOGS: ranks that were lost before a restart
 
 SWEEP = "sweep.json"  # of a sweep folder
+SWEEP_LOCK = "lock"  # of a sweep folder: the process that sweeps in it
 TRIALS = "trials"  # folder of the sweep's runs
 
 OF_TRAINING = frozenset(

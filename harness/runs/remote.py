@@ -70,6 +70,8 @@ class RemoteRunFolder(RunFolder):
         super().lock()
 
     def claim(self, config: Config, rehearse: Callable[[], None] = lambda: None) -> str:
+        """Claim the URL as a folder is: fill the scratch folder with the configuration, decide by it, write
+        ``start.json``, which ends the uploads of an older start, and only then download what a resume takes."""
         if config.checkpoint.resume.startswith(self.where + "/"):
             raise own_checkpoint(config.checkpoint.resume)
         with contextlib.ExitStack() as stack:

@@ -35,6 +35,7 @@ class Uploader:
         self._thread = thread(self._run, "harness-upload")
 
     def request(self) -> None:
+        """Ask for an upload of the folder as it is now, and return at once."""
         with self._changed:
             self._requests += 1
             self._changed.notify_all()

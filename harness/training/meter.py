@@ -20,7 +20,7 @@ from torch import Tensor
 
 from harness.training.costs import Costs, CostsOfRanks, summed
 from harness.training.logical_ranks import LogicalRanks
-from harness.training.step_timer import PHASES, CudaTimer, StepTimer, wait_for
+from harness.training.step_timer import PHASES, CudaTimer, StepTimer, wait_for_event
 from harness.training.strategies import sharding
 
 
@@ -41,7 +41,7 @@ class Reading:
     def values(self) -> dict[str, float]:
         """Return the numbers. The host waits until the device has passed the copy, not for what was queued after it."""
         if self._event is not None:
-            wait_for(self._event)
+            wait_for_event(self._event)
         return {**self._numbers, **(dict(zip(self._names, self._copy.tolist(), strict=True)) if self._names else {})}
 
 

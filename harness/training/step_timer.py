@@ -70,7 +70,7 @@ class CudaTimer(StepTimer):
 
     def settle(self) -> None:
         if self._pending:
-            wait_for(self._window_end or self._pending[-1][1])
+            wait_for_event(self._window_end or self._pending[-1][1])
             self._read()
         self._window_end = None
 
@@ -86,7 +86,7 @@ class CudaTimer(StepTimer):
             self._free.append(before)
 
 
-def wait_for(event: torch.cuda.Event) -> None:
+def wait_for_event(event: torch.cuda.Event) -> None:
     """Wait until the device has passed ``event``."""
     if not event.query():
         event.synchronize()

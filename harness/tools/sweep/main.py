@@ -125,8 +125,8 @@ def _commands(plan: Plan) -> Iterator[str]:
     if sweep.is_search:
         yield f"# drawn by Optuna (sampler {sweep.sampler}, pruner {sweep.pruner}); examples at the ends of the space:"
     for number, trial in enumerate(plan.trials):
-        command = process.command(plan.file.base, plan.words(trial.settings), results.run_folder(sweep.folder, number))
-        yield shlex.join(["harness", *command[3:]])
+        words = process.launch(plan.file.base, plan.words(trial.settings), results.run_folder(sweep.folder, number))
+        yield shlex.join(["harness", *words])
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def _locked(folder: Path) -> Iterator[list[int]]:
 
 
 def _acquire(lock: Lock, folder: Path) -> None:
-    path, deadline, reported = folder / "lock", time.monotonic() + _WAIT_S, False
+    path, deadline, reported = folder / layout.SWEEP_LOCK, time.monotonic() + _WAIT_S, False
     while not lock.try_acquire():
         holder = path.read_text().strip() if path.exists() else ""
         if holder.isdigit() and Path(f"/proc/{holder}").exists() or time.monotonic() > deadline:

@@ -29,11 +29,14 @@ from harness.tools.sweep.spec import typed
 How = Literal["done", "interrupted", "failed"]
 
 
+def launch(base: str, words: Sequence[str], folder: Path) -> list[str]:
+    """Return the words after ``harness`` that train the experiment ``base`` with the settings ``words`` into the run
+    folder ``folder``."""
+    return ["launch", "-c", base, *words, *typed({"output": str(folder.parent), "name": folder.name})]
+
+
 def command(base: str, words: Sequence[str], folder: Path) -> list[str]:
-    """Return the command that trains the experiment ``base`` with the settings ``words`` into the run folder
-    ``folder``."""
-    own = typed({"output": str(folder.parent), "name": folder.name})
-    return [sys.executable, "-m", "harness", "launch", "-c", base, *words, *own]
+    return [sys.executable, "-m", "harness", *launch(base, words, folder)]
 
 
 class TrialProcess:
