@@ -353,6 +353,24 @@ def test_the_loop_of_the_page_gives_the_bits_of_train(path, ranks):
     assert_close(tensors, weights(result.folder), rtol=0, atol=0)
 
 
+def test_a_loop_that_is_killed_after_a_save_at_the_last_step_of_an_epoch_resumes_exactly(path):
+    """The checkpoint then says that the epoch is not over."""
+    names: dict = {}
+    exec(LOOP.replace("% 20", "% 4"), names)
+    config = load_config(path, {"train.ema_decay": None})
+    save_run = names["save_run"]
+
+    def killed(run):
+        save_run(run)
+        assert run.state.epoch, "killed"
+
+    names["save_run"] = killed
+    with pytest.raises(AssertionError, match="killed"):
+        names["my_training"](config)
+    with open_run(config) as run:
+        assert (run.state.step, run.state.epoch, run.state.in_epoch, run.evaluation_due()) == (4, 1, False, True)
+
+
 @pytest.mark.parametrize("enters", [False, True])
 def test_a_loop_that_would_lose_logical_ranks_is_refused(path, enters):
     asked = {"train.ema_decay": None, "parallel.logical_ranks": 2, "parallel.delay_allreduce": True}

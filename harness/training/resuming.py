@@ -165,6 +165,8 @@ def restore(run: Run, path: Path, is_own: bool = True) -> LogBefore:
     run.schedule.load_state_dict(content["schedule"])
     run.hooks.load_state_dict(content["hooks"])
     run.state = state
+    if state.segments and not run.train_data.steps_left(state.segments, state.segments[-1]):
+        state.next_epoch()  # a loop of the user's own has saved the last step before it called this
     _restore_ranks(run, content)
     run.saved_step = state.step
     run.this_start.zero_s = time.perf_counter() - run.state.wall_s
