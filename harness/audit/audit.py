@@ -72,9 +72,9 @@ def audit(request: AuditRequest, say: Callable[[str], None]) -> Verdict:
             verdict = running.run()
             if verdict.kind == NOT_EXACT and request.folder is None:
                 keep()
-                verdict = replace(
-                    verdict, notes=[*verdict.notes, f"all starts are kept in {folder} (remove it: rm -r {folder})"]
-                )
+                size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_symlink()) / 1e6
+                kept = f"all starts are kept in {folder} ({size:,.1f} MB; remove it: rm -r {folder})"
+                verdict = replace(verdict, kept=kept)
             return verdict
         except KeyboardInterrupt:
             if running.has_fault:
@@ -184,6 +184,10 @@ class _Audit:
         for finding in findings:
             by_code.setdefault(finding.code, []).append(finding)
         faults = {code: found for code, found in by_code.items() if code not in UNDECIDED}
+        if "unsaved-state" in faults and "other" in faults:  # starts are observed for one kill: it tells why
+            unknown = faults.pop("other")
+            faults["unsaved-state"] += [each for each in unknown if each.steps]
+            faults |= {"other": failed} if (failed := [each for each in unknown if not each.steps]) else {}
         if faults:
             self._notes += [f"another kill tells nothing: {each.text}" for each in findings if each.code in UNDECIDED]
         return [
@@ -216,7 +220,7 @@ class _Audit:
         differences = diagnosis.deterministic(first, again)
         self._are_equal = not differences
         if differences:
-            until = replace(self._plan, steps=max(differences[0].steps, default=1))
+            until = replace(self._plan, steps=max(differences[0].steps, default=1) + 1)  # whose weights differ
             causes = find_causes(self._session, self._observe, until)
             evidence = (*causes.lines, *differences[0].evidence)
             raise _CannotTellError(differences[0].code, differences[0].text, evidence, causes.remedy)

@@ -121,9 +121,14 @@ def with_forgotten(finding: Finding, observed: StartRecord, again: StartRecord, 
     if finding.code == "inputs" and generators:  # what else differs may be a sum of losses
         own = {name: kind for name, kind in generators.items() if not _OF_LOADER.fullmatch(name)}
         generators, following, found = own or generators, following | found.keys(), {}
+    drawn = {name: kind for name, kind in generators.items() if not _OF_LOADER.fullmatch(name)}
     lines = [f"{name}, a {kind}, is not as it was" for name, kind in sorted(generators.items())]
     lines += [found[name] for name in sorted(found)]
-    if finding.code in ("row-order", "inputs", "other") or any("." in name for name in finding.names):  # not global
+    if finding.code == "rows" and drawn:  # the order that a script draws itself starts again
+        how = _restored(drawn, "row-order", observed.of_harness)
+        remedy = f"{how}; if rows are still repeated or skipped then, {finding.advice}"
+        finding = replace(finding, code="row-order", remedy=remedy)
+    elif finding.code in ("row-order", "inputs", "other") or any("." in name for name in finding.names):  # not global
         how = _restored(generators, finding.code, observed.of_harness)
         finding = replace(finding, remedy=how or finding.remedy)
     follows = finding.code in _FOLLOWS and observed.of_harness
@@ -184,7 +189,7 @@ def _restored(generators: Mapping[str, str], code: str, of_harness: bool) -> str
         elif code == "row-order":
             remedies.add(
                 f"{save} as it is before the first batch of the epoch; after a resume, {restore} before that epoch's "
-                "loader is iterated, then skip the batches"
+                "order is drawn, then skip the batches"
             )
         else:
             remedies.add(f"{save} in each checkpoint; after a resume, {restore} before the first batch")

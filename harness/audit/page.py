@@ -14,7 +14,7 @@ from harness.version import __version__
 
 
 def lines(verdict: Verdict) -> Iterator[str]:
-    """Yield the starts, the findings with their evidence, and the verdict in one line at the end."""
+    """Yield the starts, the findings with their evidence, the verdict in one line, and where the starts are kept."""
     for start in verdict.starts:
         yield f"{start.name}: {'; '.join(_facts(start))}"
     for note in verdict.notes:
@@ -30,6 +30,8 @@ def lines(verdict: Verdict) -> Iterator[str]:
     if verdict.findings:
         yield ""
     yield summary(verdict)
+    if verdict.kept:
+        yield verdict.kept
 
 
 def summary(verdict: Verdict) -> str:

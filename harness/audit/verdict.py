@@ -126,12 +126,14 @@ class StartSummary:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``notes``: what the reader must know to judge the verdict, such as folders that were linked, not copied."""
+    """``notes``: what the reader must know to judge the verdict, such as folders that were linked, not copied.
+    ``kept``: where the starts are, and how to remove them."""
 
     kind: str
     findings: Sequence[Finding] = ()
     starts: Sequence[StartSummary] = ()
     notes: Sequence[str] = ()
+    kept: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -149,7 +151,7 @@ class Verdict:
             "exit_code": self.exit_code,
             "findings": findings,
             "starts": [asdict(start) for start in self.starts],
-            "notes": list(self.notes),
+            "notes": [*self.notes, *filter(None, [self.kept])],
         }
 
 

@@ -3,7 +3,7 @@
     python fake_training.py [--out FOLDER] [--resume FILE] [--steps N] [--save-every N] [--fault NAME]
 
 Its weight is a hash of all rows so far. Faults: forget (a resume skips a row), refuse (to resume), chance (draws from
-the clock), fail, hang, quiet (no records), absolute:FOLDER (saves there).
+the clock), dice (so are the rows), fail, hang, quiet (no records), absolute:FOLDER (saves there).
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ def main() -> int:
     while row < options.steps:
         if row % 5 == 0:
             recorder.write("epoch", after=recorder.steps, batches=5)
-        recorder.step(row, weight)
-        before, weight = weight, digest(f"{weight} {row} {time.time_ns() if options.fault == 'chance' else ''}")
+        recorder.step(time.time_ns() if options.fault == "dice" else row, weight)
+        by_chance = time.time_ns() if options.fault in ("chance", "dice") else ""
+        before, weight = weight, digest(f"{weight} {row} {by_chance}")
         row += 1
         recorder.stop_if_planned(before)
         if options.fault == "hang":

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from harness.audit import records
-from harness.audit.audit import AuditRequest, audit
-from harness.audit.verdict import COULD_NOT_TELL, EXACT, NOT_EXACT, Draw, Verdict
+from harness.audit import page, records
+from harness.audit.audit import AuditRequest, _Audit, audit
+from harness.audit.verdict import COULD_NOT_TELL, EXACT, NOT_EXACT, Draw, Finding, Verdict
 from harness.errors import ConfigError
 from tests.audit import fake_training
 from tests.conftest import ROOT
@@ -72,9 +73,12 @@ def test_not_exact_after_a_second_look(project):
     assert verdict.kind == NOT_EXACT
     observed = ["observed", "observed-again"]
     assert names(printed) == ["undisturbed", "again", "killed", "resumed", "resumed-again", *observed]
-    removal = verdict.notes[-1].partition("(remove it: rm -r ")[2]
-    kept = Path(removal.removesuffix(")"))
-    assert (kept / "kept" / "resumed").is_dir()
+    size, removal = re.fullmatch(
+        r"all starts are kept in .* \(([\d.]+) MB; remove it: rm -r (.*)\)", verdict.kept
+    ).groups()
+    assert float(size) > 0
+    assert (Path(removal) / "kept" / "resumed").is_dir()
+    assert [*page.lines(verdict)][-1] == verdict.as_json()["notes"][-1] == verdict.kept
 
 
 def test_a_resume_without_a_step_is_not_compared_further(project):
@@ -106,13 +110,23 @@ def test_kills_that_show_the_same_or_nothing(project):
     assert finding.evidence[-1] == "the same fault after 3 more kills"
     verdict, _ = run(project, "--fault", "forget", kills="all", checkpoints="results/step-6.pt")
     assert verdict.kind == NOT_EXACT
-    assert verdict.notes[-2].startswith("another kill tells nothing: after the kill at the end of an epoch")
+    assert verdict.notes[-1].startswith("another kill tells nothing: after the kill at the end of an epoch")
 
 
-def test_a_run_that_differs_by_chance_is_not_blamed(project):
-    verdict, printed = run(project, "--fault", "chance")
+@pytest.mark.parametrize("fault", ["chance", "dice"])
+def test_a_run_that_differs_by_chance_is_not_blamed(project, fault):
+    """Nor is the order of sets, if the starts differ without it, too."""
+    verdict, printed = run(project, "--fault", fault)
     assert (verdict.kind, verdict.findings[0].code) == (COULD_NOT_TELL, "not-deterministic")
     assert names(printed) == ["undisturbed", "again", "observed", "hashes", "hashes-again"]
+    assert not [line for line in verdict.findings[0].evidence if "PYTHONHASHSEED" in line]
+
+
+def test_a_fault_that_one_kill_explains_is_not_unknown_after_another():
+    found = [Finding("unsaved-state", "a", steps=(3,)), Finding("other", "b", steps=(9,)), Finding("other", "it fails")]
+    merged = _Audit._merged(SimpleNamespace(_notes=[]), found)
+    assert [(each.code, each.text) for each in merged] == [("unsaved-state", "a"), ("other", "it fails")]
+    assert merged[0].evidence == ("the same fault after 1 more kill",)
 
 
 def test_a_generator_without_a_seed_is_what_chance_comes_from(project, monkeypatch):

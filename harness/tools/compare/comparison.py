@@ -37,11 +37,13 @@ _TOPOLOGY = ("world_size", "ranks", "launched_by", "threads", "amp")
 @dataclass(frozen=True)
 class Code:
     """Git commits of the starts of each run, in order; None outside a repository. ``changed``: a start had uncommitted
-    changes. ``same`` is None if that leaves the question open."""
+    changes. ``same`` is None if that leaves the question open. ``sources``: digests of the user's own modules that
+    differ, {module: (one, other)}; None if a run records none."""
 
     commits: tuple[list[str | None], list[str | None]]
     changed: tuple[bool, bool]
     same: bool | None
+    sources: Differences | None = None
 
 
 @dataclass(frozen=True)
@@ -360,7 +362,18 @@ def _code(one: Sequence[Start], other: Sequence[Start]) -> Code:
     changed = [any(bool(start.get("changed")) for start in starts) for starts in git]
     equal = commits[0] == commits[1]
     undecided = equal and (any(changed) or None in commits[0])
-    return Code((commits[0], commits[1]), (changed[0], changed[1]), None if undecided else equal)
+    digests = [[_sources(start) for start in starts] for starts in (one, other)]
+    names = sorted({name for side in digests for start in side for name in start})
+    shown = [{name: over_starts(start.get(name) for start in side) for name in names} for side in digests]
+    sources = differences(*shown) if names else None
+    same = False if sources else None if undecided else equal
+    return Code((commits[0], commits[1]), (changed[0], changed[1]), same, sources)
+
+
+def _sources(start: Start) -> dict[str, object]:
+    """Return {module: digest} of the modules of the user's own parts."""
+    folders = section(start, "own_code")
+    return {name: digest for folder in folders for name, digest in section(section(folders, folder), "source").items()}
 
 
 # Results

@@ -117,8 +117,12 @@ def _code(code: Code) -> str:
         return f"the same commit, {names[0]}"
     if code.same is False:
         dirty = [" with uncommitted changes" if changed else "" for changed in code.changed]
-        return f"A {names[0]}{dirty[0]}; B {names[1]}{dirty[1]}"
+        own = [f"{name} {' -> '.join(map(formatting.short, pair))}" for name, pair in (code.sources or {}).items()]
+        differ = f"; your own modules differ: {', '.join(own)}" if own else ""
+        return f"A {names[0]}{dirty[0]}; B {names[1]}{dirty[1]}{differ}"
     if not any(code.changed):
+        if code.sources == {}:
+            return "the digests of your own modules are equal; the runs were started outside a repository"
         return "unknown: the runs were started outside a repository"
     whose = "both" if all(code.changed) else "A" if code.changed[0] else "B"
     return f"the same commit, {names[0]}, but {whose} had uncommitted changes: the code may differ"

@@ -255,11 +255,32 @@ def test_code_is_compared_by_commit(tmp_path, commits, changed, same, words):
     assert words in text.render(found)
 
 
+@pytest.mark.parametrize(
+    ("digests", "same", "words"),
+    [
+        ("ab", False, "code: A no repository; B no repository; your own modules differ: own.parts a -> b"),
+        ("aa", None, "the digests of your own modules are equal; the runs were started outside a repository"),
+    ],
+)
+def test_own_modules_are_compared_by_their_digests(tmp_path, digests, same, words):
+    sides = []
+    for name, digest in zip("xy", digests, strict=True):
+        folder = write_run(tmp_path / name, [])
+        start = {"git": None, "own_code": {str(tmp_path): {"git": None, "source": {"own": "0", "own.parts": digest}}}}
+        (folder / "provenance.json").write_text(json.dumps([start]))
+        sides.append(comparison.side(folder))
+    found = comparison.compare(*sides)
+    assert found.settings.code.same is same
+    assert words in text.render(found)
+
+
 @pytest.mark.parametrize("value", [3, "x", [[]], {"commit": {"a": 1}, "step": [1], "top1": 1.0}])
 def test_records_of_wrong_types_are_left_out(tmp_path, value):
     """Those of a file that another program changed."""
     one, other = (write_run(tmp_path / name, [{"step": 9, "top1": 0.5}], 9) for name in "xy")
-    (one / "provenance.json").write_text(json.dumps([{"git": value, "packages": value, "python": "3.11"}]))
+    (one / "provenance.json").write_text(
+        json.dumps([{"git": value, "packages": value, "own_code": value, "python": "3.11"}])
+    )
     (one / "summary.json").write_text(json.dumps({"finished": True, "best": value}))
     assert "best evaluation" not in text.render(comparison.compare(*map(comparison.side, (one, other))))
 
