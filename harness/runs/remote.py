@@ -27,7 +27,7 @@ from harness.runs.borrowed import download
 from harness.runs.checkpoints import FROM_SCRATCH, outdated
 from harness.runs.fetch import LOCK_S, made_once, writing
 from harness.runs.locks import locked
-from harness.runs.run_dir import RunFolder, own_checkpoint
+from harness.runs.run_dir import RunFolder, Start, own_checkpoint
 from harness.runs.storage import LocalStore, copy_run, working_folder
 from harness.runs.uploader import Uploader, UploadTakenOver
 from harness.runs.url_store import UrlStore
@@ -93,7 +93,7 @@ class RemoteRunFolder(RunFolder):
             kept = (layout.CONFIG, f"{layout.CHECKPOINTS}/")
             self._uploaded = {name: mark for name, mark in self._scratch.files().items() if name.startswith(kept)}
             self._uploaded[_pointer(layout.LATEST)] = newest
-            self.start = (text, newest)
+            self.start = Start(text, newest)
         return note
 
     def _download(self) -> str:
@@ -139,8 +139,9 @@ class RemoteRunFolder(RunFolder):
         self.store.remove(name for name in torn if not name.startswith(layout.START))  # which another start may write
         return text
 
-    def attach(self, rank: int, start: Any) -> None:
+    def attach(self, rank: int, start: Start | None) -> None:
         """Download the checkpoint that rank 0 resumes from, unless this machine has it, and the log of ``rank``."""
+        assert start is not None
         self.start = start
         text, newest = start
         with made_once(self.path):
@@ -225,7 +226,7 @@ class RemoteRunFolder(RunFolder):
 
     def _check_owner(self) -> None:
         """Raise UploadTakenOver if a later start writes at the URL: their files would mix."""
-        if self.start and (start := self.store.read(layout.START)) != self.start[0]:
+        if self.start and (start := self.store.read(layout.START)) != self.start.text:
             if not start:
                 raise UploadTakenOver(f"the run was removed: its {layout.START} is missing")
             raise UploadTakenOver(

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -54,6 +54,13 @@ def own_checkpoint(resume: str) -> ConfigError:
     )
 
 
+class Start(NamedTuple):
+    """The start that has claimed a run at a URL: the content of its ``start.json``, and its newest checkpoint or ""."""
+
+    text: str
+    newest: str
+
+
 class RunFolder:
     """The run folder on a disk that all ranks share, and its small files.
 
@@ -67,7 +74,7 @@ class RunFolder:
         self.path = path
         self.where = str(path)  # for messages
         self.claimed = False  # by this start; before that, the files may belong to another
-        self.start: Any = None  # set by ``claim``; rank 0 sends it to the other ranks, which pass it to ``attach``
+        self.start: Start | None = None  # set by ``claim``; rank 0 sends it to the others, which pass it to ``attach``
         self.done_at: int | None = None  # the step at which the last start finished; set by ``claim``
         self._lock: Lock | None = None
         self._lock_on = path
@@ -234,7 +241,7 @@ class RunFolder:
         forget_marker(aside)
         return str(aside)
 
-    def attach(self, rank: int, start: Any) -> None:
+    def attach(self, rank: int, start: Start | None) -> None:
         """Make the files that ``rank`` needs available on its machine. Every rank calls it after ``claim``."""
 
     def publish(self) -> None:
