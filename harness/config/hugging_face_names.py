@@ -21,6 +21,8 @@ SETTINGS = {
     "lora.rank": "model.lora.r", "r": "model.lora.r", "lora_alpha": "model.lora.alpha",
     "target_modules": "model.lora.targets", "lora_dropout": "model.lora.dropout",
     "modules_to_save": "model.lora.modules_to_save", "eps": "optimizer.args.eps", "betas": "optimizer.args.betas",
+    "train_file": "task.train_csv", "validation_file": "task.eval_csv", "model_name_or_path": "model.name",
+    "tokenizer_name": "task.tokenizer.name", "problem_type": "task.labels.kind",
 }  # fmt: skip
 UNITS = {  # where ours counts something else
     "warmup_ratio": "a number counts epochs; a share of the run is schedule.warmup=10%",
@@ -32,6 +34,14 @@ UNITS = {  # where ours counts something else
         ("eval_steps", "eval_strategy"), "a number counts epochs; steps are 'train.evaluate_every=500 steps'"
     ),
     "load_best_model_at_end": "the best weights are always kept; that setting says by which metric",
+}
+ABSENT = {  # and why
+    "num_labels": "the classes are the labels of the training data",
+    "early_stopping_threshold": "any better value counts; train.patience says how many evaluations without one",
+    "greater_is_better": "each metric knows its better direction; one of your own says it with better: max (or min)",
+    "group_by_length": "a batch has rows in random order, and is padded to its longest text (task.tokenizer.pad)",
+    "neftune_noise_alpha": "there is no noise on embeddings; model.args has the dropouts of a model",
+    "push_to_hub": "harness export RUN --format huggingface --out FOLDER, and then: hf upload NAME FOLDER",
 }
 SCHEDULES = {
     "linear": "polynomial, by default a straight line down to 0; and schedule.warmup",
@@ -46,7 +56,10 @@ SCHEDULES = {
 def hint(key: str) -> str | None:
     """Return the hint for the unknown ``key``, with the unit where ours has another; None if it is no name of Hugging
     Face."""
-    ours, unit = setting(key), UNITS.get(key.rpartition(".")[2])
+    name = key.rpartition(".")[2]
+    ours, unit = setting(key), UNITS.get(name)
+    if why := ABSENT.get(name):
+        return f"not available: {why}"
     if ours is None:
         return None
     return f"did you mean {ours}? {unit}" if unit else f"did you mean {ours}?"

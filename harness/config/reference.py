@@ -255,6 +255,8 @@ def search(words: Sequence[str]) -> list[Setting]:
         return found
     if found := _called("_".join(words), settings):
         return found
+    if why := hugging_face_names.ABSENT.get("_".join(words)):
+        raise ConfigError(f"{'_'.join(words)} of Hugging Face is not available", hint=why)
     scored = [(_score(each, words), each) for each in settings]
     most = max(count for (count, _), _ in scored)
     found = [each for (count, _), each in sorted(scored, key=lambda pair: -pair[0][1]) if count == most]

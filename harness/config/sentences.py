@@ -104,7 +104,11 @@ def _nearest(path: list[str], cls: type[BaseModel]) -> str:
         return "write a space after the colon"
     known = _keys(cls)
     ours = hugging_face_names.setting(".".join(path))
-    if ours and any(f"{ours.partition('=')[0]}.".startswith(f"{key}.") for key in known):
+    if (
+        path[-1] in hugging_face_names.ABSENT
+        or ours
+        and any(f"{ours.partition('=')[0]}.".startswith(f"{key}.") for key in known)
+    ):
         return str(hugging_face_names.hint(".".join(path)))
     prefix = "".join(f"{part}." for part in path[:-1])
     section = re.sub(r"\.\d+\.", ".", prefix)  # of a list

@@ -605,6 +605,8 @@ def test_error_about_a_long_text_is_no_error_of_its_own(tmp_path):
             "train.eval_steps=500",
             "did you mean train.evaluate_every? a number counts epochs; steps are 'train.",
         ),
+        ("train_file=a.csv", "did you mean task.train_csv?"),
+        ("train.greater_is_better=true", "unknown key; not available: each metric knows its better direction"),
         ("task.metrics=[f1_score]", "did you mean macro_f1 (the mean of the F1 of each class)?"),
         ("schedule.name=linear", "unknown schedule 'linear'; use polynomial, by default a straight line down to 0"),
     ],

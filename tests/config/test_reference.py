@@ -9,6 +9,7 @@ import pytest
 
 from harness import cli
 from harness.config import loader, reference
+from harness.errors import ConfigError
 from tests.conftest import ROOT
 
 SETTINGS = [setting for chapter in reference.chapters() for setting in chapter.settings]
@@ -112,6 +113,13 @@ def test_names_of_hugging_face_of_schedules_and_of_arguments(word, keys):
     found = reference.search([word])
     assert [each.key for each in found] == keys
     assert word != "polynomial" or {each.parts for each in found} == {("polynomial",)}
+
+
+def test_what_there_is_not_is_answered_with_the_reason():
+    with pytest.raises(
+        ConfigError, match="(?s)group_by_length of Hugging Face is not available\n  -> a batch has rows"
+    ):
+        reference.search(["group_by_length"])
 
 
 def test_all_schedules_are_found_by_the_name_of_hugging_face():
