@@ -32,6 +32,7 @@ from harness import load_config, load_model, open_run, predict, train
 from harness.data.loader import TrainData
 from harness.distributed.stop import Stop
 from harness.errors import CheckpointError, ConfigError, DataError, HarnessError, OwnCodeError, TrainingError
+from harness.inference.rows import as_file
 from harness.runs import reader
 from harness.runs.checkpoints import read
 from harness.trackers.metrics_log import MetricsLog
@@ -261,6 +262,18 @@ def test_a_trained_model(path, tmp_path, monkeypatch):
     skipping = load_model(result.folder, {"task.on_bad_row": "skip"})
     with pytest.raises(DataError, match="these rows cannot be read: '1'"):
         skipping.preprocess(pd.DataFrame({"path": [rows["path"][1], "gone.png"]}))
+
+
+@pytest.mark.parametrize(
+    ("rows", "what"),
+    [("my sister paints", "there is no file 'my sister paints'"), ([("a", "b")], "rows are a list of tuple")],
+)
+def test_what_is_no_row_of_two_texts(rows, what):
+    with (
+        pytest.raises(DataError, match=f'{what}\n  -> use a file, .*: \\[{{"one": ..., "two": ...}}\\]'),
+        as_file(rows, ["one", "two"]),
+    ):
+        pass
 
 
 def test_numbers_of_a_trained_model_are_in_the_unit_of_their_column(tmp_path):

@@ -89,7 +89,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
         with replacing(out.with_name(out.name + ".json")) as description, writing(out) as temporary:
             with working(f"exporting the model to {out.name}"):
                 difference = _compare(samples, form.write(subject, temporary), form.tolerance)
-            facts = {"name": config.name, "format": kind, **_facts(subject, samples), **signature}
+            facts = {"name": config.name, "format": kind, **_facts(subject, samples, form.folder), **signature}
             facts["checked"] = {
                 "rows": sum(len(sample.inputs) for sample in samples),
                 "largest_difference": difference,
@@ -160,7 +160,8 @@ def _compare(samples: Sequence[CheckedRows], loaded: Function, tolerance: float)
     return worst
 
 
-def _facts(subject: Exported, samples: Sequence[CheckedRows]) -> dict[str, object]:
+def _facts(subject: Exported, samples: Sequence[CheckedRows], folder: bool) -> dict[str, object]:
+    """Return the model and its tensors; for the ``folder`` of from_pretrained, those that a tokenizer there makes."""
     inputs, outputs = samples[0]
     length = ["length"] if subject.max_length is not None else []
     tensors = {
@@ -171,4 +172,7 @@ def _facts(subject: Exported, samples: Sequence[CheckedRows]) -> dict[str, objec
         key: [{"name": name, "type": str(tensor.dtype).removeprefix("torch."), "shape": shape}]
         for key, (name, tensor, shape) in tensors.items()
     }
+    if folder and subject.tokenizer is not None:
+        names = subject.signature["preprocessing"]["last_dimension"]
+        described["inputs"] = [{"name": name, "type": "int64", "shape": ["batch", "length"]} for name in names]
     return {"model": subject.facts, **described, "torch": torch.__version__}

@@ -35,6 +35,8 @@ def as_file(rows: Rows, columns: Sequence[str] = (), of_images: bool = False) ->
     names its rows. ``of_images``: images of PIL and arrays, too, are written to files, without loss.
     """
     if isinstance(rows, str | os.PathLike) and not os.fspath(rows).lower().endswith(IMAGE_SUFFIXES):
+        if columns and isinstance(rows, str) and not _may_be_table(rows):
+            raise _no_rows(f"there is no file {rows!r}", columns)
         yield os.fspath(rows), None
         return
     is_one = isinstance(rows, str | os.PathLike) or (
@@ -83,10 +85,19 @@ def _as_frame(rows: pd.DataFrame | list[Any], columns: Sequence[str]) -> pd.Data
         if len(columns) == 1 and all(isinstance(row, str | os.PathLike) for row in rows):
             return pd.DataFrame({columns[0]: [_from_here(str(row)) for row in rows]})
     if isinstance(rows, list) or not hasattr(rows, "to_csv"):
-        shown = ", ".join(f'"{column}": ...' for column in columns or ("COLUMN",))
-        hint = f"use a file, a table of pandas, or a list of dictionaries: [{{{shown}}}]"
-        raise DataError(f"rows are a {type(rows).__name__}", hint=hint)
+        of = f" of {type(rows[0]).__name__}" if isinstance(rows, list) and rows else ""
+        raise _no_rows(f"rows are a {type(rows).__name__}{of}", columns)
     return rows
+
+
+def _may_be_table(name: str) -> bool:
+    return os.path.exists(name) or "://" in name or name.lower().endswith((".csv", ".csv.gz", ".parquet"))
+
+
+def _no_rows(what: str, columns: Sequence[str]) -> DataError:
+    shown = ", ".join(f'"{column}": ...' for column in columns or ("COLUMN",))
+    one = f", a list of values of {columns[0]}" if len(columns) == 1 else ""
+    return DataError(what, hint=f"use a file, a table of pandas{one}, or a list of dictionaries: [{{{shown}}}]")
 
 
 def _from_here(value: str) -> str:

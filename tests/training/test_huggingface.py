@@ -603,7 +603,12 @@ def test_an_adapter_for_peft(make, tmp_path, monkeypatch, kind, targets):
     folder = run_folder(tmp_path / "config.yaml")
     assert main(["export", str(folder), "--format", "peft", "--out", "out"]) == 0
     size = sum(len(value.flatten()) for value in load_file("out/adapter_model.safetensors").values())
-    there = peft.AutoPeftModelForSequenceClassification.from_pretrained("out", num_labels=2 - (kind == "regression"))
+    there = eval(Path("out/README.md").read_text().splitlines()[-1].strip().replace("FOLDER", "out"))  # with the names
+    names = {0: "class 0", 1: "class 1"} if kind == "single_label" else {0: "label"}
+    assert there.config.id2label == names
+    inputs = json.loads(Path("out.json").read_text())["inputs"]
+    assert [each["name"] for each in inputs] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert inputs[0]["shape"] == ["batch", "length"]
     assert size < sum(param.numel() for param in there.get_base_model().parameters()) / 2
     own = transformers.AutoTokenizer.from_pretrained("out")
     with open(folder / "predictions.csv") as file:

@@ -224,6 +224,7 @@ def save_adapter(
         matrices = {f"base_model.model.{each}": state[each] for each in state if f".{lora.PART}" in each}
         wrapped.load_state_dict({each: matrices[each] for each in matrices.keys() & wrapped.state_dict()}, strict=False)
         wrapped.save_pretrained(path, save_embedding_layers=False)
+        _write_readme(path, str(settings.base_model_name_or_path), signature, tokenizer is not None)
         _save_inputs(path, signature.get("preprocessing", {}), tokenizer)
         base = inner.from_pretrained(
             str(hub.folder(name, "model.name")), config=model.config, dtype=torch.float32, local_files_only=True,
@@ -233,6 +234,18 @@ def save_adapter(
     loaded.__class__ = kind
     ready: nn.Module = loaded.eval()
     return ready
+
+
+def _write_readme(path: Path, base: str, signature: Mapping[str, Any], for_texts: bool) -> None:
+    """Replace peft's page without content. An adapter has no place for names of classes, so the page has them."""
+    given = f"id2label={dict(enumerate(map(str, signature.get('classes') or signature.get('columns') or ())))!r}"
+    load = f"peft.AutoPeftModelForSequenceClassification.from_pretrained('FOLDER', {given})"
+    if not for_texts:
+        load = (
+            f"peft.PeftModel.from_pretrained(AutoModelForImageClassification.from_pretrained({base!r}, {given}), ...)"
+        )
+    text = f"An adapter of peft for `{base}`, trained by apex-harness.\n\nIt has no names of classes: give them.\n\n"
+    (path / "README.md").write_text(f"{text}    {load}\n", encoding="utf-8")
 
 
 def _adapter_parts(model: nn.Module, name: str) -> tuple[list[str], list[str]]:
