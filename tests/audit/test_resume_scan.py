@@ -158,18 +158,22 @@ def test_only_what_training_changes_and_equal_starts_share_is_forgotten():
     stream = "save m.g.get_state() in each checkpoint; after a resume, pass it to m.g.set_state() before"
     for code, names, advice, has in (
         ("row-order", (), order, True), ("random-streams", ("m['g']", "a.b"), stream, True),
-        ("random-streams", ("torch",), stream, False), ("rows", (), order, True),
+        ("random-streams", ("torch",), stream, False), ("rows", (), order, False),
     ):  # fmt: skip
         one = Finding(code, "rows differ", names=names)
         assert (diagnosis.with_forgotten(one, observed, observed, resumed).advice.startswith(advice)) is has
-    added = diagnosis.with_forgotten(Finding("rows", "from step 1"), observed, observed, resumed)
+    rows = Finding("rows", "from step 1", steps=(1, 2))
+    added = diagnosis.with_forgotten(rows, observed, observed, resumed)
     assert (added.code, added.evidence[0]) == ("row-order", generator)
+    assert added.advice.startswith(order)
+    added = diagnosis.with_forgotten(replace(rows, steps=(2, 3)), observed, observed, resumed)
+    assert added.code == "rows", "the position is wrong, and what draws with it"
     mine, yours = (
         start(*({"DataLoader 2.generator": f"torch.Generator at {at}"} for at in ats)) for ats in ("12", "3")
     )
     advice = diagnosis.with_forgotten(replace(unknown, code="row-order"), mine, mine, yours).advice
     assert advice.startswith("let gen be the generator of your DataLoader 2: save gen.get_state() as")
-    assert diagnosis.with_forgotten(Finding("rows", "from step 1"), mine, mine, yours).code == "rows"
+    assert diagnosis.with_forgotten(Finding("rows", "from step 1", steps=(1,)), mine, mine, yours).code == "rows"
 
     stream = "torch.Generator at "
     mine, yours = (
