@@ -32,9 +32,6 @@ def fused_dense_gelu_dense_function(
 class FusedDense(nn.Linear):
     """``nn.Linear`` under Apex's name. Apex left ``weight`` and ``bias`` uninitialized."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
-        super().__init__(in_features, out_features, bias=bias)
-
 
 class FusedDenseGeluDense(nn.Module):
     """A linear layer, exact GELU, and another linear layer.
