@@ -9,19 +9,12 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-# How often a thread of torch's OpenMP looks for work before it sleeps. The default of 300,000 makes the threads of a
-# busy machine wait for each other's time slices: a step of a small transformer on two cores, one of them busy, took
-# 700 ms instead of 12 ms. On a quiet machine this number costs nothing (measured on two cores).
-_SPINS = "3000"
-
 
 def command(argv: Sequence[str] | None = None) -> NoReturn:
     """``harness.cli.command``, whose imports take a tenth of a second, or several seconds on a slow disk."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # not under nohup, or in a background job
         signal.signal(signal.SIGINT, _end)
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # read when torch is imported
     from harness import cli
 
     signal.signal(signal.SIGINT, before)  # cli sets its own

@@ -136,7 +136,9 @@ def _warn_of_own_loop(run: Run) -> None:
         left += [f"{method} of {hook.name}" for hook in run.hooks.all if hook.has(method)]
     if left:
         logging.getLogger("harness").warning(
-            "a loop of your own must do these itself, or they have no effect: %s", ", ".join(left)
+            "these are left to your loop, and not done unless it does them: %s, and train lines in metrics.jsonl "
+            "(run.tracker.log)",
+            ", ".join(left),
         )
 
 

@@ -403,11 +403,11 @@ class Quiet:
 
 def test_an_own_loop_is_told_what_it_must_do_itself(path, capsys):
     own_loop(path, 1, **{"train.ema_decay": None, "precision.opt_level": "O0"})
-    assert "a loop of your own" not in capsys.readouterr().err
+    assert "left to your loop" not in capsys.readouterr().err
     asked = {"train.clip_norm": 1.0, "hooks": ["tests.test_api.Quiet"], "name": "asked", "precision.opt_level": "O0"}
     own_loop(path, 1, **asked)
-    left = "train.clip_norm, train.ema_decay, after_step of tests.test_api.Quiet\n"
-    assert capsys.readouterr().err.count(f"must do these itself, or they have no effect: {left}") == 1
+    left = "train.clip_norm, train.ema_decay, after_step of tests.test_api.Quiet, and train lines"
+    assert capsys.readouterr().err.count(f"not done unless it does them: {left}") == 1
 
 
 def test_an_own_loop_that_does_not_advance_ends(path):

@@ -543,8 +543,7 @@ import atexit, os, sys
 def _():
     print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
 
-from harness.__main__ import command
-command(["--version"])
+import harness
 """
     environ = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     ended = python(program, env=environ | variables)
