@@ -127,7 +127,7 @@ def with_forgotten(finding: Finding, observed: StartRecord, again: StartRecord, 
     if finding.code == "rows" and drawn and finding.steps[:1] == (1,):  # the order that a script draws starts again
         how = _restored(drawn, "row-order", observed.of_harness)
         remedy = f"{how}; if rows are still repeated or skipped then, {finding.advice}"
-        finding = replace(finding, code="row-order", remedy=remedy)
+        finding = replace(finding, remedy=remedy)
     elif finding.code in ("row-order", "inputs", "other") or any("." in name for name in finding.names):  # not global
         how = _restored(generators, finding.code, observed.of_harness)
         finding = replace(finding, remedy=how or finding.remedy)
