@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from torch import Tensor, nn
 
@@ -24,12 +25,13 @@ from harness.data.row_labels import NoLabels
 from harness.data.row_order import spread
 from harness.data.shards import bounds
 from harness.data.table.table import open_table
-from harness.errors import ConfigError, DataError
+from harness.errors import ConfigError, DataError, plural
 from harness.tasks.image_csv.config import Task
 from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.tables import Split, label_problems, open_new_table, open_tables
 from harness.training.task import ModelSection, Supervised, model_builder
 
+_COMPARED_ROWS = 5_000_000  # paths of training rows that are compared with those of validation, in about a second
 _AT_START = 16  # images that each rank decodes of each split before training, and more of validation if time is left
 _SAMPLE = 200  # images of each split that harness check decodes first, evenly spread
 _DECODING_S = 5.0  # for as many others as this allows
@@ -126,7 +128,21 @@ class ImageCsv(Supervised):
 
     @property
     def notes(self) -> list[str]:
-        return [*self.train.table.notes, *self.eval.table.notes, *self.objective.notes]
+        return [*self.train.table.notes, *self.eval.table.notes, *self.objective.notes, *self._in_both()]
+
+    def _in_both(self) -> Iterator[str]:
+        """Yield a warning if the training table has images of validation, whose metrics are then too good."""
+        column, tables = self.options.path_column, (self.train.table, self.eval.table)
+        if self.train is self.eval or len(tables[0]) > _COMPARED_ROWS:
+            return
+        paths, validation = (table.slice(column, 0, len(table)) for table in tables)
+        rows = np.flatnonzero(pc.is_in(paths, value_set=validation).to_numpy())
+        if len(rows):
+            what = f"{plural(len(rows), 'training row')} {'has an image' if len(rows) == 1 else 'have images'}"
+            yield (
+                f"{tables[0].where(int(rows[0]))}: {what} that {self.options.eval_csv} has too; the metrics of "
+                "validation will be too good"
+            )
 
     @property
     def fingerprint(self) -> str:
