@@ -103,12 +103,10 @@ def key(name: str) -> str:
 
 
 def setting(value: Any, digits: int = 6) -> str:
-    """Return a value of a configuration, in YAML's spelling, with this many significant digits."""
-    if value is None:
-        return "null"
+    """Return a value of a configuration, in YAML's spelling, with this many significant digits; a long one shortened."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+    return f"{value:.{digits}g}" if isinstance(value, float) else short(value, 24)
 
 
 def path(place: Path) -> str:

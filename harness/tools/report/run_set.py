@@ -22,6 +22,7 @@ from harness.tools.report import formatting, history
 from harness.tools.report.history import Direction, History
 
 _MAX_IN_LABEL = 4  # settings in a run's label; runs that differ in more are named by their folders
+_MAX_LABEL = 60  # characters
 LENGTH = ("train.epochs", "train.max_steps")  # may change on resume, but not between runs that are compared
 _SMALLER_IS_BETTER = re.compile(r"loss|nll|perplexity|error|entropy|(^|_)(mae|mse|rmse|wer|cer|bpc)(_|$)", re.I)
 
@@ -272,17 +273,19 @@ def varied_settings(records: Sequence[Record], flat: Sequence[dict[str, Any]]) -
 
 
 def describe(settings: dict[str, Any], keys: Iterable[str]) -> str:
-    """Return ``keys`` with values, as in "lr 0.004 · batch 1024"; empty if that would be long."""
+    """Return ``keys`` with values, as in "lr 0.004 · batch 1024"; empty if they are many."""
     parts = [f"{formatting.key(key)} {formatting.setting(settings.get(key), 4)}" for key in keys]
-    return " · ".join(parts) if len(parts) <= _MAX_IN_LABEL else ""
+    return formatting.short(" · ".join(parts), _MAX_LABEL) if len(parts) <= _MAX_IN_LABEL else ""
 
 
 def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], varied: list[str]) -> list[str]:
-    """Return a short unique name for each run: its settings, the number of ranks if that differs, its folder."""
+    """Return a short unique name for each run: its own, if no two have the same and none is of a sweep, or else its
+    settings, the number of ranks if that differs, its folder."""
+    named = len({record.name for record in records if not record.sweep}) == len(records)
     worlds = {record.world_size_text for record in records}
     labels = []
     for record, settings in zip(records, flat, strict=True):
-        label = describe(settings, varied) if settings and (record.sweep or len(varied) <= _MAX_IN_LABEL) else ""
+        label = describe(settings, varied) if settings and not named else ""
         if label and len(worlds) > 1 and record.world_size_text:
             label += f" · {formatting.ranks(record.world_size_text)}"
         labels.append(label or _name(record))

@@ -150,6 +150,22 @@ def test_runs_with_equal_name_and_recipe_have_different_labels(tmp_path):
     assert len({run.path for run in found.runs}) == 2
 
 
+def test_runs_outside_a_sweep_are_labeled_by_name(tmp_path):
+    folders = [write_run(tmp_path / name, Fake(name=name, lr=lr)) for name, lr in (("near", 0.1), ("far", 0.2))]
+    assert [run.label for run in build(*folders).runs] == ["near", "far"]
+
+
+def test_long_settings_are_shortened(tmp_path):
+    fakes = [
+        Fake(lr=lr, settings={"task.transforms.train": [{"RandomResizedCrop": {"size": size, "scale": [0.5, 1.0]}}]})
+        for lr, size in ((0.1, 64), (0.2, 96), (0.3, 96))
+    ]
+    found = build(write_sweep(tmp_path / "sweep", fakes))
+    assert max(len(run.label) for run in found.runs) <= 60
+    assert len({run.label for run in found.runs}) == 3
+    assert max(len(cell.text) for row in tables.all_runs(found).rows for cell in row[3:5]) <= 24
+
+
 def test_runs_with_many_varied_settings_are_labeled_by_name(tmp_path):
     many = {f"task.option{number}": number for number in range(6)}
     one = write_run(tmp_path / "one", Fake(name="one"))
