@@ -103,7 +103,7 @@ def key(name: str) -> str:
 
 
 def setting(value: Any, digits: int = 6) -> str:
-    """Return a value of a configuration, in YAML's spelling, with this many significant digits; a long one shortened."""
+    """Return a value of a configuration, in YAML's spelling, with this many significant digits, or short."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:.{digits}g}" if isinstance(value, float) else short(value, 24)
