@@ -77,11 +77,11 @@ def epoch(run: Run) -> None:
             run.first_look.poll()
         if logs:
             end_window(run)
+        if run.stop.poll() or number == end or state.ended:
+            break  # the save comes after the end of the window
         if left and run.sizes.save_every and number % run.sizes.save_every == 0:
             settle_last_step(run)
             save(run)
-        if run.stop.poll() or number == end or state.ended:
-            break
     settle_last_step(run)
     run.progress.stop()
     if run.meter.steps and (left == 0 or run.evaluation_due()):

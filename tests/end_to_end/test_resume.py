@@ -142,6 +142,18 @@ def test_evaluations_in_an_epoch_are_resumed_exactly(tmp_path, data, world_size)
     assert_same_run(unbroken, run_folder(broken))
 
 
+@pytest.mark.parametrize("end", [{"evaluate_every": "5 steps"}, {"max_steps": 5}])
+def test_a_checkpoint_before_an_evaluation_is_after_its_log_line(tmp_path, data, end):
+    """Also where ``checkpoint.every`` asks for a checkpoint at that step, which ends no other log line."""
+    settings = {"train": {"epochs": 1, "log_every": "4 steps", **end}, "checkpoint": {"every": 5}}
+    unbroken = train(tmp_path / "unbroken", data, **settings)
+    assert [line["step"] for line in of_split(unbroken, "train")][:2] == [4, 5]
+    broken = write_config(tmp_path / "broken", data, **settings)
+    assert run(broken, kill=Kill(0, 5, "evaluation")) == [-signal.SIGKILL]
+    assert run(broken) == [0]
+    assert_same_run(unbroken, run_folder(broken))
+
+
 @pytest.mark.slow
 def test_scheduler_of_ones_own_is_resumed_exactly(tmp_path, data):
     """Its state cannot be computed from the number of updates. Gradients that overflow do not advance it."""
