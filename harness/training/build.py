@@ -69,7 +69,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
                 find()
             located = trained_run.with_copies(config, folder.path) if resumes else config
         task = open_task(located, runtime)
-        for note in task.notes:
+        for note in runtime.patiently("looking at the data", lambda: task.notes if runtime.rank == 0 else ()):
             log.warning("%s", note)
         with runtime.together("opening the trackers"):
             tracker = metrics_log.open_log(folder.metrics, runtime.rank, config, loader.to_text(config))

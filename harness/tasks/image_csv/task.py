@@ -31,7 +31,7 @@ from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.tables import Split, label_problems, open_new_table, open_tables
 from harness.training.task import ModelSection, Supervised, model_builder
 
-_COMPARED_ROWS = 5_000_000  # paths of training rows that are compared with those of validation, in about a second
+_COMPARED_ROWS = 2_000_000  # in tables whose paths are compared, which takes up to a few seconds
 _AT_START = 16  # images that each rank decodes of each split before training, and more of validation if time is left
 _SAMPLE = 200  # images of each split that harness check decodes first, evenly spread
 _DECODING_S = 5.0  # for as many others as this allows
@@ -133,10 +133,11 @@ class ImageCsv(Supervised):
     def _in_both(self) -> Iterator[str]:
         """Yield a warning if the training table has images of validation, whose metrics are then too good."""
         column, tables = self.options.path_column, (self.train.table, self.eval.table)
-        if self.train is self.eval or len(tables[0]) > _COMPARED_ROWS:
+        if self.train is self.eval or max(map(len, tables)) > _COMPARED_ROWS:
             return
         paths, validation = (table.slice(column, 0, len(table)) for table in tables)
-        rows = np.flatnonzero(pc.is_in(paths, value_set=validation).to_numpy())
+        given = validation.filter(pc.not_equal(pc.utf8_trim_whitespace(validation), ""))
+        rows = np.flatnonzero(pc.is_in(paths, value_set=given).to_numpy())
         if len(rows):
             what = f"{plural(len(rows), 'training row')} {'has an image' if len(rows) == 1 else 'have images'}"
             yield (
