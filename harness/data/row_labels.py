@@ -148,13 +148,15 @@ def class_indices(table: Table, classes: Sequence[str | int], train: str) -> np.
 
 
 def _unknown(table: Table, train: str, unknown: Sequence[str | int], classes: Sequence[str | int]) -> DataError:
-    """Return the error for the labels ``unknown`` of ``table``, at the first row with the first of them."""
-    near = difflib.get_close_matches(str(unknown[0]), [str(label) for label in classes], n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "evaluate only labels that occur in training, or correct the CSV"
+    """Return the error for the labels ``unknown`` of ``table``, at the first row with one of them."""
+    spelled = {str(label).lower(): str(label) for label in classes}
+    near = [match for each in unknown[:5] for match in difflib.get_close_matches(str(each).lower(), spelled, n=1)]
+    hint = f"did you mean {', '.join(repr(spelled[match]) for match in near)}?"
+    hint = hint if near else "evaluate only labels that occur in training, or correct the CSV"
     if len(unknown) > max(3, len(table) // 2):
         hint = "nearly every row has its own label: set task.label_column, or task.labels.column, to another column"
-    code = table.vocabulary.index(unknown[0])
-    found = (_first_with(table, rows, code) for rows in _chunks(0, len(table)))
+    codes = [table.vocabulary.index(label) for label in unknown]
+    found = (_first_with(table, rows, codes) for rows in _chunks(0, len(table)))
     row = next(row for row in found if row is not None)
     labels = ", ".join(repr(label) for label in unknown[:5])
     return DataError(
@@ -162,13 +164,13 @@ def _unknown(table: Table, train: str, unknown: Sequence[str | int], classes: Se
     )
 
 
-def _first_with(table: Table, rows: np.ndarray, code: int) -> int | None:
-    """Return the first of ``rows`` that has the label ``code``."""
+def _first_with(table: Table, rows: np.ndarray, wanted: Sequence[int]) -> int | None:
+    """Return the first of ``rows`` that has one of the labels ``wanted``, codes."""
     if table.label is not None:
-        places = np.flatnonzero(table.labels(rows) == code)
+        places = np.flatnonzero(np.isin(table.labels(rows), wanted))
     else:
         counts, codes = table.tags(rows)
-        places = np.repeat(np.arange(len(rows)), counts)[codes == code]
+        places = np.repeat(np.arange(len(rows)), counts)[np.isin(codes, wanted)]
     return int(rows[places[0]]) if len(places) else None
 
 
