@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config
-from harness.config.targets import LabelledTask
+from harness.config.targets import LabelledTask, TableTask
 from harness.data.images import ImageTable
 from harness.data.loader import Loader
 from harness.distributed import signals
@@ -168,8 +168,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     loader = Loader(
         rows, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait, runtime.limited
     )
-    objective = _objective(task)
-    predictor = Predictor(config, runtime, task, model.eval(), objective=objective)
+    predictor = Predictor(config, runtime, task, model.eval(), objective=_objective(task))
     progress = console.ProgressBar(runtime.rank)
     try:
         written = predictions.write(predictor, loader, stop, request.out, progress)
@@ -186,31 +185,35 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         log.warning("images that could not be read: %d; their rows have no prediction: %s", len(written.bad), named)
     ranks = plural(runtime.world_size, "rank")
     rate = written.rows / seconds
-    shown = _show_metrics(objective, written, request.source)
+    shown = _show_metrics(predictor, written, request.source)
     if runtime.rank == 0 and written.fit and (not shown or len(written.squares) > 1):
         log.info("labels of %s: %s", request.source, written.fit)
-    one_label = isinstance(config.task, LabelledTask) and config.task.label_kind == "single_label"
-    if one_label and (classes := trained_run.learned(request.run).get("classes")):
-        written.warn_of_unknown_labels(classes)
+    with_classes = isinstance(config.task, LabelledTask) and config.task.label_kind != "regression"
+    if with_classes and (classes := trained_run.learned(request.run).get("classes")):
+        separator = config.task.labels.separator or "" if isinstance(config.task, TableTask) else ""
+        table = getattr(task.eval, "table", None)
+        written.warn_of_unknown_labels(classes, separator, table.where if table else "row {}".format)
     written.warn_of_one_class()
     log.info("%s: %s in %.1f s (%.0f rows/s, %s)", request.out, plural(written.rows, "row"), seconds, rate, ranks)
     return EXIT_DONE
 
 
-def _objective(task: PredictingTask) -> Objective | None:
-    """Return what evaluates the rows with labels; None if the task does that in its own way, or not at all."""
+def _objective(task: PredictingTask) -> Objective | PredictingTask | None:
+    """Return what evaluates the rows with labels; None if nothing does: the targets may be no labels then."""
     kind = type(task)
-    if not issubclass(kind, Supervised) or (kind.evaluate, kind.report) != (Supervised.evaluate, Supervised.report):
+    if not issubclass(kind, Supervised):
+        return task
+    if (kind.evaluate, kind.report) != (Supervised.evaluate, Supervised.report):
         return None
     return getattr(task, "objective", None)
 
 
-def _show_metrics(objective: Objective | None, written: Written, source: str) -> bool:
+def _show_metrics(predictor: Predictor, written: Written, source: str) -> bool:
     """Print the metrics of the rows with labels; if there are none, warn why, for nobody asked for them, and return
     False."""
     why = written.not_evaluated
     try:
-        if objective is not None and not why and (lines := objective.shown_report(written.sums, written.rows)):
+        if not why and (lines := predictions.shown_metrics(predictor, written)):
             log.info("labels of %s:\n%s", source, "\n".join(lines))
             return True
     except Exception as error:  # of the user's own metric

@@ -24,6 +24,7 @@ from harness.errors import DataError, HarnessError
 from harness.inference import predict
 from harness.runs.console import ProgressBar
 from harness.training.evaluation import prediction_table, predictions
+from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.prediction_table import GROUP_ROWS, ROW, SAMPLE_ROWS, PredictionFile
 from harness.training.task import Classification
 from tests.fixtures import make_config, write_rows
@@ -122,16 +123,16 @@ def test_number_of_values_of_a_task_is_checked(folder, monkeypatch):
         write(folder, "x.csv", Rows(12))
 
 
-class Deep:
+class Deep(Objective):
     """An objective that fails on rank 1, or whose sums of there do not fit the others."""
 
     label_columns = ("label",)
 
     def __init__(self, rank: int, shape: int) -> None:
-        self.rank, self.shape = rank, shape
+        vars(self).update(rank=rank, shape=shape)
 
     def pairs_of_new(self, outputs, texts):
-        self.shape += self.rank  # a sum that cannot be added to the one before
+        vars(self)["shape"] += self.rank  # a sum that cannot be added to the one before
         return {"loss": (outputs.sum(0)[: self.shape], torch.ones(()))} if self.shape < 3 else 1 / 0
 
 
@@ -159,6 +160,29 @@ def test_only_what_the_task_does_not_evaluate_by_itself_is_evaluated():
 
     assert predict._objective(ThreeClasses(Rows(1))) is not None
     assert predict._objective(Own(Rows(1))) is None
+
+
+def test_an_own_task_evaluates_the_rows_with_labels(folder):
+    """By its own ``evaluate`` and ``report``, and with the metrics that it declares."""
+
+    class Own(ThreeClasses):
+        def known(self, rows):
+            return {"label": [None if row % 4 == 3 else "c" for row in rows.tolist()]}
+
+        def evaluate(self, outputs, targets):
+            return {"top1": (outputs.new_tensor(float(len(outputs))), 2 * len(targets)), "loss": (outputs.sum(), 1)}
+
+        def report(self, sums):
+            return {name: sums.ratio(name) for name in sums.pairs} | {"mean_class_accuracy": 0.25}
+
+    task, rows = Own(Rows(1000)), Rows(1000)
+    predictor = predictions.Predictor(loader.load(folder / "config.yaml"), Runtime(), task, model(), objective=task)
+    written = predictions.write(predictor, Loader(rows, 0, CPU), Stop(Runtime()), folder / "x.csv", ProgressBar(1))
+    lines = predictions.shown_metrics(predictor, written)
+    assert lines[:2] == ["rows evaluated: 750 of 1,000", "top1: 0.5000"]
+    assert lines[2].startswith("loss: ")
+    assert len(lines) == 4
+    assert list(written.first.values()) == [0]
 
 
 def test_file_that_another_process_writes_is_left_alone(folder):
@@ -193,10 +217,12 @@ def test_a_model_that_predicts_one_class_is_warned_of(caplog, pairs, warned):
 @pytest.mark.parametrize("classes", [("same", "different"), (0, 1)])
 def test_labels_that_the_model_does_not_know_are_warned_of(caplog, classes):
     prediction_table.Written(
-        pairs=Counter({("0", "same"): 3, ("1", "same"): 2, ("", "same"): 1})
-    ).warn_of_unknown_labels(classes)
+        pairs=Counter({("0", "same"): 3, ("1", "same"): 2, ("", "same"): 1, ("0|1", "same"): 1}),
+        first={"1": 0, "0": 7, "": 8, "0|1": 9},
+    ).warn_of_unknown_labels(classes, "|", "new.csv, row {}".format)
     told = (
-        "5 rows with labels that the model was not trained on, and never predicts: '0', '1'; it predicts 'same', 'diff"
+        "6 rows with labels that the model was not trained on, and never predicts: '1' (new.csv, row 0), "
+        "'0' (new.csv, row 7), '0|1' (new.csv, row 9); it predicts 'same', 'diff"
     )
     assert (told in caplog.text) == (classes != (0, 1))
 

@@ -26,7 +26,7 @@ MAX_KEPT = 1 << 29  # outputs of all evaluation rows that a metric may keep, as 
 _MADE_UP_ROWS = 64
 _NAMED = 10  # in a summary
 _IN_TABLE = 20  # labels
-_FILE = "rows of the file"  # the pair of ([evaluated, without a label], read)
+ROWS_OF_FILE = "rows of the file"  # the pair of ([evaluated, without a label], read)
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,15 @@ class Objective:
             raise ConfigError(f"the model's outputs have the shape {tuple(outputs.shape)}, not (rows, outputs)")
         others = set(range(len(texts[0]))) - set(rows)
         blank = sum(not all(str(column[row]).strip() for column in texts) for row in others)
-        counts: Pairs = {_FILE: (torch.tensor([len(rows), blank]), len(texts[0]))}
+        counts: Pairs = {ROWS_OF_FILE: (torch.tensor([len(rows), blank]), len(texts[0]))}
         return counts | (self.evaluate(outputs.cpu()[rows], targets, confusion=False) if rows else {})
 
     def shown_report(self, sums: Sums, num_rows: int) -> list[str]:
         """Return the lines for a file of ``num_rows``: which rows are evaluated, the metrics, and precision, recall, F1
         and rows of each label: of many labels, those with the lowest F1. Empty if the file has no labels."""
-        if _FILE not in sums.pairs:
+        if ROWS_OF_FILE not in sums.pairs:
             return []
-        evaluated, blank, read = (int(count) for count in (*sums.pairs[_FILE][0], sums.pairs[_FILE][1]))
+        evaluated, blank, read = (int(count) for count in (*sums.pairs[ROWS_OF_FILE][0], sums.pairs[ROWS_OF_FILE][1]))
         unusable = "that is not a number" if self.labels.kind == "regression" else "that is not in the training data"
         left_out = {
             "without a label": blank,

@@ -6,7 +6,7 @@ import csv
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ class Written:
     """Rows whose prediction is not the label."""
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
     """{(label, prediction): number of rows}."""
+    first: dict[str, int] = field(default_factory=dict)
+    """{label: the first row that has it}."""
     squares: dict[str, tuple[float, int]] = field(default_factory=dict)
     """{column: (squared errors, rows)}."""
     sums: Sums = field(default_factory=Sums)
@@ -59,16 +61,20 @@ class Written:
         found = [f"{name} {math.sqrt(total / rows):.5g}" for name, (total, rows) in self.squares.items() if rows]
         return f"root mean square error of {', '.join(found)}" if found else ""
 
-    def warn_of_unknown_labels(self, classes: Sequence[str | int]) -> None:
-        """Warn of labels that are not among ``classes``, the only ones that the model predicts."""
+    def warn_of_unknown_labels(self, classes: Sequence[str | int], separator: str, where: Callable[[int], str]) -> None:
+        """Warn of labels that are not among ``classes``, the only ones that the model predicts, ``where`` they are."""
         known, unknown = set(map(str, classes)), Counter[str]()
         for (label, _), count in self.pairs.items():
-            if label.strip() and label not in known:
+            names = label.split(separator) if separator else [label]
+            if label.strip() and not {name.strip() if separator else name for name in names} <= known | {""}:
                 unknown[label] += count
         if unknown:
+            labels = sorted(unknown, key=lambda label: self.first[label])
+            shown = [f"{label!r} ({where(self.first[label])})" for label in labels[:3]]
+            more = f", and {len(unknown) - 3:,} others" if len(unknown) > 3 else ""
             log.warning(
                 "%s with labels that the model was not trained on, and never predicts: %s; it predicts %s",
-                plural(unknown.total(), "row"), listed(sorted(unknown), 5), listed(list(map(str, classes)), 5),
+                plural(unknown.total(), "row"), ", ".join(shown) + more, listed(list(map(str, classes)), 5),
             )  # fmt: skip
 
     def warn_of_one_class(self) -> None:
@@ -183,6 +189,8 @@ class PredictionFile:
         if "label" in names:
             labelled = [row for row in read if classes[row] is not None]
             self._written.pairs.update((classes[row], predicted[row]) for row in labelled)
+            for row in labelled:
+                self._written.first.setdefault(classes[row], first + row)
             wrong = [row for row in labelled if classes[row] != predicted[row]]
             self._written.wrong.add(numbered.take(pa.array(wrong, pa.int64())), [classes[row] for row in wrong])
 

@@ -28,11 +28,11 @@ from harness.runs import layout
 from harness.runs.console import ProgressBar
 from harness.runs.weights_file import load_weights
 from harness.trackers.base import LabelPairs, Sample
-from harness.training.evaluation.evaluate import prepare
-from harness.training.evaluation.objective import Objective
+from harness.training.evaluation.evaluate import add_pairs, numbers, prepare
+from harness.training.evaluation.objective import ROWS_OF_FILE, Objective
 from harness.training.evaluation.prediction_files import RowFiles, folder_of
 from harness.training.evaluation.prediction_table import FIRST_COLUMNS, ROW, PredictionFile, Written
-from harness.training.evaluation.sums import Pairs
+from harness.training.evaluation.sums import Pairs, Sums
 from harness.training.run import Run
 from harness.training.strategies import sharding
 from harness.training.task import PredictingTask, SupportsErrors, SupportsPredictions
@@ -52,8 +52,8 @@ class Predictor:
     task: PredictingTask
     model: nn.Module
     sharded: bool = False
-    objective: Objective | None = None
-    """What evaluates the rows that have labels; None: nothing, or it has failed."""
+    objective: Objective | PredictingTask | None = None
+    """What evaluates the rows that have labels, which may be the task; None: nothing, or it has failed."""
 
 
 class TableError(OSError):
@@ -175,11 +175,12 @@ def _block(
     if len(batch):
         outputs = _forward(predictor, batch, size)
         places = {row: place for place, row in enumerate(batch.rows.tolist())}
-        if (objective := predictor.objective) is not None:
+        if predictor.objective is not None:
             try:
                 read = pa.array(np.searchsorted(rows, batch.rows))
-                texts = [columns[name].take(read).to_pylist() for name in objective.label_columns if name in columns]
-                pairs = objective.pairs_of_new(outputs, texts)
+                pairs = _pairs(
+                    predictor.objective, outputs, batch.targets, {k: v.take(read) for k, v in columns.items()}
+                )
             except Exception as error:  # of the user's own loss or metric: the predictions do not need it
                 predictor.objective, pairs = None, first_line(readable(error))
         place_of = pa.array([places.get(row) for row in rows.tolist()])
@@ -195,6 +196,41 @@ def _block(
     names = [name for name in FIRST_COLUMNS if name in columns]
     names += [name for name in columns if name not in FIRST_COLUMNS]
     return pa.table({name: columns[name] for name in names}), list(batch.bad), files, pairs
+
+
+def _pairs(
+    objective: Objective | PredictingTask, outputs: Tensor, targets: Tensor, known: dict[str, pa.Array]
+) -> Pairs:
+    """Return what the rows of ``outputs`` with labels add to the metrics, on the CPU. ``known``: their columns."""
+    if isinstance(objective, Objective):
+        texts = [known[name].to_pylist() for name in objective.label_columns if name in known]
+        return objective.pairs_of_new(outputs, texts)
+    labels = known["label"].to_pylist() if "label" in known else []
+    rows = [row for row, label in enumerate(labels) if label not in (None, "") and label == label]
+    if not rows:
+        return {}
+    sums = Sums()
+    add_pairs(sums, objective, outputs[rows], targets[rows])
+    sums = sums.on_cpu()
+    return {
+        ROWS_OF_FILE: (torch.tensor(len(rows)), 1),
+        **sums.pairs,
+        **{name: kept[0] for name, kept in sums.rows.items()},
+    }
+
+
+def shown_metrics(predictor: Predictor, written: Written) -> list[str]:
+    """Return the lines about the rows of a new file that have labels: their number and the metrics; empty if none
+    has."""
+    objective, names = predictor.objective, predictor.config.task.metrics
+    if isinstance(objective, Objective):
+        return objective.shown_report(written.sums, written.rows)
+    if objective is None or ROWS_OF_FILE not in written.sums.pairs:
+        return []
+    evaluated = int(written.sums.pairs.pop(ROWS_OF_FILE)[0])
+    found = numbers(objective, written.sums, names)
+    lines = [f"rows evaluated: {evaluated:,} of {written.rows:,}"]
+    return lines + [f"{name}: {found[name]:.4f}" for name in names]
 
 
 def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:
