@@ -256,6 +256,8 @@ def _invalid(error: Exception, text: str, path: Path) -> ConfigError:
         line, problem, hint = _misplaced_colon(text.splitlines(), mark.line + 1, mark.column)
     elif problem.endswith(("found '}'", "found ']'")):
         problem, hint = f"this line has a {problem[-2]} that closes nothing", "remove it, or add the one that opens it"
+    elif problem.endswith("'<stream end>'"):  # behind the last line
+        problem, hint = "the file ends within brackets", "add the missing } or ]"
     elif problem.startswith("expected") and mark and not text.splitlines()[mark.line][: mark.column].strip():
         problem, hint = "the indentation of this line does not fit the lines above", _INDENT
     elif "expansion exceeds" in problem:

@@ -17,7 +17,16 @@ from harness.distributed import signals
 from harness.distributed.agreement import rank_names
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import Cause, RankExit
-from harness.errors import EXIT_DATA, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, EXITS_BY_SIGNAL, HarnessError
+from harness.errors import (
+    EXIT_DATA,
+    EXIT_DONE,
+    EXIT_FAILURE,
+    EXIT_OWN_CODE,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    EXITS_BY_SIGNAL,
+    HarnessError,
+)
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
 from harness.runs.files import write_atomically
@@ -131,14 +140,14 @@ def _without_failure(codes: set[int], stopped: int, folder: str) -> RunOutcome:
 def _code_without_failure(codes: set[int], stopped: int) -> int:
     """Return the exit code of the run whose ranks ended with ``codes``, by the first line that fits:
 
-    some rank found an error of the configuration, or of the data     its code
+    some rank found an error of the configuration, data or own code   its code
     all were done, or stopped; some of them with a checkpoint         EXIT_STOPPED
     all were done                                                     EXIT_DONE
     some were done, the others stopped before they began              EXIT_FAILURE
     a user requested the stop, or some rank ended by a signal         the code of the signal
     otherwise                                                         EXIT_FAILURE
     """
-    for code in (EXIT_USAGE, EXIT_DATA):
+    for code in (EXIT_USAGE, EXIT_DATA, EXIT_OWN_CODE):
         if code in codes:
             return code
     if codes <= {EXIT_DONE, *_STOPPED}:

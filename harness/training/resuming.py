@@ -40,8 +40,8 @@ def resume(run: Run) -> None:
     """Restore the newest checkpoint of this run, or else the one that checkpoint.resume names; else start at zero.
     Collective."""
     path, is_own = checkpoint_to_resume(run)
-    if path is not None and is_own:
-        verify(run.runtime, path)
+    if path is not None:
+        verify(run.runtime, path, is_own)
 
     def work() -> LogBefore:
         if path is None:
@@ -107,18 +107,19 @@ def checkpoint_to_resume(run: Run) -> tuple[Path | None, bool]:
     return runtime.patiently("fetching the checkpoint to resume from", lambda: borrowed.borrow(run.config)), False
 
 
-def verify(runtime: Runtime, path: Path) -> None:
+def verify(runtime: Runtime, path: Path, is_own: bool = True) -> None:
     """Raise CheckpointError unless every rank has the checkpoint ``path``, which rank 0 has verified. Ranks without a
-    shared disk have copies, and the first rank of each copy verifies it. Collective."""
+    shared disk have copies, and the first rank of each copy verifies it; of another run, each rank has. Collective."""
     copies = runtime.gather(runtime.patiently("looking for the checkpoint", lambda: _copy(path)))
     rank, copy = runtime.rank, copies[runtime.rank]
     hint = "copy rank 0's run folder to this machine, or set output to a shared disk or a URL"
+    hint = hint if is_own else "give every machine the same checkpoint.resume"
 
     def work() -> None:
         if copy[0] != copies[0][0]:
             message = f"rank {rank} cannot find the checkpoint that rank 0 resumes from"
             raise CheckpointError(message, where=str(path), hint=hint)
-        if copies.index(copy) == rank > 0 and (problem := checkpoint.damage(path)):
+        if is_own and copies.index(copy) == rank > 0 and (problem := checkpoint.damage(path)):
             raise CheckpointError(f"the copy of rank {rank}: {problem}", where=str(path), hint=hint)
 
     runtime.patiently("verifying the checkpoint", work)

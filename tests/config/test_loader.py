@@ -104,6 +104,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]
             "before line 3, column 4 (YAML: expected ',' or '}', but got ':')\n  -> add the missing } or the comma",
         ),
         ("name: x\nfoo: [1\n", "x.yaml:2: invalid YAML: the [ on this line is not closed, or a comma is missing"),
+        ("name: x\nmodel: {\n", "x.yaml:3: invalid YAML: the file ends within brackets (YAML: "),
         ("a: 1\nname: 'x\nb: 2\n", "x.yaml:2: invalid YAML: the quote that this line opens is never closed"),
         ("a: " + "[" * 3000 + "]" * 3000, "x.yaml: invalid YAML: nested too deeply"),
         ("[" * 100_000, "x.yaml: invalid YAML: nested too deeply"),

@@ -191,6 +191,9 @@ def test_ranks_with_different_checkpoints_are_refused(tmp_path, data):
     more = ["-c", str(config), "train.epochs=2"]
     ended = train_each(config, [*more, outputs[0]], [*more, outputs[1]])
     assert_reported_once(ended, EXIT_FAILURE, "rank 1 cannot find the checkpoint that rank 0 resumes from")
+    borrows = [f"checkpoint.resume={next((tmp_path / name).glob('*/checkpoints/step-*'))}" for name in "ab"]
+    ended = train_each(config, *([*more, f"output={tmp_path}/c", each] for each in borrows))
+    assert_reported_once(ended, EXIT_FAILURE, "rank 1 cannot find the checkpoint", "the same checkpoint.resume")
 
     shutil.rmtree(tmp_path / "b")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -566,6 +569,7 @@ def ended_with(folder: Path, verb: str, broken: str = "") -> tuple[int, str]:
     config = str(folder / "config.yaml")
     words = {
         "train": ["-c", config, *(["name=broken"] if broken else [])], "check": ["-c", config],
+        "launch": ["-c", config, "--nproc", "2", "name=broken"],
         "predict": ["runs/run", "--csv", str(folder / "data" / "eval.csv"), "--out", "out.csv"],
         "export": ["runs/run", "--format", "safetensors", "--out", "model.safetensors"],
     }[verb]  # fmt: skip
@@ -580,6 +584,7 @@ def ended_with(folder: Path, verb: str, broken: str = "") -> tuple[int, str]:
         ("train", "step", "forward"), ("train", "evaluation", "forward"),
         ("train", "schedule", "schedule"), ("train", "loss", "loss"),
         ("train", "metric", "metric"), ("train", "import", "import"),
+        ("launch", "import", "import"),
         ("check", "step", "forward"), ("check", "schedule", "schedule"),
         ("check", "metric", "metric"), ("check", "import", "import"), ("predict", "evaluation", "forward"),
         ("export", "evaluation", "forward"),

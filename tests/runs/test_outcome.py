@@ -116,7 +116,8 @@ WITHOUT_FAILURE = {
     "wrong configuration, peer ended": (seen((0, 2), (1, TERM)), False, 2, "ended with exit code 2 before"),
     "wrong configuration, own record": ([early(0, 2), *seen((0, 2))], False, 2, "ended with exit code 2 before"),
     "bad data": (seen((0, 65), (1, 70)), False, 65, "ended with exit code 65 before the run began"),
-    "unknown exit code": (seen((0, 1)), False, 70, "ended with exit code 70 before the run began"),
+    "own code": (seen((0, 1), (1, TERM)), False, 1, "ended with exit code 1 before the run began"),
+    "unknown exit code": (seen((0, 3)), False, 70, "ended with exit code 70 before the run began"),
     "nothing known": ([], False, 70, "ended with exit code 70 before the run began"),
 }
 
