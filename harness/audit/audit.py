@@ -179,22 +179,23 @@ class _Audit:
         )
 
     def _merged(self, findings: list[Finding]) -> list[Finding]:
-        """Return a finding for each code. What one kill shows counts, even if another kill cannot tell."""
-        by_code: dict[str, list[Finding]] = {}
+        """Return a finding for each code, and one of a start that fails. What one kill shows counts, even if another
+        kill cannot tell."""
+        alike: dict[tuple[str, bool], list[Finding]] = {}
         for finding in findings:
-            by_code.setdefault(finding.code, []).append(finding)
-        faults = {code: found for code, found in by_code.items() if code not in UNDECIDED}
-        if "unsaved-state" in faults and "other" in faults:  # starts are observed for one kill: it tells why
-            unknown = faults.pop("other")
-            faults["unsaved-state"] += [each for each in unknown if each.steps]
-            faults |= {"other": failed} if (failed := [each for each in unknown if not each.steps]) else {}
+            alike.setdefault((finding.code, finding.code == "other" and not finding.steps), []).append(finding)
+        faults = {key: found for key, found in alike.items() if key[0] not in UNDECIDED}
+        if ("unsaved-state", False) in faults:  # starts are observed for one kill
+            why = "the unsaved state may explain it: save that first, and run this again"
+            unknown = faults.get(("other", False), [])
+            unknown[:] = [replace(each, evidence=(*each.evidence, why)) for each in unknown]
         if faults:
             self._notes += [f"another kill tells nothing: {each.text}" for each in findings if each.code in UNDECIDED]
         return [
             replace(one, evidence=(*one.evidence, f"the same fault after {plural(len(others), 'more kill')}"))
             if others
             else one
-            for one, *others in (faults or by_code).values()
+            for one, *others in (faults or alike).values()
         ]
 
     def _start_undisturbed(self) -> None:

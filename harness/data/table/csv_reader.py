@@ -312,11 +312,11 @@ def _records(path: Path, more: Sequence[str] = ()) -> Iterator[Iterator[tuple[in
         # The csv module of Python 3.10 stops at a NUL.
         reader, line = csv.reader((line.replace("\0", "") for line in lines), delimiter=separator), 1
         for fields in reader:
-            if len(fields) > 1 or (fields and not fields[0].isspace()):
+            if len(fields) == len(header) > 1 or fields and not separator.join(fields).isspace():
                 yield line, fields
             line = reader.line_num + 1
 
-    separator, _ = _header_of(path)
+    separator, header = _header_of(path)
     # Latin-1 decodes every byte, so a wrong encoding cannot fail here; quotes and line ends are ASCII in UTF-8.
     with _any_field_size(), open_bytes(path) as stream, io.TextIOWrapper(stream, "latin-1", newline="") as text:
         yield records(chain(text, more))

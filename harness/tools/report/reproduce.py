@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from harness.config.places import is_url
 from harness.errors import plural
 from harness.runs import layout
 from harness.runs.reader import over_starts, ranks
@@ -42,9 +43,18 @@ def commands(run: ReportedRun) -> list[str]:
 
 
 def resume_command(run: ReportedRun) -> str:
-    """Return the command that resumes a stopped run: the one that trains it, under its own name."""
-    name = shlex.quote(f"name={run.record.name}_again")
-    return commands(run)[-1].replace(f" {name}", "") if run.record.sweep is None else "the command of its sweep"
+    """Return the command that resumes a stopped run, with what its configuration says otherwise: the folder of a run
+    that was moved, and ``checkpoint.resume``."""
+    if run.record.sweep is not None:
+        return "the command of its sweep"
+    folder, output = run.record.path, str(run.settings.get("output", ""))
+    words = [] if is_url(output) or Path(output).absolute() == folder.parent.absolute() else [
+        f"output={formatting.path(folder.parent)}"
+    ]  # fmt: skip
+    words += [f"name={folder.name}"] if folder.name != run.record.name else []
+    words += ["checkpoint.resume=auto"] if run.settings.get("checkpoint.resume") == "never" else []
+    again = shlex.quote(f"name={run.record.name}_again")
+    return commands(run)[-1].replace(f" {again}", "".join(f" {shlex.quote(word)}" for word in words))
 
 
 def trial_command(sweep: Path, name: str, run: Path) -> str:

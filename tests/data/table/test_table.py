@@ -55,6 +55,7 @@ def test_other_separators(opened, caplog, separator, named):
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
         f"{table.name}: read with {named} between the columns, as in its header"
     ]
+    assert lines_of(opened(b"a,b,c\n1,2,3\n,,\n \t\n4,5,6\n".replace(b",", separator), "white.csv")) == [2, 3, 5]
     assert opened(b'"path' + separator + b'label"\na\n').columns == (f"path{separator.decode()}label",)
 
 

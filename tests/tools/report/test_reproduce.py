@@ -35,6 +35,15 @@ def test_command_for_one_process(place):
     assert reproduce.resume_command(found) == "harness train -c runs/fake/config.yaml"
 
 
+def test_a_moved_run_is_resumed_in_its_folder(place):
+    fake = Fake(settings={"checkpoint": {"resume": "never"}})
+    found = run(write_run(place / "runs" / "fake.1", fake))
+    command = "harness train -c runs/fake.1/config.yaml name=fake.1 checkpoint.resume=auto"
+    assert reproduce.resume_command(found) == command
+    found = run(write_run(place / "my runs" / "fake", Fake()))
+    assert reproduce.resume_command(found) == "harness train -c 'my runs/fake/config.yaml' 'output=my runs'"
+
+
 def test_command_for_several_ranks_on_one_machine(place):
     found = run(write_run(place / "runs" / "fake", Fake(world=4)))
     assert reproduce.commands(found)[1] == "harness launch -c runs/fake/config.yaml --nproc 4 name=fake_again"

@@ -31,7 +31,7 @@ def test_runs_speed_up_seeds_and_problems(tmp_path):
 
 def test_a_stopped_run_has_the_command_that_resumes_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    record = reader.read(write_run(tmp_path / "runs" / "a", Fake(world=2, state="unfinished")))
+    record = reader.read(write_run(tmp_path / "runs" / "a", Fake("a", world=2, state="unfinished")))
     (run,) = run_set.build([replace(record, state="stopped")]).runs
     assert tables.problems(run)[0] == "-> to resume it: harness launch -c runs/a/config.yaml --nproc 2"
 
