@@ -257,6 +257,8 @@ def test_a_trained_model(path, tmp_path, monkeypatch):
         with pytest.raises(DataError, match=f"^{told}  -> give a path that .* or an array of uint8") as caught:
             model.preprocess(wrong)
         assert not re.search("table|CSV|row", str(caught.value))
+    with pytest.raises(DataError, match="-> did you mean .*[.]png[?] give a path that"):
+        model.preprocess([str(rows["path"][1]).replace(".png", ".jpg")])
     with pytest.raises(DataError, match="^row 1 of the table: image not found: .*gone.png"):
         model.preprocess(pd.DataFrame({"path": [rows["path"][1], "gone.png"]}))
     skipping = load_model(result.folder, {"task.on_bad_row": "skip"})
@@ -274,6 +276,17 @@ def test_what_is_no_row_of_two_texts(rows, what):
         as_file(rows, ["one", "two"]),
     ):
         pass
+
+
+def test_images_keep_their_values_and_other_errors_their_hints():
+    for mode in ("I;16", "F"):
+        with (
+            pytest.raises(DataError, match=rf'mode {mode} is not .*\n  -> give its path, or image.convert\("RGB"\)'),
+            as_file(Image.new(mode, (2, 2)), of_images=True),
+        ):
+            pass
+    with pytest.raises(ConfigError, match="-> pip install s3fs"), as_file(["a.png"], ["path"], of_images=True):
+        raise ConfigError("reading s3://b needs s3fs", where="task.root", hint="pip install s3fs")
 
 
 def test_numbers_of_a_trained_model_are_in_the_unit_of_their_column(tmp_path):

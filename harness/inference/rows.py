@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("harness")
 _IMAGES = "a path that ends like an image, an image of PIL, or an array of uint8 of shape (height, width, 3)"
+_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def as_file(rows: Rows, columns: Sequence[str] = (), of_images: bool = False) ->
     """Context with (a file of ``rows``, the cache folder for it if it is temporary).
 
     ``columns``: what the model reads, if it is known; texts in a list are values of the only one. An error in a table
-    names its rows. ``of_images``: images of PIL and arrays, too, are written to files, without loss.
+    names its rows. ``of_images``: images of PIL and arrays, too, are written to files.
     """
     if isinstance(rows, str | os.PathLike) and not os.fspath(rows).lower().endswith(IMAGE_SUFFIXES):
         if columns and isinstance(rows, str) and not _may_be_table(rows):
@@ -54,9 +55,12 @@ def as_file(rows: Rows, columns: Sequence[str] = (), of_images: bool = False) ->
                 yield file, folder
         except HarnessError as error:
             error.message, error.where = (_of_table(text, file) for text in (error.message, error.where))
-            if of_images and given is not rows and error.where:
-                error.where = re.sub(r"row (\d+) of the table", r"image \1", error.where)
-                error.hint = f"give {_IMAGES}; paths are relative to the working folder or task.root"
+            if of_images and given is not rows and (row := re.fullmatch(r"row (\d+) of the table", error.where)):
+                near = re.match(r"did you mean .*?\? ?", f"{error.hint} ")
+                error.where = f"image {row[1]}"
+                error.hint = (
+                    f"{near[0] if near else ''}give {_IMAGES}; paths are relative to the working folder or task.root"
+                )
             raise
 
 
@@ -71,6 +75,9 @@ def _saved(image: Any, file: Path) -> str:
     if not isinstance(image, Image.Image):
         shape = f" of {image.dtype}, {tuple(image.shape)}" if hasattr(image, "dtype") else ""
         raise DataError(f"not an image: {type(image).__name__}{shape}", hint=f"give {_IMAGES}, or a list of them")
+    if image.mode not in _MODES:
+        hint = 'give its path, or image.convert("RGB"), which cuts values above 255'
+        raise DataError(f"an image of mode {image.mode} is not one of 8 bits: {', '.join(_MODES)}", hint=hint)
     image.convert("RGB" if image.mode not in ("L", "RGBA") else image.mode).save(file, compress_level=1)
     return str(file)
 
