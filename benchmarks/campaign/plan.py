@@ -124,6 +124,10 @@ def chain(seed: int, number: int, logical_ranks: bool = False) -> Chain:
     }
     if schedule["name"] == "one_cycle":
         sections["optimizer"] = {key: value for key, value in sections["optimizer"].items() if key != "momentum"}
+    num_kills = rng.randint(3, 4) if launched or compiled else rng.randint(4, 6)
+    if within := rng.random() < 0.3:  # which may be at a step of checkpoint.every that ends no other log line
+        train |= rng.choice([{"evaluate_every": f"{rng.choice([2, 3])} steps"}, {"max_steps": 5}])
+    options |= {"evaluation in an epoch": within}
     options |= {"asynchronous checkpoints": behind, "sharded checkpoints": shards, "activation checkpointing": again,
                 "compiled": compiled}  # fmt: skip
     options |= {"moving average": ema, "clipping": clip, "micro-batches": accumulate > 1, "loader worker": workers > 0}
@@ -135,7 +139,6 @@ def chain(seed: int, number: int, logical_ranks: bool = False) -> Chain:
         "schedule": schedule["name"],
         "option": ",".join(option for option, on in options.items() if on) or "none",
     }  # fmt: skip
-    num_kills = rng.randint(3, 4) if launched or compiled else rng.randint(4, 6)
     name = f"{seed}-{number}{'-logical' * logical_ranks}"
     return Chain(name, engine, world_size, num_kills, sections, at_url, traits, logical_ranks)
 

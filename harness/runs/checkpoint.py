@@ -103,11 +103,11 @@ def manifest_of(path: Path) -> dict[str, Any]:
 def _damage_of(file: Path, recorded: Mapping[str, Any]) -> str | None:
     try:
         require_regular_file(file)
+        if (size := file.stat().st_size) != recorded["bytes"]:
+            return f"{file.name} is truncated: {size} of {recorded['bytes']} bytes"
+        if sha256(file) != recorded["sha256"]:
+            return f"{file.name} is damaged: its SHA-256 differs from the one in {layout.MANIFEST}"
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         return f"{file.name} is missing" if missing else f"{file.name}: {error.strerror}"
-    if file.stat().st_size != recorded["bytes"]:
-        return f"{file.name} is truncated: {file.stat().st_size} of {recorded['bytes']} bytes"
-    if sha256(file) != recorded["sha256"]:
-        return f"{file.name} is damaged: its SHA-256 differs from the one in {layout.MANIFEST}"
     return None

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness.errors import CheckpointError
+from harness.runs import checkpoint, files, ownership
 from harness.runs import checkpoints as module
-from harness.runs import files, ownership
 from harness.runs.checkpoint import VERSION, damage
 from harness.runs.checkpoints import Checkpoints, read
 from harness.runs.storage import LocalStore
@@ -231,6 +231,19 @@ def test_all_are_damaged(tmp_path, log):
         checkpoints.newest()
     (checkpoints.folder / "latest").unlink()
     assert checkpoints.newest() is None, "it has none"
+
+
+def test_a_file_that_the_disk_cannot_read_is_damaged(tmp_path, monkeypatch):
+    checkpoints, whole = made(tmp_path, 1, 2), checkpoint.sha256
+
+    def failing(file):
+        if "step-2" in str(file):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+        return whole(file)
+
+    monkeypatch.setattr(checkpoint, "sha256", failing)
+    assert damage(checkpoints.folder / "step-2") == "state.pt: Input/output error"
+    assert checkpoints.newest().name == "step-1"
 
 
 def test_every_flipped_bit_of_the_manifest_is_noticed(tmp_path):
