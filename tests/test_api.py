@@ -402,7 +402,8 @@ def test_a_loop_that_would_lose_logical_ranks_is_refused(path, enters):
     asked = {"train.ema_decay": None, "parallel.logical_ranks": 2, "parallel.delay_allreduce": True}
 
     def loop() -> None:
-        with open_run(load_config(path, asked)) as run, run.parallel.sync_gradients(last=True):
+        empty = SimpleNamespace(rank=0, num_rows=0)
+        with open_run(load_config(path, asked)) as run, run.parallel.micro_batch(empty, last=True):
             pass
 
     with pytest.raises(TrainingError, match="leaves out what parallel.logical_ranks needs"):

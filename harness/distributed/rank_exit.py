@@ -42,9 +42,9 @@ class RankExit:
     exit_code: int
     """Minus the signal number for a killed rank."""
     host: str = ""
-    """Empty: an engine has made the record."""
+    """Empty: made by an engine, or by another rank for one that is gone."""
     step: int | None = None
-    """None: before this start had claimed the run folder."""
+    """None: before this start had claimed the run folder, or unknown to an engine."""
     error: str = ""
     """Type of the error."""
     message: str = ""
@@ -83,7 +83,8 @@ class RankExit:
 
     @property
     def by_rank(self) -> bool:
-        """True if a rank has made this record, not an engine: usually that rank itself."""
+        """True if a rank has made this record of itself, or of one that hangs. Of one that is gone, an engine may have
+        seen more."""
         return bool(self.host)
 
     def to_json(self) -> str:

@@ -48,12 +48,13 @@ class ThisStart:
     done_at: int = -1
     """The step at which an earlier start finished, if its results are all there; -1: there is something to do."""
     compiled: set[str] = field(default_factory=set)
-    """The stages that it has passed."""
+    """The stages that it has entered."""
 
 
 @dataclass
 class Run:
-    """The parts of a run, built by ``harness.training.build``. Every rank calls every method."""
+    """The parts of a run, built by ``harness.training.build``. Every rank calls every method;
+    those that return a number, also one rank alone."""
 
     config: Config
     runtime: Runtime
@@ -133,20 +134,23 @@ class Run:
 
     def evaluation_due(self) -> bool:
         """Return True if the present step is to be evaluated and is not yet: training is over, or that step ended an
-        interval of ``train.evaluate_every`` for the ranks that took it, which may have been others."""
+        interval of ``train.evaluate_every`` for the ranks that took it, which may have been others. After the last step
+        of an epoch, they are forgotten, and the present ranks count."""
         state = self.state
-        ends = self.config.train.evaluate_every.ends_at(*self._position(*state.segments[-1:]))
+        by = state.segments[-1] if state.segments else None
+        ends = self.config.train.evaluate_every.ends_at(*self._position(by))
         return state.step > state.evaluated and (self.finished() or ends)
 
     def steps_to_evaluation(self) -> int:
         return self.config.train.evaluate_every.steps_left(*self._position())
 
-    def _position(self, *by: Segment) -> tuple[int, int, int, int]:
+    def _position(self, by: Segment | None = None) -> tuple[int, int, int, int]:
         """Return the step, the epoch, the steps in it so far, and all of its steps if the ranks of ``by``, by default
-        the present ones, take the rest."""
+        the present ones, take the rest. If two ranks took 3 steps of an epoch, whose other 6 rows are 3 more steps for
+        them and 6 for one rank, these are (3, 0, 3, 6) ``by`` the two and (3, 0, 3, 9) by the one."""
         state = self.state
         done = sum(segment.steps for segment in state.segments)
-        return state.step, state.epoch, done, done + self.train_data.steps_left(state.segments, *by)
+        return state.step, state.epoch, done, done + self.train_data.steps_left(state.segments, by)
 
     def set_lr(self) -> None:
         """Give the optimizer the learning rates of the next step."""

@@ -21,7 +21,7 @@ class State:
 
     epoch: int = 0
     segments: list[Segment] = field(default_factory=list)
-    """The steps of this epoch so far, by world size."""
+    """The steps of this epoch so far, by the ranks that took them."""
     step: int = 0
     """Optimizer steps, including skipped ones."""
     applied: int = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,11 @@ def made(section: ParallelSection, world_size: int, device: torch.device = CPU) 
     return strategy_class(section)(section, choose(PrecisionSection(opt_level="O0"), CPU), ranks)
 
 
+def rows(number: int) -> SimpleNamespace:
+    """A micro-batch of rank 0 with so many rows."""
+    return SimpleNamespace(rank=0, num_rows=number)
+
+
 @pytest.mark.parametrize("name", ["none", "dp"])
 def test_strategy_for_one_process(name):
     section = ParallelSection(strategy=name)
@@ -44,7 +50,6 @@ def test_one_process_with_one_device_uses_the_bare_model(name, caplog):
     parallel.wrap(model)
     assert parallel.model is parallel.module is parallel.eval_model is model
     assert not parallel.sharded
-    assert isinstance(parallel.sync_gradients(False), nullcontext)
     expected = (
         ["parallel.strategy=dp found only one device (cpu), so it acts as parallel.strategy=none"]
         if name == "dp"
@@ -67,7 +72,7 @@ def test_dp_on_several_devices(monkeypatch):
     assert parallel.devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]
     other = made(ParallelSection(strategy="none"), 1, torch.device("cuda", 1))
     assert other.devices() == [torch.device("cuda", 1)]
-    with parallel.sync_gradients(False):
+    with parallel.micro_batch(rows(4), False):
         pass
 
 
@@ -77,13 +82,14 @@ def test_micro_batches_switch_the_exchange_and_batch_norms():
     parallel = made(ParallelSection(), 2)
     parallel.switch_sync, parallel.exchanges, parallel.sync_norms = switched.append, True, (norm,)
     parallel.num_synced_passes = lambda: None
-    assert isinstance(parallel.sync_gradients(True), nullcontext)  # the step of a full batch
-    with parallel.sync_gradients(False):
+    with parallel.micro_batch(rows(4), True):  # the step of a full batch
+        assert (switched, norm.idle) == ([], False)
+    with parallel.micro_batch(rows(4), False):
         assert (switched, norm.idle) == ([False], False)
-    with parallel.sync_gradients(True, counts=False):
+    with parallel.micro_batch(rows(0), True):
         assert norm.idle
-    assert (switched, norm.idle) == ([False, True, True, True], False)
-    with suppress(ZeroDivisionError), parallel.sync_gradients(False, counts=False):
+    assert (switched, norm.idle) == ([False, True], False)
+    with suppress(ZeroDivisionError), parallel.micro_batch(rows(0), False):
         raise ZeroDivisionError
     assert (switched[-1], norm.idle) == (True, False)
 
@@ -102,7 +108,7 @@ def _idle_rank():
     assert isinstance(parallel.model, DistributedDataParallel)  # torch's rebuilds its buckets after the first step
     inputs = torch.randn(4, 3) if rank == 0 else torch.full((2, 3), 7.0)
     weight = 2.0 if rank == 0 else 0.0  # the world size, as all rows are on one rank
-    with parallel.sync_gradients(True, counts=rank == 0):
+    with parallel.micro_batch(rows(4 if rank == 0 else 0), True):
         (parallel.model(inputs).square().mean() * weight).backward()
     return [p.grad.tolist() for p in model.parameters()], [b.tolist() for b in model.buffers()]
 

@@ -8,7 +8,7 @@ it is needed, because a launcher checks the configuration with ``conflicts``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.config import plugins
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class ParallelStrategy:
     """What a process does alone, which a strategy overrides. ``harness.training.build`` calls ``check_world``, then
     ``prepare`` and, after the optimizer is built and amp has initialized both, ``wrap``. Then, for each micro-batch,
-    the loop enters ``sync_gradients`` and calls ``backward``, in which what ``wrap`` has built averages gradients.
+    the loop enters ``micro_batch`` and calls ``backward``, in which what ``wrap`` has built averages gradients.
     """
 
     one_process: ClassVar[bool] = False
@@ -121,38 +121,29 @@ class ParallelStrategy:
 
     @contextmanager
     def micro_batch(self, micro: MicroBatch, last: bool) -> Iterator[None]:
-        """Context for forward and ``backward`` of ``micro``, as its rank; averaging gradients in the ``last`` one."""
-        self.ranks.activate(micro.rank)
-        with self.sync_gradients(last, counts=micro.num_rows > 0):
-            yield
-        if last:
-            self.ranks.activate(self.ranks.own.start)
+        """Context for forward and ``backward`` of ``micro``, as its logical rank. Gradients are averaged only in the
+        ``last`` micro-batch of this process in a step; ``ends`` marks the last one of each of its logical ranks.
 
-    def sync_gradients(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
-        """Context for forward and backward of a micro-batch: gradients are averaged only in the ``last`` one.
-
-        ``counts`` is False if the rows only keep this rank in step with the others; batch norms over all ranks then
-        leave them out. Raises TrainingError if the backward pass of the ``last`` one reached no parameter: the other
-        ranks would wait for this one.
+        Batch norms over all ranks leave out a micro-batch without rows, which only keeps this rank in step. Raises
+        TrainingError if the ``last`` backward pass reached no parameter: the other ranks would wait for this one.
         """
-        if (last or not self.exchanges) and (counts or not self.sync_norms) and self.num_synced_passes() is None:
-            return nullcontext()  # nothing to switch, and nothing to check
-        return self._switched(last, counts)
-
-    @contextmanager
-    def _switched(self, last: bool, counts: bool) -> Iterator[None]:
-        self.switch_sync(last)
-        for norm in self.sync_norms:
-            norm.idle = not counts
-        before = self.num_synced_passes()
+        self.ranks.activate(micro.rank)
+        before, idle = self.num_synced_passes(), () if micro.num_rows else self.sync_norms
+        for norm in idle:
+            norm.idle = True
+        if not last and self.exchanges:
+            self.switch_sync(False)
         try:
             yield
             if last and before is not None and self.num_synced_passes() == before:
                 raise TrainingError(self.no_pass[0], hint=self.no_pass[1])
         finally:
-            self.switch_sync(True)
-            for norm in self.sync_norms:
+            if not last and self.exchanges:
+                self.switch_sync(True)
+            for norm in idle:
                 norm.idle = False
+        if last:
+            self.ranks.activate(self.ranks.own.start)
 
     def devices(self) -> list[torch.device]:
         """Return the devices on which this rank computes."""
