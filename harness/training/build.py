@@ -104,7 +104,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
 def names(config: Config, weights: bool = True) -> Iterator[Callable[[], object]]:
     """Yield what raises ConfigError for the name of an optimizer, a model or its ``weights`` that needs no data to be
     refused."""
-    yield partial(optim.find, config.optimizer.name)
+    yield partial(optim.find, config.optimizer.name, strategy_class(config.parallel).shards)
 
     def of_model() -> bool:
         name, chosen = config.model.name, config.model.start_weights

@@ -11,6 +11,7 @@ from torch import nn
 
 from harness.config.schema import OptimizerSection
 from harness.errors import ConfigError, OwnCodeError
+from harness.training.build import names
 from harness.training.optimizer.optim import (
     build,
     built_in,
@@ -18,6 +19,7 @@ from harness.training.optimizer.optim import (
     scaled_lr,
     start_momentum,
 )
+from tests.config.test_schema import make
 
 
 def params() -> list[nn.Parameter]:
@@ -134,6 +136,19 @@ class NoStep(torch.optim.Optimizer):
 def test_one_without_a_step_is_refused():
     with pytest.raises(OwnCodeError, match=r"test_optim.py:\d+: tests.training.test_optim.NoStep has no step\(\)"):
         build(OptimizerSection(name="tests.training.test_optim.NoStep"), params(), 0.1)
+
+
+class OfNorms(torch.optim.SGD):
+    needs_whole_parameters = True
+
+
+def test_one_that_needs_complete_parameters_is_refused_for_shards():
+    name = "tests.training.test_optim.OfNorms"
+    find, sharded = (next(names(make({"parallel": {"strategy": strategy}, "optimizer": {"name": name}})))
+                     for strategy in ("ddp", "fsdp"))  # fmt: skip
+    assert find() is OfNorms
+    with pytest.raises(ConfigError, match="OfNorms needs complete parameters, but each rank holds only a shard"):
+        sharded()
 
 
 @pytest.mark.parametrize("name", ["Adam", "LAMB", "SGD", "NovoGrad", "Adagrad"])

@@ -51,6 +51,10 @@ class Task(TaskSection):
 
     fault: str = ""
 
+    @property
+    def metrics(self):
+        return super().metrics | ({"rare": "max"} if self.fault == "rare" else {})
+
     def open(self, seed: int, cache_dir: Path | None) -> object:
         return Line(self.fault)
 
@@ -139,11 +143,13 @@ class Line(BaseTask):
         right = {"loss": (errors.sum(), torch.tensor(len(errors)))}
         wrong = {"a number": errors.sum(), "numbers": {"loss": (1.0, 2)}, "unsummed": {"loss": (errors, errors)},
                  "vector": {"loss": (errors[:, 0], len(errors))}}  # fmt: skip
+        if self.fault == "rare" and len(errors) < 6:  # not in the first batch
+            right["rare"] = errors.sum(), len(errors)
         return wrong.get(self.fault, right)
 
     def report(self, sums):
-        if self.fault in ("vector", "few rows"):
-            assert self.fault == "vector", "too few rows"
+        if self.fault in ("vector", "few rows", "rare"):
+            assert self.fault != "few rows", "too few rows"
             return super().report(sums)
         wrong = {"misspelled": {"los": 1.0}, "text": {"loss": "low"}, "no return": None}
         return wrong.get(self.fault, {"loss": sums.pairs["loss"][0].sum().item()})
@@ -260,12 +266,14 @@ def test_sums_that_depend_on_the_number_of_rows(tmp_path):
         "misspelled",
         "text",
         "few rows",
+        "rare",
         "sum",
         "pairs",
     ],
 )
 def test_faults_of_an_evaluation_are_found_before_the_first_step(tmp_path, monkeypatch, caplog, fault):
-    """An error in report(), which may need more rows than a batch has, and a loss that is no mean are warnings."""
+    """An error in report(), which may need more rows than a batch has, a metric that a batch has no rows of, and a loss
+    that is no mean are warnings."""
 
     class FirstStep(Exception):
         pass
@@ -274,13 +282,14 @@ def test_faults_of_an_evaluation_are_found_before_the_first_step(tmp_path, monke
         raise FirstStep
 
     monkeypatch.setattr(loop, "epoch", epoch)
-    trains = fault in ("few rows", "sum", "pairs")
+    trains = fault in ("few rows", "rare", "sum", "pairs")
     with pytest.raises(FirstStep if trains else KeyError if fault.startswith("raises") else OwnCodeError):
         train(tmp_path, fault)
     assert ("for the same rows twice, so it is a sum" in caplog.text) == (fault == "sum")
     assert ("loss() mixes rows" in caplog.text) == (fault == "pairs")
     text = "report() of the task fails on the first validation batch, and perhaps on all: tests/training/test_task.py:"
     assert (text in caplog.text) == (fault == "few rows")
+    assert ("the first validation batch has no metric 'rare', only 'loss'" in caplog.text) == (fault == "rare")
 
 
 def test_fault_of_one_rank_before_the_first_step_ends_all(tmp_path):

@@ -94,7 +94,8 @@ def try_evaluation(run: Run) -> None:
     loss of another kind that counts its calls has counted these, too.
 
     Left out in a resume, where it is not cheap (a compiled model), and where all ranks must take part (sharded
-    weights). ``report`` may need more rows than those of a batch, so errors that it raises are only warned of.
+    weights). A batch may have too few rows for a metric, so one that is missing, unless it seems to have another name,
+    and errors that ``report`` raises, are only warned of.
     """
     config = run.config
     is_own = "." in config.task.name or "." in getattr(config.task, "loss_name", "")
@@ -114,7 +115,7 @@ def try_evaluation(run: Run) -> None:
         if doubt := doubt_of_mean(config.task, task, outputs, batch.targets):
             log.warning("%s", doubt)
         try:
-            numbers(task, sums.on_cpu(), config.task.metrics)
+            numbers(task, sums.on_cpu(), config.task.metrics, whole=False)
         except Exception as error:
             if isinstance(error, TrainingError) and error.__cause__ is None:  # of what was returned, wrong for any rows
                 raise
@@ -190,8 +191,9 @@ def _wrong(pairs: object, sums: Sums) -> str:
     return ""
 
 
-def numbers(task: OpenedTask, sums: Sums, names: Iterable[str]) -> Report:
-    """Return the task's report on ``sums``, with a number for each of the metrics ``names``. Raises TrainingError."""
+def numbers(task: OpenedTask, sums: Sums, names: Iterable[str], whole: bool = True) -> Report:
+    """Return the task's report on ``sums``, with a number for each of the metrics ``names``. Raises TrainingError.
+    ``whole``: of all rows; of a batch, a metric may be missing, if no other name is there that is not declared."""
     try:
         report: Report = task.report(sums)
     except OwnCodeError as error:  # of Sums.ratio, which does not know the task
@@ -207,6 +209,9 @@ def numbers(task: OpenedTask, sums: Sums, names: Iterable[str]) -> Report:
             found = f"{value!r:.80} for metric {name!r}"
             if name not in report:
                 found = f"no metric {name!r}, only {', '.join(map(repr, report)) or 'an empty dictionary'}"
+                if not whole and report and report.keys() <= set(names):
+                    log.warning("the first validation batch has %s; if all have none, the evaluation fails", found)
+                    continue
                 if type(task).report is BaseTask.report:
                     declared = f"return a (sum, count) for each metric that the task declares: {', '.join(names)}"
                     raise wrong_return(task, "evaluate", found, declared)

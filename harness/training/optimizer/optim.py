@@ -18,7 +18,6 @@ from harness.errors import ConfigError, OwnCodeError, place_of, users_line
 from harness.training.strategies.sharding import local
 
 _WITH_STATE = ("amsgrad", "centered")  # settings of torch's optimizers that keep another average from the first step
-_OF_WHOLE = ("adafactor", "muon", "sparseadam")  # torch's that need complete parameters; Apex's say it themselves
 _FUSED = ("sgd", "adam", "adamw")  # whose fused kernels take all dtypes, on CPU and CUDA
 
 
@@ -136,22 +135,20 @@ def _can_be_fused(section: OptimizerSection, params: Sequence[Any]) -> bool:
     return section.name in _FUSED and fits and not chosen
 
 
-def find(name: str) -> Any:
-    """Return the class or function that makes the optimizer ``name``. Raises ConfigError."""
+def find(name: str, sharded: bool = False) -> Any:
+    """Return the class or function that makes the optimizer ``name``. Raises ConfigError, also if the parameters are
+    ``sharded`` and it needs complete ones."""
     if "." in name:
         found = plugins.import_own("optimizer", name, "optimizer.name")
         if not plugins.makes(found, torch.optim.Optimizer):
             raise plugins.wrong_kind(name, "torch.optim.Optimizer", "optimizer.name")
+        if sharded and getattr(found, "needs_whole_parameters", False):
+            what = f"{name} needs complete parameters, but each rank holds only a shard"
+            raise ConfigError(what, where="optimizer.name", hint="use sgd, adam or adamw, or parallel.strategy=ddp")
         return found
     if name not in (known := built_in()):
         raise plugins.unknown("optimizer", name, known, "optimizer.name")
     return known[name]
-
-
-def needs_whole_parameters(name: str) -> bool:
-    """Return True if the optimizer ``name`` needs complete parameters, for norms or flat buffers, and not shards."""
-    found = find(name)
-    return getattr(found, "needs_whole_parameters", False) or found in map(built_in().get, _OF_WHOLE)
 
 
 def clear_gradients(optimizer: torch.optim.Optimizer) -> None:

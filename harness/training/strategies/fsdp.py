@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from harness.config.constraints import Conflict
 from harness.config.schema import Config, ParallelSection
-from harness.errors import ConfigError, HarnessError, plural
+from harness.errors import ConfigError, plural
 from harness.training.strategies.base import ParallelStrategy
 
 if TYPE_CHECKING:
     from torch import nn
+
+# Optimizers that need complete parameters, for norms or flat buffers. ``optim.find`` asks one of the user's own.
+_NEEDS_WHOLE_PARAMETERS = re.compile(
+    r"fused_\w+|(harness\.)?apex\.optimizers\.\w+|(torch\.optim\.)?(adafactor|muon|sparseadam)", re.IGNORECASE
+)
 
 
 class Strategy(ParallelStrategy):
@@ -55,7 +60,7 @@ class Strategy(ParallelStrategy):
                 "LARC needs the norms of complete parameters, but under fsdp each rank holds only a shard",
                 "use parallel.strategy=ddp, or remove optimizer.larc",
             )
-        if _needs_whole_parameters(config.optimizer.name):
+        if _NEEDS_WHOLE_PARAMETERS.fullmatch(config.optimizer.name):
             yield Conflict(
                 "parallel.strategy",
                 "this optimizer needs complete parameters or flat buffers, but fsdp passes it shards",
@@ -103,14 +108,6 @@ class Strategy(ParallelStrategy):
             compiled.compile_units(self.model)
         else:
             super().compile(mode)
-
-
-def _needs_whole_parameters(optimizer: str) -> bool:
-    from harness.training.optimizer import optim
-
-    with suppress(HarnessError):  # there is no such optimizer, which is reported where it is built
-        return optim.needs_whole_parameters(optimizer)
-    return False
 
 
 def _of_other_types(config: Config) -> Iterator[Conflict]:
