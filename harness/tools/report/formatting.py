@@ -103,10 +103,12 @@ def key(name: str) -> str:
 
 
 def setting(value: Any, digits: int = 6) -> str:
-    """Return a value of a configuration, in YAML's spelling, with this many significant digits, or short."""
+    """Return a value of a configuration, in YAML's spelling, with this many significant digits; a list short."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:.{digits}g}" if isinstance(value, float) else short(value, 24)
+    if isinstance(value, list | dict):
+        return short(value, 24)
+    return "null" if value is None else f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
 def path(place: Path) -> str:

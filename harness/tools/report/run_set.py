@@ -149,9 +149,17 @@ class RunSet:
         return [SeedGroup(runs) for runs in found.values()]
 
     def describe(self, run: ReportedRun, without: Sequence[str] = ("seed",)) -> str:
-        """Return the varied settings of ``run``; its label if that is too long, its name if nothing is varied."""
+        """Return the varied settings of ``run``; its label if that is too long or others look equal, its name if
+        nothing is varied."""
         keys = [key for key in self.varied if key not in without]
-        return describe(run.settings, keys) or (run.label if keys else _title([run.record]))
+        text = describe(run.settings, keys)
+        if "…" in text and any(
+            text == describe(other.settings, keys)
+            and any(other.settings.get(key) != run.settings.get(key) for key in keys)
+            for other in self.runs
+        ):
+            return run.label
+        return text or (run.label if keys else _title([run.record]))
 
 
 def build(records: Sequence[Record], metric: str | None = None, trust: bool = False) -> RunSet:
@@ -273,9 +281,15 @@ def varied_settings(records: Sequence[Record], flat: Sequence[dict[str, Any]]) -
 
 
 def describe(settings: dict[str, Any], keys: Iterable[str]) -> str:
-    """Return ``keys`` with values, as in "lr 0.004 · batch 1024"; empty if they are many."""
+    """Return ``keys`` with values, as in "lr 0.004 · batch 1024", without the last if it is long; empty if they are
+    many."""
     parts = [f"{formatting.key(key)} {formatting.setting(settings.get(key), 4)}" for key in keys]
-    return formatting.short(" · ".join(parts), _MAX_LABEL) if len(parts) <= _MAX_IN_LABEL else ""
+    if len(parts) > _MAX_IN_LABEL:
+        return ""
+    text = " · ".join(parts)
+    if len(text) <= _MAX_LABEL or len(parts) == 1:
+        return text
+    return f"{text[: _MAX_LABEL - 1].rpartition(' · ')[0] or parts[0]} · …"
 
 
 def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], varied: list[str]) -> list[str]:

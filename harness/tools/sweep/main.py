@@ -105,13 +105,28 @@ def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
         yield f"  as good: {', '.join(results.run_name(group.trials[0].number) for group in same)}"
     yield f"  {trial_command(sweep.folder, sweep.name, results.run_folder(sweep.folder, best.number))}"
     finished = [trial for trial in trials if trial.state == "finished"]
-    summaries = [reader.read(results.run_folder(sweep.folder, trial.number)).summary for trial in finished]
-    classes = [(summary.get("evaluation") or {}).get("class_accuracy") or {} for summary in summaries]
-    what = f"all of them have the same {plan.metric}" if len({trial.value for trial in finished}) == 1 else ""
-    if all(len(found) > 1 and sum(map(bool, found.values())) <= 1 for found in classes):
+    runs = [reader.read(results.run_folder(sweep.folder, trial.number)) for trial in finished]
+    what, possible = "", 1 if plan.direction == "maximize" else 0
+    if {trial.value for trial in finished} == {best.value} != {possible} and all(
+        _stays(run, plan.metric) for run in runs
+    ):
+        what = f"all of them have the same {plan.metric}, in all evaluations"
+    if all(map(_gives_one_class, runs)):
         what = "each gives all rows the same class"
     if what and len(finished) > 1:
         yield f"warning: no trial seems to have learned anything: {what}; try other values, or longer training"
+
+
+def _stays(run: reader.Record, metric: str) -> bool:
+    """Return True if several evaluations have the same value."""
+    values = [row.get(metric) for row in run.metrics().to_pylist() if row["split"] == "eval"]
+    return len(values) > 1 == len(set(values))
+
+
+def _gives_one_class(run: reader.Record) -> bool:
+    shares = reader.section(reader.section(run.summary, "evaluation"), "class_accuracy").values()
+    known = [share for share in shares if isinstance(share, int | float)]  # of the classes with rows
+    return len(known) > 1 and sum(known) == max(known) == 1
 
 
 def _commands(plan: Plan) -> Iterator[str]:

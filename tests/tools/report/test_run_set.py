@@ -166,6 +166,25 @@ def test_long_settings_are_shortened(tmp_path):
     assert max(len(cell.text) for row in tables.all_runs(found).rows for cell in row[3:5]) <= 24
 
 
+def test_shortened_settings_stay_apart(tmp_path):
+    names = [f"data/photos/{folder}/train_v1_clean.csv" for folder in "ab"]
+    fakes = [
+        Fake(
+            name="x",
+            lr=0.001234,
+            seed=seed,
+            settings={"task.train_csv": name, "task.notes": ["a" * 30, seed, "b" * 30]},
+        )
+        for seed, name in enumerate([*names, names[1]])
+    ]
+    found = build(*(write_run(tmp_path / str(place), fake) for place, fake in enumerate(fakes)))
+    by_name = {run.settings["task.train_csv"]: run for run in found.runs}
+    assert all(name in found.describe(run) for name, run in by_name.items())
+    assert len({found.describe(run) for run in found.runs}) == 3
+    told = run_set.describe({"a": 1, "b": "x" * 50, "c": 2}, "abc")
+    assert told == "a 1 · …"
+
+
 def test_runs_with_many_varied_settings_are_labeled_by_name(tmp_path):
     many = {f"task.option{number}": number for number in range(6)}
     one = write_run(tmp_path / "one", Fake(name="one"))

@@ -94,11 +94,13 @@ def test_trials_as_good_as_the_best_are_named(tmp_path, values, equal):
 
 
 @pytest.mark.parametrize(
-    ("values", "accuracies", "why"),
-    [((0.5, 0.5), (0.5, 0.5), "all of them have the same top1"), ((0.5, 0.6), (1.0, 0.0), "each gives all"),
-     ((0.5, 0.6), (0.4, 0.6), None), ((0.5,), (1.0, 0.0), None)],
+    ("values", "earlier", "accuracies", "why"),
+    [((0.5, 0.5), 0.5, (0.5, 0.5), "all of them have the same top1"), ((0.5, 0.6), 0.4, (1.0, 0.0), "each gives all"),
+     ((0.5, 0.6), 0.4, (0.4, 0.6), None), ((0.5,), 0.5, (1.0, 0.0), None), ((0.5, 0.5), 0.4, (0.5, 0.5), None),
+     ((1.0, 1.0), 1.0, (1.0, 1.0), None), ((0.5, 0.6), 0.4, (0.9, 0.0), None), ((0.5, 0.6), 0.4, (1.0, None), None),
+     ((0.5, 0.6), 0.4, "a text", None)],
 )  # fmt: skip
-def test_a_sweep_that_taught_nothing_is_told(tmp_path, values, accuracies, why):
+def test_a_sweep_that_taught_nothing_is_told(tmp_path, values, earlier, accuracies, why):
     spec = SimpleNamespace(folder=tmp_path, name="s", seeds=[0])
     plan = SimpleNamespace(direction="maximize", metric="top1", file=SimpleNamespace(spec=spec))
     trials = [SweepTrial(number, {"lr": number}, "finished", value) for number, value in enumerate(values)]
@@ -106,7 +108,9 @@ def test_a_sweep_that_taught_nothing_is_told(tmp_path, values, accuracies, why):
         folder = results.run_folder(tmp_path, trial.number)
         (folder / "checkpoints").mkdir(parents=True)
         write_sealed(folder / "config.yaml", {"name": "a"})
-        shares = dict(zip("ab", accuracies, strict=True))
+        rows = [{"split": "eval", "step": step, "top1": value} for step, value in enumerate((earlier, trial.value))]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        shares = accuracies if isinstance(accuracies, str) else dict(zip("ab", accuracies, strict=True))
         write_sealed(folder / "summary.json", {"evaluation": {"class_accuracy": shares}})
     warnings = [line for line in main._best(plan, trials) if line.startswith("warning: ")]
     assert len(warnings) == (why is not None)
