@@ -48,6 +48,8 @@ def load(
     settings. Raises ConfigError.
     """
     raw, origins = merged(Path(path), overrides, written_at or {})
+    if "task" not in raw and {"base", "space"} <= raw.keys():
+        raise ConfigError("this is a sweep file", where=str(path), hint=f"harness sweep -c {path}")
     cls, problems = _class_and_problems(raw, launching, Path(path).parent)
     if any(key == "task.name" for key, _ in problems):
         raw = {**raw, "task": {"name": "unknown.task"}}
@@ -115,6 +117,9 @@ def load_as(
 ) -> tuple[Content, dict[str, str]]:
     """Return a YAML file of another kind, such as a sweep, checked in the same layers; and the origins of its keys."""
     raw, origins = merged(Path(path), overrides, {})
+    if "task" in raw and "base" not in raw:
+        what = "this is the configuration of a run; a sweep file has base: and space:"
+        raise ConfigError(what, where=str(path), hint=f"harness train -c {path}")
     content, problems = _validated(cls, raw)
     if content is not None and not problems:
         problems = [_as_problem(conflict) for conflict in conflicts_of(content)]

@@ -120,9 +120,10 @@ def origin_of(key: str, origins: dict[str, str], default: str) -> str:
     return next((origin for inner, origin in origins.items() if inner.startswith(f"{key}.")), default)
 
 
-def _read(path: Path, parents: tuple[Path, ...]) -> tuple[Any, dict[str, str]]:
-    """Return the tree of ``path`` merged over what it extends, and the origins of its keys."""
-    text = _text(path)
+def _read(path: Path, parents: tuple[Path, ...], named_at: str = "") -> tuple[Any, dict[str, str]]:
+    """Return the tree of ``path``, which a file extends ``named_at``, merged over what it extends, and the origins of
+    its keys."""
+    text = _text(path, named_at)
     if path.resolve() in parents:
         chain = " -> ".join(p.name for p in (*parents, path))
         raise ConfigError(f"extends is circular: {chain}", where=str(path), hint="remove one of the extends lines")
@@ -143,7 +144,7 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[Any, dict[str, str]]:
     try:
         for base in bases:
             file = _preset(base, origins.get("extends", str(path))) or path.parent / base
-            base_tree, base_origins = _read(file, (*parents, path.resolve()))
+            base_tree, base_origins = _read(file, (*parents, path.resolve()), f"{origins['extends']}: extends: ")
             result, all_origins = OmegaConf.merge(result, base_tree), all_origins | base_origins
         return OmegaConf.merge(result, tree), all_origins | origins
     except OmegaConfBaseException as error:
@@ -162,7 +163,7 @@ def _preset(name: str, where: str) -> Path | None:
     return presets.path(wanted)
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, named_at: str = "") -> str:
     """Return the content of ``path``. Raises ConfigError."""
     try:
         require_regular_file(path)
@@ -179,7 +180,8 @@ def _text(path: Path) -> str:
         raise ConfigError(f"this configuration cannot be trusted: {error}", where=str(path), hint=hint) from None
     except OSError as error:
         hint = did_you_mean(path, lambda file: file.suffix in (".yaml", ".yml")) or _NAME
-        raise ConfigError(f"cannot read the configuration: {error.strerror}", where=str(path), hint=hint) from None
+        where = f"{named_at}{path}"
+        raise ConfigError(f"cannot read the configuration: {error.strerror}", where=where, hint=hint) from None
     return text
 
 

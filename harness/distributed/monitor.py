@@ -13,7 +13,7 @@ from typing import Protocol
 from harness.distributed import signals
 from harness.distributed.rank_exit import RankExit
 
-_STOPPING = "every rank will write a checkpoint; press Ctrl-C again to kill the ranks"
+_STOPPING = "every rank will write a checkpoint; Ctrl-C or another signal kills the ranks"
 _POLL_S = 0.1
 
 

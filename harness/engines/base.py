@@ -13,8 +13,9 @@ from harness.config import loader, plugins
 from harness.config.launch import LaunchSection
 from harness.config.places import is_url
 from harness.config.schema import Config
+from harness.distributed.machine import usable_cores
 from harness.distributed.monitor import LaunchedRun
-from harness.errors import ConfigError, LaunchError
+from harness.errors import ConfigError, LaunchError, plural
 from harness.runs.storage import working_folder
 
 
@@ -74,7 +75,9 @@ def plan(path: str, overrides: Sequence[str]) -> Job:
     job = Job(loader.load(path, overrides, launching=True), path, tuple(overrides))
     num_ranks = job.config.parallel.logical_ranks or job.world_size
     if misfit := job.config.batch.misfit(num_ranks):
-        raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
+        cores = usable_cores() if job.settings.engine == "local" else num_ranks
+        few = f" (this machine has {plural(cores, 'core')})" if num_ranks > cores else ""
+        raise ConfigError(f"{misfit[0]}{few}", where="batch.global", hint=misfit[1])
     own = job.settings.engine_settings
     if not any(getattr(own, name, None) for name in ("min_ranks", "min_nodes")):  # otherwise fewer may be started
         strategy = plugins.find("strategy", job.config.parallel.strategy, "parallel.strategy")

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import shutil
 import stat
 import tempfile
@@ -129,7 +130,8 @@ def require_output(out: Path, inputs: Iterable[str | Path], also: str = "", fold
         hint = "remove it, or choose another folder with --out FOLDER"
         raise ConfigError("cannot write the output: it exists already", where=str(out), hint=hint)
     if problem := _no_output(out, written, [place for place in map(str, inputs) if place]):
-        hint = did_you_mean(out.parent, os.path.isdir) or _OTHER_OUTPUT
+        make = _OTHER_OUTPUT if out.parent.exists() else f"mkdir -p {shlex.quote(str(out.parent))}"
+        hint = did_you_mean(out.parent, os.path.isdir) or make
         raise ConfigError(f"cannot write the output: {problem}", where=str(out), hint=hint)
 
 

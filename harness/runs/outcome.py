@@ -96,7 +96,8 @@ def judge(
         str(rank): _describe(last[rank], "" if rank == first.rank else first.message)
         for rank in sorted(rank for rank in last if rank is not None)
     }
-    failure = asdict(first) | {"ranks": ranks}
+    unknown = {name for name in ("host", "hint", "time") if not getattr(first, name)}
+    failure = {name: value for name, value in asdict(first).items() if name not in unknown} | {"ranks": ranks}
     return RunOutcome(first.exit_code, _failure_text(failure, folder), failure)
 
 
@@ -160,7 +161,7 @@ def _code_without_failure(codes: set[int], stopped: int) -> int:
 
 def _failure_text(failure: Mapping[str, Any], folder: str) -> str:
     # Without the traceback and the hint: the rank printed them, and failure.json has them.
-    host = f" on {failure['host']}" if failure["host"] else ""
+    host = f" on {failure['host']}" if failure.get("host") else ""
     message = next(iter(str(failure["message"]).strip().splitlines()), "")
     others: dict[str, list[int]] = {}
     for rank, text in failure["ranks"].items():
@@ -209,6 +210,10 @@ class ExitCollector:
         """Return the outcome of a run whose end the engine observed as ``report``. A failure is also written as
         failure.json."""
         outcome, is_at_url = self._judge(report)
+        if outcome.failure and outcome.failure["cause"] is Cause.SIGNAL:  # not the run's own fault
+            newest = _text(self._folder / layout.CHECKPOINTS / layout.LATEST).strip()
+            hint = f"the same command resumes from {newest or 'the newest checkpoint, if there is one'}"
+            outcome = replace(outcome, text=f"{outcome.text}\n-> {hint}", failure=outcome.failure | {"hint": hint})
         if outcome.failure:
             self._write(json.dumps(outcome.failure, indent=1) + "\n", is_at_url)
         return outcome

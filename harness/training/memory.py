@@ -146,6 +146,8 @@ def _largest(run: Run, when: str) -> Iterator[str]:
 
 
 def shown(num_bytes: float) -> str:
+    if num_bytes < MIB:
+        return f"{num_bytes / 1024:.1f} KiB"
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 

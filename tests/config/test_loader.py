@@ -188,6 +188,17 @@ def test_references_in_lists_and_through_others(tmp_path):
     assert refused(tmp_path, in_list).startswith("x.yaml:8: schedule.args.milestones[1]: '${x' cannot be resolved")
 
 
+def test_extended_file_that_is_missing_is_placed_at_its_line(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "name: a\nextends: gone.yml\n")
+    assert str(caught.value.where).endswith(f":2: extends: {tmp_path}/gone.yml")
+
+
+def test_a_sweep_file_is_not_a_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"this is a sweep file\n  -> harness sweep -c "):
+        load(tmp_path, "name: a\nbase: b.yaml\nspace: {optimizer.lr: [1]}\n")
+
+
 def test_circular_extends_names_the_chain(tmp_path):
     write_yaml(tmp_path / "a.yaml", "extends: x.yaml\n")
     assert "extends is circular: x.yaml -> a.yaml -> x.yaml" in refused(tmp_path, "extends: a.yaml\n")

@@ -77,7 +77,7 @@ def test_handlers_are_left_alone_outside_the_main_thread():
 
 def test_signal_stops_a_run_and_the_message_explains_the_next_one(capsys):
     assert follow_until_done(lambda: Stoppable(signal.SIGTERM)).signal == signal.SIGTERM
-    expected = "stopping (SIGTERM): every rank will write a checkpoint; press Ctrl-C again to kill the ranks\n"
+    expected = "stopping (SIGTERM): every rank will write a checkpoint; Ctrl-C or another signal kills the ranks\n"
     assert capsys.readouterr().err == expected
 
 

@@ -130,7 +130,7 @@ def test_a_signal_is_answered_at_once_with_what_has_to_end_first(supervised, tmp
     process, result = start(_answer, (supervised, str(tmp_path / "log")))
     assert wait_for([(process, result)], 30) == [0]
     left = "after this step (about 50 s)"
-    alone = f"stopping (SIGTERM): a checkpoint is written first, {left}; press Ctrl-C again to exit immediately"
+    alone = f"stopping (SIGTERM): a checkpoint is written first, {left}; Ctrl-C or another signal ends it immediately"
     assert (tmp_path / "log").read_text().splitlines() == [f"stopping (SIGTERM) {left}" if supervised else alone]
 
 

@@ -50,8 +50,10 @@ def test_missing_interface_is_reported(tmp_path, stripes):
         local.start(job)
 
 
-def test_batch_that_cannot_be_divided_is_refused(tmp_path, stripes):
-    with pytest.raises(ConfigError, match="8 rows cannot be divided evenly among 100 ranks"):
+def test_batch_that_cannot_be_divided_is_refused(tmp_path, stripes, monkeypatch):
+    monkeypatch.setattr("harness.engines.base.usable_cores", lambda: 2)
+    told = r"8 rows cannot be divided evenly among 100 ranks \(this machine has 2 cores\)"
+    with pytest.raises(ConfigError, match=told):
         launch.plan(str(write_config(tmp_path, stripes)), ["launch.nproc=100"])
 
 

@@ -102,6 +102,11 @@ def test_outputs_that_would_replace_something_are_refused(tmp_path):
         require_output(fine, [rows, tmp_path])
 
 
+def test_a_missing_folder_of_an_output_is_to_be_made(tmp_path):
+    with pytest.raises(ConfigError, match=rf"there is no folder (.*)\n  -> mkdir -p {tmp_path}/none"):
+        files.require_output(tmp_path / "none" / "x.csv", [])
+
+
 def test_a_folder_gets_its_name_when_it_is_complete(tmp_path):
     final = tmp_path / "step-1"
     temporary_for(final).mkdir()

@@ -149,7 +149,7 @@ def test_report_names_the_failing_rank_and_what_the_others_did():
     assert ranks["1"] == "failed on n1 at step 7; exit code 65 (bad)"
     assert outcome.failure == {
         "rank": 1, "host": "n1", "step": 7, "error": "ValueError", "message": "bad", "hint": "fix", "exit_code": 65,
-        "cause": "error", "traceback": ["Traceback\n"], "doing": "", "time": 0.0,
+        "cause": "error", "traceback": ["Traceback\n"], "doing": "",
     }  # fmt: skip
 
 
@@ -170,6 +170,17 @@ def write_failure(folder, exit):
 
 def failure_of(folder):
     return json.loads((folder / layout.FAILURE).read_text())
+
+
+def test_a_killed_rank_is_told_how_to_resume(folder):
+    """In the text and the report, which leaves out what is unknown."""
+    (folder / layout.CHECKPOINTS).mkdir()
+    (folder / layout.CHECKPOINTS / layout.LATEST).write_text("step-12\n")
+    outcome = ExitCollector(folder, 2).conclude(EngineReport(seen((1, KILL))))
+    assert outcome.text.endswith("\n-> the same command resumes from step-12")
+    found = failure_of(folder)
+    assert found["hint"] == "the same command resumes from step-12"
+    assert not {"host", "time"} & found.keys()
 
 
 def test_records_of_the_ranks_are_collected(folder):

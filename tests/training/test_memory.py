@@ -48,10 +48,10 @@ def test_out_of_memory_names_the_largest_parts_and_settings(tmp_path, monkeypatc
     assert error.exit_code == 70
     assert error.message.startswith(
         "out of memory on cuda:0 during training: tried to allocate 2.00 GiB; 1.06 GiB of 79.10 GiB is free. "
-        "Largest: activations and temporary tensors, for 2 rows at a time, 78.0 GiB; optimizer state 0.0 MiB; "
+        "Largest: activations and temporary tensors, for 2 rows at a time, 78.0 GiB; optimizer state 1.5 KiB; "
     )
     for part in ("parameters", "gradients", "moving average"):
-        assert f"; {part} 0.0 MiB" in error.message
+        assert f"; {part} 0.8 KiB" in error.message
     assert error.hint == (
         "use one of: batch.accumulate=2 (1 row at a time; the same batch size); precision.opt_level=O4 (activations "
         "in bfloat16, half the size); parallel.strategy=fsdp (weights, gradients and optimizer state shared by 4 ranks)"
@@ -63,6 +63,10 @@ def test_out_of_memory_names_the_largest_parts_and_settings(tmp_path, monkeypatc
     assert error.hint.count(";") == 2
     error = run_out_of_memory(built, tmp_path / "c", ["batch.accumulate=2"])
     assert "batch.accumulate=4 (2 rows at a time; the same batch size); batch.global=4 (a smaller batch" in error.hint
+
+
+def test_sizes_have_a_unit_that_shows_them():
+    assert [memory.shown(size) for size in (512, 3 << 20, 5 << 30)] == ["0.5 KiB", "3.0 MiB", "5.0 GiB"]
 
 
 def test_other_errors_of_memory():

@@ -98,6 +98,12 @@ def test_tutorial_models_have_the_sizes_of_the_tutorials():
     assert shapes("char_lstm", codes) == [(512, 31), *[(512, 128)] * 7, (31, 128)]
 
 
+def test_a_wrong_argument_is_placed_at_its_own_key():
+    with pytest.raises(ConfigError) as caught:
+        build("mlp", {"hidden": 8, "widht": 8}, {"num_classes": 2}, torch.zeros(2, 4), 2)
+    assert caught.value.where == "model.args.widht"
+
+
 def test_arguments():
     model = build("small_cnn", {"width": 8, "batch_norm": True, "dropout": 0.5}, {**KNOWN, "in_channels": 3}, RGB)
     assert model.features[0].in_channels == 3

@@ -55,7 +55,7 @@ def test_facts(folder):
         (
             ("parallel.logical_ranks=4", "batch.global=4"),
             1,
-            "on 1 to 4 processes; on 1: 4 passes per step in each, 3 sums of the gradients, 0.0 MiB each",
+            "on 1 to 4 processes; on 1: 4 passes per step in each, 3 sums of the gradients, ",
         ),
         (("parallel.logical_ranks=4", "batch.global=4"), 4, "one pass per step in each, 1 sum of the gradients"),
     ],
@@ -149,7 +149,7 @@ def test_files_and_one_batch(folder):
     assert facts["files"] == "training: 20 of 20 images decoded (8x8); validation: 6 of 6 images decoded (8x8)"
     assert "4 training rows through prepare, model, loss 1." in facts["one batch"]
     assert "4 validation rows through prepare, model and metrics" in facts["one batch"]
-    for part in ("parameters 0.0", "gradients 0.0", "optimizer state 0.0", "moving average 0.0"):
+    for part in ("parameters", "gradients", "optimizer state", "moving average"):
         assert part in facts["memory"]
     facts, _ = preflight.examine(str(folder / "x.yaml"), ("optimizer.name=adam",), 1, limit_s=0.0)
     assert "stopped after 0 s" in facts["one batch"]
@@ -158,8 +158,8 @@ def test_files_and_one_batch(folder):
         "a training step and an evaluation (stopped after 0 s, in prepare() of the task"
     )
     for part in (
-        "optimizer state 0.0 MiB",
-        "about 0.0 MiB of activations for 4 rows at a time (computed from the shapes)",
+        " KiB, optimizer state ",
+        " KiB of activations for 4 rows at a time (computed from the shapes)",
     ):
         assert part in facts["memory"]
 
@@ -194,7 +194,7 @@ def test_what_was_not_tried_is_named_with_the_reason(folder, monkeypatch):
     assert facts["not tried"] == (
         "a training step and an evaluation (stopped after 2 s, in the backward pass on the training data)"
     )
-    assert "optimizer state 0.0 MiB per rank; about 0.0 MiB of activations" in facts["memory"]
+    assert re.search(r"optimizer state [\d.]+ KiB per rank; about [\d.]+ KiB of activations", facts["memory"])
     assert "measured on 4 rows" in facts["memory"]
 
 

@@ -160,9 +160,9 @@ class RestartedRun:
         """Print the loss, and append it to a file of the run."""
         saved = layout.step_number(_newest(self._job)) or 0
         loss = {
-            "time": time.time(), "rank": failure["rank"], "host": failure["host"] or socket.gethostname(), "step": step,
-            "error": failure["error"], "message": failure["message"], "ranks_before": self._size, "ranks": size,
-            "restart": self._num_restarts, "resumed_from": saved,
+            "time": time.time(), "rank": failure["rank"], "host": failure.get("host") or socket.gethostname(),
+            "step": step, "error": failure["error"], "message": failure["message"],
+            "ranks_before": self._size, "ranks": size, "restart": self._num_restarts, "resumed_from": saved,
         }  # fmt: skip
         repeated = f"{plural(max(step - saved, 0), 'step')} to repeat" if saved else "from the beginning"
         most = self._job.settings.max_restarts

@@ -72,7 +72,7 @@ def _folders(folder: Path) -> set[str]:
     try:
         return {entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")}
     except FileNotFoundError as error:
-        hint = did_you_mean(folder, os.path.isdir)
+        hint = did_you_mean(folder, os.path.isdir) or "give the folder that has a folder of images for each class"
         raise DataError(f"the folder cannot be read: {reason(error)}", where=str(folder), hint=hint) from None
     except OSError as error:
         raise DataError(f"the folder cannot be read: {reason(error)}", where=str(folder), hint=remedy(error)) from None

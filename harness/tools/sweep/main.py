@@ -77,7 +77,7 @@ def _run(plan: Plan, lock: list[int], requests: signals.Requests, retry_failed: 
     print(*_best(plan, trials), sep="\n")
     if failed := sum(trial.state == "failed" for trial in trials):
         print(f"{failed} of {len(trials)} trials failed; to retry them, add --retry-failed to the same command")
-    print(f"sweep folder: {folder}")
+    print(f"sweep folder: {folder}\nnext: harness report {shlex.quote(str(folder))}")
     if not done:
         log.info("stopped; run the same command to resume")
         return EXIT_STOPPED

@@ -6,7 +6,8 @@ The trials of a search are not known in advance; the corners of its space stand 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from harness.errors import ConfigError, plural
 from harness.tools.sweep.slots import Machine, is_here, needed
 from harness.tools.sweep.spec import Settings, SweepFile, corners, grid, typed
 from harness.training.check import preflight
+
+log = logging.getLogger("harness")
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,9 @@ def make(file: SweepFile, machine: Machine) -> Plan:
     """Return the plan of ``file``. Raises ConfigError with everything that keeps the sweep from running, or its trials
     from being compared."""
     spec = file.spec
-    trials, problems = _load(file, corners(spec) if spec.is_search else grid(spec))
+    settings = corners(spec) if spec.is_search else grid(spec)
+    log.info("checking %s", plural(len(settings), "trial"))
+    trials, problems = _load(file, settings)
     if not trials:
         raise _refused(file, problems)
     problems += _over_capacity(trials, machine)
@@ -97,7 +102,7 @@ def _load(file: SweepFile, trials: Iterable[Settings]) -> tuple[list[PlannedTria
             planned.append(PlannedTrial(settings, loader.load(file.base, _words(file, settings), origins)))
         except ConfigError as error:
             wrong.setdefault(str(error), []).append(" ".join(typed(settings)))
-    return planned, [f"{problem}\n     in {_some(which)}" for problem, which in wrong.items()]
+    return planned, _with_trials(wrong, len(planned) + sum(map(len, wrong.values())))
 
 
 def _over_capacity(trials: Sequence[PlannedTrial], machine: Machine) -> list[str]:
@@ -126,7 +131,7 @@ def _examine(file: SweepFile, trials: Sequence[PlannedTrial]) -> tuple[dict[str,
         if is_here(trial.config):  # files and devices of another machine cannot be checked from here
             for problem in found:
                 wrong.setdefault(str(problem), []).append(" ".join(typed(trial.settings)))
-    return facts, [f"{problem}\n     in {_some(which)}" for problem, which in wrong.items()]
+    return facts, _with_trials(wrong, len(facts))
 
 
 def _preflight_key(config: Config) -> str:
@@ -135,6 +140,13 @@ def _preflight_key(config: Config) -> str:
     sections = {key: tree[key] for key in ("task", "data", "model", "batch", "precision", "parallel", "runtime")}
     optimizer = {**tree["optimizer"], "lr": None, "weight_decay": tree["optimizer"]["weight_decay"] is None}
     return json.dumps([sections, optimizer, config.launch.nnodes * config.launch.nproc], sort_keys=True)
+
+
+def _with_trials(wrong: Mapping[str, Sequence[str]], total: int) -> list[str]:
+    """Return each problem with the trials that have it, unless all of ``total`` have."""
+    return [
+        problem if len(which) == total else f"{problem}\n     in {_some(which)}" for problem, which in wrong.items()
+    ]
 
 
 def _some(which: Sequence[str], most: int = 3) -> str:

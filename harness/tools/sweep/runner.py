@@ -196,7 +196,9 @@ class Runner:
             return
         if not self._stopping:
             which = signal_name(self._requests.numbers[0])
-            log.info("stopping (%s): running trials will write a checkpoint; press Ctrl-C again to kill them", which)
+            log.info(
+                "stopping (%s): running trials will write a checkpoint; Ctrl-C or another signal kills them", which
+            )
         for running in self._running.values():
             if self._stopping:
                 running.process.kill()

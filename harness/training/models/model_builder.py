@@ -59,7 +59,8 @@ def build(
         shown = f" with {', '.join(f'{key}={value!r}' for key, value in args.items())}" if args else ""
         raise ConfigError(
             f"cannot build model {name}{shown}: {_reason(error)}",
-            where=users_line(error) or "model.args",
+            where=users_line(error)
+            or next((f"model.args.{key}" for key in args if f"'{key}'" in str(error)), "model.args"),
             hint=f"it takes: {takes}",
         ) from None
     if not isinstance(model, nn.Module):

@@ -38,6 +38,20 @@ def test_settings_are_checked_before_anything_runs(tmp_path):
     assert not (tmp_path / "tried").exists()
 
 
+def test_a_problem_of_all_trials_names_none(tmp_path, caplog):
+    caplog.set_level("INFO", "harness")
+    message = not_planned(tmp_path, space={"optimizer.lr": [0.1, 0.2]}, set_={"train.epohcs": 3})
+    assert "train.epohcs: unknown key" in message
+    assert "in [optimizer.lr" not in message
+    assert "checking 2 trials" in caplog.text
+
+
+def test_the_configuration_of_a_run_is_not_a_sweep(tmp_path):
+    (tmp_path / "run.yaml").write_text("name: a\ntask: {name: mnist}\n")
+    with pytest.raises(ConfigError, match="this is the configuration of a run; a sweep file has base: and space:"):
+        load(str(tmp_path / "run.yaml"))
+
+
 def test_batch_that_ranks_cannot_share_and_machine_that_is_too_small(tmp_path):
     message = not_planned(
         tmp_path, space={"launch.nproc": [1, 4], "batch.global": [6]}, set_={"data.shard": "global"}, cores=2
