@@ -12,12 +12,14 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from harness.apex.patches import around, patches
 
 _SPELLINGS = ("--local_rank", "--local-rank")
 _OPTION = re.compile(r"(--local[-_]rank)(=.*)?")
+_in_command_line = ContextVar("a parser, or that of its subcommand, parses the command line", default=False)
 
 
 def from_environment() -> str | None:
@@ -50,7 +52,12 @@ def patch_argparse(from_launcher: str | None) -> None:
 
 
 def _parse_known_args(original: Any, self: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-    return original(self, _with_declared_spelling(self, args), namespace)
+    words = list(sys.argv[1:] if args is None else args)
+    before = _in_command_line.set(_in_command_line.get() or words == sys.argv[1:])
+    try:
+        return original(self, _with_declared_spelling(self, words), namespace)
+    finally:
+        _in_command_line.reset(before)
 
 
 def _parse_args(
@@ -59,9 +66,9 @@ def _parse_args(
     return original(self, _without_undeclared(self, args, from_launcher), namespace)
 
 
-def _with_declared_spelling(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> list[str]:
-    """Return ``args`` with the local rank in the spelling that ``parser`` declares, added if only LOCAL_RANK has it."""
-    words = list(sys.argv[1:] if args is None else args)
+def _with_declared_spelling(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """Return ``words`` with the local rank in the spelling that ``parser`` declares. If only LOCAL_RANK has it, it is
+    added to those of the command line."""
     declared = _declared(parser)
     if len(declared) == 1:
         options = len(words[: words.index("--")] if "--" in words else words)
@@ -71,7 +78,7 @@ def _with_declared_spelling(parser: argparse.ArgumentParser, args: Sequence[str]
             for word, match in zip(words[:options], matches, strict=True)
         ]
     environment = from_environment()
-    if declared and args is None and environment is not None and not any(map(_OPTION.fullmatch, words)):
+    if declared and _in_command_line.get() and environment is not None and not any(map(_OPTION.fullmatch, words)):
         words.insert(0, f"{declared[0]}={environment}")
     return words
 

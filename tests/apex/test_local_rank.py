@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import pytest
 
@@ -111,8 +112,22 @@ def test_torchrun_passes_it_only_through_the_environment(launched, monkeypatch, 
     assert parser(declared, "--lr").parse_args().local_rank == "3"
     assert vars(parser("--lr").parse_args()) == {"lr": "2"}
     assert parser(declared).parse_args([]).local_rank == "none", "explicit arguments are left alone"
+    assert parser(declared, "--lr").parse_args(sys.argv[1:]).local_rank == "3"
     launched("--lr", "2", "--local_rank=5", given=None)
     assert parser(declared, "--lr").parse_args().local_rank == "5"
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_subcommand_gets_the_local_rank_of_torchrun(launched, monkeypatch, explicit):
+    launched("train", "--lr", "2", given=None)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    main = argparse.ArgumentParser()
+    train = main.add_subparsers().add_parser("train")
+    train.add_argument("--local_rank", type=int, required=True)
+    train.add_argument("--lr")
+    assert vars(main.parse_args(sys.argv[1:] if explicit else None)) == {"local_rank": 3, "lr": "2"}
+    with pytest.raises(SystemExit):
+        main.parse_args(["train"])  # explicit arguments are left alone
 
 
 def test_spelling_for_sys_argv():
