@@ -135,11 +135,8 @@ class ImageTable:
             self.require_files(np.arange(len(self)), limit_s)
         except DataError as error:
             yield error
-        order = in_order(np.arange(len(self)), _AT_ONCE)
-        paths = self.table.strings(self.path_column, order)
-        there = [path.strip() and self.files.exists(path) for path in paths]
         try:
-            self.sample(order[np.asarray(there, bool)], None, limit_s)
+            self.sample(in_order(np.arange(len(self)), _AT_ONCE), None, limit_s, of_missing=False)
         except DataError as error:
             yield error
 
@@ -179,10 +176,11 @@ class ImageTable:
         ]
         return ", ".join(names) + (f" and {len(rows) - limit} more" if len(rows) > limit else "")
 
-    def sample(self, rows: np.ndarray, epoch: int | None, limit_s: float) -> str:
+    def sample(self, rows: np.ndarray, epoch: int | None, limit_s: float, of_missing: bool = True) -> str:
         """Decode images of ``rows`` in threads, for at most ``limit_s`` seconds but at least one per thread; return
         their number and sizes, in words. One of each size is transformed as in ``epoch``. Raises DataError that lists
-        those that cannot be decoded (if images may be skipped: if none can), or if they then differ in size."""
+        those that cannot be decoded (if images may be skipped: if none can), or if they then differ in size. Unless
+        ``of_missing``, those that ``require_files`` reports are left out."""
         paths = self.table.strings(self.path_column, rows)
         sizes: Counter[tuple[int, ...]] = Counter()
         scaled: list[tuple[int, ...]] = []
@@ -196,16 +194,19 @@ class ImageTable:
 
         with ThreadPoolExecutor(_THREADS) as pool:
             until, jobs = time.monotonic() + limit_s, zip(rows.tolist(), paths, strict=True)
-            while (time.monotonic() < until or not (sizes or bad)) and (part := list(islice(jobs, _THREADS))):
+            while part := list(islice(jobs, _THREADS)):
                 for (row, path), image in zip(part, pool.map(decode, *zip(*part, strict=True)), strict=True):
                     if isinstance(image, Exception):
-                        bad.append((row, path, image))
+                        if of_missing or (path.strip() and self.files.exists(path)):
+                            bad.append((row, path, image))
                         continue
                     sizes[tuple(image.shape[1:])] += 1
                     if sizes[tuple(image.shape[1:])] == 1:
                         scaled.append(tuple(self._transformed(image, row, epoch).shape[1:]))
-                        if scaled[-1] != scaled[0] and not bad:
+                        if scaled[-1] != scaled[0] and not (bad and self.on_bad_row == "stop"):
                             raise self._differ(row, scaled[0], scaled[-1])
+                if time.monotonic() > until:
+                    break
         if bad and (self.on_bad_row == "stop" or not sizes):
             bad.sort(key=lambda one: one[0])
             first = self._unreadable(*bad[0])

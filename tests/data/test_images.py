@@ -258,6 +258,32 @@ def test_different_sizes_suggest_image_size(tmp_path):
         assert "task.image_size=[height,width]" in str(caught.value)
 
 
+def test_different_sizes_are_found_behind_a_skipped_image(tmp_path):
+    csv = write_rows(tmp_path, "train", 4)
+    (tmp_path / "train_images" / "0.png").write_bytes(b"no image")
+    GRAY_IMAGE.save(tmp_path / "train_images" / "2.png")
+    for on_bad_row, message in (("skip", f"{csv}:4: images differ in size"), ("stop", f"{csv}:2: image cannot be dec")):
+        with pytest.raises(DataError, match=f"^{message}"):
+            table(tmp_path, on_bad_row=on_bad_row).sample(np.arange(4), None, 30)
+
+
+def test_problems_look_for_files_within_the_limit(tmp_path, monkeypatch):
+    """Files that are missing are reported once, and beside damaged ones."""
+    csv, looked = write_rows(tmp_path, "train", 1000), []
+    for row in range(3, 40):
+        (tmp_path / "train_images" / f"{row}.png").unlink()
+    (tmp_path / "train_images" / "0.png").write_bytes(b"no image")
+    missing, damaged = table(tmp_path).problems(30)
+    assert missing.message.startswith(f"image not found: {tmp_path}/train_images/3.png (missing: 37 of 1,000 rows")
+    assert damaged.message.endswith("(1 of 963 images looked at)")
+    assert damaged.where == f"{csv}:2"
+
+    real = ImageFiles.exists
+    monkeypatch.setattr(ImageFiles, "exists", lambda self, path: looked.append(path) or real(self, path))
+    list(table(tmp_path).problems(0))
+    assert len(looked) < 600, "those looked for at once, and those of the hint"
+
+
 def test_transforms_that_return_different_types(tmp_path):
     """Stacked, bytes would become floats from 0 to 255 beside normalized ones."""
     write_rows(tmp_path, "train", 4)
