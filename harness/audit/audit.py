@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -72,8 +72,7 @@ def audit(request: AuditRequest, say: Callable[[str], None]) -> Verdict:
             verdict = running.run()
             if verdict.kind == NOT_EXACT and request.folder is None:
                 keep()
-                size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_symlink()) / 1e6
-                kept = f"all starts are kept in {folder} ({size:,.1f} MB; remove it: rm -r {folder})"
+                kept = f"all starts are kept in {folder} ({_size(folder) / 1e6:,.1f} MB; remove it: rm -r {folder})"
                 verdict = replace(verdict, kept=kept)
             return verdict
         except KeyboardInterrupt:
@@ -84,6 +83,16 @@ def audit(request: AuditRequest, say: Callable[[str], None]) -> Verdict:
             is_kept = running.has_fault or request.folder is not None
             say(f"its files: {folder if is_kept else 'removed (--folder FOLDER keeps them)'}")
             raise
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the files in ``folder``, without those that vanish."""
+    size = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                size += os.lstat(os.path.join(place, name)).st_size
+    return size
 
 
 @contextmanager

@@ -169,7 +169,7 @@ class HubTokenizer(Tokenizer):
 
 
 def tokenizer(name: str, pairs: bool = False) -> HubTokenizer:
-    """Return the tokenizer of ``hf:FOLDER_ORSETTING``. Raises ConfigError if there is none that can encode a text, or
+    """Return the tokenizer of ``hf:FOLDER_OR_NAME``. Raises ConfigError if there is none that can encode a text, or
     with ``pairs`` two."""
     require("transformers", SETTING)
     path = folder(name, SETTING)

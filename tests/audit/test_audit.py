@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.audit import page, records
-from harness.audit.audit import AuditRequest, _Audit, audit
+from harness.audit.audit import AuditRequest, _Audit, _size, audit
 from harness.audit.verdict import COULD_NOT_TELL, EXACT, NOT_EXACT, Draw, Finding, Verdict
 from harness.errors import ConfigError
 from tests.audit import fake_training
@@ -127,6 +127,17 @@ def test_a_fault_that_one_kill_may_explain_stays_after_another():
     merged = _Audit._merged(SimpleNamespace(_notes=[]), found)
     assert [each.text for each in merged] == ["a", "b", "it fails"]
     assert ["may explain it" in "".join(each.evidence) for each in merged] == [False, True, False]
+
+
+def test_files_that_vanish_have_no_size(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "stays").write_bytes(b"123")
+    (tmp_path / "gone").touch()
+    lstat = os.lstat
+    monkeypatch.setattr(
+        os, "lstat", lambda path, **options: lstat(path if "gone" not in str(path) else "no", **options)
+    )
+    assert _size(tmp_path) == 3
 
 
 def test_a_generator_without_a_seed_is_what_chance_comes_from(project, monkeypatch):

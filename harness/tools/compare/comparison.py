@@ -38,7 +38,7 @@ _TOPOLOGY = ("world_size", "ranks", "launched_by", "threads", "amp")
 class Code:
     """Git commits of the starts of each run, in order; None outside a repository. ``changed``: a start had uncommitted
     changes. ``same`` is None if that leaves the question open. ``sources``: digests of the user's own modules that
-    differ, {module: (one, other)}; None if a run records none."""
+    differ, {module: (one, other)}, of those that both record; None without any."""
 
     commits: tuple[list[str | None], list[str | None]]
     changed: tuple[bool, bool]
@@ -363,7 +363,7 @@ def _code(one: Sequence[Start], other: Sequence[Start]) -> Code:
     equal = commits[0] == commits[1]
     undecided = equal and (any(changed) or None in commits[0])
     digests = [[_sources(start) for start in starts] for starts in (one, other)]
-    names = sorted({name for side in digests for start in side for name in start})
+    names = sorted(set.intersection(*({name for start in side for name in start} for side in digests)))
     shown = [{name: over_starts(start.get(name) for start in side) for name in names} for side in digests]
     sources = differences(*shown) if names else None
     same = False if sources else None if undecided else equal

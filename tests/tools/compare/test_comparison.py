@@ -274,6 +274,17 @@ def test_own_modules_are_compared_by_their_digests(tmp_path, digests, same, word
     assert words in text.render(found)
 
 
+def test_own_modules_of_one_run_are_not_compared(tmp_path):
+    sides = []
+    for name, source in (("x", {}), ("y", {"own": "d"})):
+        own = {str(tmp_path): {"git": None, "source": source}}
+        folder = write_run(tmp_path / name, [])
+        (folder / "provenance.json").write_text(json.dumps([{"git": {"commit": "a" * 40}, "own_code": own}]))
+        sides.append(comparison.side(folder))
+    code = comparison.compare(*sides).settings.code
+    assert (code.same, code.sources) == (True, None)
+
+
 @pytest.mark.parametrize("value", [3, "x", [[]], {"commit": {"a": 1}, "step": [1], "top1": 1.0}])
 def test_records_of_wrong_types_are_left_out(tmp_path, value):
     """Those of a file that another program changed."""

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import tarfile
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torchvision.io import write_jpeg
 
 from harness import cli
 from harness.data.table.table import open_table
+from harness.tools.data import from_folder
 
 PIXELS = torch.arange(3 * 8 * 8, dtype=torch.uint8).view(3, 8, 8)
 
@@ -62,6 +64,15 @@ def test_files_in_a_folder_that_only_end_like_images_are_named(tmp_path, capsys)
     assert told in capsys.readouterr().out
     assert data("folder", tmp_path, tmp_path / "all.csv", "--no-labels") == 0
     assert "warning: 7 rows of no image: cat/0.jpg (empty), " in capsys.readouterr().out
+
+
+def test_images_of_a_folder_are_opened_at_once(tmp_path, monkeypatch):
+    (tmp_path / "cat").mkdir()
+    for number in range(4):
+        (tmp_path / "cat" / f"{number}.jpg").touch()
+    meeting = threading.Barrier(4)
+    monkeypatch.setattr(from_folder, "_doubt", lambda *_: meeting.wait(60) and "")
+    assert data("folder", tmp_path, tmp_path / "out.csv") == 0
 
 
 def test_folder(tmp_path, capsys):
