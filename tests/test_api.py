@@ -645,7 +645,7 @@ def test_names_that_are_typed_are_those_that_are_found():
 INTERNAL = {
     "sizes", "gradient_hook", "health", "writer", "progress", "meter", "coverage", "first_look", "this_start",
     "unsettled", "ranks", "checkpoints", "ended_early", "steps_to_evaluation", "collect_waits", "compiling",
-    "end_look", "close",
+    "close",
 }  # fmt: skip
 
 

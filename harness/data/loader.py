@@ -322,7 +322,7 @@ class TrainData:
         """Yield the groups of ``epoch`` after ``segments``: the same number on every rank, fewer only if the loader's
         ``leave`` ended a wait. Raises TrainingError if the list ``segments`` comes back unchanged again and again."""
         position = epoch, sum(segment.steps for segment in segments)
-        passes = sum(before is segments and place == position for before, place in self._passed)
+        passes = sum(before is segments and at == position for before, at in self._passed)
         if passes == _PASSES:
             raise TrainingError(
                 f"all groups of epoch {epoch} have been used {_PASSES} times, and none was counted: this loop would "

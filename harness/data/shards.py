@@ -54,8 +54,8 @@ def shard(
     if rule not in RULES:
         raise ConfigError(f"there is no shard rule {rule!r}", hint=f"give one of {', '.join(RULES)}")
     left = RowOrder(num_rows, permutation(num_rows, (_ORDER, seed, epoch)) if rule == "global" else lambda index: index)
-    for part, segment in enumerate(segments):
-        left = _left(rule, left, segment, (seed, epoch, part))
+    for index, segment in enumerate(segments):
+        left = _left(rule, left, segment, (seed, epoch, index))
     return _share(rule, left, rank, num_ranks, (seed, epoch, len(segments)))
 
 
@@ -87,10 +87,10 @@ def _left(rule: str, rows: RowOrder, segment: Segment, key: tuple[int, int, int]
     firsts = np.concatenate([[0], ends[:-1]])
 
     def at(index: np.ndarray) -> np.ndarray:
-        ranks, found = np.searchsorted(ends, index, side="right"), np.empty(len(index), np.int64)
-        for rank in np.unique(ranks).tolist():
-            its = ranks == rank
-            found[its] = shards[rank].at(index[its] - firsts[rank] + most)
+        owner, found = np.searchsorted(ends, index, side="right"), np.empty(len(index), np.int64)
+        for rank in np.unique(owner).tolist():
+            of_rank = owner == rank
+            found[of_rank] = shards[rank].at(index[of_rank] - firsts[rank] + most)
         return found
 
     return RowOrder(int(ends[-1]), at)

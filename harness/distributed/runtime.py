@@ -4,7 +4,7 @@ stage       may be longer than timeout_s  may hold collectives  an error is rais
 together    no                            no                    all ranks              no
 patiently   yes, up to work_timeout_s     no                    all ranks              yes
 announced   yes, up to work_timeout_s     yes                   this rank              yes
-limited     no                            yes                   this rank              yes
+limited     only with a limit_s           yes                   this rank              yes
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 # harness finds the missing rank, gives the main thread its grace, and writes the record, which takes up to 30 s.
 NCCL_S = 45.0
 _HEARTBEAT_S = 5.0  # at most, between two heartbeats in patiently(), and a quarter of timeout_s
-_ROUNDS = 6  # heartbeats after the first failure in patiently(), for ranks that fail alike, a little later
+_ROUNDS = 6  # of heartbeats in patiently() from the first failure on, in about 3 s: other ranks may fail alike
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Runtime(Collectives):
             mine = error
         if self.world_size > 1:
             # An error that an inner stage has raised on several ranks keeps the rank that it comes from, which raises
-            # ``mine``, with the traceback, even if a lower rank has a copy.
+            # ``mine``, with the traceback: rank 1 raises its original, though rank 0 comes first with a copy of it.
             origin = getattr(mine, "origin_rank", None)
             own = None if mine is None else (_portable(mine, doing), self.rank if origin is None else origin)
             theirs = next((error for error in self.gather(own) if error is not None), None)

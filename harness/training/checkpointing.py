@@ -43,7 +43,8 @@ class BesideTheModel(TypedDict):
 
 
 class Content(BesideTheModel):
-    """The content of a checkpoint. In the format ``sharded``, each rank writes one with its shards of tensors."""
+    """The content of a checkpoint. In the format ``sharded``, each rank writes its shards of tensors, and rank 0
+    the rest."""
 
     model: dict[str, Any]
     optimizer: dict[str, Any]
@@ -91,7 +92,7 @@ def _save(run: Run) -> None:
     run.health.weights(state, run.writer.complete)
     state.wall_s = run.wall_s()
     ranks = runtime.gather_to_first(_of_this_process(run))
-    seen = run.coverage.reduced(runtime)
+    coverage = run.coverage.reduced(runtime)
     run.writer.wait()  # before the model is gathered, which may need the memory
     shards = run.writer.writes_shards
     log_offset, log_digest = runtime.patiently("syncing the log", lambda: (run.tracker.offset(), run.tracker.digest()))
@@ -104,7 +105,7 @@ def _save(run: Run) -> None:
         "opt_level": run.config.precision.opt_level,
         "ema": _state(run, run.ema, shards) if run.ema else None,
         "ranks": [of_rank for of_process in ranks for of_rank in of_process],
-        "seen": seen,
+        "seen": coverage,
         "log_offset": log_offset,
         "log_sha256": log_digest,
         "num_ranks": run.ranks.num,
@@ -117,7 +118,7 @@ def _save(run: Run) -> None:
 
 
 def beside_the_model(run: Run) -> BesideTheModel:
-    """Return what ``harness verify-resume`` compares at each step."""
+    """Return these parts of this rank, which ``harness verify-resume`` compares at each step."""
     return {
         "state": run.state.to_dict(),
         "amp": run.precision.state_dict(),
@@ -145,10 +146,10 @@ def _state(run: Run, part: nn.Module | torch.optim.Optimizer | Ema, shards: bool
     """Return the state dict of ``part``: with ``shards`` that of this rank, else, on rank 0 only, with sharded tensors
     gathered. Collective."""
     first = run.runtime.rank == 0
-    if shards or not run.parallel.sharded:
-        return part.state_dict() if shards or first else {}
-    whole: dict[str, Any] = sharding.whole(part.state_dict(), keep=first)
-    return whole
+    if run.parallel.sharded and not shards:
+        whole: dict[str, Any] = sharding.whole(part.state_dict(), keep=first)
+        return whole
+    return part.state_dict() if shards or first else {}
 
 
 def _of_this_process(run: Run) -> list[OfRank]:

@@ -18,7 +18,8 @@ class FirstLook:
     """Reads evaluation rows in a thread, which the first ``poll`` starts: by then the loader workers are there, and no
     process is forked while the thread holds a lock."""
 
-    def __init__(self, task: SupportsLook, rows: range) -> None:
+    def __init__(self, task: SupportsLook | None = None, rows: range = range(0)) -> None:
+        """Without a ``task``, it reads nothing."""
         self._task, self._rows = task, rows
         self._ended = threading.Event()
         self._work: Background[None] | None = None
@@ -27,11 +28,12 @@ class FirstLook:
     def _look(self) -> None:
         with suppress(OSError, AttributeError):  # other systems have no niceness of a thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        assert self._task is not None
         self._task.look(self._rows, self._ended.is_set)
 
     def poll(self) -> None:
         """Raise the DataError of the thread, if it has found a damaged row so far."""
-        if self._is_sound:
+        if self._task is None or self._ended.is_set() or self._is_sound:
             return
         if self._work is None:
             self._work = Background(self._look, "harness-first-look")
@@ -40,7 +42,8 @@ class FirstLook:
             self._is_sound = True
 
     def end(self) -> None:
-        """End the thread: an evaluation now reads the rows, or the run ends."""
+        """End the thread, if it still runs: an evaluation now reads the rows, or the run ends."""
         self._ended.set()
-        if self._work is not None:
-            wait([self._work], _END_S)
+        work, self._work = self._work, None
+        if work is not None:
+            wait([work], _END_S)

@@ -70,11 +70,10 @@ def epoch(run: Run) -> None:
         left -= 1
         logs = number % run.sizes.log_every == 0
         data.advance(state.segments)  # before the step, whose hooks see the position; groups() has a copy of the list
-        with run.compiling("the last step" if left == 0 else "the first step"):  # the last may be smaller
+        with run.compiling("the smaller last step" if left == 0 else "a full step"):
             step(run, group, measured=logs or number == end or left == 0)
         run.progress.step()
-        if run.first_look is not None:
-            run.first_look.poll()
+        run.first_look.poll()
         if logs:
             end_window(run)
         if run.stop.poll() or number == end or state.ended:
@@ -91,6 +90,7 @@ def epoch(run: Run) -> None:
         run.health.updates(state, run.writer.complete)
     if left == 0:
         run_log.log_coverage(run)
+        run.coverage.clear()
         state.next_epoch()
 
 
@@ -236,7 +236,7 @@ def evaluation(run: Run) -> Report | None:
     before its end: the evaluation is still due then, and comes first after a resume. Collective."""
     state, name = run.state, run.config.best_metric
     run.progress.stop()
-    run.end_look()
+    run.first_look.end()
     start = time.perf_counter()
     report = evaluate(run)
     if report is None:

@@ -115,31 +115,31 @@ class Meter:
         now = time.perf_counter()
         self.time_s, self._mark = self.time_s + now - self._mark, now
 
-    def add_loss(self, mean: Tensor, rows: int, skip: bool | Tensor = False, place: int = 0) -> None:
-        """Add the mean loss of ``rows`` rows to the sum of the rank at ``place`` in this process. That of a skipped
+    def add_loss(self, mean: Tensor, rows: int, skip: bool | Tensor = False, index: int = 0) -> None:
+        """Add the mean loss of ``rows`` rows to the sum of the rank at ``index`` in this process. That of a skipped
         step is left out, unless it is not finite: then it makes the sum NaN, since no loss scale can fix it. ``skip``:
         not 0 if the step is skipped."""
         mean = mean.detach()
-        total = self.losses[place]
+        total = self.losses[index]
         if isinstance(skip, Tensor):
-            self.losses[place] = torch.where(skip != 0, total.add(mean, alpha=0), total.add(mean, alpha=rows))
+            self.losses[index] = torch.where(skip != 0, total.add(mean, alpha=0), total.add(mean, alpha=rows))
         else:
             total.add_(mean, alpha=0 if skip else rows)
 
     def count(self, used: Used, skip: bool) -> None:
         """Count a step and its rows."""
         self.steps += 1
-        for place, (num_rows, bad) in enumerate(zip(used.num_rows, used.bad, strict=True)):
-            self.bad[place] += bad
-            self.rows_skipped[place] += num_rows * skip
-            self.rows[place] += num_rows * (not skip)
+        for index, (num_rows, bad) in enumerate(zip(used.num_rows, used.bad, strict=True)):
+            self.bad[index] += bad
+            self.rows_skipped[index] += num_rows * skip
+            self.rows[index] += num_rows * (not skip)
 
     def end_window(self, scale: float | Tensor = 1.0) -> None:
         """End the window of a log line: ``tick`` and ``reduce``, which may come after the next backward pass, read what
         the device has measured until now. Collective if gradients are sharded."""
         norm, self.norm = self.norm, None
         measured = {} if norm is None else {"norm": sharding.full(norm)}
-        losses = {f"loss {place}": total for place, total in enumerate(self.losses)}
+        losses = {f"loss {index}": total for index, total in enumerate(self.losses)}
         self._ended = Reading({**losses, "scale": scale, **measured})
         self.timer.end_window()
 
@@ -176,9 +176,9 @@ class Meter:
             *self.costs.take(ranks.runtime, spent).vector(),
         ]  # of the process
         parts = [
-            [seen[f"loss {place}"], self.rows[place], self.rows_skipped[place], len(self.bad[place])]
-            + (own if place == 0 else [0.0] * len(own))
-            for place in range(len(self.losses))
+            [seen[f"loss {index}"], self.rows[index], self.rows_skipped[index], len(self.bad[index])]
+            + (own if index == 0 else [0.0] * len(own))
+            for index in range(len(self.losses))
         ]
         sums = ranks.sum([torch.tensor(part, dtype=torch.float64) for part in parts], on_host=True).tolist()
         total, rows, skipped, bad, wait_s, *rest = sums
@@ -222,8 +222,8 @@ class Meter:
         times = {"wait_s": self.wait_s, "time_s": self.time_s, **spent}
         return [
             {"loss": loss.item(), "rows": rows, "rows_skipped": skipped, "bad": [*bad], "steps": self.steps,
-             **(times if place == 0 else dict.fromkeys(times, 0.0))}
-            for place, (loss, rows, skipped, bad) in enumerate(
+             **(times if index == 0 else dict.fromkeys(times, 0.0))}
+            for index, (loss, rows, skipped, bad) in enumerate(
                 zip(self.losses, self.rows, self.rows_skipped, self.bad, strict=True)
             )
         ]  # fmt: skip

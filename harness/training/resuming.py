@@ -136,9 +136,9 @@ def restore(run: Run, path: Path, is_own: bool = True) -> LogBefore:
     """Restore ``run`` from the checkpoint at ``path``; return the log that it belongs to.
     One of another run (``is_own`` false) brings no settings.
 
-    At the same world size, it continues bit for bit like an uninterrupted run. At another world size, the position in
-    the data, the weights and the optimizer are exact, and no row of the epoch is lost or repeated; random streams
-    (dropout) start from new seeds, and batch norm statistics are the mean over the former ranks.
+    On the same number of ranks, it continues bit for bit like an uninterrupted run. On another, the position in the
+    data, the weights and the optimizer are exact, and no row of the epoch is lost or repeated; random streams (dropout)
+    start from new seeds, and batch norm statistics are the mean over the former ranks.
 
     A new moving average starts from the masters, so it follows the optimizer. Random streams come last: what is
     restored before may draw from them.
@@ -242,7 +242,7 @@ def _restore_ranks(run: Run, content: Content) -> None:
         ranks.set_buffers({name: b.double().mean(0) for name, b in several.items() if b.is_floating_point()})
     # Sums do not depend on which rank holds them: rank 0 gets those of all. ``steps`` is the same on each, not a sum.
     meters = [of_rank["meter"] for of_rank in saved]
-    nothing = {key: type(value)() for key, value in meters[0].items()} | {"steps": meters[0]["steps"]}
+    nothing = {key: type(value)() for key, value in meters[0].items()}
     whole = {key: sum((meter[key] for meter in meters), start=nothing[key]) for key in meters[0]}
-    whole["steps"] = meters[0]["steps"]
-    run.meter.load_state([whole if rank == 0 else nothing for rank in ranks.own])
+    steps = {"steps": meters[0]["steps"]}
+    run.meter.load_state([(whole if rank == 0 else nothing) | steps for rank in ranks.own])

@@ -79,8 +79,7 @@ class Run:
     this_start: ThisStart
     coverage: Coverage
     """The rows of this epoch's steps so far."""
-    first_look: FirstLook | None = None
-    """None after the first evaluation."""
+    first_look: FirstLook = field(default_factory=FirstLook)
     saved_step: int = -1
     """The step of the newest checkpoint, complete or on its way; -1: none."""
     unsettled: tuple[Used, bool | Reading] | None = None
@@ -175,14 +174,8 @@ class Run:
         self.this_start.compiled.add(stage)
         return self.runtime.announced(f"compiling {stage}")
 
-    def end_look(self) -> None:
-        """End the first look at the evaluation rows, if it still runs."""
-        if self.first_look is not None:
-            self.first_look.end()
-            self.first_look = None
-
     def close(self) -> None:
-        self.end_look()
+        self.first_look.end()
         self.progress.stop()
         self.writer.close()
         self.tracker.close(done=self.finished() and not self.runtime.failed)

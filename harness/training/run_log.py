@@ -45,8 +45,7 @@ def _group_rates(run: Run) -> dict[str, float]:
 
 
 def log_coverage(run: Run) -> None:
-    """Write how many distinct rows the epoch used over all ranks, and how many updated the weights; start the next.
-    Collective."""
+    """Write how many distinct rows the epoch used over all ranks, and how many updated the weights. Collective."""
     state, rows = run.state, run.coverage.num_rows
     covered = run.coverage.covered(run.runtime, getattr(run.task.train, "row_name", str))
     run.tracker.log(
@@ -71,7 +70,6 @@ def log_coverage(run: Run) -> None:
     if state.bad_rows:
         text += f"; {plural(state.bad_rows, 'unreadable row')} so far, which metrics.jsonl names"
     log.info("%s  end of the epoch: %s", position(run, state.epoch + 1), text)
-    run.coverage.clear()
 
 
 def epoch_of(run: Run, epoch: int) -> str:

@@ -53,7 +53,7 @@ def test_a_small_table_is_read_before_the_first_step(folder, monkeypatch):
 
 def test_damaged_images_may_be_skipped_and_the_look_ends_with_the_first_evaluation(folder):
     run = train(folder, "task.on_bad_row=skip")
-    assert run.first_look is None
+    assert run.first_look._ended.is_set()
     assert run.state.evaluated == 10
 
 
@@ -65,5 +65,8 @@ def test_the_thread_ends_when_it_is_told_to():
 
     look = FirstLook(Endless(), range(3))
     look.poll()
+    work = look._work
     look.end()
-    assert look._work.done()
+    assert work.done()
+    look.poll()  # reads nothing any more
+    assert look._work is None

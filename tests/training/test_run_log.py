@@ -25,7 +25,7 @@ def test_rows_that_an_epoch_did_not_use_are_named(caplog, tail, missing, told):
     caplog.set_level(logging.INFO)
     run = SimpleNamespace(
         state=SimpleNamespace(step=3, epoch=0, epoch_skipped=0, bad_rows=0, epoch_rows=0),
-        coverage=SimpleNamespace(num_rows=10, covered=lambda *_: Covered(8, 0, 0, missing), clear=list),
+        coverage=SimpleNamespace(num_rows=10, covered=lambda *_: Covered(8, 0, 0, missing)),
         tracker=SimpleNamespace(log=lambda *_: None),
         config=SimpleNamespace(data=SimpleNamespace(tail=tail), train=SimpleNamespace(epochs=1, on_nan="stop")),
         task=SimpleNamespace(train=()), sizes=SimpleNamespace(total_steps=3), runtime=None,

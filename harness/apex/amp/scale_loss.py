@@ -10,6 +10,9 @@ on the host    after an overflow, each optimizer is marked in its stash, amp's s
                one does nothing (``optimizer_patches._skip``)
 
 The scaler counts each decision: the scale falls after an overflow, and may grow after many steps without one.
+
+A second context before the step reads the first one's decision in ``gradients.prepare``. ``already_patched`` of a stash
+waits for the device if only its flag knows; setting it drops the flag.
 """
 
 from __future__ import annotations
@@ -111,7 +114,7 @@ def _decide(optimizers: list[Optimizer], scaler: LossScaler) -> None:
         leave_on_device(stashes, scaler)
     else:
         if skip := scaler.update_scale():
-            scaler.clear_overflow_state()  # which is clear otherwise
+            scaler.clear_overflow_state()  # clear otherwise, unless the scale is static
         for stash in stashes:
             stash.deferred_to = None
             stash.already_patched |= skip  # marks it; the name is Apex's

@@ -1,4 +1,4 @@
-"""Evaluation over all ranks, which counts every row once at any world size."""
+"""Evaluation over all ranks, which counts every row once on any number of them."""
 
 from __future__ import annotations
 
