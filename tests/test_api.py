@@ -526,26 +526,28 @@ def test_part_that_was_not_saved_is_named(tmp_path):
 
 
 def own_noise(folder: str) -> list[float]:
-    """The next number of each rank's own generator, of a large part, and of both after a load."""
+    """The next number of each rank's own generator, and after a load also of large parts."""
     noise = torch.Generator().manual_seed(0)
     generator = SimpleNamespace(state_dict=noise.get_state, load_state_dict=noise.set_state)
     with parts.open_runtime() as ranks:
         noise.manual_seed(ranks.rank)
-        table = {"large": torch.full((1 << 19,), float(ranks.rank))}
+        table, order = {"large": torch.full((1 << 19,), float(ranks.rank))}, {"order": [ranks.rank] * (1 << 20)}
         large = SimpleNamespace(state_dict=lambda: table, load_state_dict=table.update)
-        own = {"noise": generator, "large": large}
+        sampler = SimpleNamespace(state_dict=mock.Mock(return_value=order), load_state_dict=order.update)
+        own = {"noise": generator, "large": large, "sampler": sampler}
         checkpoints = parts.Checkpoints(Path(folder), keep=1)
         parts.save(checkpoints, 1, own, ranks)
         drawn = torch.rand(1, generator=noise).item()
+        assert sampler.state_dict.call_count == 1
         parts.load(checkpoints, own, ranks)
-        return [drawn, torch.rand(1, generator=noise).item(), table["large"][0].item()]
+        return [drawn, torch.rand(1, generator=noise).item(), table["large"][0].item(), order["order"][0]]
 
 
 def test_each_rank_gets_back_its_own_small_parts(tmp_path):
     """Such as generators that are seeded by rank; large ones are those of rank 0."""
     first, second = run_ranks(2, own_noise, str(tmp_path), group=False)
     assert first[0] == first[1] != second[0] == second[1]
-    assert first[2] == second[2] == 0.0
+    assert first[2:] == second[2:] == [0.0, 0]
 
 
 def test_wrong_arguments_of_parts_are_named(tmp_path, caplog, monkeypatch):

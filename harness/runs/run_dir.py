@@ -192,9 +192,9 @@ class RunFolder:
             )
         saved = {} if scratch else _saved_tree(self.path / layout.CONFIG, config)
         changed, starts = recipe_difference(saved, loader.as_tree(config)), self._starts()
-        moved = [
-            key for key in trained_run.KEPT if key in changed and trained_run.moved(self.path, starts, *changed[key])
-        ]
+        given = {"model.name": starts if not (saved.get("model") or {}).get("weights") else []}
+        kept = [key for key in trained_run.KEPT if key in changed]
+        moved = [key for key in kept if trained_run.moved(self.path, given.get(key, []), *changed[key])]
         if scratch:
             why = "checkpoint.resume=never"
         elif difference := {key: pair for key, pair in changed.items() if key not in moved}:

@@ -97,14 +97,14 @@ def with_copies(config: Config, run: Path) -> Config:
 def moved(run: Path, starts: Sequence[Mapping[str, Any]], was: object, now: object) -> bool:
     """Return whether two values of a setting of KEPT name folders of Hugging Face with the same files, by the copy in
     ``run`` of the first and the digest of the weights it started from, which the second may lack. ``starts``: its
-    provenance.json."""
+    provenance.json, empty if its weights are not from there."""
     copy, there = (run / layout.of_hub(str(was).removeprefix(HUB)), expanded(str(now).removeprefix(HUB)))
     files = [file.name for file in copy.iterdir()] if copy.is_dir() and str(now).startswith(HUB) else []
     if not files or filecmp.cmpfiles(copy, there, files, shallow=False)[0] != files:
         return False
     of_start: dict[str, Any] = next((start["weights"] for start in starts if "weights" in start), {})
     weights = sorted(there.glob("model.safetensors*")) or sorted(there.glob("pytorch_model.bin*"))
-    return of_start.get("source") != was or not weights or sha256(weights[0]) == of_start["sha256"]
+    return not of_start or not weights or sha256(weights[0]) == of_start["sha256"]
 
 
 def _in_cache(place: str) -> bool:

@@ -50,6 +50,7 @@ script is complete; killed, it resumes bit for bit, on one process or under torc
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -103,11 +104,13 @@ def save(checkpoints: Checkpoints, step: int, parts: Mapping[str, Stateful], ran
     with ranks.together("saving"):
         _require_stateful(parts)
         buffers = {name: {key: each.cpu() for key, each in own.items()} for name, own in _buffers(parts).items()}
-        own = {"rng": rng.get_state(ranks.device).plain(), "buffers": buffers, "parts": _small_states(parts)}
+        states = _own_states(parts)
+        small = {name: tree_map_only(Tensor, Tensor.cpu, state) for name, state in states.items() if _is_small(state)}
+        own = {"rng": rng.get_state(ranks.device).plain(), "buffers": buffers, "parts": small}
     of_ranks = ranks.gather_to_first(own)
     with ranks.together("saving"):
         if ranks.rank == 0:
-            states = {name: _bare(part).state_dict() for name, part in parts.items()}
+            states |= {name: _bare(part).state_dict() for name, part in parts.items() if name not in states}
             checkpoints.write(step, {"step": step, "parts": states, "ranks": of_ranks})
 
 
@@ -161,15 +164,14 @@ def _require_stateful(parts: Mapping[str, object]) -> None:
             )
 
 
-def _small_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Return the state, on the CPU, of each part of which ranks may have their own, such as a generator."""
-    states = {name: part.state_dict() for name, part in parts.items() if not isinstance(part, nn.Module | Optimizer)}
-    small = {name: state for name, state in states.items() if _num_bytes(state) <= _SMALL_BYTES}
-    return dict(tree_map_only(Tensor, Tensor.cpu, small))
+def _own_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Return the state of each part of which ranks may have their own, such as a generator."""
+    return {name: part.state_dict() for name, part in parts.items() if not isinstance(part, nn.Module | Optimizer)}
 
 
-def _num_bytes(state: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+def _is_small(state: Any) -> bool:
+    tensors = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+    return tensors <= _SMALL_BYTES and len(pickle.dumps(state)) <= _SMALL_BYTES
 
 
 def _buffers(parts: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:

@@ -453,6 +453,7 @@ def renamed(bert: Path, folder: Path, **keys: object) -> Path:
             "cannot process a batch .* -> set task.tokenizer.max_length=24: the model has no more positions",
         ),
         ({"model": {"lora": {"targets": ["querry"]}}}, "no layer of the model matches 'querry' -> did you mean query"),
+        ({"model": {"lora": {"targets": ["encoder"]}}}, "no layer of the model matches 'encoder'"),
         ({"model": {"lora": {"targets": ["xyz"]}}}, "the layers are called word_embeddings, .*, query, "),
     ],
 )
@@ -744,8 +745,14 @@ def test_another_folder_is_another_recipe_if_a_file_differs(bert, tmp_path):
     hub.keep(was, tmp_path / layout.of_hub(str(bert)), renew=False)
     shutil.copytree(bert, tmp_path / "new")
     assert trained_run.moved(tmp_path, starts, was, now)
-    (tmp_path / "new" / "model.safetensors").write_bytes(b"others")
+    hub.keep(now, tmp_path / layout.of_hub(f"{tmp_path}/new"), renew=False)
+    (tmp_path / "new").rename(tmp_path / "newer")
+    assert trained_run.moved(tmp_path, starts, now, f"{now}er")
+    (tmp_path / "newer" / "model.safetensors").write_bytes(b"others")
+    assert not trained_run.moved(tmp_path, starts, now, f"{now}er")
+    (tmp_path / "newer").rename(tmp_path / "new")
     assert not trained_run.moved(tmp_path, starts, was, now)
+    assert trained_run.moved(tmp_path, [], was, now)
     (tmp_path / "new" / "model.safetensors").unlink()
     assert trained_run.moved(tmp_path, starts, was, now)
     (tmp_path / "new" / "tokenizer.json").write_text("{}")

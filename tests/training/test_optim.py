@@ -144,7 +144,7 @@ class OfNorms(torch.optim.SGD):
 
 def test_one_that_needs_complete_parameters_is_refused_for_shards():
     name = "tests.training.test_optim.OfNorms"
-    find, sharded = (next(names(make({"parallel": {"strategy": strategy}, "optimizer": {"name": name}})))
+    find, sharded = (next(names(make(parallel={"strategy": strategy}, optimizer={"name": name})))
                      for strategy in ("ddp", "fsdp"))  # fmt: skip
     assert find() is OfNorms
     with pytest.raises(ConfigError, match="OfNorms needs complete parameters, but each rank holds only a shard"):

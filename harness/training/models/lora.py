@@ -102,7 +102,7 @@ def means(pattern: str, name: str) -> bool:
 def _matching(target: str, layers: Mapping[str, str], key: str) -> list[str]:
     """Return the names of ``layers`` that ``target`` of the setting ``key`` means. Raises ConfigError if there are
     none."""
-    found = [name for name in layers if means(target, name)]
+    found = [name for name in layers if f".{name}".endswith(f".{target}") or fnmatch.fnmatchcase(name, target)]
     if not found:
         ends = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
         near = similar(target, [*layers, *ends])
