@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.amp.cast_lists import AUTOCAST, BANNED, EVERYWHERE, RECURRENT, CastLists
+from harness.apex.amp.cast_lists import AUTOCAST, BANNED, CUDNN_RECURRENT, REGISTERED_EVEN_ON_CUDA, CastLists
 from harness.apex.dtypes import REDUCED, wide
 
 _CUDA = "AutocastCUDA"
@@ -56,7 +56,7 @@ def register(key: str, dtype: torch.dtype, lists: CastLists, allow_banned: bool)
         (lists.widest, lambda op, below: _ruled_kernel(op, below, widest_dtype)),
         (BANNED, _float32_kernel if allow_banned else _banned_kernel),
         (lists.untouched, lambda op, below: torch.library.fallthrough_kernel),
-        (lists.rounded, _rounding_kernel),
+        (lists.through_float32, _rounding_kernel),
     ]
     below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     for names, make in makers:
@@ -72,20 +72,20 @@ def _differs(op: Any, name: str, key: str, lists: CastLists, dtype: torch.dtype)
     rule."""
     if name in BANNED:
         return True
-    if name in RECURRENT and key == _CUDA:
+    if name in CUDNN_RECURRENT and key == _CUDA:
         # torch casts below, in cuDNN's operation, into the one piece of memory that cuDNN wants: always to float16.
         return dtype is not torch.float16
     if lists is AUTOCAST:
-        return name in EVERYWHERE if key == _CUDA else _differs_on_cpu(op, name, key)
-    return name in lists.replaced + lists.untouched or not _has_kernel(op.name(), key)
+        return name in REGISTERED_EVEN_ON_CUDA if key == _CUDA else _differs_on_cpu(op, name, key)
+    return name in lists.overrides_builtin + lists.untouched or not _has_kernel(op.name(), key)
 
 
 def _differs_on_cpu(op: Any, name: str, key: str) -> bool:
     """Return ``_differs`` for autocast's own lists, where CUDA's kernels are the rule."""
-    if name in AUTOCAST.untouched + AUTOCAST.rounded:
+    if name in AUTOCAST.untouched + AUTOCAST.through_float32:
         return True
-    has_rule = name in EVERYWHERE or _has_kernel(op.name(), _CUDA)
-    return has_rule and (name in AUTOCAST.replaced or not _has_kernel(op.name(), key))
+    has_rule = name in REGISTERED_EVEN_ON_CUDA or _has_kernel(op.name(), _CUDA)
+    return has_rule and (name in AUTOCAST.overrides_builtin or not _has_kernel(op.name(), key))
 
 
 @functools.cache

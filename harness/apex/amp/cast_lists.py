@@ -21,9 +21,9 @@ class CastLists(NamedTuple):
     float32: list[str]
     widest: list[str]
     untouched: list[str]
-    replaced: list[str]
+    overrides_builtin: list[str]
     """Operations for which the built-in autocast of a device has another rule."""
-    rounded: list[str]
+    through_float32: list[str]
     """As ``untouched``, but computed in float32, because there is no kernel, and rounded."""
     banned_in_place: list[str]
     """In-place methods of float32 operations: the result cannot be written into a float16 tensor."""
@@ -56,10 +56,10 @@ _FLOAT32 = _names("""
     margin_ranking_loss multilabel_margin_loss multi_margin_loss nll_loss nll_loss2d nll_loss_nd
     binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss
     acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum
-    dist norm linalg_vector_norm linalg_matrix_norm prod std sum var renorm
+    dist norm linalg_vector_norm prod std sum var renorm
 """)
 _FLOAT32 += _names("log1p logsumexp pdist rms_norm nuclear_norm frobenius_norm")  # autocast's choice
-_FLOAT32 += _MATRIX_EXP
+_FLOAT32 += _MATRIX_EXP + _MATRIX_NORM
 
 # Everything else on Apex's promotion list (add, mul, eq, ...) is promoted by torch itself.
 _WIDEST = _names("addcdiv addcmul atan2 cross linalg_cross bilinear dot")
@@ -80,23 +80,23 @@ APEX = CastLists(
     _FLOAT32,
     _WIDEST,
     _UNTOUCHED,
-    replaced=_names("grid_sampler cat stack") + _MATRIX_NORM,
-    rounded=[],
+    overrides_builtin=_names("grid_sampler cat stack") + _MATRIX_NORM,
+    through_float32=[],
     banned_in_place=_BANNED_IN_PLACE,
     float32_functions=_names("local_response_norm normalize multilabel_soft_margin_loss"),
 )
 
 # The lists of torch's aten/src/ATen/autocast_mode.h. An overload that the installed torch does not cast on CUDA is not
 # cast elsewhere either, except recurrent layers, which it casts as operations of cuDNN, matrix_exp and matrix norms.
-RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
-EVERYWHERE = [*RECURRENT, *_MATRIX_EXP, *_MATRIX_NORM]
+CUDNN_RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
+REGISTERED_EVEN_ON_CUDA = [*CUDNN_RECURRENT, *_MATRIX_EXP, *_MATRIX_NORM]
 AUTOCAST = CastLists(
     reduced=_names("""
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
         prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
         lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention
     """)
-    + RECURRENT,
+    + CUDNN_RECURRENT,
     float32=_names("""
         acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus
         layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity
@@ -107,9 +107,10 @@ AUTOCAST = CastLists(
         _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
         upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
         _upsample_bicubic2d_aa
-        prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum norm
+        prod softmax log_softmax cumprod cumsum linalg_vector_norm sum norm
     """)
-    + _MATRIX_EXP,
+    + _MATRIX_EXP
+    + _MATRIX_NORM,
     widest=_names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"),
     untouched=_UNTOUCHED
     + _names("""
@@ -117,8 +118,8 @@ AUTOCAST = CastLists(
         max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d trace
         grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
     """),
-    replaced=_names("grid_sampler"),
-    rounded=["avg_pool3d"],
+    overrides_builtin=_names("grid_sampler"),
+    through_float32=["avg_pool3d"],
     banned_in_place=[],
     float32_functions=[],
 )

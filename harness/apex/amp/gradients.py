@@ -91,11 +91,11 @@ def finish(optimizer: Optimizer, scaler: LossScaler, scale: float | Tensor) -> N
         if new is None:
             if earlier is not None:
                 target.grad = earlier = earlier.to(target.dtype)
-                unchecked.append(_values(earlier))
+                unchecked.append(values_of(earlier))
         elif new.is_sparse or (earlier is not None and earlier.is_sparse):
             target.grad = total = _finish_sparse(parameter, target, earlier, new, scaler, scale)
             if earlier is not None:
-                unchecked.append(_values(total))
+                unchecked.append(values_of(total))
         elif earlier is not None:
             target.grad = earlier = earlier.to(target.dtype)
             sums.append(earlier)
@@ -114,18 +114,6 @@ def finish(optimizer: Optimizer, scaler: LossScaler, scale: float | Tensor) -> N
     scaler.unscale_(sums + unchecked, 1.0)
     withdraw_aside(stash)
     stash.params_have_scaled_gradients = False
-
-
-def check_unreduced(optimizer: Optimizer, scaler: LossScaler) -> bool:
-    """Do the overflow check of deferred contexts on this rank's gradients alone; return True if the step is skipped.
-
-    For an optimizer that steps without ever reducing.
-    """
-    gradients = [parameter.grad for parameter in all_params(optimizer) if parameter.grad is not None]
-    scaler.unscale_([_values(gradient) for gradient in gradients], 1.0)
-    skip = scaler.update_scale()
-    scaler.clear_overflow_state()
-    return skip
 
 
 def restore(optimizer: Optimizer) -> None:
@@ -158,7 +146,7 @@ def _finish_sparse(
     new = new.coalesce() if new.is_sparse else new
     if target is not parameter:
         new = (new.to_dense() if new.is_sparse else new.clone()).to(target.dtype)
-    scaler.unscale_([_values(new)], scale)
+    scaler.unscale_([values_of(new)], scale)
     if earlier is not None:
         new = earlier + new if not earlier.is_sparse else new + earlier
     return new
@@ -173,12 +161,12 @@ def _is_shared(gradient: Tensor) -> bool:
     return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > alone
 
 
-def _values(gradient: Tensor) -> Tensor:
+def values_of(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient  # values() demands a coalesced tensor, and copies
 
 
 def _rescale(parameters: list[Tensor], scale: float | Tensor, before: float | Tensor = 1.0) -> None:
     """Multiply gradients that carry the scale ``before`` until they carry ``scale``."""
-    gradients = [_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [values_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients and scale is not before and (factor := float(scale / before)) != 1.0:
         torch._foreach_mul_(gradients, factor)

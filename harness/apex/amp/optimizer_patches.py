@@ -103,7 +103,8 @@ def _skip(optimizer: Optimizer, stash: AmpStash, closure: Any) -> None:
 
 
 def _check_step(optimizer: Optimizer, stash: AmpStash) -> None:
-    """Do an overflow check that waits for this ``step()``; raise if gradients still carry a loss scale."""
+    """Do an overflow check that waits for this ``step()``, on this rank's gradients alone, as they were never reduced;
+    raise if gradients still carry a loss scale."""
     scaled = (
         gradients.own_params(optimizer, stash) + stash.all_fp16_params if stash.params_have_scaled_gradients else []
     )
@@ -114,7 +115,10 @@ def _check_step(optimizer: Optimizer, stash: AmpStash) -> None:
         )
     if stash.deferred_to is not None:
         scaler, stash.deferred_to = stash.deferred_to, None
-        stash.already_patched |= gradients.check_unreduced(optimizer, scaler)
+        found = [parameter.grad for parameter in all_params(optimizer) if parameter.grad is not None]
+        scaler.unscale_([gradients.values_of(gradient) for gradient in found], 1.0)
+        stash.already_patched |= scaler.update_scale()
+        scaler.clear_overflow_state()
 
 
 def _step(previous: Callable[..., Any], casts_functions: bool) -> Callable[..., Any]:

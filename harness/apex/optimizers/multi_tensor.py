@@ -12,8 +12,7 @@ Apex.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -46,7 +45,8 @@ __all__ = [
     "update_scale_hysteresis",
 ]
 
-Lists = list[list[Tensor]]
+Tensors = list[Tensor]
+Lists = list[Tensors]
 
 
 # Scaling, sums and norms
@@ -195,16 +195,15 @@ def multi_tensor_sgd(
     lists = checked_lists(tensor_lists, "multi_tensor_sgd", 3, 4)
     group = dict(weight_decay=wd, momentum=momentum, dampening=dampening, lr=lr, nesterov=nesterov)
 
-    def update(indices: list[int], alike: Lists) -> None:
-        grads, weights, buffers = alike[:3]
+    def update(indices: list[int], grads: Tensors, weights: Tensors, buffers: Tensors, *copies: Tensors) -> None:
         skip = _is_set(noop_flag, weights[0])
         if scale != 1.0:
             grads = list(torch._foreach_mul(grads, scale))
         sgd_update(group, weights, grads, buffers if momentum else [], first_run, wd_after_momentum, skip)
-        for old, new in zip(*alike[3:], weights, strict=True) if alike[3:] else ():
+        for old, new in zip(*copies, weights, strict=True) if copies else ():
             old.copy_(torch.where(skip, old, new))
 
-    _apply(lists, 1, range(1, len(lists)), update)
+    _apply(lists, "g p m copy", "p m copy", update)
 
 
 @torch.no_grad()
@@ -224,7 +223,7 @@ def multi_tensor_adam(
     """Do Adam for ``[g, p, m, v]``. Changes p, m and v. ``step`` counts from 1."""
     lists = checked_lists(tensor_lists, "multi_tensor_adam", 4)
     group = _group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
-    _apply(lists, 1, (1, 2, 3), lambda _, alike: adam_update(group, alike[1], alike[0], alike[2], alike[3], bool(mode)))
+    _apply(lists, "g p m v", "p m v", lambda _, g, p, m, v: adam_update(group, p, g, m, v, bool(mode)))
 
 
 @torch.no_grad()
@@ -249,17 +248,16 @@ def multi_tensor_adam_capturable(
     lists = checked_lists(tensor_lists, "multi_tensor_adam_capturable", 4, 5)
     group = _group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
 
-    def update(indices: list[int], alike: Lists) -> None:
-        grads, params, exp_avgs, exp_avg_sqs = alike[:4]
-        weights = alike[4] if len(alike) == 5 else params
+    def update(indices: list[int], grads: Tensors, params: Tensors, m: Tensors, v: Tensors, *masters: Tensors) -> None:
+        weights = masters[0] if masters else params
         skip = _is_set(noop_flag, weights[0])
         torch._foreach_mul_(grads, torch.where(skip, 1.0, inv_scale.to(skip.device).reshape(())))
-        adam_update(group, weights, grads, exp_avgs, exp_avg_sqs, bool(mode), found_inf=skip)
+        adam_update(group, weights, grads, m, v, bool(mode), found_inf=skip)
         if weights is not params:
             for old, new in zip(params, weights, strict=True):
                 old.copy_(torch.where(skip, old, new))
 
-    _apply(lists, 1 if len(lists) == 4 else 4, range(len(lists)), update)
+    _apply(lists, "g p m v master", "g p m v master", update, weights="p" if len(lists) == 4 else "master")
 
 
 multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
@@ -278,7 +276,7 @@ def multi_tensor_adagrad(
     """Do Adagrad for ``[g, p, sums of squares]``. Changes p and the sums."""
     lists = checked_lists(tensor_lists, "multi_tensor_adagrad", 3)
     group = dict(lr=lr, eps=epsilon, weight_decay=weight_decay)
-    _apply(lists, 1, (1, 2), lambda _, alike: adagrad_update(group, alike[1], alike[0], alike[2], bool(mode)))
+    _apply(lists, "g p sum", "p sum", lambda _, g, p, sums: adagrad_update(group, p, g, sums, bool(mode)))
 
 
 @torch.no_grad()
@@ -307,13 +305,13 @@ def multi_tensor_novograd(
     group = _group(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
     group |= dict(grad_averaging=grad_averaging, norm_type=norm_type)
 
-    def update(indices: list[int], alike: Lists) -> None:
-        new = norms(alike[0], 2 if norm_type == 2 else float("inf"))
+    def update(indices: list[int], g: Tensors, p: Tensors, m: Tensors) -> None:
+        new = norms(g, 2 if norm_type == 2 else float("inf"))
         blend = next_norms(group, elements(grad_norms, indices).to(new.device), new)
         torch._foreach_copy_([grad_norms[i] for i in indices], list(blend.to(grad_norms).unbind()))
-        novograd_update(group, alike[1], alike[0], alike[2], blend, moment_mode == 0)
+        novograd_update(group, p, g, m, blend, moment_mode == 0)
 
-    _apply(lists, 1, (1, 2), update)
+    _apply(lists, "g p m", "p m", update)
 
 
 @torch.no_grad()
@@ -345,28 +343,43 @@ def multi_tensor_lamb(
     group["grad_averaging"] = grad_averaging
     factor = _clip_factor(global_grad_norm, max_grad_norm) * (1.0 if inv_scale is None else inv_scale.reshape(()))
 
-    def update(indices: list[int], alike: Lists) -> None:
-        grads, weights = alike[:2]
-        updates = lamb_stage1(group, weights, grads, alike[2], alike[3], factor, bool(mode))
+    def update(indices: list[int], grads: Tensors, weights: Tensors, m: Tensors, v: Tensors, *copies: Tensors) -> None:
+        updates = lamb_stage1(group, weights, grads, m, v, factor, bool(mode))
         torch._foreach_copy_(grads, updates)
         both = (norms(weights), norms(updates)) if weight_decay != 0 or use_nvlamb else None
         lamb_stage2(weights, updates, group["lr"], both)
-        for copies in alike[4:]:
-            torch._foreach_copy_(copies, weights)
+        for each in copies:
+            torch._foreach_copy_(each, weights)
 
-    _apply(lists, 1, range(len(lists)), update)
+    _apply(lists, "g p m v copy", "g p m v copy", update)
 
 
 @torch.no_grad()
-def multi_tensor_lamb_mp(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, *options: Any) -> None:
-    """Do ``multi_tensor_lamb``, but nothing if ``noop_flag`` is set.
-
-    Before ``inv_scale``, its last argument, it takes ``found_inf``, which is not read, as in Apex.
-    """
+def multi_tensor_lamb_mp(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: Tensor | float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor | int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: Tensor | float,
+    use_nvlamb: bool | None,
+    found_inf: Tensor,
+    inv_scale: Tensor,
+) -> None:
+    """Do ``multi_tensor_lamb``, but nothing if ``noop_flag`` is set. ``found_inf`` is not read, as in Apex."""
     lists = checked_lists(tensor_lists, "multi_tensor_lamb_mp", 4, 5)
     results = [[tensor.clone() for tensor in one] for one in lists]
-    without_found_inf: list[Any] = [*options[:-2], options[-1]]
-    multi_tensor_lamb(chunk_size, noop_flag, results, *without_found_inf)
+    adam = (lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
+    lamb = (grad_averaging, mode, global_grad_norm, max_grad_norm, use_nvlamb, inv_scale)
+    multi_tensor_lamb(chunk_size, noop_flag, results, *adam, *lamb)
     for old, new in zip(sum(lists, []), sum(results, []), strict=True):
         old.copy_(torch.where(_is_set(noop_flag, old), old, new))
 
@@ -391,13 +404,12 @@ def multi_tensor_lamb_stage1_cuda(
     lists = checked_lists(tensor_lists, "multi_tensor_lamb_stage1_cuda", 5)
     factor = _clip_factor(global_grad_norm, max_global_grad_norm)
 
-    def update(indices: list[int], alike: Lists) -> None:
-        grads, weights, exp_avgs, exp_avg_sqs, targets = alike
-        decay = elements(per_tensor_decay, indices).to(weights[0])
+    def update(indices: list[int], g: Tensors, p: Tensors, m: Tensors, v: Tensors, updates: Tensors) -> None:
+        decay = elements(per_tensor_decay, indices).to(p[0])
         group = _group(1.0, beta1, beta2, epsilon, step + 1, 1, decay)
-        torch._foreach_copy_(targets, lamb_stage1(group, weights, grads, exp_avgs, exp_avg_sqs, factor, True))
+        torch._foreach_copy_(updates, lamb_stage1(group, p, g, m, v, factor, True))
 
-    _apply(lists, 1, (2, 3, 4), update)
+    _apply(lists, "g p m v update", "m v update", update)
 
 
 @torch.no_grad()
@@ -418,31 +430,33 @@ def multi_tensor_lamb_stage2_cuda(
     lists = checked_lists(tensor_lists, "multi_tensor_lamb_stage2_cuda", 2)
     adapted = bool(use_nvlamb) or weight_decay != 0
 
-    def update(indices: list[int], alike: Lists) -> None:
-        weights, updates = alike
+    def update(indices: list[int], weights: Tensors, updates: Tensors) -> None:
         both = [elements(each, indices).to(weights[0]) for each in (per_tensor_param_norm, per_tensor_update_norm)]
         lamb_stage2(weights, [each.clone() for each in updates], lr, (both[0], both[1]) if adapted else None)
 
-    _apply(lists, 0, (0,), update)
+    _apply(lists, "p update", "p", update)
 
 
-def _apply(lists: Lists, weights: int, changed: Iterable[int], update: Callable[[list[int], Lists], None]) -> None:
-    """Call ``update(indices, alike)`` for each kind of tensors in ``lists``, then copy results back.
+def _apply(lists: Lists, names: str, changed: str, update: Callable[..., None], weights: str = "p") -> None:
+    """Call ``update(indices, *alike)`` for each kind of tensors in ``lists``, then copy results back.
 
+    ``names`` are those of the lists, of which the last may be absent, and ``changed`` those of the lists to copy back.
     ``alike`` holds the tensors with these indices, list by list, in the dtype and layout that kernels need for those
-    of the list number ``weights``. ``changed``: the numbers of the lists to copy back.
+    of the list ``weights``.
     """
+    numbers = {name: number for number, name in enumerate(names.split()[: len(lists)])}
+    main = numbers[weights]
     for indices in indices_by_kind(*lists):
-        indices = [i for i in indices if lists[weights][i].numel()]
+        indices = [i for i in indices if lists[main][i].numel()]
         if not indices:
             continue
         originals = [[one[i] for i in indices] for one in lists]
-        targets = [weight_buffer(tensor) for tensor in originals[weights]]
+        targets = [weight_buffer(tensor) for tensor in originals[main]]
         layouts = [[fitting(*pair) for pair in zip(one, targets, strict=True)] for one in originals]
-        layouts[weights] = targets
+        layouts[main] = targets
         alike = [copied_where_new(*pair) for pair in zip(originals, layouts, strict=True)]
-        update(indices, alike)
-        for number in changed:
+        update(indices, *alike)
+        for number in (numbers[name] for name in changed.split() if name in numbers):
             copied_where_new(alike[number], originals[number])
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _CHANNELS = {"rgb": 3, "gray": 1}
 
 
-def _height_and_width(value: Any) -> Any:
+def _require_two_sides(value: Any) -> Any:
     sides = [value] if type(value) is int else value
     if isinstance(sides, list | tuple) and len(sides) != 2:
         found = f"it should be a list of two numbers, [height, width] (found: {value})"
@@ -42,7 +42,7 @@ class Task(TableTask):
     """Maximum size, in GiB, of the copies of files behind URLs in data.cache_dir on this machine."""
     path_column: str = "path"
     """Column of the CSV with the paths of the images."""
-    image_size: Annotated[tuple[Side, Side] | None, BeforeValidator(_height_and_width)] = Field(
+    image_size: Annotated[tuple[Side, Side] | None, BeforeValidator(_require_two_sides)] = Field(
         default=None, strict=False
     )
     """[height, width] of the images that the model gets, such as [224, 224]. An image that still has a different size
