@@ -29,6 +29,7 @@ from harness.training import build
 from harness.training.task import OpenedTask, SupportsSignature
 
 if TYPE_CHECKING:
+    from harness.config.schema import Config
     from harness.inference.formats import Function
 
 log = logging.getLogger("harness")
@@ -65,31 +66,19 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
     model = build.build_model(config, task)
     trained_run.load(model, trained_run.best(run), run)
     samples = _samples(model.float().eval(), task)  # an error of the model's own code is not one of writing
-    signature: dict[str, Any] = dict(task.signature) if isinstance(task, SupportsSignature) else {}
-    subject = Exported(
-        model,
-        lambda: build.build_model(config, task),
-        {"name": config.model.name, "args": config.model.args},
-        signature.pop("input", "inputs"),
-        signature.pop("output", "outputs"),
-        samples[0].inputs,
-        signature.pop("max_length", None),
-        signature,
-        getattr(getattr(task, "tokenizer", None), "tokenizer", None),
-    )
-    scale = scale_of(signature)
+    subject = _subject(config, task, model, samples[0].inputs)
+    scale = scale_of(subject.signature)
     has_units = scale is not None and form.to_units(subject, *scale)
     if scale and has_units:
         mean, std = scale
         samples = [CheckedRows(inputs, outputs * std + mean) for inputs, outputs in samples]
-        signature = in_units(signature)
-        subject = replace(subject, signature=signature)
+        subject = replace(subject, signature=in_units(subject.signature))
     writing = new_folder if form.folder else replacing
     try:  # the description gets its name after the file that it describes
         with replacing(out.with_name(out.name + ".json")) as description, writing(out) as temporary:
             with working(f"exporting the model to {out.name}"):
                 difference = _compare(samples, form.write(subject, temporary), form.tolerance)
-            facts = {"name": config.name, "format": kind, **_facts(subject, samples, form.folder), **signature}
+            facts = {"name": config.name, "format": kind, **_facts(subject, samples, form.folder), **subject.signature}
             facts["checked"] = {
                 "rows": sum(len(sample.inputs) for sample in samples),
                 "largest_difference": difference,
@@ -106,14 +95,29 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
     if has_units:
         log.info("its numbers are in the unit of their column")
     elif scale:
-        place, prefix = (out / "config.json", "output_") if kind == "huggingface" else (f"{out.name}.json", "")
+        place, prefix = form.scale_place(out)
         log.info(
             "its numbers are standardized: multiply them by %sstd and add %smean, which are in %s",
             prefix, prefix, place,
         )  # fmt: skip
-    if kind == "safetensors":
-        log.info("the exported file has the same tensors as %s, in float32", trained_run.weights(run))
+    if form.note:
+        log.info(form.note, trained_run.weights(run))
     return out
+
+
+def _subject(config: Config, task: OpenedTask, model: nn.Module, example: Tensor) -> Exported:
+    signature: dict[str, Any] = dict(task.signature) if isinstance(task, SupportsSignature) else {}
+    return Exported(
+        model=model,
+        new=lambda: build.build_model(config, task),
+        facts={"name": config.model.name, "args": config.model.args},
+        input=signature.pop("input", "inputs"),
+        output=signature.pop("output", "outputs"),
+        example=example,
+        max_length=signature.pop("max_length", None),
+        signature=signature,
+        tokenizer=getattr(getattr(task, "tokenizer", None), "tokenizer", None),
+    )
 
 
 def _samples(model: nn.Module, task: OpenedTask) -> list[CheckedRows]:

@@ -40,8 +40,11 @@ class Exported:
     """The tokenizer of transformers, if the task has one."""
 
 
+FORMATS: dict[str, ExportFormat] = {}
+
+
 class ExportFormat:
-    """Writes a model in one format, and loads it from there."""
+    """Writes a model in one format, and loads it from there. A subclass is found under its ``name``."""
 
     suffix: ClassVar[str]
     tolerance: ClassVar[float]
@@ -51,21 +54,31 @@ class ExportFormat:
     extra: ClassVar[str] = ""
     folder: ClassVar[bool] = False
     """True if it writes a folder."""
+    note: ClassVar[str] = ""
+    """What else to tell of the file, with %s for the path of the run's weights."""
+
+    def __init_subclass__(cls, name: str) -> None:
+        FORMATS[name] = cls()
 
     def to_units(self, subject: Exported, mean: Tensor, std: Tensor) -> bool:
         """Change the weights of ``subject``, whose numbers are standardized, so that they are in the unit of their
         column; return False if the format or the model does not allow it."""
         return False
 
+    def scale_place(self, out: Path) -> tuple[object, str]:
+        """Return the file that holds mean and std of standardized numbers, and the prefix of their names there."""
+        return f"{out.name}.json", ""
+
     def write(self, subject: Exported, path: Path) -> Function:
         """Write ``subject`` to ``path``; return the model that other programs load from there."""
         raise NotImplementedError
 
 
-class Safetensors(ExportFormat):
+class Safetensors(ExportFormat, name="safetensors"):
     """The weights alone; loading them needs the model's code."""
 
     suffix, tolerance = ".safetensors", 0.0
+    note = "the exported file has the same tensors as %s, in float32"
 
     def write(self, subject: Exported, path: Path) -> Function:
         from harness.runs.weights_file import load_weights, save_weights, with_versions
@@ -78,7 +91,7 @@ class Safetensors(ExportFormat):
         return loaded
 
 
-class TorchExport(ExportFormat):
+class TorchExport(ExportFormat, name="torch_export"):
     """The traced model, which torch alone can load."""
 
     suffix, tolerance = ".pt2", 1e-5
@@ -95,7 +108,7 @@ class TorchExport(ExportFormat):
         return loaded
 
 
-class Onnx(ExportFormat):
+class Onnx(ExportFormat, name="onnx"):
     """The traced model for ONNX Runtime and others."""
 
     suffix, tolerance, packages = ".onnx", 1e-4, ("onnx", "onnxscript", "onnxruntime")
@@ -114,11 +127,14 @@ class Onnx(ExportFormat):
         return lambda inputs: torch.from_numpy(session.run([subject.output], {subject.input: inputs.numpy()})[0])
 
 
-class HuggingFace(ExportFormat):
+class HuggingFace(ExportFormat, name="huggingface"):
     """A folder that ``from_pretrained`` of transformers loads, with the tokenizer; matrices of LoRA are added to the
     weights."""
 
     suffix, tolerance, packages, folder = ".huggingface", 1e-5, ("transformers",), True
+
+    def scale_place(self, out: Path) -> tuple[object, str]:
+        return out / "config.json", "output_"
 
     def to_units(self, subject: Exported, mean: Tensor, std: Tensor) -> bool:
         from harness.training.models import huggingface
@@ -131,7 +147,7 @@ class HuggingFace(ExportFormat):
         return huggingface.save(subject.model, path, subject.signature, subject.tokenizer)
 
 
-class Peft(ExportFormat):
+class Peft(ExportFormat, name="peft"):
     """A folder that ``from_pretrained`` of peft loads, with the tokenizer: the matrices of LoRA, and the modules that
     the run's folder or name of Hugging Face does not have."""
 
@@ -147,15 +163,6 @@ class Peft(ExportFormat):
 
         name = str(subject.facts["name"])
         return huggingface.save_adapter(subject.model, path, name, subject.signature, subject.tokenizer)
-
-
-FORMATS: Mapping[str, ExportFormat] = {
-    "safetensors": Safetensors(),
-    "torch_export": TorchExport(),
-    "onnx": Onnx(),
-    "huggingface": HuggingFace(),
-    "peft": Peft(),
-}
 
 
 def _traced(subject: Exported) -> torch.export.ExportedProgram:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from harness.config import plugins
 from harness.config.schema import Config
 from harness.config.targets import LabelledTask, TableTask
 from harness.data.images import ImageTable
@@ -114,7 +115,8 @@ def open_task(config: Config, run: Path, source: str, cache_dir: str | None = No
 def _without_open_new(name: str) -> str:
     if "." in name:
         return "define Task.open_new(learned, source, cache_dir) in it; see docs/add_a_task.md#the-task"
-    return "image_csv and text_csv can; for pet_names use harness generate"
+    able = [task for task in plugins.names("task") if isinstance(plugins.find("task", task, ""), SupportsNewData)]
+    return f"{' and '.join(able)} can; to continue text use harness generate"
 
 
 def _rank(request: PredictRequest, world_size: int | None, launch: Launch) -> int:
