@@ -86,10 +86,10 @@ def train(config: Config) -> TrainResult:
     HarnessError, or what the user's own task, model or optimizer raised.
     """
     from harness.training import loop
-    from harness.training.evaluation import predictions
+    from harness.training.evaluation import final_predictions
 
     with _started(config) as start, start as run:
-        start.done = loop.train(run) and predictions.write_for_run(run)
+        start.done = loop.train(run) and final_predictions.write_for_run(run)
     state = run.state
     last = state.history[-1] if state.history else {}
     metrics = {name: last[name] for name in config.task.metrics if name in last}
@@ -109,7 +109,7 @@ def open_run(config: Config) -> Iterator[Run]:
     """
     from harness.errors import TrainingError
     from harness.training import checkpointing, loop
-    from harness.training.evaluation import predictions
+    from harness.training.evaluation import final_predictions
 
     with _started(config) as start, start as run:
         _warn_of_own_loop(run)
@@ -120,7 +120,7 @@ def open_run(config: Config) -> Iterator[Run]:
         if run.finished() or run.state.step > before:
             checkpointing.save(run)  # without the reason for the end, so that a longer loop resumes from it
             run.state.ended = run.state.ended or "its loop has ended"
-            start.done = loop.train(run) and predictions.write_for_run(run)
+            start.done = loop.train(run) and final_predictions.write_for_run(run)
 
 
 def _warn_of_own_loop(run: Run) -> None:

@@ -34,7 +34,7 @@ from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError, plural
 from harness.runs import console, provenance
 from harness.runs.run_dir import RunFolder, cannot_write
 from harness.training import build, description, determinism, loop
-from harness.training.evaluation import predictions
+from harness.training.evaluation import final_predictions
 from harness.training.exit_report import ExitReporter, failed_early
 from harness.training.optimizer import precision
 from harness.training.run import Run
@@ -106,7 +106,7 @@ def run_rank(config: Config, runtime: Runtime) -> int:
     started = RunStart(config, runtime)
     try:
         with started as run:
-            started.done = loop.train(run) and predictions.write_for_run(run)
+            started.done = loop.train(run) and final_predictions.write_for_run(run)
     except BaseException as error:
         if error is not started.error:
             raise

@@ -23,9 +23,9 @@ from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError
 from harness.inference import predict
 from harness.runs.console import ProgressBar
-from harness.training.evaluation import prediction_table, predictions
+from harness.training.evaluation import final_predictions, prediction_table, predictions
 from harness.training.evaluation.objective import Objective
-from harness.training.evaluation.prediction_table import GROUP_ROWS, ROW, SAMPLE_ROWS, PredictionFile
+from harness.training.evaluation.prediction_table import GROUP_ROWS, ROW, SAMPLE_ROWS, Block, PredictionFile
 from harness.training.task import Classification
 from tests.fixtures import make_config, write_rows
 from tests.ranks import RankFailure, run_ranks
@@ -187,20 +187,20 @@ def test_an_own_task_evaluates_the_rows_with_labels(folder):
 
 def test_file_that_another_process_writes_is_left_alone(folder):
     first = PredictionFile(folder / "x.csv")
-    block = (pa.table({"id": [1] * GROUP_ROWS, "prediction": [2] * GROUP_ROWS}), [], {})
-    first.add(*block)
+    block = Block(pa.table({"id": [1] * GROUP_ROWS, "prediction": [2] * GROUP_ROWS}), [], {}, {})
+    first.add(block)
     with pytest.raises(HarnessError, match="x.csv: cannot write the output: another process is writing it"):
-        PredictionFile(folder / "x.csv").add(*block)
+        PredictionFile(folder / "x.csv").add(block)
     assert first.finish().rows == GROUP_ROWS
     again = PredictionFile(folder / "x.csv")
     (folder / "x.csv.tmp").write_text("left by a killed process")
-    again.add(*block)
+    again.add(block)
     assert again.finish().rows == GROUP_ROWS
 
 
 def test_error_of_numbers_whose_labels_are_text(tmp_path):
     file = prediction_table.PredictionFile(tmp_path / "x.csv")
-    file.add(pa.table({"id": [0, 1, 2], "prediction": [1.0, 2.0, 3.0], "label": ["1.5", "", "1"]}), [], {})
+    file.add(Block(pa.table({"id": [0, 1, 2], "prediction": [1.0, 2.0, 3.0], "label": ["1.5", "", "1"]}), [], {}, {}))
     assert file.finish().fit == f"root mean square error of prediction {((0.5**2 + 2**2) / 2) ** 0.5:.5g}"
 
 
@@ -251,7 +251,7 @@ def test_wrong_rows_and_pairs_for_trackers(folder):
     assert written.pairs == {(str(label), prediction): count for (label, prediction), count in pairs.items()}
     right = len(read) - len(wrong)
     assert written.fit == f"{right} of {len(read)} predictions are correct ({right / len(read):.4f})"
-    first, second = predictions._samples(rows, written)
+    first, second = final_predictions.samples(rows, written)
     assert (first.name, second.name) == ("predictions", "wrong")
     assert (first.confusion.counts.sum(), second.confusion) == (498, None)
     assert [row[0] for row in first.rows] == [f"row {row}" for row in first_of_each(read)]
@@ -362,15 +362,15 @@ def test_only_an_error_of_the_file_is_one_of_writing(folder, monkeypatch):
 
 
 def test_a_file_that_cannot_be_opened_leaves_no_lock(folder):
-    block = (pa.table({"id": [1] * GROUP_ROWS, "prediction": [2] * GROUP_ROWS}), [], {})
+    block = Block(pa.table({"id": [1] * GROUP_ROWS, "prediction": [2] * GROUP_ROWS}), [], {}, {})
     table = PredictionFile(folder / "x.csv")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.open", lambda *_: (_ for _ in ()).throw(PermissionError))
         with pytest.raises(PermissionError):
-            table.add(*block)
+            table.add(block)
     table.discard()
     again = PredictionFile(folder / "x.csv")
-    again.add(*block)
+    again.add(block)
     assert again.finish().rows == GROUP_ROWS
 
 

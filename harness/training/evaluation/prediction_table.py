@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -120,6 +120,20 @@ class SomeRows:
         return pa.concat_tables(self._kept).take(sorted(order[:SAMPLE_ROWS]))
 
 
+class Block(NamedTuple):
+    """Consecutive rows of the table."""
+
+    table: pa.Table
+    bad: Sequence[int]
+    """The numbers of unreadable rows, which have no prediction."""
+    files: Mapping[str, bytes]
+    """The files that the table names."""
+    pairs: Pairs
+    """What the rows with labels add to the metrics."""
+    why_not: str = ""
+    """Why that cannot be computed."""
+
+
 class PredictionFile:
     """The CSV or Parquet file at ``path``, written block by block under a temporary name until ``finish``."""
 
@@ -133,20 +147,19 @@ class PredictionFile:
         self._written = Written()
         self._files = FilesFolder(path)
 
-    def add(self, block: pa.Table, bad: Sequence[int], files: Mapping[str, bytes], pairs: Pairs | str = "") -> None:
-        """Append rows, the numbers of the unreadable ones, the ``files`` that they name, and their ``pairs``."""
+    def add(self, block: Block) -> None:
+        why_not = block.why_not
         try:
-            self._written.sums.add({} if isinstance(pairs, str) else pairs)
+            self._written.sums.add(block.pairs)
         except Exception as error:  # of an own metric whose states have another shape than before
-            pairs = first_line(error)
-        if isinstance(pairs, str):
-            self._written.not_evaluated = self._written.not_evaluated or pairs
-        if files and self._file is None:
+            why_not = first_line(error)
+        self._written.not_evaluated = self._written.not_evaluated or why_not
+        if block.files and self._file is None:
             self._claim()
-        self._files.add(files)
-        self._waiting.append(block)
-        self._written.rows += len(block)
-        self._written.bad += bad
+        self._files.add(block.files)
+        self._waiting.append(block.table)
+        self._written.rows += len(block.table)
+        self._written.bad += block.bad
         if sum(map(len, self._waiting)) >= GROUP_ROWS:
             self._flush()
 

@@ -19,27 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config
-from harness.data.batch import Batch, Dataset
+from harness.data.batch import Batch
 from harness.data.loader import BatchRequest, Loader, StoppedWaiting
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError, first_line, plural, readable, users_line
-from harness.runs import layout
 from harness.runs.console import ProgressBar
 from harness.runs.weights_file import load_weights
-from harness.trackers.base import LabelPairs, Sample
 from harness.training.evaluation.evaluate import add_pairs, numbers, prepare
 from harness.training.evaluation.objective import ROWS_OF_FILE, Objective
 from harness.training.evaluation.prediction_files import RowFiles, folder_of
-from harness.training.evaluation.prediction_table import FIRST_COLUMNS, ROW, PredictionFile, Written
+from harness.training.evaluation.prediction_table import FIRST_COLUMNS, Block, PredictionFile, Written
 from harness.training.evaluation.sums import Pairs, Sums
-from harness.training.run import Run
-from harness.training.strategies import sharding
-from harness.training.task import PredictingTask, SupportsErrors, SupportsPredictions
+from harness.training.task import PredictingTask, SupportsErrors
 
 log = logging.getLogger("harness")
 
-MAX_CONFUSION = 64  # classes in the picture of a confusion matrix
 BLOCK_ROWS = 64  # fewer if the configuration has smaller batches
 
 
@@ -77,8 +72,20 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path, progress:
     mine = range(runtime.rank, num_blocks, runtime.world_size)
     asked = [np.arange(block * size, min((block + 1) * size, num_rows)) for block in mine]
     batches = loader.fetch(BatchRequest(rows, None) for rows in asked)
-    table, failure = PredictionFile(out) if runtime.rank == 0 else None, None
+    table, failures = PredictionFile(out) if runtime.rank == 0 else None, list[Exception]()
     turns = -(-num_blocks // runtime.world_size)
+
+    @contextmanager
+    def noting(why: str) -> Iterator[None]:
+        """Context in which an error is kept until all ranks have stopped because of ``why``."""
+        try:
+            yield
+        except StoppedWaiting:
+            raise
+        except Exception as error:
+            failures.append(error)
+            stop.request(why)
+
     progress.open(out.name, "batch", 0, turns)
     try:
         for turn in range(turns):
@@ -87,38 +94,28 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path, progress:
             ready, found = None, None
             with runtime.announced("compiling the model") if compiles and turn == 0 else nullcontext():
                 try:
-                    if failure is None and turn < len(mine):
-                        ready = next(batches), _known(predictor.task, asked[turn])
+                    with noting("a prediction failed"):
+                        if not failures and turn < len(mine):
+                            ready = next(batches), _known(predictor.task, asked[turn])
                 except StoppedWaiting:
                     continue
-                except Exception as error:
-                    failure = error
-                    stop.request("a prediction failed")
                 idle = None
                 if predictor.sharded:
-                    ready, idle = _agreed(runtime, loader, ready, failure is not None)
-                try:
+                    ready, idle = _agreed(runtime, loader, ready, bool(failures))
+                with noting("a prediction failed"):
                     if ready is not None:
                         found = _block(predictor, *ready, asked[turn], size, folder_of(out).name)
                     if idle is not None:
                         _forward(predictor, idle, size)
-                except Exception as error:
-                    failure = error
-                    stop.request("a prediction failed")
             blocks = runtime.gather_to_first(found)
-            try:
-                if table is not None and failure is None:
-                    with _table_errors():
-                        for block in blocks:
-                            if block is not None:
-                                table.add(*block)
-            except Exception as error:
-                failure = error
-                stop.request("the table could not be written")
+            with noting("the table could not be written"), _table_errors():
+                if table is not None and not failures:
+                    for block in filter(None, blocks):
+                        table.add(block)
             progress.step()
         with runtime.together("predicting"):
-            if failure is not None:
-                raise failure
+            if failures:
+                raise failures[-1]
         if stop.verdict:
             return None
 
@@ -167,11 +164,11 @@ def _known(task: PredictingTask, rows: np.ndarray) -> dict[str, pa.Array]:
 
 def _block(
     predictor: Predictor, batch: Batch, columns: dict[str, pa.Array], rows: np.ndarray, size: int, folder: str
-) -> tuple[pa.Table, list[int], dict[str, bytes], Pairs | str]:
-    """Return (the table of ``rows``, the unreadable rows, which have no prediction, the files in ``folder`` that
-    it names, what the rows with labels add to the metrics, or why that cannot be computed)."""
+) -> Block:
+    """Return the predictions of ``rows``, whose files are in ``folder``."""
     files: dict[str, bytes] = {}
-    pairs: Pairs | str = {}
+    pairs: Pairs = {}
+    why_not = ""
     if len(batch):
         outputs = _forward(predictor, batch, size)
         places = {row: place for place, row in enumerate(batch.rows.tolist())}
@@ -182,7 +179,7 @@ def _block(
                     predictor.objective, outputs, batch.targets, {k: v.take(read) for k, v in columns.items()}
                 )
             except Exception as error:  # of the user's own loss or metric: the predictions do not need it
-                predictor.objective, pairs = None, first_line(readable(error))
+                predictor.objective, why_not = None, first_line(readable(error))
         place_of = pa.array([places.get(row) for row in rows.tolist()])
         for name, values in predictor.task.predictions(outputs).items():
             if isinstance(values, RowFiles):
@@ -195,7 +192,7 @@ def _block(
             columns |= {name: pa.array(values) for name, values in predictor.task.errors(known).items()}
     names = [name for name in FIRST_COLUMNS if name in columns]
     names += [name for name in columns if name not in FIRST_COLUMNS]
-    return pa.table({name: columns[name] for name in names}), list(batch.bad), files, pairs
+    return Block(pa.table({name: columns[name] for name in names}), list(batch.bad), files, pairs, why_not)
 
 
 def _pairs(
@@ -272,56 +269,3 @@ def best_weights(runtime: Runtime, path: Path) -> dict[str, Tensor]:
     weights = runtime.patiently("reading the best weights", lambda: load_weights(path) if first else {})
     with runtime.announced("sending the best weights"):
         return runtime.from_first(weights)
-
-
-def write_for_run(run: Run) -> bool:
-    """At the end of training, predict the evaluation rows with the best weights into ``predictions.csv``.
-
-    Trackers get some rows. Returns False if the ranks agreed to stop; the same command then resumes here. The
-    model has the best weights afterwards. Collective.
-    """
-    was_done = run.this_start.done_at == run.state.step
-    if not isinstance(run.task, SupportsPredictions) or run.state.best is None or was_done:
-        return True
-    weights = best_weights(run.runtime, run.folder.weights)
-    run.module.load_state_dict(sharding.model_parts(run.module, weights))
-    run.module.eval()
-    predictor = Predictor(run.config, run.runtime, run.task, run.parallel.eval_model, run.parallel.sharded)
-    out = run.folder.path / layout.PREDICTIONS
-    written = write(predictor, run.eval_data.loader, run.stop, out, run.progress)
-    if written is None:
-        return False
-    if written.rows:
-        for sample in _samples(run.task.eval, written):
-            run.tracker.show(sample)
-        log.info("predictions.csv: %s, with the weights of step %d", plural(written.rows, "row"), run.state.best_step)
-        written.warn_of_one_class()
-    return True
-
-
-def _samples(dataset: Dataset, written: Written) -> Iterator[Sample]:
-    """Yield the samples of a file of predictions that trackers show."""
-    names = sorted({name for pair in written.pairs for name in pair}, key=lambda name: (len(name), name))
-    matrix = None
-    if 2 <= len(names) <= MAX_CONFUSION:
-        place = {name: index for index, name in enumerate(names)}
-        counts = np.zeros((len(names), len(names)), np.int64)
-        for (label, prediction), count in written.pairs.items():
-            counts[place[label], place[prediction]] = count
-        matrix = LabelPairs(names, counts)
-    if (some := written.some.table()) is not None:
-        yield _sample(dataset, some, "predictions", matrix)
-    if (wrong := written.wrong.table()) is not None:
-        yield _sample(dataset, wrong, "wrong")
-
-
-def _sample(dataset: Dataset, some: pa.Table, name: str, matrix: LabelPairs | None = None) -> Sample:
-    """Return the rows of ``dataset`` whose numbers and predictions are in ``some``, and their images if the inputs are
-    images."""
-    rows, table = some[ROW].to_numpy().copy(), some.drop_columns([ROW])
-    batch = dataset.batch(rows, None)
-    readable = np.flatnonzero(np.isin(rows, batch.rows))
-    inputs = batch.inputs
-    images = inputs.dtype == torch.uint8 and inputs.dim() == 4 and inputs.shape[1] in (1, 3)
-    values = [list(row.values()) for row in table.take(readable).to_pylist()]
-    return Sample(table.column_names, values, inputs.numpy() if images else None, name, matrix)
