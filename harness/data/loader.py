@@ -36,7 +36,7 @@ from harness.data.loader_workers import (
     worker_death,
 )
 from harness.data.row_order import RowOrder
-from harness.data.shards import Segment, bounds, num_rows_in_step, num_rows_used, num_steps, shard
+from harness.data.shards import Rule, Segment, Tail, bounds, num_rows_in_step, num_rows_used, num_steps, shard
 from harness.errors import TrainingError, remedy
 
 # The libraries whose objects open no file later; files and datasets, which may, are left out.
@@ -283,13 +283,13 @@ class TrainData:
     ``num_ranks`` ranks: usually one, several of parallel.logical_ranks."""
 
     loader: Loader
-    rule: str
+    rule: Rule
     ranks: range
     num_ranks: int
     per_rank: int
     accumulate: int
     seed: int
-    tail: str = "use"
+    tail: Tail = "use"
     batch_norm_spans_ranks: bool = False
     """Whether batch norms compute with the rows of all ranks, so that a rank may have a single one."""
     _passed: list[tuple[Sequence[Segment], tuple[int, int]]] = field(default_factory=list)

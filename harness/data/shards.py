@@ -19,13 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
 from harness.data.row_order import RowOrder, permutation
 from harness.errors import ConfigError
 
-RULES = ("contiguous", "strided", "global")
+Rule = Literal["contiguous", "strided", "global"]
+Tail = Literal["use", "drop"]
+RULES = get_args(Rule)
 _ORDER, _SHUFFLE = 11, 12  # distinguish the two uses of (seed, epoch)
 
 
@@ -47,7 +50,7 @@ class Segment:
 
 
 def shard(
-    rule: str, num_rows: int, rank: int, num_ranks: int, epoch: int, seed: int, segments: Sequence[Segment] = ()
+    rule: Rule, num_rows: int, rank: int, num_ranks: int, epoch: int, seed: int, segments: Sequence[Segment] = ()
 ) -> RowOrder:
     """Return the rows of ``rank`` in ``epoch``, in training order, of those that the ``segments`` of other ranks before
     it have left. Shards are disjoint, and together they have all of these."""
@@ -59,7 +62,7 @@ def shard(
     return _share(rule, left, rank, num_ranks, (seed, epoch, len(segments)))
 
 
-def _share(rule: str, rows: RowOrder, rank: int, num_ranks: int, key: tuple[int, int, int]) -> RowOrder:
+def _share(rule: Rule, rows: RowOrder, rank: int, num_ranks: int, key: tuple[int, int, int]) -> RowOrder:
     """Return the part of ``rows`` that ``rank`` trains on, in order."""
     num_strided = len(range(rank, len(rows), num_ranks))
     if rule == "global":
@@ -72,7 +75,7 @@ def _share(rule: str, rows: RowOrder, rank: int, num_ranks: int, key: tuple[int,
     return RowOrder(length, lambda index: rows.at(start + order(index)))
 
 
-def _left(rule: str, rows: RowOrder, segment: Segment, key: tuple[int, int, int]) -> RowOrder:
+def _left(rule: Rule, rows: RowOrder, segment: Segment, key: tuple[int, int, int]) -> RowOrder:
     """Return the rows that ``segment`` has not used, in the order in which they are assigned next: what is left of the
     permutation (global), or of each rank in turn.
 
@@ -103,7 +106,7 @@ def num_rows_used(num_rows: int, segment: Segment) -> int:
     return num_long * min(most, short + 1) + (segment.num_ranks - num_long) * min(most, short)
 
 
-def num_steps(num_rows: int, num_ranks: int, per_rank: int, tail: str = "use") -> int:
+def num_steps(num_rows: int, num_ranks: int, per_rank: int, tail: Tail = "use") -> int:
     """Return the number of steps for ``num_rows`` rows: equal on every rank, whose shards differ by at most a row."""
     if tail not in ("use", "drop"):
         raise ConfigError(f"there is no tail {tail!r}", hint="give tail='use' or tail='drop'")

@@ -7,7 +7,7 @@ consecutive rows, whose rows are counted and hashed: 1 MiB in all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class Coverage:
     def __init__(self, num_rows: int, seed: int = 0) -> None:
         self.num_rows = num_rows
         self._uses = [0, 0]  # all, and those in skipped steps
-        self._record = MarkedRows(num_rows) if num_rows <= EXACT_ROWS else HashedBlocks(num_rows, seed)
+        self._record: _Record = MarkedRows(num_rows) if num_rows <= EXACT_ROWS else HashedBlocks(num_rows, seed)
 
     def add(self, rows: np.ndarray, skipped: bool = False) -> None:
         """Count the ``rows`` of a step, int64."""
@@ -78,6 +78,27 @@ class Coverage:
         self._record.clear()
 
 
+class _Record(Protocol):
+    """The rows that a rank has used, in one of two forms."""
+
+    def add(self, rows: np.ndarray) -> None: ...
+
+    def reduced(self, runtime: Runtime) -> Tensor:
+        """Return the record of all ranks, int64. Collective."""
+        ...
+
+    def load(self, record: np.ndarray) -> None:
+        """Continue from ``record``, which ``reduced`` has returned."""
+        ...
+
+    def covered(self, record: np.ndarray, runtime: Runtime, name: Callable[[int], str]) -> tuple[int, list[str]]:
+        """Return (the distinct rows of ``record``, or at most so many if some are repeated; the names of up to three
+        others, or ranges that contain one). Collective."""
+        ...
+
+    def clear(self) -> None: ...
+
+
 class MarkedRows:
     """Marks each row that is used."""
 
@@ -88,7 +109,6 @@ class MarkedRows:
         self._marks[rows] = True
 
     def reduced(self, runtime: Runtime) -> Tensor:
-        """Return the marks of all ranks as bits. Collective."""
         bits = np.packbits(self._marks)
         words = np.pad(bits, (0, -len(bits) % 8)).view(np.int64)
         return runtime.union_on_host(torch.from_numpy(words))
@@ -97,7 +117,6 @@ class MarkedRows:
         self._marks[:] = self._unpacked(record)
 
     def covered(self, record: np.ndarray, runtime: Runtime, name: Callable[[int], str]) -> tuple[int, list[str]]:
-        """Return (the rows marked in ``record``, from ``reduced``; the names of up to three others)."""
         marks = self._unpacked(record)
         return int(marks.sum()), [name(row) for row in np.flatnonzero(~marks)[:3].tolist()]
 
@@ -128,7 +147,6 @@ class HashedBlocks:
             self._flush()
 
     def reduced(self, runtime: Runtime) -> Tensor:
-        """Return the counts and the sums of all ranks. Collective."""
         self._flush()
         return runtime.sum_on_host(torch.from_numpy(self._counts_and_sums.view(np.int64).reshape(-1).copy()))
 
@@ -136,8 +154,6 @@ class HashedBlocks:
         self._counts_and_sums[:] = record.view(np.uint64).reshape(2, -1)
 
     def covered(self, record: np.ndarray, runtime: Runtime, name: Callable[[int], str]) -> tuple[int, list[str]]:
-        """Return (the distinct rows of ``record``, from ``reduced``, or at most so many if a block has repeated ones;
-        the names of up to three others, or ranges that contain one). Collective."""
         counts, sums = record.view(np.uint64).reshape(2, -1)
         sizes = np.full(len(counts), self._width, np.uint64)
         sizes[-1] = self._num_rows - self._width * (len(counts) - 1)

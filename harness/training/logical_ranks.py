@@ -18,7 +18,7 @@ from harness.apex.parallel.buckets import strides_in_buffer
 from harness.distributed.runtime import Runtime
 from harness.errors import TrainingError, plural
 from harness.training import rng
-from harness.training.tree_sum import Node, TreeSum, block, grow
+from harness.training.tree_sum import Node, TreeSum, block, merge_into
 
 _ALIGNMENT = 64  # bytes: kernels may take another path for other offsets
 
@@ -36,11 +36,11 @@ def describe(num: int, num_processes: int, gradient_bytes: int) -> str:
 
 def _most_sums(num: int, process: int, num_processes: int) -> int:
     """Return the largest number of sums that ``process`` keeps at a time."""
-    nodes: list[Node] = []
+    nodes: list[Node[None]] = []
     most = 0
     for leaf in block(num, process, num_processes):
         most = max(most, len(nodes) + 1)
-        grow(nodes, Node(0, leaf, None), num, lambda left, right: None)
+        merge_into(nodes, Node(0, leaf, None), num, lambda left, right: None)
     return most
 
 

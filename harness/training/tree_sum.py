@@ -3,7 +3,8 @@
 Floating-point addition commutes, but its result depends on the grouping. So all numbers of N logical ranks are added
 up in one binary tree: node (k, i) covers the leaves i * 2^k to (i + 1) * 2^k - 1. It is the sum of the nodes (k - 1,
 2i) and (k - 1, 2i + 1), or equals the first where the second has no leaves. Process r of W holds the leaves of
-``block``. It adds up what it can, like a binary counter, and keeps the roots of its subtrees. The processes then
+``block``. It adds up what it can, like a binary counter, and keeps the roots of its subtrees: of 6 leaves, (1, 0) and
+(0, 2) after three; (2, 0) after four, as (0, 3) completes (1, 1), and that (2, 0). The processes then
 exchange pieces of these, each completes the tree for one piece, and all gather the pieces: 2 * (W - 1) / W of the
 size, as a ring does, where each block is one subtree. Few numbers are gathered whole.
 """
@@ -11,23 +12,24 @@ size, as a ring does, where each block is one subtree. Few numbers are gathered 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 Group = dist.ProcessGroup | None
+T = TypeVar("T")
 
 _SMALL_BYTES = 1 << 20  # of all processes together, up to which messages cost more than bytes
 
 
-class Node(NamedTuple):
+class Node(NamedTuple, Generic[T]):
     """The sum of the leaves from place * 2^level on, up to 2^level of them. ``value`` is None in a plan."""
 
     level: int
     place: int
-    value: Any
+    value: T
 
 
 def block(num_leaves: int, process: int, num_processes: int) -> range:
@@ -35,7 +37,7 @@ def block(num_leaves: int, process: int, num_processes: int) -> range:
     return range(process * num_leaves // num_processes, (process + 1) * num_leaves // num_processes)
 
 
-def grow(nodes: list[Node], new: Node, num_leaves: int, add: Callable[[Any, Any], Any]) -> None:
+def merge_into(nodes: list[Node[T]], new: Node[T], num_leaves: int, add: Callable[[T, T], T]) -> None:
     """Append ``new`` to ``nodes``, the roots of subtrees from left to right, and merge what is complete. ``add(left,
     right)`` may reuse the memory of ``left``."""
     level, place, value = new
@@ -51,11 +53,11 @@ def grow(nodes: list[Node], new: Node, num_leaves: int, add: Callable[[Any, Any]
     nodes.append(Node(level, place, value))
 
 
-def plan(num_leaves: int, process: int, num_processes: int) -> list[Node]:
+def subtrees_of(num_leaves: int, process: int, num_processes: int) -> list[Node[None]]:
     """Return the subtrees, without values, that ``process`` can add up alone."""
-    nodes: list[Node] = []
+    nodes: list[Node[None]] = []
     for leaf in block(num_leaves, process, num_processes):
-        grow(nodes, Node(0, leaf, None), num_leaves, lambda left, right: None)
+        merge_into(nodes, Node(0, leaf, None), num_leaves, lambda left, right: None)
     return nodes
 
 
@@ -63,7 +65,7 @@ class TreeSum:
     """The sum over ``num_leaves`` logical ranks, of which this process, one of ``group``, has a block.
 
     ``add`` the leaves of the block in order, then call ``total`` on every process. Leaves are flat tensors of the same
-    dtype and number of elements or, with another ``merge`` than that of tensors, whatever it takes; see ``grow``.
+    dtype and number of elements or, with another ``merge`` than that of tensors, whatever it takes; see ``merge_into``.
     """
 
     def __init__(
@@ -75,11 +77,11 @@ class TreeSum:
         merge: Callable[[Any, Any], Any] = Tensor.add_,
     ) -> None:
         self._num_leaves, self._num_processes, self._group, self._merge = num_leaves, num_processes, group, merge
-        self._first, self._nodes, self._next = block(num_leaves, process, num_processes).start, list[Node](), 0
+        self._first, self._nodes, self._next = block(num_leaves, process, num_processes).start, list[Node[Any]](), 0
 
     def add(self, leaf: Any) -> None:
         """Add the next leaf, whose memory the sum then owns."""
-        grow(self._nodes, Node(0, self._first + self._next, leaf), self._num_leaves, self._merge)
+        merge_into(self._nodes, Node(0, self._first + self._next, leaf), self._num_leaves, self._merge)
         self._next += 1
 
     def total(self, flat: Callable[[Any], Tensor] = lambda value: value) -> Tensor:
@@ -88,16 +90,16 @@ class TreeSum:
         roots, self._nodes, self._next = [flat(node.value) for node in self._nodes], [], 0
         if self._num_processes == 1:
             return roots[0]
-        return exchanged(roots, self._num_leaves, self._num_processes, self._group)
+        return sum_by_pieces(roots, self._num_leaves, self._num_processes, self._group)
 
 
-def exchanged(roots: Sequence[Tensor], num_leaves: int, num_processes: int, group: Group = None) -> Tensor:
+def sum_by_pieces(roots: Sequence[Tensor], num_leaves: int, num_processes: int, group: Group = None) -> Tensor:
     """Return the sum over all logical ranks, where ``roots``, flat tensors, are what this process can add up alone.
     Every process completes the tree for one piece. Collective."""
-    plans = [plan(num_leaves, process, num_processes) for process in range(num_processes)]
+    plans = [subtrees_of(num_leaves, process, num_processes) for process in range(num_processes)]
     same = all(len(of_process) == len(roots) for of_process in plans)
     if same and roots[0].nbytes * len(roots) * num_processes <= _SMALL_BYTES:
-        return _gathered(roots, plans, num_leaves, group)
+        return _sum_gathered(roots, plans, num_leaves, group)
     length, dtype_bytes = len(roots[0]), roots[0].element_size()
     longest = -(-length // num_processes)
     firsts = range(0, longest * num_processes, longest)
@@ -111,28 +113,27 @@ def exchanged(roots: Sequence[Tensor], num_leaves: int, num_processes: int, grou
         [len(piece) * len(roots) * dtype_bytes for piece in pieces[:: len(roots)]],
         group=group,
     )
-    total = nn.functional.pad(_grown(plans, received, num_leaves), (0, longest - received.shape[1]))
+    total = nn.functional.pad(_sum_of_nodes(plans, received, num_leaves), (0, longest - received.shape[1]))
     gathered = own.new_empty(num_processes * longest)
     dist.all_gather(list(_bytes(gathered).view(num_processes, -1)), _bytes(total), group=group)
     return gathered[:length]
 
 
-def _gathered(roots: Sequence[Tensor], plans: Sequence[list[Node]], num_leaves: int, group: Group) -> Tensor:
-    """Return ``exchanged`` of few numbers, for which one message of all of them is quicker than two of their pieces."""
+def _sum_gathered(roots: Sequence[Tensor], plans: Sequence[list[Node[None]]], num_leaves: int, group: Group) -> Tensor:
+    """Return ``sum_by_pieces`` of few numbers, for which one message of all of them is quicker than two of pieces."""
     own = roots[0] if len(roots) == 1 else torch.cat(list(roots))
     received = own.new_empty(len(plans) * len(roots), len(roots[0]))
     dist.all_gather(list(_bytes(received).view(len(plans), -1)), _bytes(own), group=group)
-    return _grown(plans, received, num_leaves)
+    return _sum_of_nodes(plans, received, num_leaves)
 
 
-def _grown(plans: Sequence[list[Node]], values: Tensor, num_leaves: int) -> Tensor:
+def _sum_of_nodes(plans: Sequence[list[Node[None]]], values: Tensor, num_leaves: int) -> Tensor:
     """Return the root of the tree, of which ``values`` are the rows in the order of ``plans``."""
-    tree: list[Node] = []
-    everyone: Iterable[Node] = (node for of_process in plans for node in of_process)
+    tree: list[Node[Tensor]] = []
+    everyone: Iterable[Node[None]] = (node for of_process in plans for node in of_process)
     for node, value in zip(everyone, values, strict=True):
-        grow(tree, node._replace(value=value), num_leaves, Tensor.add_)
-    total: Tensor = tree[0].value
-    return total
+        merge_into(tree, Node(node.level, node.place, value), num_leaves, Tensor.add_)
+    return tree[0].value
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.training import tree_sum
-from harness.training.tree_sum import Node, TreeSum, block, grow, plan
+from harness.training.tree_sum import Node, TreeSum, block, merge_into, subtrees_of
 from tests.ranks import run_ranks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -33,10 +33,10 @@ def test_the_grouping_does_not_depend_on_the_number_of_processes(num_leaves, dat
     for process in range(num_processes):
         own: list[Node] = []
         for leaf in block(num_leaves, process, num_processes):
-            grow(own, Node(0, leaf, str(leaf)), num_leaves, "({}+{})".format)
-        assert [node[:2] for node in own] == [node[:2] for node in plan(num_leaves, process, num_processes)]
+            merge_into(own, Node(0, leaf, str(leaf)), num_leaves, "({}+{})".format)
+        assert [node[:2] for node in own] == [node[:2] for node in subtrees_of(num_leaves, process, num_processes)]
         for node in own:
-            grow(nodes, node, num_leaves, "({}+{})".format)
+            merge_into(nodes, node, num_leaves, "({}+{})".format)
     assert [node.value for node in nodes] == [grouping([str(leaf) for leaf in range(num_leaves)])]
 
 
@@ -44,7 +44,7 @@ def test_the_grouping_does_not_depend_on_the_number_of_processes(num_leaves, dat
 def test_a_process_keeps_few_sums(num_leaves):
     nodes: list[Node] = []
     for leaf in range(num_leaves):
-        grow(nodes, Node(0, leaf, None), num_leaves, lambda left, right: None)
+        merge_into(nodes, Node(0, leaf, None), num_leaves, lambda left, right: None)
         assert len(nodes) <= num_leaves.bit_length()
 
 
