@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from harness.data.loader_workers import (
     worker_death,
 )
 from harness.data.row_order import RowOrder
-from harness.data.shards import Rule, Segment, Tail, bounds, num_rows_in_step, num_rows_used, num_steps, shard
+from harness.data.shards import Rule, Segment, bounds, num_rows_in_step, num_rows_used, num_steps, shard
 from harness.errors import TrainingError, remedy
 
 # The libraries whose objects open no file later; files and datasets, which may, are left out.
@@ -289,7 +289,7 @@ class TrainData:
     per_rank: int
     accumulate: int
     seed: int
-    tail: Tail = "use"
+    tail: Literal["use", "drop"] = "use"
     batch_norm_spans_ranks: bool = False
     """Whether batch norms compute with the rows of all ranks, so that a rank may have a single one."""
     _passed: list[tuple[Sequence[Segment], tuple[int, int]]] = field(default_factory=list)
