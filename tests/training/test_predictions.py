@@ -356,8 +356,9 @@ def test_only_an_error_of_the_file_is_one_of_writing(folder, monkeypatch):
             write(folder, "out.csv", Rows(10))
     assert not isinstance(caught.value, predictions.TableError)
     monkeypatch.setattr(prediction_table, "_csv", fails)
-    with pytest.raises(predictions.TableError, match="No such file"):
+    with pytest.raises(predictions.TableError, match="No such file") as written:
         write(folder, "out.csv", Rows(10))
+    assert written.value.filename == str(folder / "out.csv")
     assert not [path for path in folder.iterdir() if path.name.startswith("out.csv")]
 
 

@@ -92,8 +92,8 @@ class CacheEntry:
         return manifest if whole else None
 
     def discard(self) -> None:
-        """Remove a damaged conversion. The files that processes have mapped stay until they unmap them."""
-        for path in (*map(self.file, ("json", "arrow", "codes", "offsets")), self.download):
+        """Remove a damaged conversion, not the download. Processes keep the files that they have mapped."""
+        for path in map(self.file, ("json", "arrow", "codes", "offsets")):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -122,7 +122,11 @@ def converted(source: Source, entry: CacheEntry, text: Text, label: LabelColumns
         if entry.file("json").exists():
             log.warning("%s: the converted table in the cache is damaged; converting it again", source.name)
             entry.discard()
-        return convert(source, entry, text, label)
+        try:
+            return convert(source, entry, text, label)
+        except OSError:
+            _require_unchanged(source, entry.download)
+            raise  # of the cache
 
 
 def convert(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> dict[str, Any]:
@@ -170,7 +174,7 @@ def _require_unchanged(source: Source, path: Path) -> None:
     """Raise DataError if ``source`` is no longer as it was located; remove ``path``, the copy of a remote one."""
     if not source.is_current():
         if source.is_remote:
-            path.unlink()
+            path.unlink(missing_ok=True)
         raise DataError(
             "the file changed while it was being read",
             where=source.name,

@@ -23,7 +23,7 @@ from harness.data.batch import Batch
 from harness.data.loader import BatchRequest, Loader, StoppedWaiting
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.errors import DataError, HarnessError, first_line, plural, readable, users_line
+from harness.errors import DataError, HarnessError, first_line, plural, readable, reason, users_line
 from harness.runs.console import ProgressBar
 from harness.runs.weights_file import load_weights
 from harness.training.evaluation.evaluate import add_pairs, numbers, prepare
@@ -52,7 +52,8 @@ class Predictor:
 
 
 class TableError(OSError):
-    """The table of predictions cannot be written; an OSError of the model's or the task's code is another one."""
+    """The table of predictions, its ``filename``, cannot be written; an OSError of the model's or the task's code is
+    another one."""
 
 
 def block_rows(config: Config) -> int:
@@ -108,7 +109,7 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path, progress:
                     if idle is not None:
                         _forward(predictor, idle, size)
             blocks = runtime.gather_to_first(found)
-            with noting("the table could not be written"), _table_errors():
+            with noting("the table could not be written"), _table_errors(out):
                 if table is not None and not failures:
                     for block in filter(None, blocks):
                         table.add(block)
@@ -120,7 +121,7 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path, progress:
             return None
 
         def finish() -> Written:
-            with _table_errors():
+            with _table_errors(out):
                 return table.finish() if table is not None else Written()
 
         return runtime.patiently("writing the predictions", finish)
@@ -131,12 +132,12 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path, progress:
 
 
 @contextmanager
-def _table_errors() -> Iterator[None]:
-    """Context in which an error of the system becomes a TableError."""
+def _table_errors(out: Path) -> Iterator[None]:
+    """Context in which an error of the system becomes a TableError of ``out``."""
     try:
         yield
     except OSError as error:
-        raise TableError(*error.args) from error
+        raise TableError(error.errno, reason(error), str(out)) from error
 
 
 Ready = tuple[Batch, dict[str, pa.Array]]  # a block's rows, and the columns that do not need the model

@@ -83,6 +83,24 @@ def test_change_during_the_download_is_an_error(tmp_path, monkeypatch, bucket):
     assert not list(tmp_path.rglob("*.source"))
 
 
+def test_file_that_vanishes_before_the_download(tmp_path, monkeypatch, bucket):
+    def vanish(self, path, target, **options):
+        bucket.pipe("/bucket/other.csv", CSV)
+        bucket.rm(path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", vanish)
+    with pytest.raises(DataError, match="changed while it was being read"):
+        open_table(URL, label="label", cache_dir=tmp_path)
+
+
+def test_damaged_conversion_is_made_again_of_the_same_download(tmp_path, monkeypatch, bucket):
+    open_table(URL, label="label", cache_dir=tmp_path)
+    next(tmp_path.rglob("*.arrow")).write_bytes(b"")
+    monkeypatch.setattr(MemoryFileSystem, "get_file", None)
+    assert len(open_table(URL, label="label", cache_dir=tmp_path)) == 2
+
+
 def test_errors_in_the_content_name_the_url(tmp_path, bucket):
     bucket.pipe("/bucket/train.csv", CSV + b"c,\n")
     with pytest.raises(DataError, match=r"\(1 of 3\): line 4") as caught:

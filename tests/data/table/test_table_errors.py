@@ -295,6 +295,17 @@ def test_file_that_changes_during_the_conversion(refused, monkeypatch, tmp_path,
     assert "rename" in hint
 
 
+def test_file_that_is_removed_after_its_header_was_read(refused, monkeypatch, tmp_path):
+    read = csv_reader.read_batches
+
+    def remove_and_read(path, *arguments):
+        path.unlink()
+        yield from read(path, *arguments)
+
+    monkeypatch.setattr(csv_reader, "read_batches", remove_and_read)
+    assert refused(HEADER + GOOD)[0] == "the file changed while it was being read"
+
+
 def test_csv_field_size_limit_is_restored(refused):
     before = csv.field_size_limit()
     refused(HEADER + b'"' + b"x" * 200_000)
