@@ -1,7 +1,7 @@
 """Limits of someone else's configuration without ``--trust``: it may only set values.
 
-It may not name code, which runs when it is imported, nor make a command read other files, URLs or environment
-variables.
+It may not name code, which runs when it is imported, nor make a command read other configurations or weights, URLs or
+environment variables. Local data are read wherever it says: a run from another machine names them by absolute paths.
 """
 
 from __future__ import annotations

@@ -119,6 +119,8 @@ class Checkpoints:
         if a newer one is of another version of the harness.
         """
         found, named = steps(self.folder), self.named(layout.LATEST)
+        if named and found and not (self.folder / named).exists():
+            log.warning("checkpoint rejected: %s: it is missing", self.folder / named)
         refused: dict[str, str] = {}  # {name: problem}
         # The one `latest` names comes first: those with higher numbers were abandoned by a resume from an earlier one.
         for path in sorted((found[step] for step in sorted(found, reverse=True)), key=lambda path: path.name != named):

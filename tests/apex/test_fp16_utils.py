@@ -138,6 +138,14 @@ def test_masters_by_hand(flat):
     assert not masters[0].grad[:12].any() if flat else masters[0].grad is None
 
 
+def test_master_gradient_is_dense_after_a_sparse_one():
+    (parameter,), (master,) = [nn.Parameter(torch.ones(3, 2).half())], [nn.Parameter(torch.ones(3, 2))]
+    for gradient in (torch.full((3, 2), 2.0).half().to_sparse(1), torch.full((3, 2), 4.0).half()):
+        parameter.grad = gradient
+        model_grads_to_master_grads([parameter], [master])
+        assert torch.equal(master.grad.to_dense(), gradient.to_dense().float())
+
+
 def test_masters_by_hand_do_not_alias_float32_parameters_and_a_flat_one_takes_one_dtype():
     params, masters = prep_param_lists(nn.Linear(2, 2))
     assert masters[0].data_ptr() != params[0].data_ptr()

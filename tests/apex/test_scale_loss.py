@@ -154,6 +154,17 @@ def test_stepping_on_scaled_gradients_is_refused(level):
         optimizer.step()
 
 
+@pytest.mark.contract("1.3.7")
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("to_none", [False, True])
+def test_zero_grad_abandons_scaled_gradients(level, to_none):
+    model, optimizer = start(level, 8.0)
+    backward(model, optimizer, 1, delay_unscale=True)
+    optimizer.zero_grad(set_to_none=to_none)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+
+
 @pytest.mark.contract("1.3.9")
 @pytest.mark.parametrize("level", ["O0", "O2"])
 @pytest.mark.parametrize("delay", [False, True])

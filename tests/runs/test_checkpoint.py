@@ -197,6 +197,13 @@ def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, log, kind):
     assert "step-20" not in log.text
 
 
+def test_missing_checkpoint_is_reported_and_skipped(tmp_path, log):
+    checkpoints = made(tmp_path, 10, 20)
+    shutil.rmtree(checkpoints.folder / "step-20")
+    assert checkpoints.newest().name == "step-10"
+    assert f"checkpoint rejected: {checkpoints.folder / 'step-20'}: it is missing" in log.text
+
+
 def test_checkpoint_of_another_version_is_not_passed_over(tmp_path):
     """An older one would lose steps that are intact."""
     checkpoints = made(tmp_path, 10, 20, 30, 40)

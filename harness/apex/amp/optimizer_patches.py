@@ -63,6 +63,7 @@ def adopt(optimizer: Optimizer, master_weights: bool, casts_functions: bool) -> 
         own["add_param_group"] = _add_param_group_with_masters(optimizer.add_param_group)
     else:
         own["step"] = _step(optimizer.step, casts_functions)
+        own["zero_grad"] = _zero_grad(optimizer.zero_grad)
         drop_saved_masters(optimizer)
         # harness.apex's optimizers keep float32 state for float16 parameters; torch's have it in the parameter's dtype
         if not getattr(optimizer, "keeps_wide_state", False):
@@ -162,6 +163,17 @@ def _step_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return step
+
+
+def _zero_grad(previous: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the ``zero_grad`` of an optimizer without masters: no gradient carries a loss scale after it."""
+
+    @functools.wraps(previous)
+    def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        stash_of(self).params_have_scaled_gradients = False
+        return previous(*args, **kwargs)
+
+    return zero_grad
 
 
 def _zero_grad_with_masters(self: Optimizer, set_to_none: bool = True) -> None:

@@ -100,7 +100,8 @@ def model_grads_to_master_grads(
         elif parameter.grad.is_sparse:
             master.grad = parameter.grad.to(master.dtype, copy=True)
         else:
-            master.grad = torch.empty_like(master) if master.grad is None else master.grad
+            if master.grad is None or master.grad.is_sparse:
+                master.grad = torch.empty_like(master)
             sources.append(parameter.grad)
             targets.append(master.grad)
     if targets:
