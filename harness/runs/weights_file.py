@@ -35,7 +35,7 @@ def with_versions(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any
 def on_host(weights: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return CPU copies of the tensors in ``weights`` that share no memory, as safetensors requires (tied layers)."""
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str], work: Path) -> None:

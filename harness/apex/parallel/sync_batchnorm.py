@@ -41,7 +41,7 @@ class SyncBatchNorm(_BatchNorm):
     process_group: Any = None
     channel_last: bool = False
     fuse_relu: bool = False
-    # set while this rank's rows only keep it in step with the others: they are normalized, but not counted
+    # set by a strategy of training while this rank's rows only keep it in step: they are normalized, but not counted
     idle: bool = False
 
     def __init__(
