@@ -82,8 +82,9 @@ def users_line(error: BaseException) -> str:
 
 
 def without_harness(trace: Iterable[str]) -> list[str]:
-    """Return the parts of a formatted traceback that are not calls within the harness."""
-    return [part for part in trace if not part.startswith(f'  File "{_PACKAGE}')]
+    """Return the parts of a formatted traceback that are not calls within the harness, or those of an import."""
+    left_out = f'  File "{_PACKAGE}', '  File "<frozen importlib.'
+    return [part for part in trace if not part.startswith(left_out)]
 
 
 def place_of(kind: Any, method: str = "") -> str:

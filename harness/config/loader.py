@@ -27,7 +27,7 @@ from harness.config.recipe import flatten
 from harness.config.schema import Config, ScheduleSection, TaskSection
 from harness.config.seals import sealed_text
 from harness.config.sentences import Problem, described, not_finite
-from harness.errors import ConfigError, HarnessError, plural
+from harness.errors import ConfigError, HarnessError, OwnCodeError, plural
 
 Content = TypeVar("Content", bound=BaseModel)
 _ORIGINS = "_origins"  # the attribute of a Config with the places of its keys
@@ -50,7 +50,7 @@ def load(
     raw, origins = merged(Path(path), overrides, written_at or {})
     if "task" not in raw and {"base", "space"} <= raw.keys():
         raise ConfigError("this is a sweep file", where=str(path), hint=f"harness sweep -c {path}")
-    cls, problems = _class_and_problems(raw, launching, Path(path).parent)
+    cls, problems, own = _class_and_problems(raw, launching, Path(path).parent)
     if any(key == "task.name" for key, _ in problems):
         raw = {**raw, "task": {"name": "unknown.task"}}
     config, found = _validated(cls, raw)
@@ -58,7 +58,7 @@ def load(
     if config is not None and not problems:
         problems = [_as_problem(conflict) for conflict in conflicts(config)] + [*_beside(config, Path(path).parent)]
     if config is None or problems:
-        raise _error(problems, origins, str(path))
+        raise own[0] if len(problems) == len(own) == 1 else _error(problems, origins, str(path))
     vars(config)[_ORIGINS] = {**origins, "": str(path)}  # beside the fields: not compared and not written
     return config
 
@@ -179,23 +179,30 @@ def _config_class_of(task: Any, schedule: Any, launch: type[LaunchSection]) -> t
     )  # fmt: skip
 
 
-def _class_and_problems(raw: dict[str, Any], launching: bool, folder: Path) -> tuple[type[Config], list[Problem]]:
-    """Return Config with the sections of the task, the schedule and the engines that ``raw``, in ``folder``, names, and
-    the reasons where there is none."""
-    problems: list[Problem] = []
+def _class_and_problems(
+    raw: dict[str, Any], launching: bool, folder: Path
+) -> tuple[type[Config], list[Problem], list[OwnCodeError]]:
+    """Return Config with the sections of the task, the schedule and the engines that ``raw``, in ``folder``, names; the
+    reasons where there is none; and those of them that are errors in the user's own code."""
+    problems, own = list[Problem](), list[OwnCodeError]()
 
     def found(key: str, make: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return make(*arguments)
-        except ConfigError as error:
+        except (ConfigError, OwnCodeError) as error:
             lacks = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
             beside = lacks is not None and _in_folder(lacks, folder)
-            problems.append((key, f"{error.message}; {_IN_FOLDER.format(folder) if beside else error.hint}"))
+            error.hint = _IN_FOLDER.format(folder) if beside else error.hint
+            what = error.message
+            if isinstance(error, OwnCodeError):
+                own.append(error)
+                what = f"{error.where}: {what}"
+            problems.append((key, f"{what}; {error.hint}" if error.hint else what))
 
     task = found("task.name", _task_class, raw.get("task"))
     schedule = found("schedule.name", schedule_class, raw.get("schedule"))
     launch = found("launch.engine", section_class, raw.get("launch"), launching)
-    return config_class(task or TaskSection, schedule or ScheduleSection, launch), problems
+    return config_class(task or TaskSection, schedule or ScheduleSection, launch), problems, own
 
 
 def schedule_class(raw: Any) -> type[ScheduleSection]:

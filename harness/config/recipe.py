@@ -52,9 +52,10 @@ def _keys(mark: Mark, section: type[Section], prefix: str) -> Iterator[str]:
     """Yield the dotted keys of the settings and sections with ``mark``."""
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
-        if mark in field.metadata:
+        kinds = (field.annotation, *get_args(field.annotation))  # such as Annotated[str, mark] | None
+        if mark in (*field.metadata, *(each for kind in kinds for each in getattr(kind, "__metadata__", ()))):
             yield key
-        for kind in (field.annotation, *get_args(field.annotation)):
+        for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, Section):
                 yield from _keys(mark, kind, f"{key}.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import typing
 from pathlib import Path
 
@@ -556,6 +557,22 @@ def test_own_task_that_cannot_be_imported(tmp_path, own_tasks, name, message):
 def test_own_task_whose_code_fails(tmp_path, own_tasks):
     with pytest.raises(OwnCodeError, match=r"broken\.py:\d+: the task 'own_tasks.broken' cannot be imported \(ZeroDiv"):
         load(tmp_path, own_tasks.replace("own_tasks.good", "own_tasks.broken"))
+    found = refused(tmp_path, own_tasks.replace("own_tasks.good", "own_tasks.broken") + "foo: 1\n")
+    assert "2 problems" in found
+    assert re.search(r"x\.yaml:3: task\.name: .*broken\.py:\d+: the task 'own_tasks\.broken' cannot be imported", found)
+
+
+def test_a_module_beside_the_configuration_that_an_own_task_imports(tmp_path, own_tasks, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "beside_it.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "outer_tasks").mkdir()
+    (tmp_path / "outer_tasks" / "imports_it.py").write_text("import beside_it\n")
+    with pytest.raises(
+        OwnCodeError, match="(?s)cannot be imported .*-> the folder of the configuration has it"
+    ) as caught:
+        load(tmp_path / "configs", own_tasks.replace("own_tasks.good", "outer_tasks.imports_it"))
+    assert "imports_it.py:1" in caught.value.where
 
 
 def test_own_modules_beside_the_configuration_of_another_folder(tmp_path, monkeypatch):

@@ -598,5 +598,6 @@ def test_an_error_in_own_code_begins_with_its_file_and_line(own_run, verb, broke
     assert found == EXIT_OWN_CODE, text
     assert len(errors) == 1, text
     assert re.match(rf"(rank 0: )?error: own_parts\.py:{number}: .*LookupError: of {line}", errors[0]), text
+    assert "<frozen importlib" not in text
     if verb in ("train", "check") and broken != "import":  # the calls that led there
         assert re.search(rf'own_parts\.py", line {number}, in \w+\n', text), text

@@ -30,7 +30,7 @@ class Task(TaskSection):
     """Learn y = 2x."""
 
     rows: int = 32
-    scratch: Annotated[str, Mark.NO_RECIPE, Mark.OF_MACHINE] = "/scratch"
+    scratch: Annotated[str, Mark.NO_RECIPE, Mark.OF_MACHINE] | None = "/scratch"
     source: Annotated[str, Mark.OF_MACHINE] = "/data"
 
     def open(self, seed, cache_dir):
