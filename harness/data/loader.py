@@ -433,16 +433,23 @@ class EvalData:
             yield self.ranks.start, None
 
     def first(self) -> Batch | None:
-        """Return the first batch of this process, read in it, on the device; None if it has no rows.
+        """Return the first batch of this process, on the device; None if it has no rows, or if training is to stop.
 
         A file that the dataset opens at its first use is not for loader workers, which are forked later. So a copy of
-        the dataset reads; None if it holds an object of the user's own, which might open one, too.
+        the dataset reads; or a worker, if the dataset holds an object of the user's own, which might open one, too.
         """
         dataset, rows = self.loader.dataset, next(self._requests(self.ranks.start), None)
-        parts = vars(dataset).values() if hasattr(dataset, "__dict__") else ()
-        if rows is None or not all(map(_opens_no_file, parts)):
+        if rows is None:
             return None
-        return read(copy.copy(dataset), rows, None).to(self.loader.device)
+        parts = vars(dataset).values() if hasattr(dataset, "__dict__") else ()
+        if all(map(_opens_no_file, parts)):
+            return read(copy.copy(dataset), rows, None).to(self.loader.device)
+        try:
+            (batch,) = self.loader.fetch([BatchRequest(rows, None)])
+        except StoppedWaiting:
+            return None
+        self.loader.take_times()  # which are those of evaluations
+        return batch
 
     def _requests(self, rank: int) -> Iterator[np.ndarray]:
         start, stop = bounds(self.num_rows, rank, self.num_ranks)
