@@ -107,6 +107,8 @@ def num_rows_used(num_rows: int, segment: Segment) -> int:
 
 def num_steps(num_rows: int, num_ranks: int, per_rank: int, tail: Literal["use", "drop"] = "use") -> int:
     """Return the number of steps for ``num_rows`` rows: equal on every rank, whose shards differ by at most a row."""
+    if tail not in ("use", "drop"):
+        raise ConfigError(f"there is no tail {tail!r}", hint="give tail='use' or tail='drop'")
     longest, shortest = -(-num_rows // num_ranks), num_rows // num_ranks
     return -(-longest // per_rank) if tail == "use" else shortest // per_rank
 

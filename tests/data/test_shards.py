@@ -101,9 +101,11 @@ def test_contiguous_shard_is_a_block():
     assert set(shard("contiguous", 10, 1, 3, 0, 0)[:].tolist()) == {3, 4, 5}
 
 
-def test_unknown_rule():
+def test_unknown_rule_and_tail():
     with pytest.raises(ConfigError, match="striped"):
         shard("striped", 10, 0, 1, 0, 0)
+    with pytest.raises(ConfigError, match="leave"):
+        num_steps(10, 1, 2, "leave")
 
 
 @given(
