@@ -11,6 +11,7 @@ import builtins
 import importlib.util
 import json
 import os
+import re
 import sys
 from dataclasses import asdict, dataclass, replace
 from importlib.machinery import SourceFileLoader
@@ -114,7 +115,7 @@ def main(argv: list[str]) -> None:
     sys.argv = [script.path if context.is_module else context.name, *given, *args]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if context.is_module else os.path.dirname(os.path.realpath(script.path))
-    _run(script)
+    _run(script, context.on_cpu)
 
 
 def parse(argv: list[str]) -> tuple[ScriptContext, list[str]] | None:
@@ -199,7 +200,7 @@ def _module(name: str) -> Script:
     return Script(spec.origin, spec.loader.get_data(spec.origin), spec)
 
 
-def _run(script: Script) -> None:
+def _run(script: Script, on_cpu: bool) -> None:
     """Run ``script`` as ``__main__``. Its exceptions pass through; their tracebacks start at the script."""
     main = ModuleType("__main__")
     main.__dict__.update(
@@ -215,12 +216,13 @@ def _run(script: Script) -> None:
     try:
         exec(compile(script.source, script.path, "exec", dont_inherit=True), main.__dict__)
     except BaseException:
-        _hide_own_frames()
+        _hide_own_frames(on_cpu)
         raise
 
 
-def _hide_own_frames() -> None:
-    """Remove this package's frames from the traceback of the exception that ends the script."""
+def _hide_own_frames(on_cpu: bool) -> None:
+    """Remove this package's frames from the traceback of the exception that ends the script, and name ``--device cpu``
+    if it wanted a CUDA device where there is none."""
     original = sys.excepthook  # python's, or one that the script installed
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -230,6 +232,11 @@ def _hide_own_frames() -> None:
         error.__traceback__ = trace
         sys.last_traceback = trace
         original(kind, error, trace)
+        torch = sys.modules.get("torch")
+        wanted = re.search("cuda|nvidia", str(error), re.IGNORECASE)
+        if wanted and not on_cpu and torch is not None and not torch.cuda.is_available():
+            hint = "harness.apex: torch can use no CUDA device here; try --device cpu before the script"
+            print(hint, file=sys.stderr)
 
     sys.excepthook = excepthook
 

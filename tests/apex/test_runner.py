@@ -12,6 +12,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 from harness.apex.runner import main, parse
 from tests.apex.forked import run_apex
@@ -119,6 +120,13 @@ def test_errors_of_a_script_look_as_under_python(tmp_path, text):
         assert done.stderr == run("train.py", cwd=tmp_path).stderr
     else:
         assert done.stderr.startswith(f'Traceback (most recent call last):\n  File "{tmp_path}/train.py", line 1')
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_script_that_wants_a_device_that_is_not_there(tmp_path):
+    (tmp_path / "train.py").write_text("import torch\ntorch.cuda.set_device(0)\n")
+    done = run("-m", "harness.apex", "train.py", cwd=tmp_path)
+    assert (done.returncode, "--device cpu" in done.stderr) == (1, True)
 
 
 def test_encoding_is_respected(tmp_path):
