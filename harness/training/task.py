@@ -412,6 +412,24 @@ def doubt_of_mean(section: TaskSection, task: OpenedTask, outputs: Tensor, targe
     return ""
 
 
+def doubt_of_sums(task: OpenedTask, outputs: Tensor, targets: Tensor) -> str:
+    """Return, in words, that ``evaluate`` of the user's own returns a mean with a count of rows, which is then divided
+    twice; empty otherwise."""
+    where, both = place_of(type(task), "evaluate"), (outputs, targets)
+    if not where or not all(isinstance(part, Tensor) and part.dim() and len(part) == len(outputs) for part in both):
+        return ""
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
+        once, twice = task.evaluate(*both), task.evaluate(*(torch.cat([part, part]) for part in both))
+        for name in (name for name, pair in once.items() if isinstance(pair, tuple)):
+            (total, count), (more, rows) = (map(float, pairs[name]) for pairs in (once, twice))
+            if total and rows == 2 * count and abs(more / total - 1) < 1e-3:
+                return (
+                    f"{where}: evaluate() returns {total:.4g} as the sum of {name!r} over {count:g} rows, and the same "
+                    "for these rows twice, so it is a mean; return the sum over the rows"
+                )
+    return ""
+
+
 def _is_own_loss(section: TaskSection, task: OpenedTask) -> bool:
     """Return True unless the harness made the loss, which may weight classes."""
     found = getattr(type(task), "loss", None)

@@ -142,7 +142,8 @@ class Line(BaseTask):
         errors = (outputs - targets).square()
         right = {"loss": (errors.sum(), torch.tensor(len(errors)))}
         wrong = {"a number": errors.sum(), "numbers": {"loss": (1.0, 2)}, "unsummed": {"loss": (errors, errors)},
-                 "vector": {"loss": (errors[:, 0], len(errors))}}  # fmt: skip
+                 "vector": {"loss": (errors[:, 0], len(errors))},
+                 "mean": {"loss": (errors.mean(), len(errors))}}  # fmt: skip
         if self.fault == "rare" and len(errors) < 6:  # not in the first batch
             right["rare"] = errors.sum(), len(errors)
         return wrong.get(self.fault, right)
@@ -197,6 +198,12 @@ def test_a_loss_that_is_a_sum_is_warned_of(tmp_path):
     assert warned(tmp_path, "sum").count(place) == 1
     assert "for the same rows twice, so it is a sum; return the mean" in warned(tmp_path, "sum")
     assert "so it is a sum" not in warned(tmp_path, "")
+
+
+def test_a_metric_that_is_a_mean_is_warned_of(tmp_path):
+    place = f"{HERE}:{inspect.getsourcelines(Line.evaluate)[1]}: evaluate() returns "
+    assert warned(tmp_path, "mean").count(place) == 1
+    assert "so it is a mean" not in warned(tmp_path, "")
 
 
 def test_a_loss_that_mixes_rows_is_warned_of(tmp_path):

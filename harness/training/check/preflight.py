@@ -50,6 +50,7 @@ from harness.training.task import (
     SupportsPredictions,
     SupportsSample,
     doubt_of_mean,
+    doubt_of_sums,
     loss_place,
     require_loss,
 )
@@ -220,7 +221,7 @@ class _Trial:
     """The time of the training step, on ``batch``."""
     kept: memory.KeptForBackward | None = None
     doubts: dict[str, str] = field(default_factory=dict)
-    """What is probably wrong with the loss, in words, each under its place or kind."""
+    """What is probably wrong with the loss or the metrics, in words, each under its place or kind."""
 
     def __post_init__(self) -> None:
         self.untried = ["a training step and an evaluation (because of the errors)"]
@@ -422,6 +423,8 @@ def _evaluate(run: _Trial, audit: Audit) -> str:
             evaluate.add_pairs(sums, task, outputs, batch.targets)
         with _stage("report() of the task", "validation"):
             evaluate.numbers(task, sums, run.config.task.metrics)
+        if doubt := doubt_of_sums(task, outputs, batch.targets):
+            run.doubts["sums"] = doubt
         if isinstance(task, SupportsPredictions):
             with _stage("predictions() or known() of the task", "validation"):
                 task.predictions(outputs)

@@ -24,7 +24,7 @@ from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.sums import Pairs, Report, Rows, Sums, is_number, reduced
 from harness.training.run import Run
 from harness.training.run_log import unreadable
-from harness.training.task import BaseTask, OpenedTask, doubt_of_mean, wrong_return
+from harness.training.task import BaseTask, OpenedTask, doubt_of_mean, doubt_of_sums, wrong_return
 
 log = logging.getLogger("harness")
 
@@ -112,7 +112,8 @@ def try_evaluation(run: Run) -> None:
             return
         sums, outputs = Sums(), run.parallel.eval_model.eval()(prepare(run, batch.inputs))
         add_pairs(sums, task, outputs, batch.targets)
-        if doubt := doubt_of_mean(config.task, task, outputs, batch.targets):
+        rows = outputs, batch.targets
+        for doubt in filter(None, (doubt_of_mean(config.task, task, *rows), doubt_of_sums(task, *rows))):
             log.warning("%s", doubt)
         try:
             numbers(task, sums.on_cpu(), config.task.metrics, whole=False)
