@@ -382,8 +382,8 @@ class Wide(nn.Sequential):
     [
         (("precision.opt_level=O0",), 1, "parameters 1.0 MiB, gradients 1.0 MiB, optimizer state 2.1 MiB per rank"),
         (("precision.opt_level=O2",), 1, "half-precision copies of weights and gradients 1.0 MiB per rank"),
-        (("precision.opt_level=O3",), 1, "parameters 0.5 MiB, gradients 0.5 MiB, optimizer state 1.0 MiB per rank"),
-        (("precision.opt_level=O0", "parallel.strategy=fsdp"), 2, "parameters 0.5 MiB, gradients 0.5 MiB"),
+        (("precision.opt_level=O3",), 1, "parameters 536.0 KiB, gradients 536.0 KiB, optimizer state 1.0 MiB per rank"),
+        (("precision.opt_level=O0", "parallel.strategy=fsdp"), 2, "parameters 536.0 KiB, gradients 536.0 KiB"),
     ],
 )
 def test_memory_of_a_rank(folder, overrides, world, expected):
