@@ -4,7 +4,7 @@ stage       may be longer than timeout_s  may hold collectives  an error is rais
 together    no                            no                    all ranks              no
 patiently   yes, up to work_timeout_s     no                    all ranks              yes
 announced   yes, up to work_timeout_s     yes                   this rank              yes
-limited     only with a limit_s           yes                   this rank              yes
+limited     alone, up to its limit_s      yes                   this rank              yes
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 # harness finds the missing rank, gives the main thread its grace, and writes the record, which takes up to 30 s.
 NCCL_S = 45.0
 _HEARTBEAT_S = 5.0  # at most, between two heartbeats in patiently(), and a quarter of timeout_s
-_ROUNDS = 6  # of heartbeats in patiently() from the first failure on, in about 3 s: other ranks may fail alike
+_ROUNDS = 6  # of heartbeats in patiently() from the first failure on, in about 1.5 s: other ranks may fail alike
 
 
 @dataclass

@@ -252,4 +252,6 @@ def evaluation(run: Run) -> Report | None:
     if lowered:
         log.info("learning rate lowered to %.3g", run.schedule.lr(state.applied, state.plateau.reductions))
     run.hooks.call(AFTER_EVALUATION, run, report)
+    if state.ended:  # a hook has ended the run after it was summarized
+        run_log.write_summary(run, report)
     return report

@@ -1,7 +1,7 @@
 """The measurements between two log lines: the loss, the times of the phases of a step, and what else takes time.
 
-Nothing here makes the host wait for the device, but for what the device had been given before the end of a window. All
-of it is added up locally and is part of the one reduction of a log line. ``harness explain`` reads the times from
+The host waits for what the device had been given before the end of a window, and for all of it at a checkpoint. All of
+it is added up locally and is part of the one reduction of a log line. ``harness explain`` reads the times from
 ``metrics.jsonl``: the fields ``time_PHASE`` and ``cost``.
 """
 
@@ -49,7 +49,7 @@ class Used(NamedTuple):
     """What a step used on this process, for each of its ranks."""
 
     rows: list[np.ndarray]
-    """The rows of each micro-batch of all ranks."""
+    """The rows of each micro-batch of all ranks of this process."""
     num_rows: list[int]
     bad: list[list[int]]
     """The numbers of those that could not be read."""
@@ -85,8 +85,8 @@ class Window(NamedTuple):
 
 
 class Meter:
-    """Loss and times since the last log line. The loss is summed on the device; only ``tick`` and ``reduce`` wait, for
-    what the device had been given by ``end_window``."""
+    """Loss and times since the last log line. The loss is summed on the device; ``tick`` and ``reduce`` wait for what
+    the device had been given by ``end_window``, ``state`` for all of it."""
 
     def __init__(self, device: torch.device, num_ranks: int = 1) -> None:
         """``num_ranks``: those of the recipe that this process computes."""

@@ -133,6 +133,8 @@ def test_a_reason_ends_training(start, when, step, lines):
     assert loop.train(run)
     assert (run.state.step, run.state.ended) == (step, "long enough")
     assert run.finished()
+    summary = json.loads((run.folder.path / "summary.json").read_text())
+    assert (summary["finished"], summary["ended_early"]) == (True, "long enough")
     assert run.state.history[-1]["step"] == step
     log = [json.loads(line) for line in (run.folder.path / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in log if entry["split"] == "train"] == lines
