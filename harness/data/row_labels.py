@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -141,24 +141,24 @@ def class_indices(table: Table, classes: Sequence[str | int], train: str) -> np.
     the labels of the table ``train``."""
     # By their text: "1" is an integer in a table that has only integers.
     index_of = {str(label): index for index, label in enumerate(classes)}
-    unknown = [label for label in table.vocabulary if str(label) not in index_of]
+    unknown = {code: label for code, label in enumerate(table.vocabulary) if str(label) not in index_of}
     if unknown:
         raise _unknown(table, train, unknown, classes)
     return np.asarray([index_of[str(label)] for label in table.vocabulary], dtype=np.int64)
 
 
-def _unknown(table: Table, train: str, unknown: Sequence[str | int], classes: Sequence[str | int]) -> DataError:
-    """Return the error for the labels ``unknown`` of ``table``, at the first row with one of them."""
+def _unknown(table: Table, train: str, unknown: Mapping[int, object], classes: Sequence[str | int]) -> DataError:
+    """Return the error for the labels ``unknown`` of ``table``, by their codes, at the first row with one of them."""
+    shown = [*unknown.values()][:5]
     spelled = {str(label).lower(): str(label) for label in classes}
-    near = [match for each in unknown[:5] for match in difflib.get_close_matches(str(each).lower(), spelled, n=1)]
+    near = [match for each in shown for match in difflib.get_close_matches(str(each).lower(), spelled, n=1)]
     hint = f"did you mean {', '.join(repr(spelled[match]) for match in near)}?"
     hint = hint if near else "evaluate only labels that occur in training, or correct the CSV"
     if len(unknown) > max(3, len(table) // 2):
         hint = "nearly every row has its own label: set task.label_column, or task.labels.column, to another column"
-    codes = [table.vocabulary.index(label) for label in unknown]
-    found = (_first_with(table, rows, codes) for rows in _chunks(0, len(table)))
+    found = (_first_with(table, rows, [*unknown]) for rows in _chunks(0, len(table)))
     row = next(row for row in found if row is not None)
-    labels = ", ".join(repr(label) for label in unknown[:5])
+    labels = ", ".join(repr(label) for label in shown)
     return DataError(
         f"{plural(len(unknown), 'label')} that {train} does not have: {labels}", where=table.where(row), hint=hint
     )

@@ -101,6 +101,18 @@ def test_results_that_could_not_be_copied_stay_on_the_worker(ended, full, capfd)
     assert ["No space left" in exit.message for exit in report.exits] == [False, True][: 1 + full]
 
 
+def test_results_of_a_worker_that_is_gone_are_missed(ended):
+    ended._files = SimpleNamespace(fetch=lambda workers: None)
+    ended._client.nthreads = lambda workers: {}
+    assert ended.follow().exits[-1].message.endswith("could not be copied from the workers: worker tcp://w:1 is gone")
+
+
+def test_a_cluster_that_is_busy_with_tasks_of_other_people(ended):
+    ended._where, ended._client.nthreads = "tcp://s:1", lambda: {"tcp://w:1": 2}
+    ended._client.processing = lambda: {"tcp://w:1": [("read-csv", 0), "topic-0"]}
+    assert "tcp://w:1: 2 threads, 1 other task" in str(ended._too_few({}, 1.0))
+
+
 def test_the_first_copy_that_fails_is_reported(ended, capfd):
     ended._files, ended._ended = (
         FullDisk(),
@@ -118,8 +130,18 @@ def test_results_are_copied_before_they_are_removed_after_an_interruption(ended,
     assert ended.called == ["copied", on_worker.forget]
 
 
-def test_a_rank_may_start_before_the_client_knows_its_task(tmp_path, stripes, monkeypatch):
-    """On a busy machine its first event comes while ``submit`` has not returned."""
+@pytest.mark.parametrize("restarted", [False, True])
+def test_events_that_come_early(restarted, tmp_path, stripes, monkeypatch):
+    """On a busy machine a rank's first event comes while ``submit`` has not returned, or another while the ranks are
+    numbered."""
+    order = cluster_run._order
+
+    def order_later(place):
+        if restarted:
+            subscribed[0]((0.0, place))
+        return order(place)
+
+    monkeypatch.setattr(cluster_run, "_order", order_later)
     monkeypatch.setattr(cluster_run.ClusterRun, "_start", lambda run, shared: None)
     subscribed = []
 
@@ -134,6 +156,7 @@ def test_a_rank_may_start_before_the_client_knows_its_task(tmp_path, stripes, mo
     job = planned(write_config(tmp_path, stripes), "launch.nproc=2")
     run = cluster_run.ClusterRun(client, job, ExitStack())
     assert len(run._places) == 2
+    assert ("has restarted" in run._why_lost) == restarted
 
 
 def planned(config, *words):

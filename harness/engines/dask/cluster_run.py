@@ -108,12 +108,13 @@ class ClusterRun:
                 if time.monotonic() > deadline:
                     raise self._too_few(settings.resources, settings.timeout_s)
                 time.sleep(_POLL_S / 2)
-        self._tasks.sort(key=lambda task: _order(task.place or {}))
+        # A new list: one that is being sorted is empty to _receive.
+        self._tasks = sorted(self._tasks, key=lambda task: _order(task.place or {}))
         return all(place["sees"] for place in self._places)
 
     def _too_few(self, resources: dict[str, float], waited_s: float) -> LaunchError:
         threads, busy = self._client.nthreads(), self._client.processing()
-        others = {at: sum(not key.startswith(self._topic) for key in keys) for at, keys in busy.items()}
+        others = {at: sum(not str(key).startswith(self._topic) for key in keys) for at, keys in busy.items()}
         lines = [
             f"\n  {at}: {plural(number, 'thread')}, {plural(others.get(at, 0), 'other task')}"
             for at, number in sorted(threads.items())
@@ -280,6 +281,9 @@ class ClusterRun:
             try:
                 alive = self._alive()
                 self._files.fetch([worker for worker in self._workers if worker in alive])
+                gone = [worker for worker in self._workers if worker not in alive]
+                if ended and gone and not self._why_lost:
+                    raise ConnectionError(f"worker {gone[0]} is gone")
             except Exception as error:  # a worker went away, or this machine's disk is full
                 failed = error
                 if not (warned or ended):
