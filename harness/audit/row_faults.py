@@ -47,7 +47,7 @@ def diagnose(
         text = f"random stream {named(again)} starts from its seed again: {before}, on the rows of step {place + 1}"
         return Finding("random-streams", text, steps=(number,), names=again)
     kept = _kept_up(ours, theirs, found, first)
-    if _other_order(undisturbed, place, offset + index, surplus, ended, kept):
+    if _other_order(undisturbed, place, offset + index, surplus, ended, ours[found + kept - 1].step):
         epochs = _epoch(undisturbed, place)[0] + 1, _epoch(undisturbed, offset + index)[0] + 1
         text = f"{before}, but reads the rows of step {place + 1}: the order of epoch {epochs[0]} in epoch {epochs[1]}"
         return Finding("row-order", text, (f"{plural(kept, 'batch')} in a row show it",), (place + 1, number))
@@ -127,16 +127,17 @@ def _epoch(process: Process, index: int) -> tuple[int, int]:
     return len(begins) - 1, index - begins[-1] if begins else index
 
 
-def _other_order(undisturbed: Process, place: int, due: int, surplus: int, ended: bool, kept: int) -> bool:
+def _other_order(undisturbed: Process, place: int, due: int, surplus: int, ended: bool, last: int) -> bool:
     """Return True if the rows of another epoch are read at their place in the epoch, and the epoch is not trained again
-    or left out: that makes a run longer or shorter, or goes on into the next epoch."""
+    or left out: that makes a run longer or shorter, or goes on into the next epoch. ``last``: the last step of which
+    the rows are read."""
     (epoch, inside), (epoch_due, inside_due) = _epoch(undisturbed, place), _epoch(undisturbed, due)
     if epoch == epoch_due or inside != inside_due:
         return False
     if ended:
         return surplus != due - place
     left = [after for after in undisturbed.epochs if after > place]
-    return not left or kept <= left[0] - place
+    return not left or last < left[0]
 
 
 def _stream(process: Process, index: int, name: str) -> str | None:

@@ -218,11 +218,17 @@ def test_the_length_follows_from_rows_that_are_trained_again(tmp_path: Path):
     assert only(starts, tmp_path).code == "rows"
 
 
-def test_order_of_another_epoch(tmp_path: Path):
-    starts = faulty()
+@pytest.mark.parametrize("ended", [True, False])
+def test_order_of_another_epoch(ended: bool, tmp_path: Path):
+    starts = faulty(Training(micro_batches=1 if ended else 4))
     set_inputs(starts, 13, 3)
     for number in range(21, 25):  # the next epoch has its own order
-        starts.steps("resumed")[number - 13]["calls"][0]["in"] = starts.training.step(number)["calls"][0]["in"]
+        for call, due in zip(
+            starts.steps("resumed")[number - 13]["calls"], starts.training.step(number)["calls"], strict=True
+        ):
+            call["in"] = due["in"]
+    if not ended:
+        starts.resumed[0][-1] = {"event": "stopped"}
     finding = only(starts, tmp_path)
     assert finding.code == "row-order"
     assert "the order of epoch 1 in epoch 2" in finding.text
