@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -233,17 +233,21 @@ def _as_before() -> Iterator[None]:
     import torch
 
     from harness.apex import amp
+    from harness.training import determinism
 
     with ExitStack() as after:  # runs its calls in reverse order
         for name in _VARIABLES:
             after.callback(_set_variable, name, os.environ.get(name))
         after.callback(torch.set_num_threads, torch.get_num_threads())
         cudnn, matmul, deterministic = torch.backends.cudnn, torch.backends.cuda.matmul, torch.utils.deterministic
+        for place in determinism.tf32_places():
+            after.callback(setattr, place, "fp32_precision", place.fp32_precision)
         for place, name in (
             (cudnn, "benchmark"), (cudnn, "allow_tf32"), (matmul, "allow_tf32"),
             (deterministic, "fill_uninitialized_memory"),
         ):  # fmt: skip
-            after.callback(setattr, place, name, getattr(place, name))
+            with suppress(RuntimeError):  # of allow_tf32, if the caller has set fp32_precision
+                after.callback(setattr, place, name, getattr(place, name))
         after.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
         if torch.cuda.is_initialized():
             after.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -36,7 +37,8 @@ from harness.inference.rows import as_file
 from harness.runs import reader
 from harness.runs.checkpoints import read
 from harness.trackers.metrics_log import MetricsLog
-from harness.training import parts
+from harness.training import determinism, parts
+from harness.training.optimizer import precision
 from harness.training.optimizer.precision import Precision
 from harness.training.run import Run
 from harness.training.state import State
@@ -742,3 +744,25 @@ def test_threads_and_variables_are_as_before(monkeypatch):
         os.environ |= {"NCCL_DEBUG": "INFO", "WANDB_DATA_DIR": "here"}
     assert torch.get_num_threads() == threads
     assert (os.environ["NCCL_DEBUG"], "WANDB_DATA_DIR" in os.environ) == ("WARN", False)
+
+
+def of_tf32() -> list[object]:
+    backends = torch.backends
+    precisions: list[object] = [each.fp32_precision for each in determinism.tf32_places()]
+    with suppress(RuntimeError):
+        precisions += [backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32]
+    return precisions
+
+
+@pytest.mark.parametrize("chosen", [{}, {0: "ieee"}, {0: "tf32"}, {1: "ieee"}, {0: "tf32", 1: "ieee", 2: "ieee"}])
+def test_tf32_is_as_before_also_if_it_was_set_by_fp32_precision(chosen):
+    places = determinism.tf32_places()
+    with ExitStack() as after:
+        for at, value in chosen.items():
+            after.callback(setattr, places[at], "fp32_precision", places[at].fp32_precision)
+            places[at].fp32_precision = value
+        before = of_tf32()
+        for tf32 in (True, False):
+            with harness.api._as_before():
+                precision.set_tf32(SimpleNamespace(tf32=tf32))
+            assert of_tf32()[: len(before)] == before

@@ -226,11 +226,18 @@ def kernels(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         facts["device"] = torch.cuda.get_device_name(device)
         facts["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-        facts["tf32"] = [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+        matmul, conv, rnn = (place.fp32_precision == "tf32" for place in tf32_places())
+        facts["tf32"] = [matmul, conv] if conv == rnn else [matmul, conv, rnn]
     else:
         facts["processor"] = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
         facts["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     return facts
+
+
+def tf32_places() -> list[Any]:
+    """Return where torch keeps ``fp32_precision`` of CUDA. Once one is set, reading ``allow_tf32`` may fail."""
+    cudnn: Any = torch.backends.cudnn  # of which mypy knows less
+    return [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
 
 
 def _processor() -> str:

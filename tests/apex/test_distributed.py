@@ -321,6 +321,10 @@ def _construction() -> None:
     for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), net):
         twin(torch.randn(4, 3)).pow(3).sum().backward()
         assert _equal_on_all_ranks([twin.module[0].weight.grad]), "a copy reduces too"
+    net._compiled_call_impl = lambda rows: "the first model's"  # as compile() sets it
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert isinstance(twin(torch.randn(4, 3)), torch.Tensor), "a copy does not call the original"
+    net._compiled_call_impl = None
     bare = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     bare.register_buffer("mask", torch.tensor([False, False]))
     bare.load_state_dict({name.removeprefix("module."): value for name, value in net.state_dict().items()})

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from harness import cli
+from harness import api, cli
 from harness.config import loader, plugins
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
@@ -184,6 +184,22 @@ def level(monkeypatch):
     yield determinism.require
     determinism.require(False)
     torch.backends.cudnn.benchmark = benchmark
+
+
+@pytest.mark.parametrize(
+    ("precisions", "recorded"),
+    [
+        (("none", "tf32", "tf32"), [False, True]),
+        (("tf32", "ieee", "ieee"), [True, False]),
+        (("ieee", "ieee", "tf32"), [False, False, True]),
+    ],
+)
+def test_kernels_record_tf32_also_if_it_was_set_by_fp32_precision(precisions, recorded, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    with api._as_before():
+        for place, precision in zip(determinism.tf32_places(), precisions, strict=True):
+            place.fp32_precision = precision
+        assert determinism.kernels(torch.device("cuda"))["tf32"] == recorded
 
 
 def test_levels(level):

@@ -214,3 +214,10 @@ def test_weights_larger_than_the_memory_are_refused_before_they_are_filled(monke
     monkeypatch.setattr("harness.distributed.machine.memory", lambda: Memory(8192, 8192))
     with pytest.raises(ConfigError, match="the weights of small_cnn take .* GiB, but only .* is free"):
         build("small_cnn", {}, KNOWN, GRAY)
+
+
+def test_weights_are_compared_with_the_memory_that_was_free_before(monkeypatch):
+    """The layers built so far have filled some of it."""
+    free = iter([2**30])
+    monkeypatch.setattr("harness.distributed.machine.memory", lambda: Memory(2**30, next(free, 0)))
+    build("small_cnn", {}, KNOWN, GRAY)

@@ -161,7 +161,7 @@ class DistributedDataParallel(nn.Module):
             self._reducer.succeed(before)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reducer": None, "_armed_for": None}
+        return {**super().__getstate__(), "_reducer": None, "_armed_for": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy; it makes a reducer of its own when its forward is called."""

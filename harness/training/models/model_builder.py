@@ -70,10 +70,10 @@ def build(
     return model
 
 
-def require_memory(num_bytes: int, what: str, where: str) -> None:
-    """Raise ConfigError, with the key ``where``, if ``num_bytes`` exceed this machine's free memory: the system would
-    kill the process while it fills them."""
-    total, free, _ = machine.memory()
+def require_memory(num_bytes: int, what: str, where: str, memory: machine.Memory | None = None) -> None:
+    """Raise ConfigError, with the key ``where``, if ``num_bytes`` exceed the free ``memory``, by default this machine's
+    now: the system would kill the process while it fills them."""
+    total, free, _ = memory or machine.memory()
     if num_bytes > free:
         raise ConfigError(
             f"{what} take {num_bytes / 2**30:,.1f} GiB, but only {max(free, 0) / 2**30:,.1f} of this "
@@ -85,15 +85,15 @@ def require_memory(num_bytes: int, what: str, where: str) -> None:
 
 @contextlib.contextmanager
 def _parameters_in_memory(name: str) -> Iterator[None]:
-    """Context in which a model is built. Its weights are allocated first and filled later, so one that is too large for
-    this machine is refused in between."""
-    total = 0
+    """Context in which a model is built. It is refused once its weights exceed the memory that was free before: each is
+    allocated when it is counted, but most of its pages are only taken when it is filled."""
+    total, before = 0, machine.memory()
 
     def count(module: nn.Module, key: str, parameter: nn.Parameter | None) -> None:
         nonlocal total
         if parameter is not None and not isinstance(parameter, nn.UninitializedParameter) and not parameter.is_meta:
             total += parameter.numel() * parameter.element_size()
-            require_memory(total, f"the weights of {name}", "model.args")
+            require_memory(total, f"the weights of {name}", "model.args", before)
 
     hook = register_module_parameter_registration_hook(count)
     try:
