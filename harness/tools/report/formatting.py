@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def number(value: float | None, digits: int = 4) -> str:
     """Return ``value`` with this many significant digits."""
     if value is None or value != value:
         return NOTHING
-    text = f"{value:,.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
+    text = f"{value:,.{digits}g}" if abs(float(f"{value:.{digits}g}")) < 10**digits else f"{value:,.0f}"
     return text.replace("e-0", "e-").replace("e+0", "e")
 
 
@@ -81,7 +82,7 @@ def duration(seconds: float | None) -> str:
     """ "8.4 s", "12 min 30 s", "3 h 05 min"."""
     if seconds is None or seconds != seconds:
         return NOTHING
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
@@ -119,4 +120,4 @@ def path(place: Path) -> str:
 
 def without_working_folder(text: str) -> str:
     """Return ``text`` with paths in the working folder made relative."""
-    return text.replace(os.getcwd() + os.sep, "")
+    return re.sub(rf"(?<![\w./~-]){re.escape(os.getcwd())}/", "", text)

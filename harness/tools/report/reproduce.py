@@ -29,12 +29,15 @@ def commands(run: ReportedRun) -> list[str]:
         return [*lines, trial_command(run.record.sweep.path, run.record.sweep.name, run.record.path)]
     config = shlex.quote(formatting.path(run.record.path / layout.CONFIG))
     name = shlex.quote(f"name={run.record.name}_again")
-    hosts = {rank["host"] for rank in ranks(start)}
+    sizes = [*Counter(rank["host"] for rank in ranks(start)).values()]
     world = (run.record.world_sizes or [1])[-1]
-    if len(hosts) > 1:
-        nodes = f"--nnodes={len(hosts)} --node-rank=0 --master-addr=NODE0 --master-port=PORT"
-        train = f"torchrun {nodes} --nproc-per-node={world // len(hosts)} -m harness.train -c {config} {name}"
-        lines.append(f"{train}   # on each node")
+    if len(sizes) > 1:
+        nproc, own = str(sizes[0]), f"its NODE_RANK, 0 to {len(sizes) - 1}"
+        if len({*sizes}) > 1:
+            nproc, own = "NPROC", f"{own}, and NPROC: {', '.join(map(str, sizes))}"
+        nodes = f"--nnodes={len(sizes)} --node-rank=NODE_RANK --master-addr=NODE0 --master-port=PORT"
+        train = f"torchrun {nodes} --nproc-per-node={nproc} -m harness.train -c {config} {name}"
+        lines.append(f"{train}   # on each node, with {own}")
     elif world > 1:
         lines.append(f"harness launch -c {config} --nproc {world} {name}")
     else:

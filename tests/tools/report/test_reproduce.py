@@ -49,20 +49,22 @@ def test_command_for_several_ranks_on_one_machine(place):
     assert reproduce.commands(found)[1] == "harness launch -c runs/fake/config.yaml --nproc 4 name=fake_again"
 
 
-def test_command_for_several_machines(place):
+@pytest.mark.parametrize(
+    ("cards", "nproc", "own"), [((2, 2), "2", "0 to 1"), ((3, 1), "NPROC", "0 to 1, and NPROC: 3, 1")]
+)
+def test_command_for_several_machines(place, cards, nproc, own):
     ranks = [
         {"host": host, "device": f"cuda:{card}", "name": "A (H100)"}
-        for host in ("one: a (", "one: b (")
-        for card in (0, 1)
+        for host, count in zip(("one: a (", "one: b ("), cards, strict=True)
+        for card in range(count)
     ]
     found = run(write_run(place / "runs" / "fake", Fake(world=4)), ranks=ranks)
     assert reproduce.commands(found)[1] == (
-        "torchrun --nnodes=2 --node-rank=0 --master-addr=NODE0 --master-port=PORT --nproc-per-node=2 "
-        "-m harness.train -c runs/fake/config.yaml name=fake_again   # on each node"
+        f"torchrun --nnodes=2 --node-rank=NODE_RANK --master-addr=NODE0 --master-port=PORT --nproc-per-node={nproc} "
+        f"-m harness.train -c runs/fake/config.yaml name=fake_again   # on each node, with its NODE_RANK, {own}"
     )
-    assert (
-        dict(reproduce.provenance(found))["machine"] == "2 × one: a (: cuda (A (H100)), 2 × one: b (: cuda (A (H100))"
-    )
+    machines = f"{cards[0]} × one: a (: cuda (A (H100)), {cards[1]} × one: b (: cuda (A (H100))"
+    assert dict(reproduce.provenance(found))["machine"] == machines
     assert run_set.devices(found.record) == ["A (H100)"] * 4
 
 
