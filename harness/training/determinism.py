@@ -30,10 +30,9 @@ from harness.runs import layout
 
 log = logging.getLogger("harness")
 
-# The operations that raise an error on CUDA under torch.use_deterministic_algorithms(True), as its documentation of
-# this version of torch lists them. tests/training/test_determinism.py compares them with the installed torch's.
+# The operations that raise an error on CUDA under torch.use_deterministic_algorithms(True), as the documentation of
+# torch 2.14 lists them. tests/training/test_determinism.py compares them with the installed torch's, if not older.
 # https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
-TORCH = "2.15"
 
 Level = bool | Literal["warn"]
 

@@ -213,6 +213,23 @@ def test_generators_of_loaders_and_in_local_variables_are_found():
     assert not [name for name in found if "Watched" in name], "a loader of the harness"
 
 
+def test_generators_of_the_script_are_found_and_the_global_ones_are_not():
+    import resume_scan
+
+    def states() -> set[str]:
+        found = resume_scan.others(SimpleNamespace(roots=[]))
+        return {f"{name.split()[0]} {each['digests']}" for name, each in found.items() if each["kind"] == "generator"}
+
+    own = np.random.default_rng(7193), np.random.RandomState(7193), random.Random(7193)
+    before = states()
+    np.random.rand(), random.random()
+    assert states() == before
+    for each in own:
+        each.random()
+    kinds = {"numpy.random.Generator", "numpy.random.RandomState", "random.Random"}
+    assert {state.split()[0] for state in states() - before} == kinds
+
+
 def test_a_result_of_the_step_is_no_state():
     import resume_scan
 

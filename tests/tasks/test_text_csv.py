@@ -177,6 +177,7 @@ def test_own_tokenizer(folder):
         ({"name": "a.b"}, "a.b needs num_tokens"),
         ({"num_tokens": 3}, "num_tokens is for a tokenizer of your own"),
         ({"name": "bytes", "args": {"a": 1}}, "the tokenizer bytes takes no args"),
+        ({"name": "bytes", "max_words": 9}, "max_words is for the tokenizer words, not for bytes; remove it"),
         ({"max_length": 0}, "task.tokenizer.max_length"),
     ],
 )

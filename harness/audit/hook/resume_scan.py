@@ -46,7 +46,7 @@ def streams() -> dict[str, Any]:
 def others(recorder: Any, *optimizers: Any) -> dict[str, dict[str, Any]]:
     """Return {name: {"kind", "digests"}} of live tensors with the shape of a parameter that are neither parameters,
     gradients, optimizer state nor buffers of the model, of a "module" or "unnamed"; and of each random "generator" of
-    the script's own."""
+    the script's own, but for torch's: ``gc`` does not list them, ``attributes`` finds them by name."""
     parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     known = {id(each) for parameter in parameters for each in (parameter, parameter.grad)}
     for optimizer in optimizers:
@@ -71,6 +71,10 @@ def others(recorder: Any, *optimizers: Any) -> dict[str, dict[str, Any]]:
         elif kind.__name__ == "Generator" and str(kind.__module__).startswith("numpy.random"):
             state = digest.text(each.bit_generator.state)
             found[f"numpy.random.Generator {len(found)}"] = {"kind": "generator", "digests": [state]}
+        elif kind.__module__ == "numpy.random.mtrand" and kind.__name__ == "RandomState":
+            if each is not sys.modules["numpy.random.mtrand"]._rand:
+                state = digest.text(each.get_state(legacy=False))
+                found[f"numpy.random.RandomState {len(found)}"] = {"kind": "generator", "digests": [state]}
         elif kind is random.Random and each is not random._inst:  # type: ignore[attr-defined]
             state = digest.text(each.getstate())
             found[f"random.Random {len(found)}"] = {"kind": "generator", "digests": [state]}

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from harness.errors import DataError
 
 _BUILT_IN = ("words", "bytes")
+_MAX_WORDS = 20_000
 
 
 class TokenizerSection(Section):
@@ -25,7 +26,7 @@ class TokenizerSection(Section):
     package.module.function from a text to a list of ids, of which 0 is padding, or a class that makes such a function.
     Or hf:FOLDER_OR_NAME, that of a model of Hugging Face.
     """
-    max_words: Annotated[int, Field(ge=1, le=10_000_000)] = 20_000
+    max_words: Annotated[int, Field(ge=1, le=10_000_000)] = _MAX_WORDS
     """Size of the vocabulary of `words`; all other words are one token."""
     max_length: Annotated[int, Field(ge=1, le=2**20)] = 256
     """Maximum number of tokens per row, a text or a pair; the rest is cut off: of a pair, first the end of the longer
@@ -62,6 +63,8 @@ class TokenizerSection(Section):
             raise ValueError(f"num_tokens is for a tokenizer of your own; the tokenizer {self.name} sets it itself")
         if self.args and not own:
             raise ValueError(f"the tokenizer {self.name} takes no args")
+        if self.name != "words" and self.max_words != _MAX_WORDS:
+            raise ValueError(f"max_words is for the tokenizer words, not for {self.name}; remove it")
         return self
 
 
