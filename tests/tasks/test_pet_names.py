@@ -41,6 +41,41 @@ class Bigram(torch.nn.Module):
         return self.table[codes]
 
 
+class Counting(Bigram):
+    """With a BatchNorm over the positions of a window."""
+
+    def __init__(self, num_characters: int) -> None:
+        super().__init__(num_characters)
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def forward(self, codes):
+        return self.norm(super().forward(codes))
+
+
+class Stateful(Bigram):
+    def forward(self, codes):
+        return super().forward(codes), codes
+
+
+class Short(Bigram):
+    def forward(self, codes):
+        return super().forward(codes)[..., :5]
+
+
+@pytest.mark.parametrize(("name", "found"), [("Stateful", "an object of type tuple"), ("Short", r"\(2, 8, 5\)")])
+def test_a_model_that_returns_no_logits_for_each_position(path, name, found):
+    task = opened(path)
+    with pytest.raises(
+        ConfigError, match=rf"(?s){name} returns {found} for 2 rows, not outputs of shape .* num_characters"
+    ):
+        task.model(ModelSection(name=f"tests.tasks.test_pet_names.{name}"))
+
+
+def test_a_new_model_has_seen_no_batch(path):
+    model = opened(path).model(ModelSection(name="tests.tasks.test_pet_names.Counting"))
+    assert (model.training, model.norm.num_batches_tracked.item()) == (True, 0)
+
+
 def evaluated(task, num_parts: int = 1, model=None) -> dict[str, float]:
     model = model or task.model(ModelSection(name="tests.tasks.test_pet_names.Bigram"))
     sums = Sums()

@@ -198,13 +198,14 @@ def test_shape_of_the_outputs_is_only_for_the_task_to_declare(name, outputs):
         ("small_cnn", {"width": 10**7}, " memory "),
         ("small_cnn", {"width": 10**30}, "cannot build model small_cnn with width=1000"),
         ("mlp", {"hidden": 2**36}, "1,024.0 GiB"),
+        ("mobilenet_v2", {"round_nearest": 0}, "cannot build model mobilenet_v2 with round_nearest=0: "),
         ("resnet18", {"weights": "nope"}, "cannot build model resnet18 with weights='nope': there is no 'nope'"),
     ],
 )
 def test_arguments_that_no_machine_can_build(name, args, message):
     """No traceback, and no process that the system kills while it fills the memory."""
     with pytest.raises(ConfigError) as caught:
-        build(name, args, KNOWN, RGB if name == "resnet18" else GRAY)
+        build(name, args, KNOWN, RGB if name in ("resnet18", "mobilenet_v2") else GRAY)
     assert message in caught.value.message
     assert caught.value.where in ("model.args", "model.name")
     assert "alloc_cpu" not in str(caught.value)

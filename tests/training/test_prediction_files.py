@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -18,9 +19,10 @@ from harness.runs import layout
 from harness.tasks.image_csv import config as image_csv
 from harness.tasks.image_csv.task import ImageCsv
 from harness.tools.compare.exactness import differences
-from harness.training.evaluation import prediction_table
+from harness.training.evaluation import prediction_table, predictions
 from harness.training.evaluation.prediction_files import FilesFolder, RowFiles, folder_of, read
 from harness.training.loop import evaluation
+from harness.training.task import Batch
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import run
 from tests.fixtures import settings, write_rows, write_yaml
@@ -161,13 +163,26 @@ def test_compare_reads_them(trained, tmp_path):
         (RowFiles(torch.zeros(2, 3, 4), "png"), r"torch.float32 and shape \(3, 4\), which is no PNG -> return uint8"),
         (RowFiles(torch.zeros(2, 2, 3, 4, dtype=torch.uint8), "png"), "which is no PNG"),
         (RowFiles(torch.zeros(3, 3, 4)), "has 3 arrays for 2 rows -> return one per row"),
+        (RowFiles(torch.zeros(2, 0, 4, dtype=torch.uint8), "png"), r"shape \(0, 4\), which is no PNG"),
+        (RowFiles([[["a"]], None], "png"), "is not an array of numbers: .* -> return tensors or arrays"),
+        (RowFiles([None, None], "png"), "is not an array of numbers"),
         (RowFiles([object(), object()]), "is not an array of numbers"),
+        (RowFiles([{"array": 1}, {"array": 2}]), "the one key 'array', .* -> return the array, or choose another key"),
         (RowFiles([1, 2], "jpg"), "is of kind 'jpg' -> use png or npz"),
     ],
 )
 def test_what_is_refused(value, message):
     with pytest.raises(HarnessError, match="(?s)" + message.replace(" -> ", "\n? *-> ")):
         value.encoded("mask", [0, 1])
+
+
+def test_columns_do_not_overwrite_the_files_of_each_other(monkeypatch):
+    monkeypatch.setattr(predictions, "_forward", lambda *_: torch.zeros(2))
+    columns = {name: RowFiles(torch.zeros(2, 3)) for name in ("a/b", "a_b")}
+    predictor = SimpleNamespace(objective=None, task=SimpleNamespace(predictions=lambda outputs: columns))
+    rows = np.arange(2)
+    with pytest.raises(HarnessError, match=r"'a_b'\] and another column both write a_b/000000.npz"):
+        predictions._block(predictor, Batch(torch.zeros(2), torch.zeros(2), rows), {}, rows, 2, "files")
 
 
 def test_kinds(tmp_path):

@@ -96,10 +96,13 @@ def read(path: Path) -> Any:
 def _png(value: Any, what: str) -> bytes:
     from torchvision.io import encode_png
 
-    image = given = torch.as_tensor(value).cpu()
+    try:
+        image = given = torch.as_tensor(value).cpu()
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise HarnessError(f"{what} is not an array of numbers: {error}", hint="return tensors or arrays") from None
     image = image.to(torch.uint8) * 255 if image.dtype == torch.bool else image
     image = image[None] if image.dim() == 2 else image
-    if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] not in (1, 3):
+    if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] not in (1, 3) or not image.numel():
         raise HarnessError(
             f"{what} has an array of {given.dtype} and shape {tuple(given.shape)}, which is no PNG",
             hint="return uint8 of shape (height, width) or (3, height, width), or use kind='npz'",
@@ -108,6 +111,9 @@ def _png(value: Any, what: str) -> bytes:
 
 
 def _npz(value: Any, what: str) -> bytes:
+    if isinstance(value, Mapping) and value.keys() == {"array"}:
+        what = f"{what} is a dictionary with the one key 'array', which would be read as the array itself"
+        raise HarnessError(what, hint="return the array, or choose another key")
     arrays = value if isinstance(value, Mapping) else {"array": value}
     content = io.BytesIO()
     try:

@@ -185,6 +185,9 @@ def _block(
         for name, values in predictor.task.predictions(outputs).items():
             if isinstance(values, RowFiles):
                 encoded = values.encoded(name, batch.rows.tolist())
+                if twins := files.keys() & encoded.keys():
+                    what = f"the task's predictions()[{name!r}] and another column both write {min(twins)}"
+                    raise HarnessError(what, hint="rename one of them; in the name of a file, / becomes _")
                 files |= encoded
                 values = [f"{folder}/{file}" for file in encoded]
             columns[name] = _array(values, len(batch), f"predictions()[{name!r}]").take(place_of)

@@ -21,6 +21,7 @@ from harness.errors import ConfigError, first_line, of_part, plural, similar, us
 from harness.training import determinism
 
 TIMM = "timm:"  # before the name of a model of timm
+_OF_OWN_CODE = RuntimeError, LookupError, ArithmeticError, AttributeError  # in a model of the user's own: its fault
 
 
 def build(
@@ -28,7 +29,7 @@ def build(
     args: Mapping[str, Any],
     known: Mapping[str, Any],
     example: Tensor,
-    outputs: int | None = None,
+    outputs: int | tuple[int, ...] | None = None,
     task: object = None,
 ) -> nn.Module:
     """Return the model ``name`` on the CPU in float32, in training mode.
@@ -36,7 +37,7 @@ def build(
     ``args`` are the keyword arguments of the configuration. ``known`` are the task's (num_classes, in_channels); the
     model gets those that its signature has. ``example`` is one prepared batch. It initializes lazy layers, and a model
     that cannot process it raises ConfigError here instead of crashing at the first step. So does one that does not
-    return ``outputs`` numbers for each row, if the task gives that number; without it, a model may return anything.
+    return ``outputs`` numbers (or numbers of that shape) for each row; without it, a model may return anything.
     ``task``: its section, of whose settings a hint names those that change the example.
     """
     make, library = find(name)
@@ -53,8 +54,8 @@ def build(
         inspect.signature(make).bind(**given)
         with _parameters_in_memory(name):
             model = make(**given)
-    except (TypeError, ValueError, AssertionError, RuntimeError, MemoryError, KeyError) as error:
-        if isinstance(error, RuntimeError | KeyError) and not built_in and not _is_allocation(error):
+    except (TypeError, ValueError, AssertionError, MemoryError, *_OF_OWN_CODE) as error:
+        if isinstance(error, _OF_OWN_CODE) and not built_in and not _is_allocation(error):
             raise  # with its traceback: a fault in the user's own code
         shown = f" with {', '.join(f'{key}={value!r}' for key, value in args.items())}" if args else ""
         raise ConfigError(
@@ -116,7 +117,9 @@ def _reason(error: Exception) -> str:
     return first_line(error)
 
 
-def try_batch(model: nn.Module, name: str, example: Tensor, outputs: int | None, task: object = None) -> None:
+def try_batch(
+    model: nn.Module, name: str, example: Tensor, outputs: int | tuple[int, ...] | None, task: object = None
+) -> None:
     """Raise ConfigError if ``model`` cannot process ``example``, or does not return ``outputs`` numbers for each row.
     Leaves it in training mode."""
     if any(param.is_meta for param in model.parameters()):  # built without values
@@ -131,11 +134,14 @@ def try_batch(model: nn.Module, name: str, example: Tensor, outputs: int | None,
     finally:
         model.train()
     shape = tuple(found.shape) if isinstance(found, Tensor) else f"an object of type {type(found).__name__}"
-    if outputs is not None and shape != (len(example), outputs):
+    row = outputs if isinstance(outputs, tuple) else (outputs,)
+    if outputs is not None and shape != (len(example), *row):
+        wanted = plural(outputs, "output") if isinstance(outputs, int) else f"outputs of shape {outputs}"
+        argument = "num_classes" if isinstance(outputs, int) else "num_characters"
         raise ConfigError(
-            f"model {name} returns {shape} for {plural(len(example), 'row')}, not {plural(outputs, 'output')} for each",
+            f"model {name} returns {shape} for {plural(len(example), 'row')}, not {wanted} for each",
             where="model.name",
-            hint="add an argument num_classes to your model (the harness sets it), or set the number in model.args",
+            hint=f"add an argument {argument} to your model (the harness sets it), or set the number in model.args",
         )
 
 
