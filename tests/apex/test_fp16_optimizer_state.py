@@ -134,6 +134,8 @@ def test_state_that_does_not_fit_changes_nothing():
         optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match="not a loss scaler of fp16_utils"):
         optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": {"scale": 1}})
+    with pytest.raises(ValueError, match="incomplete: it has no last_overflow_iter, scale_factor, scale_window"):
+        optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": {"cur_scale": 2.0, "cur_iter": 1}})
     assert str((model.state_dict(), optimizer.state_dict())) == str(before)
 
 

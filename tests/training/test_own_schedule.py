@@ -61,6 +61,9 @@ def warm(optimizer, total_iters: int, share: float = 0.5) -> LRScheduler:
 
 def wrong(optimizer) -> LRScheduler:
     return 3
+
+def line(update, total):
+    return 1 - update / (total - 1)
 """
 TASK = "task: {name: mnist}\nname: x\nbatch: {global: 8}\n"
 
@@ -121,6 +124,15 @@ def test_a_function_returns_the_factor_after_the_warm_up(made):
 def test_what_cannot_work_is_refused_early(made, section, problem):
     with pytest.raises(OwnCodeError if "own_rates.py:" in problem else ConfigError, match=re.escape(problem)):
         made(section)
+
+
+def test_no_rate_is_refused_when_it_is_used(made, monkeypatch):
+    """Later than the updates that are computed before the run. After the last update, none is used."""
+    monkeypatch.setattr(own_schedule, "_FORESEEN", 4)
+    rates = made("{name: own_rates.negative}")
+    with pytest.raises(ConfigError, match="own_rates.negative returns -1 times optimizer.lr at update 6"):
+        rates.lr(5)
+    assert made("{name: own_rates.line}").lr(12) < 0
 
 
 def test_a_state_that_no_checkpoint_holds_is_refused(made):

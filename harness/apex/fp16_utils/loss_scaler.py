@@ -105,9 +105,11 @@ def scaler_from(saved: Any) -> LossScaler:
     if "cur_iter" not in state:
         return LossScaler(state["cur_scale"])
     scaler = DynamicLossScaler()
-    for name in vars(scaler):
-        if name not in ("min_loss_scale", "max_loss_scale") or name in state:  # which Apex's scaler does not have
-            setattr(scaler, name, state[name])
+    missing = vars(scaler).keys() - state.keys() - {"min_loss_scale", "max_loss_scale"}  # which Apex's does not have
+    if missing:
+        raise ValueError(f"This loss scaler of fp16_utils is incomplete: it has no {', '.join(sorted(missing))}.")
+    for name in vars(scaler).keys() & state.keys():
+        setattr(scaler, name, state[name])
     return scaler
 
 

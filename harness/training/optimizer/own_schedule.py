@@ -57,11 +57,7 @@ class OwnSchedule(Schedule):
 
     def require_call(self) -> None:
         """Raise HarnessError if the schedule fails in the first 100,000 updates, or returns no learning rate."""
-        for applied, rate in enumerate(self._rates):
-            if not (math.isfinite(rate) and rate >= 0):
-                what = f"the schedule {self.section.name} returns {rate / self.base / self.scale:g} times optimizer.lr"
-                hint = "return a finite factor of optimizer.lr that is not negative"
-                raise ConfigError(f"{what} at update {applied + 1}", where="schedule.name", hint=hint)
+        _ = self._rates
 
     @property
     def _updates(self) -> int:
@@ -77,6 +73,10 @@ class OwnSchedule(Schedule):
             what = f"the schedule {self.section.name} fails at update {applied + 1}: {type(error).__name__}"
             hint = f"the run has {self.total_steps} updates, and it was called for one after another"
             raise of_part(f"{what}: {first_line(error)}", error, "schedule", hint) from error
+        if applied < self.total_steps and not (math.isfinite(rate) and rate >= 0):  # none is used after the last update
+            what = f"the schedule {self.section.name} returns {rate / self.base:g} times optimizer.lr"
+            hint = "return a finite factor of optimizer.lr that is not negative"
+            raise ConfigError(f"{what} at update {applied + 1}", where="schedule.name", hint=hint)
         return rate * self.scale, momentum
 
     def _after_warmup(self, update: int) -> tuple[float, float | None]:
