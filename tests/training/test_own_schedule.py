@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 import torch
@@ -73,6 +74,7 @@ def made(tmp_path, monkeypatch):
     """A function that returns the schedule of a configuration, for 12 updates."""
     (tmp_path / "own_rates.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_rates", raising=False)  # of another test, whose folder is gone
     monkeypatch.chdir(tmp_path)
 
     def made(section: str, *overrides: str, total: int = 12):
