@@ -101,7 +101,7 @@ def test_nan_stops_all_ranks_and_keeps_the_last_good_checkpoint(tmp_path, data, 
     failure = json.loads((run_folder(config) / "failure.json").read_text())
     assert "the loss became nan" in failure["message"]
     assert ("first non-finite layer: layer.weight" if level == "O0" else "all weights are finite") in failure["message"]
-    assert f"checkpoint.resume={run_folder(config)}/checkpoints/step-10" in failure["message"]
+    assert f"checkpoint.resume={run_folder(config)}/checkpoints/step-10" in failure["hint"]
     content = last_checkpoint(run_folder(config))
     assert content["state"]["step"] == 10
     assert all(tensor.isfinite().all() for tensor in content["model"].values())
