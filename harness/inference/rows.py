@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config.places import IMAGE_SUFFIXES
+from harness.config.places import IMAGE_SUFFIXES, is_url
 from harness.errors import DataError, HarnessError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _as_frame(rows: pd.DataFrame | list[Any], columns: Sequence[str]) -> pd.Data
 
 
 def _may_be_table(name: str) -> bool:
-    return os.path.exists(name) or "://" in name or name.lower().endswith((".csv", ".csv.gz", ".parquet"))
+    return os.path.exists(name) or is_url(name) or name.lower().endswith((".csv", ".csv.gz", ".parquet"))
 
 
 def _no_rows(what: str, columns: Sequence[str]) -> DataError:

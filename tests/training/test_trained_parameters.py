@@ -36,7 +36,7 @@ def test_groups_and_frozen_parameters():
         "frozen": "20 of 39 parameters in 2 tensors",
         "group 0": "lr 0.5, weight_decay 0.1: the others (6 parameters in 1 tensor)",
         "group 1": "lr 0.5, weight_decay 0: 1d (9 parameters in 4 tensors)",
-        "group 2": "lr 0.25, weight_decay 0.1: 2.0.* (4 parameters in 1 tensor)",
+        "group 2": "lr 0.25, weight_decay 0.1: 2.0 (4 parameters in 1 tensor)",
     }
 
 
