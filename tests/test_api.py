@@ -757,12 +757,16 @@ def of_tf32() -> list[object]:
 @pytest.mark.parametrize("chosen", [{}, {0: "ieee"}, {0: "tf32"}, {1: "ieee"}, {0: "tf32", 1: "ieee", 2: "ieee"}])
 def test_tf32_is_as_before_also_if_it_was_set_by_fp32_precision(chosen):
     places = determinism.tf32_places()
-    with ExitStack() as after:
+    with ExitStack() as after:  # of other tests, too: torch keeps both settings, and refuses to read unequal ones
+        for place in places:
+            after.callback(setattr, place, "fp32_precision", place.fp32_precision)
+        for place in (torch.backends.cudnn, torch.backends.cuda.matmul):
+            after.callback(setattr, place, "allow_tf32", place.allow_tf32)
         for at, value in chosen.items():
-            after.callback(setattr, places[at], "fp32_precision", places[at].fp32_precision)
             places[at].fp32_precision = value
         before = of_tf32()
         for tf32 in (True, False):
             with harness.api._as_before():
                 precision.set_tf32(SimpleNamespace(tf32=tf32))
             assert of_tf32()[: len(before)] == before
+    assert torch.backends.cudnn.allow_tf32
