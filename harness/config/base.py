@@ -20,7 +20,7 @@ Arguments = Annotated[dict[str, Any], NullIsEmpty]
 
 
 class Mark(Enum):
-    """A fact about a setting or a section beside its type: ``root: Annotated[str, Mark.OF_MACHINE]``."""
+    """A mark beside the type of a setting or a section: ``root: Annotated[str, Mark.OF_MACHINE]``."""
 
     NO_RECIPE = "it may change when a run is resumed without making it another experiment"
     OF_MACHINE = "it may differ between the ranks of a run, as the place where a machine mounts the data"

@@ -45,10 +45,8 @@ def folder(name: str, where: str) -> Path:
         inside = sorted(file.parent for file in path.glob(f"*/{CONFIG}"))
         hint = f"did you mean {HUB}{inside[-1]}?" if inside else "give a folder that save_pretrained wrote"
         if (path / layout.CONFIG).is_file():
-            hint = (
-                f"it is a run: to start from it, keep model.name and set model.weights={place}; or write a folder with "
-            )
-            hint += f"harness export {place} --format huggingface --out FOLDER"
+            export = f"harness export {place} --format huggingface --out FOLDER"
+            hint = f"it is a run: to start from it, keep model.name and set model.weights={place}; or type {export}"
         raise ConfigError(f"the folder {path} has no {CONFIG}", where=where, hint=hint)
     return path
 

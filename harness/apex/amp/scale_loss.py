@@ -1,7 +1,7 @@
 """``amp.scale_loss``: the context around a backward pass (contract 1.3 of tests/apex/contract.py).
 
 How an overflow skips a step: at the end of the context, ``gradients.finish`` unscales the gradients and notes in the
-scaler whether one is infinite. Who then decides, is the first of these that fits:
+scaler whether one is infinite. The first of these that fits then decides:
 
 deferred       gradients are not averaged over ranks yet, and ranks must decide alike: the context that averages them
                decides, or else ``step()`` (``optimizer_patches._check_step``)

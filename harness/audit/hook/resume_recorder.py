@@ -109,7 +109,7 @@ class Recorder:
         self._kept: deque[Any] = deque(maxlen=_OPTIMIZERS_KEPT)  # alive until the end, to be recorded then
         self._scalers: list[weakref.ref[Any]] = []
         self._rows: deque[Any] = deque(maxlen=_BATCHES_KEPT)  # of the batches that loaders gave since the last step
-        self._begins_epoch = False  # a pass over a loader has begun, but the model was not called since
+        self._begins_epoch = False  # a pass over a loader has begun, but the model has not been called since
         self._exception: str | None = None
         self.looked_at: set[int] = set()  # optimizers with a step since the process began, or since the last checkpoint
         self._waiting.append(self._process())
