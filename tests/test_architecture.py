@@ -44,7 +44,7 @@ def test_the_files_to_read_first_are_short():
     """An hour is enough for them."""
     files = re.findall(r"^\| \d+ \| `(harness/[\w/]+\.py)`", PAGE, re.M)
     assert len(files) == 10
-    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 1537
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 1536
 
 
 # Imports
