@@ -23,10 +23,10 @@ from harness.config import plugins, schedules
 from harness.config.constraints import Conflict, conflicts
 from harness.config.launch import LaunchSection, section_class
 from harness.config.merge import merged, origin_of
-from harness.config.recipe import flatten
 from harness.config.schema import Config, ScheduleSection, TaskSection
 from harness.config.seals import sealed_text
 from harness.config.sentences import Problem, described, not_finite
+from harness.config.trees import flatten, has
 from harness.errors import ConfigError, HarnessError, OwnCodeError, plural
 
 Content = TypeVar("Content", bound=BaseModel)
@@ -68,23 +68,13 @@ def placed(error: HarnessError, config: Config) -> HarnessError:
     file that is missing. Only building the parts of a run finds such errors."""
     origins, tree = vars(config).get(_ORIGINS, {}), as_tree(config)
     named = re.match(r"[\w.]+(?=$|: |=)", error.where)
-    key = named[0] if named and _has(tree, named[0]) else ""
+    key = named[0] if named and has(tree, named[0]) else ""
     if error.where and not key and not os.path.exists(error.where):
         key = next((each for each, value in flatten(tree).items() if value == error.where), "")
         error.where = f"{key}: {error.where}" if key else error.where
     if key and (place := origin_of(key, origins, origins.get("", ""))):
         error.where = f"{place}: {error.where}"
     return error
-
-
-def _has(tree: Any, key: str) -> bool:
-    """Return True if ``tree`` has the dotted ``key``, in which numbers are places in lists."""
-    for part in key.split("."):
-        tree = {str(place): item for place, item in enumerate(tree)} if isinstance(tree, list) else tree
-        if not isinstance(tree, dict) or part not in tree:
-            return False
-        tree = tree[part]
-    return True
 
 
 def _beside(config: Config, folder: Path) -> Iterator[Problem]:

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from harness.config import presets
-from harness.config.recipe import flatten
 from harness.config.seals import require_intact
+from harness.config.trees import flatten
 from harness.errors import ConfigError, did_you_mean, first_line, require_regular_file, similar
 
 _Fast: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

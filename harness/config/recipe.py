@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, get_args
 
 from harness.config import plugins
 from harness.config.base import Mark, Section
 from harness.config.schema import Config, TaskSection
+from harness.config.trees import differences, flatten
 
 
 def in_recipe(key: str, task: object) -> bool:
@@ -58,25 +59,6 @@ def _keys(mark: Mark, section: type[Section], prefix: str) -> Iterator[str]:
         for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, Section):
                 yield from _keys(mark, kind, f"{key}.")
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested dictionary as {dotted key: leaf}; an empty dictionary is a leaf."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        leaves |= flatten(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
-    return leaves
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (before, now)} of the leaves that differ. A section without settings is as none: filling it changes
-    what is in it."""
-    return {
-        key: (before.get(key), now.get(key))
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and before.get(key, {}) != now.get(key, {})
-    }
 
 
 def recipe_difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

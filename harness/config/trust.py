@@ -14,6 +14,7 @@ from typing import Any
 from harness.config import presets
 from harness.config.merge import parsed
 from harness.config.places import HUB, is_url
+from harness.config.trees import leaves
 from harness.errors import ConfigError
 
 # Settings that name code which a command on a trained run imports. A name under ``harness.`` needs trust as well: it
@@ -46,7 +47,7 @@ def _problems(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
     bases = tree.get("extends") or []
     if not all(str(base).startswith(presets.PREFIX) for base in (bases if isinstance(bases, list) else [bases])):
         yield "extends", f"reads {bases}"
-    for key, value in _leaves(tree):
+    for key, value in leaves(tree):
         texts = list(_texts(value))
         if any("${" in text for text in texts):
             yield key, f"{value} reads a value from outside this file"
@@ -67,16 +68,6 @@ def _problems_of_argument(key: str, value: Any, texts: Sequence[str]) -> Iterato
     for text in texts:
         if not _WORD.fullmatch(text):
             yield key, f"{text!r} is not a plain word, so it may name a file or code"
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of all leaves. Unlike in ``recipe.flatten``, none hides another: a key may contain a
-    dot."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from harness.config import loader, plugins
-from harness.config.recipe import flatten, may_differ_between_ranks
+from harness.config.recipe import may_differ_between_ranks
 from harness.config.schema import Config
+from harness.config.trees import flatten
 from harness.distributed import processes
 from harness.distributed.agreement import Facts
 from harness.distributed.machine import usable_cores

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config import loader
 from harness.config.places import HUB
-from harness.config.recipe import flatten
 from harness.config.schema import Config
+from harness.config.trees import flatten
 from harness.config.trust import require_harmless
 from harness.errors import CheckpointError, ConfigError, plural, reason
 from harness.runs import layout, ownership, reader

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from harness.config import plugins
-from harness.config.recipe import flatten, in_recipe
+from harness.config.recipe import in_recipe
 from harness.config.schema import Config
+from harness.config.trees import flatten
 from harness.errors import CheckpointError, ConfigError, reason, remedy
 from harness.runs import layout
 from harness.runs.files import finite, read_json, write_atomically

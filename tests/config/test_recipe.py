@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.config import loader
-from harness.config.recipe import flatten, recipe_difference
+from harness.config.recipe import recipe_difference
 from tests.config.test_schema import VALID, make
-
-
-def test_flatten():
-    assert flatten({"a": {"b": {"c": 1}, "d": [1]}, "e": {}, "f": None}) == {"a.b.c": 1, "a.d": [1], "e": {}, "f": None}
 
 
 def changed(**sections):

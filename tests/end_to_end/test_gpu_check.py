@@ -141,7 +141,7 @@ def test_modern_preset_of_the_plan_is_the_preset():
     import yaml
 
     from harness.config import presets
-    from harness.config.recipe import flatten
+    from harness.config.trees import flatten
 
     settings = flatten(yaml.safe_load(presets.path("modern").read_text()))
     given = dict(word.split("=") for word in gpu_check.VARIANTS["modern preset"])

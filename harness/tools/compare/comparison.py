@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from harness.config import seals
-from harness.config.recipe import differences, flatten, recipe_difference
+from harness.config.recipe import recipe_difference
+from harness.config.trees import differences, flatten
 from harness.errors import ConfigError
 from harness.runs import layout
 from harness.runs.metrics_table import NOT_METRICS

@@ -13,8 +13,8 @@ from harness.audit.audit import AuditRequest
 from harness.audit.plan import PLAN
 from harness.config import loader
 from harness.config.places import is_url
-from harness.config.recipe import flatten
 from harness.config.schema import Config
+from harness.config.trees import flatten
 from harness.errors import EXIT_FAILURE, ConfigError, HarnessError
 from harness.runs import checkpoint, layout
 from harness.tools.compare.exactness import FirstDifference, differences

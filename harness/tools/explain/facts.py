@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.duration import Duration, Unit
-from harness.config.recipe import flatten
+from harness.config.trees import flatten
 from harness.errors import ConfigError
 from harness.runs import layout, reader
 from harness.runs.metrics_table import PHASES

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from harness.config.recipe import flatten, in_recipe
+from harness.config.recipe import in_recipe
+from harness.config.trees import flatten
 from harness.errors import plural
 from harness.runs import layout, reader
 from harness.runs.reader import Record

@@ -23,7 +23,7 @@ from harness.config import loader, merge
 from harness.config.base import Arguments, Name, Place, Positive, Section
 from harness.config.constraints import Conflict
 from harness.config.places import is_url
-from harness.config.recipe import flatten
+from harness.config.trees import flatten
 from harness.errors import ConfigError
 
 Settings = dict[str, Any]  # {dotted key: value} of the settings that differ between trials

@@ -20,7 +20,8 @@ import sqlalchemy
 from optuna.trial import TrialState
 
 from harness.config import loader
-from harness.config.recipe import differences, flatten, in_recipe
+from harness.config.recipe import in_recipe
+from harness.config.trees import differences, flatten
 from harness.errors import ConfigError, HarnessError, first_line, plural, reason, remedy
 from harness.runs import sweep_folder
 from harness.tools.sweep.plan import Plan
