@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from harness.errors import plural
+from harness.runs import layout
 from harness.runs.reader import Record
 from harness.tools.compare.comparison import (
     Code,
@@ -20,7 +21,7 @@ from harness.tools.compare.significance import LEVEL
 from harness.tools.report import formatting
 
 VERDICTS = {
-    "equal": "Bitwise equal: checkpoints, weights, log and predictions.",
+    "equal": "Bitwise equal: checkpoints, weights, {}.",
     "equal so far": "No log line or checkpoint that both runs have differs.",
     "different": "Not equal.",
 }
@@ -55,7 +56,10 @@ def _state(record: Record) -> str:
 
 def _equality(found: RunComparison) -> Iterator[str]:
     pair = found.equality
-    yield VERDICTS[pair.verdict] + (f" They differ from step {pair.step} on." if pair.step is not None else "")
+    predicts = (found.one.runs[0].path / layout.PREDICTIONS).is_file()
+    rest = "log and predictions" if predicts else "log; neither run has predictions"
+    since = f" They differ from step {pair.step} on." if pair.step is not None else ""
+    yield VERDICTS[pair.verdict].format(rest) + since
     yield from (f"  {line}" for line in pair.lines)
     yield from _world_sizes(found)
 

@@ -111,6 +111,16 @@ def test_numbers_that_are_equal_need_no_other_comparison(tmp_path, verdict):
     assert ("predictions of the best weights cannot be compared: they are numbers" in shown) == (verdict != "equal")
 
 
+@pytest.mark.parametrize("rows", [[], [("x", 1, 1)]])
+def test_predictions_are_equal_only_where_there_are_some(tmp_path, rows):
+    folders = [write_run(tmp_path / name, []) for name in "ab"]
+    sides = [comparison.side(predictions(folder, rows) if rows else folder) for folder in folders]
+    found = comparison.compare(*sides)
+    shown = text.render(replace(found, equality=replace(found.equality, verdict="equal")))
+    assert ("weights, log and predictions." in shown) == bool(rows)
+    assert ("log; neither run has predictions." in shown) == (not rows)
+
+
 def test_best_weights_of_a_run_that_goes_on_may_differ(tmp_path):
     """They are named, and the verdict does not say that nothing differs."""
     one, other = (write_run(tmp_path / name, []) for name in "ab")
