@@ -70,7 +70,7 @@ def read_batches(path: Path, name: str, columns: list[str]) -> Generator[pa.Reco
     while True:
         skip = num_rows
         try:
-            for batch in _read(path, name, columns, separator, block_bytes):
+            for batch in _read(path, name, columns, block_bytes):
                 fresh = batch.slice(min(skip, batch.num_rows))
                 skip -= batch.num_rows - fresh.num_rows
                 num_rows += fresh.num_rows
@@ -120,9 +120,7 @@ class _Ended(io.RawIOBase):
         return block
 
 
-def _read(
-    path: Path, name: str, columns: list[str], separator: str, block_bytes: int
-) -> Generator[pa.RecordBatch, None, None]:
+def _read(path: Path, name: str, columns: list[str], block_bytes: int) -> Generator[pa.RecordBatch, None, None]:
     """Yield the rows, read in blocks of this length. Raises DataError or _RecordTooLong.
 
     pyarrow silently lets an unclosed quote swallow the rest of the file. So one more record with a random content is
@@ -138,11 +136,13 @@ def _read(
         return "error"
 
     held: pa.RecordBatch | None = None
+    separator, header = _header_of(path)
+    as_text = pa.csv.ConvertOptions(column_types=dict.fromkeys(header, pa.string()))  # of a column without a name, too
     try:
         with open_bytes(path) as stream:
             ending = "\n" + separator.join([mark] * len(columns)) + "\n"
             options = pa.csv.ParseOptions(delimiter=separator, newlines_in_values=True, invalid_row_handler=on_uneven)
-            for batch in _open(_Ended(stream, ending.encode()), block_bytes, columns, options):
+            for batch in _open(_Ended(stream, ending.encode()), block_bytes, columns, options, as_text):
                 if batch.num_rows:
                     if held is not None:
                         yield held
@@ -162,7 +162,7 @@ def _read(
 
 
 def _open(
-    stream: _Ended, block_bytes: int, columns: list[str], options: pa.csv.ParseOptions
+    stream: _Ended, block_bytes: int, columns: list[str], options: pa.csv.ParseOptions, as_text: pa.csv.ConvertOptions
 ) -> Generator[pa.RecordBatch, None, None]:
     reader = pa.csv.open_csv(
         stream,
@@ -170,7 +170,7 @@ def _open(
         # Threads only slow the stream down: it is parsed block by block anyway.
         read_options=pa.csv.ReadOptions(block_size=block_bytes, use_threads=False),
         parse_options=options,
-        convert_options=pa.csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string())),
+        convert_options=as_text,
     )
     for batch in reader:
         yield pa.RecordBatch.from_arrays(batch.columns, names=columns)

@@ -196,6 +196,13 @@ def test_columns_without_a_name_are_called_as_in_pandas(opened):
     assert opened(b",path,\n0,a,x\n").columns == ("Unnamed: 0", "path", "Unnamed: 2")
 
 
+def test_columns_without_a_name_are_text_in_every_block(opened, monkeypatch):
+    monkeypatch.setattr(csv_reader, "BLOCK_BYTES", 64)
+    numbers = [f"{i:03}" for i in range(100)]
+    table = opened((",path, \n" + "".join(f"{i},a,1.0\n" for i in numbers)).encode())
+    assert (text_of(table)["Unnamed: 0"], set(text_of(table)["Unnamed: 2"])) == (numbers, {"1.0"})
+
+
 def many(num_rows: int) -> bytes:
     return b"path,label\n" + b"".join(b"p%d,%d\n" % (i, i * i % 11) for i in range(num_rows))
 
