@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from harness.apex import legacy_paths, safe_load
-from harness.apex.patches import patches
+from harness.apex.patches import is_imported, patches
 
 EXTENSIONS = ("amp_C", "apex_C", "fused_adam_cuda")  # compiled modules that Apex installed next to the package
 
@@ -29,14 +29,14 @@ def install(trust_checkpoints: bool = False) -> None:
     of old checkpoints, and with ``trust_checkpoints`` any other object, which can run code; see ``safe_load``.
     Calling it again only adds ``trust_checkpoints``.
     """
-    safe_load.trusts_files = safe_load.trusts_files or trust_checkpoints
+    _finder.trusts_checkpoints |= trust_checkpoints
     if _finder in sys.meta_path:
         return
     for name in [name for name in sys.modules if _is_apex(name)]:
         _set_aside[name] = sys.modules.pop(name)
     sys.modules["apex"] = importlib.import_module("harness.apex")
     sys.meta_path.insert(0, _finder)
-    safe_load.add_when_imported()
+    _finder.extend_load_once()
 
 
 def uninstall() -> None:
@@ -45,7 +45,7 @@ def uninstall() -> None:
     Modules imported meanwhile stay usable. Calling it again does nothing.
     """
     patches.undo()
-    safe_load.trusts_files = False
+    _finder.trusts_checkpoints = _finder.extends_load = False
     if _finder not in sys.meta_path:
         return
     sys.meta_path.remove(_finder)
@@ -87,12 +87,21 @@ class _Metadata(Distribution):
 class _Finder(DistributionFinder):
     """Finds ``apex.X`` as ``harness.apex.X``, and explains what does not exist."""
 
+    trusts_checkpoints = False
+    extends_load = False  # torch.load reads old checkpoints
+
+    def extend_load_once(self) -> None:
+        """Let ``torch.load`` read old checkpoints once both torch and numpy are imported by someone else."""
+        if not self.extends_load and is_imported("torch") and is_imported("numpy"):
+            self.extends_load = True
+            safe_load.extend_load(lambda: self.trusts_checkpoints)
+
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
         name = getattr(context, "name", None)  # None asks for all distributions
         return [_Metadata()] if name is None or name.lower() == "apex" else []
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        safe_load.add_when_imported()  # every import passes here, so torch and numpy are noticed
+        self.extend_load_once()  # every import passes here, so torch and numpy are noticed
         if name in EXTENSIONS:
             return None if _is_installed(name, path) else ModuleSpec(name, _ExistingModule(f"harness.apex.{name}"))
         # `from apex import contrib` looks for harness.apex.contrib, after the real name of the package

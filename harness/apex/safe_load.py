@@ -10,29 +10,25 @@ from __future__ import annotations
 import argparse
 import codecs
 import datetime
+import functools
 import pathlib
 import pickle
 import re
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
-from harness.apex.patches import around, is_imported, patches
+from harness.apex.patches import around, patches
 
-_added = False
 _REFUSED = re.compile("Unsupported (global|class|operand)|Can only |unrecognized function|Cannot use ``weights_only")
-trusts_files = False  # set by install and uninstall
 
 
-def add_when_imported() -> None:
-    """Add the classes once torch and numpy are both imported by someone else; until then, and afterwards, do nothing.
+def extend_load(trusts_files: Callable[[], bool]) -> None:
+    """Add the classes, once torch and numpy are imported, and let ``torch.load`` ask ``trusts_files`` about others.
 
     Undone by ``harness.apex.uninstall``.
     """
-    global _added
-    if _added or not (is_imported("torch") and is_imported("numpy")):
-        return
-    _added = True
     # There is no public way to remove a single global, which uninstall needs
     from torch import _weights_only_unpickler as unpickler
     from torch.serialization import add_safe_globals
@@ -41,15 +37,9 @@ def add_when_imported() -> None:
     add_safe_globals(_plain_classes())
 
     for owner in (sys.modules["torch"], sys.modules["torch.serialization"]):
-        patches.set(owner, "load", around(vars(owner)["load"], _load))
+        patches.set(owner, "load", around(vars(owner)["load"], functools.partial(_load, trusts_files)))
     added = [each for each in unpickler._get_safe_globals() if each not in before]
-
-    def remove() -> None:
-        global _added
-        _added = False
-        unpickler._remove_safe_globals(added)
-
-    patches.on_undo(remove)
+    patches.on_undo(functools.partial(unpickler._remove_safe_globals, added))
 
 
 def _plain_classes() -> list[Any]:
@@ -79,7 +69,7 @@ def _plain_classes() -> list[Any]:
     ]
 
 
-def _load(original: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+def _load(trusts_files: Callable[[], bool], original: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
     """Do ``torch.load``; if safe mode refuses a file, name the option for trusted files, or obey it."""
     start = f.tell() if hasattr(f, "seek") else 0
     try:
@@ -88,7 +78,7 @@ def _load(original: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("weights_only") is not None or not _REFUSED.search(str(error)):
             raise  # the script chose the mode, or the file is damaged
         name, reason = getattr(f, "name", f), str(error)
-    if not trusts_files:
+    if not trusts_files():
         culprit = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)|WeightsUnpickler error: *(.*)", reason)
         raise pickle.UnpicklingError(
             f"torch.load does not read {name} in its safe mode: the file holds more than plain data "
