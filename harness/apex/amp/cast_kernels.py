@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.amp.cast_lists import AUTOCAST, BANNED, CUDNN_RECURRENT, REGISTERED_EVEN_ON_CUDA, CastLists
+from harness.apex.amp.cast_lists import APEX, AUTOCAST, BANNED, CUDNN_RECURRENT, REGISTERED_EVEN_ON_CUDA, CastLists
 from harness.apex.dtypes import REDUCED, wide
 
 _CUDA = "AutocastCUDA"
@@ -70,18 +70,20 @@ def register(key: str, dtype: torch.dtype, lists: CastLists, allow_banned: bool)
 def _differs(op: Any, name: str, key: str, lists: CastLists, dtype: torch.dtype) -> bool:
     """Return whether ``op`` needs a kernel of ours under ``key``, because torch has none there or one with another
     rule."""
-    if name in BANNED:
-        return True
     if name in CUDNN_RECURRENT and key == _CUDA:
         # torch casts below, in cuDNN's operation, into the one piece of memory that cuDNN wants: always to float16.
         return dtype is not torch.float16
-    if lists is AUTOCAST:
-        return name in REGISTERED_EVEN_ON_CUDA if key == _CUDA else _differs_on_cpu(op, name, key)
-    return name in lists.overrides_builtin + lists.untouched or not _has_kernel(op.name(), key)
+    return (_differs_from_autocast if lists is AUTOCAST else _differs_from_apex)(op, name, key)
 
 
-def _differs_on_cpu(op: Any, name: str, key: str) -> bool:
-    """Return ``_differs`` for autocast's own lists, where CUDA's kernels are the rule."""
+def _differs_from_apex(op: Any, name: str, key: str) -> bool:
+    return name in APEX.overrides_builtin + APEX.untouched or not _has_kernel(op.name(), key)
+
+
+def _differs_from_autocast(op: Any, name: str, key: str) -> bool:
+    """``torch.autocast``'s kernels for CUDA are the rule."""
+    if key == _CUDA:
+        return name in REGISTERED_EVEN_ON_CUDA
     if name in AUTOCAST.untouched + AUTOCAST.through_float32:
         return True
     has_rule = name in REGISTERED_EVEN_ON_CUDA or _has_kernel(op.name(), _CUDA)

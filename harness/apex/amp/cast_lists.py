@@ -80,7 +80,7 @@ APEX = CastLists(
     _FLOAT32,
     _WIDEST,
     _UNTOUCHED,
-    overrides_builtin=_names("grid_sampler cat stack") + _MATRIX_NORM,
+    overrides_builtin=_names("grid_sampler cat stack") + _MATRIX_NORM + BANNED,
     through_float32=[],
     banned_in_place=_BANNED_IN_PLACE,
     float32_functions=_names("local_response_norm normalize multilabel_soft_margin_loss"),
@@ -89,7 +89,7 @@ APEX = CastLists(
 # The lists of torch's aten/src/ATen/autocast_mode.h. An overload that the installed torch does not cast on CUDA is not
 # cast elsewhere either, except recurrent layers, which it casts as operations of cuDNN, matrix_exp and matrix norms.
 CUDNN_RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
-REGISTERED_EVEN_ON_CUDA = [*CUDNN_RECURRENT, *_MATRIX_EXP, *_MATRIX_NORM]
+REGISTERED_EVEN_ON_CUDA = [*CUDNN_RECURRENT, *_MATRIX_EXP, *_MATRIX_NORM, *BANNED]
 AUTOCAST = CastLists(
     reduced=_names("""
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
@@ -118,7 +118,7 @@ AUTOCAST = CastLists(
         max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d trace
         grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
     """),
-    overrides_builtin=_names("grid_sampler"),
+    overrides_builtin=["grid_sampler", *BANNED],
     through_float32=["avg_pool3d"],
     banned_in_place=[],
     float32_functions=[],

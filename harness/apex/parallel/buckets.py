@@ -184,7 +184,8 @@ def make_buckets(
         kind = (parameters[i].device, parameters[i].dtype)
         filling.setdefault(kind, []).append(i)
         elements[kind] += parameters[i].numel()
-        if elements[kind] >= min_elements if ends is None else id(parameters[i]) in ends:
+        is_full = elements[kind] >= min_elements if ends is None else id(parameters[i]) in ends
+        if is_full:
             closed.append(filling.pop(kind))
             elements[kind] = 0
     buckets = []
