@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from harness.apex.accumulated_gradients import announce_aside, set_aside, take_aside, withdraw_aside
 from harness.apex.amp.master_weights import all_params
-from harness.apex.amp.saved_masters import lazy_init
 from harness.apex.amp.scaler import LossScaler
 from harness.apex.amp.stash import AmpStash, stash_of
 from harness.apex.dtypes import REDUCED
@@ -41,7 +40,7 @@ def prepare(optimizer: Optimizer, scale: float | Tensor = 1.0, delayed: bool = F
     """
     stash = stash_of(optimizer)
     if stash.master_weights:
-        lazy_init(optimizer)
+        stash.create_masters(optimizer)
         stash.adopt_unfrozen(optimizer)
         stash.refresh()
     own = own_params(optimizer, stash)

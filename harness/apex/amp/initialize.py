@@ -7,7 +7,6 @@ Differences from Apex: models may be on the CPU; ``cudnn.enabled=False`` is allo
 from __future__ import annotations
 
 import warnings
-import weakref
 from typing import Any, Literal
 
 import torch
@@ -22,8 +21,6 @@ from harness.apex.amp.levels import BRIEFS, LossScale, Properties, apply_overrid
 from harness.apex.amp.messages import is_rank_zero, messages
 from harness.apex.amp.scaler import LossScaler
 from harness.apex.amp.state import _amp_state
-
-_handles: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
 def initialize(
@@ -224,8 +221,7 @@ def _prepare_model(model: nn.Module, properties: Properties, outputs: torch.dtyp
         handles = model_casts.attach(model, None, outputs, fp32_state=False)
     if properties.patch_torch_functions and not isinstance(model, torch.jit.ScriptModule):  # which has no hooks
         handles.append(model.register_forward_pre_hook(cast_engine.EnterModel(), with_kwargs=True))
-    _handles[model] = handles
-    _amp_state.models.add(model)
+    _amp_state.models[model] = handles
 
 
 def _start_casts(properties: Properties, models: list[nn.Module]) -> None:
@@ -241,5 +237,5 @@ def _start_casts(properties: Properties, models: list[nn.Module]) -> None:
 
 def _detach(model: nn.Module) -> None:
     """Remove the hooks of an earlier ``initialize``."""
-    for handle in _handles.pop(model, []):
+    for handle in _amp_state.models.pop(model, []):
         handle.remove()

@@ -27,6 +27,9 @@ def all_params(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
+SAVED = "master_params"  # key in each param group of a saved optimizer: one tensor or None per parameter
+
+
 class MasterWeights:
     """The masters of one optimizer, under the names scripts use (contract 1.10).
 
@@ -112,12 +115,18 @@ class MasterWeights:
             self._reconcile(stale)
             self.record_versions()
 
-    def load(self, saved: dict[Tensor, Tensor]) -> None:
-        """Take over saved values ({master: value}) as far as they round to the model's weights.
+    def take_saved(self, optimizer: Optimizer) -> None:
+        """Move saved values out of the groups of ``optimizer`` into its masters, as far as they round to the weights.
 
-        They are kept until the first step, because the weights they belong to may be loaded after them.
+        They are kept until the first step, because the weights they belong to may be loaded after them. Without them
+        (a checkpoint of Apex or of another level) the masters follow the weights.
         """
-        self.saved = saved
+        masters = {id(master) for master in self.all_fp32_from_fp16_params}
+        self.saved = {}
+        for group in optimizer.param_groups:
+            for master, value in zip(group["params"], group.pop(SAVED, None) or [], strict=False):
+                if value is not None and id(master) in masters and value.shape == master.shape:
+                    self.saved[master] = value.to(master.device, master.dtype)
         self._reconcile(list(zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)))
         self.record_versions()
 

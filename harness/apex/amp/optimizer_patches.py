@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from harness.apex.amp import cast_engine, gradients
 from harness.apex.amp.device_flags import step_with_flag
 from harness.apex.amp.master_weights import all_params, recast_state
-from harness.apex.amp.saved_masters import drop_saved_masters, lazy_init, loading_masters, saving_masters
+from harness.apex.amp.saved_masters import drop_saved_masters, loading_masters, saving_masters
 from harness.apex.amp.scaler import LossScaler
 from harness.apex.amp.stash import AmpStash, stash_of
 
@@ -51,8 +51,8 @@ def adopt(optimizer: Optimizer, master_weights: bool, casts_functions: bool) -> 
     own: dict[str, Callable[..., Any]] = {
         "state_dict": saving_masters(optimizer.state_dict),
         "load_state_dict": loading_masters(optimizer.load_state_dict),
-        "_lazy_init_maybe_master_weights": lazy_init,
-        "_amp_lazy_init": lazy_init,
+        "_lazy_init_maybe_master_weights": _create_masters,
+        "_amp_lazy_init": _create_masters,
         "_prepare_amp_backward": gradients.prepare,
         "_post_amp_backward": _post_backward,
     }
@@ -154,7 +154,7 @@ def _step_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
                 "An optimizer with master weights does not support step(closure). Compute the loss "
                 'first and call step() without arguments, or use opt_level="O1".'
             )
-        lazy_init(self)
+        stash.create_masters(self)
         stash.refresh()
         result = previous()
         stash.copy_to_model()
@@ -179,7 +179,7 @@ def _zero_grad(previous: Callable[..., Any]) -> Callable[..., Any]:
 def _zero_grad_with_masters(self: Optimizer, set_to_none: bool = True) -> None:
     """Clear the gradients of model parameters and masters; those of masters always become None."""
     stash = stash_of(self)
-    lazy_init(self)
+    stash.create_masters(self)
     stash.drop_master_gradients()
     stash.params_have_scaled_gradients = False
     zeroed: list[Tensor] = []
@@ -196,14 +196,19 @@ def _zero_grad_with_masters(self: Optimizer, set_to_none: bool = True) -> None:
 def _add_param_group_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(previous)
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-        lazy_init(self)
-        stash_of(self).add_group(self, previous, param_group)
+        stash = stash_of(self)
+        stash.create_masters(self)
+        stash.add_group(self, previous, param_group)
 
     return add_param_group
 
 
 def _post_backward(self: Optimizer, scaler: LossScaler) -> None:
     gradients.finish(self, scaler, scaler.loss_scale())
+
+
+def _create_masters(self: Optimizer) -> None:
+    stash_of(self).create_masters(self)
 
 
 def _copy_to_model(self: Optimizer) -> None:

@@ -6,23 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from harness.apex.amp.device_flags import flags
+from harness.apex.amp.master_weights import SAVED
 from harness.apex.amp.messages import messages
 from harness.apex.amp.stash import stash_of
-
-SAVED = "master_params"  # key in each param group of a saved optimizer: one tensor or None per parameter
-
-
-def lazy_init(optimizer: Optimizer) -> None:
-    """Create the masters of ``optimizer``, once, at its first use; gradients that already exist are kept."""
-    stash = stash_of(optimizer)
-    if not stash.lazy_init_called:
-        stash.adopt_all(optimizer)
-        stash.lazy_init_called = True
-        _take_saved(optimizer)
 
 
 def saving_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,13 +36,13 @@ def loading_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(previous)
     def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         flags.read_flags()
-        lazy_init(self)  # without masters the state would be rounded to the model's dtype (contract 3.5 B)
-        previous(*args, **kwargs)
         stash = stash_of(self)
+        stash.create_masters(self)  # without them the state would be rounded to the model's dtype (contract 3.5 B)
+        previous(*args, **kwargs)
         if not stash.master_weights:
             drop_saved_masters(self)
             return
-        _take_saved(self)
+        stash.take_saved(self)
         if stash.all_fp16_params and not stash.saved and self.state:
             messages.warn(
                 "The loaded optimizer state holds no master weights: neither Apex nor opt levels without masters save "
@@ -78,7 +67,7 @@ def _with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
     A plain torch optimizer carries them along there, so they survive being loaded before ``initialize``.
     """
     stash = stash_of(optimizer)
-    lazy_init(optimizer)
+    stash.create_masters(optimizer)
     stash.refresh()
     if len(state_dict.get("param_groups", ())) != len(optimizer.param_groups):
         messages.warn(
@@ -93,18 +82,3 @@ def _with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
         for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
     ]
     return {**state_dict, "param_groups": groups}
-
-
-def _take_saved(optimizer: Optimizer) -> None:
-    """Move the saved masters out of the groups of ``optimizer`` (see ``SAVED``) into its masters.
-
-    Without saved masters (a checkpoint of Apex or of another level) the masters follow the model's weights.
-    """
-    stash = stash_of(optimizer)
-    masters = {id(master) for master in stash.all_fp32_from_fp16_params}
-    saved: dict[Tensor, Tensor] = {}
-    for group in optimizer.param_groups:
-        for master, value in zip(group["params"], group.pop(SAVED, None) or [], strict=False):
-            if value is not None and id(master) in masters and value.shape == master.shape:
-                saved[master] = value.to(master.device, master.dtype)
-    stash.load(saved)

@@ -28,6 +28,13 @@ class AmpStash(MasterWeights):
         self.deferred_to: LossScaler | None = None  # its overflow check waits for a reduction over ranks
         self.undo: list[Callable[..., Any]] = []
 
+    def create_masters(self, optimizer: Optimizer) -> None:
+        """Give ``optimizer`` its masters, once, at its first use; gradients that already exist are kept."""
+        if not self.lazy_init_called:
+            self.adopt_all(optimizer)
+            self.lazy_init_called = True
+            self.take_saved(optimizer)
+
     @property
     def already_patched(self) -> bool:
         """Whether the next ``step()`` will be skipped. Waits for the device, if only that knows."""

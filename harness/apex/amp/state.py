@@ -5,6 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
 from harness.apex.amp.levels import Properties
 from harness.apex.amp.messages import messages
 from harness.apex.amp.scaler import LossScaler
@@ -31,8 +35,9 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float | None = 2.0**24
         self.handle: Any = None
-        self.models: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.models: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+        """The initialized models, with the handles of their hooks."""
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     @property
     def verbosity(self) -> int:
