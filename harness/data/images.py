@@ -76,8 +76,8 @@ class ImageTable:
         return self.table.num_rows
 
     def row_name(self, row: int) -> str:
-        """Return the number of ``row``, with its path."""
-        return f"{row} ({self.table.strings(self.path_column, np.array([row]))[0]})"
+        """Return the place of ``row``, with its path."""
+        return f"{self.table.where(row, quickly=True)}: {self.table.strings(self.path_column, np.array([row]))[0]}"
 
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
         """Return these rows in order, transformed as in training in ``epoch``, or as in evaluation if that is None.

@@ -166,7 +166,7 @@ class HashedBlocks:
             if len(missing) < 3:
                 rows = np.arange(first, first + size)
                 one = rows[self._hashes(rows) == lacks[block]] if count == size - 1 else rows[:0]
-                missing.append(name(int(one[0])) if len(one) else f"some of {first} to {first + size - 1}")
+                missing.append(name(int(one[0])) if len(one) else f"some of {name(first)} to {name(first + size - 1)}")
         return used, missing
 
     def clear(self) -> None:

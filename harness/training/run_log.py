@@ -47,7 +47,8 @@ def _group_rates(run: Run) -> dict[str, float]:
 def log_coverage(run: Run) -> None:
     """Write how many distinct rows the epoch used over all ranks, and how many updated the weights. Collective."""
     state, rows = run.state, run.coverage.num_rows
-    covered = run.coverage.covered(run.runtime, getattr(run.task.train, "row_name", str))
+    name = getattr(run.task.train, "row_name", None)
+    covered = run.coverage.covered(run.runtime, name or str)
     run.tracker.log(
         "epoch",
         {"step": state.step, "epoch": state.epoch + 1, "rows_used": covered.used, "rows_updated": covered.updated,
@@ -66,7 +67,7 @@ def log_coverage(run: Run) -> None:
         text += f"; {plural(covered.repeated, 'more use')} of rows that were used before"
     if covered.missing and run.config.data.tail == "use":
         more = ", ..." if rows - covered.used > len(covered.missing) else ""
-        text += f"; rows not used, counted from 0: {', '.join(covered.missing)}{more}"
+        text += f"; rows not used{'' if name else ', counted from 0'}: {', '.join(covered.missing)}{more}"
     if state.bad_rows:
         text += f"; {plural(state.bad_rows, 'unreadable row')} so far, which metrics.jsonl names"
     log.info("%s  end of the epoch: %s", position(run, state.epoch + 1), text)

@@ -122,9 +122,15 @@ def test_broken_image_is_reported_with_line_and_file(tmp_path, kind):
     assert caught.value.exit_code == 65
 
 
-def test_row_is_named_with_its_path(tmp_path):
-    (tmp_path / "train.csv").write_text("path,label\na.png,0\nb.png,1\n")
-    assert table(tmp_path).row_name(1) == "1 (b.png)"
+def test_row_is_named_with_its_place_and_path(tmp_path, monkeypatch):
+    """Its line, or the number of the row if it would take long to find that."""
+    csv = tmp_path / "train.csv"
+    csv.write_text('path,label\n"a\na.png",0\nb.png,1\nc.png,0\n')
+    opened = table(tmp_path)
+    assert [opened.row_name(row) for row in (1, 2)] == [f"{csv}:4: b.png", f"{csv}:5: c.png"]
+    monkeypatch.setattr("harness.data.table.table._FEW_ROWS", 2)
+    assert opened.row_name(1) == f"{csv}, row 1: b.png"
+    assert opened.table.where(1) == f"{csv}:4"
 
 
 def test_missing_image_suggests_a_similar_name(tmp_path):

@@ -57,7 +57,7 @@ def test_several_missing_rows_are_named_or_their_block(keeps):
     assert found.used == 99_998
     expected = ["7 (row7.png)", "8 (row8.png)", "60 (row60.png)"]
     if keeps == "blocks":
-        expected = ["some of 0 to 24", "60 (row60.png)", "90000 (row90000.png)"]
+        expected = ["some of 0 (row0.png) to 24 (row24.png)", "60 (row60.png)", "90000 (row90000.png)"]
     assert found.missing == expected
 
 

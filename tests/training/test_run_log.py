@@ -20,15 +20,17 @@ from harness.training.coverage import Covered
         ("drop", ["3", "5"], "8 of 10 rows used"),
     ],
 )
-def test_rows_that_an_epoch_did_not_use_are_named(caplog, tail, missing, told):
-    """Unless the rest of an epoch is dropped on purpose."""
+@pytest.mark.parametrize("named", [False, True])
+def test_rows_that_an_epoch_did_not_use_are_named(caplog, tail, missing, told, named):
+    """With their places if the dataset knows them; unless the rest of an epoch is dropped on purpose."""
     caplog.set_level(logging.INFO)
     run = SimpleNamespace(
         state=SimpleNamespace(step=3, epoch=0, epoch_skipped=0, bad_rows=0, epoch_rows=0),
         coverage=SimpleNamespace(num_rows=10, covered=lambda *_: Covered(8, 0, 0, missing)),
         tracker=SimpleNamespace(log=lambda *_: None),
         config=SimpleNamespace(data=SimpleNamespace(tail=tail), train=SimpleNamespace(epochs=1, on_nan="stop")),
-        task=SimpleNamespace(train=()), sizes=SimpleNamespace(total_steps=3), runtime=None,
+        task=SimpleNamespace(train=SimpleNamespace(row_name=str) if named else ()), runtime=None,
+        sizes=SimpleNamespace(total_steps=3),
     )  # fmt: skip
     run_log.log_coverage(run)
-    assert caplog.messages == [f"epoch 1/1  step 3/3  end of the epoch: {told}"]
+    assert caplog.messages == [f"epoch 1/1  step 3/3  end of the epoch: {told.replace(', counted from 0' * named, '')}"]
