@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -550,6 +551,28 @@ def test_each_rank_gets_back_its_own_small_parts(tmp_path):
     first, second = run_ranks(2, own_noise, str(tmp_path), group=False)
     assert first[0] == first[1] != second[0] == second[1]
     assert first[2:] == second[2:] == [0.0, 0]
+
+
+def slow_disk(folder: str) -> int:
+    """Save and load while rank 0 needs longer for its files than a rank may be silent."""
+
+    def slowly(work):
+        def slow(*args, **options):
+            time.sleep(0.0 if ranks.rank else 2.5)
+            return work(*args, **options)
+
+        return slow
+
+    with parts.open_runtime(timeout_s=1.0) as ranks:
+        checkpoints, model = parts.Checkpoints(Path(folder), keep=1), {"model": torch.nn.Linear(1, 1)}
+        checkpoints.write, checkpoints.newest = slowly(checkpoints.write), slowly(checkpoints.newest)
+        with mock.patch.object(parts, "read", slowly(parts.read)):
+            parts.save(checkpoints, 7, model, ranks)
+            return parts.load(checkpoints, model, ranks)
+
+
+def test_parts_wait_for_a_slow_disk(tmp_path):
+    assert run_ranks(2, slow_disk, str(tmp_path), group=False) == [7, 7]
 
 
 def test_wrong_arguments_of_parts_are_named(tmp_path, caplog, monkeypatch):

@@ -107,11 +107,15 @@ def save(checkpoints: Checkpoints, step: int, parts: Mapping[str, Stateful], ran
         states = _own_states(parts)
         small = {name: tree_map_only(Tensor, Tensor.cpu, state) for name, state in states.items() if _is_small(state)}
         own = {"rng": rng.get_state(ranks.device).plain(), "buffers": buffers, "parts": small}
-    of_ranks = ranks.gather_to_first(own)
-    with ranks.together("saving"):
         if ranks.rank == 0:
             states |= {name: _bare(part).state_dict() for name, part in parts.items() if name not in states}
+    of_ranks = ranks.gather_to_first(own)
+
+    def write() -> None:
+        if ranks.rank == 0:
             checkpoints.write(step, {"step": step, "parts": states, "ranks": of_ranks})
+
+    ranks.patiently("writing a checkpoint", write)
 
 
 def load(checkpoints: Checkpoints, parts: Mapping[str, Stateful], ranks: Runtime | None = None) -> int:
@@ -120,14 +124,14 @@ def load(checkpoints: Checkpoints, parts: Mapping[str, Stateful], ranks: Runtime
     model may be in DistributedDataParallel now and not when it was saved, or the reverse. All machines must share the
     folder. Collective over ``ranks``. Raises CheckpointError."""
     ranks = ranks or Runtime()
-    with ranks.together("looking for a checkpoint"):
+    with ranks.together("restoring"):
         _require_stateful(parts)
-        path = checkpoints.newest() if ranks.rank == 0 else None
+    path = ranks.patiently("looking for a checkpoint", lambda: checkpoints.newest() if ranks.rank == 0 else None)
     path = ranks.from_first(path)
     if path is None:
         return 0
+    content = ranks.patiently("reading the checkpoint", lambda: read(path))
     with ranks.together("restoring"):
-        content = read(path)
         if missing := sorted(parts.keys() - content["parts"].keys()):
             saved = ", ".join(content["parts"])
             what = f"the checkpoint has no part {' or '.join(missing)}; it has {saved}"
