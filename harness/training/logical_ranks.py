@@ -55,7 +55,7 @@ class LogicalRanks:
         self.own = block(self.num, runtime.rank, runtime.world_size)
         self.active = self.own.start
         self._devices: Sequence[torch.device] = ()
-        self._buffers: dict[str, Tensor] = {}
+        self._places: dict[str, tuple[nn.Module, str]] = {}  # of the buffers in the model
         self._others: dict[int, _Owned] = {}  # of the ranks that are not active
         self._spare: dict[str, Tensor] = {}  # memory for the buffers of the rank that is active
 
@@ -69,7 +69,9 @@ class LogicalRanks:
         ``module``, which computes on ``devices``."""
         self._devices = devices
         # Integers are equal on all ranks, but for those that a model counts itself: they are not worth the space.
-        self._buffers = {name: b for name, b in module.named_buffers() if self.fixed or b.is_floating_point()}
+        names = [name for name, b in module.named_buffers() if self.fixed or b.is_floating_point()]
+        parts = [(name, *name.rpartition(".")[::2]) for name in names]
+        self._places = {name: (module.get_submodule(owner), key) for name, owner, key in parts}
         for rank in reversed(self.own):
             rng.seed_all(*key, rank)
             self._others[rank] = self._of_active()
@@ -136,6 +138,12 @@ class LogicalRanks:
     def tree(self, on_host: bool = False, merge: Callable[[Any, Any], Any] = Tensor.add_) -> TreeSum:
         group = self.runtime.group if on_host else None
         return TreeSum(self.num, self.runtime.rank, self.runtime.world_size, group, merge)
+
+    @property
+    def _buffers(self) -> dict[str, Tensor]:
+        """The buffers of the active rank, for which a model may assign other tensors at any time."""
+        found = {name: owner._buffers[key] for name, (owner, key) in self._places.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
 
     def _of_active(self) -> _Owned:
         buffers = {name: buffer.clone() for name, buffer in self._buffers.items()} if self.num > 1 else {}

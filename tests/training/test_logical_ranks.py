@@ -82,3 +82,18 @@ def test_ranks_that_are_not_fixed_take_what_fixed_ones_have_saved():
     ranks.start(other, ())
     ranks.load_state(saved.state())
     assert other.running_mean.tolist() == [0.5] * 3
+
+
+def test_a_buffer_that_the_model_replaces_is_that_of_its_rank():
+    """Some models assign a new tensor instead of changing the old one."""
+    model, ranks = nn.Module(), LogicalRanks(Runtime(), 2)
+    model.register_buffer("center", torch.zeros(1))
+    ranks.start(model, ())
+    for rank, value in enumerate((1.0, 5.0)):
+        ranks.activate(rank)
+        model.center = torch.full((1,), value)
+    ranks.activate(0)
+    assert model.center.item() == 1.0
+    assert [each["buffers"]["center"].item() for each in ranks.state()] == [1.0, 5.0]
+    ranks.average_buffers()
+    assert model.center.item() == 3.0
