@@ -356,6 +356,22 @@ def test_ranks_add_up_to_the_whole_with_and_without_rows(world):
         assert report == {key: value for key, value in whole.items() if key != "loss"}
 
 
+def _mismatched():
+    with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
+        sums = Sums()
+        sums.add({"loss": (torch.ones(6 - runtime.rank, 1), 1), "error": (torch.ones(()), 1)})
+        try:
+            reduced([sums], LogicalRanks(runtime))
+        except HarnessError as error:
+            return str(error)
+
+
+def test_sums_of_other_shapes_on_another_rank_are_refused_on_all():
+    """A task that forgot to sum over its rows, with one batch on each rank, of which the last is shorter."""
+    for error in run_ranks(2, _mismatched, group=False, timeout_s=30):
+        assert "sums of shape (5, 1) and (6, 1) for 'loss' on different ranks\n  -> add up the sum over the" in error
+
+
 def spread(outputs, targets):
     """A metric of one's own: every row once, as probabilities and classes."""
     assert targets.dtype == torch.int64

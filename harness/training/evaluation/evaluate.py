@@ -72,7 +72,11 @@ def evaluate(run: Run) -> Report | None:
 def _whole_report(run: Run, sums: list[Sums], rows: int, bad: list[int], start: float) -> Report:
     """Return the report on ``sums``, one for each rank of this process, over all ranks. ``rows``: how many this process
     has evaluated since ``start``, ``bad``: those that it could not read. Collective."""
-    data, total = run.eval_data, reduced(sums, run.ranks)
+    data = run.eval_data
+    try:
+        total = reduced(sums, run.ranks)
+    except OwnCodeError as error:  # of shapes, which does not know the task
+        raise wrong_return(run.task, "evaluate", error.message, error.hint) from None
     counted, unread = run.runtime.sum_on_host(torch.tensor([rows, len(bad)])).tolist()
     if not counted:
         raise DataError(

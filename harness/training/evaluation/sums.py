@@ -5,8 +5,9 @@ A metric that is no ratio of sums, such as an area under a curve, needs all rows
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -18,6 +19,8 @@ from harness.training.logical_ranks import LogicalRanks
 
 Pairs = dict[str, tuple[Tensor, Tensor | float]]  # {name: (sum, count)}, of any shape
 Report = Mapping[str, object]  # the numbers of the metrics, and details as JSON
+Shapes = dict[str, tuple[torch.Size, torch.Size]]  # {name: those of the sum and the count}
+_ADD_UP = "add up the sum over the rows: (errors.sum(), len(errors))"
 
 
 class Rows(NamedTuple):
@@ -65,7 +68,7 @@ class Sums:
         total, count = self.pairs[name]
         if total.numel() != 1 or count.numel() != 1:
             found = f"a sum of shape {tuple(total.shape)} and a count of shape {tuple(count.shape)} for {name!r}"
-            raise OwnCodeError(found, hint="add up the sum over the rows: (errors.sum(), len(errors))")
+            raise OwnCodeError(found, hint=_ADD_UP)
         return (total / count).item()
 
 
@@ -75,11 +78,10 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def reduced(parts: Sequence[Sums], ranks: LogicalRanks) -> Sums:
     """Sum the pairs of ``parts``, one for each rank of this process, over all ranks; a rank that added nothing counts
-    as zero. The result is on the CPU: the host waits for the device here, once. Collective."""
-    shapes: dict[str, tuple[torch.Size, torch.Size]] = {}
-    own = {name: (total.shape, count.shape) for part in parts for name, (total, count) in part.pairs.items()}
-    for of_process in ranks.runtime.gather(own):
-        shapes |= of_process
+    as zero. The result is on the CPU: the host waits for the device here, once. Collective; raises OwnCodeError on all
+    ranks if a sum is longer on one than on another."""
+    own = [{name: (total.shape, count.shape) for name, (total, count) in part.pairs.items()} for part in parts]
+    shapes = _common_shapes(chain(*ranks.runtime.gather(own)))
     kept = _gathered(parts, ranks.runtime)
     sizes = [shape for name in sorted(shapes) for shape in shapes[name]]
     if not sizes:
@@ -90,7 +92,18 @@ def reduced(parts: Sequence[Sums], ranks: LogicalRanks) -> Sums:
     return Sums({name: (next(values), next(values)) for name in sorted(shapes)}, kept)
 
 
-def _flat(part: Sums, shapes: Mapping[str, tuple[torch.Size, torch.Size]], device: torch.device) -> Tensor:
+def _common_shapes(of_ranks: Iterable[Shapes]) -> Shapes:
+    found: Shapes = {}
+    for shapes in of_ranks:
+        for name, pair in shapes.items():
+            for shape, other in zip(pair, found.setdefault(name, pair), strict=True):
+                if shape.numel() != other.numel():
+                    what = f"sums of shape {tuple(shape)} and {tuple(other)} for {name!r} on different ranks"
+                    raise OwnCodeError(what, hint=_ADD_UP)
+    return found
+
+
+def _flat(part: Sums, shapes: Shapes, device: torch.device) -> Tensor:
     """Return the pairs of ``part`` in the order of their names, in float64; zeros for those that it lacks."""
     tensors: list[Tensor] = []
     for name in sorted(shapes):
