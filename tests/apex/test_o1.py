@@ -531,6 +531,7 @@ def test_registered_functions_are_replaced_by_initialize(monkeypatch):
     module.double = lambda t: t * 2
     monkeypatch.setitem(sys.modules, "somebody", module)
     original, sigmoid, softmax, matmul = module.double, torch.sigmoid, torch.softmax, torch.matmul
+    normalize = F.normalize
     with pytest.raises(ValueError, match="No function named"):
         amp.register_half_function(module, "triple")
     amp.register_half_function(module, "double")
@@ -538,6 +539,7 @@ def test_registered_functions_are_replaced_by_initialize(monkeypatch):
     amp.register_half_function(torch, "softmax")
     amp.register_half_function(torch.Tensor, "softmax")  # inherited: torch.Tensor itself has none
     amp.register_float_function(torch, "matmul")
+    amp.register_float_function(F, "normalize")  # which O1 itself replaces
     assert module.double is original, "applied before initialize"
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     assert module.double(rand(2)).dtype is torch.float16
@@ -555,7 +557,7 @@ def test_registered_functions_are_replaced_by_initialize(monkeypatch):
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     assert module.double is original, "forgotten by reset"
     amp.reset()
-    assert (torch.sigmoid, torch.softmax, torch.matmul) == (sigmoid, softmax, matmul)
+    assert (torch.sigmoid, torch.softmax, torch.matmul, F.normalize) == (sigmoid, softmax, matmul, normalize)
     assert "softmax" not in vars(torch.Tensor)
     amp.register_bfloat16_function(module, "double")
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)

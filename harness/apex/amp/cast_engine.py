@@ -45,6 +45,9 @@ class CastEngine:
         self._cache_before = True
         self._patches = Patches()
         self._lists, self._allow_banned = cast_lists.APEX, False
+        self.registered: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = []
+        """(owner, name, what makes its replacement) of each function that a script has registered; see
+        ``function_casts``. They are replaced while casts are on."""
         self._report: ExitStack | None = None
 
     @property
@@ -83,6 +86,8 @@ class CastEngine:
             self._replace(Tensor, name, _banned_method)
         for name in lists.float32_functions:
             self._replace(nn.functional, name, _in_float32)
+        for owner, name, annotated in self.registered:
+            self._patches.set(owner, name, annotated(getattr(owner, name)))
 
     def _replace(self, owner: Any, name: str, make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
         self._patches.set(owner, name, make(name, getattr(owner, name)), yields=True)  # to harness.apex.uninstall

@@ -16,13 +16,9 @@ import torch
 
 from harness.apex.amp.cast_engine import disable_casts, engine
 from harness.apex.amp.cast_kernels import cast, widest_dtype
-from harness.apex.patches import Patches
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Rule = Callable[[list[Any]], torch.dtype | None]  # arguments -> the dtype to cast them to, or None
-
-_registered: list[tuple[Any, str, Rule]] = []
-_replaced = Patches()
 
 
 def _half(arguments: list[Any]) -> torch.dtype | None:
@@ -80,7 +76,9 @@ def _register(module: Any, name: str, rule: Rule) -> None:
             f"No function named {name} in {getattr(module, '__name__', module)}. Pass the module (or class) that holds "
             "the function and the function's name as a string."
         )
-    _registered.append((module, name, rule))
+    home = str(getattr(module, "__module__", None) or getattr(module, "__name__", ""))  # of a class, of a module
+    final = home.split(".")[0] == "torch" or rule is _float
+    engine.registered.append((module, name, lambda function: _annotate(function, rule, final)))
 
 
 def register_half_function(module: Any, function_name: str) -> None:
@@ -101,22 +99,3 @@ def register_float_function(module: Any, function_name: str) -> None:
 def register_promote_function(module: Any, function_name: str) -> None:
     """Make ``module.function_name`` a ``promote_function`` from the next O1 or O4 ``initialize`` on."""
     _register(module, function_name, widest_dtype)
-
-
-def apply_registrations() -> None:
-    """Replace all registered functions, when O1 or O4 starts. ``restore_functions`` must have been called before."""
-    for module, name, rule in _registered:
-        home = str(getattr(module, "__module__", None) or getattr(module, "__name__", ""))  # of a class, of a module
-        final = home.split(".")[0] == "torch" or rule is _float
-        _replaced.set(module, name, _annotate(getattr(module, name), rule, final))
-
-
-def undo_registrations() -> None:
-    """Put every replaced function back and forget the registrations."""
-    _registered.clear()
-    restore_functions()
-
-
-def restore_functions() -> None:
-    """Put every replaced function back, when O1 or O4 ends. The registrations stay, for its next start."""
-    _replaced.undo()

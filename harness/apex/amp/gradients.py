@@ -11,6 +11,8 @@ reduced-precision parameter, or the parameter itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -45,7 +47,7 @@ def prepare(optimizer: Optimizer, scale: float | Tensor = 1.0, delayed: bool = F
         stash.refresh()
     own = own_params(optimizer, stash)
     if stash.params_have_scaled_gradients:
-        _rescale(own + stash.all_fp16_params, scale, stash.scaled_by)
+        rescale(own + stash.all_fp16_params, scale, stash.scaled_by)
         stash.scaled_by = scale
         return
     if stash.already_patched:
@@ -60,7 +62,7 @@ def prepare(optimizer: Optimizer, scale: float | Tensor = 1.0, delayed: bool = F
     if stash.master_weights or not delayed:
         announce_aside(stash, own + stash.all_fp16_params)
     if delayed:
-        _rescale(own, scale)
+        rescale(own, scale)
         return
     for parameter in own:
         if parameter.grad is not None:
@@ -164,7 +166,8 @@ def values_of(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient  # values() demands a coalesced tensor, and copies
 
 
-def _rescale(parameters: list[Tensor], scale: float | Tensor, before: float | Tensor = 1.0) -> None:
+@torch.no_grad()
+def rescale(parameters: Iterable[Tensor], scale: float | Tensor, before: float | Tensor = 1.0) -> None:
     """Multiply gradients that carry the scale ``before`` until they carry ``scale``."""
     gradients = [values_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients and scale is not before and (factor := float(scale / before)) != 1.0:

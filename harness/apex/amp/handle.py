@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.amp import cast_engine, function_casts, optimizer_patches
+from harness.apex.amp import cast_engine, optimizer_patches
 from harness.apex.amp.levels import LossScale
 from harness.apex.amp.scale_loss import scaled
 from harness.apex.amp.scaler import LossScaler
@@ -43,56 +43,59 @@ def init(
     """
     handle = AmpHandle(loss_scale, verbose) if enabled else None  # raises for a wrong loss_scale
     cast_engine.engine.stop()
-    function_casts.restore_functions()
     if handle is None:
         return NoOpHandle()
     device_types = {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}
     cast_engine.engine.start(patch_type, device_types, allow_banned=allow_banned, verbose=verbose)
-    function_casts.apply_registrations()
     _amp_state.handle = handle
     return handle
 
 
-class NoOpHandle:
-    """The handle of a disabled amp: has every method, and none has an effect."""
+class _Handle:
+    """What both handles have: wrapped optimizers, and methods about a cache of cast weights, which does not exist."""
 
     verbose = False
     has_cache = False
 
-    def is_active(self) -> bool:
-        """Return True while operations are cast."""
-        return False
-
     @property
     def cache(self) -> dict[Any, Any]:
-        """Cast weights; always empty."""
+        """Always empty."""
         return {}
 
     def remove_cache(self, param: Tensor) -> None:
-        """Do nothing: there is no cache."""
+        """Do nothing."""
+
+    def _clear_cache(self) -> None:
+        pass
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         """Return ``optimizer`` with ``scale_loss``, for ``num_loss`` losses per step."""
         return OptimWrapper(optimizer, self, num_loss)
 
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
-        """Return a context that yields the tensor to call ``backward()`` on."""
-        return nullcontext(loss)
-
     def _new_scalers(self, num_loss: int) -> list[LossScaler]:
+        """Return a scaler for each loss; none if losses are not scaled."""
         return []
+
+
+class NoOpHandle(_Handle):
+    """The handle of a disabled amp: has every method, and none has an effect."""
+
+    def is_active(self) -> bool:
+        """Return False: no operation is cast."""
+        return False
+
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
+        """Return a context that yields ``loss``."""
+        return nullcontext(loss)
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def _clear_cache(self) -> None:
-        pass
 
     def _deactivate(self) -> None:
         pass
 
 
-class AmpHandle(NoOpHandle):
+class AmpHandle(_Handle):
     """The handle of active casts, until ``_deactivate`` or the next ``init`` or ``initialize``."""
 
     def __init__(self, loss_scale: LossScale = "dynamic", verbose: bool = False) -> None:
@@ -124,7 +127,6 @@ class AmpHandle(NoOpHandle):
         """Turn casts off and put replaced functions back."""
         if self.is_active():
             cast_engine.engine.stop()
-            function_casts.restore_functions()
 
 
 class OptimWrapper:
@@ -133,7 +135,7 @@ class OptimWrapper:
     Every loss has its own scaler. All other names are the optimizer's.
     """
 
-    def __init__(self, optimizer: Optimizer, amp_handle: NoOpHandle, num_loss: int = 1) -> None:
+    def __init__(self, optimizer: Optimizer, amp_handle: _Handle, num_loss: int = 1) -> None:
         self._optimizer = optimizer
         self._handle = amp_handle
         self._next_loss = 0

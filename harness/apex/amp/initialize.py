@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from harness.apex.amp import cast_engine, cast_lists, function_casts, model_casts, optimizer_patches
+from harness.apex.amp import cast_engine, cast_lists, model_casts, optimizer_patches
 from harness.apex.amp.device_flags import flags
 from harness.apex.amp.handle import AmpHandle
 from harness.apex.amp.levels import BRIEFS, LossScale, Properties, apply_overrides, level_properties
@@ -100,7 +100,7 @@ def reset() -> None:
     """
     flags.read_flags()  # which corrects counts of steps
     cast_engine.engine.stop()
-    function_casts.undo_registrations()
+    cast_engine.engine.registered.clear()
     for each in list(_amp_state.optimizers):
         optimizer_patches.release(each)
     for model in list(_amp_state.models):
@@ -112,7 +112,6 @@ def _reset_for(verbosity: int) -> None:
     """End what an earlier ``initialize`` or ``init`` started, and begin again with amp disabled."""
     flags.read_flags()
     cast_engine.engine.stop()
-    function_casts.restore_functions()
     _amp_state.handle = None
     _amp_state.verbosity, _amp_state.initialized = verbosity, True
     _amp_state.opt_properties = Properties()
@@ -231,7 +230,6 @@ def _start_casts(properties: Properties, models: list[nn.Module]) -> None:
     dtype = properties.patch_torch_functions_type or torch.float16
     lists = cast_lists.AUTOCAST if dtype is torch.bfloat16 else cast_lists.APEX
     cast_engine.engine.start(dtype, device_types, lists, verbose=verbose and is_rank_zero())
-    function_casts.apply_registrations()
     _amp_state.handle = AmpHandle(properties.loss_scale, verbose)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from harness.apex.amp.gradients import rescale
 from harness.apex.amp.master_weights import MasterWeights, all_params
 from harness.apex.amp.messages import is_rank_zero, logger
 from harness.apex.amp.scaler import INITIAL_SCALE, MAXIMUM, WINDOW
@@ -267,15 +268,15 @@ class EagerMasters(MasterWeights):
         The float16 gradients of the model are never unscaled.
         """
         if not self._fp32_grads_are_scaled:
-            _multiply_grads(self.all_fp32_from_fp32_params, scale)
+            rescale(self.all_fp32_from_fp32_params, scale)
             self._fp32_grads_are_scaled = True
 
     def take_grads(self, scale: float) -> None:
         """Set the masters' gradients to the model's divided by ``scale``."""
         model_grads_to_master_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
-        _multiply_grads(self.all_fp32_from_fp16_params, 1.0 / scale)
+        rescale(self.all_fp32_from_fp16_params, 1.0, before=scale)
         if self._fp32_grads_are_scaled:
-            _multiply_grads(self.all_fp32_from_fp32_params, 1.0 / scale)
+            rescale(self.all_fp32_from_fp32_params, 1.0, before=scale)
             self._fp32_grads_are_scaled = False
 
     def refuse_unfrozen(self) -> None:
@@ -293,15 +294,3 @@ class EagerMasters(MasterWeights):
             for master, value in zip(group, values, strict=True):
                 master.copy_(value)
         self.copy_to_model()
-
-
-@torch.no_grad()
-def _multiply_grads(params: Sequence[Tensor], factor: float) -> None:
-    gradients = [parameter.grad for parameter in params if parameter.grad is not None]
-    if factor == 1.0:
-        return
-    if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
-        torch._foreach_mul_(dense, factor)
-    for gradient in gradients:
-        if gradient.is_sparse:
-            gradient.mul_(factor)

@@ -236,9 +236,7 @@ class FusedOptimizer(Optimizer):
 
     def _write_back(self, batch: ParameterBatch) -> None:
         """Round weights that are not the parameters themselves into the parameters."""
-        pairs = [pair for pair in zip(batch.params, batch.weights, strict=True) if pair[0] is not pair[1]]
-        if pairs:
-            torch._foreach_copy_([param for param, _ in pairs], [weight for _, weight in pairs])
+        copied_where_new(batch.weights, batch.params)
         if batch.params[0].dtype in self.mastered:
             self._versions.update((param, param._version) for param in batch.params)
 
