@@ -20,29 +20,13 @@ from harness.tools.report.run_set import ReportedRun, devices
 
 def commands(run: ReportedRun) -> list[str]:
     """Check out the commit of the working folder, then train the same configuration under a new name."""
-    start = _newest(run)
-    lines = []
-    git = start.get("git")
-    if isinstance(git, dict) and git.get("commit"):
-        lines.append(f"git checkout {shlex.quote(str(git['commit'])[:12])}")
-    if run.record.sweep is not None:
-        return [*lines, trial_command(run.record.sweep.path, run.record.sweep.name, run.record.path)]
-    config = shlex.quote(formatting.path(run.record.path / layout.CONFIG))
-    name = shlex.quote(f"name={run.record.name}_again")
-    sizes = [*Counter(rank["host"] for rank in ranks(start)).values()]
-    world = (run.record.world_sizes or [1])[-1]
-    if len(sizes) > 1:
-        nproc, own = str(sizes[0]), f"its NODE_RANK, 0 to {len(sizes) - 1}"
-        if len({*sizes}) > 1:
-            nproc, own = "NPROC", f"{own}, and NPROC: {', '.join(map(str, sizes))}"
-        nodes = f"--nnodes={len(sizes)} --node-rank=NODE_RANK --master-addr=NODE0 --master-port=PORT"
-        train = f"torchrun {nodes} --nproc-per-node={nproc} -m harness.train -c {config} {name}"
-        lines.append(f"{train}   # on each node, with {own}")
-    elif world > 1:
-        lines.append(f"harness launch -c {config} --nproc {world} {name}")
-    else:
-        lines.append(f"harness train -c {config} {name}")
-    return lines
+    git = _newest(run).get("git")
+    commit = str(git.get("commit") or "")[:12] if isinstance(git, dict) else ""
+    checkout = [f"git checkout {shlex.quote(commit)}"] if commit else []
+    sweep = run.record.sweep
+    if sweep is not None:
+        return [*checkout, trial_command(sweep.path, sweep.name, run.record.path)]
+    return [*checkout, _train_command(run, [f"name={run.record.name}_again"])]
 
 
 def resume_command(run: ReportedRun) -> str:
@@ -51,13 +35,28 @@ def resume_command(run: ReportedRun) -> str:
     if run.record.sweep is not None:
         return "the command of its sweep"
     folder, output = run.record.path, str(run.settings.get("output", ""))
-    words = [] if is_url(output) or Path(output).absolute() == folder.parent.absolute() else [
-        f"output={formatting.path(folder.parent)}"
-    ]  # fmt: skip
+    stays = is_url(output) or Path(output).absolute() == folder.parent.absolute()
+    words = [] if stays else [f"output={formatting.path(folder.parent)}"]
     words += [f"name={folder.name}"] if folder.name != run.record.name else []
     words += ["checkpoint.resume=auto"] if run.settings.get("checkpoint.resume") == "never" else []
-    again = shlex.quote(f"name={run.record.name}_again")
-    return commands(run)[-1].replace(f" {again}", "".join(f" {shlex.quote(word)}" for word in words))
+    return _train_command(run, words)
+
+
+def _train_command(run: ReportedRun, words: list[str]) -> str:
+    """Return the command that trains the configuration of ``run``, changed by ``words``, on the ranks of its newest
+    start."""
+    config = f"-c {shlex.quote(formatting.path(run.record.path / layout.CONFIG))}"
+    settings = "".join(f" {shlex.quote(word)}" for word in words)
+    sizes = [*Counter(rank["host"] for rank in ranks(_newest(run))).values()]
+    if len(sizes) > 1:
+        nproc, own = str(sizes[0]), f"its NODE_RANK, 0 to {len(sizes) - 1}"
+        if len({*sizes}) > 1:
+            nproc, own = "NPROC", f"{own}, and NPROC: {', '.join(map(str, sizes))}"
+        nodes = f"--nnodes={len(sizes)} --node-rank=NODE_RANK --master-addr=NODE0 --master-port=PORT"
+        start = f"torchrun {nodes} --nproc-per-node={nproc} -m harness.train"
+        return f"{start} {config}{settings}   # on each node, with {own}"
+    world = (run.record.world_sizes or [1])[-1]
+    return f"harness launch {config} --nproc {world}{settings}" if world > 1 else f"harness train {config}{settings}"
 
 
 def trial_command(sweep: Path, name: str, run: Path) -> str:
