@@ -1,4 +1,4 @@
-"""Learning curves: which runs are drawn, and the points of each line.
+"""Learning curves: which runs are drawn, the points of each line, and what the reader can choose to see.
 
 Runs that differ only by seed are one line, their mean, in a band from the smallest to the largest value. Only the
 finished ones count, unless none has finished yet.
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.errors import plural
 from harness.tools.report.history import AXES, Curve
 from harness.tools.report.run_set import ReportedRun, RunSet, SeedGroup, size_of
 
@@ -101,3 +102,36 @@ def _band(curves: Sequence[Curve]) -> dict[str, Any]:
 def rounded(values: np.ndarray) -> list[float | None]:
     """Six significant digits, more than a screen shows; None for values that are not finite."""
     return [None if value != value or abs(value) == np.inf else float(f"{value:.6g}") for value in values.tolist()]
+
+
+# What the reader can choose
+
+
+def axes(lines: Sequence[CurveLine]) -> list[tuple[str, str]]:
+    """Return (key, title) of the horizontal axes, the first of which is chosen. A run that has not finished an epoch
+    does not know its length: all its points are at epoch 0."""
+    found = [("epoch", "Epochs"), ("samples", "Samples"), ("seconds", "Seconds")]
+    past = [part.at["epoch"] for line in lines for part in (line.first.history.train, line.first.history.validation)]
+    return found if any((epochs > 0).any() for epochs in past) else [*found[1:], found[0]]
+
+
+def quantities(lines: Sequence[CurveLine]) -> list[tuple[str, str]]:
+    """Return (key, title) of what the chart of the loss can show: the loss scale only where there is one."""
+    scales = (line.first.history.train.values.get("loss_scale", np.array([])) for line in lines)
+    scaled = any((np.isfinite(values) & (values != 1)).any() for values in scales)
+    return [("loss", "Loss"), ("lr", "Learning rate"), *([("loss_scale", "Loss scale")] if scaled else [])]
+
+
+def metrics(runs: RunSet, lines: Sequence[CurveLine]) -> list[str]:
+    """Return the validation metrics, the deciding one first."""
+    names = dict.fromkeys(name for line in lines for name in line.first.history.validation.values)
+    return sorted(names, key=lambda name: name != runs.metric)
+
+
+def undrawn(runs: RunSet, lines: Sequence[CurveLine]) -> str:
+    """Return a sentence on the runs that have no line; empty if all have one."""
+    hidden = len(runs.runs) - sum(len(line.runs) for line in lines)
+    if not hidden or not lines:
+        return ""
+    others = f"{plural(hidden, 'other run')} {'is' if hidden == 1 else 'are'}"
+    return f"The figures show only the best {plural(len(lines), 'line')}; {others} in the table of all runs."

@@ -28,7 +28,7 @@ _SHORT_KEYS = {
     "optimizer.name": "optimizer",
     "optimizer.weight_decay": "weight decay",
     "model.name": "model",
-    "precision.opt_level": "level",
+    "precision.opt_level": "opt level",
     "parallel.strategy": "strategy",
     "schedule.name": "schedule",
     "task.name": "task",
@@ -42,6 +42,11 @@ def number(value: float | None, digits: int = 4) -> str:
         return NOTHING
     text = f"{value:,.{digits}g}" if abs(float(f"{value:.{digits}g}")) < 10**digits else f"{value:,.0f}"
     return text.replace("e-0", "e-").replace("e+0", "e")
+
+
+def best(value: float | None) -> str:
+    """Return a value of the deciding metric."""
+    return number(value, BEST_DIGITS)
 
 
 def signed(value: float | None, digits: int = 6) -> str:

@@ -25,12 +25,12 @@ from PIL import Image
 from harness.errors import require_regular_file
 from harness.runs import layout
 from harness.runs.files import read_text
-from harness.tools.report.formatting import number, percent
+from harness.tools.report import tables
+from harness.tools.report.formatting import NOTHING, count, number, percent
 from harness.tools.report.run_set import ReportedRun
+from harness.tools.report.tables import Cell, ReportTable
 
-MAX_CLASSES = 60  # of a matrix that is drawn; larger ones only have a list of pairs
-MAX_SHOWN = 24  # mistakes
-MAX_PAIRS = 10
+MAX_SHOWN = 24  # mistakes, or rows of a table
 _PIXELS = 96  # longer side of an image on the page
 _BEST_LABELS = [f"label_{place}" for place in range(1, 6)]  # of many classes, predictions.csv has only the five best
 _PUBLISHED = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
@@ -44,17 +44,6 @@ class Confusion:
     classes: list[str]
     counts: list[list[int]]
     of_best: bool = False
-
-    @property
-    def pairs(self) -> list[tuple[str, str, int]]:
-        """(label, prediction, rows) of the pairs that were confused, the most frequent first."""
-        wrong = [
-            (self.classes[row], self.classes[column], count)
-            for row, line in enumerate(self.counts)
-            for column, count in enumerate(line)
-            if count and row != column
-        ]
-        return sorted(wrong, key=lambda pair: -pair[2])[:MAX_PAIRS]
 
 
 @dataclass(frozen=True)
@@ -166,9 +155,24 @@ def read_predictions(path: Path) -> pa.Table | None:
     return table
 
 
-def by_name(run: ReportedRun) -> tuple[list[str], list[list[str]]]:
-    """Return (header, rows) of the metrics of each label or column of the newest evaluation, the worst first; empty if
-    there are none."""
+def by_class(found: Confusion) -> ReportTable:
+    """Return precision, recall and F1 of each class of a matrix."""
+    counts = np.array(found.counts)
+    right, rows, predicted = counts.diagonal(), counts.sum(axis=1), counts.sum(axis=0)
+    with np.errstate(invalid="ignore"):  # a class without rows, or that is never predicted, has no share
+        shares = np.stack([2 * right / (rows + predicted), right / predicted, right / rows], axis=1)
+    wrong = counts - np.diag(right)
+    lines = []
+    for place in np.argsort(shares[:, 0], kind="stable").tolist():  # NaN comes last
+        taken = int(wrong[place].argmax())
+        other = f"{found.classes[taken]} ({wrong[place, taken]})" if wrong[place].any() else NOTHING
+        metrics = [tables.number(float(share), number) for share in shares[place]]
+        lines.append([Cell(found.classes[place]), *metrics, tables.number(int(rows[place]), count), Cell(other)])
+    return _worst("class", ["F1", "precision", "recall", "rows", "most often taken for"], lines)
+
+
+def by_name(run: ReportedRun) -> ReportTable | None:
+    """Return the metrics of each label or column of the newest evaluation; None if there are none."""
     evaluation = run.record.summary.get("evaluation")
     for key, title, worst in (("by_label", "label", "f1"), ("by_column", "column", "r2")):
         found = evaluation.get(key) if isinstance(evaluation, dict) else None
@@ -178,8 +182,14 @@ def by_name(run: ReportedRun) -> tuple[list[str], list[list[str]]]:
         numbers = {name: [_real(each.get(metric)) for metric in names] for name, each in found.items()}
         place = names.index(worst) if worst in names else 0
         order = sorted(numbers, key=lambda name: _nan_last(numbers[name][place]))
-        return [title, *names], [[name, *map(number, numbers[name])] for name in order[:MAX_SHOWN]]
-    return [], []
+        rows = [[Cell(name), *(tables.number(value, number) for value in numbers[name])] for name in order]
+        return _worst(title, names, rows)
+    return None
+
+
+def _worst(title: str, names: list[str], rows: list[list[Cell]]) -> ReportTable:
+    shown = f"the {MAX_SHOWN} worst of {len(rows)}" if len(rows) > MAX_SHOWN else "the worst first"
+    return ReportTable(f"By {title}, {shown}", [title, *names], rows[:MAX_SHOWN])
 
 
 def _real(value: Any) -> float:

@@ -7,6 +7,7 @@
   const narrow = matchMedia("(max-width: 560px)");
   const touch = matchMedia("(pointer: coarse)");
   const AXES = { epoch: "epochs", samples: "training samples", seconds: "seconds" };
+  const PARTS = { train: "training", validation: "validation" };
   const hidden = new Set();
   const chosen = (name, otherwise) => document.querySelector(`input[name="${name}"]:checked`)?.value ?? otherwise;
   const color = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
@@ -41,38 +42,47 @@
     };
   };
 
-  // The curves of the visible lines: part "train" or "validation".
+  // The curves of the visible lines; the loss is that of training and of validation.
   const curve = (chart) => {
     const axis = chosen("axis", "epoch");
-    const name = chart.choice ? chosen(chart.choice, chart.value) : chart.value;
+    const name = chosen(chart.choice, chart.value);
+    const parts = chart.part === "train" && name === "loss" ? ["train", "validation"] : [chart.part];
+    const style = (part, both) => ({ width: part === "train" && both ? 1.1 : report.lines.length > 8 ? 1.6 : 2.2 });
+    const both = parts.length > 1;
     const data = [];
-    report.lines.forEach((line, place) => {
-      const part = line[chart.part];
-      const y = part.values[name];
+    report.lines.forEach((line, place) => parts.forEach((part) => {
+      const y = line[part].values[name];
       if (!y || hidden.has(String(place))) return;
-      const x = part.at[axis];
+      const x = line[part].at[axis];
       const ink = color("c" + line.color);
-      if (part.low?.[name]) {
+      if (line[part].low?.[name]) {
         data.push({
           type: "scatter", mode: "lines", x: [...x, ...[...x].reverse()],
-          y: [...part.high[name], ...[...part.low[name]].reverse()],
+          y: [...line[part].high[name], ...[...line[part].low[name]].reverse()],
           fill: "toself", fillcolor: faint(ink), line: { width: 0 }, hoverinfo: "skip", showlegend: false,
         });
       }
-      const marked = chart.part === "validation" && y.length <= 60;
+      const marked = part === "validation" && y.length <= 60;
       data.push({
-        type: "scatter", mode: marked ? "lines+markers" : "lines", x, y, name: line.label,
-        line: { color: ink, dash: line.dash, width: report.lines.length > 8 ? 1.6 : 2.2 },
+        type: "scatter", mode: marked ? "lines+markers" : "lines", x, y, name: line.label, showlegend: false,
+        line: { color: ink, dash: line.dash, ...style(part, both) },
         marker: { symbol: line.symbol, size: y.length > 1 ? 5.5 : 11 },  // a single point needs a larger marker
-        hovertemplate: `${line.shown}<br>${AXES[axis]}: %{x:,.4~g}<br><b>%{y:.5~g}</b><extra></extra>`,
+        hovertemplate: `${line.shown}${both ? `, ${PARTS[part]}` : ""}<br>${AXES[axis]}: %{x:,.4~g}<br><b>%{y:.5~g}</b><extra></extra>`,
       });
-    });
+    }));
+    // The legend tells the parts apart; the lines have a legend of their own, above the charts.
+    for (const part of both ? parts : []) {
+      data.push({
+        type: "scatter", x: [null], y: [null], name: PARTS[part], showlegend: true,
+        mode: part === "validation" ? "lines+markers" : "lines", line: { color: color("quiet"), ...style(part, both) },
+      });
+    }
     return {
       data,
       layout: {
         xaxis: { title: { text: AXES[axis] }, rangemode: "tozero" },
         yaxis: { title: { text: report.names[name] ?? name }, type: name === "loss_scale" ? "log" : "linear" },
-        showlegend: false, hovermode: "closest", uirevision: axis + name,
+        showlegend: both, legend: { itemclick: false, itemdoubleclick: false }, hovermode: "closest", uirevision: axis + name,
       },
     };
   };
@@ -143,27 +153,28 @@
     });
   }
 
-  // The table of runs: sorting and search.
-  const table = document.getElementById("all-runs");
-  const body = table.tBodies[0];
-  const rows = [...body.rows];
+  // The tables: sorting, and search in that of the runs.
   const order = (row, column) => row.cells[column].dataset.order ?? row.cells[column].textContent;
-  [...table.tHead.rows[0].cells].forEach((head, column, heads) => {
-    head.querySelector("button").addEventListener("click", () => {
-      const up = head.getAttribute("aria-sort") !== "ascending";
-      for (const other of heads) other.removeAttribute("aria-sort");
-      head.setAttribute("aria-sort", up ? "ascending" : "descending");
-      const compare = (one, two) => {
-        const [a, b] = [order(one, column), order(two, column)];
-        if (a === "" || b === "") return (a === "") - (b === "");  // unknown values come last in either order
-        const by = isNaN(a) || isNaN(b) ? a.localeCompare(b, undefined, { numeric: true }) : a - b;
-        return up ? by : -by;
-      };
-      body.append(...rows.sort(compare));
+  for (const table of document.querySelectorAll(".sortable")) {
+    const rows = [...table.tBodies[0].rows];
+    [...table.tHead.rows[0].cells].forEach((head, column, heads) => {
+      head.querySelector("button").addEventListener("click", () => {
+        const up = head.getAttribute("aria-sort") !== "ascending";
+        for (const other of heads) other.removeAttribute("aria-sort");
+        head.setAttribute("aria-sort", up ? "ascending" : "descending");
+        const compare = (one, two) => {
+          const [a, b] = [order(one, column), order(two, column)];
+          if (a === "" || b === "") return (a === "") - (b === "");  // unknown values come last in either order
+          const by = isNaN(a) || isNaN(b) ? a.localeCompare(b, undefined, { numeric: true }) : a - b;
+          return up ? by : -by;
+        };
+        table.tBodies[0].append(...rows.sort(compare));
+      });
     });
-  });
+  }
   document.getElementById("filter")?.addEventListener("input", (event) => {
     const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const rows = [...document.getElementById("all-runs").tBodies[0].rows];
     for (const row of rows) {
       const text = row.textContent.toLowerCase();
       row.hidden = !words.every((word) => text.includes(word));

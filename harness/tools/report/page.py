@@ -13,7 +13,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -22,10 +21,10 @@ from harness.errors import ConfigError, plural
 from harness.runs import layout
 from harness.runs.files import output_error, require_output, write_atomically
 from harness.runs.reader import find
-from harness.tools.report import curves, formatting, reproduce, run_set, sections, tables
+from harness.tools.report import curves, figures, formatting, reproduce, run_set, sections, tables
 from harness.tools.report.curves import CurveLine
+from harness.tools.report.figures import Chart
 from harness.tools.report.run_set import ReportedRun, RunSet
-from harness.tools.report.sections import Chart
 from harness.version import __version__
 
 _EVALUATED = ("task.name", "task.eval_csv", "task.eval_rows")  # which rows a run is evaluated on
@@ -63,34 +62,19 @@ def render(runs: RunSet) -> str:
         curves=curve_charts,
         lines=lines,
         dashes=_DASHES,
-        axes=_axes(lines),
-        quantities=_quantities(lines),
-        metrics=[(name, formatting.metric(name)) for name in sections.metrics(runs, lines)],
-        undrawn=sections.undrawn(runs, lines),
+        axes=curves.axes(lines),
+        quantities=curves.quantities(lines),
+        metrics=[(name, formatting.metric(name)) for name in curves.metrics(runs, lines)],
+        undrawn=curves.undrawn(runs, lines),
         groups=groups,
         links=_links(runs, lines, groups),
         left_out=left_out,
-        data=_json(_data(runs, lines, [*curve_charts, *sections.all_charts(groups)])),
+        data=_json(_data(runs, lines, [*curve_charts, *(group.chart for group in groups if group.chart)])),
         plotly=Markup(packed),
         plotly_bytes=num_bytes,
         script=Markup(script),
     )
     return page
-
-
-def _axes(lines: Sequence[CurveLine]) -> list[tuple[str, str]]:
-    """Return (key, title) of the horizontal axes, the first of which is chosen. A run that has not finished an epoch
-    does not know its length: all its points are at epoch 0."""
-    axes = [("epoch", "Epochs"), ("samples", "Samples"), ("seconds", "Seconds")]
-    past = [part.at["epoch"] for line in lines for part in (line.first.history.train, line.first.history.validation)]
-    return axes if any((epochs > 0).any() for epochs in past) else [*axes[1:], axes[0]]
-
-
-def _quantities(lines: Sequence[CurveLine]) -> list[tuple[str, str]]:
-    """Return (key, title) of what the chart of the training shows; the loss scale only where there is one."""
-    scales = (line.first.history.train.values.get("loss_scale", np.array([])) for line in lines)
-    scaled = any(np.isfinite(values).any() for values in scales)
-    return [("loss", "Loss"), ("lr", "Learning rate"), *([("loss_scale", "Loss scale")] if scaled else [])]
 
 
 def _facts(runs: RunSet) -> dict[str, Any]:
@@ -137,12 +121,12 @@ def _cards(runs: RunSet, best: ReportedRun) -> list[dict[str, str]]:
     group = runs.seed_groups[0]  # the best run's
     over = ""
     if group.spread is not None:
-        mean, spread = formatting.number(group.mean, 5), formatting.number(group.spread, 2)
+        mean, spread = formatting.best(group.mean), formatting.number(group.spread, 2)
         over = f"; {mean} ± {spread} over {group.size}"
     ranks = best.ranks or "an unknown number of ranks"
     return [
         {"title": f"best {formatting.metric(runs.metric)}",
-         "figure": formatting.number(best.best, formatting.BEST_DIGITS),
+         "figure": formatting.best(best.best),
          "note": f"after epoch {formatting.number(best.at_best('epoch'))}{over}"},
         {"title": "training speed", "figure": f"{formatting.count(best.history.rows_per_s)} rows/s",
          "note": f"on {ranks}; total time {formatting.duration(best.history.wall_s)}"},
@@ -175,13 +159,13 @@ def _data(runs: RunSet, lines: Sequence[CurveLine], shown: Sequence[Chart]) -> d
         "validation": {"part": "validation", "choice": "metric", "value": runs.metric},
         "training": {"part": "train", "choice": "quantity", "value": "loss"},
     }
-    metrics = sections.metrics(runs, lines)
+    metrics = curves.metrics(runs, lines)
     if runs.metric not in metrics and metrics:
         parts["validation"]["value"] = metrics[0]
     return {
-        "lines": [curves.points(line) | {"shown": sections.plain(line.label)} for line in lines],
+        "lines": [curves.points(line) | {"shown": figures.plain(line.label)} for line in lines],
         "charts": {chart.key: parts.get(chart.key) or {"data": chart.data, "layout": chart.layout} for chart in shown},
-        "names": {name: sections.plain(formatting.metric(name)) for name in metrics}
+        "names": {name: figures.plain(formatting.metric(name)) for name in metrics}
         | {"lr": "learning rate", "loss_scale": "loss scale", "loss": "loss"},
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,18 +27,21 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class RunTable:
+class ReportTable:
+    """``caption``: a title with the order of the rows."""
+
+    caption: str
     header: list[str]
     rows: list[list[Cell]]
 
 
-def all_runs(runs: RunSet) -> RunTable:
+def all_runs(runs: RunSet) -> ReportTable:
     """One row per run, the best first."""
     common = _common_settings(runs)
     varied = [key for key in runs.varied if key in common][:MAX_COLUMNS]
     keys, metric = [formatting.key(key) for key in varied], formatting.metric(runs.metric)
-    header = ["run", "state", "ranks", *keys, metric, "best at epoch", "epochs", "time", "rows/s", "skipped",
-              "commit", "folder"]  # fmt: skip
+    header = ["run", "state", "ranks", *keys, metric, "best at epoch", "epochs done", "total time", "rows/s",
+              "skipped steps", "commit", "folder"]  # fmt: skip
     rows = []
     for run in runs.ranked:
         past = run.history
@@ -48,17 +51,17 @@ def all_runs(runs: RunSet) -> RunTable:
             Cell(formatting.STATES[run.record.state], run.record.state, run.record.state),
             Cell(run.record.world_size_text or formatting.NOTHING, run.record.world_sizes[-1] if run.ranks else ""),
             *(_setting(run.settings.get(key)) for key in varied),
-            _number(run.best, lambda value: formatting.number(value, formatting.BEST_DIGITS)),
-            _number(run.at_best("epoch"), formatting.number),
-            _number(float(ends[-1]) if len(ends) else None, formatting.number),
-            _number(past.wall_s, formatting.duration),
-            _number(past.rows_per_s, formatting.count),
-            _number(past.skipped, formatting.count),
+            number(run.best, formatting.best),
+            number(run.at_best("epoch"), formatting.number),
+            number(float(ends[-1]) if len(ends) else None, formatting.number),
+            number(past.wall_s, formatting.duration),
+            number(past.rows_per_s, formatting.count),
+            number(past.skipped, formatting.count),
             Cell(reproduce.commit(run)),
             Cell(run.path),
         ]
         rows.append(cells)
-    return RunTable(header, rows)
+    return ReportTable("Runs, the best first", header, rows)
 
 
 def _common_settings(runs: RunSet) -> set[str]:
@@ -67,7 +70,8 @@ def _common_settings(runs: RunSet) -> set[str]:
     return {key for key, count in counts.items() if 2 * count > len(runs.runs)}
 
 
-def _number(value: float | None, shown: Any) -> Cell:
+def number(value: float | None, shown: Callable[[float | None], str]) -> Cell:
+    """Return the cell of a number, which is sorted by its value."""
     return Cell(shown(value), "" if value is None or value != value else value)
 
 
@@ -77,9 +81,9 @@ def _setting(value: Any) -> Cell:
     return Cell(formatting.setting(value))
 
 
-def speed_up_rows(runs: RunSet) -> tuple[list[str], list[list[str]]]:
-    """Return (header, rows): the finished runs of a recipe at each number of ranks, compared with its smallest number.
-    Of several runs the mean speed."""
+def speed_up(runs: RunSet) -> ReportTable:
+    """The finished runs of a recipe at each number of ranks, compared with its smallest number. Of several runs the
+    mean speed."""
     found: dict[str, dict[int, list[ReportedRun]]] = {}
     for run in runs.ranked:
         if run.world_size and run.record.state == "finished" and run.history.rows_per_s:
@@ -94,28 +98,26 @@ def speed_up_rows(runs: RunSet) -> tuple[list[str], list[list[str]]]:
         base = min(speeds)
         for world, speed in speeds.items():
             times = speed / speeds[base]
-            compared = ", ".join(run.place for run in by_world[world])
-            rows.append(
-                [label, str(world), formatting.count(speed), f"{times:.2f}×", formatting.percent(times * base / world),
-                 compared]
-            )  # fmt: skip
-    return ["recipe", "ranks", "rows/s", "speed-up", "efficiency", "runs compared"], rows
+            rows.append([
+                Cell(label), Cell(str(world)), number(speed, formatting.count), Cell(f"{times:.2f}×"),
+                number(times * base / world, formatting.percent), Cell(", ".join(run.place for run in by_world[world])),
+            ])  # fmt: skip
+    return ReportTable("Compared runs", ["recipe", "ranks", "rows/s", "speed-up", "efficiency", "runs compared"], rows)
 
 
-def seeds_rows(runs: RunSet) -> tuple[list[str], list[list[str]]]:
-    """Return (header, rows): mean and spread of recipes with several seeds."""
-    header = ["recipe", "ranks", "seeds", "mean", "spread", "min", "max"]
+def seeds(runs: RunSet) -> ReportTable:
+    """Mean and spread of recipes with several seeds."""
     rows = []
-    for group in runs.seed_groups:
-        if len(group.values) > 1:
-            run = group.runs[0]
-            values = group.values
-            numbers = [formatting.number(value, 5) for value in (group.mean, min(values), max(values))]
-            rows.append(
-                [runs.describe(run), run.record.world_size_text or formatting.NOTHING, ", ".join(group.by_seed),
-                 numbers[0], f"± {formatting.number(group.spread, 2)}", *numbers[1:]]
-            )  # fmt: skip
-    return header, rows
+    for group in (group for group in runs.seed_groups if len(group.values) > 1):
+        run, values = group.runs[0], group.values
+        mean, least, most = (number(value, formatting.best) for value in (group.mean, min(values), max(values)))
+        rows.append([
+            Cell(runs.describe(run)), Cell(run.record.world_size_text or formatting.NOTHING),
+            Cell(", ".join(group.by_seed)), mean, Cell(f"± {formatting.number(group.spread, 2)}", group.spread),
+            least, most,
+        ])  # fmt: skip
+    header = ["recipe", "ranks", "seeds", "mean", "spread", "min", "max"]
+    return ReportTable("Best values over seeds, the best recipe first", header, rows)
 
 
 def states(runs: Sequence[ReportedRun]) -> str:

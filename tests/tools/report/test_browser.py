@@ -138,6 +138,10 @@ def test_switches_between_axes_metrics_and_lines(visit):
     here = visit()
     for chart in ("validation", "training"):
         assert here.longest(chart) == pytest.approx(10)
+    drawn = here.page.evaluate(
+        f"document.getElementById('chart-training').data.filter(({{name}}) => name === '{LINE}').length"
+    )
+    assert drawn == 2, "the loss of training and of validation"
     # 6400 rows per epoch: 4 s on two ranks at 1600 rows/s, and 1 s of evaluation.
     for axis, length in (("samples", 64_000), ("seconds", 50.0), ("epoch", 10)):
         before = here.longest("validation")

@@ -47,7 +47,21 @@ def test_confusion_matrix(folder):
     (folder / "confusion.csv").write_text("label,cat,dog\ncat,5,2\ndog,3,7\n")
     found = mistakes.confusion(run(folder))
     assert found.classes == ["cat", "dog"]
-    assert found.pairs == [("dog", "cat", 3), ("cat", "dog", 2)]
+    assert found.counts == [[5, 2], [3, 7]]
+
+
+def test_classes_have_precision_recall_and_f1_the_worst_first():
+    found = mistakes.Confusion(["cat", "dog", "eel", "fox"], [[5, 1, 2, 0], [3, 7, 0, 0], [0, 0, 4, 0], [0, 0, 0, 0]])
+    table = mistakes.by_class(found)
+    assert table.header == ["class", "F1", "precision", "recall", "rows", "most often taken for"]
+    assert [[cell.text for cell in row] for row in table.rows] == [
+        ["cat", "0.625", "0.625", "0.625", "8", "eel (2)"],
+        ["dog", "0.7778", "0.875", "0.7", "10", "cat (3)"],
+        ["eel", "0.8", "0.6667", "1", "4", "–"],
+        ["fox", "–", "–", "–", "0", "–"],
+    ]
+    many = mistakes.by_class(mistakes.Confusion([str(n) for n in range(30)], [[1] * 30] * 30))
+    assert (len(many.rows), many.caption) == (24, "By class, the 24 worst of 30")
 
 
 def test_matrix_and_list_are_from_the_same_weights(folder):
@@ -55,16 +69,16 @@ def test_matrix_and_list_are_from_the_same_weights(folder):
     newest = [[5, 2], [3, 7]]
     (folder / "confusion.csv").write_text("label,cat,dog\ncat,5,2\ndog,3,7\n")
     assert mistakes.confusion(run(folder)).counts == newest
-    assert notes(folder) == "The matrix is from its newest evaluation."
+    assert notes(folder) == "The metrics are from its newest evaluation."
     (folder / "predictions.csv").write_text(TABLE + "unreadable.png,,dog,,\n")
     assert mistakes.confusion(run(folder)).counts == [[1, 1], [1, 0]]
-    assert notes(folder) == "The matrix and the list are from its best weights."
+    assert notes(folder) == "All below is of its best weights."
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps(summary | {"finished": False}))  # resumed with more epochs
-    assert notes(folder) == "The matrix and the list are from its best weights as of the last time it finished."
+    assert notes(folder) == "All below is of its best weights as of the last time it finished."
     (folder / "predictions.csv").write_text(TABLE.replace("dog", "cow"))  # of another table
     assert mistakes.confusion(run(folder)).counts == newest
-    assert "newest evaluation, the list from its best weights" in notes(folder)
+    assert "newest evaluation, the list of its best weights" in notes(folder)
 
 
 @pytest.mark.parametrize("text", ["", "label,cat\n", "label,cat,dog\ncat,5,2\n", "label,cat\ncat,many\n", "a\0b"])
@@ -195,10 +209,13 @@ def test_several_labels_and_numbers(folder):
     assert [(m.row, m.prediction, m.shown) for m in shown] == [("1", "-3.0", "off by 10"), ("0", "1.5", "off by 0.5")]
     summary = {"by_label": {"a": {"f1": 0.9, "rows": 3}, "b": {"f1": None, "rows": 0}, "c": {"f1": 0.2, "rows": 9}}}
     subject.record.summary["evaluation"] = summary
-    assert mistakes.by_name(subject) == (
-        ["label", "f1", "rows"],
-        [["c", "0.2", "9"], ["a", "0.9", "3"], ["b", "–", "0"]],
-    )
+    table = mistakes.by_name(subject)
+    assert table.header == ["label", "f1", "rows"]
+    assert [[cell.text for cell in row] for row in table.rows] == [
+        ["c", "0.2", "9"],
+        ["a", "0.9", "3"],
+        ["b", "–", "0"],
+    ]
 
 
 def test_of_many_labels_the_five_best_are_named_in_each_row(folder):

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.runs import reader
-from harness.tools.report import curves, mistakes, page, run_set, sections
+from harness.tools.report import curves, figures, mistakes, page, run_set
 
 pytest.importorskip("plotly", reason="plotly is not installed: pip install 'apex-harness[report]'")
 
@@ -140,7 +140,7 @@ def test_figures_are_valid_plotly(sweep):
     import plotly.graph_objects as graph_objects
 
     matrix = mistakes.Confusion(["a", "b"], [[3, 1], [0, 2]])
-    for chart in (sections.where_time_went(curves.choose(build(sweep))), sections.confusion(matrix, "run")):
+    for chart in (figures.where_time_went(curves.choose(build(sweep))), figures.confusion(matrix, "run")):
         figure = json.loads(re.sub(r'"@\w+"', '"#123456"', json.dumps({"data": chart.data, "layout": chart.layout})))
         graph_objects.Figure(figure)
 

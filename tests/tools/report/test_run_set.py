@@ -213,12 +213,12 @@ def test_repeats_of_a_seed_are_not_further_seeds(tmp_path):
     (group,) = build(a, b).seed_groups
     assert (group.size, group.spread) == ("2 repeats", None)
     assert [line.label.rpartition(" · ")[2] for line in curves.choose(build(a, b))] == ["mean of 2 repeats"]
-    assert tables.seeds_rows(build(a, b))[1] == []
+    assert tables.seeds(build(a, b)).rows == []
     (group,) = build(a, b, c).seed_groups
     bests = {run.record.name: run.best for run in group.runs}
     assert group.size == "2 seeds, 3 runs"
     assert group.values == pytest.approx([(bests["a"] + bests["b"]) / 2, bests["c"]])
-    assert [row[2] for row in tables.seeds_rows(build(a, b, c))[1]] == ["0, 1"]
+    assert [row[2].text for row in tables.seeds(build(a, b, c)).rows] == ["0, 1"]
 
 
 def test_mean_over_seeds_is_of_finished_runs(tmp_path):
@@ -246,7 +246,7 @@ def test_run_without_a_finite_metric_has_epochs_and_spoils_no_mean(tmp_path):
     log = [entry | nothing if entry["split"] == "eval" else entry for entry in log]
     (diverged / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
     table = tables.all_runs(build(diverged, good))
-    assert [row[table.header.index("epochs")].text for row in table.rows] == ["10", "10"]
+    assert [row[table.header.index("epochs done")].text for row in table.rows] == ["10", "10"]
     (line,) = curves.choose(build(diverged, good))
     assert list(curves.points(line)["validation"]["values"]) == ["loss", "top1"]
     assert "Validation curves: no run has" in page.render(build(diverged))
@@ -263,7 +263,7 @@ def test_run_that_resumed_on_other_ranks_shows_all_and_has_no_speed_up(tmp_path)
     found = build(*folders)
     assert [run.ranks for run in found.runs] == ["1, then 2 ranks", "1 rank", "2 ranks"]
     assert len(found.seed_groups) == 3
-    rows = tables.speed_up_rows(found)[1]
+    rows = [[cell.text for cell in row] for row in tables.speed_up(found).rows]
     assert [(row[1], Path(row[-1]).name) for row in rows] == [("1", "one"), ("2", "two")]
     table = tables.all_runs(found)
     shown = {row[-1].text: row[table.header.index("ranks")].text for row in table.rows}

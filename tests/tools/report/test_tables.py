@@ -16,14 +16,18 @@ def of(folder, fakes):
     return run_set.build(reader.find([write_sweep(folder / "sweep", fakes)]))
 
 
+def texts(table):
+    return [[cell.text for cell in row] for row in table.rows]
+
+
 def test_runs_speed_up_seeds_and_problems(tmp_path):
     found = of(tmp_path, [Fake(), Fake(world=2, efficiency=0.8), Fake(lr=0.3, state="failed"), Fake(seed=1)])
     table = tables.all_runs(found)
     assert {len(row) for row in table.rows} == {len(table.header)}
-    _, rows = tables.speed_up_rows(found)
+    rows = texts(tables.speed_up(found))
     assert [row[1:5] for row in rows] == [["1", "1,000", "1.00×", "100.0 %"], ["2", "1,600", "1.60×", "80.0 %"]]
-    header, rows = tables.seeds_rows(found)
-    assert dict(zip(header, rows[0], strict=True))["seeds"] == "0, 1"
+    table = tables.seeds(found)
+    assert dict(zip(table.header, texts(table)[0], strict=True))["seeds"] == "0, 1"
     failed = next(run for run in found.runs if run.record.state == "failed")
     assert tables.problems(failed)[0] == "TrainingError (rank 0 at step 7): the loss became nan"
     assert tables.states(found.runs) == "3 finished, 1 failed"
@@ -38,7 +42,7 @@ def test_a_stopped_run_has_the_command_that_resumes_it(tmp_path, monkeypatch):
 
 def test_speed_is_the_mean_over_seeds(tmp_path):
     fakes = [Fake(seed=0), Fake(seed=1, speed=3000.0), Fake(seed=0, world=4, efficiency=0.5)]
-    _, rows = tables.speed_up_rows(of(tmp_path, fakes))
+    rows = texts(tables.speed_up(of(tmp_path, fakes)))
     assert [row[2:5] for row in rows] == [["2,000", "1.00×", "100.0 %"], ["2,000", "1.00×", "25.0 %"]]
 
 
@@ -52,12 +56,12 @@ def test_speed_is_the_mean_over_seeds(tmp_path):
     ],
 )
 def test_different_recipes_have_no_speed_up(tmp_path, other):
-    assert tables.speed_up_rows(of(tmp_path, [Fake(), Fake(world=2, **other)]))[1] == []
+    assert tables.speed_up(of(tmp_path, [Fake(), Fake(world=2, **other)])).rows == []
 
 
 def test_batches_are_compared_over_all_ranks(tmp_path):
     two = Fake(batch=128, world=2, settings={"batch.global": None, "batch.per_rank": 64})
-    assert len(tables.speed_up_rows(of(tmp_path, [Fake(batch=128), two]))[1]) == 2
+    assert len(tables.speed_up(of(tmp_path, [Fake(batch=128), two])).rows) == 2
 
 
 def test_different_devices_have_no_speed_up(tmp_path):
@@ -65,4 +69,4 @@ def test_different_devices_have_no_speed_up(tmp_path):
     content = json.loads((runs[1] / "provenance.json").read_text())
     content[0]["ranks"] = [{"host": "there", "device": "cuda:0", "name": "NVIDIA H100"}] * 2
     (runs[1] / "provenance.json").write_text(json.dumps(content))
-    assert tables.speed_up_rows(run_set.build(reader.find(runs)))[1] == []
+    assert tables.speed_up(run_set.build(reader.find(runs))).rows == []
