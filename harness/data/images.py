@@ -382,7 +382,6 @@ def _converted(image: torch.Tensor, channels: int) -> torch.Tensor:
     to_gray = channels == vision.GRAY and len(image) == vision.RGB
     if image.dtype == torch.uint8 and not to_gray:
         return image
-    from torchvision.transforms.v2 import functional  # late: its import takes long
-
+    functional = vision.torchvision("transforms.v2.functional")
     image = functional.to_dtype(image, torch.uint8, scale=True)
     return functional.rgb_to_grayscale(image) if to_gray else image

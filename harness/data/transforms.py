@@ -22,6 +22,7 @@ from torch import Tensor
 
 from harness.config import plugins, signatures
 from harness.config.transforms import TransformsSection, name_and_arguments
+from harness.data import vision
 from harness.data.reduced_jpeg import FILTERS, Region
 from harness.data.seeds import EVALUATION_SEED, seeded_torch
 from harness.errors import ConfigError, first_line, of_part, plural, similar
@@ -48,8 +49,7 @@ _TO_FLOAT = ("ToDtype", "ConvertImageDtype", "Normalize")
 def v2_classes() -> dict[str, Any]:
     """Return the classes of torchvision.transforms.v2, by name. Its import takes long, so only lists with entries need
     it."""
-    from torchvision.transforms import v2
-
+    v2 = vision.torchvision("transforms.v2")
     return {name: one for name, one in vars(v2).items() if inspect.isclass(one) and issubclass(one, v2.Transform)}
 
 
@@ -228,9 +228,7 @@ def describe(section: TransformsSection, example: Tensor, mean: list[float], std
 
 
 def _functional() -> Any:
-    from torchvision.transforms.v2 import functional  # late: its import takes long
-
-    return functional
+    return vision.torchvision("transforms.v2.functional")
 
 
 def _kind(step: Transform) -> str:

@@ -8,12 +8,13 @@ import os
 import re
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.config.places import IMAGE_STARTS
-from harness.errors import first_line
+from harness.errors import REINSTALL_TORCH, HarnessError, first_line
 
 _PNG, _IDAT = b"\x89PNG\r\n\x1a\n", b"IDAT"  # a PNG's first bytes, and the name of the chunks that have its pixels
 
@@ -75,6 +76,14 @@ def read_file(path: str) -> Tensor:
     return content
 
 
+def torchvision(module: str) -> Any:
+    """Return the module of torchvision with this name. Call it late: its import takes long. Raises HarnessError."""
+    try:
+        return importlib.import_module(f"torchvision.{module}")
+    except (ImportError, OSError, RuntimeError) as error:  # a library is missing; built for another torch
+        raise HarnessError(f"torchvision cannot be imported: {first_line(error)}", hint=REINSTALL_TORCH) from error
+
+
 def _load_decoder() -> None:
     found = importlib.util.find_spec("torchvision")
     for folder in (found.submodule_search_locations or ()) if found else ():
@@ -85,7 +94,7 @@ def _load_decoder() -> None:
                 continue
             if hasattr(torch.ops.image, "decode_image"):
                 return
-    importlib.import_module("torchvision.io")  # which loads it, or says what is wrong
+    torchvision("io")  # which loads it, or says what is wrong
 
 
 _load_decoder()

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from harness.config import plugins
 from harness.config.schema import Config
 from harness.config.targets import LabelledTask, TableTask
-from harness.data.images import ImageTable
 from harness.data.loader import Loader
 from harness.distributed import signals
 from harness.distributed.launch_env import Launch, detect
@@ -183,7 +182,8 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         return stop.exit_code
     seconds = time.perf_counter() - start
     if written.bad:
-        named = task.eval.named(written.bad, _NAMED) if isinstance(task.eval, ImageTable) else written.bad[:_NAMED]
+        name_rows = getattr(task.eval, "named", None)  # of tables of images
+        named = name_rows(written.bad, _NAMED) if name_rows else written.bad[:_NAMED]
         log.warning("images that could not be read: %d; their rows have no prediction: %s", len(written.bad), named)
     ranks = plural(runtime.world_size, "rank")
     rate = written.rows / seconds

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +14,15 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
+from harness.data import transforms
 from harness.data.batch import Batch
 from harness.data.image_files import ImageFiles
 from harness.data.images import ImageTable, in_order
 from harness.data.row_labels import ClassLabels
 from harness.data.table.table import open_table
-from harness.errors import ConfigError, DataError
+from harness.errors import REINSTALL_TORCH, ConfigError, DataError, HarnessError
+from harness.training.models import model_builder, weights
+from tests.conftest import ROOT
 from tests.fixtures import write_rows
 
 Image = pytest.importorskip("PIL.Image")
@@ -390,3 +395,39 @@ def test_skipped_rows_do_not_read_the_csv(tmp_path, monkeypatch):
     )
     assert images.batch(np.arange(4), epoch=0).bad == [2]
     assert images.batch(np.arange(4), epoch=None).bad == [2]
+
+
+def test_only_images_need_a_torchvision_that_can_be_imported(tmp_path):
+    fault = "operator torchvision::nms does not exist"
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(f"raise RuntimeError({fault!r})")
+    program = """
+import harness.inference.trained_model, harness.training.loop
+from harness.errors import HarnessError
+for module in ("harness.data.vision", "harness.tasks.image_csv.task"):
+    try:
+        __import__(module)
+    except HarnessError as error:
+        print(error)
+"""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=250
+    )
+    told = f"torchvision cannot be imported: {fault}\n  -> {REINSTALL_TORCH}\n"
+    assert (done.stdout, done.stderr) == (told * 2, "")
+
+
+@pytest.mark.parametrize(
+    ("module", "use"),
+    [
+        ("models", lambda: model_builder.find("resnet19")),
+        ("models", lambda: weights._published("DEFAULT", "resnet19")),
+        ("transforms.v2", transforms.v2_classes.__wrapped__),
+        ("transforms.v2.functional", transforms._functional),
+    ],
+)
+def test_each_part_of_torchvision_may_fail(module, use, monkeypatch):
+    monkeypatch.setitem(sys.modules, f"torchvision.{module}", None)
+    with pytest.raises(HarnessError, match="torchvision cannot be imported: .*\n  -> .*--force-reinstall torch"):
+        use()

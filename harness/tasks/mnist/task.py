@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.transforms import TransformsSection
-from harness.data import transforms
+from harness.data import transforms, vision
 from harness.data.arrays import ImageArrays, map_idx
 from harness.errors import DataError
 from harness.tasks.mnist.config import Task
@@ -21,8 +21,7 @@ from harness.training.task import Arrays, Classification, ModelSection, model_bu
 
 def open_data(task: Task, seed: int, cache_dir: Path | None) -> Images:
     """Map the images in ``task.root``. Raises HarnessError."""
-    from torchvision import datasets  # late: its import takes long
-
+    datasets = vision.torchvision("datasets")
     names = getattr(datasets, task.kind).classes  # MNIST's are "0 - zero"
     classes = tuple(name.split(" - ")[0] for name in names)
     train, evaluated = _rows(task, "train", task.train_rows), _rows(task, "t10k", task.eval_rows)

@@ -84,8 +84,10 @@ def _load() -> tuple[np.ndarray, pd.DataFrame, pd.DataFrame]:
 
 def _write(folder: Path) -> tuple[int, int]:
     import torch
-    from torchvision.io import write_png
 
+    from harness.data import vision  # late: as torch
+
+    write_png = vision.torchvision("io").write_png
     images, train, validation = _load()
     for index, image in enumerate(images):
         write_png(torch.from_numpy(image)[None], str(folder / "images" / f"{index:04d}.png"))

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from harness.config.places import is_url
 from harness.data.names import clean
@@ -60,16 +59,12 @@ def mnist(folder: Path, source: str | None) -> str:
 
     This and the other two return sentences to print.
     """
-    from torchvision.datasets import MNIST
-
-    return _idx("mnist", MNIST, folder, source)
+    return _idx("mnist", "MNIST", folder, source)
 
 
 def fashion_mnist(folder: Path, source: str | None) -> str:
     """Store FashionMNIST (70,000 images of clothes) below ``folder``."""
-    from torchvision.datasets import FashionMNIST
-
-    return _idx("fashion_mnist", FashionMNIST, folder, source)
+    return _idx("fashion_mnist", "FashionMNIST", folder, source)
 
 
 def pet_names(folder: Path, source: str | None) -> str:
@@ -106,10 +101,12 @@ def _names_of_json(content: bytes) -> list[str]:
     return [name for given in json.loads(content) if (name := clean(given))]
 
 
-def _idx(name: str, kind: Any, folder: Path, source: str | None) -> str:
-    """Store the four files of MNIST or FashionMNIST, packed and unpacked, in the folder of torchvision's ``kind``."""
-    from torchvision.datasets.utils import check_integrity
+def _idx(name: str, kind_name: str, folder: Path, source: str | None) -> str:
+    """Store the four files of torchvision's class ``kind_name``, packed and unpacked, in its folder."""
+    from harness.data import vision  # late: loads torch
 
+    kind = getattr(vision.torchvision("datasets"), kind_name)
+    check_integrity = vision.torchvision("datasets.utils").check_integrity
     raw = folder / kind.__name__ / "raw"
     for file, md5 in kind.resources:
         places = _places(file, source) if source else [mirror + file for mirror in kind.mirrors]

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from harness.distributed import machine
 from harness.distributed.network import address_of, interface_towards
-from harness.errors import EXIT_DONE, EXIT_USAGE, plural
+from harness.errors import EXIT_DONE, EXIT_USAGE, REINSTALL_TORCH, plural
 from harness.version import __version__
 
 DISTRIBUTION = "apex-harness"
@@ -92,8 +92,7 @@ def torch(system: System) -> Iterator[Finding]:
         try:
             found = importlib.import_module(name)
         except (ImportError, OSError, RuntimeError) as error:  # a library is missing; built for another torch
-            remedy = "python -m pip install --force-reinstall torch torchvision  # together: their versions must match"
-            yield Finding("torch", "problem", f"{name} cannot be imported: {error}", (remedy,))
+            yield Finding("torch", "problem", f"{name} cannot be imported: {error}", (REINSTALL_TORCH,))
             return
         yield Finding("torch", "ok", f"{name} {found.__version__}")
 

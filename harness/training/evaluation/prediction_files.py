@@ -84,9 +84,9 @@ class FilesFolder:
 def read(path: Path) -> Any:
     """Return the array in ``path``, which ``RowFiles`` wrote; a dictionary of several."""
     if path.suffix == ".png":
-        from torchvision.io import decode_image
+        from harness.data import vision  # late: only images need torchvision
 
-        image: np.ndarray = decode_image(str(path)).numpy()
+        image: np.ndarray = vision.torchvision("io").decode_image(str(path)).numpy()
         return image[0] if len(image) == 1 else image
     with np.load(path) as content:
         arrays = {name: content[name] for name in content.files}
@@ -94,7 +94,7 @@ def read(path: Path) -> Any:
 
 
 def _png(value: Any, what: str) -> bytes:
-    from torchvision.io import encode_png
+    from harness.data import vision  # late: only images need torchvision
 
     try:
         image = given = torch.as_tensor(value).cpu()
@@ -107,7 +107,8 @@ def _png(value: Any, what: str) -> bytes:
             f"{what} has an array of {given.dtype} and shape {tuple(given.shape)}, which is no PNG",
             hint="return uint8 of shape (height, width) or (3, height, width), or use kind='npz'",
         )
-    return encode_png(image.contiguous()).numpy().tobytes()
+    png: np.ndarray = vision.torchvision("io").encode_png(image.contiguous()).numpy()
+    return png.tobytes()
 
 
 def _npz(value: Any, what: str) -> bytes:

@@ -195,8 +195,9 @@ def find(name: str) -> tuple[Callable[..., nn.Module], str]:
         if not plugins.makes(make, nn.Module):
             raise plugins.wrong_kind(name, "torch.nn.Module", "model.name")
         return make, ""
-    from torchvision import models  # late: its import takes long
+    from harness.data import vision  # late: only this needs torchvision
 
+    models = vision.torchvision("models")
     if name in models.list_models():
         return models.get_model_builder(name), "torchvision"
     built_in = plugins.names("model")

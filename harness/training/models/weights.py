@@ -166,8 +166,9 @@ def _published(weights: str, model: str) -> Callable[[], WeightsFile]:
     """Return what gets the weights that the library of ``model`` publishes. Raises ConfigError."""
     if model.startswith(TIMM):
         return partial(_of_timm, weights, model)
-    from torchvision import models  # late: its import takes long
+    from harness.data import vision  # late: only this needs torchvision
 
+    models = vision.torchvision("models")
     if model not in models.list_models():
         raise ConfigError(
             f"model {model} has no published weights, and {weights} is not a file",
