@@ -65,8 +65,8 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
             rng.seed_all(INITIAL_WEIGHTS, config.seed)  # for what their constructors draw
             own_hooks = hooks.build(config.hooks)
             resumes = bool(config.checkpoint.named or checkpoint.steps(folder.checkpoints.folder))
-            for find in names(config, weights=runtime.rank == 0 and not resumes):
-                find()
+            for check in name_checks(config, weights=runtime.rank == 0 and not resumes):
+                check()
             located = trained_run.with_copies(config, folder.path) if resumes else config
         task = open_task(located, runtime)
         for note in runtime.patiently("looking at the data", lambda: task.notes if runtime.rank == 0 else ()):
@@ -101,12 +101,14 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     return run
 
 
-def names(config: Config, weights: bool = True) -> Iterator[Callable[[], object]]:
-    """Yield what raises ConfigError for the name of an optimizer, a model or its ``weights`` that needs no data to be
-    refused."""
-    yield partial(optim.find, config.optimizer.name, strategy_class(config.parallel).shards)
+def name_checks(config: Config, weights: bool = True) -> Iterator[Callable[[], None]]:
+    """Yield checks that raise ConfigError for the name of an optimizer, a model or its ``weights`` that needs no data
+    to be refused."""
 
-    def of_model() -> bool:
+    def of_optimizer() -> None:
+        optim.find(config.optimizer.name, strategy_class(config.parallel).shards)
+
+    def of_model() -> None:
         name, chosen = config.model.name, config.model.start_weights
         if "." not in config.task.name and not name.startswith(HUB):  # the user's own task may have models of its own
             model_builder.find(name)
@@ -114,9 +116,8 @@ def names(config: Config, weights: bool = True) -> Iterator[Callable[[], object]
             from harness.training.models import weights as files  # late: few runs need it
 
             files.located(str(chosen), name)
-        return True
 
-    yield of_model
+    yield from (of_optimizer, of_model)
 
 
 def divide(config: Config, task: OpenedTask, runtime: Runtime) -> tuple[LogicalRanks, Sizes]:
@@ -189,7 +190,7 @@ def with_optimizer(
         if config.optimizer.larc is not None:
             optimizer = amp.larc(optimizer, config.optimizer.larc)
         sizes.schedule.require_momentum(optimizer)
-        gradient_hook = on_gradients.of_run(config, model, optimizer, parallel.device)
+        gradient_hook = on_gradients.build(config, model, optimizer, parallel.device)
         model, optimizer = amp.initialize(model, optimizer)
         optim.start_momentum(optimizer)
     # After amp, which changes the types of the weights whose gradients are averaged.
@@ -261,14 +262,14 @@ def rehearse(config: Config, world_size: int) -> None:
     could not start on ``world_size`` ranks."""
     strategy_class(config.parallel).check_world(config.parallel, world_size)
     hooks.build(config.hooks)
-    for find in names(config, weights=not config.checkpoint.named):
-        find()
+    for check in name_checks(config, weights=not config.checkpoint.named):
+        check()
     task = _opened(config)
     sizes = sizes_of(config, len(task.train), config.parallel.num_ranks(world_size))
     model = build_model(config, task)
     optimizer = optim.build(config.optimizer, trained_parameters.groups(config.optimizer, model, sizes.lr), sizes.lr)
     sizes.schedule.require_momentum(optimizer)
-    on_gradients.of_run(config, model, optimizer, torch.device("cpu"))
+    on_gradients.build(config, model, optimizer, torch.device("cpu"))
     require_mixable(config, task)
 
 

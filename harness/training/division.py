@@ -63,7 +63,7 @@ def sizes_of(config: Config, num_rows: int, num_ranks: int) -> Sizes:
     in_epochs = steps * config.train.epochs if config.train.epochs else None
     total_steps = min(filter(None, [in_epochs, config.train.max_steps]))
     lr = optim.scaled_lr(config.optimizer, per_rank * num_ranks)
-    schedule = own_schedule.of_run(config, lr / config.optimizer.lr, steps, total_steps)
+    schedule = own_schedule.build(config, lr / config.optimizer.lr, steps, total_steps)
     schedule.require_fit(in_epochs or total_steps)
     schedule.require_call()
     largest_shard = -(-num_rows // num_ranks)

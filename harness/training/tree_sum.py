@@ -3,10 +3,17 @@
 Floating-point addition commutes, but its result depends on the grouping. So all numbers of N logical ranks are added
 up in one binary tree: node (k, i) covers the leaves i * 2^k to (i + 1) * 2^k - 1. It is the sum of the nodes (k - 1,
 2i) and (k - 1, 2i + 1), or equals the first where the second has no leaves. Process r of W holds the leaves of
-``block``. It adds up what it can, like a binary counter, and keeps the roots of its subtrees: of 6 leaves, (1, 0) and
-(0, 2) after three; (2, 0) after four, as (0, 3) completes (1, 1), and that (2, 0). The processes then
-exchange pieces of these, each completes the tree for one piece, and all gather the pieces: 2 * (W - 1) / W of the
-size, as a ring does, where each block is one subtree. Few numbers are gathered whole.
+``block``. It adds up what it can, like a binary counter, and keeps the roots of its subtrees. After each of 6 leaves:
+
+    leaf 0    (0, 0)
+    leaf 1    (1, 0)              the sum of leaves 0 and 1
+    leaf 2    (1, 0), (0, 2)
+    leaf 3    (2, 0)              leaf 3 completes (1, 1), and that (2, 0)
+    leaf 4    (2, 0), (0, 4)
+    leaf 5    (3, 0)              the sum of all: leaf 5 completes (1, 2), which is (2, 1) and completes (3, 0)
+
+The processes then exchange pieces of their roots, each completes the tree for one piece, and all gather the pieces:
+2 * (W - 1) / W of the size, as a ring does, where each block is one subtree. Few numbers are gathered whole.
 """
 
 from __future__ import annotations

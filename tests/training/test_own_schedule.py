@@ -84,7 +84,7 @@ def made(tmp_path, monkeypatch):
         assert loader.load(path, ["optimizer.lr=1.0", *overrides]) == config
         path.write_text(loader.to_text(config))
         assert loader.load(path).schedule == config.schedule  # config.yaml of a run folder
-        schedule = own_schedule.of_run(config, 2.0, 10, total)
+        schedule = own_schedule.build(config, 2.0, 10, total)
         schedule.require_call()
         return schedule
 

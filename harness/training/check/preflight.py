@@ -59,6 +59,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PACE_S = 10.0  # for another training step, to estimate how long the run takes
+_NO_TRIAL = "a training step and an evaluation (because of the errors)"
 _ROWS = 4  # of each split that take a step, or are evaluated
 
 
@@ -110,7 +111,10 @@ class _Examination:
         name = config.train.on_gradients
         has_function = name is None or attempt(on_gradients.find, name) is not None
         own_hooks = attempt(hooks.build, config.hooks)
-        wrong_names = sum(attempt(find) is None for find in build.names(config)) > 0
+        num_errors = len(self.errors)
+        for check in build.name_checks(config):
+            attempt(check)
+        wrong_names = len(self.errors) > num_errors
         task = self._open_task(look_at_files=not wrong_names)
         sizes = (
             attempt(division.sizes_of, config, len(task.train), config.parallel.num_ranks(self.world_size))
@@ -122,7 +126,7 @@ class _Examination:
             attempt(lambda: strategy_class(config.parallel).check_world(config.parallel, self.world_size))
             return
         model = attempt(build.build_model, config, task) if task else None
-        untried = ["a training step and an evaluation (because of the errors)"]
+        untried = [_NO_TRIAL]
         if model is not None and task is not None:
             self._examine_model(model, task, device)
         optimizer = self._build_optimizer(model, sizes)
@@ -224,7 +228,7 @@ class _Trial:
     """What is probably wrong with the loss or the metrics, in words, each under its place or kind."""
 
     def __post_init__(self) -> None:
-        self.untried = ["a training step and an evaluation (because of the errors)"]
+        self.untried = [_NO_TRIAL]
 
     def run(self, facts: dict[str, Any]) -> None:
         """Take a step and evaluate, for at most ``limit_s`` seconds. Add to ``facts`` what was tried, and what CUDA
@@ -399,7 +403,7 @@ def _train(run: _Trial, audit: Audit) -> str:
         run.kept = kept
         with _stage("the backward pass", "training"):
             loss.backward()
-        if own := on_gradients.of_run(run.config, run.model, run.optimizer, torch.device("cpu")):
+        if own := on_gradients.build(run.config, run.model, run.optimizer, torch.device("cpu")):
             with _stage(f"the function {run.config.train.on_gradients}", "training"):
                 own([param for group in run.optimizer.param_groups for param in group["params"]], 0)
         with _stage(f"the optimizer {run.config.optimizer.name}", "training"):

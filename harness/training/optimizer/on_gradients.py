@@ -45,7 +45,7 @@ class OnGradients:
             )
 
 
-def of_run(
+def build(
     config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> OnGradients | None:
     """Return the function that ``config`` names, for the parameters of ``optimizer``; None if it names none. Call it

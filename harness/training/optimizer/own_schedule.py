@@ -26,18 +26,18 @@ from harness.training.own_state import require_plain
 _FORESEEN = 100_000  # updates whose rates are computed before the run, in about a second
 
 
-def of_run(config: Config, scale: float, steps_per_epoch: int, total_steps: int) -> Schedule:
+def build(config: Config, scale: float, steps_per_epoch: int, total_steps: int) -> Schedule:
     """Return the schedule of ``config``: ``scale`` is the factor of ``optimizer.lr_scaling``."""
     section, base = config.schedule, config.optimizer.lr
     if "." not in section.name:
         return Schedule(section, base, scale, steps_per_epoch, total_steps)
     if not schedules.find(section.name).makes_scheduler:
-        return OfFunction(section, base, scale, steps_per_epoch, total_steps)
+        return FunctionSchedule(section, base, scale, steps_per_epoch, total_steps)
 
     def optimizer() -> torch.optim.Optimizer:
         return optim.build(config.optimizer, [nn.Parameter(torch.zeros(1))], base)
 
-    return OfScheduler(section, base, scale, steps_per_epoch, total_steps, optimizer)
+    return SchedulerSchedule(section, base, scale, steps_per_epoch, total_steps, optimizer)
 
 
 class OwnSchedule(Schedule):
@@ -84,7 +84,7 @@ class OwnSchedule(Schedule):
         raise NotImplementedError
 
 
-class OfFunction(OwnSchedule):
+class FunctionSchedule(OwnSchedule):
     """``function(update, total, **args)``, which returns the factor of ``optimizer.lr``."""
 
     def _after_warmup(self, update: int) -> tuple[float, float | None]:
@@ -99,7 +99,7 @@ class OfFunction(OwnSchedule):
 
 
 @dataclass(frozen=True)
-class OfScheduler(OwnSchedule):
+class SchedulerSchedule(OwnSchedule):
     """An LRScheduler, stepped once for each applied update. ``make_optimizer`` returns an optimizer with the settings
     of the run's, for one number: the scheduler changes only that, and what it sets is copied to the run's."""
 
@@ -139,7 +139,7 @@ class OfScheduler(OwnSchedule):
 
 
 class _Stepped:
-    """A torch ``scheduler``, and how many updates it was stepped."""
+    """A torch ``scheduler``, and how many ``updates`` it was stepped."""
 
     def __init__(self, scheduler: Any, name: str) -> None:
         if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
