@@ -18,13 +18,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from harness.engines import launch
-from harness.engines.dask import cluster_run
+from harness.engines.dask import cluster_run, run_files
 from harness.engines.dask import worker as on_worker
 from harness.errors import ConfigError, LaunchError
 from harness.runs import run_dir
@@ -79,7 +80,7 @@ class FullDisk:
 def ended(tmp_path):
     """A run without a cluster whose only rank has ended; ``.called`` has the functions that ran on the worker."""
     run = cluster_run.ClusterRun.__new__(cluster_run.ClusterRun)
-    place = {"worker": "tcp://w:1", "host": "w", "scratch": "/scratch/job"}
+    place = on_worker.Place("tcp://w:1", "w", 1, "/scratch/job", None, True)
     run.called, nothing = [], lambda *_: None
     run._client = SimpleNamespace(
         status="running", cancel=nothing, unsubscribe_topic=nothing, nthreads=lambda workers: dict.fromkeys(workers, 1),
@@ -136,17 +137,18 @@ def test_events_that_come_early(restarted, tmp_path, stripes, monkeypatch):
     numbered."""
     order = cluster_run._order
 
-    def order_later(place):
+    def order_later(task):
         if restarted:
-            subscribed[0]((0.0, place))
-        return order(place)
+            subscribed[0]((0.0, asdict(on_worker.TaskEvent(task.key, task.place))))
+        return order(task)
 
     monkeypatch.setattr(cluster_run, "_order", order_later)
     monkeypatch.setattr(cluster_run.ClusterRun, "_start", lambda run, shared: None)
     subscribed = []
 
     def submit(*_, key, **__):
-        subscribed[0]((0.0, {"key": key, "worker": "tcp://w:1", "host": "w", "sees": True}))
+        place = on_worker.Place("tcp://w:1", "w", 1, "/scratch/job", None, True)
+        subscribed[0]((0.0, asdict(on_worker.TaskEvent(key, place))))
         return SimpleNamespace(status="pending", key=key)
 
     client = SimpleNamespace(
@@ -229,14 +231,14 @@ class Disks:
 
 @pytest.fixture
 def apart(tmp_path):
-    """The run folders of the client, of rank 0 and of rank 1, on three disks, and the Files between them."""
+    """The run folders of the client, of rank 0 and of rank 1, on three disks, and the RunFiles between them."""
     folders = [tmp_path / name / "run" for name in ("client", "one", "two")]
     for folder in folders:
         folder.mkdir(parents=True)
     disks, checkpoints = Disks(), Checkpoints(folders[0] / "checkpoints", 2)
     there = {name: str(folder) for name, folder in zip(("one", "two"), folders[1:], strict=True)}
     return SimpleNamespace(
-        disks=disks, files=cluster_run.Files(disks, checkpoints, there, {"one": [0], "two": [1]}), folders=folders
+        disks=disks, files=run_files.RunFiles(disks, checkpoints, there, {"one": [0], "two": [1]}), folders=folders
     )
 
 
@@ -321,7 +323,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_copied_leaves_nothing(apart):
 
         left = itertools.count(request, -1)
         apart.disks.before = lambda left=left: next(left) == 1 and shutil.rmtree(first / "checkpoints" / "step-10")
-        files = cluster_run.Files(
+        files = run_files.RunFiles(
             apart.disks, Checkpoints(client / "checkpoints", 2), {"one": str(first)}, {"one": [0]}
         )
         files.fetch(["one"])

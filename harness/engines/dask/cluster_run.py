@@ -1,41 +1,38 @@
 """The client's side of a run on a Dask cluster: places the ranks, starts them, follows them and stops them.
 
 Each rank is a task (``worker.supervise``) that Dask places like any other and that occupies a thread of its worker.
-Training starts once all of them run. ``Files`` copies the run folder if no disk is shared.
+Training starts once all of them run. ``RunFiles`` copies the run folder if no disk is shared.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from harness.config import loader
 from harness.distributed.launch_env import Launch, environment
 from harness.distributed.monitor import EngineReport, tell
 from harness.distributed.rank_exit import RankExit
-from harness.distributed.threads import Background
+from harness.distributed.threads import Background, thread
 from harness.distributed.worker_group import KILL_S, PEERS_S
 from harness.engines.base import Job
 from harness.engines.dask import worker as on_worker
+from harness.engines.dask.run_files import RunFiles
 from harness.errors import LaunchError, plural, reason, remedy
-from harness.runs import layout
-from harness.runs.checkpoint import damage
-from harness.runs.checkpoints import Checkpoints
 from harness.runs.exit_files import ExitFiles
-from harness.runs.files import replacing
 from harness.runs.run_dir import RunFolder
-from harness.runs.storage import LocalStore, copy_run
 
 BY = "harness launch, engine dask"
 _PREFIX = "apex-harness-"
@@ -43,18 +40,16 @@ _FETCH_S = 2.0  # between two copies of what is new in a run folder elsewhere; m
 _LOOK_S = 1.0  # between two checks of which workers are alive
 _ORPHAN_S = 15.0  # harness.distributed.watchdog ends a rank within 13 s of its worker's death
 _POLL_S = 0.1
-_OF_CLIENT = (layout.CONFIG, layout.FAILURE)  # not fetched: a failure is judged from the exit records
-
-_Event = dict[str, Any]  # {"rank": 0, and worker=ADDRESS, or lines=[…] that it prints, or exit=CODE}
+_EVENT = TypeAdapter(on_worker.TaskEvent)
 
 
 @dataclass
 class _Task:
-    """A rank's task. Its ``place`` is the first event of ``worker.supervise``."""
+    """The task of a rank, as the client knows it."""
 
     key: str
     future: Any = None
-    place: dict[str, Any] | None = None
+    place: on_worker.Place | None = None
     exit: int | None = None
     lost_at: float | None = None
 
@@ -75,7 +70,7 @@ class ClusterRun:
         self._looked_at = 0.0
         self._folder = RunFolder(job.folder, job.config.checkpoint.keep)
         self._exit_files = ExitFiles(self._folder.path)
-        self._files: Files | None = None
+        self._files: RunFiles | None = None
         self._ended = threading.Event()
         try:
             shared = self._place()
@@ -109,8 +104,8 @@ class ClusterRun:
                     raise self._too_few(settings.resources, settings.timeout_s)
                 time.sleep(_POLL_S / 2)
         # A new list: one that is being sorted is empty to _receive.
-        self._tasks = sorted(self._tasks, key=lambda task: _order(task.place or {}))
-        return all(place["sees"] for place in self._places)
+        self._tasks = sorted(self._tasks, key=_order)
+        return all(place.sees_marker for place in self._places)
 
     def _too_few(self, resources: dict[str, float], waited_s: float) -> LaunchError:
         threads, busy = self._client.nthreads(), self._client.processing()
@@ -131,35 +126,35 @@ class ClusterRun:
         job, places = self._job, self._places
         if copied := not shared and not job.url:
             self._send_files(places)
-        groups = [(place["host"], place["devices"]) for place in places]  # ranks that see the same devices share them
+        groups = [(place.host, place.devices) for place in places]  # ranks that see the same devices share them
         sizes, placed = Counter(groups), Counter[Any]()
         for rank, (task, place, group) in enumerate(zip(self._tasks, places, groups, strict=True)):
             launch = Launch(
-                rank, placed[group], len(groups), sizes[group], _host_of(places[0]["worker"]), places[0]["port"], BY,
+                rank, placed[group], len(groups), sizes[group], _host_of(places[0].worker), places[0].port, BY,
                 supervised=True,
             )  # fmt: skip
             placed[group] += 1
             overrides = []
             if copied:
-                overrides = [f"output={place['scratch']}/output"]
+                overrides = [f"output={place.scratch}/output"]
             elif not job.url:
                 overrides = [f"output={Path(job.config.output).absolute()}"]
             start = on_worker.RankJob(
                 rank, job.environ() | environment(launch), loader.to_text(job.config), tuple(overrides),
                 os.getcwd() if shared else "", job.settings.python, job.settings.grace_s,
             )  # fmt: skip
-            print(f"rank {rank}: worker {place['worker']} on {place['host']}", file=sys.stderr)
-            self._client.run(on_worker.tell, task.future.key, start, workers=[place["worker"]])
+            print(f"rank {rank}: worker {place.worker} on {place.host}", file=sys.stderr)
+            self._client.run(on_worker.tell, task.future.key, start, workers=[place.worker])
 
-    def _send_files(self, places: list[dict[str, Any]]) -> None:
+    def _send_files(self, places: list[on_worker.Place]) -> None:
         """Claim the run folder on this machine, as rank 0 does on a shared disk, and send its files to the workers."""
         self._folder.lock()  # the results of two starts must not mix
         if note := self._folder.claim(self._job.config):
             print(note, file=sys.stderr)
-        scratch = {place["worker"]: place["scratch"] for place in places}
-        ranks = {worker: [rank for rank, at in enumerate(places) if at["worker"] == worker] for worker in scratch}
+        scratch = {place.worker: place.scratch for place in places}
+        ranks = {worker: [rank for rank, at in enumerate(places) if at.worker == worker] for worker in scratch}
         folders = {worker: f"{folder}/output/{self._job.config.name}" for worker, folder in scratch.items()}
-        self._files = Files(self._client, self._folder.checkpoints, folders, ranks)
+        self._files = RunFiles(self._client, self._folder.checkpoints, folders, ranks)
         try:
             self._files.send()
         except OSError as error:
@@ -201,12 +196,12 @@ class ClusterRun:
         def run() -> None:
             alive = self._alive()
             for task in self._tasks:
-                if task.place and task.place["worker"] in alive:
+                if task.place and task.place.worker in alive:
                     with suppress(Exception):  # unreachable workers are gone, or their futures will report it
                         words = (task.future.key, on_worker.STOP)
-                        self._client.run(on_worker.tell, *words, workers=[task.place["worker"]])
+                        self._client.run(on_worker.tell, *words, workers=[task.place.worker])
 
-        threading.Thread(target=run, name="harness-stop", daemon=True).start()
+        thread(run, "harness-stop").start()
 
     def _is_running(self, rank: int) -> bool:
         task = self._tasks[rank]
@@ -245,8 +240,8 @@ class ClusterRun:
         with suppress(OSError, TimeoutError, RuntimeError):  # the client's status shows it at the next check
             alive = self._alive()
             for task in self._tasks:
-                if task.place and task.place["worker"] not in alive:
-                    self._lose([task], f"worker {task.place['worker']} on {task.place['host']} is gone")
+                if task.place and task.place.worker not in alive:
+                    self._lose([task], f"worker {task.place.worker} on {task.place.host} is gone")
 
     def _end_peers(self) -> None:
         """After a rank has failed, let the others end by themselves for a while; then stop them, then kill them."""
@@ -257,19 +252,16 @@ class ClusterRun:
             self._kills += 1
             self._stop_ranks()
 
-    def _receive(self, message: tuple[float, _Event]) -> None:
-        event = message[1]
-        if "key" in event:
-            task = next(task for task in self._tasks if task.key == event["key"])
-            if task.place is None:
-                task.place = event
-            else:  # Dask repeats a task whose worker died. One rank alone, without its peers, is useless.
-                self._lose([task], f"worker {task.place['worker']} on {task.place['host']} has restarted")
-            return
-        if "exit" in event:
-            self._tasks[event["rank"]].exit = event["exit"]
-        if "lines" in event:
-            tell("\n".join(event["lines"]))
+    def _receive(self, message: tuple[float, dict[str, Any]]) -> None:
+        event = _EVENT.validate_python(message[1])
+        task = next(task for task in self._tasks if task.key == event.key)
+        if event.place and task.place:  # Dask repeats a task whose worker died. One rank without its peers is useless.
+            self._lose([task], f"worker {task.place.worker} on {task.place.host} has restarted")
+        task.place = task.place or event.place
+        if event.exit is not None:
+            task.exit = event.exit
+        if event.lines:
+            tell("\n".join(event.lines))
 
     def _copy(self) -> Exception | None:
         """Copy what is new to this machine until the run has ended, and once more; return the last copy's error."""
@@ -295,12 +287,12 @@ class ClusterRun:
     # The cluster
 
     @property
-    def _places(self) -> list[dict[str, Any]]:
+    def _places(self) -> list[on_worker.Place]:
         return [task.place for task in self._tasks if task.place is not None]
 
     @property
     def _workers(self) -> list[str]:
-        return list(dict.fromkeys(place["worker"] for place in self._places))
+        return list(dict.fromkeys(place.worker for place in self._places))
 
     def _alive(self) -> list[str]:
         if self._client.status != "running":
@@ -315,7 +307,7 @@ class ClusterRun:
                 self._client.cancel([task.future for task in self._tasks if task.future is not None])
                 self._client.unsubscribe_topic(self._topic)
                 alive = self._alive()
-                for worker, scratch in {(place["worker"], place["scratch"]) for place in self._places}:
+                for worker, scratch in {(place.worker, place.scratch) for place in self._places}:
                     if worker in alive and keep:
                         tell(f"the results on worker {worker} are kept there, in {scratch}")
                     elif worker in alive:
@@ -324,9 +316,9 @@ class ClusterRun:
         self._closing.close()
 
 
-def _order(place: dict[str, Any]) -> tuple[str, ...]:
+def _order(task: _Task) -> tuple[str, ...]:
     """Return a sort key by which the ranks of a machine follow each other."""
-    return place["host"], place["worker"], place["key"]
+    return (task.place.host, task.place.worker, task.key) if task.place else ()
 
 
 def _host_of(address: str) -> str:
@@ -346,117 +338,3 @@ def _marker(job: Job) -> Iterator[str]:
         except OSError as error:
             raise LaunchError(f"a file cannot be written: {reason(error)}", where=output, hint=remedy(error)) from None
         yield str(Path(file.name).absolute())
-
-
-# The run folder of ranks that share no disk with the client
-
-
-class Files:
-    """Copies between the run folder of ``checkpoints`` and the folder of each worker: sent at the start, fetched while
-    it grows. ``ranks``: the ranks of each worker, rank 0's worker first.
-
-    ``copy_run`` keeps the client's folder resumable at any moment, even if the client is killed.
-    """
-
-    def __init__(self, client: Any, checkpoints: Checkpoints, folders: Mapping[str, str], ranks: Mapping[str, Any]):
-        self._checkpoints, self._ranks = checkpoints, ranks
-        self._local = LocalStore(checkpoints.folder.parent)
-        self._first = next(iter(ranks))
-        self._stores = {worker: WorkerStore(client, worker, folder) for worker, folder in folders.items()}
-        self._copied: dict[str, dict[str, str]] = {worker: {} for worker in ranks}
-
-    def send(self) -> None:
-        """Copy what a resume needs: the newest checkpoint to all workers, each rank's log to its worker, the rest to
-        rank 0's. Raises OSError."""
-        newest, best, files = self._checkpoints.newest(), self._checkpoints.named(layout.BEST), self._local.files()
-        without = (layout.FAILURE,) if newest else _OF_CLIENT  # a resume reads the recipe of the run's config.yaml
-        for worker, store in self._stores.items():
-            pointers = {layout.LATEST: newest.name} if newest else {}
-            if best and worker == self._first:
-                pointers[layout.BEST] = best
-            copy_run(self._local, store, self._chosen(worker, files, pointers, without), pointers)
-
-    def fetch(self, workers: Iterable[str]) -> None:
-        """Copy what has changed on ``workers`` to the client. Raises OSError if one of them goes away meanwhile."""
-        for worker in workers:
-            store = self._stores[worker]
-            pointers = {}
-            for pointer in (layout.BEST, layout.LATEST) if worker == self._first else ():
-                if name := store.read(f"{layout.CHECKPOINTS}/{pointer}").strip():
-                    pointers[pointer] = name
-            files = store.files()  # after the pointers: what they name is complete
-            chosen = self._chosen(worker, files, pointers, _OF_CLIENT)
-            copy_run(store, self._local, chosen, pointers, self._copied[worker], problem=self._damage)
-            if pointers:
-                for step in {*pointers.values()}:  # one that was removed there while it was copied
-                    if not (self._checkpoints.folder / step / layout.MANIFEST).exists():
-                        shutil.rmtree(self._checkpoints.folder / step, ignore_errors=True)
-                self._checkpoints.sweep()
-
-    def _chosen(
-        self, worker: str, files: Mapping[str, str], pointers: Mapping[str, str], without: Sequence[str]
-    ) -> dict[str, str]:
-        """Return the files to copy to or from ``worker``: its ranks' logs, the checkpoints that ``pointers`` name, and
-        for rank 0's worker all else except ``without``."""
-        logs = {name for rank in self._ranks[worker] for name in (layout.rank_log(rank), layout.rank_exit(rank))}
-
-        def fits(name: str) -> bool:
-            top, _, rest = name.partition("/")
-            if top == layout.CHECKPOINTS:
-                return rest.partition("/")[0] in pointers.values()
-            return rest in logs if top == layout.LOGS else worker == self._first and name not in without
-
-        return {name: mark for name, mark in files.items() if fits(name)}
-
-    def _damage(self, step: str) -> str | None:
-        return damage(self._checkpoints.folder / step)
-
-
-class WorkerStore:
-    """``folder`` on ``worker``, as a ``harness.runs.storage.Store``. Requests go through the scheduler, large files in
-    chunks. Methods raise OSError once the worker is gone."""
-
-    def __init__(self, client: Any, worker: str, folder: str) -> None:
-        self._client, self._worker, self._folder = client, worker, folder
-        self.where = f"{worker}:{folder}"
-
-    def files(self) -> dict[str, str]:
-        found: dict[str, str] = self._ask(LocalStore.files)
-        return found
-
-    def read(self, name: str) -> str:
-        return str(self._ask(LocalStore.read, name))
-
-    def write(self, name: str, text: str) -> None:
-        self._ask(LocalStore.write, name, text)
-
-    def remove(self, names: Iterable[str]) -> None:
-        self._ask(LocalStore.remove, list(names))
-
-    def get(self, name: str, target: Path) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as temporary, open(temporary, "wb") as file:
-            file.writelines(self._chunks(name))
-
-    def put(self, source: Path, name: str) -> None:
-        with open(source, "rb") as file:
-            size, offset = os.fstat(file.fileno()).st_size, 0
-            while offset < size or offset == 0:
-                chunk = file.read(on_worker.CHUNK_BYTES)
-                self._ask(on_worker.write_chunk, name, offset, chunk, offset + len(chunk) >= size)
-                offset += max(len(chunk), 1)
-
-    def _chunks(self, name: str) -> Iterator[bytes]:
-        offset, inode, more = 0, None, True
-        while more:
-            chunk, more, inode = self._ask(on_worker.read_chunk, name, offset, inode)
-            offset += len(chunk)
-            yield chunk
-
-    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        # Connecting to a worker that is gone would take half a minute.
-        if self._worker not in self._client.nthreads([self._worker]):
-            raise ConnectionError(f"worker {self._worker} is gone")
-        return self._client.run(on_worker.call, self._folder, function, *arguments, workers=[self._worker])[
-            self._worker
-        ]

@@ -1,7 +1,7 @@
 """The workers' side: a task that runs one rank.
 
 A rank is a process of its own, so a worker never imports torch. What a rank prints and logs is sent as events of the
-topic ``apex-harness-JOB``; other files are copied by ``cluster_run.Files``. The client talks to a task with
+topic ``apex-harness-JOB``; other files are copied by ``run_files.RunFiles``. The client talks to a task with
 ``tell``, next to it.
 """
 
@@ -14,8 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -51,6 +51,34 @@ class RankJob:
     grace_s: float
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the task of a rank runs."""
+
+    worker: str
+    """Its address."""
+    host: str
+    port: int
+    """A free one, at which the ranks meet if this is rank 0."""
+    scratch: str
+    """The job's folder on the worker."""
+    devices: str | None
+    """CUDA_VISIBLE_DEVICES of the worker."""
+    sees_marker: bool
+    """The client's disk is shared with the worker."""
+
+
+@dataclass(frozen=True)
+class TaskEvent:
+    """What a task tells the client: first its place, then the lines that the rank prints, then how that ended."""
+
+    key: str
+    place: Place | None = None
+    lines: Sequence[str] = ()
+    exit: int | None = None
+    """The exit code of the rank, or minus the signal that killed it."""
+
+
 _inboxes: dict[str, SimpleQueue[Any]] = {}  # of the tasks of this process, by key
 
 
@@ -68,9 +96,9 @@ def forget(scratch: str) -> None:
 def supervise(topic: str, marker: str) -> int:
     """Run a rank to its end; return its exit code, or minus the signal that killed it.
 
-    The first event has the place of the rank, and whether the client's file ``marker`` is visible there. Then the task
-    waits for its RankJob. If it is no longer wanted (it was cancelled, the client or the scheduler is gone, or the
-    worker is closing), the rank is asked to write a checkpoint and exit.
+    The task sends its Place (``marker`` is a file of the client), and waits for its RankJob. If it is no longer wanted
+    (it was cancelled, the client or the scheduler is gone, or the worker is closing), the rank is asked to write a
+    checkpoint and exit.
     """
     from distributed import get_worker
 
@@ -79,8 +107,8 @@ def supervise(topic: str, marker: str) -> int:
     inbox = _inboxes[key] = SimpleQueue()
     scratch = Path(worker.local_directory).absolute() / topic
 
-    def send(**facts: Any) -> None:
-        worker.log_event(topic, facts)
+    def send(**news: Any) -> None:
+        worker.log_event(topic, asdict(TaskEvent(key, **news)))
 
     def wanted() -> bool:
         task = worker.state.tasks.get(key)
@@ -91,18 +119,16 @@ def supervise(topic: str, marker: str) -> int:
     with socket.socket() as port:
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 sets it too, which lets both bind
         port.bind(("", 0))
-        send(
-            key=key, worker=worker.address, host=socket.gethostname(), port=port.getsockname()[1], scratch=str(scratch),
-            devices=os.environ.get("CUDA_VISIBLE_DEVICES"), sees=os.path.exists(marker),
-        )  # fmt: skip
+        devices, sees_marker = os.environ.get("CUDA_VISIBLE_DEVICES"), os.path.exists(marker)
+        host, number = socket.gethostname(), port.getsockname()[1]
+        send(place=Place(worker.address, host, number, str(scratch), devices, sees_marker))
         try:
             start = None
             while start is None:
                 start = _next(inbox)
                 if start == STOP or not wanted():
                     raise LaunchError("a rank was canceled before it started")
-            send(rank=start.rank, worker=worker.address)
-            code = _run(start, scratch, inbox, lambda **facts: send(rank=start.rank, **facts), wanted)
+            code = _run(start, scratch, inbox, lambda lines: send(lines=lines), wanted)
         except OSError as error:
             raise LaunchError(f"a rank cannot be started on {worker.address}: {error}") from None
         finally:
@@ -111,13 +137,18 @@ def supervise(topic: str, marker: str) -> int:
                 cleaning = threading.Timer(_KEEP_S, forget, [scratch])  # the client, which would do it, may be gone
                 cleaning.daemon = True
                 cleaning.start()
-    send(rank=start.rank, exit=code)
+    send(exit=code)
     return code
 
 
 def _run(
-    start: RankJob, scratch: Path, inbox: SimpleQueue[Any], send: Callable[..., None], wanted: Callable[[], bool]
+    start: RankJob,
+    scratch: Path,
+    inbox: SimpleQueue[RankJob | str],
+    send: Callable[[list[str]], None],
+    wanted: Callable[[], bool],
 ) -> int:
+    """Run the rank of ``start`` to its end, while it is ``wanted``; return its exit code. ``send``: for its lines."""
     folder = start.working_folder or os.getcwd()
     config, terminal = scratch / f"config-{start.rank}.yaml", scratch / f"terminal-{start.rank}.txt"
     scratch.mkdir(parents=True, exist_ok=True)
@@ -130,7 +161,7 @@ def _run(
 
     def send_lines(final: bool = False) -> bool:
         if lines := followed.read(final):
-            send(lines=[line.decode(errors="replace") for line in lines])
+            send([line.decode(errors="replace") for line in lines])
         return bool(lines)
 
     def poll() -> None:
