@@ -23,6 +23,7 @@ from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import RankExit
 from harness.engines import launch
 from harness.engines.torchrun import engine as torchrun
+from harness.engines.torchrun import rendezvous
 from harness.errors import ConfigError, LaunchError
 from harness.runs import exit_files
 from harness.runs.outcome import ExitCollector
@@ -74,9 +75,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_render(tmp_path, stripes, monkeypatch, shape):
-    monkeypatch.setattr(torchrun, "interface_towards", lambda *_, **__: "eth0")
-    monkeypatch.setattr(torchrun, "require_address", lambda _: "10.0.0.2")
-    monkeypatch.setattr(torchrun, "is_here", lambda _: False)
+    monkeypatch.setattr(rendezvous, "interface_towards", lambda *_, **__: "eth0")
+    monkeypatch.setattr(rendezvous, "require_address", lambda _: "10.0.0.2")
+    monkeypatch.setattr(rendezvous, "is_here", lambda _: False)
     config = str(write_config(tmp_path, stripes))
     text = torchrun.render(launch.plan(config, ["launch.engine=torchrun", *SHAPES[shape]]))
     text = text.replace(config, "CONFIG").replace(shlex.quote(sys.executable), "PYTHON")
@@ -141,14 +142,14 @@ def exit_of(rank, code):
 
 
 def test_error_files_of_the_newest_attempt_are_read(tmp_path):
-    assert torchrun.read_errors(tmp_path) == (0, [], None)
+    assert torchrun.newest_attempt(tmp_path) == (0, [], None)
     for attempt, codes in ((0, [70, 70]), (9, [0, 75]), (10, [65])):
         for rank, code in enumerate(codes):
             folder = tmp_path / "run_x" / f"attempt_{attempt}" / str(rank)
             folder.mkdir(parents=True)
             launch_ = Launch(rank + 4, world_size=8, error_file=str(folder / "error.json"))
             exit_files.write_for_torch(launch_, exit_of(rank + 4, code))
-    assert torchrun.read_errors(tmp_path) == (10, [exit_of(4, 65)], 8)
+    assert torchrun.newest_attempt(tmp_path) == (10, [exit_of(4, 65)], 8)
 
 
 # A launcher that stays when its ranks are gone
