@@ -66,6 +66,21 @@ class Stateful:
         self.value = state["value"]
 
 
+class ForgetsReturn(Stateful):
+    def state_dict(self):
+        self.saved = {"value": self.value}
+
+
+class MisspellsState(Stateful):
+    def state_dict(self):
+        return {"value": self.valeu}
+
+
+class MadeLater(MisspellsState):
+    def before_training(self, run):
+        self.valeu = 3
+
+
 class Draws:
     def __init__(self):
         self.drawn = torch.rand(3).tolist()
@@ -167,6 +182,22 @@ def test_their_state_is_plain_data(start, monkeypatch):
     what = re.escape(f"hooks.0: state_dict() of the hook {HERE}.Stateful['value'] is a collections.deque")
     with pytest.raises(TrainingError, match=what):
         checkpointing.save(run)
+
+
+def test_check_tries_their_state(tmp_path):
+    """Unless it may be made when training starts."""
+    write_rows(tmp_path, "train", 12)
+    write_rows(tmp_path, "eval", 4)
+    names = [f"{HERE}.{each.__name__}" for each in (ForgetsReturn, MisspellsState, MadeLater)]
+    config = make_config(tmp_path, hooks=names, train={"deterministic": False})
+    path = tmp_path / "x.yaml"
+    path.write_text(loader.to_text(config))
+    facts, found = preflight.examine(str(path), [], 1, 1.0)
+    forgets, misspells = map(str, found)
+    assert forgets.startswith(f"{path}:")
+    assert f"state_dict() of the hook {names[0]} returned None" in forgets
+    assert misspells.startswith(f"{at('self.valeu}')}the hook {names[1]} fails in state_dict: AttributeError")
+    assert "the methods of hooks except state_dict" in facts["not tried"]
 
 
 def test_an_error_names_the_line(start):

@@ -479,6 +479,13 @@ def test_errors_that_only_building_finds_name_the_line_of_the_setting(folder):
     assert problem.where == f"{folder}/train.csv"  # which says more about a table than the setting
 
 
+@pytest.mark.parametrize("other", ["model.name=linaer", "optimizer.groups=[{match: absent, lr_scale: 2}]"])
+def test_a_wrong_argument_of_the_optimizer_is_found_beside_another_error(folder, other):
+    _, problems = examine(folder, "optimizer={name: adamw, args: {betas: [0.9, 2]}}", other)
+    assert len(problems) == 2
+    assert "cannot build adamw: Invalid beta parameter at index 1: 2" in str(problems[1])
+
+
 def test_unreadable_configuration_is_the_only_error(folder):
     facts, problems = examine(folder, "train.epoch=3")
     assert facts == {}

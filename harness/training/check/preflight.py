@@ -111,6 +111,9 @@ class _Examination:
         name = config.train.on_gradients
         has_function = name is None or attempt(on_gradients.find, name) is not None
         own_hooks = attempt(hooks.build, config.hooks)
+        for hook in own_hooks.all if own_hooks else ():
+            if not hook.has(hooks.BEFORE_TRAINING):  # which may make its state
+                attempt(hooks.Hooks([hook]).state_dict)
         num_errors = len(self.errors)
         for check in build.name_checks(config):
             attempt(check)
@@ -122,6 +125,8 @@ class _Examination:
             else None
         )
         if wrong_names:
+            self._build_optimizer(None, None)  # which looks at its name again
+            self.errors = [*{str(error): error for error in self.errors}.values()]
             self.facts = {}  # a plan would hide the errors
             attempt(lambda: strategy_class(config.parallel).check_world(config.parallel, self.world_size))
             return
@@ -179,13 +184,13 @@ class _Examination:
             facts["batch norm"] = f"over {rows}"
 
     def _build_optimizer(self, model: nn.Module | None, sizes: division.Sizes | None) -> torch.optim.Optimizer | None:
-        """Return the optimizer of ``model``; without one, look only at its settings."""
-        section = self.config.optimizer
-        if model is None or sizes is None:
-            self.attempt(optim.build, section, [nn.Parameter(torch.zeros(1))], section.lr)
+        """Return the optimizer of ``model``; if there is none, or nothing to train, look only at its settings."""
+        section, attempt = self.config.optimizer, self.attempt
+        groups = attempt(trained_parameters.groups, section, model, sizes.lr) if model and sizes else None
+        if model is None or sizes is None or not groups:
+            attempt(optim.build, section, [nn.Parameter(torch.zeros(1))], section.lr)
             return None
-        groups = self.attempt(trained_parameters.groups, section, model, sizes.lr)
-        optimizer = self.attempt(optim.build, section, groups, sizes.lr) if groups else None
+        optimizer = attempt(optim.build, section, groups, sizes.lr)
         self.facts |= trained_parameters.describe(optimizer, model) if optimizer else {}
         return optimizer
 
@@ -314,6 +319,7 @@ class _Trial:
               if level != "O0" or self.device.type != "cpu" else []),
             *([f"{self.world_size} ranks (the trial is of one)"] if self.world_size > 1 else []),
             *(["model.compile"] if self.config.model.compile else []),
+            *(["the methods of hooks except state_dict"] if self.config.hooks else []),
         ]  # fmt: skip
 
     def require_memory(self, facts: dict[str, Any]) -> None:
