@@ -125,12 +125,10 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
 
 
 def warn_or_err(msg: str) -> None:
-    """Raise RuntimeError, or print a warning under ``amp._amp_state.hard_override``. Some scripts call it."""
+    """Raise RuntimeError, or log a warning under ``amp._amp_state.hard_override``. Some scripts call it."""
     from harness.apex.amp.state import _amp_state
 
-    if not _amp_state.hard_override:
-        raise RuntimeError(msg)
-    print(f"Warning: {msg}")
+    _amp_state.refuse(msg)
 
 
 def _exists(path: str) -> bool:

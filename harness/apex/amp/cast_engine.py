@@ -153,25 +153,23 @@ def disable_casts() -> Iterator[None]:
                 torch.set_autocast_enabled(device_type, enabled)
 
 
-class EnterModel:
+def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Forward pre-hook of a model under O1.
 
     Casts on the model's device too, if it has moved since ``initialize``. float64 tensors among the model's arguments
     become float32, unless the model has float64 parameters: operations do not cast float64, as Apex's did, so a script
     whose data is float64 (``numpy.array(images, dtype=float)``) would fail at its first layer.
     """
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        if getattr(module, "_is_replica", False):  # of DataParallel, in a thread of its own, without parameters
-            engine.enter_thread()
-        first = next(module.parameters(), None)
-        if first is None:
-            return None
-        engine.add(first.device.type)
-        if not any(map(_is_float64, (*args, *kwargs.values()))) or any(map(_is_float64, module.parameters())):
-            return None
-        args = tuple(arg.float() if _is_float64(arg) else arg for arg in args)
-        return args, {name: arg.float() if _is_float64(arg) else arg for name, arg in kwargs.items()}
+    if getattr(module, "_is_replica", False):  # of DataParallel, in a thread of its own, without parameters
+        engine.enter_thread()
+    first = next(module.parameters(), None)
+    if first is None:
+        return None
+    engine.add(first.device.type)
+    if not any(map(_is_float64, (*args, *kwargs.values()))) or any(map(_is_float64, module.parameters())):
+        return None
+    args = tuple(arg.float() if _is_float64(arg) else arg for arg in args)
+    return args, {name: arg.float() if _is_float64(arg) else arg for name, arg in kwargs.items()}
 
 
 def _is_float64(value: Any) -> bool:

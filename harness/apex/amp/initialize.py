@@ -117,18 +117,11 @@ def _reset_for(verbosity: int) -> None:
     _amp_state.opt_properties = Properties()
 
 
-def _refuse(message: str) -> None:
-    """Raise RuntimeError, or warn under ``_amp_state.hard_override``."""
-    if not _amp_state.hard_override:
-        raise RuntimeError(message)
-    messages.warn(f"Warning: {message}", always=True)
-
-
 def _select(opt_level: str, overrides: dict[str, Any]) -> tuple[Properties, str]:
     """Return the properties of ``opt_level`` with ``overrides``, and the text that announces them."""
     properties = level_properties(opt_level)
     text = f"Selected optimization level {opt_level}: {BRIEFS[opt_level]}\n{properties.table()}"
-    if apply_overrides(properties, overrides, _refuse):
+    if apply_overrides(properties, overrides, _amp_state.refuse):
         text += f"\nAfter applying overrides:\n{properties.table()}"
     return properties, text
 
@@ -182,7 +175,7 @@ def _check_model(model: nn.Module) -> None:
         return
     for kind, name, tensor in model_casts.floating_tensors(model):
         if tensor.dtype is torch.float16:
-            _refuse(
+            _amp_state.refuse(
                 f"Found {kind} {name} with dtype {tensor.dtype}, expected torch.float32 (on any device). Pass the "
                 "model in float32, since amp.initialize casts it: remove the .half(), or set "
                 "amp._amp_state.allow_incoming_model_not_fp32 = True."
@@ -219,7 +212,7 @@ def _prepare_model(model: nn.Module, properties: Properties, outputs: torch.dtyp
     elif outputs is not None:
         handles = model_casts.attach(model, None, outputs, fp32_state=False)
     if properties.patch_torch_functions and not isinstance(model, torch.jit.ScriptModule):  # which has no hooks
-        handles.append(model.register_forward_pre_hook(cast_engine.EnterModel(), with_kwargs=True))
+        handles.append(model.register_forward_pre_hook(cast_engine.enter_model, with_kwargs=True))
     _amp_state.models[model] = handles
 
 

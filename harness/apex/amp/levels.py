@@ -28,7 +28,7 @@ class Properties:
     @property
     def casts_functions(self) -> bool:
         """True for O1 and O4, which cast functions, not the model, and refuse the overrides that cast the model."""
-        return self.opt_level in ("O1", "O4")
+        return self.patch_torch_functions_type is not None
 
     def table(self) -> str:
         """Return one ``name : value`` line per property, as Apex prints them."""

@@ -1,13 +1,14 @@
 """Casts of whole models, of their inputs and outputs, and of their state dicts (contract 3.1, 3.4, 3.5).
 
-Inputs and outputs are cast by forward hooks whose objects hold a dtype and nothing else, so a deep copy or a pickle of
-the model is independent of the original. ``model.forward(x)`` called directly runs no hooks: call ``model(x)``.
+Inputs and outputs are cast by forward hooks that hold a dtype and nothing else, so a deep copy or a pickle of the model
+is independent of the original. ``model.forward(x)`` called directly runs no hooks: call ``model(x)``.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -77,25 +78,14 @@ def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
     return result
 
 
-class CastInputs:
-    """A forward pre-hook, which casts positional and keyword arguments to ``dtype``."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        args = tuple(cast_tree(arg, self.dtype) for arg in args)
-        return args, {name: cast_tree(arg, self.dtype) for name, arg in kwargs.items()}
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook, after ``dtype``: casts positional and keyword arguments."""
+    return tuple(cast_tree(arg, dtype) for arg in args), {name: cast_tree(arg, dtype) for name, arg in kwargs.items()}
 
 
-class CastOutputs:
-    """A forward hook, which casts the result to ``dtype``."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return cast_tree(output, self.dtype)
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook, after ``dtype``: casts the result."""
+    return cast_tree(output, dtype)
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
@@ -144,9 +134,9 @@ def attach(
     """
     handles: list[RemovableHandle] = []
     if inputs is not None:
-        handles.append(model.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True))
+        handles.append(model.register_forward_pre_hook(functools.partial(_cast_inputs, inputs), with_kwargs=True))
     if outputs is not None:
-        handles.append(model.register_forward_hook(CastOutputs(outputs)))
+        handles.append(model.register_forward_hook(functools.partial(_cast_output, outputs)))
     if fp32_state:
         handles += [module.register_state_dict_post_hook(_export_fp32) for module in model.modules()]
     return handles

@@ -39,6 +39,12 @@ class AmpState:
         """The initialized models, with the handles of their hooks."""
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
+    def refuse(self, message: str) -> None:
+        """Raise RuntimeError, or warn under ``hard_override``."""
+        if not self.hard_override:
+            raise RuntimeError(message)
+        messages.warn(f"Warning: {message}", always=True)
+
     @property
     def verbosity(self) -> int:
         """0 is silent, 1 normal, 2 also prints every cast."""

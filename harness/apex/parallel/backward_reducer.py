@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from harness.apex.accumulated_gradients import get_aside, register_reducer, set_aside
-from harness.apex.parallel.buckets import Bucket, Scaling, Strides, make_buckets
+from harness.apex.parallel.buckets import Bucket, Scaling, Strides, make_buckets, sums_over_ranks
 
 
 class BackwardReducer:
@@ -172,9 +172,6 @@ class BackwardReducer:
         """Reduce, in float32, what amp has set aside since the last reduction (contract 5.1.6)."""
         aside = [get_aside(parameter) for parameter in self.parameters]
         every = range(len(self.parameters))
-        for bucket in make_buckets(self.parameters, every, self._message_size, fp32=True, strides=self._strides):
-            gradients = [aside[i] for i in bucket.indices]
-            flagged = [gradient is not None for gradient in gradients]
-            bucket.launch(gradients, flagged, self._scaling)
-            for place, total in bucket.finish(flagged):
-                set_aside(bucket.parameters[place], total * self._scaling.after)
+        buckets = make_buckets(self.parameters, every, self._message_size, fp32=True, strides=self._strides)
+        for i, total in sums_over_ranks(buckets, aside, self._scaling):
+            set_aside(self.parameters[i], total.clone())

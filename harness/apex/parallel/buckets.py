@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -160,6 +160,18 @@ class Bucket:
         if self._strides:
             views = [view.as_strided(p.shape, self._strides[p]) for view, p in zip(views, self.parameters, strict=True)]
         return _Buffer(flat, views, flags)
+
+
+def sums_over_ranks(
+    buckets: Sequence[Bucket], values: Sequence[Tensor | None], scaling: Scaling
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (index, scaled sum over ranks) of every value that some rank has; sums are valid until the next launch."""
+    flags = [[values[i] is not None for i in bucket.indices] for bucket in buckets]
+    for bucket, flagged in zip(buckets, flags, strict=True):
+        bucket.launch([values[i] for i in bucket.indices], flagged, scaling)
+    for bucket, flagged in zip(buckets, flags, strict=True):
+        for place, total in bucket.finish(flagged):
+            yield bucket.indices[place], total.mul_(scaling.after)
 
 
 def make_buckets(

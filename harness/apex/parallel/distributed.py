@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.apex.parallel.backward_reducer import BackwardReducer
-from harness.apex.parallel.buckets import Bucket, CommonStrides, Scaling, make_buckets, piece_size
+from harness.apex.parallel.buckets import Bucket, CommonStrides, Scaling, make_buckets, piece_size, sums_over_ranks
 from harness.apex.parallel.collectives import broadcast_from_rank_zero, device_type, require_process_group
 
 
@@ -270,12 +270,8 @@ class Reducer:
             strides = None if self.module is None else self._strides.by_parameter(list(self.module.parameters()))
             self._buckets = make_buckets(tensors, range(len(tensors)), piece_size(tensors), fp32=False, strides=strides)
             self._kinds = kinds
-        flags = [[values[i] is not None for i in bucket.indices] for bucket in self._buckets]
-        for bucket, flagged in zip(self._buckets, flags, strict=True):
-            bucket.launch([values[i] for i in bucket.indices], flagged, self._scaling)
-        for bucket, flagged in zip(self._buckets, flags, strict=True):
-            for place, total in bucket.finish(flagged):
-                yield bucket.parameters[place], total.mul_(self._scaling.after)
+        for i, average in sums_over_ranks(self._buckets, values, self._scaling):
+            yield tensors[i], average
 
 
 def _flatten(items: Any) -> Iterator[Tensor]:
