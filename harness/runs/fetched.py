@@ -14,7 +14,7 @@ from harness.runs.storage import LocalStore, copy_run, working_folder
 from harness.runs.url_store import UrlStore
 
 _ATTEMPTS = 3  # to find a moment at which no other start takes the run over
-_LATEST = f"{layout.CHECKPOINTS}/{layout.LATEST}"
+_LATEST = layout.pointer(layout.LATEST)
 
 
 def local_copy(place: str, checkpoint: bool = False) -> Path:

@@ -181,6 +181,14 @@ def read_text(path: Path) -> str:
     return read_bytes(path).decode("utf-8")
 
 
+def text_or_empty(path: Path) -> str:
+    """Return the text of a small file; empty if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file. Raises OSError if it cannot be read, ValueError if it is not JSON."""
     return parse_json(read_text(path))

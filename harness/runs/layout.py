@@ -47,8 +47,13 @@ OF_TRAINING = frozenset(
     [CONFIG, PROVENANCE, METRICS, SUMMARY, TASK, FAILURE, CONFUSION, PREDICTIONS, WEIGHTS, TRACKERS, START, CHECKPOINTS]
 )  # which no other command may replace
 
-RESULTS = (METRICS, SUMMARY, WEIGHTS, PREDICTIONS, CONFUSION, f"{CHECKPOINTS}/{LATEST}", SWEEP)
 
+def pointer(name: str) -> str:
+    """Return the path of LATEST or BEST in the run folder."""
+    return f"{CHECKPOINTS}/{name}"
+
+
+RESULTS = (METRICS, SUMMARY, WEIGHTS, PREDICTIONS, CONFUSION, pointer(LATEST), SWEEP)
 
 _STEP = re.compile(r"step-(\d+)")
 

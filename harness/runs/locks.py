@@ -19,6 +19,7 @@ from pathlib import Path
 import filelock
 
 from harness.errors import reason
+from harness.runs.files import text_or_empty
 
 log = logging.getLogger("harness")
 
@@ -56,11 +57,11 @@ class Lock:
     @property
     def owner(self) -> str:
         """The process that holds the lock, if a marker or the file in a locked folder names it; otherwise empty."""
-        with suppress(OSError, ValueError):
-            pid, host = self._marker_path.read_text(encoding="utf-8").split()[:2]
+        with suppress(ValueError):
+            pid, host = text_or_empty(self._marker_path).split()[:2]
             return f"process {pid} on {host}; if it has ended, delete {self._marker_path}"
-        with suppress(OSError, ValueError):
-            pid, host = _content(self._file).split()[:2]
+        with suppress(ValueError):
+            pid, host = text_or_empty(self._file).split()[:2]
             return f"process {pid} on {host}" if self._is_folder else ""
         return ""
 
@@ -105,7 +106,7 @@ class Lock:
     def is_current(self) -> bool:
         """Return whether ``path`` is still the file or folder that was locked."""
         if self._marker is not None:
-            return self._marked == _content(self._marker_path) != ""  # not the marker of another, after a move
+            return self._marked == text_or_empty(self._marker_path) != ""  # not the marker of another, after a move
         return all(_is_same(path, descriptor) for path, descriptor in self._open.items())
 
     def _flock_folder(self) -> bool:
@@ -143,7 +144,7 @@ class Lock:
             lock.acquire(timeout=0)
         except filelock.Timeout:
             return False
-        self._marker, self._marked = lock, _content(marker)
+        self._marker, self._marked = lock, text_or_empty(marker)
         return True
 
 
@@ -164,13 +165,6 @@ def forget_marker(folder: Path) -> None:
     """Remove this process's marker from ``folder``, which it locked under another name."""
     with suppress(OSError):
         (folder / (FILE + MARKER_SUFFIX)).unlink()
-
-
-def _content(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return ""
 
 
 def _is_same(path: Path, descriptor: int) -> bool:

@@ -29,7 +29,7 @@ from harness.errors import (
 )
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
-from harness.runs.files import write_atomically
+from harness.runs.files import text_or_empty, write_atomically
 from harness.runs.url_store import UrlStore
 
 # Exit codes of ranks that were asked to stop; SIGTERM kills a rank that has not installed its handler yet.
@@ -203,7 +203,7 @@ class ExitCollector:
         self._exit_files = ExitFiles(folder)
         self._url = UrlStore(url) if url else None
         self._start = self._url.read(layout.START) if self._url else None
-        self._earlier_local_start = _text(folder / layout.START)
+        self._earlier_local_start = text_or_empty(folder / layout.START)
         self._shown = url or str(folder)
 
     def conclude(self, report: EngineReport) -> RunOutcome:
@@ -211,7 +211,7 @@ class ExitCollector:
         failure.json."""
         outcome, is_at_url = self._judge(report)
         if outcome.failure and outcome.failure["cause"] is Cause.SIGNAL:  # not the run's own fault
-            newest = _text(self._folder / layout.CHECKPOINTS / layout.LATEST).strip()
+            newest = text_or_empty(self._folder / layout.CHECKPOINTS / layout.LATEST).strip()
             hint = f"the same command resumes from {newest or 'the newest checkpoint, if there is one'}"
             outcome = replace(outcome, text=f"{outcome.text}\n-> {hint}", failure=outcome.failure | {"hint": hint})
         if outcome.failure:
@@ -239,7 +239,7 @@ class ExitCollector:
         if self._url is None:
             return False
         try:
-            start, local_start = self._url.read(layout.START), _text(self._folder / layout.START)
+            start, local_start = self._url.read(layout.START), text_or_empty(self._folder / layout.START)
             if start in ("", self._start) or local_start not in ("", self._earlier_local_start, start):
                 return False
             for name in self._url.files():
@@ -258,10 +258,3 @@ class ExitCollector:
         if to_url and self._url:
             with suppress(HarnessError):
                 self._url.write(layout.FAILURE, failure)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""

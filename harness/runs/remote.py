@@ -92,7 +92,7 @@ class RemoteRunFolder(RunFolder):
             # Other files are uploaded again: the older start may have been in the middle of replacing one.
             kept = (layout.CONFIG, f"{layout.CHECKPOINTS}/")
             self._uploaded = {name: mark for name, mark in self._scratch.files().items() if name.startswith(kept)}
-            self._uploaded[_pointer(layout.LATEST)] = newest
+            self._uploaded[layout.pointer(layout.LATEST)] = newest
             self.start = Start(text, newest)
         return note
 
@@ -103,7 +103,7 @@ class RemoteRunFolder(RunFolder):
         files = self.store.files()
         small = {name: mark for name, mark in files.items() if "/" not in name and name not in apart}
         copy_run(self.store, self._scratch, small | _copies_of_hub(files))
-        latest, best = (self.store.read(_pointer(name)).strip() for name in (layout.LATEST, layout.BEST))
+        latest, best = (self.store.read(layout.pointer(name)).strip() for name in (layout.LATEST, layout.BEST))
         if not latest:
             return ""
         if problem := self._download_checkpoint(latest):
@@ -116,7 +116,7 @@ class RemoteRunFolder(RunFolder):
             )
         for pointer, name in ((layout.BEST, best), (layout.LATEST, latest)):
             if name:
-                self._scratch.write(_pointer(pointer), name + "\n")
+                self._scratch.write(layout.pointer(pointer), name + "\n")
         return latest
 
     def _download_checkpoint(self, name: str) -> str | None:
@@ -191,7 +191,7 @@ class RemoteRunFolder(RunFolder):
     def _prune(self, pointers: Mapping[str, str]) -> None:
         """Remove outdated and incomplete checkpoints from the URL, where ``pointers`` were just written."""
         # The best checkpoint may be at the URL only, or not be uploaded yet; then the URL still names the one before.
-        named = pointers.get(layout.BEST) or self.store.read(_pointer(layout.BEST))
+        named = pointers.get(layout.BEST) or self.store.read(layout.pointer(layout.BEST))
         latest, best = (layout.step_number(name) for name in (pointers.get(layout.LATEST, ""), named))
         files: dict[int, list[str]] = {}
         for name in self.store.files():
@@ -311,10 +311,6 @@ class RemoteRunFolder(RunFolder):
 
 def _copies_of_hub(files: Mapping[str, str]) -> dict[str, str]:
     return {name: mark for name, mark in files.items() if name.startswith(layout.OF_HUB)}
-
-
-def _pointer(name: str) -> str:
-    return f"{layout.CHECKPOINTS}/{name}"
 
 
 def _is_manifest(name: str) -> bool:

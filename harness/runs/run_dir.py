@@ -29,7 +29,7 @@ from harness.runs.locks import Lock, forget_marker
 log = logging.getLogger("harness")
 
 _OF_EVALUATION = {layout.SUMMARY, layout.WEIGHTS, layout.PREDICTIONS}  # a checkpoint is written before
-_NEWEST = f"{layout.CHECKPOINTS}/{layout.LATEST}"
+_NEWEST = layout.pointer(layout.LATEST)
 _LOCK_S = 20.0  # a rank that has lost its peers or its launcher has ended by then
 
 
@@ -155,8 +155,8 @@ class RunFolder:
     def _require_files(self) -> None:
         """Raise ConfigError if a name that this start will write to, or read from, is taken by something else."""
         files = sorted(layout.OF_TRAINING - {layout.CHECKPOINTS})
-        inside = [f"{layout.CHECKPOINTS}/{layout.LATEST}", f"{layout.CHECKPOINTS}/{layout.BEST}"]
-        for path in [*(self.path / name for name in (*files, *inside)), *self.logs.glob(layout.OF_RANKS)]:
+        pointers = map(layout.pointer, (layout.LATEST, layout.BEST))
+        for path in [*(self.path / name for name in (*files, *pointers)), *self.logs.glob(layout.OF_RANKS)]:
             try:
                 require_regular_file(path)
             except (FileNotFoundError, NotADirectoryError) as error:

@@ -69,7 +69,7 @@ def copy_run(
                 source.get(name, target.folder / name)
             copied[name] = files[name]
     for pointer, step in (pointers or {}).items():
-        name = f"{layout.CHECKPOINTS}/{pointer}"
+        name = layout.pointer(pointer)
         if copied.get(name) != step and not problem(step):
             target.write(name, step + "\n")
             copied[name] = step
