@@ -7,13 +7,12 @@ checkpoint. Orphans of a killed trial are adopted and ended by the sweep (harnes
 
 from __future__ import annotations
 
-import contextlib
 import math
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +25,13 @@ from harness.runs.exit_files import ExitFiles
 from harness.runs.followed import FollowedFile, read_entry
 from harness.tools.sweep.spec import typed
 
-How = Literal["done", "interrupted", "failed"]
+
+@dataclass(frozen=True)
+class TrialEnd:
+    """How a trial's process ended, and why if it is not done."""
+
+    how: Literal["done", "interrupted", "failed"]
+    why: str = ""
 
 
 def launch(base: str, words: Sequence[str], folder: Path) -> list[str]:
@@ -44,16 +49,14 @@ class TrialProcess:
 
     def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str], keep: Sequence[int]) -> None:
         """Start the trial. ``keep``: file descriptors that stay open as long as it runs."""
-        self._folder, self._log = folder, folder.with_name(f"{folder.name}.log")
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._exit_files = ExitFiles(folder)
-        self._log_start = self._log.stat().st_size if self._log.exists() else 0
         self._stopped = False
         self.killed = False
         # Without a grace period of its own: the runner kills trials that do not stop.
         self._group = WorkerGroup(
-            {0: Worker(command, environ, output=self._log)}, math.inf, stdin=subprocess.DEVNULL, pass_fds=keep,
-            ends_with_parent=True,
+            {0: Worker(command, environ, output=folder.with_name(f"{folder.name}.log"))}, math.inf,
+            stdin=subprocess.DEVNULL, pass_fds=keep, ends_with_parent=True,
         )  # fmt: skip
 
     @property
@@ -76,35 +79,23 @@ class TrialProcess:
         until = time.monotonic() + timeout_s
         self._group.wait(lambda: self.kill() if time.monotonic() > until else None)
 
-    def ended(self) -> tuple[How, str] | None:
-        """Return None while the trial runs, then how it ended and the reason."""
+    def ended(self) -> TrialEnd | None:
+        """Return None while the trial runs."""
         if not self._group.poll():
             return None
         code, failure = self._group.exits[0], self._exit_files.first()
         message = next(iter(failure.message.strip().splitlines()), "") if failure else ""
         if code == EXIT_DONE:
-            return "done", ""
+            return TrialEnd("done")
         if code < 0:
-            return "interrupted", f"killed by {signals.signal_name(-code)}"
+            return TrialEnd("interrupted", f"killed by {signals.signal_name(-code)}")
         if code == EXIT_STOPPED:
-            return "interrupted", "stopped with a checkpoint"
+            return TrialEnd("interrupted", "stopped with a checkpoint")
         if code in EXITS_BY_SIGNAL or (self._stopped and not failure):
-            return "interrupted", "stopped before its first checkpoint"
+            return TrialEnd("interrupted", "stopped before its first checkpoint")
         if failure and failure.cause in (Cause.SIGNAL, Cause.NODE_LOST):
-            return "interrupted", message or "a rank was killed"
-        return "failed", message or self._last_error() or f"exit code {code}"
-
-    def _last_error(self) -> str:
-        """Return the last error message in the log of this start, or its last line."""
-        with contextlib.suppress(OSError), open(self._log, "rb") as log:
-            log.seek(self._log_start)
-            lines = [line.strip() for line in log.read().decode(errors="replace").strip().splitlines()]
-            errors = [index for index, line in enumerate(lines) if line.startswith("error: ")]
-            if errors:  # with the hint on the next line
-                return " ".join(lines[errors[-1] : errors[-1] + 2]).removeprefix("error: ")
-            exceptions = [line for line in lines if re.search(r"Error\b", line)]
-            return (exceptions or lines or [""])[-1]
-        return ""
+            return TrialEnd("interrupted", message or "a rank was killed")
+        return TrialEnd("failed", message or f"exit code {code}")
 
 
 # Evaluations and result, read from the run folder while the trial writes it

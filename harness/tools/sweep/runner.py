@@ -20,7 +20,7 @@ from harness.errors import HarnessError
 from harness.runs import layout
 from harness.tools.sweep import process, results
 from harness.tools.sweep.plan import Plan
-from harness.tools.sweep.process import How, TrialLogReader, TrialProcess, final_value
+from harness.tools.sweep.process import TrialEnd, TrialLogReader, TrialProcess, final_value
 from harness.tools.sweep.slots import Grant, Slots, needed
 from harness.tools.sweep.spec import typed
 from harness.tools.sweep.study import Study, SweepTrial
@@ -142,7 +142,7 @@ class Runner:
         running.reader.read()
         self._report(running)
         if end is not None:
-            self._conclude(running, *end)
+            self._conclude(running, end)
         elif time.monotonic() > running.deadline:
             running.process.kill()
 
@@ -158,35 +158,35 @@ class Runner:
                 running.pruned = True
                 running.stop()
 
-    def _conclude(self, running: RunningTrial, how: How, why: str) -> None:
+    def _conclude(self, running: RunningTrial, end: TrialEnd) -> None:
         """Store and report the end of a trial; an interrupted one waits for another start."""
         trial, number = running.trial, running.trial.number
         del self._running[number]
-        if how == "interrupted":
+        if end.how == "interrupted":
             processes.end_orphans(self._known(), 0.0 if running.process.killed else _ORPHANS_S)
         self._slots.give_back(running.grant)
         value = None
-        if how == "done" and not running.pruned:
+        if end.how == "done" and not running.pruned:
             value = final_value(results.run_folder(self._folder, number), self._plan.metric, self._plan.direction)
             if value is None:
-                how, why = "failed", f"it ended without a finite {self._plan.metric}"
+                end = TrialEnd("failed", f"it ended without a finite {self._plan.metric}")
         if running.pruned:
             self._study.prune(number)
             self._message(trial, f"pruned after epoch {max(running.reported)}")
         elif value is not None:
             self._study.finish(number, value)
             self._message(trial, f"finished: {self._plan.metric} {value:.5g}")
-        elif how == "failed":
-            self._study.fail(number, why)
-            self._message(trial, f"failed: {why}; see {results.run_folder(self._folder, number)}.log")
+        elif end.how == "failed":
+            self._study.fail(number, end.why)
+            self._message(trial, f"failed: {end.why}; see {results.run_folder(self._folder, number)}.log")
         elif self._stopping:
-            self._message(trial, f"interrupted: {why}")
+            self._message(trial, f"interrupted: {end.why}")
         elif self._starts[number] < _STARTS:
             self._waiting.append(trial)
-            self._message(trial, f"interrupted, will be restarted: {why}")
+            self._message(trial, f"interrupted, will be restarted: {end.why}")
         else:
-            self._given_up[number] = why
-            self._message(trial, f"interrupted {_STARTS} times, will not be restarted: {why}")
+            self._given_up[number] = end.why
+            self._message(trial, f"interrupted {_STARTS} times, will not be restarted: {end.why}")
 
     # The sweep as a whole
 
