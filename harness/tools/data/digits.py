@@ -53,15 +53,12 @@ def write_config(folder: Path) -> str:
     It is ``configs/digits.yaml`` of a clone, which an installed package does not have.
     """
 
-    def own(line: re.Match[str]) -> str:
-        place = f"{folder}{line[1]}"
-        return f": {place if re.fullmatch('[A-Za-z0-9_./-]+', place) else json.dumps(place)}\n"
-
     path = folder / "digits.yaml"
     text = Path(__file__).with_name("digits.yaml").read_text()
     if not path.exists():
         try:
-            write_atomically(path, re.sub(r": data/digits(\S*)\n", own, text))
+            own = re.sub(r"(?<=: )data/digits(\S*)", lambda place: json.dumps(f"{folder}{place[1]}"), text)
+            write_atomically(path, own)
         except OSError as error:
             raise DataError(f"it cannot be written: {reason(error)}", where=str(path), hint=remedy(error)) from None
     return shlex.quote(str(path))

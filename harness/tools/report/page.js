@@ -196,22 +196,6 @@
     });
   }
 
-  // The navigation bar marks the section in view.
-  const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
-  const seen = new IntersectionObserver((entries) => {
-    for (const entry of entries) {
-      if (!entry.isIntersecting) continue;
-      for (const link of links.values()) link.removeAttribute("aria-current");
-      const link = links.get(entry.target.id);
-      if (!link) continue;
-      link.setAttribute("aria-current", "true");
-      const bar = link.closest("ul");
-      const [left, right] = [link.offsetLeft - bar.offsetLeft, link.offsetLeft - bar.offsetLeft + link.offsetWidth];
-      if (left < bar.scrollLeft || right > bar.scrollLeft + bar.clientWidth) bar.scrollLeft = left - 14;
-    }
-  }, { rootMargin: "-20% 0px -70% 0px" });
-  for (const section of document.querySelectorAll("main section")) seen.observe(section);
-
   // What is cut off at the side says so, until it has been scrolled to the end.
   const hint = (box) => {
     box.classList.toggle("more", box.scrollWidth - box.clientWidth - box.scrollLeft > 8);

@@ -168,43 +168,36 @@ def _refused(file: SweepFile, problems: Sequence[str]) -> ConfigError:
 
 def confounders(trials: Sequence[PlannedTrial], has_batch_norm: Callable[[Config], bool]) -> Iterator[str]:
     """Yield every difference that keeps ``trials`` from being compared, with its remedy."""
-    for message, hint in [*_world_sizes(trials, has_batch_norm), *_samples(trials)]:
-        yield f"{message}\n     -> {hint}"
+    if len({trial.world for trial in trials}) > 1:
+        yield from _world_sizes(trials, has_batch_norm)
+    # None: whole epochs
+    samples = {t.config.train.max_steps * t.global_batch if t.config.train.max_steps else None for t in trials}
+    if len(samples) > 1 and len(_distinct(trials, "train.max_steps")) == 1:  # not chosen
+        yield (
+            f"train.max_steps and the batch give trials different numbers of samples ({_listed(samples)})\n"
+            "     -> set: {train.max_steps: null} and use train.epochs: the number of samples is then the same at any "
+            "batch size"
+        )
     if len(_distinct(trials, "task.name")) > 1:
         yield "trials of different tasks have no common metric\n     -> write one sweep per task"
 
 
-def _world_sizes(trials: Sequence[PlannedTrial], has_batch_norm: Callable[[Config], bool]) -> Iterator[tuple[str, str]]:
-    """Yield what depends on the world size, if that varies, with its remedy."""
-    if len({trial.world for trial in trials}) == 1:
-        return
+def _world_sizes(trials: Sequence[PlannedTrial], has_batch_norm: Callable[[Config], bool]) -> Iterator[str]:
+    """Yield what depends on the world size, with its remedy."""
     if any(trial.config.batch.per_rank for trial in trials):
         yield (
-            "with batch.per_rank the global batch depends on the world size",
-            "set: {batch.per_rank: null} and vary batch.global, the rows of a step over all ranks",
+            "with batch.per_rank the global batch depends on the world size\n"
+            "     -> set: {batch.per_rank: null} and vary batch.global, the rows of a step over all ranks"
         )
     if shards := _distinct(trials, "data.shard") - {"global"}:
         yield (
-            f"with data.shard={_listed(shards)} the data order depends on the world size",
-            "set: {data.shard: global}",
+            f"with data.shard={_listed(shards)} the data order depends on the world size\n"
+            "     -> set: {data.shard: global}"
         )
     if any(not trial.config.parallel.sync_batchnorm and has_batch_norm(trial.config) for trial in trials):
         yield (
-            "batch norm uses the rows of one rank, so its batches differ between world sizes",
-            "set: {parallel.sync_batchnorm: true}",
-        )
-
-
-def _samples(trials: Sequence[PlannedTrial]) -> Iterator[tuple[str, str]]:
-    """Yield that the trials train on different numbers of samples, if nobody chose that, with its remedy."""
-    steps = _distinct(trials, "train.max_steps")
-    # None: whole epochs
-    samples = {t.config.train.max_steps * t.global_batch if t.config.train.max_steps else None for t in trials}
-    if len(samples) > 1 and len(steps) == 1:
-        yield (
-            f"train.max_steps and the batch give trials different numbers of samples ({_listed(samples)})",
-            "set: {train.max_steps: null} and use train.epochs: the number of samples is then the same at any batch "
-            "size",
+            "batch norm uses the rows of one rank, so its batches differ between world sizes\n"
+            "     -> set: {parallel.sync_batchnorm: true}"
         )
 
 
