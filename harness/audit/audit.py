@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harness.audit import diagnosis, records, saved_files
+from harness.audit import diagnosis, forgotten, records, saved_files
 from harness.audit.chance import find_causes
 from harness.audit.folders import Session
 from harness.audit.kills import MIDDLE, ChosenKill, RunShape, choose, why_none
@@ -266,18 +266,18 @@ class _Audit:
             text = f"two starts after the kill {chosen.text} differ"
             raise _CannotTellError("resumes-differ", text, (chance[0].text, *chance[0].evidence))
         draws = records.draws(self._session.records(again), self._session.work)
-        first, *others = [finding.with_draws(draws) for finding in self._judged[chosen]]
-        return [self._with_forgotten(first, killed, self._records[again]), *others]
+        found = [finding.with_draws(draws) for finding in self._judged[chosen]]
+        return self._explained(found, killed, self._records[again])
 
-    def _with_forgotten(self, finding: Finding, killed: StartRecord, resumed: StartRecord) -> Finding:
+    def _explained(self, found: list[Finding], killed: StartRecord, resumed: StartRecord) -> list[Finding]:
         """Start the command twice up to where the resumed start began, and add which attributes that has not got."""
-        step = diagnosis.offset(self._records[UNDISTURBED], self._records[AGAIN], killed, resumed) + 1
+        step = diagnosis.offset(self._records[UNDISTURBED], killed, resumed) + 1
         if step == 1 or "observed" in self._records or not resumed.steps:
-            return finding
+            return found
         plan = replace(self._plan, steps=step + 1, attributes=(1, step, step + 1))
         text = f"to see what changes until step {step}"
         observed, again = (self._observe(name, plan, text) for name in ("observed", "observed-again"))
-        return diagnosis.with_forgotten(finding, observed, again, resumed)
+        return forgotten.explained(found, observed, again, resumed)
 
     def _resumed(
         self, name: str, killed: StartRecord, chosen: ChosenKill, words: Sequence[str], draws: bool = False

@@ -6,8 +6,7 @@ first difference; what differs there is the fault, and what differs later may fo
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,23 +28,19 @@ from harness.audit.matching import FULL, PART, ROUNDED, StepMatch
 from harness.audit.records import Process, StartRecord, Step
 from harness.audit.verdict import Finding, StartSummary
 
-__all__ = ["compare", "deterministic", "failure", "offset", "summaries", "with_forgotten"]
+__all__ = ["compare", "deterministic", "failure", "offset", "summaries"]
 
 _HARMLESS = {"beside", "buffers", "scale", "streams"}  # parts that may differ while training stays equal
-_FOLLOWS = {"counter", "learning-rate", "optimizer-state"}  # faults that a hook may cause, and the harness has not
+_IN_CHECKPOINT = (
+    "buffers", "counter", "learning-rate", "loss-scale", "optimizer-state", "precision", "random-streams", "rows",
+    "weights",
+)  # fmt: skip
+"""Codes of what a checkpoint lacks or a resume does not take from it."""
 _NEVER = float("inf")
-_IN_MODULE = re.compile(r"^(\w+)\['(\w+)'\]")
-_OF_LOADER = re.compile(r"(\w+(?: \d+)?)\.generator")  # or of a sampler, as the recorder names them
-_RESTORED = {
-    "torch.Generator": ("get_state()", "pass it to {0}.set_state()"),
-    "numpy Generator": ("bit_generator.state", "assign it to {0}.bit_generator.state"),
-    "numpy RandomState": ("get_state()", "pass it to {0}.set_state()"),
-    "random.Random": ("getstate()", "pass it to {0}.setstate()"),
-}
-"""Random generators of the script's own: how to save and to restore one."""
-_WITH_RATE = "save and load optimizer.state_dict(), which holds the learning rate, too; if the schedule is off then, "
-_WITH_RATE += "also scheduler.state_dict()"
-_GLOBAL = re.compile(r"[\w.]+\['\w+'\]")  # an attribute of a module
+_WITH_RATE = (
+    "save and load optimizer.state_dict(), which holds the learning rate, too; if the schedule is off then, also "
+    "scheduler.state_dict()"
+)
 
 
 @dataclass
@@ -96,7 +91,15 @@ def compare(undisturbed: StartRecord, again: StartRecord, killed: StartRecord, r
     found += _some(endings.exit_code(undisturbed, resumed))
     found = list({finding.code: finding for finding in reversed(found)}.values())[::-1]
     found = found or _some(endings.failure(undisturbed, resumed, offset))
+    found = [_located(finding, killed.first, resumed.processes[0]) for finding in found]
     return _some(endings.torn(killed, undisturbed, resumed, found)) or found
+
+
+def _located(finding: Finding, killed: Process | None, resumed: Process) -> Finding:
+    """Add the lines of the script that save and load the checkpoint."""
+    if finding.code not in _IN_CHECKPOINT or not (killed and killed.saves_at and resumed.loads_at):
+        return finding
+    return replace(finding.with_lines([f"{killed.saves_at} saves the checkpoint"]), place=resumed.loads_at)
 
 
 def failure(undisturbed: StartRecord, killed: StartRecord, resumed: StartRecord) -> list[Finding]:
@@ -105,96 +108,12 @@ def failure(undisturbed: StartRecord, killed: StartRecord, resumed: StartRecord)
     return _some(found)
 
 
-def offset(undisturbed: StartRecord, again: StartRecord, killed: StartRecord, resumed: StartRecord) -> int:
+def offset(undisturbed: StartRecord, killed: StartRecord, resumed: StartRecord) -> int:
     """Return the steps that the undisturbed start had done where the resumed one begins."""
     loaded = matching.loaded_after(killed, resumed)
     if not (undisturbed.steps and resumed.steps):
         return loaded or 0
     return matching.find(undisturbed.processes[0], resumed.processes[0], loaded).offset
-
-
-def with_forgotten(finding: Finding, observed: StartRecord, again: StartRecord, resumed: StartRecord) -> Finding:
-    """Add a line for each attribute that training changes and that the resumed start does not have as the undisturbed
-    one: the reason, if another one is unknown. ``observed`` and ``again``, both undisturbed, show which attributes are
-    equal in equal starts."""
-    found, following, generators = _forgotten(observed, again, resumed)
-    if finding.code == "inputs" and generators:  # what else differs may be a sum of losses
-        own = {name: kind for name, kind in generators.items() if not _OF_LOADER.fullmatch(name)}
-        generators, following, found = own or generators, following | found.keys(), {}
-    drawn = {name: kind for name, kind in generators.items() if not _OF_LOADER.fullmatch(name)}
-    lines = [f"{name}, a {kind}, is not as it was" for name, kind in sorted(generators.items())]
-    lines += [found[name] for name in sorted(found)]
-    if finding.code == "rows" and drawn and finding.steps[:1] == (1,):  # the order that a script draws starts again
-        how = _restored(drawn, "row-order", observed.of_harness)
-        remedy = f"{how}; if rows are still repeated or skipped then, {finding.advice}"
-        finding = replace(finding, remedy=remedy)
-    elif finding.code in ("row-order", "inputs", "other") or any("." in name for name in finding.names):  # not global
-        how = _restored(generators, finding.code, observed.of_harness)
-        finding = replace(finding, remedy=how or finding.remedy)
-    follows = finding.code in _FOLLOWS and observed.of_harness
-    if lines and (follows or (finding.code == "other" and finding.steps)):  # it has no steps if the start failed
-        finding = replace(finding, code="unsaved-state")
-    if following:
-        lines.append(f"also not as it was, perhaps only as a result: {named(sorted(following))}")
-    return finding.with_lines(lines)
-
-
-def _forgotten(
-    observed: StartRecord, again: StartRecord, resumed: StartRecord
-) -> tuple[dict[str, str], set[str], dict[str, str]]:
-    """Return {attribute: a sentence}, the tensors in global variables that may follow from other rows, and {name:
-    kind} of random generators."""
-    found: dict[str, str] = {}
-    following: set[str] = set()
-    generators: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
-    for one, same, other in by_rank(observed, again, resumed):
-        recorded = [
-            [step for step in process.steps if step.attributes] if process else [] for process in (one, same, other)
-        ]
-        if not all(recorded):
-            continue
-        first = recorded[0][0].attributes
-        for step, step_again, other_step in zip(recorded[0][1:], recorded[1][1:], recorded[2], strict=False):
-            mine, mine_again, yours = (each.attributes for each in (step, step_again, other_step))
-            for name in mine.keys() & mine_again.keys() & yours.keys() & first.keys():
-                if not first[name] != mine[name] == mine_again[name] != yours[name]:
-                    continue
-                if step.inputs != other_step.inputs and _GLOBAL.fullmatch(name) and yours[name].startswith("array of"):
-                    following.add(name)
-                elif mine[name].partition(" at ")[0] in _RESTORED:
-                    named_in_code = _IN_MODULE.sub(r"\1.\2", name).removeprefix("__main__.")
-                    generators[mine[name], yours[name]].add(named_in_code)
-                else:
-                    text = f"{name} is {yours[name]} instead of {mine[name]}: no checkpoint restores it"
-                    found.setdefault(name, text)
-    # One generator has several names, such as in a loader and its sampler.
-    kinds = {
-        min(names, key=lambda name: (name.endswith(".generator"), name)): state.partition(" at ")[0]
-        for (state, _), names in generators.items()
-    }
-    return found, following - found.keys(), kinds
-
-
-def _restored(generators: Mapping[str, str], code: str, of_harness: bool) -> str:
-    """Say how to restore random generators: those that order the rows of an epoch have drawn all of them at its start;
-    for what changes rows, the harness has a seed of each row."""
-    remedies: set[str] = set()
-    for name, kind in generators.items():
-        loads = _OF_LOADER.fullmatch(name)
-        which = f"let gen be the generator of your {loads[1]}: " if loads else ""
-        variable, (save, restore) = "gen" if loads else name.partition(" ")[0], _RESTORED[kind]
-        save, restore = f"{which}save {variable}.{save}", restore.format(variable)
-        if of_harness:
-            remedies.add(f"{save} in state_dict of a hook (docs/hooks.md); {restore} in its load_state_dict")
-        elif code == "row-order":
-            remedies.add(
-                f"{save} as it is before the first batch of the epoch; after a resume, {restore} before that epoch's "
-                "order is drawn, then skip the batches"
-            )
-        else:
-            remedies.add(f"{save} in each checkpoint; after a resume, {restore} before the first batch")
-    by_seed = "draw from numpy.random.default_rng(row_seed(seed, epoch, row)) (docs/add_a_task.md), or "
-    return by_seed * (of_harness and code == "inputs" and bool(remedies)) + "; ".join(sorted(remedies))
 
 
 def _some(finding: Finding | None) -> list[Finding]:
@@ -361,9 +280,9 @@ def _add_harmful(
         result.certain.append(_of_state(states, ours.steps[offset + index], theirs.steps[index]))
     if groups:
         finding = _of_groups(groups, ours, theirs, one, other)
-        if finding.code == "learning-rate" and one.state and not other.state and result.certain:  # lost together
-            evidence = (*result.certain[-1].evidence, finding.text)
-            result.certain[-1] = replace(result.certain[-1], evidence=evidence, remedy=_WITH_RATE)
+        if one.state and not other.state and result.certain:  # lost together
+            remedy = _WITH_RATE if finding.code == "learning-rate" else ""
+            result.certain[-1] = replace(result.certain[-1].with_lines([finding.text]), remedy=remedy)
         else:
             result.certain.append(finding)
     one, other = ours.steps[offset + index], theirs.steps[index]
@@ -422,6 +341,9 @@ def _of_groups(names: Names, ours: Process, theirs: Process, one: Step, other: S
     due = [step for step in ours.steps if step.optimizer == one.optimizer]
     used = [step for step in theirs.steps[other.number - 1 :] if step.optimizer == other.optimizer]
     place, here = _fitting(due, [step.rates for step in used]), due.index(one)
+    if place is None and not other.state and _keep_ratio(due[here:], used):
+        text += ": the optimizer has lost it, and the schedule goes on from there"
+        return Finding("optimizer-state", text, steps=(one.number,), names=names)
     if place is not None:
         steps, way = abs(place - here), "behind" if place < here else "ahead"
         how = "starts over" if place == 0 and other.number == 1 else f"is {steps} step{'s' * (steps > 1)} {way}"
@@ -438,6 +360,17 @@ def _fitting(steps: Sequence[Step], rates: Sequence[Any]) -> int | None:
         if run > longest:
             best, longest = place, run
     return best if longest >= min(3, len(rates)) and len(set(rates[:longest])) > 1 else None
+
+
+def _keep_ratio(due: Sequence[Step], used: Sequence[Step]) -> bool:
+    """Return True if, after the first of these steps, learning rates change by the factors by which they should."""
+    return all(
+        math.isclose(right * first_wrong, wrong * first_right, rel_tol=1e-6, abs_tol=1e-15)
+        for one, other in zip(due[1:], used[1:], strict=False)
+        for right, wrong, first_right, first_wrong in zip(
+            one.rates, other.rates, due[1].rates, used[1].rates, strict=True
+        )
+    )
 
 
 def _of_saved_state(names: Names, one: Step, other: Step) -> Finding:

@@ -105,6 +105,9 @@ class Process:
     torn: list[str] = field(default_factory=list)
     """Paths that the process began to write and did not complete."""
     loaded: list[str] = field(default_factory=list)
+    saves_at: str = ""
+    """The line of the script that last wrote a checkpoint, as file:line."""
+    loads_at: str = ""
     stopped: bool = False
     fault: str = ""
     """The traceback of a fault of the recorder, after which it recorded nothing."""
@@ -262,10 +265,12 @@ def _add(process: Process, entry: dict[str, Any]) -> None:
             if not process.checkpoints or process.checkpoints[-1].after != entry["after"]:
                 process.checkpoints.append(Checkpoint(entry["after"]))
             process.checkpoints[-1].files[entry["path"]] = entry.get("content") or {}
+            process.saves_at = entry.get("line") or process.saves_at
         case "renamed":
             _rename(process, entry["source"], entry["target"])
         case "loaded":
             process.loaded.append(entry["path"])
+            process.loads_at = entry.get("line") or process.loads_at
         case "stopped":
             process.stopped = True
         case "fault":

@@ -8,6 +8,10 @@ from typing import Any
 
 EXACT, NOT_EXACT, COULD_NOT_TELL = "exact", "not exact", "could not tell"
 _DRAWS = 5  # lines that are named
+_STREAMS = {
+    "torch": "torch.get_rng_state", "cuda": "torch.cuda.get_rng_state_all", "numpy": "numpy.random.get_state",
+    "random": "random.getstate",
+}  # fmt: skip
 EXIT_CODES = {EXACT: 0, NOT_EXACT: 1, COULD_NOT_TELL: 3}
 FAULTS = {
     "rows": ("rows are repeated or skipped", "save the position in the epoch, and skip the rows before it"),
@@ -83,8 +87,8 @@ class Finding:
     """What helps, where more is known than what usually helps."""
 
     def with_draws(self, draws: Sequence[Draw]) -> Finding:
-        """Add the lines that draw from the streams in question: those of ``names`` or, where rows or what is made of
-        them differ, those of loader processes, whose streams no checkpoint holds."""
+        """Return it with the lines that draw from the streams in question: those of ``names`` or, where rows or what is
+        made of them differ, those of loader processes, whose streams no checkpoint holds."""
         if self.code == "random-streams":
             lines = [draw for draw in draws if draw.stream in self.names]
         else:
@@ -92,6 +96,7 @@ class Finding:
         return self.with_lines([draw.described for draw in lines])
 
     def with_lines(self, lines: Sequence[str]) -> Finding:
+        """Return it with more evidence."""
         return replace(self, evidence=(*self.evidence, *lines[:_DRAWS]))
 
     @property
@@ -100,6 +105,13 @@ class Finding:
 
     @property
     def advice(self) -> str:
+        """What to do; for global random streams, with the functions to call."""
+        calls = [_STREAMS[name.partition(":")[0]] for name in self.names if name.partition(":")[0] in _STREAMS]
+        if self.code == "random-streams" and calls and not self.remedy:
+            saved = ", ".join(
+                f"{get}() and restore it with {get.replace('get', 'set')}()" for get in dict.fromkeys(calls)
+            )
+            return f"save on every rank {saved}, last, after the model and the loader are made"
         return self.remedy or (FAULTS.get(self.code) or UNDECIDED[self.code])[1]
 
 

@@ -301,6 +301,9 @@ def test_outputs_with_a_stream(tmp_path: Path):
     finding = only(starts, tmp_path)
     assert (finding.code, finding.names) == ("random-streams", ("torch",))  # numpy draws between epochs only
     assert "seed" in finding.evidence[0]
+    assert finding.advice.startswith(
+        "save on every rank torch.get_rng_state() and restore it with torch.set_rng_state()"
+    )
 
 
 def test_a_stream_of_one_rank(tmp_path: Path):
@@ -366,6 +369,30 @@ def test_a_learning_rate_is_lost_with_the_optimizer(tmp_path: Path):
     assert finding.code == "optimizer-state"
     assert finding.evidence[-1].startswith("the learning rate of step 13 is 0.1 instead of ")
     assert finding.advice.startswith("save and load optimizer.state_dict(), which holds the learning rate, too;")
+
+
+def test_the_lines_that_save_and_load_are_named(tmp_path: Path):
+    starts = faulty()
+    starts.steps("resumed")[0]["state"] = {}
+    for event in (*starts.killed[0], *starts.resumed[0]):
+        if event["event"] in ("written", "loaded"):
+            event["line"] = f"train.py:{len(event['event'])}"
+    finding = only(starts, tmp_path)
+    assert (finding.place, finding.evidence[-1]) == ("train.py:6", "train.py:7 saves the checkpoint")
+
+
+@pytest.mark.parametrize("momentum", [True, False])
+def test_a_schedule_that_goes_on_from_a_lost_learning_rate_is_not_blamed(momentum, tmp_path: Path):
+    starts = faulty()
+    starts.from_step(13, lambda step: step["groups"][0].update(lr=3 * step["groups"][0]["lr"]))
+    starts.steps("resumed")[0]["state"] = {}
+    if not momentum:
+        for name in ("undisturbed", "again", "killed", "resumed"):
+            starts.from_step(1, lambda step: step.update(state={}), name)
+    finding = only(starts, tmp_path)
+    assert finding.code == "optimizer-state"
+    assert "the optimizer has lost it" in (finding.evidence[-1] if momentum else finding.text)
+    assert "schedule" not in finding.advice
 
 
 def test_loss_scale(tmp_path: Path):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from harness.audit import diagnosis
+from harness.audit import forgotten
 from harness.audit.starts import HOOK
 from harness.audit.verdict import Finding
 from harness.data.arrays import Arrays
@@ -120,6 +120,10 @@ def test_no_code_of_an_object_runs_to_find_its_class():
         assert any(each is old for each in resume_scan._objects())
 
 
+def explained(finding: Finding, *starts) -> Finding:
+    return forgotten.explained([finding], *starts)[0]
+
+
 def test_only_what_training_changes_and_equal_starts_share_is_forgotten():
     def start(*attributes: dict[str, str]):
         steps = [SimpleNamespace(attributes=each, inputs=(each.get("m['x']"),)) for each in attributes]
@@ -133,7 +137,7 @@ def test_only_what_training_changes_and_equal_starts_share_is_forgotten():
     unknown = Finding("other", "outputs differ", steps=(7,))
 
     def lines(finding: Finding, *starts) -> tuple[str, tuple[str, ...]]:
-        added = diagnosis.with_forgotten(finding, *starts)
+        added = explained(finding, *starts)
         return added.code, added.evidence
 
     found = ("calls is 1 instead of 7: no checkpoint restores it",)
@@ -161,36 +165,62 @@ def test_only_what_training_changes_and_equal_starts_share_is_forgotten():
         ("random-streams", ("torch",), stream, False), ("rows", (), order, False),
     ):  # fmt: skip
         one = Finding(code, "rows differ", names=names)
-        assert (diagnosis.with_forgotten(one, observed, observed, resumed).advice.startswith(advice)) is has
+        assert (explained(one, observed, observed, resumed).advice.startswith(advice)) is has
     rows = Finding("rows", "from step 1", steps=(1, 2))
-    added = diagnosis.with_forgotten(rows, observed, observed, resumed)
+    added = explained(rows, observed, observed, resumed)
     assert (added.code, added.evidence[0]) == ("rows", generator)
     assert added.advice.startswith(order)
-    added = diagnosis.with_forgotten(replace(rows, steps=(2, 3)), observed, observed, resumed)
+    added = explained(replace(rows, steps=(2, 3)), observed, observed, resumed)
     assert added.advice == rows.advice, "the position is wrong, and what draws with it"
     mine, yours = (
         start(*({"DataLoader 2.generator": f"torch.Generator at {at}"} for at in ats)) for ats in ("12", "3")
     )
-    advice = diagnosis.with_forgotten(replace(unknown, code="row-order"), mine, mine, yours).advice
+    advice = explained(replace(unknown, code="row-order"), mine, mine, yours).advice
     assert advice.startswith("let gen be the generator of your DataLoader 2: save gen.get_state() as")
-    assert diagnosis.with_forgotten(Finding("rows", "from step 1", steps=(1,)), mine, mine, yours).remedy == ""
+    assert explained(Finding("rows", "from step 1", steps=(1,)), mine, mine, yours).remedy == ""
 
     stream = "torch.Generator at "
     mine, yours = (
         start(*({"total": at, "__main__['g']": stream + at, "DataLoader.generator": f"{stream}2{at}"} for at in ats))
         for ats in ("12", "3")
     )
-    added = diagnosis.with_forgotten(replace(unknown, code="inputs"), mine, mine, yours)
+    added = explained(replace(unknown, code="inputs"), mine, mine, yours)
     sums = "also not as it was, perhaps only as a result: total"
     assert (added.code, added.evidence) == ("inputs", ("g, a torch.Generator, is not as it was", sums))
     assert added.advice.startswith("save g.get_state() in each checkpoint; after a resume, pass it to g.set_state()")
     mine.of_harness = True
-    advice = diagnosis.with_forgotten(replace(unknown, code="inputs"), mine, mine, yours).advice
+    advice = explained(replace(unknown, code="inputs"), mine, mine, yours).advice
     assert "row_seed(seed, epoch, row)" in advice
     assert "save g.get_state() in state_dict of a hook" in advice
 
     resumed.processes[0].steps[0].inputs = observed.processes[0].steps[1].inputs
     assert len(lines(unknown, observed, observed, resumed)[1]) == 2, "with equal rows, a tensor is state"
+
+
+@pytest.mark.parametrize(
+    ("labels", "order", "code"), [("bc", "23", "inputs"), ("xy", "23", "row-order"), ("bc", "22", "row-order")]
+)
+def test_other_inputs_of_the_right_rows(labels, order, code):
+    """Labels show that the rows are right; a generator that is not drawn from at each step makes no noise."""
+
+    def start(labels: str, places: str):
+        steps = [
+            SimpleNamespace(
+                attributes={"y (train.py:9)": f"array of (4,) ({label})", "g (train.py:5)": f"torch.Generator at {at}"},
+                inputs=(f"{label} with noise {at}",), calls=(SimpleNamespace(rows=4),),
+            )
+            for label, at in zip(labels, places, strict=True)
+        ]  # fmt: skip
+        return SimpleNamespace(processes=[SimpleNamespace(rank=0, order=0, steps=steps)], of_harness=False)
+
+    observed, resumed = start("abc", f"1{order}"), start(labels, "45")
+    optimizer, rows = Finding("optimizer-state", "it differs", steps=(7,)), Finding("row-order", "unknown", steps=(7,))
+    first, found = forgotten.explained([optimizer, rows], observed, observed, resumed)
+    assert first == optimizer
+    assert (found.code, found.place) == (code, "train.py:5")
+    assert "g (train.py:5), a torch.Generator, is not as it was" in found.evidence
+    assert found.text.startswith("at step 7, the rows are the right ones") == (code == "inputs")
+    assert ("in each checkpoint" in found.advice) == (order == "23")
 
 
 def test_generators_of_loaders_and_in_local_variables_are_found():
@@ -206,9 +236,10 @@ def test_generators_of_loaders_and_in_local_variables_are_found():
         return {name: text.partition(" at ")[0] for name, text in after.items() if text != before.get(name)}
 
     gc.collect()  # loaders of earlier tests have numbers, too
-    found = train()
+    found, first = train(), train.__code__.co_firstlineno
+    noise, chance = (f"{name} (test_resume_scan.py:{first + 1})" for name in ("noise", "chance"))
     kinds = {"DataLoader.generator": "torch.Generator", "DataLoader 2.generator": "torch.Generator",
-             "noise in train()": "numpy Generator", "chance in train()": "random.Random"}  # fmt: skip
+             noise: "numpy Generator", chance: "random.Random"}  # fmt: skip
     assert {name: found.get(name) for name in kinds} == kinds
     assert not [name for name in found if "Watched" in name], "a loader of the harness"
 

@@ -92,7 +92,7 @@ class _Observer:
             self.draw("clock", f"time.{name}", frame)
 
     def draw(self, stream: str, function: str, frame: FrameType | None) -> None:
-        place = _users_place(frame)
+        place = users_place(frame)
         worker = torch.utils.data.get_worker_info() is not None
         key = (stream, worker, os.getpid(), place or function)
         if key in self._seen:
@@ -141,7 +141,7 @@ def is_users(file: str) -> bool:
     return os.path.isfile(file) and not installed and not file.startswith((*_STDLIB, _HARNESS))
 
 
-def _users_place(frame: FrameType | None) -> tuple[str, int] | None:
+def users_place(frame: FrameType | None) -> tuple[str, int] | None:
     """Return the innermost call in a file of the user's; None if apex-harness makes the call."""
     while frame is not None:
         file = os.path.realpath(frame.f_code.co_filename)

@@ -11,11 +11,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import resume_digest as digest
 import torch
+from resume_draws import users_place
 
 _BUFFERS_KEPT, _OPENED_KEPT = 8, 64
 _OPERATIONS = {
@@ -98,15 +99,15 @@ class Saves:
                 result = save(*args, **kwargs)
             finally:
                 self._busy = False
-            self._written(path, how, self._recorder.steps, content)
+            self._written(path, how, self._recorder.steps, content, _line(sys._getframe(1)))
             return result
 
         return saved
 
-    def _written(self, path: str, how: str, after: int, content: dict[str, Any]) -> None:
+    def _written(self, path: str, how: str, after: int, content: dict[str, Any], line: str = "") -> None:
         self._paths.add(path)
         size = os.path.getsize(path) if os.path.isfile(path) else None
-        self._recorder.write("written", path=path, how=how, after=after, bytes=size, content=content)
+        self._recorder.write("written", path=path, how=how, after=after, bytes=size, content=content, line=line)
         self._recorder.looked_at.clear()
         if self._inside(path):
             self._count += 1
@@ -137,7 +138,7 @@ class Saves:
         def loaded(*args: Any, **kwargs: Any) -> Any:
             path = _path(kwargs.get(keyword, args[0] if args else None))
             if path is not None and self._recorder.mine() and not self._busy:
-                self._recorder.write("loaded", path=path, how=how)
+                self._recorder.write("loaded", path=path, how=how, line=_line(sys._getframe(1)))
             return load(*args, **kwargs)
 
         return loaded
@@ -258,3 +259,9 @@ def _size(path: str) -> int | None:
 
 def _holds_tensors(value: Any) -> bool:
     return any(isinstance(item, torch.Tensor) for _, item in digest.flatten(value))
+
+
+def _line(frame: FrameType) -> str:
+    """Return the line of the script that makes a call, as file:line; empty if there is none."""
+    place = users_place(frame)
+    return f"{os.path.basename(place[0])}:{place[1]}" if place else ""

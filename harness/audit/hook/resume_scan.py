@@ -6,6 +6,7 @@ plain attributes of models, optimizers and the script's own objects, which no st
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import hashlib
@@ -117,8 +118,8 @@ def attributes(modules: Sequence[nn.Module], optimizers: Sequence[Any]) -> dict[
     seen: dict[int, Any] = {}
     for name, root in roots.items():
         found.update(_walk(name, root, seen, 0))
-    for name, generator in _local_generators():
-        found.update(_walk(name, generator, seen, 0))
+    for name, value in (*_generators_of_loaders(), *_local_variables()):
+        found.update(_walk(name, value, seen, 0))
     return found
 
 
@@ -127,9 +128,8 @@ def _numbered(name: str, numbers: Counter[str]) -> str:
     return name + (f" {numbers[name]}" if numbers[name] > 1 else "")
 
 
-def _local_generators() -> Iterator[tuple[str, Any]]:
-    """Yield the random generators of loaders, but for those of the harness, which restores the order of rows by itself;
-    and those in local variables of the functions that train."""
+def _generators_of_loaders() -> Iterator[tuple[str, Any]]:
+    """Yield those of loaders and samplers, but for the harness's, which restores the order of rows by itself."""
     loads = torch.utils.data.DataLoader, torch.utils.data.Sampler
     numbers: Counter[str] = Counter()
     for each in gc.get_objects():
@@ -137,14 +137,30 @@ def _local_generators() -> Iterator[tuple[str, Any]]:
             continue
         if (generator := vars(each).get("generator")) is not None:
             yield f"{_numbered(type(each).__name__, numbers)}.generator", generator
+
+
+def _local_variables() -> Iterator[tuple[str, Any]]:
+    """Yield (name (file:line), value) of random generators in variables of the functions and the script that train, and
+    of tensors in those of functions. The line is that of the first assignment."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if code.co_name != "<module>" and is_users(os.path.realpath(code.co_filename)):
+        file = os.path.realpath(frame.f_code.co_filename)
+        kinds = () if frame.f_code.co_name == "<module>" else (Tensor,)
+        if is_users(file):
             for name, value in [*frame.f_locals.items()]:
-                if _generator(value):
-                    yield f"{name} in {code.co_name}()", value
+                if issubclass(type(value), kinds) or _generator(value):
+                    yield f"{name} ({os.path.basename(file)}:{_first_line(frame.f_code, name)})", value
         frame = frame.f_back
+
+
+def _first_line(code: types.CodeType, variable: str) -> int:
+    """Return the line that first assigns a variable of a function; the function's own for an argument."""
+    line, lines = code.co_firstlineno, dict(dis.findlinestarts(code))
+    for each in dis.get_instructions(code):
+        line = lines.get(each.offset) or line
+        if each.argval == variable and each.opname.startswith("STORE"):
+            return line
+    return code.co_firstlineno
 
 
 def _objects() -> list[Any]:

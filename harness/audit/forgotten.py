@@ -1,0 +1,179 @@
+"""What training changes and a resumed start has not got: attributes, and random generators of the script's own."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from harness.audit.differences import by_rank, named
+from harness.audit.records import StartRecord, Step
+from harness.audit.verdict import Finding
+
+_DRAWN = ("rows", "row-order", "inputs", "random-streams")  # faults that a random generator can cause
+_FOLLOWS = ("counter", "learning-rate", "optimizer-state")  # those that a hook may cause, and the harness has not
+_GLOBAL = re.compile(r"(\w+)((?:\.\w+)*)\['(\w+)'\]")  # an attribute of a module
+_PLACE = re.compile(r" \(([^()]+:\d+)\)$")  # of a local variable, as the recorder names it
+_OF_LOADER = re.compile(r"(\w+(?: \d+)?)\.generator")  # or of a sampler
+_ROWS = re.compile(r"array of \((\d+),")
+_RESTORED = {
+    "torch.Generator": ("get_state()", "pass it to {0}.set_state()"),
+    "numpy Generator": ("bit_generator.state", "assign it to {0}.bit_generator.state"),
+    "numpy RandomState": ("get_state()", "pass it to {0}.set_state()"),
+    "random.Random": ("getstate()", "pass it to {0}.setstate()"),
+}
+"""Kinds of random generators: how to save and to restore one."""
+
+
+class LostGenerator(NamedTuple):
+    """A random generator that is not as it was. ``moves``: training draws from it at each step."""
+
+    name: str
+    kind: str
+    moves: bool
+
+    @property
+    def loader(self) -> str:
+        """The loader or sampler that it belongs to; empty for one of the script's own."""
+        match = _OF_LOADER.fullmatch(self.name)
+        return match[1] if match else ""
+
+    @property
+    def place(self) -> str:
+        """Where a local variable is first assigned, as file:line; empty for another."""
+        match = _PLACE.search(self.name)
+        return match[1] if match else ""
+
+    def remedy(self, code: str, of_harness: bool) -> str:
+        """Say how to restore it. One that orders the rows of an epoch has drawn all of them at its start."""
+        which = f"let gen be the generator of your {self.loader}: " if self.loader else ""
+        variable, (save, restore) = "gen" if self.loader else self.name.partition(" ")[0], _RESTORED[self.kind]
+        save, restore = f"{which}save {variable}.{save}", restore.format(variable)
+        if of_harness:
+            return f"{save} in state_dict of a hook (docs/hooks.md); {restore} in its load_state_dict"
+        if code in ("rows", "row-order") and not self.moves:
+            return (
+                f"{save} as it is before the first batch of the epoch; after a resume, {restore} before that epoch's "
+                "order is drawn, then skip the batches"
+            )
+        return f"{save} in each checkpoint; after a resume, {restore} before the first batch"
+
+
+@dataclass
+class _Forgotten:
+    """
+    attributes: by name, a sentence
+    following: tensors in global variables that may follow from other rows
+    generators: those that are not as they were
+    same_rows: variables that show that the resumed start reads the right rows, though the model gets other inputs
+    """
+
+    attributes: dict[str, str] = field(default_factory=dict)
+    following: set[str] = field(default_factory=set)
+    generators: list[LostGenerator] = field(default_factory=list)
+    same_rows: set[str] = field(default_factory=set)
+
+
+def explained(
+    findings: Sequence[Finding], observed: StartRecord, again: StartRecord, resumed: StartRecord
+) -> list[Finding]:
+    """Return ``findings``, one of them with a line for each attribute that training changes and that the resumed start
+    does not have as the undisturbed one: the reason, if another one is unknown. ``observed`` and ``again``, both
+    undisturbed, show which attributes are equal in equal starts."""
+    place = next((place for place, each in enumerate(findings) if each.code in _DRAWN), 0)
+    found = _forgotten(observed, again, resumed)
+    return [
+        _explained(each, found, observed.of_harness) if number == place else each
+        for number, each in enumerate(findings)
+    ]
+
+
+def _explained(finding: Finding, lost: _Forgotten, of_harness: bool) -> Finding:
+    generators, following, attributes = lost.generators, lost.following - lost.attributes.keys(), lost.attributes
+    if finding.code == "row-order" and lost.same_rows and any(each.moves for each in generators):
+        text = f"at step {finding.steps[-1]}, the rows are the right ones, but the model gets other inputs"
+        finding = replace(
+            finding, code="inputs", text=text, evidence=(f"as they should be: {named(sorted(lost.same_rows))}",)
+        )
+    own = [each for each in generators if not each.loader]
+    if finding.code == "inputs" and generators:  # what else differs may be a sum of losses
+        generators, following, attributes = own or generators, following | attributes.keys(), {}
+    lines = [f"{each.name}, a {each.kind}, is not as it was" for each in generators]
+    lines += [attributes[name] for name in sorted(attributes)]
+    if finding.code == "rows" and own and finding.steps[:1] == (1,):  # the order that a script draws starts again
+        how = "; ".join(sorted({each.remedy("rows", of_harness) for each in own}))
+        finding = replace(finding, remedy=f"{how}; if rows are still repeated or skipped then, {finding.advice}")
+    elif finding.code in ("row-order", "inputs", "other") or any("." in name for name in finding.names):  # not global
+        code = "row-order" if any(each.moves for each in generators) else finding.code  # the others order rows
+        how = "; ".join(sorted({each.remedy(code, of_harness) for each in generators}))
+        if how and of_harness and finding.code == "inputs":
+            how = f"draw from numpy.random.default_rng(row_seed(seed, epoch, row)) (docs/add_a_task.md), or {how}"
+        place = finding.place or next((each.place for each in generators if each.place), "")
+        finding = replace(finding, remedy=how or finding.remedy, place=place)
+    elif finding.code == "random-streams" and own:
+        how = "; ".join(sorted({each.remedy("", of_harness) for each in own}))
+        finding = replace(finding, remedy=f"{finding.advice}; {how}")
+    follows = finding.code in _FOLLOWS and of_harness
+    if lines and (follows or (finding.code == "other" and finding.steps)):  # it has no steps if the start failed
+        finding = replace(finding, code="unsaved-state")
+    if following:
+        lines.append(f"also not as it was, perhaps only as a result: {named(sorted(following))}")
+    return finding.with_lines(lines)
+
+
+def _forgotten(observed: StartRecord, again: StartRecord, resumed: StartRecord) -> _Forgotten:
+    found = _Forgotten()
+    names: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # one generator has several: of loader and sampler
+    moving: set[str] = set()
+    for recorded in _recorded(observed, again, resumed):
+        mine, same, yours = recorded
+        first = mine[0].attributes
+        if len(mine) > 2:
+            moving |= {name for name in first if len({step.attributes.get(name) for step in mine}) == len(mine)}
+        for step, step_again, other in zip(mine[1:], same[1:], yours, strict=False):
+            for name in step.attributes.keys() & step_again.attributes.keys() & other.attributes.keys() & first.keys():
+                value, theirs = step.attributes[name], other.attributes[name]
+                if not first[name] != value == step_again.attributes[name]:
+                    continue
+                is_array, is_local = value.startswith("array of"), _PLACE.search(name)
+                if value == theirs:
+                    if step.inputs != other.inputs and name in moving and _is_batch(value, step):
+                        found.same_rows.add(_in_code(name))
+                elif value.partition(" at ")[0] in _RESTORED:
+                    names[value, theirs].add(name)
+                elif is_array and step.inputs != other.inputs and _GLOBAL.fullmatch(name):
+                    found.following.add(name)
+                elif not is_local or value.startswith("count("):
+                    text = f"{name} is {theirs} instead of {value}: no checkpoint restores it"
+                    found.attributes.setdefault(name, text)
+    generators = {
+        min(map(_in_code, each), key=_preference): (state.partition(" at ")[0], not each.isdisjoint(moving))
+        for (state, _), each in names.items()
+    }
+    found.generators = [LostGenerator(name, *facts) for name, facts in sorted(generators.items())]
+    return found
+
+
+def _recorded(*starts: StartRecord) -> Iterator[list[list[Step]]]:
+    """Yield, for each rank, the steps of each start that have attributes, if all have some."""
+    for processes in by_rank(*starts):
+        recorded = [[step for step in each.steps if step.attributes] if each else [] for each in processes]
+        if all(recorded):
+            yield recorded
+
+
+def _is_batch(value: str, step: Step) -> bool:
+    """Return True for an array of as many rows as the model got, such as labels."""
+    match = _ROWS.match(value)
+    return match is not None and int(match[1]) > 1 and int(match[1]) in {call.rows for call in step.calls}
+
+
+def _in_code(name: str) -> str:
+    """Return a name as it is written in the script."""
+    return _GLOBAL.sub(r"\1\2.\3", name).removeprefix("__main__.")
+
+
+def _preference(name: str) -> tuple[bool, bool, str]:
+    return name.endswith(".generator"), _PLACE.search(name) is None, name
