@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.errors import OVERRIDES, ConfigError, TrainingError
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -62,20 +64,28 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] | Mapping
     """
     from harness.config import loader
 
-    written_at = dict.fromkeys(overrides, "overrides") if isinstance(overrides, Mapping) else None
-    return loader.load(os.fspath(path), _words(overrides), written_at)
+    return loader.load(os.fspath(path), _words(overrides), OVERRIDES)
 
 
 def _words(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
     """Return ``overrides`` as words of the command line."""
     if isinstance(overrides, Mapping):
-        return [f"{key}={_yaml(value)}" for key, value in overrides.items()]
-    return list(overrides)
+        return [f"{key}={_yaml(key, value)}" for key, value in overrides.items()]
+    return [overrides] if isinstance(overrides, str) else list(overrides)
 
 
-def _yaml(value: Any) -> str:
+def _yaml(key: str, value: Any) -> str:
     """Return ``value`` as ASCII JSON that is also YAML, in which a character above U+FFFF must not be two escapes."""
-    text = json.dumps(value, ensure_ascii=False, default=os.fspath)
+
+    def plain(other: Any) -> Any:
+        return other.tolist() if hasattr(other, "tolist") else os.fspath(other)  # of NumPy; a path
+
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=plain)
+    except (TypeError, ValueError) as error:
+        what = f"{type(value).__name__} is not a type of the YAML: {error}"
+        hint = "give a number, a text, a path, True, False, None, or a list or a dictionary of them"
+        raise ConfigError(what, where=f"{OVERRIDES}: {key}", hint=hint) from None
     return re.sub(r"[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -107,7 +117,6 @@ def open_run(config: Config) -> Iterator[Run]:
     and predictions are written. After a request to stop, by a signal or ``run.stop.request(why)``, there is a
     checkpoint only, and the same call resumes. Every rank of a launcher enters it. Raises as ``train`` does.
     """
-    from harness.errors import TrainingError
     from harness.training import checkpointing, loop
     from harness.training.evaluation import final_predictions
 
@@ -167,7 +176,7 @@ def predict(
     with tempfile.TemporaryDirectory(prefix="harness-") as folder, as_file(rows) as (source, cache):
         out = Path(folder, "predictions.parquet")
         words = [*_words({"data.cache_dir": cache} if cache else {}), *_words(overrides)]
-        request = inference.PredictRequest(fetched.local_copy(str(run)), source, out, words, trust)
+        request = inference.PredictRequest(fetched.local_copy(str(run)), source, out, words, trust, OVERRIDES)
         with _as_before(), without_temporary({str(out): "predictions"}, folder):
             inference.in_this_process(request)
         table = pd.read_parquet(out)
@@ -189,7 +198,7 @@ def load_model(
     from harness.inference import trained_model
     from harness.runs import fetched
 
-    return trained_model.load(fetched.local_copy(str(run)), _words(overrides), trust)
+    return trained_model.load(fetched.local_copy(str(run)), _words(overrides), trust, OVERRIDES)
 
 
 @contextmanager
@@ -198,7 +207,6 @@ def _started(config: Config) -> Iterator[RunStart]:
     from harness.config.schema import Config
     from harness.distributed.launch_env import detect
     from harness.distributed.meeting import telling_peers
-    from harness.errors import ConfigError
     from harness.runs import console
     from harness.training import determinism, main
     from harness.training.exit_report import explained

@@ -28,6 +28,7 @@ EXIT_STOPPED = 75  # stopped early with a checkpoint; the same command resumes t
 EXITS_BY_SIGNAL = (130, 143, 129)  # stopped without one, by SIGINT, SIGTERM or SIGHUP: 128 + number, as in shells
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _PAGES = "docs/" if Path(__file__).parents[1].joinpath("docs").is_dir() else "the repository's docs/"  # not in a wheel
+OVERRIDES = "overrides"  # the place of what is wrong in this argument of the Python API
 REINSTALL_TORCH = "python -m pip install --force-reinstall torch torchvision  # together: their versions must match"
 
 

@@ -149,8 +149,16 @@ def test_a_finished_run_that_starts_again_does_only_what_is_missing(path, monkey
 
 def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):
     before = process_state()
-    with pytest.raises(ConfigError, match="overrides: train.epoch: unknown key; did you mean train.epochs"):
-        load_config(path, {"train.epoch": 3})
+    for wrong in ({"train.epoch": 3}, ["train.epoch=3"], "train.epoch=3", {"train": {"epoch": 3}}):
+        with pytest.raises(
+            ConfigError, match="^overrides: train.epoch: unknown key; did you mean train.epochs"
+        ) as caught:
+            load_config(path, wrong)
+        assert caught.value.where == "overrides: train.epoch"
+    with pytest.raises(ConfigError, match="2 problems in .*\n  overrides: seed: .*\n  overrides: train.epoch: "):
+        load_config(path, {"train.epoch": 3, "seed": "x"})
+    with pytest.raises(ConfigError, match="^overrides: seed: object is not a type of the YAML: .*\n  -> give a number"):
+        load_config(path, {"seed": object()})
     with pytest.raises(ConfigError, match="is a PosixPath, not a Config"):
         train(path)
     with pytest.raises(DataError, match="no such annotation file"):
@@ -158,6 +166,9 @@ def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):
     with pytest.raises(ConfigError, match="failed at its start and has no weights: .*nothing.csv: no such annotation"):
         predict(tmp_path / "runs" / "small", path.parent / "eval.csv")
     train(load_config(path, {"name": "short", "train.max_steps": 1}))
+    for call in (load_model, lambda run, overrides: predict(run, path.parent / "eval.csv", overrides)):
+        with pytest.raises(ConfigError, match="^overrides: task.rot: unknown key; did you mean task.root"):
+            call(tmp_path / "runs" / "short", {"task.rot": "x"})
     table = pd.DataFrame({"path": ["train_images/0.png", "gone.png"], "note": ["two\nlines", "b"]})
     with pytest.raises(DataError, match="^row 1 of the table: image not found: .*gone.png\n"):
         predict(tmp_path / "runs" / "short", table, {"task.root": str(tmp_path), "data.num_workers": 0})
@@ -255,7 +266,8 @@ def test_a_trained_model(path, tmp_path, monkeypatch):
         ([3], "not an image: int\n"),
         (np.zeros((8, 8, 3)), r"not an image: ndarray of float64, \(8, 8, 3\)\n"),
         (np.zeros((3, 8, 8), np.uint8), r"not an image: ndarray of uint8, \(3, 8, 8\)\n"),
-        (["new.png", "gone.png"], "image 1: image not found: .*gone.png\n"),
+        (["new.png", "a/gone.png"], "image 1: image not found: .*/a/gone.png, nor a/gone.png in the working folder\n"),
+        (tmp_path / "gone.png", "image 0: image not found: .*/gone.png\n"),
     ):
         with pytest.raises(DataError, match=f"^{told}  -> give a path that .* or an array of uint8") as caught:
             model.preprocess(wrong)
@@ -754,8 +766,9 @@ def test_any_text_is_an_override(path, text):
     assert load_config(path, {"task.label_column": text}).task.label_column == text
 
 
-def test_a_path_is_an_override(path, tmp_path):
+def test_a_path_or_a_number_of_numpy_is_an_override(path, tmp_path):
     assert load_config(path, {"task.root": tmp_path}).task.root == str(tmp_path)
+    assert load_config(path, {"seed": np.int64(3)}).seed == 3
 
 
 def test_threads_and_variables_are_as_before(monkeypatch):

@@ -349,6 +349,8 @@ def test_a_configuration_may_stand_without_its_option(monkeypatch, capsys, yaml_
 
 @pytest.mark.parametrize(("line", "hint"), [
     ("train -c x.yaml --nproc 2", "type: harness launch -c x.yaml --nproc 2"),
+    ("train --nproc 2", "type: harness launch -c CONFIG --nproc 2"),
+    ("train --nproc 2 x.yaml", "type: harness launch -c x.yaml --nproc 2"),
     ("train x.yaml --gpus=4", "type: harness launch -c x.yaml --nproc 4"),
     ("train x.yaml --epochs 3", "settings are written as key=value: train.epochs=3"),
     ("launch x.yaml --lr=0.1 --nproc 2", "settings are written as key=value: optimizer.lr=0.1"),

@@ -65,7 +65,8 @@ def _launch_hint(arguments: argparse.Namespace, name: str, value: str, words: Se
     """Return the command to type if a verb that reads a configuration is given an option of ``harness launch``."""
     if not hasattr(arguments, "config") or name not in _OF_LAUNCH or arguments.verb == "launch":
         return None
-    config = arguments.config or next((word for word in arguments.overrides if "=" not in word), "CONFIG")
+    files = [word for word in arguments.overrides if "=" not in word and word != value]
+    config = arguments.config or next(iter(files), "CONFIG")
     settings = [word for word in words if "=" in word and not word.startswith("-")]
     command = ["harness", "launch", "-c", config, f"--{_OF_LAUNCH[name]}", value or "N", *settings]
     return f"type: {shlex.join(command)}"

@@ -27,7 +27,7 @@ from harness.config.schema import Config, ScheduleSection, TaskSection
 from harness.config.seals import sealed_text
 from harness.config.sentences import Problem, described, not_finite
 from harness.config.trees import flatten, has
-from harness.errors import ConfigError, HarnessError, OwnCodeError, plural
+from harness.errors import OVERRIDES, ConfigError, HarnessError, OwnCodeError, plural
 
 Content = TypeVar("Content", bound=BaseModel)
 _ORIGINS = "_origins"  # the attribute of a Config with the places of its keys
@@ -37,15 +37,15 @@ _IN_FOLDER = "the folder of the configuration has it: run the command in {0}, or
 def load(
     path: str | Path,
     overrides: Sequence[str] = (),
-    written_at: Mapping[str, str] | None = None,
+    written_at: Mapping[str, str] | str | None = None,
     *,
     launching: bool = False,
 ) -> Config:
     """Return the validated configuration of ``path`` with ``overrides`` ("a.b=c") on top.
 
-    Relative paths of data stay relative to the working folder. ``written_at`` is {dotted key: "file:line"} for
-    overrides that do not come from the command line. ``launching``: import an engine of the user's own, and check its
-    settings. Raises ConfigError.
+    Relative paths of data stay relative to the working folder. ``written_at``: where overrides are that do not come
+    from the command line, all or as {dotted key: "file:line"}. ``launching``: import an engine of the user's own, and
+    check its settings. Raises ConfigError.
     """
     raw, origins = merged(Path(path), overrides, written_at or {})
     if "task" not in raw and {"base", "space"} <= raw.keys():
@@ -225,5 +225,9 @@ def _as_problem(conflict: Conflict) -> Problem:
 
 
 def _error(problems: Sequence[Problem], origins: dict[str, str], path: str) -> ConfigError:
-    lines = [f"  {origin_of(key, origins, path)}: {key}: {sentence}" for key, sentence in problems]
+    places = [f"{origin_of(key, origins, path)}: {key}" for key, _ in problems]
+    if len(places) == 1 and places[0].startswith(f"{OVERRIDES}: "):
+        message, _, hint = problems[0][1].partition("\n     -> ")
+        return ConfigError(message, where=places[0], hint=hint)
+    lines = [f"  {place}: {sentence}" for place, (_, sentence) in zip(places, problems, strict=True)]
     return ConfigError(f"{plural(len(lines), 'problem')} in the configuration\n" + "\n".join(lines), where=path)

@@ -36,16 +36,16 @@ _KEY = re.compile(r":(?=\s|$)")
 _CLOSING = {"{": "}", "[": "]"}
 
 
-def merged(path: Path, overrides: Sequence[str], written_at: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
+def merged(path: Path, overrides: Sequence[str], written_at: Mapping[str, str] | str) -> tuple[Any, dict[str, str]]:
     """Return the tree of ``path`` with ``overrides``, interpolated, and {dotted key: "file:line"} of every key in it.
 
-    Keys of overrides are on the command line, unless ``written_at`` has another place. Raises ConfigError for the first
-    file or override that cannot be parsed.
+    Keys of overrides are on the command line, unless ``written_at`` is, or has, another place. Raises ConfigError for
+    the first file or override that cannot be parsed.
     """
     tree, origins = _read(path, ())
     for override in overrides:
         key = override.partition("=")[0]
-        origin = written_at.get(key, COMMAND_LINE)
+        origin = written_at if isinstance(written_at, str) else written_at.get(key, COMMAND_LINE)
         tree, leaves = overridden(tree, override, origin)
         origins |= dict.fromkeys((key, *leaves), origin)
     try:
@@ -59,10 +59,10 @@ def overridden(tree: Any, override: str, origin: str = COMMAND_LINE) -> tuple[An
     """Return ``tree`` with ``override`` ("key=value"), and what that sets, by dotted key. Raises ConfigError."""
     key, separator, value = override.partition("=")
     if not separator or not key or key.startswith("-"):
-        raise ConfigError(f"{override!r} is not an override", where=COMMAND_LINE, hint=_EXAMPLE)
+        raise ConfigError(f"{override!r} is not an override", where=origin, hint=_EXAMPLE)
     if key.startswith("+"):  # as in Hydra
         hint = f"type {shlex.quote(override.lstrip('+'))}"
-        raise ConfigError(f'{override!r}: a key needs no "+" here, also a new one', where=COMMAND_LINE, hint=hint)
+        raise ConfigError(f'{override!r}: a key needs no "+" here, also a new one', where=origin, hint=hint)
     if value.isspace() or (value[:1] not in tuple("\"'[{") and re.search(r"(^|\s)#", value)):
         found = "is blank" if value.isspace() else "has a #, which starts a comment in YAML"
         raise ConfigError(f"{override!r}: the value {found}", where=origin, hint=f"quote it: '{key}=\"{value}\"'")

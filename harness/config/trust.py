@@ -38,7 +38,7 @@ def require_harmless(path: Path, overrides: Sequence[str]) -> None:
             "you did not start this run on this machine, and its configuration does more than set values\n"
             + "\n".join(problems),
             where=str(path),
-            hint="if you trust its author, add --trust",
+            hint="if you trust its author, add --trust (in Python: trust=True)",
         )
 
 

@@ -66,7 +66,8 @@ class PredictRequest:
     out: Path
     overrides: Sequence[str] = ()
     trust: bool = False
-    """See ``trained_run.configuration``."""
+    written_at: str | None = None
+    """Both: see ``trained_run.configuration``."""
 
 
 def main(request: PredictRequest, world_size: int | None, environ: Mapping[str, str], words: Sequence[str]) -> int:
@@ -88,7 +89,7 @@ def _configuration(request: PredictRequest, world_size: int | None, launch: Laun
             f"--world {world_size}, but a launcher has started {launch.world_size} processes",
             hint="remove --world, or start harness predict without a launcher",
         )
-    config = trained_run.configuration(request.run, request.overrides, request.trust)
+    config = trained_run.configuration(request.run, request.overrides, request.trust, request.written_at)
     if request.out.suffix not in FORMATS:
         hint = "--out predictions.csv"
         raise ConfigError(

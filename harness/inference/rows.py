@@ -56,6 +56,9 @@ def as_file(rows: Rows, columns: Sequence[str] = (), of_images: bool = False) ->
         except HarnessError as error:
             error.message, error.where = (_of_table(text, file) for text in (error.message, error.where))
             if of_images and given is not rows and (row := re.fullmatch(r"row (\d+) of the table", error.where)):
+                typed = str(given[int(row[1])])
+                if error.message.startswith("image not found: ") and not error.message.endswith(f": {typed}"):
+                    error.message += f", nor {typed} in the working folder"
                 near = re.match(r"did you mean .*?\? ?", f"{error.hint} ")
                 error.where = f"image {row[1]}"
                 error.hint = (

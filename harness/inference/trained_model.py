@@ -90,9 +90,9 @@ def in_units(signature: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in signature.items() if key != "postprocessing"}
 
 
-def load(run: Path, overrides: Sequence[str] = (), trust: bool = False) -> TrainedModel:
-    """Return the model of the run folder ``run``. Raises HarnessError. ``trust``: see ``trained_run.configuration``."""
-    config = trained_run.configuration(run, overrides, trust)
+def load(run: Path, overrides: Sequence[str] = (), trust: bool = False, written_at: str | None = None) -> TrainedModel:
+    """Return the model of the run folder ``run``. Raises HarnessError. Arguments: see ``trained_run.configuration``."""
+    config = trained_run.configuration(run, overrides, trust, written_at)
     trained_run.warn_if_unfinished(run, config)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     on = [torch.device("cuda", index) for index in devices]

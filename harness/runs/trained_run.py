@@ -32,8 +32,8 @@ KEPT = ("model.name", "task.tokenizer.name")
 """The settings whose files of Hugging Face are copied into the run folder."""
 
 
-def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> Config:
-    """Return the configuration of the run folder ``run``, with ``overrides``.
+def configuration(run: Path, overrides: Sequence[str], trust: bool = False, written_at: str | None = None) -> Config:
+    """Return the configuration of the run folder ``run``, with ``overrides``; ``written_at``: see ``loader.load``.
 
     Raises ConfigError if ``run`` is not a run, has no weights yet, or is not this user's own and does more than set
     values, such as to name a model of its own; ``trust`` allows that.
@@ -51,9 +51,9 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False) -> C
     if not trust and not ownership.is_own(run):
         require_harmless(run / layout.CONFIG, overrides)
         overrides = ["data.cache_dir=null", *overrides]  # the user, not the run, decides where files are written
-    config = loader.load(run / layout.CONFIG, overrides)
+    config = loader.load(run / layout.CONFIG, overrides, written_at)
     elsewhere = _of_start(run, config)
-    return loader.load(run / layout.CONFIG, [*elsewhere, *overrides]) if elsewhere else config
+    return loader.load(run / layout.CONFIG, [*elsewhere, *overrides], written_at) if elsewhere else config
 
 
 def _of_start(run: Path, config: Config) -> list[str]:
