@@ -174,6 +174,8 @@ def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):
         predict(tmp_path / "runs" / "short", table, {"task.root": str(tmp_path), "data.num_workers": 0})
     with pytest.raises(DataError, match=r"^the table: no column 'path'; the columns are 'note'"):
         predict(tmp_path / "runs" / "short", table[["note"]])
+    with pytest.raises(DataError, match="^the table: the header names a column twice: 'note'"):
+        predict(tmp_path / "runs" / "short", table[["note", "note"]])
     row = {"path": "train_images/0.png", "label": "0"}
     with caplog.at_level("INFO", "harness"):
         predict(tmp_path / "runs" / "short", [row], {"task.root": str(tmp_path)})

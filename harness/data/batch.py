@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -107,6 +107,18 @@ class Dataset(Protocol):
         run and a run on other ranks ask for the same rows in other batches: see ``harness.data.seeds.row_seed``.
         """
         ...
+
+
+@runtime_checkable
+class SupportsRowName(Protocol):
+    """A dataset whose rows have a name in messages, such as the line of a file."""
+
+    def row_name(self, row: int) -> str: ...
+
+
+def row_namer(dataset: object, otherwise: Callable[[int], str] = str) -> Callable[[int], str]:
+    """Return the function from the number of a row of ``dataset`` to its name, ``otherwise`` if it has none."""
+    return dataset.row_name if isinstance(dataset, SupportsRowName) else otherwise
 
 
 def read(dataset: Dataset, rows: np.ndarray, epoch: int | None) -> Batch:

@@ -34,6 +34,22 @@ def decode(content: Tensor, channels: int = UNCHANGED) -> Tensor:
     return image
 
 
+def decode_as(content: Tensor, channels: int) -> Tensor:
+    """Return ``decode`` with exactly ``channels``, GRAY or RGB, which torchvision ignores for 16-bit PNG, WebP and GIF.
+    Raises RuntimeError, for an animation, too."""
+    image = decode(content, channels)
+    if image.dim() != 3:
+        raise RuntimeError(f"an animation of {len(image)} frames, not one image")
+    if len(image) in (2, 4):  # the last channel is opacity
+        image = image[:-1]
+    to_gray = channels == GRAY and len(image) == RGB
+    if image.dtype == torch.uint8 and not to_gray:
+        return image
+    functional = torchvision("transforms.v2.functional")
+    image = functional.to_dtype(image, torch.uint8, scale=True)
+    return functional.rgb_to_grayscale(image) if to_gray else image
+
+
 def _fault(start: bytes, error: RuntimeError) -> str:
     """Return what is wrong with a file that begins with ``start``."""
     if not start:

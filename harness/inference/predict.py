@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from harness.config import plugins
 from harness.config.schema import Config
 from harness.config.targets import LabelledTask, TableTask
+from harness.data.batch import row_namer
 from harness.data.loader import Loader
 from harness.distributed import signals
 from harness.distributed.launch_env import Launch, detect
@@ -183,9 +184,9 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         return stop.exit_code
     seconds = time.perf_counter() - start
     if written.bad:
-        name_rows = getattr(task.eval, "named", None)  # of tables of images
-        named = name_rows(written.bad, _NAMED) if name_rows else written.bad[:_NAMED]
-        log.warning("images that could not be read: %d; their rows have no prediction: %s", len(written.bad), named)
+        named = ", ".join(map(row_namer(task.eval), written.bad[:_NAMED]))
+        more = f" and {len(written.bad) - _NAMED} more" if len(written.bad) > _NAMED else ""
+        log.warning("rows that could not be read: %d; they have no prediction: %s%s", len(written.bad), named, more)
     ranks = plural(runtime.world_size, "rank")
     rate = written.rows / seconds
     shown = _show_metrics(predictor, written, request.source)
@@ -194,8 +195,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     with_classes = isinstance(config.task, LabelledTask) and config.task.label_kind != "regression"
     if with_classes and (classes := trained_run.learned(request.run).get("classes")):
         separator = config.task.labels.separator or "" if isinstance(config.task, TableTask) else ""
-        table = getattr(task.eval, "table", None)
-        written.warn_of_unknown_labels(classes, separator, table.where if table else "row {}".format)
+        written.warn_of_unknown_labels(classes, separator, row_namer(task.eval, "row {}".format))
     written.warn_of_one_class()
     log.info("%s: %s in %.1f s (%.0f rows/s, %s)", request.out, plural(written.rows, "row"), seconds, rate, ranks)
     return EXIT_DONE

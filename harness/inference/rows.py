@@ -141,6 +141,6 @@ def _of_table(text: str, file: str) -> str:
         with open(file, encoding="utf-8", newline="") as stream:
             rows = csv.reader(stream)  # of which one may have several lines
             number = next((number for number, _ in enumerate(rows, -1) if rows.line_num >= int(place[1])), 0)
-        return f"row {number} of the table"
+        return f"row {number} of the table" if number >= 0 else "the table"  # whose columns are on the first line
 
     return re.sub(rf"{re.escape(file)}:(\d+)", row, text).replace(file, "the table")

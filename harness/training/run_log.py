@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from harness.data.batch import Dataset
+from harness.data.batch import Dataset, row_namer
 from harness.errors import plural
 from harness.runs import layout
 from harness.runs.files import read_sealed
@@ -47,8 +47,8 @@ def _group_rates(run: Run) -> dict[str, float]:
 def log_coverage(run: Run) -> None:
     """Write how many distinct rows the epoch used over all ranks, and how many updated the weights. Collective."""
     state, rows = run.state, run.coverage.num_rows
-    name = getattr(run.task.train, "row_name", None)
-    covered = run.coverage.covered(run.runtime, name or str)
+    name = row_namer(run.task.train)
+    covered = run.coverage.covered(run.runtime, name)
     run.tracker.log(
         "epoch",
         {"step": state.step, "epoch": state.epoch + 1, "rows_used": covered.used, "rows_updated": covered.updated,
@@ -67,7 +67,7 @@ def log_coverage(run: Run) -> None:
         text += f"; {plural(covered.repeated, 'more use')} of rows that were used before"
     if covered.missing and run.config.data.tail == "use":
         more = ", ..." if rows - covered.used > len(covered.missing) else ""
-        text += f"; rows not used{'' if name else ', counted from 0'}: {', '.join(covered.missing)}{more}"
+        text += f"; rows not used{', counted from 0' if name is str else ''}: {', '.join(covered.missing)}{more}"
     if state.bad_rows:
         text += f"; {plural(state.bad_rows, 'unreadable row')} so far, which metrics.jsonl names"
     log.info("%s  end of the epoch: %s", position(run, state.epoch + 1), text)
@@ -133,5 +133,4 @@ def write_summary(run: Run, evaluation: Report) -> None:
 
 def unreadable(dataset: Dataset, rows: Iterable[int]) -> dict[str, list[str]]:
     """Return the field of a log line that names the ``rows`` of ``dataset`` that could not be read; none without."""
-    name = getattr(dataset, "row_name", str)
-    return {"unreadable": found} if (found := [name(row) for row in rows]) else {}
+    return {"unreadable": found} if (found := list(map(row_namer(dataset), rows))) else {}

@@ -19,6 +19,7 @@ import torch
 from torchvision.transforms import v2
 
 from harness.data import tars
+from harness.data.image_checks import ImageChecks
 from harness.data.image_files import ImageFiles
 from harness.data.images import ImageTable
 from harness.data.loader import BatchRequest, Loader
@@ -122,8 +123,8 @@ def shards(folder):
 def test_members_are_the_same_images(folder, shards, expected, num_workers):
     images = table(folder, str(folder / "my shards"), shards)
     assert all(map(torch.equal, loaded(images, num_workers), expected))
-    images.require_files(np.arange(ROWS), 5)
-    assert images.sample(np.arange(ROWS), None, 5) == "12 of 12 images decoded (8x8)"
+    ImageChecks(images).require_files(np.arange(ROWS), 5)
+    assert ImageChecks(images).sample(np.arange(ROWS), None, 5) == "12 of 12 images decoded (8x8)"
 
 
 def test_each_archive_is_indexed_once(folder, shards, monkeypatch):
@@ -394,7 +395,7 @@ def test_file_systems_in_memory_and_missing_roots(folder, expected):
     with pytest.raises(
         DataError, match=r"task.root: the folder .*/train_imagse does not exist\n  -> did you mean /.*/train_images\?"
     ):
-        table(folder, str(folder / "train_imagse"), PATHS).require_files(np.arange(1), 1)
+        ImageChecks(table(folder, str(folder / "train_imagse"), PATHS)).require_files(np.arange(1), 1)
 
 
 def test_names_are_quoted_below_a_web_server_only():

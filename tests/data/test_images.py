@@ -16,8 +16,9 @@ from torchvision.transforms import v2
 
 from harness.data import transforms
 from harness.data.batch import Batch
+from harness.data.image_checks import ImageChecks, in_order
 from harness.data.image_files import ImageFiles
-from harness.data.images import ImageTable, in_order
+from harness.data.images import ImageTable
 from harness.data.row_labels import ClassLabels
 from harness.data.table.table import open_table
 from harness.errors import REINSTALL_TORCH, ConfigError, DataError, HarnessError
@@ -152,22 +153,22 @@ def test_all_missing_images_are_found_before_training(tmp_path):
     text = csv.read_text().replace("train_images/3.png", "train_images/3.jpg").replace("train_images/9.png", " ")
     csv.write_text(text.replace("train_images/10.png", "gone/10.png"))
     with pytest.raises(DataError) as caught:
-        table(tmp_path).require_files(np.arange(12), 5)
+        ImageChecks(table(tmp_path)).require_files(np.arange(12), 5)
     first, hint = str(caught.value).splitlines()
     place = f"{csv}:5: image not found: {tmp_path}/train_images/3.jpg"
     assert first == f"{place} (missing: 3 of 12 rows looked at); also {csv}:11: no path, {csv}:12: gone/10.png"
     assert "3.png" in hint
     assert hint.endswith("; or set task.on_bad_row=skip to count and replace such rows")
-    table(tmp_path).require_files(np.arange(4, 9), 5)
-    table(tmp_path, on_bad_row="skip").require_files(np.arange(12), 5)
-    table(tmp_path).require_files(np.arange(0), 5)
+    ImageChecks(table(tmp_path)).require_files(np.arange(4, 9), 5)
+    ImageChecks(table(tmp_path, on_bad_row="skip")).require_files(np.arange(12), 5)
+    ImageChecks(table(tmp_path)).require_files(np.arange(0), 5)
 
 
 def test_one_missing_image_does_not_suggest_another_root(tmp_path):
     csv = write_rows(tmp_path, "train", 12)
     image = (tmp_path / "train_images" / "0.png").rename(tmp_path / "elsewhere")
     for look in (
-        lambda: table(tmp_path).require_files(np.arange(12), 5),
+        lambda: ImageChecks(table(tmp_path)).require_files(np.arange(12), 5),
         lambda: table(tmp_path).batch(np.arange(1), 0),
     ):
         with pytest.raises(DataError, match=f"^{csv}:2: image not found: .*0.png") as caught:
@@ -177,7 +178,7 @@ def test_one_missing_image_does_not_suggest_another_root(tmp_path):
         (tmp_path / "train_images" / f"{number}.png").unlink()
     image.rename(tmp_path / "train_images" / "11.png")
     with pytest.raises(DataError, match=f"relative to {tmp_path}: set task.root=FOLDER$") as caught:
-        table(tmp_path).require_files(np.arange(12), 5)
+        ImageChecks(table(tmp_path)).require_files(np.arange(12), 5)
     assert caught.value.message == f"image not found: {tmp_path}/train_images/0.png (missing: 11 of 12 rows looked at)"
 
 
@@ -186,7 +187,7 @@ def test_damaged_images_are_named(tmp_path):
     for row in damaged:
         (tmp_path / "train_images" / f"{row}.png").write_bytes(b"no image")
     with pytest.raises(DataError) as caught:
-        table(tmp_path).sample(in_order(np.arange(40), 16), None, 30)
+        ImageChecks(table(tmp_path)).sample(in_order(np.arange(40), 16), None, 30)
     first, hint = str(caught.value).splitlines()
     assert first.startswith(f"{csv}:2: image cannot be decoded: {tmp_path}/train_images/0.png: ")
     named = ", ".join(f"{csv}:{row + 2}: train_images/{row}.png" for row in damaged[1:5])
@@ -275,7 +276,7 @@ def test_different_sizes_are_found_behind_a_skipped_image(tmp_path):
     GRAY_IMAGE.save(tmp_path / "train_images" / "2.png")
     for on_bad_row, message in (("skip", f"{csv}:4: images differ in size"), ("stop", f"{csv}:2: image cannot be dec")):
         with pytest.raises(DataError, match=f"^{message}"):
-            table(tmp_path, on_bad_row=on_bad_row).sample(np.arange(4), None, 30)
+            ImageChecks(table(tmp_path, on_bad_row=on_bad_row)).sample(np.arange(4), None, 30)
 
 
 def test_problems_look_for_files_within_the_limit(tmp_path, monkeypatch):
@@ -284,14 +285,14 @@ def test_problems_look_for_files_within_the_limit(tmp_path, monkeypatch):
     for row in range(3, 40):
         (tmp_path / "train_images" / f"{row}.png").unlink()
     (tmp_path / "train_images" / "0.png").write_bytes(b"no image")
-    missing, damaged = table(tmp_path).problems(30)
+    missing, damaged = ImageChecks(table(tmp_path)).problems(30)
     assert missing.message.startswith(f"image not found: {tmp_path}/train_images/3.png (missing: 37 of 1,000 rows")
     assert damaged.message.endswith("(1 of 963 images looked at)")
     assert damaged.where == f"{csv}:2"
 
     real = ImageFiles.exists
     monkeypatch.setattr(ImageFiles, "exists", lambda self, path: looked.append(path) or real(self, path))
-    list(table(tmp_path).problems(0))
+    list(ImageChecks(table(tmp_path)).problems(0))
     assert len(looked) < 600, "those looked for at once, and those of the hint"
 
 

@@ -29,7 +29,7 @@ def test_rows_that_an_epoch_did_not_use_are_named(caplog, tail, missing, told, n
         coverage=SimpleNamespace(num_rows=10, covered=lambda *_: Covered(8, 0, 0, missing)),
         tracker=SimpleNamespace(log=lambda *_: None),
         config=SimpleNamespace(data=SimpleNamespace(tail=tail), train=SimpleNamespace(epochs=1, on_nan="stop")),
-        task=SimpleNamespace(train=SimpleNamespace(row_name=str) if named else ()), runtime=None,
+        task=SimpleNamespace(train=SimpleNamespace(row_name=lambda row: str(row)) if named else ()), runtime=None,
         sizes=SimpleNamespace(total_steps=3),
     )  # fmt: skip
     run_log.log_coverage(run)

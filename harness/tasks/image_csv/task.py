@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from harness.config.places import is_url
 from harness.data import transforms
+from harness.data.image_checks import ImageChecks, in_order
 from harness.data.image_files import ImageFiles
-from harness.data.images import ImageTable, in_order
+from harness.data.images import ImageTable
 from harness.data.row_labels import NoLabels
 from harness.data.row_order import spread
 from harness.data.shards import bounds
@@ -68,7 +69,8 @@ def row_problems(task: Task) -> Iterator[DataError]:
         yield from label_problems(task, *tables)
         for table in tables if task.on_bad_row == "stop" and not is_url(task.root) else ():
             split = Split(table, NoLabels(table, ()))
-            yield from _images(task, split, _pipelines(task), 0, Path(cache)).problems(2 * _DECODING_S)
+            images = _images(task, split, _pipelines(task), 0, Path(cache))
+            yield from ImageChecks(images).problems(2 * _DECODING_S)
 
 
 def _pipelines(task: Task) -> tuple[transforms.Pipeline, transforms.Pipeline]:
@@ -160,9 +162,9 @@ class ImageCsv(Supervised):
 
         def decode(images: ImageTable, epoch: int | None) -> None:
             first = spread(rows(images), _AT_START) if epoch == 0 else in_order(rows(images), _AT_START)
-            images.sample(first, epoch, (until - time.monotonic()) / 2)
+            ImageChecks(images).sample(first, epoch, (until - time.monotonic()) / 2)
 
-        self._of_both(lambda images, _: images.require_files(rows(images), limit_s / 2))
+        self._of_both(lambda images, _: ImageChecks(images).require_files(rows(images), limit_s / 2))
         if self.options.on_bad_row == "stop":
             try:
                 self._of_both(decode)
@@ -172,7 +174,7 @@ class ImageCsv(Supervised):
 
     def look(self, rows: range, ended: Callable[[], bool]) -> None:
         if self.options.on_bad_row == "stop":
-            self.eval.require_decodable(rows, ended)
+            ImageChecks(self.eval).require_decodable(rows, ended)
 
     def copy_files(self, train: range, evaluated: range, rank: int) -> None:
         archives = self.train.archives(train.start, train.stop) | self.eval.archives(evaluated.start, evaluated.stop)
@@ -183,7 +185,7 @@ class ImageCsv(Supervised):
     def sample(self, limit_s: float) -> str:
         def decode(images: ImageTable, epoch: int | None) -> str:
             order = in_order(np.arange(len(images)), _SAMPLE)
-            return images.sample(order, epoch, min(limit_s, _DECODING_S) / 2)
+            return ImageChecks(images).sample(order, epoch, min(limit_s, _DECODING_S) / 2)
 
         return "; ".join(f"{split}: {text}" for split, text in self._of_both(decode).items())
 
