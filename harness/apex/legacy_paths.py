@@ -27,14 +27,9 @@ _MODULES = {
     "contrib.optimizers.fused_lamb": "FusedLAMB",
     "contrib.optimizers.fused_sgd": "FusedSGD",
     "contrib.xentropy.softmax_xentropy": "SoftmaxCrossEntropyLoss",
-    "fp16_utils.fp16_optimizer": "FP16_Optimizer",
-    "fp16_utils.fp16util": "BN_convert_float FP16Model clip_grad_norm convert_module convert_network "
-    "master_params_to_model_params model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",
-    "fp16_utils.loss_scaler": "DynamicLossScaler LossScaler",
     "parallel.distributed": "DistributedDataParallel Reducer ReduceOp apply_flat_dist_call extract_tensors "
     "flat_dist_call flatten split_by_type split_half_float_double unflatten",
     "parallel.optimized_sync_batchnorm": "SyncBatchNorm",
-    "parallel.sync_batchnorm": "SyncBatchNorm",
 }
 _ELSEWHERE = {
     "amp._amp_state": ("amp.state", "legacy_paths"),

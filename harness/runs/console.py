@@ -130,7 +130,7 @@ def working(what: str, unit: str = "", total: int = 0, measure: Callable[[], int
                 bar.refresh()
                 pause = _REDRAWN_S
             else:
-                _line(text)
+                _log_or_print(text)
                 pause = SILENT_S
         if bar is not None:
             bar.close()
@@ -144,7 +144,7 @@ def working(what: str, unit: str = "", total: int = 0, measure: Callable[[], int
         shower.join()
 
 
-def _line(text: str) -> None:
+def _log_or_print(text: str) -> None:
     """Log ``text``, or print it where the command does not log to the terminal."""
     if log.handlers:
         log.info("%s", text)

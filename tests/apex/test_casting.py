@@ -106,7 +106,7 @@ def test_containers_keep_their_type_and_are_not_changed(name):
 @pytest.mark.parametrize(
     "value",
     [None, 1, 2.0, "text", b"bytes", range(3), torch.Size([1]), torch.tensor([1]), {"a": 1}, [1, "b"], int, object()]
-    + [(t for t in [f()]), nn.Linear(1, 1)],
+    + [(t for t in [f()]), nn.Linear(1, 1), Output(None, None)],
 )
 def test_value_without_floating_tensors_is_returned_itself(value):
     assert half(value) is value

@@ -71,10 +71,11 @@ def _cast_mapping(value: Mapping[Any, Any], dtype: torch.dtype) -> Any:
 
 
 def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
-    result = copy.copy(value)
-    for field in dataclasses.fields(value):
-        # past the __setattr__ of a frozen dataclass
-        object.__setattr__(result, field.name, cast_tree(getattr(value, field.name, None), dtype))
+    fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    changed = {name: new for name, old in fields.items() if (new := cast_tree(old, dtype)) is not old}
+    result = copy.copy(value) if changed else value
+    for name, new in changed.items():
+        object.__setattr__(result, name, new)  # past the __setattr__ of a frozen dataclass
     return result
 
 

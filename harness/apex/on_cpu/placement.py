@@ -35,8 +35,20 @@ _PLACE, _PINNED = "_harness_apex_place", "_harness_apex_pinned"  # attributes of
 
 _TRUE_DEVICE = torch.UntypedStorage.device.__get__  # before it is replaced
 
-_default: int | None = HOST  # of factory functions; None if unknown
-_is_used = False  # whether this process has put a tensor on CUDA
+
+class Process:
+    """What this process has done with CUDA. One instance, ``process``."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start as a process that has not used CUDA."""
+        self.default_place: int | None = HOST  # of tensors that are made without naming a device; None if unknown
+        self.has_used_cuda = False  # has put a tensor there
+
+
+process = Process()
 
 
 def replacements() -> Iterator[Replacement]:
@@ -66,23 +78,6 @@ def place_of(device: Device) -> int | None:
     return HOST if torch.device(device).type == "cpu" else None
 
 
-def default_place() -> int | None:
-    """Return the place of tensors that are made without naming a device."""
-    return _default
-
-
-def set_default_place(place: int | None) -> None:
-    """Set the place of tensors that are made without naming a device; None if it is unknown."""
-    global _default
-    _default = place
-
-
-def reset() -> None:
-    """Start as a process that has not used CUDA."""
-    global _default, _is_used
-    _default, _is_used = HOST, False
-
-
 def recorded_place(value: Stored) -> int | None:
     """Return the place that a redirected call gave to ``value``; None if it came out of other operations."""
     return getattr(_storage(value), _PLACE, None)
@@ -92,17 +87,16 @@ def assumed_place(value: Stored) -> int:
     """Return the place at which a script sees ``value``."""
     place = recorded_place(value)
     if place is None:
-        place = current_device() if _is_used and get_worker_info() is None else HOST
+        place = current_device() if process.has_used_cuda and get_worker_info() is None else HOST
     return place
 
 
 def record_place(value: StoredT, place: int | None) -> StoredT:
     """Record that ``value``, which is new or was moved, is at ``place``; return it."""
-    global _is_used
     storage = _storage(value)
     if storage is not None and place is not None:
         setattr(storage, _PLACE, place)
-        _is_used = _is_used or place != HOST
+        process.has_used_cuda |= place != HOST
     return value
 
 
@@ -169,4 +163,4 @@ def _answer(original: Any, for_script: Any, is_method: bool = False) -> Any:
     return functools.wraps(original)(answer) if is_method else property(answer)
 
 
-os.register_at_fork(after_in_child=reset)  # CUDA cannot be used in a forked process
+os.register_at_fork(after_in_child=process.reset)  # CUDA cannot be used in a forked process
