@@ -11,7 +11,7 @@ the matching rounded weights are loaded, and replaced when any others are. Write
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class MasterWeights:
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
         self.frozen: list[Tensor] = []
         self.saved: dict[Tensor, Tensor] = {}  # master -> the value loaded for it, until the first step
-        self._versions: list[int] = []
+        self._versions = Versions()
 
     def adopt_all(self, optimizer: Optimizer) -> None:
         """Put masters into all groups of ``optimizer``; on TypeError nothing has changed."""
@@ -99,21 +99,15 @@ class MasterWeights:
         self.all_fp32_from_fp16_params.append(master)
         self.fp16_groups[place].append(parameter)
         self.fp32_from_fp16_groups[place].append(master)
-        self._versions.append(parameter._version)
+        self._versions.record([parameter])
         if parameter in optimizer.state:
             optimizer.state[master] = recast_state(optimizer.state.pop(parameter), master)
         return master
 
-    def record_versions(self) -> None:
-        """Note that model weights and masters correspond as they are now."""
-        self._versions = [parameter._version for parameter in self.all_fp16_params]
-
     def refresh(self) -> None:
         """Update the masters of model weights that were written since they were last seen."""
-        pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, self._versions, strict=True)
-        if stale := [(parameter, master) for parameter, master, version in pairs if parameter._version != version]:
-            self._reconcile(stale)
-            self.record_versions()
+        pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
+        self._reconcile([pair for pair in pairs if self._versions.has_changed(pair[0])])
 
     def take_saved(self, optimizer: Optimizer) -> None:
         """Move saved values out of the groups of ``optimizer`` into its masters, as far as they round to the weights.
@@ -128,18 +122,33 @@ class MasterWeights:
                 if value is not None and id(master) in masters and value.shape == master.shape:
                     self.saved[master] = value.to(master.device, master.dtype)
         self._reconcile(list(zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)))
-        self.record_versions()
 
     def _reconcile(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         for parameter, master in pairs:
             follow(master, parameter, self.saved.get(master))
+            self._versions.record([parameter])
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
         """Round the masters into the model."""
         if self.all_fp16_params:
             torch._foreach_copy_(self.all_fp16_params, self.all_fp32_from_fp16_params)
-            self.record_versions()
+            self._versions.record(self.all_fp16_params)
+
+
+class Versions:
+    """The versions of model weights when they last matched their masters: they tell whether other code wrote since."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[Tensor, int] = {}
+
+    def record(self, weights: Iterable[Tensor]) -> None:
+        """Note that ``weights`` match their masters as they are now."""
+        self._recorded.update((weight, weight._version) for weight in weights)
+
+    def has_changed(self, weight: Tensor) -> bool:
+        """Return True if ``weight`` was written to since ``record``, or never recorded."""
+        return self._recorded.get(weight) != weight._version
 
 
 @torch.no_grad()

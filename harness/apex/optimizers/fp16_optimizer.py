@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.apex.amp.master_weights import follow
+from harness.apex.amp.master_weights import Versions, follow
 from harness.apex.fp16_utils.fp16_optimizer import ScalingOptimizer, check_fit
 from harness.apex.fp16_utils.loss_scaler import DynamicLossScaler
 from harness.apex.optimizers.batch import Group
@@ -74,7 +74,7 @@ class FP16_Optimizer(ScalingOptimizer):
             self.cur_scale = static_loss_scale
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_groups_flat: list[Tensor] = []
-        self._versions: list[list[int]] = []
+        self._versions = Versions()
         for group in init_optimizer.param_groups:
             self._adopt(group)
 
@@ -90,7 +90,7 @@ class FP16_Optimizer(ScalingOptimizer):
         group["params"] = [flat.requires_grad_()]
         self.fp16_groups.append(model)
         self.fp32_groups_flat.append(flat)
-        self._versions.append([param._version for param in model])
+        self._versions.record(model)
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of ``loss`` times the scale; gradients add up, scaled, until ``zero_grad``."""
@@ -141,17 +141,17 @@ class FP16_Optimizer(ScalingOptimizer):
 
     def _refresh(self) -> None:
         """Let weights of the model that were written since the last step decide (see ``amp.master_weights``)."""
-        for model, flat, seen in zip(self.fp16_groups, self.fp32_groups_flat, self._versions, strict=True):
-            for param, master, version in zip(model, unflatten(flat.detach(), model), seen, strict=True):
-                if param._version != version:
+        for model, flat in zip(self.fp16_groups, self.fp32_groups_flat, strict=True):
+            for param, master in zip(model, unflatten(flat.detach(), model), strict=True):
+                if self._versions.has_changed(param):
                     follow(master, param)
 
     @torch.no_grad()
     def _copy_to_model(self) -> None:
-        for place, (model, flat) in enumerate(zip(self.fp16_groups, self.fp32_groups_flat, strict=True)):
+        for model, flat in zip(self.fp16_groups, self.fp32_groups_flat, strict=True):
             if model:
                 torch._foreach_copy_(model, unflatten(flat, model))
-            self._versions[place] = [param._version for param in model]
+                self._versions.record(model)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Return plain data under Apex's keys: scaler, inner optimizer, flat masters (aliases, not copies)."""

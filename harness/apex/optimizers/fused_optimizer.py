@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from harness.apex.amp.device_flags import flags
-from harness.apex.amp.master_weights import follow
+from harness.apex.amp.master_weights import Versions, follow
 from harness.apex.dtypes import wide
 from harness.apex.optimizers.batch import Group, ParameterBatch, copied_where_new, fitting, weight_buffer
 from harness.apex.tensor_groups import by_device_and_dtype
@@ -56,7 +56,7 @@ class FusedOptimizer(Optimizer):
             )
         _check_options(name, defaults)
         self.set_grad_none = set_grad_none
-        self._versions: dict[Tensor, int] = {}  # of each parameter when its master was last rounded into it
+        self._versions = Versions()
         self._steps = StepCount()
         super().__init__(params, defaults)
 
@@ -66,7 +66,7 @@ class FusedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._versions, self._steps = {}, StepCount()
+        self._versions, self._steps = Versions(), StepCount()
 
     @functools.cached_property
     def _dummy_overflow_buf(self) -> Tensor:
@@ -217,7 +217,7 @@ class FusedOptimizer(Optimizer):
         master: Tensor | None = state.get(MASTER)
         if master is None or master.dtype is not torch.float32:
             state[MASTER] = master = (param if master is None else master).detach().float()
-        elif self._versions.get(param) != param._version:
+        elif self._versions.has_changed(param):
             follow(master, param)
         return master
 
@@ -238,7 +238,7 @@ class FusedOptimizer(Optimizer):
         """Round weights that are not the parameters themselves into the parameters."""
         copied_where_new(batch.weights, batch.params)
         if batch.params[0].dtype in self.mastered:
-            self._versions.update((param, param._version) for param in batch.params)
+            self._versions.record(batch.params)
 
 
 def step_for_kernel(group: Group, device: torch.device) -> Tensor:
