@@ -311,7 +311,7 @@ def test_moving_to_the_host_under_o1_gives_float32_there():
 
 
 def test_computed_tensors_are_on_cuda_once_the_script_uses_it(monkeypatch):
-    monkeypatch.setattr(placement.process, "has_used_cuda", False)
+    monkeypatch.setattr(placement.cuda_use, "has_begun", False)
     assert (torch.zeros(1) + 1).type() == HOST_TYPE
     model = nn.Linear(2, 2).cuda().half()
     model(torch.ones(1, 2).cuda().half()).sum().backward()

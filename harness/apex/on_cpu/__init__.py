@@ -25,7 +25,7 @@ def redirect_cuda() -> None:
     Call it before the script runs: names imported earlier (``from torch import zeros``) keep the original function.
     """
     call_counter.reset()
-    placement.process.reset()
+    placement.cuda_use.reset()
     # list all replacements before setting any: each wraps the original function
     modules = (placement, device_arguments, torch_cuda, distributed)
     for owner, name, replacement in [row for module in modules for row in module.replacements()]:

@@ -219,7 +219,7 @@ def _creates(
     def create(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is None:
-            place = placement.recorded_place(args[0]) if like_first and args else placement.process.default_place
+            place = placement.recorded_place(args[0]) if like_first and args else placement.cuda_use.default_place
         elif (place := place_of(device)) is not None and place != HOST:
             count_call(name)
             kwargs["device"] = "cpu"
@@ -239,7 +239,7 @@ def _from_numpy(original: Any, array: Any) -> Tensor:
 
 def _default_type(original: Any, t: Any, /) -> None:
     original(_cpu_type(t))
-    placement.process.default_place = _place_of_type(t)
+    placement.cuda_use.default_place = _place_of_type(t)
 
 
 def _device_context(original: Any, self: Any, device: Any) -> None:
@@ -247,7 +247,7 @@ def _device_context(original: Any, self: Any, device: Any) -> None:
     not see the device."""
     if names_cuda(device):
         count("torch.set_default_device(cuda)")
-        placement.process.default_place = None
+        placement.cuda_use.default_place = None
         device = "cpu"
     original(self, device)
 

@@ -36,8 +36,8 @@ _PLACE, _PINNED = "_harness_apex_place", "_harness_apex_pinned"  # attributes of
 _TRUE_DEVICE = torch.UntypedStorage.device.__get__  # before it is replaced
 
 
-class Process:
-    """What this process has done with CUDA. One instance, ``process``."""
+class CudaUse:
+    """How this process has used CUDA. One instance, ``cuda_use``."""
 
     def __init__(self) -> None:
         self.reset()
@@ -45,10 +45,10 @@ class Process:
     def reset(self) -> None:
         """Start as a process that has not used CUDA."""
         self.default_place: int | None = HOST  # of tensors that are made without naming a device; None if unknown
-        self.has_used_cuda = False  # has put a tensor there
+        self.has_begun = False  # it has put a tensor there
 
 
-process = Process()
+cuda_use = CudaUse()
 
 
 def replacements() -> Iterator[Replacement]:
@@ -87,7 +87,7 @@ def assumed_place(value: Stored) -> int:
     """Return the place at which a script sees ``value``."""
     place = recorded_place(value)
     if place is None:
-        place = current_device() if process.has_used_cuda and get_worker_info() is None else HOST
+        place = current_device() if cuda_use.has_begun and get_worker_info() is None else HOST
     return place
 
 
@@ -96,7 +96,7 @@ def record_place(value: StoredT, place: int | None) -> StoredT:
     storage = _storage(value)
     if storage is not None and place is not None:
         setattr(storage, _PLACE, place)
-        process.has_used_cuda |= place != HOST
+        cuda_use.has_begun |= place != HOST
     return value
 
 
@@ -163,4 +163,4 @@ def _answer(original: Any, for_script: Any, is_method: bool = False) -> Any:
     return functools.wraps(original)(answer) if is_method else property(answer)
 
 
-os.register_at_fork(after_in_child=process.reset)  # CUDA cannot be used in a forked process
+os.register_at_fork(after_in_child=cuda_use.reset)  # CUDA cannot be used in a forked process
