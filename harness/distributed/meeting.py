@@ -13,10 +13,12 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from harness.distributed import agreement, devices, store
@@ -40,20 +42,42 @@ _REMEDIES = {
 _ERRORS: dict[int, type[HarnessError]] = {EXIT_USAGE: LaunchError, EXIT_DATA: DataError}
 
 
+class _Failure(NamedTuple):
+    """An error that keeps ranks from starting, as the store holds it."""
+
+    exit_code: int
+    message: str
+    hint: str
+
+    def to_error(self) -> HarnessError:
+        return _ERRORS.get(self.exit_code, PeersMissing)(self.message, hint=self.hint)
+
+
 @dataclass(frozen=True)
 class _Arrival:
-    """A rank that has come. The verdict has the same form: values of the rank that decides, and the common error."""
+    """A rank that has come."""
 
     rank: int
     host: str
     values: dict[str, int | str]
     """What must be equal on all ranks, by the names of ``_REMEDIES``."""
-    error: tuple[int, str, str] | None = None
-    """The exit code, the message and the hint of an error."""
+    error: _Failure | None
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What all ranks follow."""
+
+    decided_by: _Arrival
+    """The rank with whose values the others have agreed, or would have to."""
+    error: _Failure | None
+
+
+_AS_ARRIVAL, _AS_VERDICT = TypeAdapter(_Arrival), TypeAdapter(_Verdict)
 
 
 def meet(launch: Launch, device: str, timeout_s: float, failed: BaseException | None = None) -> PrefixStore:
-    """Wait for all ranks; return the store of this launch. Every rank calls it.
+    """Wait for all ranks; return the store of this launch. Collective.
 
     ``device``: kind of device of this rank. ``failed``: the error that keeps this rank from starting; the other ranks
     then raise it, too. Raises LaunchError on all ranks if they cannot connect to each other as they were started, and
@@ -112,8 +136,8 @@ class _Meeting:
         verdict = self._verdict(mine)
         if verdict.error:
             _wait_until_heard(self.launch, self.store, len(_arrivals(self.store)), time.monotonic() + _GRACE_S)
-            return _to_error(verdict.error)
-        return _problem({0: verdict, mine.rank: mine})  # of a rank that came after the verdict
+            return verdict.error.to_error()
+        return _problem({0: verdict.decided_by, mine.rank: mine})  # of a rank that came after the verdict
 
     def _arrive(self, device: str, failed: BaseException | None) -> _Arrival:
         """Publish that this rank has come. Raises LaunchError if another process has the same number."""
@@ -121,7 +145,7 @@ class _Meeting:
         values: dict[str, int | str] = dict(
             zip(_REMEDIES, (self.launch.world_size, device, torch.__version__), strict=True)
         )
-        error = _to_record(failed, f"rank {rank} on {host}") if failed else None
+        error = _failure(failed, f"rank {rank} on {host}") if failed else None
         mine, process = _Arrival(rank, host, values, error), f"process {os.getpid()} on {host}"
         there = self.store.compare_set(f"meeting/member/{rank}", "", process)
         if there != process:
@@ -129,16 +153,16 @@ class _Meeting:
                 f"two processes have RANK={rank}: {there} and {process}",
                 hint="give each process its own RANK, and each run its own MASTER_PORT",
             )
-            self._publish(replace(mine, error=_to_record(twice)))
+            self._publish(_Verdict(mine, _failure(twice)))
             raise twice
         self.store.append(_ARRIVED, f"{json.dumps(asdict(mine))}\n")
         return mine
 
-    def _verdict(self, mine: _Arrival) -> _Arrival:
+    def _verdict(self, mine: _Arrival) -> _Verdict:
         """Return the verdict of rank 0; of this rank, if there is none at its limit."""
         for _ in pauses(self.launch):
             if verdict := self.store.find(_VERDICT):
-                return _Arrival(**json.loads(verdict))
+                return _AS_VERDICT.validate_python(json.loads(verdict))
             late = time.monotonic() > self.until
             if mine.rank > 0 and not late:
                 continue
@@ -148,14 +172,15 @@ class _Meeting:
             if late or (len(arrivals) >= self.launch.world_size and len(counts) == 1):
                 if missing := set(range(self.launch.world_size)) - arrivals.keys():
                     problem = problem or self._missing(missing)
-                return self._publish(replace(mine, error=_to_record(problem) if problem else None))
+                return self._publish(_Verdict(mine, _failure(problem) if problem else None))
             if problem:
                 self.until = min(self.until, time.monotonic() + _GRACE_S)
         raise AssertionError("unreachable: the poll has no end")
 
-    def _publish(self, verdict: _Arrival) -> _Arrival:
+    def _publish(self, verdict: _Verdict) -> _Verdict:
         """Publish ``verdict`` and return it, or return the one that another rank has published before."""
-        return _Arrival(**json.loads(self.store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))))
+        published = self.store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))
+        return _AS_VERDICT.validate_python(json.loads(published))
 
     def _missing(self, ranks: set[int]) -> PeersMissing:
         who, place = f"{agreement.rank_names(ranks)} of {self.launch.world_size}", store.address(self.launch)
@@ -164,7 +189,7 @@ class _Meeting:
 
 def _arrivals(meeting_store: LimitedStore) -> dict[int, _Arrival]:
     """Return the ranks that have come, by rank."""
-    arrivals = [_Arrival(**json.loads(line)) for line in meeting_store.find(_ARRIVED).splitlines()]
+    arrivals = [_AS_ARRIVAL.validate_python(json.loads(line)) for line in meeting_store.find(_ARRIVED).splitlines()]
     return {arrival.rank: arrival for arrival in arrivals}
 
 
@@ -172,7 +197,7 @@ def _problem(arrivals: dict[int, _Arrival]) -> HarnessError | None:
     """Return the error of the lowest rank that cannot start, or the differences between the ranks."""
     for rank in sorted(arrivals):
         if error := arrivals[rank].error:
-            return _to_error(error)
+            return error.to_error()
     facts: dict[int, Sequence[Facts]] = {
         rank: [Facts(_REMEDIES[name], {name: value}) for name, value in arrival.values.items()]
         for rank, arrival in arrivals.items()
@@ -188,14 +213,9 @@ def _wait_until_heard(launch: Launch, meeting_store: LimitedStore, num_ranks: in
             return
 
 
-def _to_record(error: BaseException, whose: str = "") -> tuple[int, str, str]:
-    """Return ``error`` as an arrival holds it. ``whose``: the rank that cannot start because of it."""
+def _failure(error: BaseException, whose: str = "") -> _Failure:
+    """Return ``error`` as the store holds it. ``whose``: the rank that cannot start because of it."""
     if not isinstance(error, HarnessError):
         error = PeersMissing(f"{type(error).__name__}: {first_line(readable(error))}")
     message = f"{error.where}: {error.message}" if error.where else error.message
-    return error.exit_code, f"{whose} cannot start: {message}" if whose else message, error.hint
-
-
-def _to_error(record: tuple[int, str, str]) -> HarnessError:
-    code, message, hint = record
-    return _ERRORS.get(code, PeersMissing)(message, hint=hint)
+    return _Failure(error.exit_code, f"{whose} cannot start: {message}" if whose else message, error.hint)
