@@ -70,6 +70,9 @@
         hovertemplate: `${line.shown}${both ? `, ${PARTS[part]}` : ""}<br>${AXES[axis]}: %{x:,.4~g}<br><b>%{y:.5~g}</b><extra></extra>`,
       });
     }));
+    const values = data.flatMap((trace) => trace.y).filter((value) => value !== null).sort((a, b) => a - b);
+    const spread = values[0] > 0 && values.at(-1) > 100 * values[values.length >> 1];  // a peak that hides all else
+    const log = name === "loss_scale" || name === "loss" && spread;
     // The legend tells the parts apart; the lines have a legend of their own, above the charts.
     for (const part of both ? parts : []) {
       data.push({
@@ -81,7 +84,7 @@
       data,
       layout: {
         xaxis: { title: { text: AXES[axis] }, rangemode: "tozero" },
-        yaxis: { title: { text: report.names[name] ?? name }, type: name === "loss_scale" ? "log" : "linear" },
+        yaxis: { title: { text: (report.names[name] ?? name) + (log ? " (log scale)" : "") }, type: log ? "log" : "linear" },
         showlegend: both, legend: { itemclick: false, itemdoubleclick: false }, hovermode: "closest", uirevision: axis + name,
       },
     };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -164,6 +165,19 @@ def test_switches_between_axes_metrics_and_lines(visit):
     here.page.get_by_role("button", name="All", exact=True).click()
     here.redrawn(f"{lines} >= 16")
     assert here.errors == []
+
+
+def test_a_loss_with_a_peak_has_a_logarithmic_axis(visit, tmp_path):
+    run = write_run(tmp_path / "run", Fake())
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    first = next(place for place, line in enumerate(lines) if '"eval"' in line)
+    lines[first] = json.dumps(json.loads(lines[first]) | {"loss": 1000.0})
+    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    path = tmp_path / "report.html"
+    path.write_text(page.render(run_set.build(reader.find([run]))), encoding="utf-8")
+    here = visit(path)
+    assert here.page.locator("#chart-training .ytitle").text_content() == "loss (log scale)"
+    assert here.page.locator("#chart-validation .ytitle").text_content() == "accuracy (top-1)"
 
 
 def test_keyboard(visit):
