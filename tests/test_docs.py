@@ -500,7 +500,7 @@ def for_fine_tuning(folder: Path) -> None:
     (folder / "data" / "digits").unlink()  # the page writes them itself
     for library in ("transformers", "peft"):
         pytest.importorskip(library)
-    from tests.training.test_huggingface import WORDS, write_bert  # late: it is skipped without transformers
+    from tests.training.test_hf import WORDS, write_bert  # late: it is skipped without transformers
 
     write_bert(folder / "bert")
     for_readme(folder)

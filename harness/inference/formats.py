@@ -137,14 +137,14 @@ class HuggingFace(ExportFormat, name="huggingface"):
         return out / "config.json", "output_"
 
     def to_units(self, subject: Exported, mean: Tensor, std: Tensor) -> bool:
-        from harness.training.models import huggingface
+        from harness.training.models.libraries import hf
 
-        return huggingface.to_units(subject.model, mean, std)
+        return hf.to_units(subject.model, mean, std)
 
     def write(self, subject: Exported, path: Path) -> Function:
-        from harness.training.models import huggingface
+        from harness.training.models.libraries import hf
 
-        return huggingface.save(subject.model, path, subject.signature, subject.tokenizer)
+        return hf.save(subject.model, path, subject.signature, subject.tokenizer)
 
 
 class Peft(ExportFormat, name="peft"):
@@ -154,15 +154,15 @@ class Peft(ExportFormat, name="peft"):
     suffix, tolerance, packages, extra, folder = ".peft", 1e-5, ("transformers", "peft"), "huggingface", True
 
     def to_units(self, subject: Exported, mean: Tensor, std: Tensor) -> bool:
-        from harness.training.models import huggingface
+        from harness.training.models.libraries import hf
 
-        return huggingface.to_units(subject.model, mean, std, adapter=True)
+        return hf.to_units(subject.model, mean, std, adapter=True)
 
     def write(self, subject: Exported, path: Path) -> Function:
-        from harness.training.models import huggingface
+        from harness.training.models.libraries import hf
 
         name = str(subject.facts["name"])
-        return huggingface.save_adapter(subject.model, path, name, subject.signature, subject.tokenizer)
+        return hf.save_adapter(subject.model, path, name, subject.signature, subject.tokenizer)
 
 
 def _traced(subject: Exported) -> torch.export.ExportedProgram:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from harness.config import loader
-from harness.config.places import HUB
 from harness.config.schema import Config
 from harness.data.loader import EvalData, Loader, TrainData
 from harness.data.seeds import INITIAL_WEIGHTS, TRAINING
@@ -110,12 +109,12 @@ def name_checks(config: Config, weights: bool = True) -> Iterator[Callable[[], N
 
     def of_model() -> None:
         name, chosen = config.model.name, config.model.start_weights
-        if "." not in config.task.name and not name.startswith(HUB):  # the user's own task may have models of its own
+        if "." not in config.task.name:  # the user's own task may have models of its own
             model_builder.find(name)
-        if weights and chosen is not None and not name.startswith(HUB):
+        if weights and chosen is not None:
             from harness.training.models import weights as files  # late: few runs need it
 
-            files.located(str(chosen), name)
+            files.located(chosen, name)
 
     yield from (of_optimizer, of_model)
 

@@ -10,6 +10,7 @@ from harness.errors import ConfigError, OwnCodeError
 BUILT_IN = {
     "task": ["fashion_mnist", "image_csv", "mnist", "pet_names", "text_csv"],
     "model": ["char_gru", "char_lstm", "fashion_cnn", "linear", "mlp", "mnist_net", "small_cnn", "text_cnn"],
+    "model library": ["hf", "timm", "torchvision"],
     "strategy": ["ddp", "dp", "fsdp", "none"],
     "tracker": ["mlflow", "tensorboard", "trackio", "wandb"],
     "format": ["sharded", "whole"],

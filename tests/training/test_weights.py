@@ -19,6 +19,7 @@ from harness.errors import ConfigError
 from harness.runs import fetch
 from harness.runs.files import sha256
 from harness.training.models import model_builder, weights
+from harness.training.models.libraries import base
 from tests.end_to_end.experiment import run, run_folder, train, write_config, write_images
 
 
@@ -193,7 +194,7 @@ def test_published_weights_are_verified_and_kept(tmp_path, config, monkeypatch):
     here = model_builder.build("resnet18", {}, {"num_classes": 7}, torch.zeros(1, 3, 32, 32))
     with pytest.raises(ConfigError, match="its content is not the published one"):
         weights.load(here, config(weights="DEFAULT", name="resnet18"))
-    monkeypatch.setattr(weights, "sha256", lambda path: "f37072fd")
+    monkeypatch.setattr(base, "sha256", lambda path: "f37072fd")
     for _ in range(2):
         facts = weights.load(here, config(weights="DEFAULT", name="resnet18"))
     assert asked == ["https://download.pytorch.org/models/resnet18-f37072fd.pth"] * 2  # the refused one, and one

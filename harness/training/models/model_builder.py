@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from harness.config import plugins
 from harness.config.places import HUB
 from harness.distributed import machine
-from harness.errors import ConfigError, first_line, of_part, plural, similar, users_line
+from harness.errors import ConfigError, first_line, of_part, plural, users_line
 from harness.training import determinism
+from harness.training.models.libraries import torchvision
+from harness.training.models.libraries.base import Library
 
-TIMM = "timm:"  # before the name of a model of timm
 _OF_OWN_CODE = RuntimeError, LookupError, ArithmeticError, AttributeError  # in a model of the user's own: its fault
 
 
@@ -42,14 +42,10 @@ def build(
     """
     make, library = find(name)
     accepted = inspect.signature(make).parameters
-    defaults = {key: value for key, value in known.items() if key in accepted}
-    if library == "torchvision":  # its builders take **kwargs, and all of its models want 3 channels
-        defaults = {key: value for key, value in known.items() if key != "in_channels"}
-    elif library == "timm":
-        defaults = {"in_chans" if key == "in_channels" else key: value for key, value in known.items()}
-    given = {**defaults, **args}
+    by_task = library.arguments(known) if library else {key: known[key] for key in known if key in accepted}
+    given = {**by_task, **args}
     takes = ", ".join(key for key in accepted if key not in ("args", "kwargs", "self"))
-    built_in = bool(library) or "." not in name
+    built_in = library is not None or "." not in name
     try:
         inspect.signature(make).bind(**given)
         with _parameters_in_memory(name):
@@ -182,25 +178,16 @@ def _remedy(model: nn.Module, example: Tensor, name: str, task: object) -> str:
     return f"{first}check {', '.join(['model.args', *settings[:-1]])} and {settings[-1]}"
 
 
-def find(name: str) -> tuple[Callable[..., nn.Module], str]:
-    """Return (the class or function that makes the model, the library if it is of one). Raises ConfigError."""
-    if name.startswith(HUB):
-        from harness.training.models import huggingface  # late: few runs need it
-
-        return huggingface.maker(name), "transformers"
-    if name.startswith(TIMM):
-        return _timm(name.removeprefix(TIMM)), "timm"
-    if name in plugins.names("model") or "." in name:
+def find(name: str) -> tuple[Callable[..., nn.Module], Library | None]:
+    """Return (the class or function that makes the model, the library that it is of). Raises ConfigError."""
+    if library := library_of(name):
+        return library.maker(name), library
+    built_in = plugins.names("model")
+    if name in built_in or "." in name:
         make = plugins.find("model", name, "model.name")
         if not plugins.makes(make, nn.Module):
             raise plugins.wrong_kind(name, "torch.nn.Module", "model.name")
-        return make, ""
-    from harness.data import vision  # late: only this needs torchvision
-
-    models = vision.torchvision("models")
-    if name in models.list_models():
-        return models.get_model_builder(name), "torchvision"
-    built_in = plugins.names("model")
+        return make, None
     if Path(name, "config.json").is_file():
         hint = f"use model.name={HUB}{name}, if this folder is a model of Hugging Face"
         raise ConfigError(f"unknown model {name!r}", where="model.name", hint=hint)
@@ -208,21 +195,14 @@ def find(name: str) -> tuple[Callable[..., nn.Module], str]:
         f"use one of {', '.join(built_in)}, a torchvision model such as resnet18, timm:NAME, hf:FOLDER_OR_NAME, "
         "or package.module.Class"
     )
-    raise plugins.unknown("model", name, [*built_in, *models.list_models()], "model.name", other)
+    raise plugins.unknown("model", name, [*built_in, *torchvision.names()], "model.name", other)
 
 
-def _timm(name: str) -> Callable[..., nn.Module]:
-    """Return the function that makes timm's model ``name``. Raises ConfigError."""
-    try:
-        import timm
-    except ImportError:
-        raise ConfigError(
-            f"model {TIMM}{name} needs timm, which is not installed",
-            where="model.name",
-            hint="pip install 'apex-harness[timm]'",
-        ) from None
-    if not timm.is_model(name):
-        near = similar(name.partition(".")[0], timm.list_models())
-        hint = f"did you mean {TIMM}{near}?" if near else "timm.list_models() lists them"
-        raise ConfigError(f"timm has no model {name!r}", where="model.name", hint=hint)
-    return partial(timm.create_model, name)
+def library_of(name: str) -> Library | None:
+    """Return the library of the model ``name``, torchvision without a prefix; None for ours and the user's own."""
+    prefix, colon, _ = name.partition(":")
+    if colon and prefix in plugins.names("model library"):
+        found: Library = plugins.find("model library", prefix, "model.name")
+        return found
+    of_torchvision = "." not in name and name not in plugins.names("model") and name in torchvision.names()
+    return torchvision if of_torchvision else None

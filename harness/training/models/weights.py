@@ -5,48 +5,33 @@ Rank 0 reads them; the other ranks get them from it. A run that resumes takes it
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
 
 from harness.config.places import HUB, is_url
-from harness.config.schema import Config, ModelSection
+from harness.config.schema import Config
 from harness.data import hub
 from harness.distributed.runtime import Runtime
-from harness.errors import CheckpointError, ConfigError, DataError, did_you_mean, first_line, reason, similar
-from harness.runs import checkpoint, fetch, layout, reader
-from harness.runs.files import cache_folder, expanded, sha256
+from harness.errors import CheckpointError, ConfigError, did_you_mean, first_line, similar
+from harness.runs import checkpoint, layout, reader
+from harness.runs.files import expanded, sha256
 from harness.runs.weights_file import load_weights, with_versions
-from harness.training.models import lora
-from harness.training.models.model_builder import TIMM
+from harness.training.models import lora, model_builder
+from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile, downloaded
 
 log = logging.getLogger("harness")
 
-PRETRAINED = ("DEFAULT", "pretrained")  # torchvision's and timm's word for the best published weights
 _FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 # Where training scripts keep a state dict in a file, the one to use first: timm also prefers the moving average.
 _NESTED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema", "state_dict", "model_state_dict", "model", "net")
-_KEY = "model.weights"
-_ELSEWHERE = "or download the file elsewhere and set model.weights=FILE"
 _MAX_LISTED = 5
-
-
-class WeightsFile(NamedTuple):
-    """Weights that exist on this machine."""
-
-    name: str
-    """For messages."""
-    path: Path
-    statistics: tuple[Any, Any] | None = None
-    """Mean and standard deviation of the images they expect; None in it: null."""
 
 
 def start(model: nn.Module, config: Config, runtime: Runtime, checkpoints: Path) -> dict[str, Any]:
@@ -76,8 +61,8 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
     """
     section = config.model
     assert section.start_weights is not None
-    source, content = _found(section, model)
-    given, part = _matched(content, model, source)
+    source = find(section.start_weights, section.name)
+    given, part = _matched(source.read(model) if source.read else read(source), model, source)
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     heads = _other_head(given, own, model)
     # Of a folder of Hugging Face the last layers may be new.
@@ -90,7 +75,7 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
     if bad := [name for name, value in usable.items() if not value.isfinite().all() and own[name].isfinite().all()]:
         raise ConfigError(
             f"the weights are infinite or NaN in {bad[0]} ({len(bad)} of {len(usable)} tensors)",
-            where=f"{_KEY}: {source.name}", hint="use other weights: the training that wrote these diverged",
+            where=f"{KEY}: {source.name}", hint="use other weights: the training that wrote these diverged",
         )  # fmt: skip
     model.load_state_dict(with_versions(usable, model), strict=False)
     new = [name for name in own if f".{lora.PART}" in name and name not in usable]
@@ -116,20 +101,6 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _found(section: ModelSection, model: nn.Module) -> tuple[WeightsFile, Mapping[str, Any]]:
-    """Return the file of ``model.weights`` and its content. Raises ConfigError."""
-    name, chosen = section.name, str(section.start_weights)
-    if name.startswith(HUB) and chosen in PRETRAINED:
-        chosen = name
-    if name.startswith(HUB) and chosen.startswith(HUB):
-        from harness.training.models import huggingface
-
-        path, content = huggingface.published(chosen, model)
-        return WeightsFile(chosen, path, huggingface.statistics(chosen)), content
-    source = find(chosen, name)
-    return source, read(source)
-
-
 def find(weights: str, model: str) -> WeightsFile:
     """Return the file of ``weights``, downloaded if necessary. Raises ConfigError."""
     return located(weights, model)()
@@ -138,9 +109,13 @@ def find(weights: str, model: str) -> WeightsFile:
 def located(weights: str, model: str) -> Callable[[], WeightsFile]:
     """Return what gets the file of ``weights``. Raises ConfigError for a name that needs no download to be refused."""
     if weights.startswith(HUB):
-        return lambda: WeightsFile(weights, hub.weights(weights, _KEY))
+        return (
+            _published(weights, model)
+            if model.startswith(HUB)
+            else lambda: WeightsFile(weights, hub.weights(weights, KEY))
+        )
     if is_url(weights):
-        return lambda: WeightsFile(weights, _downloaded(weights, Path(urlsplit(weights).path).name))
+        return lambda: WeightsFile(weights, downloaded(weights, Path(urlsplit(weights).path).name))
     path = expanded(weights)
     if path.is_dir():
         path /= layout.WEIGHTS
@@ -150,7 +125,7 @@ def located(weights: str, model: str) -> Callable[[], WeightsFile]:
         hint = did_you_mean(path) or (
             "give a weights file, a run folder, a URL, or DEFAULT for a model's published weights"
         )
-        raise ConfigError(f"no such file: {path}", where=_KEY, hint=hint)
+        raise ConfigError(f"no such file: {path}", where=KEY, hint=hint)
     return _published(weights, model)
 
 
@@ -164,75 +139,11 @@ def _of_run(folder: Path) -> tuple[Any, Any] | None:
 
 def _published(weights: str, model: str) -> Callable[[], WeightsFile]:
     """Return what gets the weights that the library of ``model`` publishes. Raises ConfigError."""
-    if model.startswith(TIMM):
-        return partial(_of_timm, weights, model)
-    from harness.data import vision  # late: only this needs torchvision
-
-    models = vision.torchvision("models")
-    if model not in models.list_models():
-        raise ConfigError(
-            f"model {model} has no published weights, and {weights} is not a file",
-            where=_KEY, hint="give a weights file, a run folder, or a URL",
-        )  # fmt: skip
-    known = models.get_model_weights(model)
-    name = "DEFAULT" if weights in PRETRAINED else weights
-    if name not in known.__members__:
-        near = similar(name, list(known.__members__))
-        hint = f"did you mean {near}?" if near else f"use one of {', '.join(known.__members__)}, or a file"
-        raise ConfigError(f"torchvision has no weights {name} for {model}", where=_KEY, hint=hint)
-    chosen = known[name]
-    file = Path(urlsplit(chosen.url).path).name
-    digest = Path(file).stem.rpartition("-")[2]  # the first digits of the SHA-256, by torchvision's rule
-    transforms = chosen.transforms()
-    statistics = (transforms.mean, transforms.std) if hasattr(transforms, "mean") else None
-    return lambda: WeightsFile(f"{model} {chosen.name} ({file})", _downloaded(chosen.url, file, digest), statistics)
-
-
-def _of_timm(weights: str, model: str) -> WeightsFile:
-    from timm.models import get_pretrained_cfg  # the model was built with timm
-
-    wanted = model.removeprefix(TIMM)
-    known = get_pretrained_cfg(wanted, allow_unregistered=False)
-    hub_id, url = (str(known.hf_hub_id or ""), str(known.url or "")) if known else ("", "")
-    if weights not in PRETRAINED or known is None or not (hub_id or url):
-        what = "timm has no pretrained weights for this model" if weights in PRETRAINED else f"no such file: {weights}"
-        raise ConfigError(
-            what, where=_KEY, hint="use pretrained, a file, a run folder or a URL; timm.list_pretrained() lists models"
-        )
-    try:
-        if hub_id:
-            from huggingface_hub import hf_hub_download
-
-            hub, _, revision = hub_id.partition("@")
-            file = known.hf_hub_filename or "model.safetensors"
-            path = Path(hf_hub_download(hub, file, revision=revision or None, etag_timeout=fetch.TIMEOUT_S))
-            return WeightsFile(f"{model} {hub_id}", path, (known.mean, known.std))
-    except Exception as error:  # of the hub's many kinds
-        raise _unreachable(hub_id, error) from None
-    path = _downloaded(url, Path(urlsplit(url).path).name)
-    return WeightsFile(f"{model} {url}", path, (known.mean, known.std))
-
-
-def _downloaded(url: str, name: str, digest: str = "") -> Path:
-    """Return the file at ``url`` in torch's folder of downloads, which is read first. ``digest``: how its SHA-256
-    begins."""
-    hub = torch.hub.get_dir()  # where torchvision keeps its own; it begins with ~ where no home folder is known
-    folder = Path(cache_folder() / "torch" if hub.startswith("~") else hub, "checkpoints")
-    # Another file of the same name may be there already: only the URL tells them apart.
-    target = folder / (name if digest else f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name}")
-    try:
-        return fetch.fetched(url, target, lambda path: not digest or sha256(path).startswith(digest))
-    except FileNotFoundError as error:
-        raise _unreachable(url, error) from None
-    except DataError as error:
-        raise ConfigError(error.message, where=f"{_KEY}: {url}", hint=f"{error.hint}; {_ELSEWHERE}") from None
-
-
-def _unreachable(place: str, error: Exception) -> ConfigError:
-    shown = reason(error) if isinstance(error, OSError) else first_line(error)
-    return ConfigError(
-        f"the weights cannot be downloaded: {shown}", where=f"{_KEY}: {place}",
-        hint=f"check the name and the network; {_ELSEWHERE}",
+    if library := model_builder.library_of(model):
+        return library.published(weights, model)
+    raise ConfigError(
+        f"model {model} has no published weights, and {weights} is not a file",
+        where=KEY, hint="give a weights file, a run folder, or a URL",
     )  # fmt: skip
 
 
@@ -243,17 +154,17 @@ def read(source: WeightsFile) -> Mapping[str, Any]:
             return load_weights(source.path, of_run=False)
         content = torch.load(source.path, map_location="cpu", weights_only=True)
     except CheckpointError as error:
-        raise ConfigError(error.message, where=f"{_KEY}: {source.name}", hint="copy or download it again") from None
+        raise ConfigError(error.message, where=f"{KEY}: {source.name}", hint="copy or download it again") from None
     except Exception as error:
         what, hint = f"it cannot be read: {first_line(error)}", "use a .safetensors file, or one that torch.save wrote"
         if "weights_only" in str(error):
             what = "it is damaged, or it holds more than tensors and plain data and could run code"
             hint = "if you trust it, write its weights to another file: torch.save(model.state_dict(), FILE)"
-        raise ConfigError(what, where=f"{_KEY}: {source.name}", hint=hint) from None
+        raise ConfigError(what, where=f"{KEY}: {source.name}", hint=hint) from None
     if not isinstance(content, Mapping):
         raise ConfigError(
             f"it holds an object of type {type(content).__name__}, not a dictionary of weights",
-            where=f"{_KEY}: {source.name}", hint="write it with torch.save(model.state_dict(), FILE)",
+            where=f"{KEY}: {source.name}", hint="write it with torch.save(model.state_dict(), FILE)",
         )  # fmt: skip
     return content
 
@@ -278,7 +189,7 @@ def _matched(content: Mapping[str, Any], model: nn.Module, source: WeightsFile) 
     if not own.keys() & found.keys():
         names = _listed(list(found)) if found else f"no tensors; its keys are {_listed(list(map(str, content)))}"
         raise ConfigError(
-            f"it contains none of this model's weights: it has {names}", where=f"{_KEY}: {source.name}",
+            f"it contains none of this model's weights: it has {names}", where=f"{KEY}: {source.name}",
             hint=f"this model has {_listed(list(own))}; check model.name and model.args",
         )  # fmt: skip
     notes = [part if part and "ema" in part else "", f"{theirs}* as {ours}*" if ours else ""]
@@ -359,7 +270,7 @@ def _require_fit(
     else:
         hint += "or set model.strict=false to initialize what is missing"
     lines += [f"unexpected: {name}" for name in unexpected]
-    raise ConfigError("\n  ".join([what, *_shortened(lines)]), where=f"{_KEY}: {source.name}", hint=hint)
+    raise ConfigError("\n  ".join([what, *_shortened(lines)]), where=f"{KEY}: {source.name}", hint=hint)
 
 
 def _other_statistics(source: WeightsFile, task: Any) -> str:

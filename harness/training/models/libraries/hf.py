@@ -21,6 +21,7 @@ from harness.data.hub import HubTokenizer
 from harness.errors import ConfigError, first_line, similar
 from harness.runs.files import expanded, read_json
 from harness.training.models import lora
+from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile
 
 _PROCESSOR = "preprocessor_config.json"
 _PEFT = "--format peft"
@@ -46,9 +47,12 @@ class OneTensor(nn.Module):
 
 
 def maker(name: str) -> Callable[..., nn.Module]:
-    """Return the function that makes the model ``hf:FOLDER_OR_NAME`` with random weights. Raises ConfigError."""
     hub.require("transformers", "model.name")
     return partial(build, name)
+
+
+def arguments(known: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: known[key] for key in known if key in inspect.signature(build).parameters}
 
 
 def build(
@@ -127,13 +131,21 @@ def _require_inputs(name: str, config: Any, in_channels: int | None, num_tokens:
         )
 
 
-def published(name: str, model: nn.Module) -> tuple[Path, dict[str, Tensor]]:
-    """Return (the file with the weights of ``hf:FOLDER_OR_NAME``, those that ``model`` has too, by their names in it).
+def published(weights: str, name: str) -> Callable[[], WeightsFile]:
+    chosen = name if weights in PRETRAINED else weights
+    if not chosen.startswith(HUB):
+        hint = "give a weights file, a run folder, a URL, or hf:FOLDER_OR_NAME"
+        raise ConfigError(f"no such file: {weights}", where=KEY, hint=hint)
+    return lambda: WeightsFile(chosen, hub.weights(chosen, KEY), statistics(chosen), partial(_weights, chosen))
+
+
+def _weights(name: str, model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of ``hf:FOLDER_OR_NAME`` that ``model`` has too, by their names in it.
 
     transformers reads them, which knows the names of older versions. Weights of another shape are without values.
     Raises ConfigError.
     """
-    file = hub.weights(name, "model.weights")
+    file = hub.weights(name, KEY)
     own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, OneTensor))
     try:
         with _quiet():
@@ -145,7 +157,7 @@ def published(name: str, model: nn.Module) -> tuple[Path, dict[str, Tensor]]:
         hint = "copy or download it again, or set model.weights=FILE"
         raise ConfigError(f"its weights cannot be read: {first_line(error)}", where=str(file), hint=hint) from None
     other = {key: torch.empty(shape, device="meta") for key, shape, _ in found["mismatched_keys"]}
-    return file, {key: other.get(key, t) for key, t in there.state_dict().items() if key not in found["missing_keys"]}
+    return {key: other.get(key, t) for key, t in there.state_dict().items() if key not in found["missing_keys"]}
 
 
 def to_units(model: nn.Module, mean: Tensor, std: Tensor, adapter: bool = False) -> bool:
@@ -254,7 +266,7 @@ def _adapter_parts(model: nn.Module, name: str) -> tuple[list[str], list[str]]:
     state = model.state_dict()
     own = {each.replace(lora.BASE, "."): value for each, value in state.items() if f".{lora.PART}" not in each}
     try:
-        _, found = published(name, model)
+        found = _weights(name, model)
     except ConfigError as error:  # such as of the copy in the run folder, which has no weights
         hint = "type where the model is now: model.name=hf:FOLDER_OR_NAME"
         raise ConfigError(error.message, where="model.name", hint=hint) from None

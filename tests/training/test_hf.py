@@ -627,14 +627,14 @@ def test_an_adapter_for_peft(make, tmp_path, monkeypatch, kind, targets):
 
 
 def test_a_model_without_matrices_is_no_adapter(make):
-    from harness.training.models import huggingface
+    from harness.training.models.libraries import hf
 
     with pytest.raises(ConfigError, match="(?s)the model has no matrices of LoRA\n  -> train with model.lora.r=8, or"):
-        huggingface.save_adapter(built(make())[1], Path("none"), "hf:none", {}, None)
+        hf.save_adapter(built(make())[1], Path("none"), "hf:none", {}, None)
     with pytest.raises(
         ConfigError, match="(?s)the model is none of transformers\n  -> train with model.name=hf:FOLDER"
     ):
-        huggingface.save_adapter(torch.nn.Linear(2, 2), Path("none"), "hf:none", {}, None)
+        hf.save_adapter(torch.nn.Linear(2, 2), Path("none"), "hf:none", {}, None)
 
 
 def write_numbers(folder: Path) -> None:
@@ -666,7 +666,7 @@ def test_numbers_are_exported_in_the_unit_of_their_column(make, tmp_path, monkey
     assert main(["export", str(folder), "--format", "torch_export", "--out", "out.pt2"]) == 0
     assert "standardized: multiply them by std and add mean, which are in out.pt2.json" in capsys.readouterr().err
     assert "mean" in json.loads((tmp_path / "out.pt2.json").read_text())["postprocessing"]
-    monkeypatch.setattr("harness.training.models.huggingface.to_units", lambda *_: False)
+    monkeypatch.setattr("harness.training.models.libraries.hf.to_units", lambda *_: False)
     assert main(["export", str(folder), "--format", "huggingface", "--out", "as_is"]) == 0
     assert "by output_std and add output_mean, which are in as_is/config.json" in capsys.readouterr().err
     kept = json.loads((tmp_path / "as_is" / "config.json").read_text())
@@ -676,7 +676,7 @@ def test_numbers_are_exported_in_the_unit_of_their_column(make, tmp_path, monkey
 
 
 def test_only_a_linear_last_layer_with_a_bias_takes_the_unit():
-    from harness.training.models import huggingface
+    from harness.training.models.libraries import hf
 
     def net(*last: torch.nn.Module) -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(3, 3), *last)
@@ -684,7 +684,7 @@ def test_only_a_linear_last_layer_with_a_bias_takes_the_unit():
     mean, std, inputs = torch.tensor([5.0, -2000.0]), torch.tensor([0.1, 30.0]), torch.randn(4, 3)
     model = net(torch.nn.Linear(3, 2))
     before = model(inputs)
-    assert huggingface.to_units(model, mean, std)
+    assert hf.to_units(model, mean, std)
     torch.testing.assert_close(model(inputs), before * std + mean)
     for other in (
         net(torch.nn.Linear(3, 2, bias=False)),
@@ -692,7 +692,7 @@ def test_only_a_linear_last_layer_with_a_bias_takes_the_unit():
         net(torch.nn.Linear(3, 4)),
     ):
         before = other(inputs)
-        assert not huggingface.to_units(other, mean, std)
+        assert not hf.to_units(other, mean, std)
         assert torch.equal(other(inputs), before)
 
 

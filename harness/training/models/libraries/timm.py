@@ -1,0 +1,64 @@
+"""Models of timm (``timm:NAME``), and the weights that it publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch import nn
+
+from harness.errors import ConfigError, similar
+from harness.runs import fetch
+from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile, downloaded, unreachable
+
+_PREFIX = "timm:"
+
+
+def maker(name: str) -> Callable[..., nn.Module]:
+    try:
+        import timm
+    except ImportError:
+        what, hint = f"model {name} needs timm, which is not installed", "pip install 'apex-harness[timm]'"
+        raise ConfigError(what, where="model.name", hint=hint) from None
+    wanted = name.removeprefix(_PREFIX)
+    if not timm.is_model(wanted):
+        near = similar(wanted.partition(".")[0], timm.list_models())
+        hint = f"did you mean {_PREFIX}{near}?" if near else "timm.list_models() lists them"
+        raise ConfigError(f"timm has no model {wanted!r}", where="model.name", hint=hint)
+    return partial(timm.create_model, wanted)
+
+
+def arguments(known: Mapping[str, Any]) -> dict[str, Any]:
+    return {"in_chans" if key == "in_channels" else key: value for key, value in known.items()}
+
+
+def published(weights: str, name: str) -> Callable[[], WeightsFile]:
+    from timm.models import get_pretrained_cfg  # ``maker`` has imported it
+
+    known = get_pretrained_cfg(name.removeprefix(_PREFIX), allow_unregistered=False)
+    hub_id, url = (str(known.hf_hub_id or ""), str(known.url or "")) if known else ("", "")
+    if weights not in PRETRAINED or known is None or not (hub_id or url):
+        what = "timm has no pretrained weights for this model" if weights in PRETRAINED else f"no such file: {weights}"
+        hint = "use pretrained, a file, a run folder or a URL; timm.list_pretrained() lists models"
+        raise ConfigError(what, where=KEY, hint=hint)
+
+    def file() -> WeightsFile:
+        path = _of_hub(hub_id, known.hf_hub_filename) if hub_id else downloaded(url, Path(urlsplit(url).path).name)
+        return WeightsFile(f"{name} {hub_id or url}", path, (known.mean, known.std))
+
+    return file
+
+
+def _of_hub(hub_id: str, name: str | None) -> Path:
+    """Return the file ``name`` of ``hub_id``, a repository of Hugging Face and maybe its revision, downloaded."""
+    try:
+        from huggingface_hub import hf_hub_download
+
+        place, _, revision = hub_id.partition("@")
+        file = name or "model.safetensors"
+        return Path(hf_hub_download(place, file, revision=revision or None, etag_timeout=fetch.TIMEOUT_S))
+    except Exception as error:  # of the hub's many kinds
+        raise unreachable(hub_id, error) from None

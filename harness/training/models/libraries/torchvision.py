@@ -1,0 +1,49 @@
+"""Models of torchvision, such as resnet18, and the weights that it publishes. Its import takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch import nn
+
+from harness.errors import ConfigError, similar
+from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile, downloaded
+
+
+def _models() -> Any:
+    from harness.data import vision  # late: few runs need it
+
+    return vision.torchvision("models")
+
+
+def names() -> list[str]:
+    """Return the names of all models."""
+    found: list[str] = _models().list_models()
+    return found
+
+
+def maker(name: str) -> Callable[..., nn.Module]:
+    builder: Callable[..., nn.Module] = _models().get_model_builder(name)
+    return builder
+
+
+def arguments(known: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in known.items() if key != "in_channels"}  # all want 3
+
+
+def published(weights: str, name: str) -> Callable[[], WeightsFile]:
+    known = _models().get_model_weights(name)
+    wanted = "DEFAULT" if weights in PRETRAINED else weights
+    if wanted not in known.__members__:
+        near = similar(wanted, list(known.__members__))
+        hint = f"did you mean {near}?" if near else f"use one of {', '.join(known.__members__)}, or a file"
+        raise ConfigError(f"torchvision has no weights {wanted} for {name}", where=KEY, hint=hint)
+    chosen = known[wanted]
+    file = Path(urlsplit(chosen.url).path).name
+    digest = Path(file).stem.rpartition("-")[2]  # the first digits of the SHA-256, by torchvision's rule
+    transforms = chosen.transforms()
+    statistics = (transforms.mean, transforms.std) if hasattr(transforms, "mean") else None
+    return lambda: WeightsFile(f"{name} {chosen.name} ({file})", downloaded(chosen.url, file, digest), statistics)
