@@ -20,8 +20,8 @@ _OF_LOADER = re.compile(r"(\w+(?: \d+)?)\.generator")  # or of a sampler
 _ROWS = re.compile(r"array of \((\d+),")
 _RESTORED = {
     "torch.Generator": ("get_state()", "pass it to {0}.set_state()"),
-    "numpy Generator": ("bit_generator.state", "assign it to {0}.bit_generator.state"),
-    "numpy RandomState": ("get_state()", "pass it to {0}.set_state()"),
+    "numpy.random.Generator": ("bit_generator.state", "assign it to {0}.bit_generator.state"),
+    "numpy.random.RandomState": ("get_state()", "pass it to {0}.set_state()"),
     "random.Random": ("getstate()", "pass it to {0}.setstate()"),
 }
 """Kinds of random generators: how to save and to restore one."""

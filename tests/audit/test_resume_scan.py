@@ -239,7 +239,7 @@ def test_generators_of_loaders_and_in_local_variables_are_found():
     found, first = train(), train.__code__.co_firstlineno
     noise, chance = (f"{name} (test_resume_scan.py:{first + 1})" for name in ("noise", "chance"))
     kinds = {"DataLoader.generator": "torch.Generator", "DataLoader 2.generator": "torch.Generator",
-             noise: "numpy Generator", chance: "random.Random"}  # fmt: skip
+             noise: "numpy.random.Generator", chance: "random.Random"}  # fmt: skip
     assert {name: found.get(name) for name in kinds} == kinds
     assert not [name for name in found if "Watched" in name], "a loader of the harness"
 

@@ -10,12 +10,13 @@ import dis
 import functools
 import gc
 import hashlib
+import itertools
 import os
 import random
 import sys
 import types
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import resume_digest as digest
@@ -26,6 +27,13 @@ from torch import Tensor, nn
 _DEPTH, _ITEMS, _HASHED_BYTES = 8, 200, 1 << 24
 _OF_MODULES = frozenset(vars(nn.Module()))  # parameters, saved buffers, hooks
 _OF_OPTIMIZERS = frozenset({"state", "param_groups", "defaults"})  # saved, or constant
+_GENERATORS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "random.Random": ("random.Random", lambda each: each.getstate()),
+    "torch._C.Generator": ("torch.Generator", lambda each: each.get_state().tolist()),
+    "numpy.random._generator.Generator": ("numpy.random.Generator", lambda each: each.bit_generator.state),
+    "numpy.random.mtrand.RandomState": ("numpy.random.RandomState", lambda each: each.get_state(legacy=False)),
+}
+"""Classes of random generators: their public names, and what their next draws depend on."""
 
 
 def streams() -> dict[str, Any]:
@@ -69,16 +77,9 @@ def others(recorder: Any, *optimizers: Any) -> dict[str, dict[str, Any]]:
         elif issubclass(kind, Tensor) and not str(kind.__module__).startswith("torch._"):  # not one of the compiler's
             if id(each) not in known and each.grad_fn is None and tuple(each.shape) in shapes:
                 tensors.append(each)
-        elif kind.__name__ == "Generator" and str(kind.__module__).startswith("numpy.random"):
-            state = digest.text(each.bit_generator.state)
-            found[f"numpy.random.Generator {len(found)}"] = {"kind": "generator", "digests": [state]}
-        elif kind.__module__ == "numpy.random.mtrand" and kind.__name__ == "RandomState":
-            if each is not sys.modules["numpy.random.mtrand"]._rand:
-                state = digest.text(each.get_state(legacy=False))
-                found[f"numpy.random.RandomState {len(found)}"] = {"kind": "generator", "digests": [state]}
-        elif kind is random.Random and each is not random._inst:  # type: ignore[attr-defined]
-            state = digest.text(each.getstate())
-            found[f"random.Random {len(found)}"] = {"kind": "generator", "digests": [state]}
+        elif (text := _generator(each)) and not any(each is other for other in _global_generators()):
+            name, _, place = text.partition(" at ")
+            found[f"{name} {len(found)}"] = {"kind": "generator", "digests": [place]}
     for value in tensors:
         if value.is_floating_point():
             name = named.get(id(value))
@@ -87,6 +88,11 @@ def others(recorder: Any, *optimizers: Any) -> dict[str, dict[str, Any]]:
     for other in found.values():
         other["digests"] = sorted(digest.resolve(other["digests"]))
     return found
+
+
+def _global_generators() -> list[Any]:
+    numpy: Any = sys.modules.get("numpy.random.mtrand")
+    return [random._inst, *([numpy._rand] if numpy else [])]  # type: ignore[attr-defined]
 
 
 def _state_values(state: Any) -> list[Any]:
@@ -148,7 +154,7 @@ def _local_variables() -> Iterator[tuple[str, Any]]:
         kinds = () if frame.f_code.co_name == "<module>" else (Tensor,)
         if is_users(file):
             for name, value in [*frame.f_locals.items()]:
-                if issubclass(type(value), kinds) or _generator(value):
+                if issubclass(type(value), (*kinds, itertools.count)) or _generator(value):
                     yield f"{name} ({os.path.basename(file)}:{_first_line(frame.f_code, name)})", value
         frame = frame.f_back
 
@@ -267,6 +273,8 @@ def _value(value: Any) -> str | None:
         return _array(value) if value.dtype != object and value.flags.writeable else "array"
     if numpy is not None and isinstance(value, numpy.generic):
         return repr(value)
+    if isinstance(value, itertools.count):
+        return repr(value)
     return _generator(value) or (
         f"{sorted(map(repr, value))[:_ITEMS]}" if isinstance(value, (set, frozenset)) else None
     )
@@ -280,17 +288,9 @@ def _array(value: Any) -> str:
 
 
 def _generator(value: Any) -> str | None:
-    """Return the state of a random generator, or of an iterator that shows its position."""
-    kind = f"{type(value).__module__}.{type(value).__name__}"
-    if isinstance(value, random.Random):
-        return f"random.Random at {_hash(repr(value.getstate()).encode())}"
-    if isinstance(value, torch.Generator):
-        return f"torch.Generator at {digest.resolve(digest.tensor(value.get_state()))}"
-    if kind == "numpy.random._generator.Generator":
-        return f"numpy Generator at {_hash(repr(value.bit_generator.state).encode())}"
-    if kind == "numpy.random.mtrand.RandomState":
-        return f"numpy RandomState at {_hash(repr(value.get_state(legacy=False)).encode())}"
-    return repr(value) if kind == "itertools.count" else None
+    """Return the kind of a random generator and a digest of its state; None for anything else."""
+    kind = _GENERATORS.get(f"{type(value).__module__}.{type(value).__name__}")
+    return f"{kind[0]} at {_hash(repr(kind[1](value)).encode())}" if kind else None
 
 
 def _hash(content: bytes) -> str:
