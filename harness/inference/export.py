@@ -60,7 +60,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
         )
     config = trained_run.configuration(run, overrides, trust)
     out = out or run / f"model{form.suffix}"
-    require_output(out, trained_run.inputs(config), also=".json", folder=form.folder)
+    require_output(out, trained_run.paths_of_task(config), also=".json", folder=form.folder)
     trained_run.warn_if_unfinished(run, config)
     task = with_training_data(run, config)
     model = build.build_model(config, task)

@@ -96,7 +96,7 @@ def _configuration(request: PredictRequest, world_size: int | None, launch: Laun
         raise ConfigError(
             f"the name of the output must end in {' or '.join(FORMATS)}", where=str(request.out), hint=hint
         )
-    require_output(request.out, [request.source, *trained_run.inputs(config)])
+    require_output(request.out, [request.source, *trained_run.paths_of_task(config)])
     return config
 
 

@@ -65,8 +65,8 @@ def write_first(folder: Path, first: RankExit) -> RankExit:
             file.write(first.to_json() + "\n")
     except FileExistsError:
         for _ in range(20):  # another rank may be writing it at this moment
-            with suppress(OSError, ValueError):
-                return RankExit.from_dict(read_json(path))
+            if record := _record(path):
+                return record
             time.sleep(0.05)
     except OSError:
         pass  # a full disk or a missing folder; the log and the terminal show the error
@@ -75,13 +75,16 @@ def write_first(folder: Path, first: RankExit) -> RankExit:
 
 def read(logs: Path) -> dict[int, RankExit]:
     """Return the records in ``logs``, by rank."""
-    found = {}
-    for path in logs.glob(layout.RANK_EXITS):
-        with suppress(OSError, ValueError):
-            record = RankExit.from_dict(read_json(path))
-            if record.rank is not None:
-                found[record.rank] = record
+    records = map(_record, logs.glob(layout.RANK_EXITS))
+    found = {record.rank: record for record in records if record and record.rank is not None}
     return dict(sorted(found.items()))
+
+
+def _record(path: Path) -> RankExit | None:
+    """Return the record in a file; None if there is none, or not yet."""
+    with suppress(OSError, ValueError):
+        return RankExit.from_dict(read_json(path))
+    return None
 
 
 def remove(logs: Path) -> None:
@@ -108,7 +111,4 @@ class ExitFiles:
 
     def first(self) -> RankExit | None:
         """Return the failure in failure.json."""
-        with suppress(OSError, ValueError):
-            if identity(self._failure) != self._earlier_failure:
-                return RankExit.from_dict(read_json(self._failure))
-        return None
+        return _record(self._failure) if identity(self._failure) != self._earlier_failure else None

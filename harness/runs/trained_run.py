@@ -132,7 +132,7 @@ def kept_places(config: Config) -> set[str]:
     return {place for key, place in places_of_hub(config).items() if key in KEPT}
 
 
-def inputs(config: Config) -> list[str]:
+def paths_of_task(config: Config) -> list[str]:
     """Return the files and folders that the task of ``config`` may read, by the texts among its options."""
     options = flatten(config.task.model_dump(mode="json"))
     return [value for value in options.values() if isinstance(value, str)]
