@@ -13,11 +13,12 @@ import pytest
 
 from harness.cli import main
 from harness.distributed.monitor import EngineReport
-from harness.distributed.rank_exit import Cause
+from harness.distributed.rank_exit import Cause, RankExit
 from harness.engines import launch
 from harness.engines.slurm import engine
 from harness.engines.slurm.engine import RECORD, JobOutput, JobState, SlurmUnavailable, parse
 from harness.errors import ConfigError, LaunchError
+from harness.runs import exit_files
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import write_config
 
@@ -307,6 +308,19 @@ def test_job_is_followed_to_its_end(planned, monkeypatch, tmp_path, case):
     assert bool(report.exits) == bool(lost)
     assert all(exit.cause is Cause.NODE_LOST and exit.message.endswith(lost) for exit in report.exits)
     assert controller.asked >= len(states)
+
+
+def test_a_record_that_comes_right_after_the_submission_is_of_this_start(planned, monkeypatch):
+    job = planned()
+    record = RankExit.now(0, Cause.ERROR)
+
+    def submit(job):
+        (job.folder / "logs").mkdir(parents=True)
+        exit_files.write(job.folder / "logs", record)
+        return "7"
+
+    monkeypatch.setattr(engine, "submit", submit)
+    assert engine.start(job)._exit_files.read() == {0: record}
 
 
 def test_stop_requests_a_checkpoint_and_then_cancels(planned, monkeypatch, tmp_path):

@@ -26,6 +26,7 @@ from harness.errors import EXIT_STOPPED, LaunchError
 from harness.runs import layout
 from harness.runs.exit_files import ExitFiles
 from harness.runs.files import identity
+from harness.runs.followed import FollowedFile
 
 _POLL_S = 0.5  # between two reads of the job's output
 _SOON_S, _SELDOM_S = 1.0, 10.0  # between two requests to slurmctld, which serves a whole site
@@ -97,7 +98,7 @@ BODY = BODY.replace("@RANK_EXITS@", f"{layout.LOGS}/{layout.RANK_EXITS}").replac
 
 
 def start(job: Job) -> SlurmRun:
-    return SlurmRun(job, submit(job))
+    return SlurmRun(job)
 
 
 def submit(job: Job) -> str:
@@ -121,10 +122,10 @@ def submit(job: Job) -> str:
 
 
 class SlurmRun:
-    """A submitted job."""
+    """A job, ``number`` if it has been submitted before."""
 
-    def __init__(self, job: Job, number: str) -> None:
-        self._job, self._number = job, number
+    def __init__(self, job: Job, number: str = "") -> None:
+        self._job = job
         self._num_stops = 0
         self._deadline = float("inf")  # when a job that was asked to stop is cancelled
         self._printed = ""  # the last line about its state
@@ -132,6 +133,7 @@ class SlurmRun:
         self._exit_files = ExitFiles(job.folder)
         self._seen_start, self._earlier_failure = 0, identity(job.folder / layout.FAILURE)
         self._output = JobOutput()
+        self._number = number or submit(job)  # last: all records that exist before it are of earlier starts
 
     def stop(self) -> None:
         self._num_stops += 1
@@ -425,27 +427,23 @@ class JobOutput:
         """Nodes of the newest start."""
         self.over = False
         """The script has ended and does not ask for another start."""
-        self._offset, self._rest = 0, b""
+        self._followed: FollowedFile | None = None
 
     def show(self, last: bool = False) -> bool:
         """Print the new whole lines, and with ``last`` also an unfinished one. Return True if there were any."""
-        fresh = b""
-        with suppress(OSError), open(self.path, "rb") as file:
-            file.seek(self._offset)
-            fresh = file.read()
-        self._offset += len(fresh)
-        *lines, self._rest = (self._rest + fresh).split(b"\n")
-        if last and self._rest:
-            lines.append(self._rest)
-        for line in lines:
-            text = line.decode(errors="replace")
-            if text.startswith(RECORD):
-                with suppress(ValueError, TypeError, KeyError):  # cut off in the middle, or by another program
-                    self._read(json.loads(text.removeprefix(RECORD)))
-            else:
-                tell(text)
-                self._parse(text)
-        return bool(lines)
+        if self._followed is None and self.path:
+            self._followed = FollowedFile(Path(self.path))
+        shown = False
+        while self._followed and (lines := self._followed.read(last)):
+            shown = True
+            for text in (line.decode(errors="replace") for line in lines):
+                if text.startswith(RECORD):
+                    with suppress(ValueError, TypeError, KeyError):  # cut off in the middle, or by another program
+                        self._read(json.loads(text.removeprefix(RECORD)))
+                else:
+                    tell(text)
+                    self._parse(text)
+        return shown
 
     def _read(self, record: dict[str, int]) -> None:
         """Take over what the script has recorded: a start, or the end."""
