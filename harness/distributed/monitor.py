@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from harness.distributed import signals
 from harness.distributed.rank_exit import RankExit
+from harness.distributed.threads import Background
 
 _STOPPING = "every rank will write a checkpoint; Ctrl-C or another signal kills the ranks"
 _POLL_S = 0.1
@@ -56,15 +56,13 @@ def follow_until_done(start: Callable[[], LaunchedRun], stopping: str = _STOPPIN
     with signals.counted() as requests:
         run = start()
         requests.obeyed = True
-        with ThreadPoolExecutor(1, "harness-follow") as pool:
-            following, handled = pool.submit(run.follow), 0
-            while not following.done():
-                if (count := len(requests.numbers)) > handled:
-                    handled = count
-                    what = f"killing all ranks ({signals.signal_name(requests.numbers[-1])})"
-                    if count == 1:
-                        what = f"stopping ({signals.signal_name(requests.numbers[0])}): {stopping}"
-                    tell(f"{signals.clear_line()}{what}")
-                    run.stop()
-                time.sleep(_POLL_S)
-            return replace(following.result(), signal=next(iter(requests.numbers), 0))
+        following, handled = Background(run.follow, "harness-follow"), 0
+        while wait([following], _POLL_S).not_done:
+            if (count := len(requests.numbers)) > handled:
+                handled = count
+                what = f"killing all ranks ({signals.signal_name(requests.numbers[-1])})"
+                if count == 1:
+                    what = f"stopping ({signals.signal_name(requests.numbers[0])}): {stopping}"
+                tell(f"{signals.clear_line()}{what}")
+                run.stop()
+        return replace(following.result(), signal=next(iter(requests.numbers), 0))

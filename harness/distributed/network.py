@@ -4,6 +4,7 @@ None."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import struct
 
@@ -80,10 +81,6 @@ def no_route(message: str, where: str = "launch.interface") -> LaunchError:
 
 def address_of(interface: str) -> str | None:
     """Return the IPv4 address of ``interface``, or None."""
-    try:
-        import fcntl
-    except ImportError:
-        return None
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         return socket.inet_ntoa(packed[20:24])

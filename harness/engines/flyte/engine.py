@@ -19,7 +19,7 @@ from pathlib import Path
 from harness.distributed.monitor import EngineReport
 from harness.distributed.rank_exit import RankExit
 from harness.distributed.worker_group import Worker, WorkerGroup
-from harness.engines.base import Job
+from harness.engines.base import Job, refuse
 from harness.errors import LaunchError
 
 FILE = "flyte_workflow.py"
@@ -86,12 +86,8 @@ def render(job: Job) -> str:
 
 
 def start(job: Job) -> FlyteRun:
-    if job.settings.nnodes > 1:
-        raise _for_a_cluster(job, f"launch.nnodes={job.settings.nnodes}: flytekit's local runner uses one machine")
-    if job.settings.max_restarts:
-        raise _for_a_cluster(
-            job, f"launch.max_restarts={job.settings.max_restarts}: flytekit's local runner does not restart tasks"
-        )
+    remote = f"for a cluster: add --dry-run > {FILE}, then pyflyte run --remote -p PROJECT -d DOMAIN {FILE} …"
+    refuse(job, "flyte on this machine", nnodes=remote, max_restarts=remote)
     if not job.settings.python and importlib.util.find_spec("flytekit") is None:
         raise LaunchError(
             "engine flyte needs flytekit, which is not installed", hint="pip install 'apex-harness[flyte]'"
@@ -157,10 +153,3 @@ def _inputs(job: Job) -> Iterator[tuple[str, ...]]:
     yield ("--config", job.path)
     if job.overrides:
         yield ("--overrides", json.dumps(job.overrides))
-
-
-def _for_a_cluster(job: Job, message: str) -> LaunchError:
-    return job.error(
-        message,
-        f"for a cluster: add --dry-run > {FILE}, then pyflyte run --remote -p PROJECT -d DOMAIN {FILE} …",
-    )
