@@ -108,7 +108,7 @@ class Engine(Protocol):
 
     Settings of its own are a class ``Settings`` (harness.config.launch), in ``job.settings.engine_settings``.
     An engine whose runs continue without this process also has ``submit(job) -> str`` for --detach, which starts the
-    run and returns its name there.
+    run and returns its name there. One that starts ranks here has ``ON_THIS_MACHINE = True``, for --nproc auto.
     """
 
     @staticmethod

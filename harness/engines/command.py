@@ -13,8 +13,7 @@ from harness.errors import LaunchError
 VERB = "launch"
 HELP = "train on an engine, such as local, torchrun, slurm or dask"
 
-_RANGES = {"nnodes": (("torchrun", "slurm"), "min_nodes"), "nproc": (("local",), "min_ranks")}  # engines; their setting
-_ON_THIS_MACHINE = ("local", "torchrun")  # engines that start ranks here
+_RANGES = {"nnodes": "min_nodes", "nproc": "min_ranks"}  # the setting of an engine for the MIN of MIN:MAX
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,27 +67,25 @@ def run(arguments: argparse.Namespace) -> int:
     if any(count.auto or count.least for count in counts.values()):
         from harness.config import loader
 
-        config = loader.load(arguments.config, words)
+        config = loader.load(arguments.config, words, launching=True)
     for name, count in counts.items():
         most = _fitting(config, count.most) if count.auto else count.most
         words.append(f"launch.{name}={most}")
         if count.least:
-            engines, least = _RANGES[name]
-            _require(engines, config, f"--{name} MIN:MAX is")
-            words.append(f"launch.{config.launch.engine}.{least}={count.least}")
+            engine, least = config.launch.engine, _RANGES[name]
+            if not hasattr(config.launch.engine_settings, least):
+                what = f"--{name} MIN:MAX is not for engine {engine}, which has no setting {least}"
+                raise LaunchError(what, hint="give one number")
+            words.append(f"launch.{engine.rpartition('.')[2]}.{least}={count.least}")
     return launch.main(arguments.config, words, arguments.dry_run, arguments.detach)
 
 
 def _fitting(config: Any, most: int | None) -> int:
     """Return the number of ranks that fit this machine."""
-    _require(_ON_THIS_MACHINE, config, "--nproc auto counts the GPUs of this machine, which is")
+    engine = config.launch.engine
+    if not getattr(plugins.find("engine", engine, "launch.engine"), "ON_THIS_MACHINE", False):
+        what = f"--nproc auto counts the GPUs of this machine, and engine {engine} starts ranks elsewhere"
+        raise LaunchError(what, hint="give one number")
     from harness.distributed import devices
 
     return devices.fitting_ranks(most, on_cpu=config.runtime.device == "cpu")
-
-
-def _require(engines: tuple[str, ...], config: Any, what: str) -> None:
-    """Raise LaunchError unless ``config`` is for one of ``engines``."""
-    name = config.launch.engine
-    if name not in engines:
-        raise LaunchError(f"{what} for engine {' or '.join(engines)}, not {name}", hint="give one number")

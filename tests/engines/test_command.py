@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser
 
 import pytest
@@ -56,12 +57,41 @@ def test_numbers_that_are_none(words_of, capsys, options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--engine slurm --nproc auto", "counts the GPUs of this machine, which is for engine local or torchrun"),
-        ("--nproc auto launch.engine=dask", "not dask"),
-        ("--engine dask --nnodes 1:2", "--nnodes MIN:MAX is for engine torchrun or slurm, not dask"),
-        ("--engine torchrun --nproc 1:2", "--nproc MIN:MAX is for engine local, not torchrun"),
+        ("--engine slurm --nproc auto", "counts the GPUs of this machine, and engine slurm starts ranks elsewhere"),
+        ("--nproc auto launch.engine=dask", "engine dask starts"),
+        ("--engine dask --nnodes 1:2", "--nnodes MIN:MAX is not for engine dask, which has no setting min_nodes"),
+        ("--engine torchrun --nproc 1:2", "--nproc MIN:MAX is not for engine torchrun, which has no setting min_ranks"),
     ],
 )
 def test_numbers_that_an_engine_cannot_follow(words_of, options, message):
     with pytest.raises(LaunchError, match=message):
         words_of(*options.split())
+
+
+OWN = """
+from harness import Section
+
+ON_THIS_MACHINE = True
+
+
+class Settings(Section):
+    min_ranks: int | None = None
+
+
+def render(job): ...
+
+
+start = render
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [("2:4", "nproc=4 own.min_ranks=2"), ("auto:6", "nproc=6"), ("auto", "nproc=8")]
+)
+def test_an_engine_of_ones_own_takes_what_it_says(words_of, tmp_path, monkeypatch, count, expected):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "own.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "parts.own", raising=False)
+    monkeypatch.delitem(sys.modules, "parts", raising=False)
+    assert words_of("--engine", "parts.own", "--nproc", count) == f"engine=parts.own {expected}"

@@ -201,6 +201,26 @@ def test_ranks_get_the_devices_that_open(tmp_path, stripes, monkeypatch):
     assert (growth.size, growth.visible) == (4, ["0", "2", "3", "1"])
 
 
+def test_a_question_about_devices_that_fails_is_asked_again(tmp_path, stripes, monkeypatch):
+    """Such as when no process can be started."""
+    devices_that_open(monkeypatch, "0")
+    job = launch.plan(str(elastic(tmp_path, stripes)[0]), ["launch.nproc=2", "runtime.device=cuda"])
+    growth = local._Growth(job)
+    growth.left(1)
+    growth.start(1)
+    monkeypatch.setattr(local, "_CHECK_S", 0.0)
+    (job.folder / "checkpoints").mkdir(parents=True)
+    for step, works in ((4, False), (8, True)):
+        answer = "0123".__contains__ if works else (lambda name: 1 / 0)
+        monkeypatch.setattr(devices, "working_names", lambda names, answer=answer: [*filter(answer, names)])
+        (job.folder / "checkpoints" / "latest").write_text(f"step-{step}")
+        if not works:
+            assert not growth.due()
+            wait_until(lambda: not growth.due() and growth._asked is None, 10, "the question has failed")
+    wait_until(growth.due, 10, "the second device")
+    assert growth.visible == ["0", "1"]
+
+
 class Killed:
     """Stands for a start on two ranks, of which the second is killed."""
 

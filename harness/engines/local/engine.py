@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from harness.distributed.launch_env import local_environment
 from harness.distributed.monitor import EngineReport, tell
 from harness.distributed.network import require_address
 from harness.distributed.rank_exit import Cause
+from harness.distributed.threads import Background
 from harness.distributed.worker_group import LocalRun
 from harness.engines.base import Job, refuse, shell
 from harness.engines.local.settings import Settings
@@ -27,6 +27,7 @@ from harness.errors import EXIT_STOPPED, WorkerKilled, plural
 from harness.runs import layout
 from harness.runs.outcome import ExitCollector, RunOutcome
 
+ON_THIS_MACHINE = True
 _BY = "harness launch, engine local"
 _ONE_MACHINE = "this engine uses one machine; use launch.engine=torchrun, slurm, dask or flyte"
 _LEAST_WAIT_S, _MOST_WAIT_S = 1.0, 60.0  # before a restart; the wait doubles after starts that saved nothing
@@ -205,7 +206,7 @@ class _Growth:
         self.visible: list[str] = []
         """The devices of the ranks, by local rank; empty: those that this process sees."""
         self._now, self._checked, self._checkpoint = job.world_size, 0.0, ""
-        self._asked: Future[list[str]] | None = None
+        self._asked: Background[list[str]] | None = None
 
     def left(self, survivors: int) -> int:
         """Return the number of ranks that can be started now: one per device that opens. On a CPU as many as have
@@ -232,11 +233,10 @@ class _Growth:
             return False
         self._checked = time.monotonic()
         if self._asked is None and (newest := _newest(self._job)) != self._checkpoint:
-            self._checkpoint, self._asked = newest, Future()
-            threading.Thread(target=self._ask, args=(self._asked,), daemon=True).start()
+            self._checkpoint, self._asked = newest, Background(self._unused, "harness-devices")
         if self._asked is None or not self._asked.done():
             return False
-        more, self._asked = self._asked.result(), None
+        more, self._asked = [] if self._asked.exception() else self._asked.result(), None
         most = min(self._now + len(more) if self.visible else self._job.world_size, self._job.world_size)
         self.size = next(size for size in range(most, 0, -1) if fits(self._job, size))
         if self.size <= self._now:
@@ -244,12 +244,12 @@ class _Growth:
         self.visible = [*self.visible, *more][: self.size] if self.visible else []
         return True
 
-    def _ask(self, asked: Future[list[str]]) -> None:
-        """Find the devices that open and that no rank of the run uses."""
+    def _unused(self) -> list[str]:
+        """Return the devices that open and that no rank of the run uses."""
         from harness.distributed import devices
 
         unused = [name for name in devices.visible_names() if name not in self.visible] if self.visible else []
-        asked.set_result(devices.working_names(unused))
+        return devices.working_names(unused)
 
 
 def fits(job: Job, num_ranks: int) -> bool:

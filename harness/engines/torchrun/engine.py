@@ -25,6 +25,7 @@ from harness.engines.torchrun.rendezvous import Rendezvous, rendezvous_of
 from harness.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, EXITS_BY_SIGNAL
 from harness.runs.exit_files import ExitFiles, from_torch_error_file
 
+ON_THIS_MACHINE = True
 KILL_S = 5.0  # from SIGTERM to SIGKILL
 ORPHANS_S = 20.0  # for ranks to end whose launcher was killed; the watchdog ends them within 13 s
 _CHECK_S = 1.0
