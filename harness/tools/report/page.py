@@ -8,6 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -29,6 +30,15 @@ from harness.version import __version__
 
 _EVALUATED = ("task.name", "task.eval_csv", "task.eval_rows")  # which rows a run is evaluated on
 _DASHES = {"solid": "", "dash": "9 5", "dot": "2 4", "dashdot": "9 4 2 4"}
+
+
+@dataclass(frozen=True)
+class Card:
+    """A number at the top of the page."""
+
+    title: str
+    figure: str
+    note: str
 
 
 def write(paths: Sequence[Path], out: Path | None = None, trust: bool = False) -> Path:
@@ -80,7 +90,6 @@ def render(runs: RunSet) -> str:
 def _facts(runs: RunSet) -> dict[str, Any]:
     """Return what the template shows besides figures, by its name there."""
     best = runs.best
-    troubled = [(run, tables.problems(run)) for run in runs.ranked if tables.has_problem(run)]
     swept = all(run.record.sweep for run in runs.runs)
     return {
         "runs": runs,
@@ -92,10 +101,10 @@ def _facts(runs: RunSet) -> dict[str, Any]:
         "caveats": reproduce.caveats(best) if best else [],
         "config": _config(best) if best else "",
         "provenance": reproduce.provenance(best or runs.runs[0]),
+        "states": formatting.STATES,
         "problems": [
-            {"state": run.record.state, "shown": formatting.STATES[run.record.state], "label": run.label,
-             "lines": [formatting.without_working_folder(line) for line in found] + [f"in {run.path}"]}
-            for run, found in troubled
+            (run, [formatting.without_working_folder(line) for line in tables.problems(run)])
+            for run in runs.ranked if tables.has_problem(run)
         ],
         "failed_starts": tables.failed_starts(runs),
         "table": tables.all_runs(runs),
@@ -117,20 +126,19 @@ def _headline(runs: RunSet) -> str:
     return f"{text} {ranked}{differ}"
 
 
-def _cards(runs: RunSet, best: ReportedRun) -> list[dict[str, str]]:
+def _cards(runs: RunSet, best: ReportedRun) -> list[Card]:
     group = runs.seed_groups[0]  # the best run's
     over = ""
     if group.spread is not None:
         mean, spread = formatting.best(group.mean), formatting.number(group.spread, 2)
         over = f"; {mean} ± {spread} over {group.size}"
     ranks = best.ranks or "an unknown number of ranks"
+    epoch, total = formatting.number(best.at_best("epoch")), formatting.duration(best.history.wall_s)
+    speed = f"{formatting.count(best.history.rows_per_s)} rows/s"
     return [
-        {"title": f"best {formatting.metric(runs.metric)}",
-         "figure": formatting.best(best.best),
-         "note": f"after epoch {formatting.number(best.at_best('epoch'))}{over}"},
-        {"title": "training speed", "figure": f"{formatting.count(best.history.rows_per_s)} rows/s",
-         "note": f"on {ranks}; total time {formatting.duration(best.history.wall_s)}"},
-    ]  # fmt: skip
+        Card(f"best {formatting.metric(runs.metric)}", formatting.best(best.best), f"after epoch {epoch}{over}"),
+        Card("training speed", speed, f"on {ranks}; total time {total}"),
+    ]
 
 
 def _config(best: ReportedRun) -> str:
