@@ -535,6 +535,13 @@ def test_every_part_is_on_the_page_and_in_the_script():
         assert name == "Runtime" or name in EXAMPLE, name
 
 
+@pytest.mark.parametrize("script", [*BLOCKS, EXAMPLE])
+def test_scripts_import_harness_before_torch(script):
+    """For then the threads of torch do not spin while they are idle."""
+    found = re.findall(r"^(?:from|import) (harness|torch)\b", script, re.M)
+    assert found[:1] != ["torch"]
+
+
 def test_part_that_was_not_saved_is_named(tmp_path):
     checkpoints = parts.Checkpoints(tmp_path, keep=1)
     parts.save(checkpoints, 3, {"model": torch.nn.Linear(1, 1)})

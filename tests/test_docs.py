@@ -35,7 +35,8 @@ from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness import cli
 from harness.apex import amp
 from harness.apex.on_cpu import call_counter, redirect_cuda
-from harness.config import json_schema, loader
+from harness.config import json_schema, loader, recipe
+from harness.config.base import Mark
 from harness.config.launch import LaunchSection
 from harness.config.targets import problems
 from harness.tools.data import digits
@@ -381,6 +382,12 @@ def check_agents(folder: Path, output: dict[str, str], names: dict[str, Any]) ->
                 record = found[0] if isinstance(found, list) else found
                 assert list(record) == re.findall(r"`(\w+)`", keys.partition("(each")[0]), command
     assert len((folder / "predictions.csv").read_text().splitlines()) == 361
+
+
+def test_paths_of_the_task_may_differ_between_machines():
+    names: dict[str, Any] = {}
+    exec(marked("file: my_tasks/prices.py"), names)
+    assert recipe._marked(Mark.OF_MACHINE, names["Task"]) >= {"task.train_csv", "task.eval_csv"}
 
 
 def check_task(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:

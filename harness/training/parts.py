@@ -3,12 +3,12 @@ script is complete; killed, it resumes bit for bit, on one process or under torc
 
     from pathlib import Path
 
+    from harness import Checkpoints, Sums, amp, bounds, load, num_steps, open_runtime, save, shard
+
     import torch
     from torch import nn
     from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader, TensorDataset
-
-    from harness import Checkpoints, Sums, amp, bounds, load, num_steps, open_runtime, save, shard
 
     x = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
     rows, size = TensorDataset(x, x[:, :3].argmax(1)), 10
