@@ -281,7 +281,7 @@ def _add_harmful(
     if groups:
         finding = _of_groups(groups, ours, theirs, one, other)
         if one.state and not other.state and result.certain:  # lost together
-            remedy = _WITH_RATE if finding.code == "learning-rate" else ""
+            remedy = _WITH_RATE if finding.code == "learning-rate" else finding.remedy
             result.certain[-1] = replace(result.certain[-1].with_lines([finding.text]), remedy=remedy)
         else:
             result.certain.append(finding)
@@ -341,9 +341,10 @@ def _of_groups(names: Names, ours: Process, theirs: Process, one: Step, other: S
     due = [step for step in ours.steps if step.optimizer == one.optimizer]
     used = [step for step in theirs.steps[other.number - 1 :] if step.optimizer == other.optimizer]
     place, here = _fitting(due, [step.rates for step in used]), due.index(one)
-    if place is None and not other.state and _keep_ratio(due[here:], used):
-        text += ": the optimizer has lost it, and the schedule goes on from there"
-        return Finding("optimizer-state", text, steps=(one.number,), names=names)
+    if not other.state and (one.state or place is None) and _keep_ratio(due[here:], used):
+        text += ": the optimizer has lost it"
+        remedy = "" if place is None else _WITH_RATE  # it may as well start over
+        return Finding("optimizer-state", text, steps=(one.number,), names=names, remedy=remedy)
     if place is not None:
         steps, way = abs(place - here), "behind" if place < here else "ahead"
         how = "starts over" if place == 0 and other.number == 1 else f"is {steps} step{'s' * (steps > 1)} {way}"

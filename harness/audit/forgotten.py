@@ -97,30 +97,34 @@ def _explained(finding: Finding, lost: _Forgotten, of_harness: bool) -> Finding:
         finding = replace(
             finding, code="inputs", text=text, evidence=(f"as they should be: {named(sorted(lost.same_rows))}",)
         )
+    generators = sorted(generators, key=lambda each: each.moves == (finding.code == "row-order"))  # the likelier first
     own = [each for each in generators if not each.loader]
     if finding.code == "inputs" and generators:  # what else differs may be a sum of losses
         generators, following, attributes = own or generators, following | attributes.keys(), {}
     lines = [f"{each.name}, a {each.kind}, is not as it was" for each in generators]
     lines += [attributes[name] for name in sorted(attributes)]
     if finding.code == "rows" and own and finding.steps[:1] == (1,):  # the order that a script draws starts again
-        how = "; ".join(sorted({each.remedy("rows", of_harness) for each in own}))
+        how = _remedies(own, "rows", of_harness)
         finding = replace(finding, remedy=f"{how}; if rows are still repeated or skipped then, {finding.advice}")
     elif finding.code in ("row-order", "inputs", "other") or any("." in name for name in finding.names):  # not global
         code = "row-order" if any(each.moves for each in generators) else finding.code  # the others order rows
-        how = "; ".join(sorted({each.remedy(code, of_harness) for each in generators}))
+        how = _remedies(generators, code, of_harness)
         if how and of_harness and finding.code == "inputs":
             how = f"draw from numpy.random.default_rng(row_seed(seed, epoch, row)) (docs/add_a_task.md), or {how}"
         place = finding.place or next((each.place for each in generators if each.place), "")
         finding = replace(finding, remedy=how or finding.remedy, place=place)
     elif finding.code == "random-streams" and own:
-        how = "; ".join(sorted({each.remedy("", of_harness) for each in own}))
-        finding = replace(finding, remedy=f"{finding.advice}; {how}")
+        finding = replace(finding, remedy=f"{finding.advice}; {_remedies(own, '', of_harness)}")
     follows = finding.code in _FOLLOWS and of_harness
     if lines and (follows or (finding.code == "other" and finding.steps)):  # it has no steps if the start failed
         finding = replace(finding, code="unsaved-state")
     if following:
         lines.append(f"also not as it was, perhaps only as a result: {named(sorted(following))}")
     return finding.with_lines(lines)
+
+
+def _remedies(generators: Sequence[LostGenerator], code: str, of_harness: bool) -> str:
+    return "; ".join(dict.fromkeys(each.remedy(code, of_harness) for each in generators))
 
 
 def _forgotten(observed: StartRecord, again: StartRecord, resumed: StartRecord) -> _Forgotten:

@@ -368,6 +368,7 @@ def test_a_learning_rate_is_lost_with_the_optimizer(tmp_path: Path):
     finding = only(starts, tmp_path)
     assert finding.code == "optimizer-state"
     assert finding.evidence[-1].startswith("the learning rate of step 13 is 0.1 instead of ")
+    assert finding.evidence[-1].endswith(": the optimizer has lost it")
     assert finding.advice.startswith("save and load optimizer.state_dict(), which holds the learning rate, too;")
 
 

@@ -78,8 +78,8 @@ def others(recorder: Any, *optimizers: Any) -> dict[str, dict[str, Any]]:
             if id(each) not in known and each.grad_fn is None and tuple(each.shape) in shapes:
                 tensors.append(each)
         elif (text := _generator(each)) and not any(each is other for other in _global_generators()):
-            name, _, place = text.partition(" at ")
-            found[f"{name} {len(found)}"] = {"kind": "generator", "digests": [place]}
+            label, _, place = text.partition(" at ")
+            found[f"{label} {len(found)}"] = {"kind": "generator", "digests": [place]}
     for value in tensors:
         if value.is_floating_point():
             name = named.get(id(value))
