@@ -13,6 +13,7 @@ SETTINGS = {
     "gradient_accumulation_steps": "batch.accumulate", "max_grad_norm": "train.clip_norm",
     "fp16": "precision.opt_level=O1", "bf16": "precision.opt_level=O4",
     "label_smoothing_factor": "task.loss.label_smoothing", "early_stopping_patience": "train.patience",
+    "early_stopping_threshold": "train.min_delta", "min_delta": "train.min_delta",
     "compute_metrics": "task.metrics", "metric_for_best_model": "checkpoint.best_metric",
     "load_best_model_at_end": "checkpoint.best_metric", "eval_strategy": "train.evaluate_every",
     "eval_steps": "train.evaluate_every", "save_steps": "checkpoint.every", "save_total_limit": "checkpoint.keep",
@@ -37,10 +38,11 @@ UNITS = {  # where ours counts something else
 }
 ABSENT = {  # and why
     "num_labels": "the classes are the labels of the training data",
-    "early_stopping_threshold": "any better value counts; train.patience says how many evaluations without one",
     "greater_is_better": "each metric knows its better direction; one of your own says it with better: max (or min)",
     "group_by_length": "a batch has rows in random order, and is padded to its longest text (task.tokenizer.pad)",
     "neftune_noise_alpha": "there is no noise on embeddings; model.args has the dropouts of a model",
+    "use_rslora": "it is LoRA with model.lora.alpha times the square root of model.lora.r",
+    "use_dora": "model.lora is plain LoRA",
     "push_to_hub": "harness export RUN --format huggingface --out FOLDER, and then: hf upload NAME FOLDER",
 }
 SCHEDULES = {

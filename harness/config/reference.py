@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from harness.config import hugging_face_names, json_schema
-from harness.config.schema import Config
+from harness.config.schema import Config, ScheduleSection
 from harness.errors import ConfigError, similar
 
 _Node = dict[str, Any]  # of the JSON Schema
@@ -354,15 +354,22 @@ def markdown() -> str:
 
 
 def _chapter(chapter: Chapter) -> str:
+    """Return a section of the page. What is said of all schedules, and of all arguments of one, is there once."""
     entries = [] if [each.key for each in chapter.settings] == [chapter.key] else [f"{chapter.text}\n"]
-    return "\n".join([f"## {chapter.key}\n", *entries, *map(_entry, chapter.settings)])
+    text = ScheduleSection.model_fields["name"].description if chapter.key == "schedule" else None
+    shared = _joined(text or "")
+    entries += [f"{_escaped(shared)}\n"] if shared else []
+    for each in chapter.settings:
+        of_schedule = each.key.startswith("schedule.args.")
+        entries.append(_entry(replace(each, text="" if of_schedule else each.text.removesuffix(shared).strip())))
+    return "\n".join([f"## {chapter.key}\n", *entries])
 
 
 def _entry(setting: Setting) -> str:
     parts = f" · only of {', '.join(f'`{part}`' for part in setting.parts)}" if setting.parts else ""
-    example = f"  \nExample: `{setting.example}`" if setting.example else ""
-    first = f"**`{setting.key}`** · {_escaped(setting.value)}{parts}"
-    return f"{first}  \n{_escaped(setting.text)}{example}\n"
+    lines = [f"**`{setting.key}`** · {_escaped(setting.value)}{parts}", _escaped(setting.text)]
+    lines += [f"Example: `{setting.example}`"] if setting.example else []
+    return "  \n".join(filter(None, lines)) + "\n"
 
 
 def _escaped(text: str) -> str:

@@ -338,6 +338,10 @@ class TrainSection(Section):
     """Early stopping: stop after this many evaluations, such as 5, without a better checkpoint.best_metric; null:
     never.
     """
+    min_delta: Annotated[float, Field(ge=0), Mark.NO_RECIPE] = 0.0
+    """For patience: how much better than at the last such gain the metric has to be, such as 0.001. The best checkpoint
+    is still that with the best value, however small its gain.
+    """
     on_nan: Literal["stop", "skip"] = "stop"
     """If the loss of a step is infinite or NaN: stop at the next log line or checkpoint (costs nothing), or skip the
     step on all ranks, as one whose gradients are (the host waits for the device once per step). Either way a run fails

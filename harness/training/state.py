@@ -116,20 +116,19 @@ class State:
 
 def is_over(config: Config, state: State) -> bool:
     """Return True if training is over in ``state``, by epochs, steps, patience or a hook."""
-    train = config.train
-    return (
-        (train.epochs is not None and state.epoch >= train.epochs)
-        or (train.max_steps is not None and state.step >= train.max_steps)
-        or bool(why_ended_early(config, state))
-    )
+    ends = (state.epoch, config.train.epochs), (state.step, config.train.max_steps)
+    return any(end and count >= end for count, end in ends) or bool(why_ended_early(config, state))
 
 
 def why_ended_early(config: Config, state: State) -> str:
     """Return why training is over in ``state`` before its last epoch or step; empty if it is not."""
-    patience = config.train.patience
-    if state.ended:
+    name, delta, patience = config.best_metric, config.train.min_delta, config.train.patience
+    if state.ended or patience is None:
         return state.ended
-    if patience is not None and state.since_best >= patience:
-        evaluations = plural(state.since_best, "evaluation")
-        return f"{config.best_metric} was not better in the last {evaluations} (train.patience)"
-    return ""
+    since, gained, sign = 0 if delta else state.since_best, -math.inf, 1 if config.task.metrics[name] == "max" else -1
+    for value in (sign * line[name] for line in state.history if delta):
+        is_gain = math.isfinite(value) and value > gained + delta
+        gained, since = (value, 0) if is_gain else (gained, since + 1)
+    by = f" by more than {delta:g}" if delta else ""
+    why = f"{name} was not better{by} in the last {plural(since, 'evaluation')} (train.patience)"
+    return why if since >= patience else ""

@@ -9,6 +9,7 @@ import pytest
 
 from harness import cli
 from harness.config import loader, reference
+from harness.config.schema import ScheduleSection
 from harness.errors import ConfigError
 from tests.conftest import ROOT
 
@@ -103,6 +104,7 @@ def test_usual_words_find_the_setting(words, key):
 @pytest.mark.parametrize(("word", "keys"), [
     ("learning_rate", ["optimizer.lr"]),
     ("fp16", ["precision.opt_level"]),
+    ("early_stopping_threshold", ["train.min_delta"]),
     ("adam_epsilon", ["optimizer.args"]),
     ("eps", ["optimizer.args"]),
     ("lora_alpha", ["model.lora.alpha"]),
@@ -169,3 +171,11 @@ def test_a_part_of_ones_own_is_found_with_an_example(part):
     assert reference.search([f"own {part}s"]) == [found]
     if part not in ("task", "schedule"):  # which loading imports
         loader.load(str(ROOT / "configs" / "digits.yaml"), [word])
+
+
+def test_a_schedule_is_described_once_on_the_page():
+    of_schedules = [each for each in SETTINGS if each.key.startswith("schedule.args.")]
+    page = reference.markdown()
+    shape = " ".join(ScheduleSection.model_fields["name"].description.split())
+    for text in {shape, *(each.text for each in of_schedules)}:
+        assert page.count(reference._escaped(text)) == 1

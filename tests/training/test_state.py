@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from harness.data.shards import Segment
 from harness.training.optimizer.schedule import Plateau
-from harness.training.state import State
+from harness.training.state import State, why_ended_early
 
 
 def test_state_survives_a_file():
@@ -44,3 +46,26 @@ def test_next_epoch():
     state.next_epoch()
     assert (state.epoch, state.segments, state.in_epoch) == (2, [], False)
     assert State().segments is not State().segments
+
+
+@pytest.mark.parametrize(
+    ("values", "min_delta", "better", "since"),
+    [
+        ([0.5, 0.6, 0.65, 0.65], 0.0, "max", 1),
+        ([0.5, 0.6, 0.65, 0.65], 0.08, "max", 2),  # all better values count for the best, but not for patience
+        ([0.5, 0.55, 0.6, 0.5], 0.08, "max", 1),  # two small gains are one large one
+        ([0.5, 0.45, 0.41, 0.4], 0.08, "min", 1),
+        ([float("nan"), 0.5, 0.5], 0.1, "max", 1),
+    ],
+)
+def test_patience_counts_from_the_last_gain(values, min_delta, better, since):
+    state = State()
+    for value in values:
+        state.add_evaluation({"top1": value}, "top1", better == "max")
+    assert state.best == (max if better == "max" else min)(value for value in values if value == value)
+    train = SimpleNamespace(patience=since, min_delta=min_delta)
+    config = SimpleNamespace(train=train, best_metric="top1", task=SimpleNamespace(metrics={"top1": better}))
+    by = " by more than 0" if min_delta else " in the last"
+    assert why_ended_early(config, state).startswith(f"top1 was not better{by}")
+    train.patience = since + 1
+    assert not why_ended_early(config, state)
