@@ -87,7 +87,8 @@ APEX = CastLists(
 )
 
 # The lists of torch's aten/src/ATen/autocast_mode.h. An overload that the installed torch does not cast on CUDA is not
-# cast elsewhere either, except recurrent layers, which it casts as operations of cuDNN, matrix_exp and matrix norms.
+# cast elsewhere either, except recurrent layers, which it casts as operations of cuDNN, matrix_exp, matrix norms, and
+# the banned operation, whose error is amp's own.
 CUDNN_RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
 REGISTERED_EVEN_ON_CUDA = [*CUDNN_RECURRENT, *_MATRIX_EXP, *_MATRIX_NORM, *BANNED]
 AUTOCAST = CastLists(

@@ -1,6 +1,6 @@
 """``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers, in Apex's form (contract 1.4).
 
-Master weights travel in the optimizer's state dict, see ``stash``.
+Master weights travel in the optimizer's state dict, see ``saved_masters``.
 """
 
 from __future__ import annotations

@@ -163,6 +163,7 @@ def _is_shared(gradient: Tensor) -> bool:
 
 
 def values_of(gradient: Tensor) -> Tensor:
+    """Return the dense tensor that holds the elements of ``gradient``, to compute on in place."""
     return gradient._values() if gradient.is_sparse else gradient  # values() demands a coalesced tensor, and copies
 
 

@@ -75,12 +75,7 @@ def initialize(
 
     _reset_for(verbosity)
     messages.announce(announcement)
-    if is_rank_zero() and any(getattr(model, "wraps_module", False) for model in model_list):
-        warnings.warn(
-            "amp.initialize was given a model that is already in apex.parallel.DistributedDataParallel. It trains as "
-            "in the documented order; call amp.initialize first, then wrap the model that it returns.",
-            stacklevel=2,
-        )
+    _warn_of_wrappers(model_list)
     for model in model_list:
         _prepare_model(model, properties, cast_model_outputs)
     for each in optimizer_list:
@@ -135,6 +130,16 @@ def _checked_models(models: Any, properties: Properties, outputs: torch.dtype | 
         _check_model(model)
         _check_scripted(model, properties, outputs)
     return result
+
+
+def _warn_of_wrappers(models: list[nn.Module]) -> None:
+    """Warn, at the call of ``initialize``, of models that are already in Apex's DistributedDataParallel."""
+    if is_rank_zero() and any(getattr(model, "wraps_module", False) for model in models):
+        warnings.warn(
+            "amp.initialize was given a model that is already in apex.parallel.DistributedDataParallel. It trains as "
+            "in the documented order; call amp.initialize first, then wrap the model that it returns.",
+            stacklevel=3,
+        )
 
 
 def _checked_optimizers(optimizers: Any) -> list[Optimizer]:
