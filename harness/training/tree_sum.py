@@ -19,7 +19,8 @@ The processes then exchange pieces of their roots, each completes the tree for o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,8 @@ T = TypeVar("T")
 _SMALL_BYTES = 1 << 20  # of all processes together, up to which messages cost more than bytes
 
 
-class Node(NamedTuple, Generic[T]):
+@dataclass
+class Node(Generic[T]):  # Python 3.10 has no generic NamedTuple
     """The sum of the leaves from place * 2^level on, up to 2^level of them. ``value`` is None in a plan."""
 
     level: int
@@ -47,11 +49,11 @@ def block(num_leaves: int, process: int, num_processes: int) -> range:
 def merge_into(nodes: list[Node[T]], new: Node[T], num_leaves: int, add: Callable[[T, T], T]) -> None:
     """Append ``new`` to ``nodes``, the roots of subtrees from left to right, and merge what is complete. ``add(left,
     right)`` may reuse the memory of ``left``."""
-    level, place, value = new
+    level, place, value = new.level, new.place, new.value
     height = (num_leaves - 1).bit_length()
     while level < height:
         if place % 2:
-            if not nodes or nodes[-1][:2] != (level, place - 1):
+            if not nodes or (nodes[-1].level, nodes[-1].place) != (level, place - 1):
                 break  # another process has the left one
             value = add(nodes.pop().value, value)
         elif (place + 1) << level < num_leaves:

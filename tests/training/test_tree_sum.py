@@ -34,7 +34,8 @@ def test_the_grouping_does_not_depend_on_the_number_of_processes(num_leaves, dat
         own: list[Node] = []
         for leaf in block(num_leaves, process, num_processes):
             merge_into(own, Node(0, leaf, str(leaf)), num_leaves, "({}+{})".format)
-        assert [node[:2] for node in own] == [node[:2] for node in subtrees_of(num_leaves, process, num_processes)]
+        alone = subtrees_of(num_leaves, process, num_processes)
+        assert [(node.level, node.place) for node in own] == [(node.level, node.place) for node in alone]
         for node in own:
             merge_into(nodes, node, num_leaves, "({}+{})".format)
     assert [node.value for node in nodes] == [grouping([str(leaf) for leaf in range(num_leaves)])]
