@@ -18,6 +18,9 @@ from harness.distributed.monitor import LaunchedRun
 from harness.errors import ConfigError, LaunchError, plural
 from harness.runs.storage import working_folder
 
+RANGES = {"nnodes": "min_nodes", "nproc": "min_ranks"}
+"""By setting of ``launch``, that of an engine which can do with fewer: the MIN of ``--nnodes MIN:MAX``."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -70,16 +73,20 @@ class Job:
 
 
 def plan(path: str, overrides: Sequence[str]) -> Job:
-    """Return the job of ``path``. Raises ConfigError with all errors of the configuration before any rank is
-    started."""
+    """Return the job of ``path``. Before any rank is started, raises ConfigError with all errors of the configuration,
+    and LaunchError for MIN:MAX with a MIN that is more than MAX."""
     job = Job(loader.load(path, overrides, launching=True), path, tuple(overrides))
     num_ranks = job.config.parallel.logical_ranks or job.world_size
     if misfit := job.config.batch.misfit(num_ranks):
         cores = usable_cores() if job.settings.engine == "local" else num_ranks
         few = f" (this machine has {plural(cores, 'core')})" if num_ranks > cores else ""
         raise ConfigError(f"{misfit[0]}{few}", where="batch.global", hint=misfit[1])
-    own = job.settings.engine_settings
-    if not any(getattr(own, name, None) for name in ("min_ranks", "min_nodes")):  # otherwise fewer may be started
+    fewest = {name: getattr(job.settings.engine_settings, least, None) for name, least in RANGES.items()}
+    for name, number in fewest.items():
+        if (number or 0) > (most := getattr(job.settings, name)):
+            own = f"launch.{job.settings.engine.rpartition('.')[2]}.{RANGES[name]}={number}"
+            raise job.error(f"{own} is more than launch.{name}={most}", f"use --{name} MIN:MAX, which sets both")
+    if not any(fewest.values()):  # otherwise fewer may be started
         strategy = plugins.find("strategy", job.config.parallel.strategy, "parallel.strategy")
         strategy.check_world(job.config.parallel, job.world_size)
     if job.config.checkpoint.resume == "never" and job.settings.max_restarts and job.settings.engine != "slurm":

@@ -13,8 +13,6 @@ from harness.errors import LaunchError
 VERB = "launch"
 HELP = "train on an engine, such as local, torchrun, slurm or dask"
 
-_RANGES = {"nnodes": "min_nodes", "nproc": "min_ranks"}  # the setting of an engine for the MIN of MIN:MAX
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_config(parser)
@@ -59,8 +57,9 @@ def _count(text: str, known: str, may_be_auto: bool = False) -> Count:
 
 def run(arguments: argparse.Namespace) -> int:
     from harness.engines import launch
+    from harness.engines.base import RANGES
 
-    counts: dict[str, Count] = {name: count for name in _RANGES if (count := getattr(arguments, name))}
+    counts: dict[str, Count] = {name: count for name in RANGES if (count := getattr(arguments, name))}
     options = {"engine": arguments.engine, "max_restarts": arguments.max_restarts}
     words = [*arguments.overrides, *(f"launch.{key}={value}" for key, value in options.items() if value is not None)]
     config: Any = None
@@ -72,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         most = _fitting(config, count.most) if count.auto else count.most
         words.append(f"launch.{name}={most}")
         if count.least:
-            engine, least = config.launch.engine, _RANGES[name]
+            engine, least = config.launch.engine, RANGES[name]
             if not hasattr(config.launch.engine_settings, least):
                 what = f"--{name} MIN:MAX is not for engine {engine}, which has no setting {least}"
                 raise LaunchError(what, hint="give one number")

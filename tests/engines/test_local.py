@@ -260,10 +260,10 @@ def test_no_device_is_left(tmp_path, stripes, monkeypatch):
     ],
 )
 def test_ranges_of_ranks_that_cannot_work(tmp_path, stripes, words, batch, said):
-    job = launch.plan(str(write_config(tmp_path, stripes, batch=batch)), [f"launch.{word}" for word in words])
+    config, words = str(write_config(tmp_path, stripes, batch=batch)), [f"launch.{word}" for word in words]
     for call in (local.render, local.start):
         with pytest.raises(LaunchError) as caught:
-            call(job)
+            call(launch.plan(config, words))
         assert said in str(caught.value)
 
 

@@ -120,12 +120,10 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_settings_that_cannot_work_are_refused(tmp_path, stripes, case):
     words, message = REFUSED[case]
-    job = launch.plan(
-        str(write_config(tmp_path, stripes)), ["launch.engine=torchrun", *(f"launch.{word}" for word in words)]
-    )
+    config, words = str(write_config(tmp_path, stripes)), [f"launch.{word}" for word in words]
     for call in (torchrun.render, torchrun.start):
         with pytest.raises(LaunchError) as caught:
-            call(job)
+            call(launch.plan(config, ["launch.engine=torchrun", *words]))
         assert message in str(caught.value)
 
 

@@ -68,11 +68,6 @@ def _check(job: Job) -> None:
     settings, config, least = job.settings, job.config, _min_ranks(job)
     if settings.interface is not None:
         require_address(settings.interface)
-    if least > settings.nproc:
-        raise job.error(
-            f"launch.local.min_ranks={least} is more than launch.nproc={settings.nproc}",
-            "use --nproc MIN:MAX, which sets both",
-        )
     if least < settings.nproc and not settings.max_restarts:
         raise job.error(
             "launch.local.min_ranks needs launch.max_restarts: each loss of ranks uses one restart",

@@ -372,11 +372,6 @@ def _options(job: Job) -> list[str]:
 def _check(job: Job) -> None:
     """Raise LaunchError for settings that contradict each other."""
     slurm = settings_of(job)
-    if (slurm.min_nodes or 1) > job.settings.nnodes:
-        raise job.error(
-            f"launch.slurm.min_nodes={slurm.min_nodes} is more than launch.nnodes={job.settings.nnodes}",
-            "use --nnodes MIN:MAX, which sets both",
-        )
     if not re.search(r"%\d*[jA]", slurm.output):
         raise job.error(
             f"launch.slurm.output={slurm.output}: that file would also receive the output of other jobs",

@@ -118,11 +118,6 @@ def _check(job: Job, least: int) -> None:
     """Raise LaunchError for settings that are missing or contradict each other."""
     settings = job.settings
     own: Settings = settings.engine_settings
-    if least > settings.nnodes:
-        raise job.error(
-            f"launch.torchrun.min_nodes={least} is more than launch.nnodes={settings.nnodes}",
-            "use --nnodes MIN:MAX, which sets both",
-        )
     if settings.nnodes == 1:
         for key, value in (("rendezvous", own.rendezvous), ("node_rank", own.node_rank)):
             if value is not None:
@@ -157,18 +152,14 @@ def _check(job: Job, least: int) -> None:
 
 def _check_batch(job: Job, least: int) -> None:
     """Raise LaunchError unless the global batch can be divided among every number of machines in the range."""
-    batch, settings = job.config.batch, job.settings
-    if batch.global_ is None or job.config.parallel.logical_ranks:  # which divide it, whatever the number of ranks
+    if job.config.parallel.logical_ranks:  # which divide it, whatever the number of ranks
         return
-    unit = settings.nproc * batch.accumulate
-    for nodes in range(least, settings.nnodes + 1):
-        if batch.global_ % (nodes * unit):
-            common = math.lcm(*(count * unit for count in range(least, settings.nnodes + 1)))
-            raise job.error(
-                f"batch.global={batch.global_} cannot be divided evenly among {plural(nodes, 'machine')} with "
-                f"{plural(settings.nproc, 'rank')} each",
-                f"for {least} to {settings.nnodes} machines, use a multiple of {common}, or set batch.per_rank",
-            )
+    batch, counts = job.config.batch, range(least, job.settings.nnodes + 1)
+    for nodes in counts:
+        if misfit := batch.misfit(nodes * job.settings.nproc):
+            common = math.lcm(*counts) * job.settings.nproc * batch.accumulate
+            hint = f"for {least} to {counts[-1]} machines, use a multiple of {common}, or set batch.per_rank"
+            raise job.error(f"{misfit[0]}, of {plural(nodes, 'machine')}", hint)
 
 
 def _own_address(job: Job, host: str) -> str:
