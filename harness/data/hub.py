@@ -81,12 +81,17 @@ def weights(name: str, where: str) -> Path:
     )
 
 
+def file(place: str, name: str, where: str) -> Path:
+    """Return the file ``name`` of ``place``, OWNER/NAME@REVISION of the hub. Raises ConfigError."""
+    return _downloaded(place, where, [name]) / name
+
+
 def _downloaded(place: str, where: str, patterns: Sequence[str]) -> Path:
     """Return the folder in the cache of Hugging Face with the files ``patterns`` of ``place``. Raises ConfigError."""
     if not _NAME.fullmatch(place):
         hint = _nearest(place) or "give a folder with a config.json, or OWNER/NAME of the hub"
         raise ConfigError(f"there is no folder {place}", where=where, hint=hint)
-    require("transformers", where)
+    require("huggingface_hub", where)  # of transformers and of timm
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -117,7 +122,7 @@ def _nearest(place: str) -> str:
 
 
 def require(library: str, where: str) -> None:
-    """Raise ConfigError if ``library``, transformers or peft, is not installed."""
+    """Raise ConfigError if ``library``, such as peft, is not installed."""
     try:
         __import__(library)
     except ImportError:

@@ -236,6 +236,23 @@ def test_a_model_of_timm(tmp_path, config):
         model_builder.build("timm:resnet10", {}, known, example)
 
 
+def test_weights_of_timm_come_from_the_hub(tmp_path, monkeypatch):
+    pytest.importorskip("timm", reason="timm is not installed: pip install 'apex-harness[timm]'")
+    asked = []
+
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    found = weights.find("pretrained", "timm:resnet18")
+    assert asked == [("timm/resnet18.a1_in1k", None, ["model.safetensors"])]
+    assert found[:2] == ("timm:resnet18 timm/resnet18.a1_in1k", tmp_path / "model.safetensors")
+    assert found.statistics == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    with pytest.raises(ConfigError, match="no such file: nope"):  # before anything is downloaded
+        weights.located("nope", "timm:resnet18")
+
+
 def test_missing_timm_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
     with pytest.raises(ConfigError, match=r"pip install 'apex-harness\[timm\]'"):

@@ -119,11 +119,8 @@ class _Examination:
             attempt(check)
         wrong_names = len(self.errors) > num_errors
         task = self._open_task(look_at_files=not wrong_names)
-        sizes = (
-            attempt(division.sizes_of, config, len(task.train), config.parallel.num_ranks(self.world_size))
-            if task
-            else None
-        )
+        num_ranks = config.parallel.num_ranks(self.world_size)
+        sizes = attempt(division.sizes_of, config, len(task.train), num_ranks) if task else None
         if wrong_names:
             self._build_optimizer(None, None)  # which looks at its name again
             self.errors = [*{str(error): error for error in self.errors}.values()]

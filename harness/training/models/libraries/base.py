@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from harness.errors import ConfigError, DataError, first_line, reason
+from harness.errors import ConfigError, DataError, reason
 from harness.runs import fetch
 from harness.runs.files import cache_folder, sha256
 
@@ -57,14 +57,9 @@ def downloaded(url: str, name: str, digest: str = "") -> Path:
     try:
         return fetch.fetched(url, target, lambda path: not digest or sha256(path).startswith(digest))
     except FileNotFoundError as error:
-        raise unreachable(url, error) from None
+        hint = f"check the name and the network; {_ELSEWHERE}"
+        raise ConfigError(
+            f"the weights cannot be downloaded: {reason(error)}", where=f"{KEY}: {url}", hint=hint
+        ) from None
     except DataError as error:
         raise ConfigError(error.message, where=f"{KEY}: {url}", hint=f"{error.hint}; {_ELSEWHERE}") from None
-
-
-def unreachable(place: str, error: Exception) -> ConfigError:
-    shown = reason(error) if isinstance(error, OSError) else first_line(error)
-    return ConfigError(
-        f"the weights cannot be downloaded: {shown}", where=f"{KEY}: {place}",
-        hint=f"check the name and the network; {_ELSEWHERE}",
-    )  # fmt: skip

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 from torch import nn
 
+from harness.data import hub
 from harness.errors import ConfigError, similar
-from harness.runs import fetch
-from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile, downloaded, unreachable
+from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile, downloaded
 
 _PREFIX = "timm:"
 
@@ -45,20 +45,9 @@ def published(weights: str, name: str) -> Callable[[], WeightsFile]:
         hint = "use pretrained, a file, a run folder or a URL; timm.list_pretrained() lists models"
         raise ConfigError(what, where=KEY, hint=hint)
 
-    def file() -> WeightsFile:
-        path = _of_hub(hub_id, known.hf_hub_filename) if hub_id else downloaded(url, Path(urlsplit(url).path).name)
+    def get() -> WeightsFile:
+        file = known.hf_hub_filename or "model.safetensors"
+        path = hub.file(hub_id, file, KEY) if hub_id else downloaded(url, Path(urlsplit(url).path).name)
         return WeightsFile(f"{name} {hub_id or url}", path, (known.mean, known.std))
 
-    return file
-
-
-def _of_hub(hub_id: str, name: str | None) -> Path:
-    """Return the file ``name`` of ``hub_id``, a repository of Hugging Face and maybe its revision, downloaded."""
-    try:
-        from huggingface_hub import hf_hub_download
-
-        place, _, revision = hub_id.partition("@")
-        file = name or "model.safetensors"
-        return Path(hf_hub_download(place, file, revision=revision or None, etag_timeout=fetch.TIMEOUT_S))
-    except Exception as error:  # of the hub's many kinds
-        raise unreachable(hub_id, error) from None
+    return get
