@@ -106,21 +106,26 @@ def _explained(finding: Finding, lost: _Forgotten, of_harness: bool) -> Finding:
     if finding.code == "rows" and own and finding.steps[:1] == (1,):  # the order that a script draws starts again
         how = _remedies(own, "rows", of_harness)
         finding = replace(finding, remedy=f"{how}; if rows are still repeated or skipped then, {finding.advice}")
-    elif finding.code in ("row-order", "inputs", "other") or any("." in name for name in finding.names):  # not global
+    elif finding.code in ("row-order", "inputs", "other") or _is_of_own_stream(finding):
         code = "row-order" if any(each.moves for each in generators) else finding.code  # the others order rows
         how = _remedies(generators, code, of_harness)
         if how and of_harness and finding.code == "inputs":
             how = f"draw from numpy.random.default_rng(row_seed(seed, epoch, row)) (docs/add_a_task.md), or {how}"
         place = finding.place or next((each.place for each in generators if each.place), "")
         finding = replace(finding, remedy=how or finding.remedy, place=place)
-    elif finding.code == "random-streams" and own:
-        finding = replace(finding, remedy=f"{finding.advice}; {_remedies(own, '', of_harness)}")
+    elif finding.code != "rows" and own:  # lost as well
+        finding = replace(finding, remedy=f"{finding.advice}; {_remedies(own, 'row-order', of_harness)}")
     follows = finding.code in _FOLLOWS and of_harness
     if lines and (follows or (finding.code == "other" and finding.steps)):  # it has no steps if the start failed
         finding = replace(finding, code="unsaved-state")
     if following:
         lines.append(f"also not as it was, perhaps only as a result: {named(sorted(following))}")
     return finding.with_lines(lines)
+
+
+def _is_of_own_stream(finding: Finding) -> bool:
+    """Return True if it names a random generator that is not a global one."""
+    return finding.code == "random-streams" and any("." in name for name in finding.names)
 
 
 def _remedies(generators: Sequence[LostGenerator], code: str, of_harness: bool) -> str:

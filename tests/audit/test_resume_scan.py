@@ -214,7 +214,12 @@ def test_other_inputs_of_the_right_rows(labels, order, code):
         return SimpleNamespace(processes=[SimpleNamespace(rank=0, order=0, steps=steps)], of_harness=False)
 
     observed, resumed = start("abc", f"1{order}"), start(labels, "45")
-    optimizer, rows = Finding("optimizer-state", "it differs", steps=(7,)), Finding("row-order", "unknown", steps=(7,))
+    optimizer, rows = (
+        Finding("optimizer-state", "it differs", steps=(7,), names=("a.b",)),
+        Finding("row-order", "unknown", steps=(7,)),
+    )
+    alone = explained(optimizer, observed, observed, resumed)
+    assert alone.advice.startswith("save and load optimizer.state_dict(); save g.get_state()"), "both are lost"
     first, found = forgotten.explained([optimizer, rows], observed, observed, resumed)
     assert first == optimizer
     assert (found.code, found.place) == (code, "train.py:5")
