@@ -18,27 +18,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import json
 import logging
 import re
 import secrets
-import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from harness.config.places import is_url
-from harness.data.table import csv_reader
-from harness.data.table.labels import LabelColumns
-from harness.data.table.source import Source, kind_of, locate, require_root
-from harness.errors import DataError, listed, similar
+from harness.data.table.header import Text, needed_columns, require_header
+from harness.data.table.labels import LabelColumns, LabelFacts
+from harness.data.table.source import Source, kind_of, reader_of
+from harness.errors import DataError
 from harness.runs.console import Work, working
 from harness.runs.fetch import fetched, made_once
 from harness.runs.files import cache_folder, read_sealed, replacing, write_sealed
@@ -50,10 +46,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("harness")
 
-Text = Sequence[str] | Mapping[str, str]  # columns of text, perhaps each with the setting that names it
-FORMAT = 7  # increase it when the layout or the meaning of anything in the cache changes
+FORMAT = 8  # increase it when the layout or the meaning of anything in the cache changes
 OLD_S = 86400.0  # after which the files of another version are deleted: a process may be about to map newer ones
 _READ_AHEAD = 4  # batches
+
+
+class Manifest(LabelFacts):
+    """The facts of a converted table, as JSON."""
+
+    columns: list[str]
+    num_rows: int
+    label: object
+    """The ``key`` of its LabelColumns."""
+    text_digest: str
+    batch_rows: int
+    """Of each record batch of text but the last."""
+    kind: str
+    """The format of the source."""
+    digest: str
+    bytes: dict[str, int]
+    """The size of each file."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +90,14 @@ class CacheEntry:
         """The local copy of a remote source."""
         return self.folder / f"{self.version}.source"
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self) -> Manifest | None:
         """Return the manifest if the entry is complete.
 
         Sizes are checked because mapping a truncated file ends in SIGBUS; the rest of the content is checked when it is
         used.
         """
         try:
-            manifest: dict[str, Any] = read_sealed(self.file("json"))
+            manifest: Manifest = read_sealed(self.file("json"))
             whole = all(self.file(kind).stat().st_size == size for kind, size in manifest["bytes"].items())
         except (OSError, ValueError):
             return None
@@ -110,7 +122,7 @@ def _short(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def converted(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> dict[str, Any]:
+def converted(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> Manifest:
     """Return the manifest of ``entry``, converting ``source`` first unless the table is in the cache. Raises
     DataError."""
     if manifest := entry.load():
@@ -129,7 +141,7 @@ def converted(source: Source, entry: CacheEntry, text: Text, label: LabelColumns
             raise  # of the cache
 
 
-def convert(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> dict[str, Any]:
+def convert(source: Source, entry: CacheEntry, text: Text, label: LabelColumns | None) -> Manifest:
     """Convert ``source`` into ``entry``, and return the manifest.
 
     Raises DataError if the content is unusable or the file changes meanwhile, or OSError if the cache cannot be
@@ -151,7 +163,10 @@ def convert(source: Source, entry: CacheEntry, text: Text, label: LabelColumns |
         left_out = label.columns if label and label.kind == "class" else ()
         texts = TextWriter(new_file("arrow"), [column for column in columns if column not in left_out], source.name)
         stack.enter_context(contextlib.closing(texts))
-        labels = label_writer(label, new_file, source.name, partial(_places, path, kind)) if label else None
+        lines_of = partial(reader.lines_of, path)
+        labels = None
+        if label:
+            labels = label_writer(label, new_file, source.name, lambda rows: _places(lines_of(rows), rows))
         if labels is not None:
             stack.enter_context(contextlib.closing(labels))
         with working(f"converting {source.name}", "rows") as work:
@@ -161,11 +176,11 @@ def convert(source: Source, entry: CacheEntry, text: Text, label: LabelColumns |
                 "the file has a header but no rows", where=source.name, hint="check that it was written completely"
             )
         if labels is not None:
-            _require_labels(labels, num_rows, source.name, path, kind)
-        manifest = _manifest(texts, labels, columns, num_rows) | {"kind": kind}
+            _require_labels(labels, num_rows, source.name, lines_of)
+        manifest = _manifest(texts, labels, columns, num_rows, kind)
         _require_unchanged(source, path)
-    manifest["bytes"] = {kind: entry.file(kind).stat().st_size for kind in manifest["blocks"]}
-    write_sealed(entry.file("json"), manifest, mark)
+    manifest["bytes"] = {ending: entry.file(ending).stat().st_size for ending in manifest["blocks"]}
+    write_sealed(entry.file("json"), {**manifest}, mark)
     entry.sweep()
     return manifest
 
@@ -180,82 +195,6 @@ def _require_unchanged(source: Source, path: Path) -> None:
             where=source.name,
             hint="start again once it is complete; to replace a file safely, write to another name and rename it",
         )
-
-
-def reader_of(kind: str) -> ModuleType:
-    """Return the module that reads files of ``kind``, imported."""
-    return importlib.import_module(f"harness.data.table.{'parquet' if kind == 'parquet' else 'csv'}_reader")
-
-
-def needed_columns(text: Text, label: LabelColumns | None) -> dict[str, str]:
-    """Return {column: the setting that names it, or ""}."""
-    named = text if isinstance(text, Mapping) else dict.fromkeys(text, "")
-    return {**named, **dict.fromkeys(label.columns if label else (), label.setting if label else "")}
-
-
-def problems(places: Iterable[str], needed: Mapping[str, str], root: str = "") -> Iterator[DataError]:
-    """Yield the problems of the annotation files ``places``, as far as their headers show them, and of ``root``, to
-    which paths in the rows are relative. URLs are not asked. A folder that does not exist is one problem."""
-    absent: set[Path] = set()
-
-    def require_file(place: str) -> None:
-        folder = Path(place).absolute().parent
-        if folder in absent:
-            return
-        if not folder.exists():
-            absent.add(folder)
-        require_header(Path(locate(place).identity), place, needed)
-
-    def require_folder() -> None:
-        if Path(root).absolute() not in absent:
-            require_root(root)
-
-    checks: list[Callable[[], None]] = [partial(require_file, place) for place in places if not is_url(place)]
-    for check in [*checks, require_folder]:
-        try:
-            check()
-        except DataError as error:
-            yield error
-
-
-def require_header(path: Path, name: str, needed: Mapping[str, str]) -> list[str]:
-    """Return the columns of the file ``path``. Raises DataError unless all of ``needed`` are among them and can be
-    text."""
-    kind = kind_of(path, name)
-    reader = reader_of(kind)
-    columns: list[str] = reader.read_header(path, name)
-    if kind == "parquet":
-        reader.require_text(path, name, needed)
-    require_columns(columns, needed, name)
-    return columns
-
-
-def require_columns(columns: Sequence[str], needed: Mapping[str, str], name: str) -> None:
-    """Raise DataError unless all columns of ``needed``, {column: the setting that names it}, are among ``columns``."""
-    missing = [column for column in needed if column not in columns]
-    if not missing:
-        return
-    hints = [_instead(column, columns, needed) for column in missing]
-    noun = "column" if len(missing) == 1 else "columns"
-    raise DataError(
-        f"no {noun} {', '.join(map(repr, missing))}; the columns are {listed(columns)}",
-        where=name,
-        hint="; ".join(filter(None, hints)),
-    )
-
-
-def _instead(column: str, columns: Sequence[str], needed: Mapping[str, str]) -> str:
-    """Return the hint for ``column``, which does not exist; empty if there is nothing to suggest."""
-    setting, near = needed[column], similar(column, columns)
-    if not setting or list(needed.values()).count(setting) > 1:  # a list of columns
-        meant = f"did you mean {near!r}? " if near else ""
-        return f"{meant}{setting} names the columns" if setting else meant.strip()
-    taken = {*needed, *(similar(other, columns) for other in needed if other not in columns)}
-    left = [other for other in columns if other not in taken]
-    word = near or (left[0] if len(left) == 1 else "NAME")
-    option = setting.startswith("--")
-    typed = f"{setting} {shlex.quote(word)}" if option else shlex.quote(f"{setting}={word}")
-    return f"did you mean {typed}?" if near else f"{'use' if option else 'set'} {typed}"
 
 
 def _write_rows(
@@ -284,43 +223,39 @@ def _read_ahead(batches: Generator[pa.RecordBatch, None, None]) -> Generator[pa.
             pool.shutdown(cancel_futures=True)
 
 
-def _manifest(texts: TextWriter, labels: LabelWriter | None, columns: list[str], num_rows: int) -> dict[str, Any]:
+def _manifest(texts: TextWriter, labels: LabelWriter | None, columns: list[str], num_rows: int, kind: str) -> Manifest:
     """Return the facts about the rows. ``digest`` depends on the content only, not on how or where it is stored."""
-    manifest: dict[str, Any] = {
-        "columns": columns,
-        "num_rows": num_rows,
-        "label": None,
-        "vocabulary": [],
-        "text_digest": texts.finish(),
-        "batch_rows": texts.batch_rows,
-        "notes": [],
-        "blocks": {},
-    }
-    if labels is not None:
-        manifest |= {"label": labels.label.key, **labels.finish()}
-    parts = ("columns", "num_rows", "label", "vocabulary", "blocks", "text_digest")  # the blocks of labels alone
-    manifest["digest"] = hashlib.sha256(json.dumps([manifest[part] for part in parts]).encode()).hexdigest()
+    facts = LabelFacts(vocabulary=[], notes=[], blocks={}, mean=[], std=[]) if labels is None else labels.finish()
+    manifest = Manifest(
+        **facts, columns=columns, num_rows=num_rows, label=None if labels is None else labels.label.key,
+        text_digest=texts.finish(), batch_rows=texts.batch_rows, kind=kind, digest="", bytes={},
+    )  # fmt: skip
+    parts = [manifest["columns"], num_rows, manifest["label"], manifest["vocabulary"], manifest["blocks"]]
+    content = json.dumps([*parts, manifest["text_digest"]])  # the blocks are those of labels alone
+    manifest["digest"] = hashlib.sha256(content.encode()).hexdigest()
     manifest["blocks"] = {"arrow": texts.digests(), **manifest["blocks"]}
     return manifest
 
 
-def _require_labels(labels: LabelWriter, num_rows: int, name: str, path: Path, kind: str) -> None:
+def _require_labels(
+    labels: LabelWriter, num_rows: int, name: str, lines_of: Callable[[Sequence[int]], list[int]]
+) -> None:
     """Raise DataError if rows have no usable label."""
     bad = labels.bad
     if not bad.count:
         return
-    places = _places(path, kind, [row for row, _ in bad.first])
+    lines = lines_of([row for row, _ in bad.first])
+    places = _places(lines, [row for row, _ in bad.first])
     shown = ", ".join(place + found for place, (_, found) in zip(places, bad.first, strict=True))
     more = ", …" if bad.count > len(bad.first) else ""
     means = labels.bad_means.format(column=" or ".join(map(repr, labels.label.columns)))
-    where, hint = f"{name}:{places[0].removeprefix('line ')}", labels.remedy
-    if kind == "parquet":
-        where, hint = name, f"{hint}; rows are counted from 0"
-    raise DataError(f"rows {means} ({bad.count} of {num_rows}): {shown}{more}", where=where, hint=hint)
+    raise DataError(
+        f"rows {means} ({bad.count} of {num_rows}): {shown}{more}",
+        where=f"{name}:{lines[0]}" if lines else name,
+        hint=labels.remedy if lines else f"{labels.remedy}; rows are counted from 0",
+    )
 
 
-def _places(path: Path, kind: str, rows: Sequence[int]) -> list[str]:
-    """Return the lines of ``rows``, in ascending order, in the file ``path``; of a Parquet file, their numbers."""
-    if kind == "parquet":
-        return [f"row {row}" for row in rows]
-    return [f"line {line}" for line in csv_reader.lines_of(path, rows)]
+def _places(lines: Sequence[int], rows: Sequence[int]) -> list[str]:
+    """Return the ``lines`` of ``rows`` in words; of a format without lines, the numbers of the rows."""
+    return [f"line {line}" for line in lines] or [f"row {row}" for row in rows]

@@ -37,7 +37,7 @@ MAX_HEADER_BYTES = 1 << 20
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 
 
-def read_header(path: Path, name: str) -> list[str]:
+def read_header(path: Path, name: str, needed: Iterable[str] = ()) -> list[str]:
     """Return the column names, in order. Raises DataError if there are none or two are equal."""
     try:
         _, raw = _header_of(path)

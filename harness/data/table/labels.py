@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -49,6 +49,19 @@ class LabelColumns:
         if self.kind == "class":
             return self.columns[0]
         return [self.kind, *self.columns, self.separator, self.allow_empty]
+
+
+class LabelFacts(TypedDict):
+    """What a conversion finds out about the labels, as JSON."""
+
+    vocabulary: Sequence[str | int]
+    notes: list[str]
+    """For the user."""
+    mean: list[float]
+    """Of each column of numbers."""
+    std: list[float]
+    blocks: dict[str, Any]
+    """Digests of the blocks of each file."""
 
 
 @dataclass

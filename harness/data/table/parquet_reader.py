@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,9 +21,9 @@ from harness.errors import DataError, listed
 _BATCH_ROWS = 16_384
 
 
-def read_header(path: Path, name: str) -> list[str]:
-    """Return the names of the columns that can be text, in order. Raises DataError if there are none or two are
-    equal."""
+def read_header(path: Path, name: str, needed: Iterable[str] = ()) -> list[str]:
+    """Return the names of the columns that can be text, in order. Raises DataError if there are none, two are equal, or
+    one of ``needed`` is in the file, but cannot be text."""
     with _reading(name), pa.parquet.ParquetFile(path) as file:
         schema = file.schema_arrow
     columns = [field.name for field in schema if _can_be_text(field.type)]
@@ -33,17 +33,17 @@ def read_header(path: Path, name: str) -> list[str]:
     if not columns:
         what = f"no column has text or numbers; the columns are {listed(schema.names)}"
         raise DataError(what, where=name, hint="store each label, and each path, as text or a number")
+    types = {field.name: field.type for field in schema}
+    for column in needed:
+        if column in types and column not in columns:
+            hint = "store it as text or numbers, or choose a different column"
+            raise DataError(f"column {column!r} holds {types[column]}, not text or numbers", where=name, hint=hint)
     return columns
 
 
-def require_text(path: Path, name: str, columns: Iterable[str]) -> None:
-    """Raise DataError if one of ``columns`` is in the file, but cannot be text."""
-    with _reading(name), pa.parquet.ParquetFile(path) as file:
-        types = {field.name: field.type for field in file.schema_arrow}
-    for column in columns:
-        if column in types and not _can_be_text(types[column]):
-            hint = "store it as text or numbers, or choose a different column"
-            raise DataError(f"column {column!r} holds {types[column]}, not text or numbers", where=name, hint=hint)
+def lines_of(path: Path, rows: Sequence[int]) -> list[int]:
+    """Return no lines."""
+    return []
 
 
 def read_batches(path: Path, name: str, columns: list[str]) -> Generator[pa.RecordBatch, None, None]:

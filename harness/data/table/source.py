@@ -8,17 +8,22 @@ An edit that changes none of these cannot be detected.
 from __future__ import annotations
 
 import gzip
+import importlib
 import os
 import shlex
 import time
 import zlib
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 from harness.config.places import is_url
 from harness.errors import DataError, did_you_mean, remedy, require_regular_file
 from harness.runs.fetch import attempted
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 # First bytes of files that are not text, and how to convert them.
 _FOREIGN = {
@@ -30,7 +35,8 @@ _FOREIGN = {
     b"\xfe\xff": ("UTF-16 text", "save it as UTF-8: iconv -f UTF-16 -t UTF-8 {name}"),
 }
 BROKEN = (OSError, EOFError, zlib.error)  # a damaged gzip file raises any of them
-_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_GZIP = b"\x1f\x8b"
+_KINDS = {b"PAR1": "parquet", _GZIP: "csv.gz"}  # by the first bytes
 
 # What servers call a value that changes with the content, the most reliable first. The size is always used as well.
 _MARKS = (
@@ -114,15 +120,36 @@ def kind_of(path: Path, name: str) -> str:
     except OSError as error:
         what = f"the annotation file cannot be read: {error.strerror}"
         raise DataError(what, where=name, hint=remedy(error)) from error
-    if head.startswith(_PARQUET):
-        return "parquet"
-    if head.startswith(_GZIP):
-        return "csv.gz"
+    for magic, kind in _KINDS.items():
+        if head.startswith(magic):
+            return kind
     for magic, (format_name, advice) in _FOREIGN.items():
         if head.startswith(magic):
             hint = advice.format(name=shlex.quote(name))
             raise DataError(f"the file is {format_name}, not CSV, gzipped CSV or Parquet", where=name, hint=hint)
     return "csv"
+
+
+class Reader(Protocol):
+    """The module of a format, NAME_reader.py. ``name``: of the file, for messages. All raise DataError."""
+
+    def read_header(self, path: Path, name: str, needed: Iterable[str] = ()) -> list[str]:
+        """Return the columns, in order; all of ``needed`` that are there can be text."""
+        ...
+
+    def read_batches(self, path: Path, name: str, columns: list[str]) -> Generator[pa.RecordBatch, None, None]:
+        """Yield the rows of these ``columns`` as text, in order, in nonempty batches of any length."""
+        ...
+
+    def lines_of(self, path: Path, rows: Sequence[int]) -> list[int]:
+        """Return the line on which each of ``rows`` starts, which ascend; empty if the format has no lines."""
+        ...
+
+
+def reader_of(kind: str) -> Reader:
+    """Return the module that reads files of ``kind``, imported."""
+    name = kind.removesuffix(".gz")
+    return cast(Reader, importlib.import_module(f"harness.data.table.{name}_reader"))
 
 
 def open_bytes(path: Path) -> BinaryIO:

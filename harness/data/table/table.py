@@ -17,16 +17,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from harness.data.table import csv_reader
 from harness.data.table.blocks import CheckedArray, CheckedFile, DamagedError
-from harness.data.table.convert import CacheEntry, Text, converted, needed_columns, require_columns
+from harness.data.table.convert import CacheEntry, Manifest, converted
+from harness.data.table.header import Text, needed_columns, require_columns
 from harness.data.table.labels import LabelColumns
-from harness.data.table.source import Source, locate
+from harness.data.table.source import Source, locate, reader_of
 from harness.errors import DataError, plural
 
 _FEW_ROWS = 100_000  # of a CSV whose lines are all found at once, in 0.1 s
@@ -58,7 +57,7 @@ def open_table(
 class Table:
     """The rows of an annotation file, from ``open_table``. Pickles as a path and is mapped again when unpickled."""
 
-    def __init__(self, source: Source, entry: CacheEntry, manifest: dict[str, Any], label: LabelColumns | None) -> None:
+    def __init__(self, source: Source, entry: CacheEntry, manifest: Manifest, label: LabelColumns | None) -> None:
         self._source, self._entry, self._label = source, entry, label
         self._manifest = manifest
         self._map()
@@ -66,10 +65,10 @@ class Table:
         self.num_rows: int = manifest["num_rows"]
         self.columns: tuple[str, ...] = tuple(manifest["columns"])
         self.label: str | None = manifest["label"] if isinstance(manifest["label"], str) else None
-        self.mean: tuple[float, ...] = tuple(manifest.get("mean", ()))  # of each column of numbers, over all rows
-        self.std: tuple[float, ...] = tuple(manifest.get("std", ()))
+        self.mean: tuple[float, ...] = tuple(manifest["mean"])  # of each column of numbers, over all rows
+        self.std: tuple[float, ...] = tuple(manifest["std"])
         self.digest: str = manifest["digest"]
-        self.vocabulary: tuple[str, ...] | tuple[int, ...] = tuple(manifest["vocabulary"])
+        self.vocabulary: tuple[str | int, ...] = tuple(manifest["vocabulary"])
         self.notes: tuple[str, ...] = tuple(manifest["notes"])
 
     def _map(self) -> None:
@@ -79,7 +78,7 @@ class Table:
         with self._intact():
             self._texts = CheckedFile(self._entry.file("arrow"), blocks["arrow"])
             self._arrays = {}
-            if "mean" in self._manifest:
+            if self._manifest["mean"]:
                 self._arrays["numbers"] = CheckedArray(codes, "<f8", len(self._manifest["mean"]), blocks["codes"])
             elif self._manifest["label"] is not None:
                 self._arrays["codes"] = CheckedArray(codes, "<i4", None, blocks["codes"])
@@ -188,13 +187,14 @@ class Table:
 
     def _line_of(self, row: int) -> int:
         remote = self._source.is_remote
-        if self._manifest["kind"] == "parquet" or not (remote or self._source.is_current()):
+        if not (remote or self._source.is_current()):
             return 0
         path = self._entry.download if remote else Path(self._source.identity)
+        lines_of = reader_of(self._manifest["kind"]).lines_of
         try:
             if self.num_rows > _FEW_ROWS:
-                return (csv_reader.lines_of(path, [row]) or [0])[0]
-            self._lines = self._lines or csv_reader.lines_of(path, range(self.num_rows))
+                return (lines_of(path, [row]) or [0])[0]
+            self._lines = self._lines or lines_of(path, range(self.num_rows))
             return (self._lines[row : row + 1] or [0])[0]
         except (OSError, EOFError):
             return 0

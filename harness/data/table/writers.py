@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from harness.data.table.blocks import BlockWriter, array_digests
-from harness.data.table.labels import BadRows, LabelCoder, LabelColumns, Places
+from harness.data.table.labels import BadRows, LabelCoder, LabelColumns, LabelFacts, Places
 from harness.errors import DataError
 
 MAX_BATCH_ROWS = 65_536
@@ -111,7 +111,7 @@ class CodeWriter:
         """Append the labels of the next rows."""
         self._file.write(self.coder.add(batch.column(self.coder.column)).astype("<i4", copy=False).data)
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> LabelFacts:
         """Return the vocabulary, notes, and the digests of the blocks of each file."""
         self._file.close()
         vocabulary, index, notes = self.coder.finish()
@@ -120,7 +120,8 @@ class CodeWriter:
                 final = index[codes].astype("<i4", copy=False).data
                 file.seek(-final.nbytes, os.SEEK_CUR)
                 file.write(final)
-        return {"vocabulary": vocabulary, "notes": notes, "blocks": {"codes": array_digests(self.path, 4)}}
+        blocks = {"codes": array_digests(self.path, 4)}
+        return LabelFacts(vocabulary=vocabulary, notes=notes, mean=[], std=[], blocks=blocks)
 
     def close(self) -> None:
         self._file.close()
@@ -160,7 +161,7 @@ class TagWriter(CodeWriter):
     def _write_offsets(self, offsets: np.ndarray) -> None:
         self._offsets.write(offsets.astype("<i8").data)
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> LabelFacts:
         self._offsets.close()
         found = super().finish()
         if not found["vocabulary"] and not self.bad.count:
@@ -194,7 +195,7 @@ class NumberWriter:
         self._file.write(np.ascontiguousarray(numbers, "<f8").data)
         self.num_rows += batch.num_rows
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> LabelFacts:
         """Return the facts of the labels. Sums are exact, so the result is the same on every machine."""
         self._file.close()
         numbers = np.memmap(self.path, "<f8", "r").reshape(-1, len(self.label.columns))
@@ -208,7 +209,7 @@ class NumberWriter:
             means.append(mean)
             deviations.append(deviation or 1.0)
         blocks = {"codes": array_digests(self.path, 8 * len(self.label.columns))}
-        return {"vocabulary": [], "notes": notes, "mean": means, "std": deviations, "blocks": blocks}
+        return LabelFacts(vocabulary=[], notes=notes, mean=means, std=deviations, blocks=blocks)
 
     def close(self) -> None:
         self._file.close()

@@ -86,9 +86,9 @@ class Task(TableTask):
         return _CHANNELS[self.color]
 
     def problems(self) -> Iterator[DataError]:
-        from harness.data.table import convert
+        from harness.data.table import header
 
-        yield from convert.problems((self.train_csv, self.eval_csv), self.columns, self.root)
+        yield from header.problems((self.train_csv, self.eval_csv), self.columns, self.root)
 
     def row_problems(self) -> Iterator[DataError]:
         yield from self.beside().row_problems(self)

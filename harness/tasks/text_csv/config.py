@@ -112,6 +112,6 @@ class Task(TableTask):
         return dict.fromkeys(self.text_columns, "task.text_column")
 
     def problems(self) -> Iterator[DataError]:
-        from harness.data.table import convert
+        from harness.data.table import header
 
-        yield from convert.problems((self.train_csv, self.eval_csv), self.columns)
+        yield from header.problems((self.train_csv, self.eval_csv), self.columns)

@@ -11,9 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from harness.data.table import convert
-from harness.data.table.convert import require_columns
-from harness.data.table.source import kind_of, locate
+from harness.data.table.header import require_columns
+from harness.data.table.source import kind_of, locate, reader_of
 from harness.errors import ConfigError, DataError, plural, reason, remedy
 from harness.runs.console import working
 from harness.tools.data import table_file
@@ -35,7 +34,7 @@ def split(
     outs = [(folder or source.parent) / f"{stem}.{part}{suffix}" for part in ("train", "eval")]
     if (kind == "parquet") != (suffix == ".parquet"):
         raise ConfigError(f"the content is {kind}", where=name, hint=f"rename it to {stem}.{kind}")
-    columns = convert.reader_of(kind).read_header(source, str(source))
+    columns = reader_of(kind).read_header(source, str(source))
     require_columns(
         columns, {column: option for column, option in ((by, "--by"), (stratify, "--stratify")) if column}, name
     )
@@ -126,7 +125,7 @@ def _of_groups(groups: np.ndarray, strata: np.ndarray, wanted: int, generator: n
 def _read(source: Path, kind: str, columns: list[str]) -> pa.Table:
     """All rows as text; of a Parquet file with their types. Raises DataError."""
     if kind != "parquet":
-        batches = convert.reader_of(kind).read_batches(source, str(source), columns)
+        batches = reader_of(kind).read_batches(source, str(source), columns)
         return pa.Table.from_batches(batches, pa.schema([(column, pa.string()) for column in columns]))
     try:
         return pa.parquet.read_table(source)

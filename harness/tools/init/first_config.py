@@ -17,8 +17,7 @@ from pathlib import Path
 import yaml
 
 from harness.config.places import HUB, IMAGE_SUFFIXES, is_url
-from harness.data.table import convert
-from harness.data.table.source import kind_of, locate
+from harness.data.table.source import kind_of, locate, reader_of
 from harness.errors import ConfigError, DataError, plural, reason, remedy
 
 _ROWS = 100_000  # looked at, from the start of a file
@@ -158,7 +157,7 @@ def _read(source: str) -> Annotations:
             "this is a URL", where=source, hint="download the file first; the YAML file can still use the URL"
         )
     path = Path(found.identity)
-    reader = convert.reader_of(kind_of(path, source))
+    reader = reader_of(kind_of(path, source))
     names = reader.read_header(path, source)
     columns: dict[str, list[str]] = {name: [] for name in names}
     count, more = 0, False

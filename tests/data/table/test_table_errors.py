@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.data.table import csv_reader, labels, writers
-from harness.data.table.convert import problems
+from harness.data.table.header import problems
 from harness.data.table.labels import LabelColumns
 from harness.data.table.table import open_table
 from harness.errors import DataError
