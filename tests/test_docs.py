@@ -386,7 +386,7 @@ def check_agents(folder: Path, output: dict[str, str], names: dict[str, Any]) ->
 
 def test_paths_of_the_task_may_differ_between_machines():
     names: dict[str, Any] = {}
-    exec(marked("file: my_tasks/prices.py"), names)
+    exec(compile(marked("file: my_tasks/prices.py"), "prices.py", "exec", dont_inherit=True), names)
     assert recipe._marked(Mark.OF_MACHINE, names["Task"]) >= {"task.train_csv", "task.eval_csv"}
 
 
