@@ -235,12 +235,7 @@ def shared_memory(system: System) -> Iterator[Finding]:
         text = "/dev/shm does not exist, but data loader workers need it"
         yield Finding("shared_memory", "problem", text, ("mount -t tmpfs shm /dev/shm", without))
         return
-    # Each worker of each rank keeps two batches ready (harness.data.loader_workers.PREFETCH).
-    image_batches = usage.free // (64 * 224 * 224 * 3)
-    text = (
-        f"/dev/shm has {usage.total / GIB:.2f} GiB, {usage.free / GIB:.2f} GiB free: space for "
-        f"{plural(image_batches, 'batch')} of 64 images of 224 x 224 (each loader worker of each rank keeps 2)"
-    )
+    text = f"/dev/shm has {usage.total / GIB:.2f} GiB, {usage.free / GIB:.2f} GiB free"
     plan = "harness check -c CONFIG --world RANKS  # what a run needs"
     more = ("docker run --shm-size=8g …; in Kubernetes, an emptyDir with medium: Memory at /dev/shm", without)
     if usage.free < 16 * MIB:

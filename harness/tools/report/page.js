@@ -19,10 +19,6 @@
     if (part === null || typeof part !== "object") return part;
     return Object.fromEntries(Object.entries(part).map(([key, value]) => [key, painted(value)]));
   };
-  const faint = (hex) => {
-    const [red, green, blue] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-    return `rgba(${red}, ${green}, ${blue}, 0.16)`;
-  };
 
   const look = () => {
     const axis = {
@@ -59,7 +55,7 @@
         data.push({
           type: "scatter", mode: "lines", x: [...x, ...[...x].reverse()],
           y: [...line[part].high[name], ...[...line[part].low[name]].reverse()],
-          fill: "toself", fillcolor: faint(ink), line: { width: 0 }, hoverinfo: "skip", showlegend: false,
+          fill: "toself", fillcolor: ink, opacity: 0.16, line: { width: 0 }, hoverinfo: "skip", showlegend: false,
         });
       }
       const marked = part === "validation" && y.length <= 60;

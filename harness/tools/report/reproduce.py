@@ -173,7 +173,10 @@ def _command(command: Any) -> str:
 def machine(start: dict[str, Any]) -> str:
     """ "2 × host: cuda (NVIDIA H100)" """
     kinds = Counter((rank["host"], rank["device"].partition(":")[0], rank["name"]) for rank in ranks(start))
-    shown = [f"{count} × {host}: {device} ({name})" for (host, device, name), count in kinds.items()]
+    shown = (
+        f"{count} × {host}: {device}" + (f" ({name})" if name != device else "")
+        for (host, device, name), count in kinds.items()
+    )
     return ", ".join(shown) or formatting.NOTHING
 
 

@@ -14,7 +14,6 @@ from harness.tools.report import formatting, reproduce
 from harness.tools.report.run_set import ReportedRun, RunSet
 
 MAX_COLUMNS = 8  # of varied settings
-MAX_NAMES = 5  # of failed starts in their line
 
 
 @dataclass(frozen=True)
@@ -141,15 +140,13 @@ def problems(run: ReportedRun) -> list[str]:
 
 
 def failed_starts(runs: RunSet) -> tuple[str, list[tuple[str, str]]]:
-    """Return a line with the number and the names of the failed starts, empty without any, and (reason, folders that
-    failed for it) for each reason."""
+    """Return a line with the number of failed starts, empty without any, and (reason, folders that failed for it) for
+    each reason."""
     folders: dict[str, list[str]] = {}
     for record in runs.failed_starts:
         reason = formatting.without_working_folder(_reason(record))
         folders.setdefault(reason, []).append(formatting.path(record.path))
-    names = [record.path.name for record in runs.failed_starts]
-    shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
-    line = f"{plural(len(names), 'start')} failed before the first step: {shown}" if names else ""
+    line = f"{plural(len(runs.failed_starts), 'start')} failed before the first step" if folders else ""
     return line, [(reason, ", ".join(places)) for reason, places in folders.items()]
 
 
