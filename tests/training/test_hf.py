@@ -548,6 +548,9 @@ def test_a_killed_run_resumes_exactly(make, bert, tmp_path, model, monkeypatch):
     assert any(run(config, 2, kill=Kill(1, 3)))
     (tmp_path / "bert").rename(tmp_path / "moved")
     named = [f"model.name={new}", f"task.tokenizer.name={new}"] if model else []  # else: the copy in the run folder
+    facts, problems = preflight.examine(str(config), named, 2, 1.0)
+    assert not problems
+    assert ("the run resumes from its own copy" in facts.get("warning", "")) is (not model)
     assert run(config, 2, *named) == [0, 0]
     folder = run_folder(config)
     log = (folder / "logs" / "rank-0.log").read_text()

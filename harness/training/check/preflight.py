@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -35,7 +36,7 @@ from harness.errors import (
     readable,
     users_line,
 )
-from harness.runs import remote
+from harness.runs import checkpoint, layout, remote, trained_run
 from harness.runs.console import in_words
 from harness.trackers import metrics_log
 from harness.training import build, description, determinism, division, hooks, logical_ranks, memory
@@ -89,6 +90,11 @@ class _Examination:
         self.config, self.world_size, self.limit_s = config, world_size, limit_s
         self.facts: dict[str, Any] = {"run folder": f"{config.output.rstrip('/')}/{config.name}"}
         self.errors: list[HarnessError] = []
+        self.located = config
+        """With the copies in the run folder of folders of Hugging Face that are gone, if the run can be resumed."""
+        run = Path(config.output, config.name)
+        if config.checkpoint.resume == "auto" and checkpoint.steps(run / layout.CHECKPOINTS):
+            self.located = trained_run.with_copies(config, run)
 
     def attempt(self, stage: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Return the result of ``stage``; None, with its error among ``errors``, if it raises one."""
@@ -127,7 +133,7 @@ class _Examination:
             self.facts = {}  # a plan would hide the errors
             attempt(lambda: strategy_class(config.parallel).check_world(config.parallel, self.world_size))
             return
-        model = attempt(build.build_model, config, task) if task else None
+        model = attempt(build.build_model, self.located, task) if task else None
         untried = [_NO_TRIAL]
         if model is not None and task is not None:
             self._examine_model(model, task, device)
@@ -148,7 +154,7 @@ class _Examination:
         self.facts |= {"not tried": "; ".join(untried)} if untried else {}
 
     def _open_task(self, look_at_files: bool) -> OpenedTask | None:
-        task = self.attempt(build.open_task, self.config, Runtime(), self.limit_s if look_at_files else None)
+        task = self.attempt(build.open_task, self.located, Runtime(), self.limit_s if look_at_files else None)
         if task is None:  # it stops at the first error of the data
             section = self.config.task
             problems = self.attempt(lambda: [*section.problems()]) or []
@@ -171,7 +177,8 @@ class _Examination:
         facts["model"] = description.describe_model(config, model)
         if config.model.lora is not None:
             facts["lora"] = lora.summary(model, config.model.lora)
-        if config.model.start_weights is not None and (loaded := attempt(weights.load, model, config)):
+        starts = self.located.model.name == config.model.name and config.model.start_weights is not None
+        if starts and (loaded := attempt(weights.load, model, config)):
             facts["weights"] = "; ".join(filter(None, [loaded["summary"], loaded["warning"]]))
         if again := attempt(recompute.apply, model, config.model.activation_checkpointing):
             shown = ", ".join(again if len(again) <= 4 else [*again[:3], "...", again[-1]])
@@ -195,7 +202,10 @@ class _Examination:
         num_ranks = self.config.parallel.num_ranks(self.world_size)
         self.facts |= description.describe(self.config, task, sizes, num_ranks, device, backend)
         slow = precision.warning(self.config.precision, device)
-        warnings = filter(None, [*task.notes, *division.doubts(self.config, sizes, len(task.train)), slow])
+        gone = (
+            "a folder of Hugging Face is gone: the run resumes from its own copy" if self.located != self.config else ""
+        )
+        warnings = filter(None, [gone, *task.notes, *division.doubts(self.config, sizes, len(task.train)), slow])
         self.facts |= {"warning": text} if (text := "; ".join(warnings)) else {}
 
     def _sample(self, task: OpenedTask) -> bool:
