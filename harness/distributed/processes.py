@@ -18,6 +18,7 @@ from harness.errors import EXIT_STOPPED
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _POLL_S = 0.05
+_KILLED_S = 10.0  # for a process that was killed to be gone
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # loaded before any fork
 
 
@@ -52,9 +53,10 @@ def end_orphans(known: set[int], grace_s: float) -> None:
 
 
 def kill_after(grace_s: float, alive: Callable[[], Collection[int]]) -> None:
-    """Wait until ``alive()`` returns no process id; after ``grace_s`` send those SIGKILL."""
+    """Wait until ``alive()`` returns no process id; after ``grace_s`` send those SIGKILL. One that is blocked in the
+    kernel then stays: nobody waits for it any longer."""
     deadline = time.monotonic() + grace_s
-    while left := alive():
+    while (left := alive()) and time.monotonic() < deadline + _KILLED_S:
         if time.monotonic() > deadline:
             send(signal.SIGKILL, left)
         time.sleep(_POLL_S)

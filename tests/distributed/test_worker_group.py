@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -100,6 +101,19 @@ def test_process_ends_with_its_killed_parent():
     parent.kill()
     parent.wait()
     wait_until(lambda: not Path(f"/proc/{child}").exists(), 30, "the child's end")
+
+
+def test_kill_after_does_not_wait_for_a_process_that_is_blocked_in_the_kernel(monkeypatch):
+    looks = itertools.count()
+
+    def alive():
+        assert next(looks) < 1000, "it still waits"
+        return [7]
+
+    monkeypatch.setattr(processes, "_KILLED_S", 0.3)
+    monkeypatch.setattr(processes, "_POLL_S", 0.01)
+    monkeypatch.setattr(processes, "send", lambda number, pids: None)
+    processes.kill_after(0.0, alive)  # it returns
 
 
 def test_kill_after_leaves_time_and_then_kills():
