@@ -76,16 +76,11 @@ def _words(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
 
 def _yaml(key: str, value: Any) -> str:
     """Return ``value`` as ASCII JSON that is also YAML, in which a character above U+FFFF must not be two escapes."""
-
-    def plain(other: Any) -> Any:
-        return other.tolist() if hasattr(other, "tolist") else os.fspath(other)  # of NumPy; a path
-
-    try:
-        text = json.dumps(value, ensure_ascii=False, default=plain)
+    try:  # numbers of NumPy have tolist
+        text = json.dumps(value, ensure_ascii=False, default=lambda x: getattr(x, "tolist", lambda: os.fspath(x))())
     except (TypeError, ValueError) as error:
-        what = f"{type(value).__name__} is not a type of the YAML: {error}"
-        hint = "give a number, a text, a path, True, False, None, or a list or a dictionary of them"
-        raise ConfigError(what, where=f"{OVERRIDES}: {key}", hint=hint) from None
+        where, hint = f"{OVERRIDES}: {key}", "give a number, a text, a path, a bool, None, a list or dictionary"
+        raise ConfigError(f"{type(value).__name__} is no type of the YAML: {error}", where=where, hint=hint) from None
     return re.sub(r"[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

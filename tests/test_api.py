@@ -157,7 +157,7 @@ def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):
         assert caught.value.where == "overrides: train.epoch"
     with pytest.raises(ConfigError, match="2 problems in .*\n  overrides: seed: .*\n  overrides: train.epoch: "):
         load_config(path, {"train.epoch": 3, "seed": "x"})
-    with pytest.raises(ConfigError, match="^overrides: seed: object is not a type of the YAML: .*\n  -> give a number"):
+    with pytest.raises(ConfigError, match="^overrides: seed: object is no type of the YAML: .*\n  -> give a number"):
         load_config(path, {"seed": object()})
     with pytest.raises(ConfigError, match="is a PosixPath, not a Config"):
         train(path)

@@ -107,8 +107,7 @@ def _png(value: Any, what: str) -> bytes:
             f"{what} has an array of {given.dtype} and shape {tuple(given.shape)}, which is no PNG",
             hint="return uint8 of shape (height, width) or (3, height, width), or use kind='npz'",
         )
-    png: np.ndarray = vision.torchvision("io").encode_png(image.contiguous()).numpy()
-    return png.tobytes()
+    return bytes(vision.torchvision("io").encode_png(image.contiguous()).numpy())
 
 
 def _npz(value: Any, what: str) -> bytes:
