@@ -75,10 +75,7 @@ def _repeats(container: nn.Module) -> bool:
 
 
 def shard(
-    model: nn.Module,
-    device: torch.device,
-    at_least: int = MIN_BLOCK,
-    param_dtype: torch.dtype = torch.float32,
+    model: nn.Module, device: torch.device, at_least: int = MIN_BLOCK, param_dtype: torch.dtype = torch.float32
 ) -> int:
     """Shard ``model`` in place over all ranks, its blocks first, then the rest; return the number of blocks.
 
