@@ -91,6 +91,8 @@ def _schedule(config: Config) -> Iterator[Conflict]:
             f"{config.optimizer.momentum} would not be used",
             "use optimizer.momentum=null, or schedule.args.cycle_momentum=false",
         )
+    if config.train.min_delta and not config.train.patience:
+        yield Conflict("train.min_delta", "it changes nothing without train.patience", "set train.patience=5")
     if schedule.name == "plateau" and config.train.patience and config.train.patience <= args["patience"]:
         yield Conflict(
             "schedule.args.patience",
