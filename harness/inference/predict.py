@@ -44,7 +44,7 @@ from harness.training import build
 from harness.training.evaluation import predictions
 from harness.training.evaluation.evaluate import laid_out
 from harness.training.evaluation.objective import Objective
-from harness.training.evaluation.prediction_table import Written
+from harness.training.evaluation.prediction_table import Totals
 from harness.training.evaluation.predictions import Predictor
 from harness.training.exit_report import ExitReporter, failed_early
 from harness.training.main import connected
@@ -174,30 +174,30 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     predictor = Predictor(config, runtime, task, model.eval(), objective=_objective(task))
     progress = console.ProgressBar(runtime.rank)
     try:
-        written = predictions.write(predictor, loader, stop, request.out, progress)
+        totals = predictions.write(predictor, loader, stop, request.out, progress)
     except predictions.TableError as error:
         raise output_error(request.out, error) from None
     finally:
         loader.close()
-    if written is None:
+    if totals is None:
         log.info("stopped (%s); nothing was written", stop.reason or "on another rank")
         return stop.exit_code
     seconds = time.perf_counter() - start
-    if written.bad:
-        named = ", ".join(map(row_namer(task.eval), written.bad[:_NAMED]))
-        more = f" and {len(written.bad) - _NAMED} more" if len(written.bad) > _NAMED else ""
-        log.warning("rows that could not be read: %d; they have no prediction: %s%s", len(written.bad), named, more)
+    if totals.bad:
+        named = ", ".join(map(row_namer(task.eval), totals.bad[:_NAMED]))
+        more = f" and {len(totals.bad) - _NAMED} more" if len(totals.bad) > _NAMED else ""
+        log.warning("rows that could not be read: %d; they have no prediction: %s%s", len(totals.bad), named, more)
     ranks = plural(runtime.world_size, "rank")
-    rate = written.rows / seconds
-    shown = _show_metrics(predictor, written, request.source)
-    if runtime.rank == 0 and written.fit and (not shown or len(written.squares) > 1):
-        log.info("labels of %s: %s", request.source, written.fit)
+    rate = totals.rows / seconds
+    shown = _show_metrics(predictor, totals, request.source)
+    if runtime.rank == 0 and totals.fit and (not shown or len(totals.squares) > 1):
+        log.info("labels of %s: %s", request.source, totals.fit)
     with_classes = isinstance(config.task, LabelledTask) and config.task.label_kind != "regression"
     if with_classes and (classes := trained_run.learned(request.run).get("classes")):
         separator = config.task.labels.separator or "" if isinstance(config.task, TableTask) else ""
-        written.warn_of_unknown_labels(classes, separator, row_namer(task.eval, "row {}".format))
-    written.warn_of_one_class()
-    log.info("%s: %s in %.1f s (%.0f rows/s, %s)", request.out, plural(written.rows, "row"), seconds, rate, ranks)
+        totals.warn_of_unknown_labels(classes, separator, row_namer(task.eval, "row {}".format))
+    totals.warn_of_one_class()
+    log.info("%s: %s in %.1f s (%.0f rows/s, %s)", request.out, plural(totals.rows, "row"), seconds, rate, ranks)
     return EXIT_DONE
 
 
@@ -211,12 +211,12 @@ def _objective(task: PredictingTask) -> Objective | PredictingTask | None:
     return getattr(task, "objective", None)
 
 
-def _show_metrics(predictor: Predictor, written: Written, source: str) -> bool:
+def _show_metrics(predictor: Predictor, totals: Totals, source: str) -> bool:
     """Print the metrics of the rows with labels; if there are none, warn why, for nobody asked for them, and return
     False."""
-    why = written.not_evaluated
+    why = totals.not_evaluated
     try:
-        if not why and (lines := predictions.shown_metrics(predictor, written)):
+        if not why and (lines := predictions.shown_metrics(predictor, totals)):
             log.info("labels of %s:\n%s", source, "\n".join(lines))
             return True
     except Exception as error:  # of the user's own metric

@@ -34,6 +34,7 @@ from harness.data.batch import Batch, Dataset, described, read
 from harness.data.seeds import row_seed, seeded_torch
 from harness.errors import ConfigError, OwnCodeError, TrainingError, place_of, plural
 from harness.training.evaluation.labels import Columns, SingleLabel
+from harness.training.evaluation.losses import LabelCounts
 from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.prediction_files import RowFiles
 from harness.training.evaluation.sums import Pairs, Report, Sums
@@ -323,7 +324,7 @@ class Classification(Supervised):
         options = getattr(self, "options", None)
         section = options if isinstance(options, LabelledTask) else LabelledTask(name="labelled")
         labels = SingleLabel(tuple(self.classes))
-        return Objective(section, labels, lambda: (self.label_counts(0, len(self.train)), len(self.train)))
+        return Objective(section, labels, lambda: LabelCounts(self.label_counts(0, len(self.train)), len(self.train)))
 
     def label_counts(self, start: int, stop: int) -> np.ndarray | None:
         """Count the classes of ``Arrays``; None for another dataset."""

@@ -30,6 +30,7 @@ from harness.training.evaluation.labels import (
     SingleLabel,
     learned_labels,
 )
+from harness.training.evaluation.losses import LabelCounts
 from harness.training.evaluation.objective import MAX_KEPT, Objective
 from harness.training.evaluation.sums import Sums, reduced
 from harness.training.logical_ranks import LogicalRanks
@@ -45,7 +46,7 @@ KINDS = {"single_label": {}, "multi_label": {"separator": "|"}, "regression": {"
 
 def objective(labels: Labels, counts=COUNTS, **options) -> Objective:
     options |= {"name": "x", "train_csv": "t", "eval_csv": "e", "labels": KINDS[labels.kind]}
-    return Objective(TableTask.model_validate(options), labels, lambda: (counts, int(counts.sum())))
+    return Objective(TableTask.model_validate(options), labels, lambda: LabelCounts(counts, int(counts.sum())))
 
 
 def batch(labels: Labels, rows: int = 40, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -209,14 +209,14 @@ def test_error_of_numbers_whose_labels_are_text(tmp_path):
 )
 def test_a_model_that_predicts_one_class_is_warned_of(caplog, pairs, warned):
     found = Counter({(pair[0], pair[1]): 10 for pair in [pairs[:2], pairs[3:]] if pair})
-    prediction_table.Written(pairs=found).warn_of_one_class()
-    prediction_table.Written(pairs=Counter(found.keys())).warn_of_one_class()  # of two rows nothing is said
+    prediction_table.Totals(pairs=found).warn_of_one_class()
+    prediction_table.Totals(pairs=Counter(found.keys())).warn_of_one_class()  # of two rows nothing is said
     assert caplog.text.count("the model predicts 'a' for every row, but there are 2 labels") == warned
 
 
 @pytest.mark.parametrize("classes", [("same", "different"), (0, 1)])
 def test_labels_that_the_model_does_not_know_are_warned_of(caplog, classes):
-    prediction_table.Written(
+    prediction_table.Totals(
         pairs=Counter({("0", "same"): 3, ("1", "same"): 2, ("", "same"): 1, ("0|1", "same"): 1}),
         first={"1": 0, "0": 7, "": 8, "0|1": 9},
     ).warn_of_unknown_labels(classes, "|", "new.csv, row {}".format)
@@ -228,7 +228,7 @@ def test_labels_that_the_model_does_not_know_are_warned_of(caplog, classes):
 
 
 def test_rows_with_a_blank_label_are_not_counted_as_wrong():
-    found = prediction_table.Written(pairs=Counter({("a", "a"): 3, ("a", "b"): 1, ("", "a"): 2, (" ", "b"): 1}))
+    found = prediction_table.Totals(pairs=Counter({("a", "a"): 3, ("a", "b"): 1, ("", "a"): 2, (" ", "b"): 1}))
     assert found.fit == "3 of 4 predictions are correct (0.7500)"
 
 

@@ -28,6 +28,9 @@ Places = Callable[[Sequence[int]], list[str]]  # of rows in ascending order, suc
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # 18 digits always fit into int64
 
 
+Form = Literal["class", "tags", "numbers"]
+
+
 @dataclass(frozen=True)
 class LabelColumns:
     """The label columns of a table.
@@ -37,7 +40,7 @@ class LabelColumns:
     ``setting``: what names the columns, for messages.
     """
 
-    kind: Literal["class", "tags", "numbers"]
+    kind: Form
     columns: tuple[str, ...]
     separator: str = ""
     allow_empty: bool = False

@@ -13,7 +13,7 @@ from harness.data.batch import Dataset
 from harness.errors import plural
 from harness.runs import layout
 from harness.trackers.base import LabelPairs, Sample
-from harness.training.evaluation.prediction_table import ROW, Written
+from harness.training.evaluation.prediction_table import ROW, Totals
 from harness.training.evaluation.predictions import Predictor, best_weights, write
 from harness.training.run import Run
 from harness.training.strategies import sharding
@@ -38,30 +38,30 @@ def write_for_run(run: Run) -> bool:
     run.module.eval()
     predictor = Predictor(run.config, run.runtime, run.task, run.parallel.eval_model, run.parallel.sharded)
     out = run.folder.path / layout.PREDICTIONS
-    written = write(predictor, run.eval_data.loader, run.stop, out, run.progress)
-    if written is None:
+    totals = write(predictor, run.eval_data.loader, run.stop, out, run.progress)
+    if totals is None:
         return False
-    if written.rows:
-        for sample in samples(run.task.eval, written):
+    if totals.rows:
+        for sample in samples(run.task.eval, totals):
             run.tracker.show(sample)
-        log.info("predictions.csv: %s, with the weights of step %d", plural(written.rows, "row"), run.state.best_step)
-        written.warn_of_one_class()
+        log.info("predictions.csv: %s, with the weights of step %d", plural(totals.rows, "row"), run.state.best_step)
+        totals.warn_of_one_class()
     return True
 
 
-def samples(dataset: Dataset, written: Written) -> Iterator[Sample]:
+def samples(dataset: Dataset, totals: Totals) -> Iterator[Sample]:
     """Yield the samples of a file of predictions that trackers show."""
-    names = sorted({name for pair in written.pairs for name in pair}, key=lambda name: (len(name), name))
+    names = sorted({name for pair in totals.pairs for name in pair}, key=lambda name: (len(name), name))
     matrix = None
     if 2 <= len(names) <= MAX_CONFUSION:
         place = {name: index for index, name in enumerate(names)}
         counts = np.zeros((len(names), len(names)), np.int64)
-        for (label, prediction), count in written.pairs.items():
+        for (label, prediction), count in totals.pairs.items():
             counts[place[label], place[prediction]] = count
         matrix = LabelPairs(names, counts)
-    if (some := written.some.table()) is not None:
+    if (some := totals.some.table()) is not None:
         yield _sample(dataset, some, "predictions", matrix)
-    if (wrong := written.wrong.table()) is not None:
+    if (wrong := totals.wrong.table()) is not None:
         yield _sample(dataset, wrong, "wrong")
 
 

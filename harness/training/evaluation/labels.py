@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from harness.config.targets import TOP, Kind
-from harness.data.row_labels import by_column, joined
+from harness.data.row_labels import (
+    ClassLabels,
+    NumberLabels,
+    RowLabels,
+    TagLabels,
+    by_column,
+    class_indices,
+    joined,
+)
+from harness.data.table.labels import Form
+from harness.data.table.table import Table
 from harness.errors import ConfigError
 from harness.training.evaluation.sums import Pairs, Report, Sums
 
@@ -23,9 +33,13 @@ TO_UNITS = "multiply by std, add mean"  # what makes numbers in the unit of the 
 Columns = Mapping[str, Sequence[object] | np.ndarray | Tensor]  # {column: one value per row}
 
 
+KINDS: dict[Kind, type[Labels]] = {}
+
+
 @dataclass(frozen=True)
 class Labels(ABC):
-    """The labels of the training data. Each subclass is a kind of labels, and computes what follows from it."""
+    """The labels of the training data. Each subclass is a kind of labels, found in KINDS, and computes what follows
+    from it."""
 
     names: tuple[str | int, ...]
     """The classes, the labels that a row may have, or the columns of numbers."""
@@ -34,6 +48,20 @@ class Labels(ABC):
     """What the summary calls ``names``."""
     known: ClassVar[str] = ""
     """The argument of a metric that takes the number of names."""
+    form: ClassVar[Form]
+    """How a table has them."""
+
+    def __init_subclass__(cls) -> None:
+        KINDS[cls.kind] = cls
+
+    @classmethod
+    @abstractmethod
+    def of(cls, names: Sequence[str | int], separator: str, mean: Sequence[float], std: Sequence[float]) -> Labels:
+        """Return the labels with these facts, of which a kind takes those that it has."""
+
+    @abstractmethod
+    def of_rows(self, table: Table, train: str) -> RowLabels:
+        """Return the labels of the rows of ``table``. Raises DataError for one that the table ``train`` lacks."""
 
     @property
     def learned(self) -> dict[str, object]:
@@ -84,6 +112,14 @@ class SingleLabel(Labels):
     kind: ClassVar[Kind] = "single_label"
     title: ClassVar[str] = "classes"
     known: ClassVar[str] = "num_classes"
+    form: ClassVar[Form] = "class"
+
+    @classmethod
+    def of(cls, names: Sequence[str | int], separator: str, mean: Sequence[float], std: Sequence[float]) -> SingleLabel:
+        return cls(tuple(names))
+
+    def of_rows(self, table: Table, train: str) -> RowLabels:
+        return ClassLabels(table, class_indices(table, self.names, train), len(self.names))
 
     def made_up(self, rows: int, generator: torch.Generator) -> Tensor:
         return torch.arange(rows) % len(self.names)
@@ -160,6 +196,14 @@ class MultiLabel(Labels):
     kind: ClassVar[Kind] = "multi_label"
     title: ClassVar[str] = "labels"
     known: ClassVar[str] = "num_labels"
+    form: ClassVar[Form] = "tags"
+
+    @classmethod
+    def of(cls, names: Sequence[str | int], separator: str, mean: Sequence[float], std: Sequence[float]) -> MultiLabel:
+        return cls(tuple(names), separator)
+
+    def of_rows(self, table: Table, train: str) -> RowLabels:
+        return TagLabels(table, class_indices(table, self.names, train), self.names, self.separator)
 
     def made_up(self, rows: int, generator: torch.Generator) -> Tensor:
         hot = torch.zeros(rows, len(self.names), dtype=torch.uint8)
@@ -236,6 +280,14 @@ class Regression(Labels):
     std: tuple[float, ...]
     kind: ClassVar[Kind] = "regression"
     title: ClassVar[str] = "columns"
+    form: ClassVar[Form] = "numbers"
+
+    @classmethod
+    def of(cls, names: Sequence[str | int], separator: str, mean: Sequence[float], std: Sequence[float]) -> Regression:
+        return cls(tuple(names), tuple(mean), tuple(std))
+
+    def of_rows(self, table: Table, train: str) -> RowLabels:
+        return NumberLabels(table, tuple(map(str, self.names)), np.asarray(self.mean), np.asarray(self.std))
 
     @property
     def learned(self) -> dict[str, object]:
@@ -315,15 +367,7 @@ def learned_labels(kind: Kind, facts: Mapping[str, object], separator: str) -> L
             "the run's task.json lacks valid information about the labels of the training data",
             hint="start the run again to write the file: harness train -c RUN/config.yaml",
         )
-    return labels_of(kind, names, separator, mean, std)
-
-
-def labels_of(
-    kind: Kind, names: Sequence[str | int], separator: str, mean: Sequence[float], std: Sequence[float]
-) -> Labels:
-    if kind == "regression":
-        return Regression(tuple(names), tuple(mean), tuple(std))
-    return MultiLabel(tuple(names), separator) if kind == "multi_label" else SingleLabel(tuple(names))
+    return KINDS[kind].of(names, separator, mean, std)
 
 
 def _counted(indices: Tensor, size: int, which: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,16 @@ from harness.config.targets import LabelledTask, LossSection
 from harness.errors import ConfigError, HarnessError, first_line, of_part, plural
 from harness.training.evaluation.labels import Labels
 
-Counts = Callable[[], tuple[np.ndarray | None, int]]  # (training rows with each label, training rows)
+
+class LabelCounts(NamedTuple):
+    """How many training rows there are."""
+
+    by_label: np.ndarray | None
+    """With each label; None if the task does not count them."""
+    rows: int
+
+
+Counts = Callable[[], LabelCounts]
 
 
 class Loss:
@@ -178,11 +188,11 @@ def _class_weights(
         return None
     if isinstance(setting, str):  # "balanced"
         assert counts is not None  # only a task opened on new data lacks them, which computes no loss
-        rows, num_rows = counts()
-        if rows is None:
+        found = counts()
+        if found.by_label is None:
             hint = "add label_counts(start, stop) to it, or give a weight for each label"
             raise ConfigError("the task does not count the training rows with each label", where=where, hint=hint)
-        return torch.from_numpy(_balanced(rows, num_rows, sigmoid)).float()
+        return torch.from_numpy(_balanced(found.by_label, found.rows, sigmoid)).float()
     if isinstance(setting, dict):
         known = [str(label) for label in labels]
         if unknown := [label for label in setting if label not in known]:

@@ -31,7 +31,7 @@ FIRST_COLUMNS = ("id", "prediction", "label")  # if present; the task's other co
 
 
 @dataclass
-class Written:
+class Totals:
     """The totals of the written file on rank 0; other ranks have the defaults."""
 
     rows: int = 0
@@ -144,22 +144,22 @@ class PredictionFile:
         self._schema: pa.Schema | None = None
         self._file: Any = None
         self._parquet: Any = None
-        self._written = Written()
+        self._totals = Totals()
         self._files = FilesFolder(path)
 
     def add(self, block: Block) -> None:
         why_not = block.why_not
         try:
-            self._written.sums.add(block.pairs)
+            self._totals.sums.add(block.pairs)
         except Exception as error:  # of an own metric whose states have another shape than before
             why_not = first_line(error)
-        self._written.not_evaluated = self._written.not_evaluated or why_not
+        self._totals.not_evaluated = self._totals.not_evaluated or why_not
         if block.files and self._file is None:
             self._claim()
         self._files.add(block.files)
         self._waiting.append(block.table)
-        self._written.rows += len(block.table)
-        self._written.bad += block.bad
+        self._totals.rows += len(block.table)
+        self._totals.bad += block.bad
         if sum(map(len, self._waiting)) >= GROUP_ROWS:
             self._flush()
 
@@ -180,7 +180,7 @@ class PredictionFile:
             if name not in table.column_names:
                 table = table.append_column(name, pa.nulls(len(table)))
         table = table.select(self._schema.names).cast(self._schema)
-        self._sample(table, self._written.rows - sum(map(len, self._waiting)))
+        self._sample(table, self._totals.rows - sum(map(len, self._waiting)))
         self._waiting = []
         if self._parquet is not None:
             self._parquet.write_table(table.combine_chunks(), row_group_size=len(table))
@@ -194,18 +194,18 @@ class PredictionFile:
         names = [name for name in ("label", "prediction") if name in table.column_names]
         self._add_squares(table)
         if any(pa.types.is_floating(table[name].type) for name in names) or "prediction" not in names:
-            self._written.some.add(numbered, [None] * len(table))
+            self._totals.some.add(numbered, [None] * len(table))
             return
         classes, predicted = (table[name].cast(pa.string()).to_pylist() for name in (names[0], "prediction"))
         read = [row for row, name in enumerate(predicted) if name is not None]
-        self._written.some.add(numbered.take(pa.array(read, pa.int64())), [classes[row] for row in read])
+        self._totals.some.add(numbered.take(pa.array(read, pa.int64())), [classes[row] for row in read])
         if "label" in names:
             labelled = [row for row in read if classes[row] is not None]
-            self._written.pairs.update((classes[row], predicted[row]) for row in labelled)
+            self._totals.pairs.update((classes[row], predicted[row]) for row in labelled)
             for row in labelled:
-                self._written.first.setdefault(classes[row], first + row)
+                self._totals.first.setdefault(classes[row], first + row)
             wrong = [row for row in labelled if classes[row] != predicted[row]]
-            self._written.wrong.add(numbered.take(pa.array(wrong, pa.int64())), [classes[row] for row in wrong])
+            self._totals.wrong.add(numbered.take(pa.array(wrong, pa.int64())), [classes[row] for row in wrong])
 
     def _add_squares(self, table: pa.Table) -> None:
         """Add the squared errors of a regression, whose labels may be text."""
@@ -213,8 +213,8 @@ class PredictionFile:
             label = name.replace("prediction", "label", 1)
             if name.startswith("prediction") and pa.types.is_floating(table[name].type) and label in table.column_names:
                 errors = table[name].to_pandas() - pd.to_numeric(table[label].to_pandas(), errors="coerce")
-                total, rows = self._written.squares.get(name, (0.0, 0))
-                self._written.squares[name] = total + float((errors**2).sum()), rows + int(errors.count())
+                total, rows = self._totals.squares.get(name, (0.0, 0))
+                self._totals.squares[name] = total + float((errors**2).sum()), rows + int(errors.count())
 
     def _open(self, first: pa.Table) -> None:
         """Write the header, by the columns of ``first``."""
@@ -243,7 +243,7 @@ class PredictionFile:
             )
         self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by finish or discard
 
-    def finish(self) -> Written:
+    def finish(self) -> Totals:
         """Write the remaining rows and give the file its name."""
         self._flush()
         if self._parquet is not None:
@@ -254,7 +254,7 @@ class PredictionFile:
             commit(self._temporary, self._path)
             self._file = None
             self._lock.release()
-        return self._written
+        return self._totals
 
     def discard(self) -> None:
         """Delete the unfinished file; does nothing after ``finish``."""

@@ -29,7 +29,7 @@ from harness.runs.weights_file import load_weights
 from harness.training.evaluation.evaluate import add_pairs, numbers, prepare
 from harness.training.evaluation.objective import ROWS_OF_FILE, Objective
 from harness.training.evaluation.prediction_files import RowFiles, folder_of
-from harness.training.evaluation.prediction_table import FIRST_COLUMNS, Block, PredictionFile, Written
+from harness.training.evaluation.prediction_table import FIRST_COLUMNS, Block, PredictionFile, Totals
 from harness.training.evaluation.sums import Pairs, Sums
 from harness.training.task import PredictingTask, SupportsErrors
 
@@ -63,7 +63,7 @@ def block_rows(config: Config) -> int:
     return batch.eval_per_rank or min(BLOCK_ROWS, micro_batch)
 
 
-def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path, progress: ProgressBar) -> Written | None:
+def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path, progress: ProgressBar) -> Totals | None:
     """Predict every row of ``loader`` into ``out`` (.csv or .parquet), which appears complete or not at all.
 
     Returns None if the ranks agreed to stop. Collective; an error on any rank is raised on all.
@@ -120,9 +120,9 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path, progress:
         if stop.verdict:
             return None
 
-        def finish() -> Written:
+        def finish() -> Totals:
             with _table_errors(out):
-                return table.finish() if table is not None else Written()
+                return table.finish() if table is not None else Totals()
 
         return runtime.patiently("writing the predictions", finish)
     finally:
@@ -220,17 +220,17 @@ def _pairs(
     }
 
 
-def shown_metrics(predictor: Predictor, written: Written) -> list[str]:
+def shown_metrics(predictor: Predictor, totals: Totals) -> list[str]:
     """Return the lines about the rows of a new file that have labels: their number and the metrics; empty if none
     has."""
     objective, names = predictor.objective, predictor.config.task.metrics
     if isinstance(objective, Objective):
-        return objective.shown_report(written.sums, written.rows)
-    if objective is None or ROWS_OF_FILE not in written.sums.pairs:
+        return objective.shown_report(totals.sums, totals.rows)
+    if objective is None or ROWS_OF_FILE not in totals.sums.pairs:
         return []
-    evaluated = int(written.sums.pairs.pop(ROWS_OF_FILE)[0])
-    found = numbers(objective, written.sums, names)
-    lines = [f"rows evaluated: {evaluated:,} of {written.rows:,}"]
+    evaluated = int(totals.sums.pairs.pop(ROWS_OF_FILE)[0])
+    found = numbers(objective, totals.sums, names)
+    lines = [f"rows evaluated: {evaluated:,} of {totals.rows:,}"]
     return lines + [f"{name}: {found[name]:.4f}" for name in names]
 
 

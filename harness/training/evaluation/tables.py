@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from harness.config.targets import Kind, TableTask
-from harness.data.row_labels import ClassLabels, NoLabels, NumberLabels, RowLabels, TagLabels, class_indices
+from harness.config.targets import TableTask
+from harness.data.row_labels import NoLabels, RowLabels
 from harness.data.table.labels import LabelColumns
 from harness.data.table.table import Table, open_table
 from harness.errors import ConfigError, DataError, listed, plural
-from harness.training.evaluation.labels import Labels, MultiLabel, Regression, labels_of, learned_labels
+from harness.training.evaluation.labels import KINDS, learned_labels
+from harness.training.evaluation.losses import LabelCounts
 from harness.training.evaluation.objective import Objective
 
 _NAMED = 5  # rows in a message
-_FORMS: dict[Kind, Literal["class", "tags", "numbers"]] = {
-    "single_label": "class", "multi_label": "tags", "regression": "numbers",
-}  # fmt: skip
 
 
 class Split(NamedTuple):
@@ -34,21 +32,15 @@ def open_tables(task: TableTask, cache_dir: Path | None) -> tuple[Split, Split, 
     loss or a metric cannot be computed."""
     labels_section, kind = task.labels, task.label_kind
     separator, empty = labels_section.separator or "", labels_section.empty == "allow"
-    columns = LabelColumns(_FORMS[kind], task.label_columns, separator, empty, task.label_setting)
+    columns = LabelColumns(KINDS[kind].form, task.label_columns, separator, empty, task.label_setting)
     train, eval_ = (
         open_table(source, text=task.input_columns, label=columns, cache_dir=cache_dir)
         for source in (task.train_csv, task.eval_csv)
     )
     names = task.label_columns if kind == "regression" else train.vocabulary
-    labels = labels_of(kind, names, separator, train.mean, train.std)
-    split, eval_split = (Split(table, _row_labels(labels, table, task.train_csv)) for table in (train, eval_))
-
-    def counts() -> tuple[np.ndarray, int]:
-        found = split.labels.counts(0, len(train))
-        assert found is not None  # class weights are for classes
-        return found, len(train)
-
-    objective = Objective(task, labels, counts)
+    labels = KINDS[kind].of(names, separator, train.mean, train.std)
+    split, eval_split = (Split(table, labels.of_rows(table, task.train_csv)) for table in (train, eval_))
+    objective = Objective(task, labels, lambda: LabelCounts(split.labels.counts(0, len(train)), len(train)))
     try:
         objective.check(len(eval_))
     except ConfigError as error:  # a misspelt label may be the reason
@@ -91,13 +83,3 @@ def label_problems(task: TableTask, train: Table, eval_: Table) -> Iterator[Data
                 first, *others = [table.where(row) for row in rows[:_NAMED]]
                 also = f"; also {', '.join(others)}{', …' if len(rows) > _NAMED else ''}" if others else ""
                 yield DataError(f"{plural(len(rows), 'row')} {what}{also}", where=first, hint=hint)
-
-
-def _row_labels(labels: Labels, table: Table, train: str) -> RowLabels:
-    if isinstance(labels, Regression):
-        columns = tuple(map(str, labels.names))
-        return NumberLabels(table, columns, np.asarray(labels.mean), np.asarray(labels.std))
-    index = class_indices(table, labels.names, train)
-    if isinstance(labels, MultiLabel):
-        return TagLabels(table, index, labels.names, labels.separator)
-    return ClassLabels(table, index, len(labels.names))
