@@ -356,8 +356,7 @@ def markdown() -> str:
 def _chapter(chapter: Chapter) -> str:
     """Return a section of the page. What is said of all schedules, and of all arguments of one, is there once."""
     entries = [] if [each.key for each in chapter.settings] == [chapter.key] else [f"{chapter.text}\n"]
-    text = ScheduleSection.model_fields["name"].description if chapter.key == "schedule" else None
-    shared = _joined(text or "")
+    shared = _joined(ScheduleSection.model_fields["name"].description or "") if chapter.key == "schedule" else ""
     entries += [f"{_escaped(shared)}\n"] if shared else []
     for each in chapter.settings:
         of_schedule = each.key.startswith("schedule.args.")

@@ -179,8 +179,7 @@ class Table:
     def where(self, row: int, quickly: bool = False) -> str:
         """Return the place of a row, for messages: ``train.csv:17``, or ``train.parquet, row 15``.
 
-        Finding the line reads the CSV up to there, ``quickly`` only one of few rows, once. There is none if the source
-        is Parquet or has changed.
+        Finding the line reads the CSV up to there, ``quickly`` only a short one. Parquet and changed files have none.
         """
         line = 0 if quickly and self.num_rows > _FEW_ROWS else self._line_of(row)
         return f"{self._source.name}:{line}" if line else f"{self._source.name}, row {row}"

@@ -90,8 +90,7 @@ class _Examination:
         self.config, self.world_size, self.limit_s = config, world_size, limit_s
         self.facts: dict[str, Any] = {"run folder": f"{config.output.rstrip('/')}/{config.name}"}
         self.errors: list[HarnessError] = []
-        self.located = config
-        """With the copies in the run folder of folders of Hugging Face that are gone, if the run can be resumed."""
+        self.located = config  # with the run's copies of folders of Hugging Face that are gone
         run = Path(config.output, config.name)
         if config.checkpoint.resume == "auto" and checkpoint.steps(run / layout.CHECKPOINTS):
             self.located = trained_run.with_copies(config, run)
@@ -202,9 +201,7 @@ class _Examination:
         num_ranks = self.config.parallel.num_ranks(self.world_size)
         self.facts |= description.describe(self.config, task, sizes, num_ranks, device, backend)
         slow = precision.warning(self.config.precision, device)
-        gone = (
-            "a folder of Hugging Face is gone: the run resumes from its own copy" if self.located != self.config else ""
-        )
+        gone = "a model's folder is gone: the run resumes from its own copy" if self.located != self.config else ""
         warnings = filter(None, [gone, *task.notes, *division.doubts(self.config, sizes, len(task.train)), slow])
         self.facts |= {"warning": text} if (text := "; ".join(warnings)) else {}
 
