@@ -28,7 +28,7 @@ class SameNumbers(TorchFunctionMode):
         generator = kwargs.get("generator")
         factory = func in (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
         if factory and generator is not None and generator.device.type == "cpu" and "device" not in kwargs:
-            return func(*args, device="cpu", **kwargs).to(torch.get_default_device())
+            return func(*args, device="cpu", **kwargs).to(torch.empty(0).device)
         return func(*args, **kwargs)
 
 

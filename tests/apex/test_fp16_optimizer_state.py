@@ -18,6 +18,7 @@ from harness.apex.optimizers import FP16_Optimizer as FlatFP16_Optimizer
 from harness.apex.optimizers import FusedAdam
 from tests.apex.fp16_training import HALF, HIGH, INF, MAKERS, build, loss_of, masters_of, train
 from tests.apex.shared import copies, same, through_a_file
+from tests.syncs import fakes
 
 pytestmark = pytest.mark.contract("1.1")
 
@@ -259,6 +260,7 @@ def test_flat_state_has_the_keys_of_apex_and_resumes_exactly():
         optimizer.step(lambda: None)
 
 
+@fakes
 @pytest.mark.host
 def test_flat_masters_are_on_the_device_of_their_group():
     """Also that of a group whose parameters are all frozen: the norms of all groups are read at once."""

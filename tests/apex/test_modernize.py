@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from torch.utils.data import Sampler
 
 import harness.apex
 from harness.apex import call_counter
@@ -276,6 +277,8 @@ def undone():
 def test_bridge(name, undone, tmp_path, monkeypatch):
     if name.startswith("matplotlib"):
         pytest.importorskip("matplotlib")
+    if name.startswith("Sampler") and "__init__" in vars(Sampler):
+        pytest.skip("the installed torch still has Sampler.__init__")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delattr("numpy.Inf", raising=False)  # torchmetrics sets it when it is imported
     path = write(tmp_path, "train.py", BRIDGES[name])

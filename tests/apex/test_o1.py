@@ -16,7 +16,7 @@ from torch import nn
 from harness.apex import amp
 from harness.apex.amp import cast_engine
 from tests.apex.shared import backward, copies, same
-from tests.syncs import fake_gpu
+from tests.syncs import fake_gpu, fakes
 
 LEVELS = {"O1": torch.float16, "O4": torch.bfloat16}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -419,6 +419,7 @@ def test_recurrent_layers_on_cuda_are_left_to_cudnn_in_float16(reduced):
         assert has_kernel(f"aten::{name}", "AutocastCPU")
 
 
+@fakes
 @pytest.mark.host
 @pytest.mark.contract("4.2")
 @pytest.mark.parametrize("level", LEVELS)

@@ -15,6 +15,7 @@ from harness.apex.parallel import DistributedDataParallel, Reducer
 from harness.apex.parallel import collectives as flat
 from tests.apex.shared import LEVELS, Numbers, distinct, gradients
 from tests.ranks import run_ranks
+from tests.syncs import fakes
 
 
 def _module() -> None:
@@ -197,6 +198,7 @@ def test_two_ranks():
     run_ranks(2, _all_on_two_ranks, timeout_s=60)
 
 
+@fakes
 @pytest.mark.host
 @pytest.mark.contract("5.1.1", "5.2")
 def test_values_on_the_cpu_go_through_the_gpu_where_the_backend_takes_no_others():

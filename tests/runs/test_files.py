@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -158,7 +160,9 @@ def test_a_temporary_cache_is_of_this_user_alone(nowhere, tmp_path, kind):
 
 
 def test_a_path_in_a_home_folder_that_is_unknown(monkeypatch):
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does then
+    for name in ("HOME", "USERPROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError("uid not found")))
     with pytest.raises(ConfigError) as caught:
         cache_folder("~/cache")
     assert caught.value.where == "~/cache"

@@ -115,8 +115,10 @@ def test_a_store_that_may_lose_files_is_refused(url):
 
 
 def test_a_copy_where_the_service_cannot_copy(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise NotImplementedError  # as fsspec for SFTP
+    def refuse(self, source, *others, plain=LocalFileSystem.cp_file, **options):
+        if source.endswith("a/b"):  # older versions of fsspec rename by a copy
+            raise NotImplementedError  # as fsspec for SFTP
+        return plain(self, source, *others, **options)
 
     monkeypatch.setattr(LocalFileSystem, "cp_file", refuse)
     store = UrlStore(f"file://{tmp_path}/runs/digits")

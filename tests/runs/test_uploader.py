@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
+from collections.abc import Iterable
 
 import pytest
 
@@ -20,8 +22,8 @@ def short_pauses(monkeypatch):
 class Target:
     """Counts uploads; raises ``failures`` first, and waits while ``open`` is not set."""
 
-    def __init__(self, failures: list[Exception] | None = None) -> None:
-        self.failures, self.uploads = failures or [], 0
+    def __init__(self, failures: Iterable[Exception] = ()) -> None:
+        self.failures, self.uploads = iter(failures), 0
         self.started, self.open = threading.Event(), threading.Event()
         self.open.set()
         self.uploader = Uploader("s3://bucket", self.upload)
@@ -29,8 +31,8 @@ class Target:
     def upload(self) -> None:
         self.started.set()
         assert self.open.wait(10)
-        if self.failures:
-            raise self.failures.pop(0)
+        for failure in self.failures:
+            raise failure
         self.uploads += 1
 
 
@@ -59,10 +61,11 @@ def test_failed_upload_is_retried(caplog):
 
 
 def test_wait_ends_after_some_failed_attempts_or_at_its_limit():
-    target = Target([OSError("no space left")] * 1000)
+    target = Target(itertools.repeat(OSError("no space left")))
     target.uploader.request()
     assert not target.uploader.wait()
     assert str(target.uploader.error) == "no space left"
+    target.failures = iter(())
     blocked = Target()
     blocked.open.clear()
     blocked.uploader.request()

@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from harness.cli import main
@@ -45,6 +44,7 @@ from tests.ranks import wait_for
 INSTALL = "pip install 'apex-harness[huggingface]'"
 transformers = pytest.importorskip("transformers", reason=f"transformers is not installed: {INSTALL}")
 peft = pytest.importorskip("peft", reason=f"peft is not installed: {INSTALL}")
+hub_errors = pytest.importorskip("huggingface_hub.errors", reason=f"huggingface_hub is not installed: {INSTALL}")
 
 WORDS = ["good", "bad", "film", "day", "sun", "rain", "yes", "no", "maybe", "it", "is", "the", "a", "not", "very"]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -482,7 +482,7 @@ def test_refused_before_training(make, bert, tmp_path, monkeypatch, sections, me
 
 def test_a_hub_out_of_reach_is_one_short_reason(monkeypatch, tmp_path):
     def no_network(*_, **__):
-        raise LocalEntryNotFoundError("Got: ConnectError: [Errno -2] Name or service not known")
+        raise hub_errors.LocalEntryNotFoundError("Got: ConnectError: [Errno -2] Name or service not known")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", no_network)

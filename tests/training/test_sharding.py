@@ -15,7 +15,7 @@ from harness.training.optimizer.ema import Ema
 from harness.training.strategies import sharding
 from harness.training.strategies.sharding import blocks, full, layout, local, part_like, shard, whole, without_values
 from tests.ranks import run_ranks
-from tests.syncs import CUDA, Memory, fake_gpu
+from tests.syncs import CUDA, Memory, fake_gpu, fakes
 
 
 def names(model: nn.Module, at_least: int) -> list[str]:
@@ -303,6 +303,7 @@ def _peaks(rank, world_size, size):
     )
 
 
+@fakes
 @pytest.mark.parametrize(
     "size", [(128, 3, 500), pytest.param((6144, 40, 50304), marks=pytest.mark.slow)], ids=["small", "18 billion"]
 )

@@ -158,8 +158,15 @@ def _is_shared(gradient: Tensor) -> bool:
     reduces gradients, and which the coming backward pass will overwrite."""
     if type(gradient) is not Tensor or gradient.layout is not torch.strided:
         return False
-    alone = 2  # the gradient itself, and the object that untyped_storage() returns
-    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > alone
+    return _num_users(gradient) > _ALONE
+
+
+def _num_users(tensor: Tensor) -> int:
+    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return users
+
+
+_ALONE = _num_users(torch.empty(0, device="cpu"))  # 1 in torch 2.9, 2 in later versions
 
 
 def values_of(gradient: Tensor) -> Tensor:
