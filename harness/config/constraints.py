@@ -93,12 +93,12 @@ def _schedule(config: Config) -> Iterator[Conflict]:
         )
     if config.train.min_delta and not config.train.patience:
         yield Conflict("train.min_delta", "it changes nothing without train.patience", "set train.patience=5")
-    if schedule.name == "plateau" and config.train.patience and config.train.patience <= args["patience"]:
+    if schedule.name == "plateau" and config.train.patience and config.train.patience <= args["patience"] + 1:
         yield Conflict(
             "schedule.args.patience",
-            f"the run stops after {plural(config.train.patience, 'evaluation')} without a better metric, but the "
-            f"learning rate would fall only after {args['patience'] + 1}",
-            f"raise train.patience above {args['patience']}, or lower schedule.args.patience",
+            f"the run stops after {plural(config.train.patience, 'evaluation')} without a better metric, so a learning "
+            f"rate that falls only after {args['patience'] + 1} would not be used",
+            f"raise train.patience to {args['patience'] + 2} or more, or lower schedule.args.patience",
         )
     if epochs and schedule.warmup and schedule.warmup.unit == "epochs" and schedule.warmup.amount > epochs:
         yield Conflict(

@@ -14,7 +14,7 @@ from harness import cli
 from harness.apex.on_cpu import half_kernels
 from harness.config import loader
 from harness.errors import ConfigError, DataError
-from harness.tools.init import first_config
+from harness.tools.init import first_config, images
 from harness.training.check import preflight
 
 
@@ -59,7 +59,7 @@ def test_large_photos_are_smaller_without_a_gpu(folder, monkeypatch, gpu, side):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     for row in range(4):
         write_jpeg(torch.zeros(3, 224, 230 + row, dtype=torch.uint8), f"{row}.jpg")
-    assert first_config._image_size(".", [f"{row}.jpg" for row in range(4)])[0] == (side, side)
+    assert images.image_size(".", [f"{row}.jpg" for row in range(4)])[0] == (side, side)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +247,25 @@ def test_classes_of_several_words_are_no_text_of_a_pair(folder):
     task = loader.load("classes.yaml").task
     assert task.text_columns == ("question",)
     assert task.tokenizer.max_length == 12, "the model has no more positions"
+
+
+def test_names_with_line_breaks_become_yaml_on_one_line(folder):
+    """As the header cells of a spreadsheet may have them."""
+    pairs(lambda row: row % 2)
+    for split in ("train", "test"):
+        text = Path(f"{split}.csv").read_text()
+        Path(f"{split}.csv").write_text(text.replace("question", '"the\nquestion"').replace("answer", '"an\nanswer"'))
+    assert 'text_column: "the\\nquestion"  # ' in first_config.write([], Path("new.yaml"))
+    assert loader.load("new.yaml").task.text_column == "the\nquestion"
+
+
+def test_a_model_below_the_home_folder(folder, monkeypatch):
+    pairs(lambda row: row % 2)
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"max_position_embeddings": 12}')
+    monkeypatch.setenv("HOME", str(folder))
+    first_config.write([], Path("new.yaml"), "hf:~/model")
+    assert loader.load("new.yaml").task.tokenizer.max_length == 12
 
 
 def test_the_model_that_was_asked_for(folder):

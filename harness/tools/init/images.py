@@ -1,0 +1,65 @@
+"""The folder and the size of the images of an annotation file."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.errors import DataError, plural
+from harness.tools.init.columns import Annotations, Guess, plain
+
+TYPICAL = 224  # height and width of images that most published models were trained on
+_WITHOUT_GPU = 96  # a fifth of the pixels, and of the time
+_PATHS = 50  # looked for in the folders that may be the root
+_FOLDERS = 50  # that may be the root
+_IMAGES = 32  # decoded
+WRONG = "correct it: "  # starts the reason of a guess that cannot be right
+
+
+def root(rows: Annotations, path_column: str) -> tuple[str, Guess]:
+    """Return the folder below which most of the first paths exist, and the setting with how many."""
+    from harness.data.image_files import ImageFiles  # late: imports torch, which takes seconds, and errors come before
+
+    paths, folder = rows.columns[path_column][:_PATHS], Path(rows.source).parent
+    below = [path for path in sorted(folder.iterdir()) if path.is_dir()][:_FOLDERS]
+    files = ImageFiles("")
+    found = {place: sum(files.is_below(str(place), path) for path in paths) for place in (folder, Path(), *below)}
+    best = max(found, key=lambda place: found[place])
+    why = f"{found[best]} of the first {len(paths)} paths exist below this folder"
+    if not found[best]:
+        best, why = folder, f"{WRONG}none of the first {len(paths)} paths, such as {paths[0]}, exists here"
+    return str(best), Guess(f"root: {plain(str(best))}", why, doubt=not found[best])
+
+
+def image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None, bool, str]:
+    """Return ((height, width) to train with, or None if no image can be read; whether all have one channel; why)."""
+    import torch
+
+    from harness.data.image_files import ImageFiles
+    from harness.data.vision import decode
+
+    most, why = (TYPICAL, "") if torch.cuda.is_available() else (_WITHOUT_GPU, f"; {TYPICAL} on a GPU")
+    files, shapes = ImageFiles(root), []
+    for path in paths[:: -(-len(paths) // _IMAGES)]:
+        try:
+            if files.is_below(root, path):
+                shapes.append(tuple(decode(files.read(path)).shape[-3:]))
+        except (OSError, RuntimeError, DataError):
+            continue
+    if not shapes:
+        return None, False, "[height, width]; no image could be read"
+    heights, widths = sorted(shape[1] for shape in shapes), sorted(shape[2] for shape in shapes)
+    seen = f"{heights[0]}x{widths[0]}"
+    gray = all(shape[0] == 1 for shape in shapes)
+    if heights[0] == heights[-1] and widths[0] == widths[-1]:
+        size = (heights[0], widths[0])
+        if max(size) <= most:
+            return size, gray, f"[height, width] of the {plural(len(shapes), 'image')} examined"
+    else:
+        seen += f" to {heights[-1]}x{widths[-1]}"
+    shorter = int(statistics.median(min(shape[1:]) for shape in shapes))
+    side = most if shorter >= most else max(32, shorter // 32 * 32)
+    if side == most:
+        seen += why
+    return (side, side), gray, f"[height, width]; {plural(len(shapes), 'image')} examined, {seen}"
