@@ -6,6 +6,7 @@ One must repeat the other exactly, so anything missing is a difference, too.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -157,16 +158,18 @@ def _files(one: Path, other: Path) -> Iterator[Difference]:
 
 
 def _first_lines(one: bytes | None, other: bytes | None) -> tuple[str, str]:
-    """Return the first line that differs in two texts; the first byte in other files."""
+    """Return the first line that differs in two texts, a part of a long one; the first byte in other files."""
     if one is None or other is None:
         return ("present", ABSENT) if other is None else (ABSENT, "present")
     place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     start = one.rfind(b"\n", 0, place) + 1
     try:
-        texts = [(content[start:].splitlines() or [b""])[0].decode()[:100] for content in (one, other)]
+        texts = [(content[start:].splitlines() or [b""])[0].decode() for content in (one, other)]
     except UnicodeDecodeError:
         return f"{len(one)} bytes", f"{len(other)} bytes, first difference at byte {place}"
-    return texts[0], texts[1]
+    first = max(0, len(os.path.commonprefix(texts)) - 50)
+    mine, theirs = ("..." * bool(first) + text[first : first + 100] for text in texts)
+    return mine, theirs
 
 
 def _content(path: Path) -> bytes | None:
@@ -280,9 +283,9 @@ class FirstDifference:
     """``step``: the first at which a log line or a checkpoint differs; None if only other files do."""
 
     def __init__(self, found: Sequence[Difference], checkpoints: Sequence[int]) -> None:
-        self._found = found
         self._log = [item for item in found if item.file.startswith(layout.METRICS)]
         self._saved = [item for item in found if item.file.startswith(f"{layout.CHECKPOINTS}/")]
+        self._others = [item for item in found if not item.file.startswith((layout.METRICS, f"{layout.CHECKPOINTS}/"))]
         steps = [item.step for item in (*self._log, *self._saved) if item.step is not None]
         self.step = min(steps, default=None)
         self.equal = [step for step in checkpoints if self.step is None or step < self.step]
@@ -297,8 +300,7 @@ class FirstDifference:
             yield from _parts([item for item in self._saved if item.step == step])
         if self.equal:
             yield f"equal up to and including the checkpoint of step {self.equal[-1]}"
-        others = [item for item in self._found if item not in self._log and item not in self._saved]
-        yield from (str(item) for item in others[: _NAMED if self._log or self._saved else None])
+        yield from (str(item) for item in self._others[: _NAMED if self._log or self._saved else None])
 
 
 def _parts(found: Sequence[Difference]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.runs.checkpoints import Checkpoints
 from harness.runs.files import read_sealed, write_sealed
-from harness.tools.compare.exactness import FirstDifference, TensorDifference, differences, differing
+from harness.tools.compare.exactness import Difference, FirstDifference, TensorDifference, differences, differing
 from tests.end_to_end.experiment import train, write_images
 
 LAST = 16
@@ -119,6 +119,24 @@ def test_weights_of_other_names_are_counted(trained, tmp_path):
     lines = list(FirstDifference(differences(trained, copy), [LAST]).lines())
     (line,) = [line for line in lines if line.startswith("  weights: ")]
     assert re.fullmatch(r"  weights: other names: (\d+) only in A, \1 only in B; 0 in both differ", line)
+
+
+def test_a_difference_late_in_a_long_line_is_shown(trained, tmp_path):
+    one, other = (shutil.copytree(trained, tmp_path / name) for name in ("one", "other"))
+    for folder, end in ((one, "0.5"), (other, "0.25")):
+        (folder / "predictions.csv").write_text("id,text,score\n1," + 200 * "word " + f",{end}{200 * '1'}\n")
+    (found,) = differences(one, other)
+    assert re.fullmatch(
+        r"predictions.csv: first difference: \.\.\.[word ]+,0\.51+ and \.\.\.[word ]+,0\.251+", str(found)
+    )
+
+
+def test_many_differences_are_not_compared_with_each_other(monkeypatch):
+    found = [Difference(f"file-{n}", TensorDifference("w", None)) for n in range(3)]
+    found += [Difference("checkpoints/step-4", TensorDifference("model.w", 0.5), 4)] * 2
+    monkeypatch.setattr(Difference, "__eq__", lambda *_: pytest.fail("quadratic"))
+    lines = [*FirstDifference(found, [4]).lines()]
+    assert lines[-3:] == [f"file-{n}: w differs in its shape" for n in range(3)]
 
 
 def test_times_do_not_count(trained, tmp_path):
