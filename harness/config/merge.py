@@ -5,6 +5,7 @@ OmegaConf parses, merges and interpolates.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,6 +78,28 @@ def overridden(tree: Any, override: str, origin: str = COMMAND_LINE) -> tuple[An
         raise _unresolved(error, (), {}, origin) from None
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
         raise ConfigError(f"{override!r}: {_reason(error)}", where=origin, hint=_EXAMPLE) from None
+
+
+def typed(settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings as ``key=value`` words, which a command line reads as exactly these values."""
+    return [f"{key}={spelled(value)}" for key, value in settings.items()]
+
+
+def spelled(value: Any) -> str:
+    """Return ``value`` as it is typed after ``key=``, without quotes where none are needed."""
+    quoted = json.dumps(value, ensure_ascii=False)
+    for text in (value, quoted) if isinstance(value, str) else (quoted,):
+        if _reads_as(text, value):
+            return text
+    return json.dumps(value)
+
+
+def _reads_as(text: str, value: Any) -> bool:
+    try:
+        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"a={text}"]))["a"]  # type: ignore[call-overload,index]
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError):
+        return False
+    return type(read) is type(value) and bool(read == value) and text == text.strip()
 
 
 def parsed(path: Path) -> dict[str, Any]:

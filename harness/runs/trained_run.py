@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import filecmp
 import importlib.util
-import json
 import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config import loader
+from harness.config import loader, merge
 from harness.config.places import HUB
 from harness.config.schema import Config
 from harness.config.trees import flatten
@@ -67,7 +66,7 @@ def _of_start(run: Path, config: Config) -> list[str]:
     for key, place in places_of_hub(config).items():
         if not expanded(place).is_dir() and (start / place).is_dir():
             found[key] = start / place
-    return [f"{key}={json.dumps(f'{HUB}{there}')}" for key, there in found.items()]
+    return merge.typed({key: f"{HUB}{there}" for key, there in found.items()})
 
 
 def _copies(run: Path, config: Config) -> dict[str, Path]:

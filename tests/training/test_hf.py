@@ -714,11 +714,11 @@ def test_prediction_from_another_folder(make, bert, tmp_path, capsys, monkeypatc
     """A relative folder is also looked for where the run was started."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    shutil.copytree(bert, "small bert")
+    shutil.copytree(bert, "small 🐻")
     make(
         train={"epochs": 1},
-        task={"tokenizer": {"name": "hf:small bert", "max_length": 20}},
-        model={"name": "hf:small bert"},
+        task={"tokenizer": {"name": "hf:small 🐻", "max_length": 20}},
+        model={"name": "hf:small 🐻"},
     )
     assert run(tmp_path / "config.yaml") == [0]
     folder = run_folder(tmp_path / "config.yaml")
@@ -731,7 +731,7 @@ def test_prediction_from_another_folder(make, bert, tmp_path, capsys, monkeypatc
     assert main(["predict", str(folder), "--csv", "numbers.csv", "--out", "numbers.parquet"]) == 0
     told = "11 rows with labels that the model was not trained on, and never predicts: "
     assert re.search(told + r"'\d' \(numbers\.csv:2\), '\d' \(numbers\.csv:\d\);", capsys.readouterr().err)
-    (tmp_path / "small bert").rename(tmp_path / "moved")
+    (tmp_path / "small 🐻").rename(tmp_path / "moved")
     both = ["task.tokenizer.name=hf:../moved", "model.name=hf:../moved"]
     assert main([*words, *both]) == 0
     monkeypatch.setattr("harness.data.hub._nearest", lambda _: "")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.config.merge import typed
 from harness.distributed import signals
 from harness.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, ConfigError, plural
 from harness.runs import console, layout, reader
@@ -22,7 +23,6 @@ from harness.tools.report.reproduce import trial_command
 from harness.tools.sweep import process, results, spec
 from harness.tools.sweep.plan import Plan, make
 from harness.tools.sweep.slots import Machine
-from harness.tools.sweep.spec import typed
 
 if TYPE_CHECKING:
     from harness.tools.sweep.study import SweepTrial

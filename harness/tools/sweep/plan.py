@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness.config import loader
+from harness.config.merge import typed
 from harness.config.schema import Config
 from harness.errors import ConfigError, plural
 from harness.tools.sweep.slots import Machine, is_here, needed
-from harness.tools.sweep.spec import Settings, SweepFile, corners, grid, typed
+from harness.tools.sweep.spec import Settings, SweepFile, corners, grid
 from harness.training.check import preflight
 
 log = logging.getLogger("harness")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from harness.config.merge import typed
 from harness.distributed import signals
 from harness.distributed.rank_exit import Cause
 from harness.distributed.worker_group import Worker, WorkerGroup
@@ -23,7 +24,6 @@ from harness.errors import EXIT_DONE, EXIT_STOPPED, EXITS_BY_SIGNAL
 from harness.runs import layout, reader
 from harness.runs.exit_files import ExitFiles
 from harness.runs.followed import FollowedFile, read_entry
-from harness.tools.sweep.spec import typed
 
 
 @dataclass(frozen=True)

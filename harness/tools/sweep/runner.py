@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from harness.config.merge import typed
 from harness.config.schema import Config
 from harness.distributed import processes
 from harness.distributed.signals import Requests, signal_name
@@ -22,7 +23,6 @@ from harness.tools.sweep import process, results
 from harness.tools.sweep.plan import Plan
 from harness.tools.sweep.process import TrialEnd, TrialLogReader, TrialProcess, final_value
 from harness.tools.sweep.slots import Grant, Slots, needed
-from harness.tools.sweep.spec import typed
 from harness.tools.sweep.study import Study, SweepTrial
 
 log = logging.getLogger("harness")

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import Discriminator, Field, Tag
 
 from harness.config import loader, merge
@@ -109,7 +107,7 @@ def json_schema() -> str:
     return json.dumps(schema, indent=1, sort_keys=True) + "\n"
 
 
-# The trials of a space, as plain data and as words of a command line
+# The trials of a space, as plain data
 
 
 def grid(spec: SweepSpec) -> list[Settings]:
@@ -129,28 +127,6 @@ def corners(spec: SweepSpec) -> list[Settings]:
 def identity(settings: Any) -> str:
     """Return a text that is equal for equal settings in any order. 1 and 1.0 differ, as in YAML."""
     return json.dumps(settings, sort_keys=True, default=str)
-
-
-def typed(settings: Settings) -> list[str]:
-    """Return the settings as ``key=value`` words, which a command line reads as exactly these values."""
-    return [f"{key}={spelled(value)}" for key, value in settings.items()]
-
-
-def spelled(value: Any) -> str:
-    """Return ``value`` as it is typed after ``key=``, without quotes where none are needed."""
-    quoted = json.dumps(value, ensure_ascii=False)
-    for text in (value, quoted) if isinstance(value, str) else (quoted,):
-        if _reads_as(text, value):
-            return text
-    return json.dumps(value)
-
-
-def _reads_as(text: str, value: Any) -> bool:
-    try:
-        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"a={text}"]))["a"]  # type: ignore[call-overload,index]
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError):
-        return False
-    return type(read) is type(value) and bool(read == value) and text == text.strip()
 
 
 # Reading a file
@@ -184,7 +160,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> SweepFile:
     An override whose key belongs to the file (trials=30) changes the file; any other (train.epochs=3) is a setting of
     every trial. Raises ConfigError with all errors of the file.
     """
-    own = [word for word in overrides if word.partition("=")[0] in _OWN_KEYS or "=" not in word]
+    own = [word for word in overrides if word.partition("=")[0].partition(".")[0] in _OWN_KEYS or "=" not in word]
     spec, origins = loader.load_as(SweepSpec, path, own, conflicts)
     settings = [word for word in overrides if word not in own]
     tree = OmegaConf.create({})

@@ -20,12 +20,13 @@ import sqlalchemy
 from optuna.trial import TrialState
 
 from harness.config import loader
+from harness.config.merge import typed
 from harness.config.recipe import in_recipe
 from harness.config.trees import differences, flatten
 from harness.errors import ConfigError, HarnessError, first_line, plural, reason, remedy
 from harness.runs import sweep_folder
 from harness.tools.sweep.plan import Plan
-from harness.tools.sweep.spec import Range, Settings, SweepSpec, identity, typed
+from harness.tools.sweep.spec import Range, Settings, SweepSpec, identity
 
 State = sweep_folder.TrialState
 Part = TypeVar("Part")  # a sampler or a pruner

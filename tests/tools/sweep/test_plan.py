@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from harness.config import loader
+from harness.config.merge import typed
 from harness.errors import ConfigError
 from harness.tools.sweep.plan import PlannedTrial, confounders, make
 from harness.tools.sweep.slots import Machine
-from harness.tools.sweep.spec import SweepSpec, grid, load, typed
+from harness.tools.sweep.spec import SweepSpec, grid, load
 from tests.fixtures import settings, write_yaml
 from tests.tools.sweep.sweeping import write_base, write_sweep
 

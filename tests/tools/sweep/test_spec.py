@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from harness.config import loader
+from harness.config.merge import spelled, typed
 from harness.errors import EXIT_USAGE, ConfigError
 from harness.tools.sweep import spec
-from harness.tools.sweep.spec import SweepSpec, corners, grid, load, typed
+from harness.tools.sweep.spec import SweepSpec, corners, grid, load
 from tests.conftest import ROOT
 
 SHIPPED = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
@@ -71,7 +72,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_typed_settings_are_read_back_exactly(value):
-    read = OmegaConf.to_container(OmegaConf.from_dotlist([f"a={spec.spelled(value)}"]))["a"]
+    read = OmegaConf.to_container(OmegaConf.from_dotlist([f"a={spelled(value)}"]))["a"]
     assert json.dumps(read) == json.dumps(value)
 
 
@@ -81,7 +82,7 @@ def test_typed_settings_are_read_back_exactly(value):
      ("1e5", '"1e5"'), ([1, 2], "[1, 2]"), ("", '""'), ("{\U00010000", '"{\U00010000"')],
 )  # fmt: skip
 def test_settings_are_typed_without_needless_quotes(value, text):
-    assert spec.spelled(value) == text
+    assert spelled(value) == text
 
 
 # The file alone
@@ -141,6 +142,8 @@ def test_overrides_change_the_file_or_every_trial(tmp_path):
     assert (found.spec.name, found.spec.parallel) == ("y", 2)
     assert found.fixed == {"train.epochs": 5, "seed": 1, "optimizer.args.a": 1}
     assert found.base == str(tmp_path / "base.yaml")
+    search = ["sampler=tpe", "trials=4", "seeds=[]", "sampler_args.n_startup_trials=3"]
+    assert load(str(tmp_path / "sweep.yaml"), search).spec.sampler_args == {"n_startup_trials": 3}
     assert "optimizer.lr is varied by the space" in refused(tmp_path, GOOD, "optimizer.lr=1")
     assert "'nonsense' is not an override" in refused(tmp_path, GOOD, "nonsense")
     assert "command line: 'train.epochs={': " in refused(tmp_path, GOOD, "train.epochs={")
