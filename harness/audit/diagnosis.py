@@ -26,16 +26,11 @@ from harness.audit.differences import (
 )
 from harness.audit.matching import FULL, PART, ROUNDED, StepMatch
 from harness.audit.records import Process, StartRecord, Step
-from harness.audit.verdict import Finding, StartSummary
+from harness.audit.verdict import IN_CHECKPOINT, Finding, StartSummary
 
 __all__ = ["compare", "deterministic", "failure", "offset", "summaries"]
 
 _HARMLESS = {"beside", "buffers", "scale", "streams"}  # parts that may differ while training stays equal
-_IN_CHECKPOINT = (
-    "buffers", "counter", "learning-rate", "loss-scale", "optimizer-state", "precision", "random-streams", "rows",
-    "weights",
-)  # fmt: skip
-"""Codes of what a checkpoint lacks or a resume does not take from it."""
 _NEVER = float("inf")
 _WITH_RATE = (
     "save and load optimizer.state_dict(), which holds the learning rate, too; if the schedule is off then, also "
@@ -91,15 +86,16 @@ def compare(undisturbed: StartRecord, again: StartRecord, killed: StartRecord, r
     found += _some(endings.exit_code(undisturbed, resumed))
     found = list({finding.code: finding for finding in reversed(found)}.values())[::-1]
     found = found or _some(endings.failure(undisturbed, resumed, offset))
-    found = [_located(finding, killed.first, resumed.processes[0]) for finding in found]
+    saves, loads = matching.lines(killed, resumed)
+    found = [_located(finding, saves, loads) for finding in found]
     return _some(endings.torn(killed, undisturbed, resumed, found)) or found
 
 
-def _located(finding: Finding, killed: Process | None, resumed: Process) -> Finding:
-    """Add the lines of the script that save and load the checkpoint."""
-    if finding.code not in _IN_CHECKPOINT or not (killed and killed.saves_at and resumed.loads_at):
+def _located(finding: Finding, saves: str, loads: str) -> Finding:
+    """Add the lines of the script that save and load the checkpoint, if they are known."""
+    if finding.code not in IN_CHECKPOINT or not (saves and loads):
         return finding
-    return replace(finding.with_lines([f"{killed.saves_at} saves the checkpoint"]), place=resumed.loads_at)
+    return replace(finding.with_lines([f"{saves} saves the checkpoint"]), place=loads)
 
 
 def failure(undisturbed: StartRecord, killed: StartRecord, resumed: StartRecord) -> list[Finding]:
@@ -341,7 +337,7 @@ def _of_groups(names: Names, ours: Process, theirs: Process, one: Step, other: S
     due = [step for step in ours.steps if step.optimizer == one.optimizer]
     used = [step for step in theirs.steps[other.number - 1 :] if step.optimizer == other.optimizer]
     place, here = _fitting(due, [step.rates for step in used]), due.index(one)
-    if not other.state and (one.state or place is None) and _keep_ratio(due[here:], used):
+    if not other.state and (one.state or place is None) and _keep_ratio(due[here:], used, 0 if one.state else 2):
         text += ": the optimizer has lost it"
         remedy = "" if place is None else _WITH_RATE  # it may as well start over
         return Finding("optimizer-state", text, steps=(one.number,), names=names, remedy=remedy)
@@ -363,14 +359,16 @@ def _fitting(steps: Sequence[Step], rates: Sequence[Any]) -> int | None:
     return best if longest >= min(3, len(rates)) and len(set(rates[:longest])) > 1 else None
 
 
-def _keep_ratio(due: Sequence[Step], used: Sequence[Step]) -> bool:
-    """Return True if, after the first of these steps, learning rates change by the factors by which they should."""
-    return all(
-        math.isclose(right * first_wrong, wrong * first_right, rel_tol=1e-6, abs_tol=1e-15)
-        for one, other in zip(due[1:], used[1:], strict=False)
-        for right, wrong, first_right, first_wrong in zip(
-            one.rates, other.rates, due[1].rates, used[1].rates, strict=True
-        )
+def _keep_ratio(due: Sequence[Step], used: Sequence[Step], least: int) -> bool:
+    """Return True if, after the first of these steps, learning rates change by the factors by which they should, in
+    ``least`` steps or more. Steps with other parameter groups are left out."""
+    pairs = [(one.rates, other.rates) for one, other in zip(due[1:], used[1:], strict=False)]
+    pairs = [pair for pair in pairs if len({len(rates) for rates in (*pair, *pairs[0])}) == 1]
+    return len(pairs) >= least and all(
+        all(isinstance(rate, float | int) for rate in rates)
+        and math.isclose(rates[0] * rates[3], rates[1] * rates[2], rel_tol=1e-6, abs_tol=1e-15)
+        for pair in pairs
+        for rates in zip(*pair, *pairs[0], strict=True)
     )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from harness.audit.differences import by_rank, named
 from harness.audit.records import StartRecord, Step
-from harness.audit.verdict import Finding
+from harness.audit.verdict import IN_CHECKPOINT, Finding
 
 _DRAWN = ("rows", "row-order", "inputs", "random-streams")  # faults that a random generator can cause
 _FOLLOWS = ("counter", "learning-rate", "optimizer-state")  # those that a hook may cause, and the harness has not
@@ -113,7 +113,7 @@ def _explained(finding: Finding, lost: _Forgotten, of_harness: bool) -> Finding:
             how = f"draw from numpy.random.default_rng(row_seed(seed, epoch, row)) (docs/add_a_task.md), or {how}"
         place = finding.place or next((each.place for each in generators if each.place), "")
         finding = replace(finding, remedy=how or finding.remedy, place=place)
-    elif finding.code != "rows" and own:  # lost as well
+    elif finding.code != "rows" and finding.code in IN_CHECKPOINT and own:  # lost as well
         finding = replace(finding, remedy=f"{finding.advice}; {_remedies(own, 'row-order', of_harness)}")
     follows = finding.code in _FOLLOWS and of_harness
     if lines and (follows or (finding.code == "other" and finding.steps)):  # it has no steps if the start failed

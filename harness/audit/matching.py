@@ -34,14 +34,27 @@ class StepMatch:
 
 def loaded_after(killed: StartRecord, resumed: StartRecord) -> int | None:
     """Return the steps done at the newest checkpoint of which ``resumed`` loaded a file; None if it is unknown."""
-    found = [
-        checkpoint.after
-        for checkpoint in killed.checkpoints
-        for path in resumed.loaded
-        for file in checkpoint.files
-        if file == path or file.startswith(f"{path}/") or path.startswith(f"{file}/")
-    ]
-    return max(found, default=None)
+    return max((after for after, _, _ in _loaded(killed, resumed)), default=None)
+
+
+def lines(killed: StartRecord, resumed: StartRecord) -> tuple[str, str]:
+    """Return the lines of the script that save and load this checkpoint, as file:line; empty if they are unknown."""
+    for _, file, path in sorted(_loaded(killed, resumed), reverse=True):
+        saves = next((each.saves_at[file] for each in killed.processes if each.saves_at.get(file)), "")
+        loads = next((each.loads_at[path] for each in resumed.processes if each.loads_at.get(path)), "")
+        if saves and loads:
+            return saves, loads
+    return "", ""
+
+
+def _loaded(killed: StartRecord, resumed: StartRecord) -> Iterator[tuple[int, str, str]]:
+    """Yield the steps done at a checkpoint, a file that ``killed`` wrote in it, and the path that ``resumed`` loaded,
+    of the file or of a folder."""
+    for checkpoint in killed.checkpoints:
+        for path in resumed.loaded:
+            for file in checkpoint.files:
+                if file == path or file.startswith(f"{path}/") or path.startswith(f"{file}/"):
+                    yield checkpoint.after, file, path
 
 
 def find(undisturbed: Process, resumed: Process, loaded: int | None) -> StepMatch:

@@ -105,9 +105,9 @@ class Process:
     torn: list[str] = field(default_factory=list)
     """Paths that the process began to write and did not complete."""
     loaded: list[str] = field(default_factory=list)
-    saves_at: str = ""
-    """The line of the script that last wrote a checkpoint, as file:line."""
-    loads_at: str = ""
+    saves_at: dict[str, str] = field(default_factory=dict)
+    """By path, the line of the script that last wrote it, as file:line."""
+    loads_at: dict[str, str] = field(default_factory=dict)
     stopped: bool = False
     fault: str = ""
     """The traceback of a fault of the recorder, after which it recorded nothing."""
@@ -265,12 +265,12 @@ def _add(process: Process, entry: dict[str, Any]) -> None:
             if not process.checkpoints or process.checkpoints[-1].after != entry["after"]:
                 process.checkpoints.append(Checkpoint(entry["after"]))
             process.checkpoints[-1].files[entry["path"]] = entry.get("content") or {}
-            process.saves_at = entry.get("line") or process.saves_at
+            process.saves_at[entry["path"]] = entry.get("line") or process.saves_at.get(entry["path"], "")
         case "renamed":
             _rename(process, entry["source"], entry["target"])
         case "loaded":
             process.loaded.append(entry["path"])
-            process.loads_at = entry.get("line") or process.loads_at
+            process.loads_at[entry["path"]] = entry.get("line") or process.loads_at.get(entry["path"], "")
         case "stopped":
             process.stopped = True
         case "fault":
@@ -285,10 +285,9 @@ def _rename(process: Process, source: str, target: str) -> None:
         moved = [path for path in checkpoint.files if path == source or path.startswith(f"{source}/")]
         if moved:
             checkpoint.renames += checkpoint.after == len(process.steps)
-            checkpoint.files = {
-                target + path[len(source) :] if path in moved else path: content
-                for path, content in checkpoint.files.items()
-            }
+            now = {path: target + path[len(source) :] for path in moved}
+            checkpoint.files = {now.get(path, path): content for path, content in checkpoint.files.items()}
+            process.saves_at |= {now[path]: process.saves_at.get(path, "") for path in moved}
             return
 
 

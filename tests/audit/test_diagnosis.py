@@ -378,6 +378,8 @@ def test_the_lines_that_save_and_load_are_named(tmp_path: Path):
     for event in (*starts.killed[0], *starts.resumed[0]):
         if event["event"] in ("written", "loaded"):
             event["line"] = f"train.py:{len(event['event'])}"
+    starts.resumed[0].insert(2, {"event": "loaded", "path": "/data/mnist.pt", "line": "data.py:99"})
+    starts.killed[0].append({"event": "written", "path": "out/predicted.pt", "after": 15, "line": "predict.py:7"})
     finding = only(starts, tmp_path)
     assert (finding.place, finding.evidence[-1]) == ("train.py:6", "train.py:7 saves the checkpoint")
 
@@ -394,6 +396,35 @@ def test_a_schedule_that_goes_on_from_a_lost_learning_rate_is_not_blamed(momentu
     assert finding.code == "optimizer-state"
     assert "the optimizer has lost it" in (finding.evidence[-1] if momentum else finding.text)
     assert "schedule" not in finding.advice
+
+
+@pytest.mark.parametrize(("before", "later", "lost"), [([], [0.1], True), ([None], [None], False)])
+def test_rates_of_groups_that_are_added_later_or_have_none(before, later, lost, tmp_path: Path):
+    """A resume without the optimizer, and with another constant rate, does not add the group that is due at step 16."""
+
+    def groups(lr: float, more: list[float | None]) -> list[Event]:
+        return [{"lr": rate} if rate else {} for rate in (lr, *more)]
+
+    starts = faulty(kill=15)
+    for name in ("undisturbed", "again", "killed"):
+        for step in starts.steps(name):
+            step["groups"] = groups(0.1, before if step["number"] < 16 else later)
+    for step in starts.steps("resumed"):
+        step["groups"] = groups(0.2, before)
+    starts.steps("resumed")[0]["state"] = {}
+    finding = only(starts, tmp_path)
+    assert finding.code == "optimizer-state"
+    assert finding.evidence[-1].startswith("the learning rate of step 13 is 0.2")
+    assert finding.evidence[-1].endswith(": the optimizer has lost it") is lost
+
+
+@pytest.mark.parametrize(("left", "code"), [(2, "learning-rate"), (12, "optimizer-state")])
+def test_a_rate_is_lost_with_the_optimizer_only_if_later_steps_show_it(left, code, tmp_path: Path):
+    starts = faulty(Training(steps=12 + left), kill=14)
+    starts.from_step(13, lambda step: step["groups"][0].update(lr=3 * step["groups"][0]["lr"]))
+    for name in ("undisturbed", "again", "killed", "resumed"):
+        starts.from_step(1, lambda step: step.update(state={}), name)
+    assert only(starts, tmp_path).code == code
 
 
 def test_loss_scale(tmp_path: Path):

@@ -220,6 +220,8 @@ def test_other_inputs_of_the_right_rows(labels, order, code):
     )
     alone = explained(optimizer, observed, observed, resumed)
     assert alone.advice.startswith("save and load optimizer.state_dict(); save g.get_state()"), "both are lost"
+    for finding in (replace(optimizer, code=code) for code in ("files", "hang", "length")):
+        assert explained(finding, observed, observed, resumed).advice == finding.advice, "a generator cannot cause it"
     first, found = forgotten.explained([optimizer, rows], observed, observed, resumed)
     assert first == optimizer
     assert (found.code, found.place) == (code, "train.py:5")

@@ -164,7 +164,9 @@ def _first_line(code: types.CodeType, variable: str) -> int:
     line, lines = code.co_firstlineno, dict(dis.findlinestarts(code))
     for each in dis.get_instructions(code):
         line = lines.get(each.offset) or line
-        if each.argval == variable and each.opname.startswith("STORE"):
+        # From Python 3.13 on, an instruction stores two variables, or stores one and then loads another.
+        names = each.argval[: each.opname.count("STORE")] if isinstance(each.argval, tuple) else (each.argval,)
+        if variable in names and each.opname.startswith("STORE"):
             return line
     return code.co_firstlineno
 
