@@ -640,6 +640,14 @@ def test_a_model_without_matrices_is_no_adapter(make):
         hf.save_adapter(torch.nn.Linear(2, 2), Path("none"), "hf:none", {}, None)
 
 
+def test_a_task_without_names_of_classes_is_exported(bert, tmp_path):
+    from harness.training.models.libraries import hf
+
+    inputs, model = torch.ones(2, 4, dtype=torch.long), hf.build(f"hf:{bert}", 3, num_tokens=5).eval()
+    there = hf.save(model, tmp_path / "out", {}, None)
+    assert torch.equal(there(inputs), model(inputs))
+
+
 def write_numbers(folder: Path) -> None:
     write_pairs(folder)
     for split in ("train", "eval"):

@@ -186,7 +186,9 @@ def save(model: nn.Module, path: Path, signature: Mapping[str, Any], tokenizer: 
     lora.merge(plain)
     plain.__class__ = own = adapted.__mro__[2]
     names = list(map(str, signature.get("classes") or signature.get("columns") or ()))
-    plain.config.id2label, plain.config.label2id = dict(enumerate(names)), {name: n for n, name in enumerate(names)}
+    if names:
+        plain.config.id2label = dict(enumerate(names))
+        plain.config.label2id = {name: n for n, name in enumerate(names)}
     scale = signature.get("postprocessing", {})
     plain.config.problem_type = "multi_label_classification" if scale else "single_label_classification"
     if "columns" in signature:
