@@ -4,7 +4,6 @@ None."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import socket
 import struct
 
@@ -81,7 +80,9 @@ def no_route(message: str, where: str = "launch.interface") -> LaunchError:
 
 def address_of(interface: str) -> str | None:
     """Return the IPv4 address of ``interface``, or None."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with contextlib.suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        import fcntl  # late: Windows has none
+
         packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         return socket.inet_ntoa(packed[20:24])
     return None

@@ -55,7 +55,7 @@ def end_orphans(known: set[int], grace_s: float) -> None:
 def kill_after(grace_s: float, alive: Callable[[], Collection[int]]) -> None:
     """Wait until ``alive()`` returns no process id; after ``grace_s`` send those SIGKILL. One that is blocked in the
     kernel then stays: nobody waits for it any longer."""
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + max(grace_s, 0.0)  # none is left where another limit has passed
     while (left := alive()) and time.monotonic() < deadline + _KILLED_S:
         if time.monotonic() > deadline:
             send(signal.SIGKILL, left)

@@ -18,7 +18,9 @@ from harness.config import plugins
 from harness.config.schema import Config
 from harness.config.targets import LabelledTask, TableTask
 from harness.data.batch import row_namer
+from harness.data.image_errors import ImageErrors
 from harness.data.loader import Loader
+from harness.data.table.table import Table
 from harness.distributed import signals
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.meeting import telling_peers
@@ -184,9 +186,8 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         return stop.exit_code
     seconds = time.perf_counter() - start
     if totals.bad:
-        named = ", ".join(map(row_namer(task.eval), totals.bad[:_NAMED]))
-        more = f" and {len(totals.bad) - _NAMED} more" if len(totals.bad) > _NAMED else ""
-        log.warning("rows that could not be read: %d; they have no prediction: %s%s", len(totals.bad), named, more)
+        named = _named(task.eval, totals.bad)
+        log.warning("rows that could not be read: %d; they have no prediction: %s", len(totals.bad), named)
     ranks = plural(runtime.world_size, "rank")
     rate = totals.rows / seconds
     shown = _show_metrics(predictor, totals, request.source)
@@ -195,10 +196,21 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     with_classes = isinstance(config.task, LabelledTask) and config.task.label_kind != "regression"
     if with_classes and (classes := trained_run.learned(request.run).get("classes")):
         separator = config.task.labels.separator or "" if isinstance(config.task, TableTask) else ""
-        totals.warn_of_unknown_labels(classes, separator, row_namer(task.eval, "row {}".format))
+        table = getattr(task.eval, "table", None)
+        where = table.where if isinstance(table, Table) else row_namer(task.eval, "row {}".format)
+        totals.warn_of_unknown_labels(classes, separator, where)
     totals.warn_of_one_class()
     log.info("%s: %s in %.1f s (%.0f rows/s, %s)", request.out, plural(totals.rows, "row"), seconds, rate, ranks)
     return EXIT_DONE
+
+
+def _named(dataset: object, rows: Sequence[int]) -> str:
+    """Return the names of the first of ``rows``, which could not be read. Now there is time to search a long file."""
+    errors = getattr(dataset, "errors", None)
+    if isinstance(errors, ImageErrors):
+        return errors.named(rows, _NAMED)
+    more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+    return ", ".join(map(row_namer(dataset), rows[:_NAMED])) + more
 
 
 def _objective(task: PredictingTask) -> Objective | PredictingTask | None:

@@ -30,6 +30,11 @@ def test_missing_interface():
     assert address_of("nope0") is None
 
 
+def test_a_system_without_fcntl_knows_no_address(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    assert address_of("lo") is None
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_own_addresses():
     assert interfaces()["lo"] == "127.0.0.1"

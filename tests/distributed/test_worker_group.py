@@ -116,6 +116,15 @@ def test_kill_after_does_not_wait_for_a_process_that_is_blocked_in_the_kernel(mo
     processes.kill_after(0.0, alive)  # it returns
 
 
+def test_kill_after_kills_when_its_time_has_long_passed():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        processes.kill_after(-60.0, lambda: [process.pid] if process.poll() is None else [])
+        assert process.poll() == -signal.SIGKILL
+    finally:
+        process.kill()
+
+
 def test_kill_after_leaves_time_and_then_kills():
     process = subprocess.Popen(["sleep", "60"])
     begin = time.monotonic()

@@ -231,11 +231,13 @@ def test_train_predict_export(folder, tokenizer, capsys, monkeypatch):
     assert facts["preprocessing"]["tokenizer"] == tokenizer
     model = torch.export.load("model.pt2").module()
     assert model(torch.ones(3, 7, dtype=torch.int64)).shape == (3, 4)
-    write(folder, "new", [("sun", ""), ("", ""), (" ", "")], ("text", "tags"))
+    write(folder, "new", [("sun", ""), ("", ""), (" ", "meh")], ("text", "tags"))
+    monkeypatch.setattr("harness.data.table.table._FEW_ROWS", 2)  # as if it were long
     capsys.readouterr()
     assert cli.main(["predict", str(run), "--csv", "new.csv", "--out", "new2.csv"]) == 0
     told = capsys.readouterr().err
     assert told.count("rows without text in column 'text': 2 of 3, the first at new.csv:3") == 1, told
+    assert "never predicts: 'meh' (new.csv:4); it predicts" in told
     (run / "task.json").write_text("{}")
     assert cli.main(["predict", str(run), "--csv", str(folder / "eval.csv"), "--out", "new3.csv"]) == 2
     assert "task.json lacks" in capsys.readouterr().err
