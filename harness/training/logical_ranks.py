@@ -55,7 +55,7 @@ class LogicalRanks:
         self.own = block(self.num, runtime.rank, runtime.world_size)
         self.active = self.own.start
         self._devices: Sequence[torch.device] = ()
-        self._places: dict[str, tuple[nn.Module, str]] = {}  # of the buffers in the model
+        self._places: dict[str, tuple[nn.Module, str, torch.Size]] = {}  # of the buffers in the model
         self._others: dict[int, _Owned] = {}  # of the ranks that are not active
         self._spare: dict[str, Tensor] = {}  # memory for the buffers of the rank that is active
 
@@ -69,9 +69,9 @@ class LogicalRanks:
         ``module``, which computes on ``devices``."""
         self._devices = devices
         # Integers are equal on all ranks, but for those that a model counts itself: they are not worth the space.
-        names = [name for name, b in module.named_buffers() if self.fixed or b.is_floating_point()]
-        parts = [(name, *name.rpartition(".")[::2]) for name in names]
-        self._places = {name: (module.get_submodule(owner), key) for name, owner, key in parts}
+        sizes = {name: b.shape for name, b in module.named_buffers() if self.fixed or b.is_floating_point()}
+        parts = [(name, *name.rpartition(".")[::2]) for name in sizes]
+        self._places = {name: (module.get_submodule(owner), key, sizes[name]) for name, owner, key in parts}
         for rank in reversed(self.own):
             rng.seed_all(*key, rank)
             self._others[rank] = self._of_active()
@@ -81,8 +81,10 @@ class LogicalRanks:
     def activate(self, rank: int) -> None:
         """Let this process compute as ``rank`` from now on, with its streams and buffers."""
         if rank != self.active:
-            _assign(self._spare, self._buffers)
-            self._others[self.active] = _Owned(rng.get_state(*self._devices), self._spare)
+            now, spare = self._buffers, self._spare
+            spare = {name: spare[name] if name in spare else torch.empty_like(b) for name, b in now.items()}
+            _assign(spare, now)
+            self._others[self.active] = _Owned(rng.get_state(*self._devices), spare)
             owned = self._others.pop(rank)
             self._restore(owned)
             self.active, self._spare = rank, owned.buffers
@@ -106,20 +108,24 @@ class LogicalRanks:
     def average_buffers(self) -> None:
         """Set the running statistics of batch norms, and other floating-point buffers, which training leaves to each
         rank, to their mean over ranks, on all of them. Collective."""
-        own = [{name: b for name, b in of_rank.items() if b.is_floating_point()} for of_rank in self.buffers()]
-        if self.num == 1 or not own[0]:
+        if self.num == 1 or not self._places:
             return
-        flat = [torch.cat([buffer.double().reshape(-1) for buffer in of_rank.values()]) for of_rank in own]
-        means = (self.sum(flat) / self.num).split([buffer.numel() for buffer in own[0].values()])
+        found = [{name: b for name, b in of_rank.items() if b.is_floating_point()} for of_rank in self.buffers()]
+        kinds = [{(name, tuple(b.shape)) for name, b in of_rank.items()} for of_rank in found]
+        names = sorted(name for name, _ in set.intersection(*self.runtime.gather(set.intersection(*kinds))))
+        own = [[of_rank[name] for name in names] for of_rank in found]
+        if not names:
+            return
+        flat = [torch.cat([buffer.double().reshape(-1) for buffer in of_rank]) for of_rank in own]
+        means = (self.sum(flat) / self.num).split([buffer.numel() for buffer in own[0]])
         for of_rank in own:
-            for buffer, mean in zip(of_rank.values(), means, strict=True):
+            for buffer, mean in zip(of_rank, means, strict=True):
                 buffer.copy_(mean.view_as(buffer))
 
     def set_buffers(self, values: dict[str, Tensor]) -> None:
         """Give all ranks of this process the buffers ``values``."""
         for buffers in self.buffers():
-            for name, value in values.items():
-                buffers[name].copy_(value)
+            _assign(buffers, values)
 
     def buffers(self) -> list[dict[str, Tensor]]:
         """Return the buffers of each of this process's ranks."""
@@ -141,9 +147,10 @@ class LogicalRanks:
 
     @property
     def _buffers(self) -> dict[str, Tensor]:
-        """The buffers of the active rank, for which a model may assign other tensors at any time."""
-        found = {name: owner._buffers[key] for name, (owner, key) in self._places.items()}
-        return {name: buffer for name, buffer in found.items() if buffer is not None}
+        """The buffers of the active rank, for which a model may assign other tensors at any time. Those that have
+        another shape than at the start, such as that of a batch, are left to the model."""
+        found = {name: (owner._buffers.get(key), size) for name, (owner, key, size) in self._places.items()}
+        return {name: buffer for name, (buffer, size) in found.items() if buffer is not None and buffer.shape == size}
 
     def _of_active(self) -> _Owned:
         buffers = {name: buffer.clone() for name, buffer in self._buffers.items()} if self.num > 1 else {}
@@ -162,9 +169,10 @@ class _Owned(NamedTuple):
 
 
 def _assign(targets: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Copy ``values`` into the tensors of ``targets`` of the same names. With fixed ranks, a checkpoint holds integers,
-    too, of which other runs keep no copies."""
-    pairs = [(targets[name], value) for name, value in values.items() if name in targets]
+    """Copy ``values`` into the tensors of ``targets`` of the same names and shapes. With fixed ranks, a checkpoint
+    holds integers, too, of which other runs keep no copies."""
+    kept = [name for name, value in values.items() if name in targets and targets[name].shape == value.shape]
+    pairs = [(targets[name], values[name]) for name in kept]
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
 

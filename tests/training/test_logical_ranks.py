@@ -97,3 +97,41 @@ def test_a_buffer_that_the_model_replaces_is_that_of_its_rank():
     assert [each["buffers"]["center"].item() for each in ranks.state()] == [1.0, 5.0]
     ranks.average_buffers()
     assert model.center.item() == 3.0
+
+
+def _of_changing_shapes() -> tuple[list[float], list[list[str]]]:
+    """What the buffers are after their mean, and which of them a checkpoint has; only ``kept`` keeps its shape on all
+    ranks, and ``batch`` does on rank 0."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model, ranks = nn.Module(), LogicalRanks(Runtime(Launch(rank=rank, world_size=world_size)), 2)
+    for name in ("kept", "batch", "grown", "gone", "deleted"):
+        model.register_buffer(name, torch.zeros(1))
+    ranks.start(model, ())
+    for logical in ranks.own:
+        ranks.activate(logical)
+        model.kept = torch.full((1,), 1.0 + 4 * logical)
+        model.batch, model.grown = torch.ones(1 + logical), torch.ones(32)
+        model.gone, model._buffers["deleted"] = None, None
+        if logical:
+            del model.deleted
+    ranks.activate(ranks.own.start)
+    ranks.average_buffers()
+    saved = ranks.state()
+    ranks.load_state([saved[0]] * 2)
+    return [model.kept.item(), model.batch.sum().item()], [sorted(each["buffers"]) for each in saved]
+
+
+def test_a_buffer_that_changes_its_shape_is_left_to_the_model():
+    assert _of_changing_shapes() == ([3.0, 2.0], [["kept"], ["kept"]])
+    found = [([3.0, 1.0], [["batch", "kept"]]), ([3.0, 2.0], [["kept"]])]
+    assert run_ranks(2, _of_changing_shapes) == found
+
+
+def test_a_saved_buffer_of_another_shape_is_not_restored():
+    model, ranks = nn.Module(), LogicalRanks(Runtime(), 2)
+    model.register_buffer("cache", torch.zeros(1))
+    ranks.start(model, ())
+    saved = [each | {"buffers": {"cache": torch.ones(32)}} for each in ranks.state()]
+    ranks.load_state(saved)
+    ranks.set_buffers({"cache": torch.ones(32)})
+    assert model.cache.tolist() == [0.0]
