@@ -64,6 +64,11 @@ class ImageTable:
         (path,) = self.table.strings(self.path_column, np.array([row]))
         return f"{self.table.where(row, quickly=True)}: {path}"
 
+    def row_key(self, row: int) -> str:
+        """Return the number of ``row`` with its path: equal on machines that have the table in other places."""
+        (path,) = self.table.strings(self.path_column, np.array([row]))
+        return f"row {row}: {path}"
+
     def paths(self, rows: np.ndarray) -> Iterable[tuple[int, str]]:
         """Return each of ``rows`` with the path of its image."""
         return zip(rows.tolist(), self.table.strings(self.path_column, rows), strict=True)

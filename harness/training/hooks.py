@@ -111,9 +111,9 @@ class Hooks:
         found = []
         for hook in self._with_state:
             state = hook.call("state_dict")
-            if not isinstance(state, dict):
-                what = f"state_dict() of the hook {hook.name} returned {state!r:.80}"
-                raise OwnCodeError(what, where=hook.where, hint="return a dict, such as {'bad': self.bad}")
+            if state is None:
+                what = f"state_dict() of the hook {hook.name} returned None"
+                raise OwnCodeError(what, where=hook.where, hint="return the state, such as {'bad': self.bad}")
             require_plain(state, f"state_dict() of the hook {hook.name}", hook.where)
             found.append({"name": hook.name, "state": copy.deepcopy(state)})
         return found

@@ -132,5 +132,7 @@ def write_summary(run: Run, evaluation: Report) -> None:
 
 
 def unreadable(dataset: Dataset, rows: Iterable[int]) -> dict[str, list[str]]:
-    """Return the field of a log line that names the ``rows`` of ``dataset`` that could not be read; none without."""
-    return {"unreadable": found} if (found := list(map(row_namer(dataset), rows))) else {}
+    """Return the field of metrics.jsonl that names the ``rows`` of ``dataset`` that could not be read; none without.
+    Equal runs write the same: no place of a table on this machine."""
+    name = getattr(dataset, "row_key", row_namer(dataset))  # of images
+    return {"unreadable": found} if (found := list(map(name, rows))) else {}

@@ -136,7 +136,7 @@ def test_row_is_named_with_its_place_and_path(tmp_path, monkeypatch):
     opened = table(tmp_path)
     assert [opened.row_name(row) for row in (1, 2)] == [f"{csv}:4: b.png", f"{csv}:5: c.png"]
     monkeypatch.setattr("harness.data.table.table._FEW_ROWS", 2)
-    assert opened.row_name(1) == f"{csv}, row 1: b.png"
+    assert opened.row_name(1) == f"{csv}, row 1 (from 0): b.png"
     assert opened.table.where(1) == f"{csv}:4"
     assert predict._named(opened, [1, 2]) == f"{csv}:4: b.png, {csv}:5: c.png", "there is time at the end"
 

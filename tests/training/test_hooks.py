@@ -81,6 +81,19 @@ class MadeLater(MisspellsState):
         self.valeu = 3
 
 
+class OfList:
+    def __init__(self):
+        self.values = [1]
+
+    def after_step(self, run): ...
+
+    def state_dict(self):
+        return self.values
+
+    def load_state_dict(self, state):
+        self.values = state
+
+
 class Draws:
     def __init__(self):
         self.drawn = torch.rand(3).tolist()
@@ -193,11 +206,21 @@ def test_check_tries_their_state(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text(loader.to_text(config))
     facts, found = preflight.examine(str(path), [], 1, 1.0)
-    forgets, misspells = map(str, found)
+    (forgets,) = map(str, found)
     assert forgets.startswith(f"{path}:")
     assert f"state_dict() of the hook {names[0]} returned None" in forgets
-    assert misspells.startswith(f"{at('self.valeu}')}the hook {names[1]} fails in state_dict: AttributeError")
+    warned = f"{at('self.valeu}')}before training, the hook {names[1]} fails in state_dict: AttributeError"
+    assert facts["warning"].startswith(warned)
+    assert names[2] not in facts["warning"]
     assert "the methods of hooks except state_dict" in facts["not tried"]
+
+
+def test_their_state_may_be_no_dict(start):
+    run = start(f"{HERE}.OfList")
+    run.hooks.all[0].object.values.append(2)
+    again = start(f"{HERE}.OfList", name="again")
+    again.hooks.load_state_dict(run.hooks.state_dict())
+    assert again.hooks.all[0].object.values == [1, 2]
 
 
 def test_an_error_names_the_line(start):

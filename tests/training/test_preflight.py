@@ -486,6 +486,11 @@ def test_a_wrong_argument_of_the_optimizer_is_found_beside_another_error(folder,
     assert "cannot build adamw: Invalid beta parameter at index 1: 2" in str(problems[1])
 
 
+def test_an_optimizer_of_matrices_is_no_error_beside_a_wrong_model(folder):
+    _, (problem,) = examine(folder, "model.name=linaer", optimizer={"name": "muon"})
+    assert "unknown model 'linaer'" in problem.message
+
+
 def test_unreadable_configuration_is_the_only_error(folder):
     facts, problems = examine(folder, "train.epoch=3")
     assert facts == {}

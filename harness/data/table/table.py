@@ -177,12 +177,12 @@ class Table:
         return "" if self._source.is_remote else os.path.dirname(self._source.name) or "."
 
     def where(self, row: int, quickly: bool = False) -> str:
-        """Return the place of a row, for messages: ``train.csv:17``, or ``train.parquet, row 15``.
+        """Return the place of a row, for messages: ``train.csv:17``, or ``train.parquet, row 15 (from 0)``.
 
         Finding the line reads the CSV up to there, ``quickly`` only a short one. Parquet and changed files have none.
         """
         line = 0 if quickly and self.num_rows > _FEW_ROWS else self._line_of(row)
-        return f"{self._source.name}:{line}" if line else f"{self._source.name}, row {row}"
+        return f"{self._source.name}:{line}" if line else f"{self._source.name}, row {row} (from 0)"
 
     def _line_of(self, row: int) -> int:
         remote = self._source.is_remote

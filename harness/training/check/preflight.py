@@ -90,6 +90,7 @@ class _Examination:
         self.config, self.world_size, self.limit_s = config, world_size, limit_s
         self.facts: dict[str, Any] = {"run folder": f"{config.output.rstrip('/')}/{config.name}"}
         self.errors: list[HarnessError] = []
+        self.warnings: list[str] = []
         self.located = config  # with the run's copies of folders of Hugging Face that are gone
         run = Path(config.output, config.name)
         if config.checkpoint.resume == "auto" and checkpoint.steps(run / layout.CHECKPOINTS):
@@ -118,7 +119,7 @@ class _Examination:
         own_hooks = attempt(hooks.build, config.hooks)
         for hook in own_hooks.all if own_hooks else ():
             if not hook.has(hooks.BEFORE_TRAINING):  # which may make its state
-                attempt(hooks.Hooks([hook]).state_dict)
+                attempt(self._try_state, hook)
         num_errors = len(self.errors)
         for check in build.name_checks(config):
             attempt(check)
@@ -151,6 +152,15 @@ class _Examination:
                     untried = trial.untried
         attempt(lambda: strategy_class(config.parallel).check_world(config.parallel, self.world_size))
         self.facts |= {"not tried": "; ".join(untried)} if untried else {}
+
+    def _try_state(self, hook: hooks.Hook) -> None:
+        """Call ``state_dict()`` of ``hook``. That it fails is a warning: what it lacks may be made in training."""
+        try:
+            hooks.Hooks([hook]).state_dict()
+        except OwnCodeError as error:
+            if error.__cause__ is None:  # of what it returned
+                raise
+            self.warnings.append(f"{error.where}: before training, {error.message}")
 
     def _open_task(self, look_at_files: bool) -> OpenedTask | None:
         task = self.attempt(build.open_task, self.located, Runtime(), self.limit_s if look_at_files else None)
@@ -191,7 +201,7 @@ class _Examination:
         section, attempt = self.config.optimizer, self.attempt
         groups = attempt(trained_parameters.groups, section, model, sizes.lr) if model and sizes else None
         if model is None or sizes is None or not groups:
-            attempt(optim.build, section, [nn.Parameter(torch.zeros(1))], section.lr)
+            attempt(optim.build, section, [nn.Parameter(torch.zeros(1, 1))], section.lr)
             return None
         optimizer = attempt(optim.build, section, groups, sizes.lr)
         self.facts |= trained_parameters.describe(optimizer, model) if optimizer else {}
@@ -202,7 +212,8 @@ class _Examination:
         self.facts |= description.describe(self.config, task, sizes, num_ranks, device, backend)
         slow = precision.warning(self.config.precision, device)
         gone = "a model's folder is gone: the run resumes from its own copy" if self.located != self.config else ""
-        warnings = filter(None, [gone, *task.notes, *division.doubts(self.config, sizes, len(task.train)), slow])
+        few = division.doubts(self.config, sizes, len(task.train))
+        warnings = filter(None, [gone, *self.warnings, *task.notes, *few, slow])
         self.facts |= {"warning": text} if (text := "; ".join(warnings)) else {}
 
     def _sample(self, task: OpenedTask) -> bool:

@@ -276,7 +276,7 @@ def test_parquet_columns_become_text(tmp_path):
     assert table.labels(np.arange(3)).tolist() == [1, 0, 1]
     text = text_of(table)
     assert (text["path"], text["x"], text["kind"]) == (["a", "", "c"], ["1", "", "3"], ["u", "v", "u"])
-    assert table.where(1).endswith("a.parquet, row 1")
+    assert table.where(1).endswith("a.parquet, row 1 (from 0)")
     message = "column 'boxes' holds list<.*int64>, not text or numbers"
     with pytest.raises(DataError, match=message):
         open_table(tmp_path / "a.parquet", label="boxes", cache_dir=tmp_path / "cache")

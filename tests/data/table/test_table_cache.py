@@ -160,7 +160,7 @@ def test_changed_source_is_converted_again_and_old_files_are_deleted(csv, folder
     assert files(folder) == COMPLETE
     assert conversions() == 3
     assert old.strings("path", np.array([499])) == ["p499"]
-    assert old.where(3) == f"{csv}, row 3"  # the lines of the file have changed
+    assert old.where(3) == f"{csv}, row 3 (from 0)"  # the lines of the file have changed
 
 
 def test_changed_source_on_a_file_system_that_records_whole_seconds(csv, folder, monkeypatch):
