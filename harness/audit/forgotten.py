@@ -118,9 +118,8 @@ def _explained(finding: Finding, lost: _Forgotten, of_harness: bool) -> Finding:
     follows = finding.code in _FOLLOWS and of_harness
     if lines and (follows or (finding.code == "other" and finding.steps)):  # it has no steps if the start failed
         finding = replace(finding, code="unsaved-state")
-    if following:
-        lines.append(f"also not as it was, perhaps only as a result: {named(sorted(following))}")
-    return finding.with_lines(lines)
+    perhaps = [f"also not as it was, perhaps only as a result: {named(sorted(following))}"] if following else []
+    return finding.with_lines(lines).with_lines(perhaps)
 
 
 def _is_of_own_stream(finding: Finding) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 EXACT, NOT_EXACT, COULD_NOT_TELL = "exact", "not exact", "could not tell"
-_DRAWS = 5  # lines that are named
+_LINES = 5  # of further evidence
 _STREAMS = {
     "torch": "torch.get_rng_state", "cuda": "torch.cuda.get_rng_state_all", "numpy": "numpy.random.get_state",
     "random": "random.getstate",
@@ -101,8 +101,9 @@ class Finding:
         return self.with_lines([draw.described for draw in lines])
 
     def with_lines(self, lines: Sequence[str]) -> Finding:
-        """Return it with more evidence."""
-        return replace(self, evidence=(*self.evidence, *lines[:_DRAWS]))
+        """Return it with more evidence: the first lines, and how many more there are."""
+        more = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
+        return replace(self, evidence=(*self.evidence, *lines[:_LINES], *more))
 
     @property
     def title(self) -> str:

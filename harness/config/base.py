@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, field_validator
 from pydantic_core import CoreSchema, core_schema
@@ -44,6 +44,14 @@ class Matching:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
         return {**handler(schema), "pattern": f"^({self.pattern})$"}
+
+
+class Conflict(NamedTuple):
+    """Settings that contradict each other: the dotted key of one, the contradiction, and what to type instead."""
+
+    key: str
+    message: str
+    hint: str
 
 
 class Section(BaseModel):

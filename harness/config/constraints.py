@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from harness.config import plugins, targets
+from harness.config import plugins, schedules
+from harness.config.base import Conflict as Conflict  # also for strategies
 from harness.config.places import is_url
 from harness.config.schema import Config
-from harness.config.targets import LabelledTask
 from harness.errors import ConfigError, plural
-
-
-class Conflict(NamedTuple):
-    """Settings that contradict each other: the dotted key of one, the contradiction, and what to type instead."""
-
-    key: str
-    message: str
-    hint: str
 
 
 def conflicts(config: Config) -> Iterator[Conflict]:
@@ -31,9 +22,9 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     yield from _precision(config)
     yield from _parallel(config)
     yield from _compile(config)
-    of_task = [*targets.problems(config.task)] if isinstance(config.task, LabelledTask) else []
-    yield from map(Conflict._make, of_task)
-    if config.best_metric not in config.task.metrics and "task.metrics" not in {key for key, *_ in of_task}:
+    of_task = [*config.task.conflicts()]
+    yield from of_task
+    if config.best_metric not in config.task.metrics and "task.metrics" not in {each.key for each in of_task}:
         yield Conflict(
             "checkpoint.best_metric",
             f"task {config.task.name} has no metric {config.best_metric!r}",
@@ -78,28 +69,9 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
 
 def _schedule(config: Config) -> Iterator[Conflict]:
     schedule, epochs, args = config.schedule, config.train.epochs, dict(config.schedule.args)
-    if schedule.warmup and schedule.name == "one_cycle":
-        yield Conflict(
-            "schedule.warmup",
-            "one_cycle has a warm-up of its own",
-            "set this one to null, and use schedule.args.pct_start, the share of all updates in which one_cycle rises",
-        )
-    if schedule.name == "one_cycle" and args["cycle_momentum"] and config.optimizer.momentum is not None:
-        yield Conflict(
-            "optimizer.momentum",
-            f"one_cycle varies the momentum from {args['max_momentum']} to {args['base_momentum']} and back, so "
-            f"{config.optimizer.momentum} would not be used",
-            "use optimizer.momentum=null, or schedule.args.cycle_momentum=false",
-        )
+    yield from schedules.find(schedule.name).conflicts(config)
     if config.train.min_delta and not config.train.patience:
         yield Conflict("train.min_delta", "it changes nothing without train.patience", "set train.patience=5")
-    if schedule.name == "plateau" and config.train.patience and config.train.patience <= args["patience"] + 1:
-        yield Conflict(
-            "schedule.args.patience",
-            f"the run stops after {plural(config.train.patience, 'evaluation')} without a better metric, so a learning "
-            f"rate that falls only after {args['patience'] + 1} would not be used",
-            f"raise train.patience to {args['patience'] + 2} or more, or lower schedule.args.patience",
-        )
     if epochs and schedule.warmup and schedule.warmup.unit == "epochs" and schedule.warmup.amount > epochs:
         yield Conflict(
             "schedule.warmup",

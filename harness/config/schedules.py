@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from harness.config import hugging_face_names, plugins, signatures
-from harness.config.schema import ScheduleSection
+from harness.config.base import Conflict
+from harness.config.schema import Config, ScheduleSection
 from harness.config.signatures import Function
 from harness.errors import ConfigError
 
@@ -23,6 +25,11 @@ class Found(NamedTuple):
     passed: tuple[str, ...]
     """The parameters that the harness passes."""
     makes_scheduler: bool = False
+
+    def conflicts(self, config: Config) -> Iterable[Conflict]:
+        """Return what the function's attribute ``conflicts``, if it has one, yields for ``config``."""
+        found: Iterable[Conflict] = getattr(self.function, "conflicts", lambda _: ())(config)
+        return found
 
 
 def find(name: str) -> Found:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from harness.config import plugins
-from harness.config.base import Arguments, LocalPlace, Mark, Name, NameOf, Place, Positive, Seconds, Section
+from harness.config.base import Arguments, Conflict, LocalPlace, Mark, Name, NameOf, Place, Positive, Seconds, Section
 from harness.config.duration import Bare, Duration
 from harness.config.launch import LaunchSection
 from harness.config.places import HUB
@@ -50,6 +50,10 @@ class TaskSection(Section):
             if module == "config":
                 return importlib.import_module(f"{package}.task")
         raise NotImplementedError(f"{type(self).__module__}.Task does not define open(seed, cache_dir)")
+
+    def conflicts(self) -> Iterable[Conflict]:
+        """Return contradictions among these options. A task may override it."""
+        return ()
 
     def problems(self) -> Iterable[HarnessError]:
         """Return problems with the data that a check of milliseconds finds without torch. A task may override it."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from harness.config.base import Arguments, Mark, Place, Section
+from harness.config.base import Arguments, Conflict, Mark, Place, Section
 from harness.config.schema import TaskSection
 
 Kind = Literal["single_label", "multi_label", "regression"]
@@ -191,6 +191,9 @@ class LabelledTask(TaskSection):
     def loss_name(self) -> str:
         return self.loss.name or DEFAULT_LOSS[self.label_kind]
 
+    def conflicts(self) -> Iterator[Conflict]:
+        return _conflicts(self)
+
 
 class TableTask(LabelledTask):
     """Base class of the options of a task that reads annotation tables."""
@@ -239,32 +242,36 @@ def _metric_rule(name: str) -> _MetricRule | None:
     return _METRICS.get("top1" if TOP.fullmatch(name) else name)
 
 
-def problems(task: LabelledTask) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, contradiction, what to type instead) of settings that do not fit the kind of the labels."""
+def _conflicts(task: LabelledTask) -> Iterator[Conflict]:
+    """Yield the settings that do not fit the kind of the labels."""
     kind, loss = task.label_kind, task.loss_name
     if isinstance(task, TableTask) and task.labels.column is not None and task.label_column != "label":
-        yield "task.label_column", "label_column and labels.column both set the column", "remove task.label_column"
+        yield Conflict(
+            "task.label_column", "label_column and labels.column both set the column", "remove task.label_column"
+        )
     suitable = {name: rule.options for name, rule in _LOSSES.items() if kind in rule.kinds}
     own = "or your own package.module.Class"
     if "." in loss:
         if refused := sorted(set(task.loss.options) - {"args"}):
-            yield (
+            yield Conflict(
                 f"task.loss.{refused[0]}",
                 f"{loss} is not built in, so {refused[0]} has no effect",
                 "use task.loss.args",
             )
     elif loss not in suitable:
         what = f"the loss {loss} cannot be used with {kind} labels" if loss in _LOSSES else f"there is no loss {loss!r}"
-        yield "task.loss.name", what, f"{_near(loss, suitable)}use {' or '.join(suitable)}, {own}"
+        yield Conflict("task.loss.name", what, f"{_near(loss, suitable)}use {' or '.join(suitable)}, {own}")
     else:
         for option in sorted(set(task.loss.options) - set(suitable[loss])):
             takes = " and ".join(suitable[loss]) or "no settings"
-            yield f"task.loss.{option}", f"the loss {loss} has no {option}", f"remove it; {loss} takes {takes}"
-    yield from _metric_problems(task, kind)
+            yield Conflict(
+                f"task.loss.{option}", f"the loss {loss} has no {option}", f"remove it; {loss} takes {takes}"
+            )
+    yield from _metric_conflicts(task, kind)
 
 
-def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str, str]]:
-    """Yield the ``problems`` of the metrics of ``task``, whose labels are of ``kind``."""
+def _metric_conflicts(task: LabelledTask, kind: Kind) -> Iterator[Conflict]:
+    """Yield the ``_conflicts`` of the metrics of ``task``, whose labels are of ``kind``."""
     suitable = [name for name, rule in _METRICS.items() if kind in rule.kinds]
     keys = [each.shown for each in task.metric_sections]
     for each in task.metric_sections:
@@ -272,9 +279,9 @@ def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str,
         if "." in each.name:
             if each.better is None:
                 hint = f"write {{name: {each.name}, better: max}} (or min)"
-                yield "task.metrics", f"it is not known whether a higher {each.shown} is better", hint
+                yield Conflict("task.metrics", f"it is not known whether a higher {each.shown} is better", hint)
             if _metric_rule(each.shown):
-                yield (
+                yield Conflict(
                     "task.metrics",
                     f"the key {each.shown} of {each.name} is the name of a built-in metric",
                     "give it another key: {key: NAME}",
@@ -284,13 +291,17 @@ def _metric_problems(task: LabelledTask, kind: Kind) -> Iterator[tuple[str, str,
                 f"{_near(each.name, suitable)}use {', '.join(suitable)}, or package.module.Class with "
                 "better: max (or min)"
             )
-            yield "task.metrics", f"there is no metric {each.name!r}", hint
+            yield Conflict("task.metrics", f"there is no metric {each.name!r}", hint)
         elif kind not in rule.kinds:
-            yield "task.metrics", f"{each.name} is not a metric of {kind} labels", f"use {', '.join(suitable)}"
+            yield Conflict(
+                "task.metrics", f"{each.name} is not a metric of {kind} labels", f"use {', '.join(suitable)}"
+            )
         elif each.args or each.key or each.better not in (None, rule.better):
-            yield "task.metrics", f"{each.name} is built in and takes no settings", f"write only its name: {each.name}"
+            yield Conflict(
+                "task.metrics", f"{each.name} is built in and takes no settings", f"write only its name: {each.name}"
+            )
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        yield (
+        yield Conflict(
             "task.metrics",
             f"{twice[0]} is listed twice",
             "remove one, or give it another key: {name: ..., key: NAME}",

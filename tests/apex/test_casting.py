@@ -82,6 +82,7 @@ CONTAINERS: dict[str, tuple[Any, Callable[[Any], torch.Tensor]]] = {
     "model output": (ModelOutput(logits=f()), lambda v: v.logits),
     "object with to()": (Batch(f()), lambda v: v.x),
     "packed sequence": (nn.utils.rnn.pack_padded_sequence(f(3, 2, 4), [3, 2]), lambda v: v.data),
+    "packed sequence of ids": (nn.utils.rnn.pack_padded_sequence(f(3, 2).long(), [3, 2]), lambda v: v.data),
     "float64": (f().double(), lambda v: v),
     "bfloat16": (f().bfloat16(), lambda v: v),
 }

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from harness.apex import amp, amp_C
+from harness.apex.amp.device_flags import flags
 from harness.apex.amp.scaler import LossScaler
 from harness.apex.multi_tensor_apply import multi_tensor_applier
 from tests.apex.shared import through_a_file
@@ -25,6 +26,15 @@ def overflow(scaler: LossScaler) -> bool:
 def clean(scaler: LossScaler) -> bool:
     scaler.unscale_([torch.ones(2)], scaler.loss_scale())
     return scaler.update_scale()
+
+
+def test_a_late_flag_of_an_earlier_step_leaves_a_deferred_context():
+    scaler = LossScaler("dynamic")
+    scaler.unscale_([torch.tensor([math.inf])], 1.0)
+    flags.push(scaler.update_on_device(), scaler.count)
+    scaler.defer()
+    assert not clean(scaler)
+    assert scaler._unskipped == 2
 
 
 @pytest.mark.contract("2.1", "2.2")

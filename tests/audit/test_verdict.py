@@ -28,6 +28,11 @@ def test_lines_that_draw_are_evidence(code, names, evidence):
     assert finding.place == ""
 
 
+def test_evidence_says_how_much_more_there_is():
+    found = Finding("other", "text").with_lines([*"abcdefg"]).with_lines(["sum"])
+    assert found.evidence == (*"abcde", "and 2 more", "sum")
+
+
 def test_draws_are_read_once_each_those_of_the_script_first(tmp_path):
     library = Draw("torch", "torch.randperm", f"{tmp_path}/library/sampler.py:8")
     work = tmp_path / "work"

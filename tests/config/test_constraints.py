@@ -9,6 +9,7 @@ import pytest
 
 from harness.config import constraints, plugins
 from harness.config.constraints import conflicts
+from harness.training.optimizer import schedule
 from tests.config.test_schema import make
 
 FSDP = {"strategy": "fsdp"}
@@ -35,6 +36,10 @@ CASES = {
         ["optimizer.momentum"], "from 0.95 to 0.85 and back", "momentum=null",
     ),
     "min_delta alone": ({"train": {"min_delta": 0.1}}, ["train.min_delta"], "changes nothing", "train.patience=5"),
+    "beta1 of one_cycle": (
+        {"schedule": {"name": "one_cycle"}, "optimizer": {"name": "adamw", "args": {"betas": [0.5, 0.99]}}},
+        ["optimizer.args.betas"], "so 0.5 would not be used", "optimizer.args.betas=[0.95,0.99]",
+    ),
     "plateau after the end": (
         {"schedule": {"name": "plateau", "args": {"patience": 3}}, "train": {"patience": 3}},
         ["schedule.args.patience"], "falls only after 4 would", "train.patience to 5 or more",
@@ -171,7 +176,7 @@ def test_conflict(name):
 def test_every_conflict_in_the_code_has_a_case():
     found = [next(conflicts(make(**sections))).hint for sections, *_ in CASES.values()]
     strategies = [inspect.getmodule(plugins.find("strategy", name, "")) for name in plugins.names("strategy")]
-    code = [ast.parse(inspect.getsource(module)) for module in (constraints, *strategies)]
+    code = [ast.parse(inspect.getsource(module)) for module in (constraints, schedule, *strategies)]
     for node in (node for tree in code for node in ast.walk(tree)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Conflict":
             if ast.unparse(node.args[2]) == "error.hint":  # of a part that cannot be found
@@ -189,6 +194,7 @@ def test_every_conflict_in_the_code_has_a_case():
         {"schedule": {"name": "step", "args": {"milestones": [1, 2.5]}}},
         {"schedule": {"name": "cosine", "warmup": 10, "args": {"min_lr": 0.1}}},
         {"schedule": {"name": "one_cycle", "args": {"cycle_momentum": False}}, "optimizer": {"momentum": 0.9}},
+        {"schedule": {"name": "one_cycle"}, "optimizer": {"name": "adam", "args": {"betas": [0.95, 0.99]}}},
         {"schedule": {"name": "plateau", "args": {"patience": 2}, "warmup": "5 steps"}, "train": {"patience": 4}},
         {"schedule": {"name": "cosine_restarts", "args": {"cycle_epochs": 0.5, "cycle_mult": 2}}},
         {"precision": {"opt_level": "O2", "keep_batchnorm_fp32": False}},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from harness.config.targets import problems
 from harness.errors import ConfigError
 from tests.fixtures import make_config
 
@@ -30,7 +29,7 @@ def test_defaults_follow_the_labels(tmp_path, options, kind, loss, metrics):
     assert (task.label_kind, task.loss_name) == (kind, loss)
     assert list(task.metrics) == metrics.split()
     assert {name: better for name, better in task.metrics.items() if better == "min"}.keys() <= {"loss", "rmse", "mae"}
-    assert list(problems(task)) == []
+    assert list(task.conflicts()) == []
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,8 @@ def test_function_that_returns_gradients_is_an_error(start):
         loop.step(run, group)
 
 
-@pytest.mark.parametrize("name", ["of_one_argument", "seen", "missing"])
+@pytest.mark.parametrize("name", [f"{HERE}.of_one_argument", f"{HERE}.seen", f"{HERE}.missing", "builtins.min"])
 def test_wrong_function_is_an_error_before_training(name):
     with pytest.raises(ConfigError) as error:
-        find(f"{HERE}.{name}")
+        find(name)
     assert error.value.where == "train.on_gradients"

@@ -24,7 +24,8 @@ from harness.apex.dtypes import REDUCED
 def cast_tree(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` with every floating tensor in it cast to ``dtype``; containers keep their type.
 
-    Handles lists, tuples, named tuples, sets, deques, mappings, dataclass instances, and objects with a ``to`` method.
+    Handles lists, tuples, named tuples, sets, deques, mappings, dataclass instances, and objects with a ``to`` method,
+    which is called as in Apex: it casts a PackedSequence of token ids, too.
     Returns the object itself when nothing in it changes, and when its type cannot be rebuilt.
     """
     if isinstance(value, Tensor):

@@ -181,6 +181,7 @@ class LossScaler:
 
     def defer(self) -> None:
         """End a context whose gradients are still local to this rank: the context that reduces them is checked."""
+        flags.read_flags()  # of steps before, whose ``count`` would end this one too
         self._deferred += 1
         self.clear_overflow_state()
 

@@ -62,7 +62,7 @@ def find(name: str) -> Function:
     found: Function = plugins.import_own("function", name, KEY)
     try:
         inspect.signature(found).bind([], None, 0)
-    except TypeError as error:  # also for what cannot be called
+    except (TypeError, ValueError) as error:  # also for what cannot be called, or has no signature
         raise ConfigError(
             f"{name} cannot be called with the gradients of a step: {error}",
             where=KEY,

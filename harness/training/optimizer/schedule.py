@@ -8,18 +8,18 @@ user's own are in ``own_schedule.py``. Torch is not imported: the arguments are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
 from harness.config import schedules
-from harness.config.base import Positive
+from harness.config.base import Conflict, Positive
 from harness.config.duration import Bare, Duration
-from harness.config.schema import ScheduleSection
+from harness.config.schema import Config, ScheduleSection
 from harness.errors import ConfigError, plural
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ AtLeast0 = Annotated[float, Field(ge=0)]
 AtLeast1 = Annotated[float, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Count = Annotated[int, Field(ge=0)]
+Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,16 @@ class Point:
         return min(1.0, self.update / self.num_updates)
 
 
+def _refusing(conflicts: Callable[[Config], Iterator[Conflict]]) -> Callable[[Rule], Rule]:
+    """Give a schedule its ``conflicts``: the settings that contradict it, as a strategy has."""
+
+    def mark(rule: Rule) -> Rule:
+        vars(rule)["conflicts"] = conflicts
+        return rule
+
+    return mark
+
+
 def constant(at: Point) -> float:
     """The learning rate stays."""
     return at.lr
@@ -83,6 +94,30 @@ def cosine_restarts(at: Point, *, cycle_epochs: Above0, cycle_mult: Positive = 1
     return min_lr + (at.lr - min_lr) * _half_cosine(step % length / length)
 
 
+def _conflicts_of_one_cycle(config: Config) -> Iterator[Conflict]:
+    if config.schedule.warmup:
+        yield Conflict(
+            "schedule.warmup",
+            "one_cycle has a warm-up of its own",
+            "set this one to null, and use schedule.args.pct_start, the share of all updates in which one_cycle rises",
+        )
+    args, optimizer = dict(config.schedule.args), config.optimizer
+    high, low, betas = args["max_momentum"], args["base_momentum"], optimizer.args.get("betas")
+    beta1 = betas[0] if isinstance(betas, list | tuple) and betas else high
+    given = {
+        "optimizer.momentum=null": optimizer.momentum,
+        f"optimizer.args.betas=[{high},{betas and betas[-1]}]": None if beta1 == high else beta1,
+    }
+    for fix, value in given.items() if args["cycle_momentum"] else ():
+        if value is not None:
+            yield Conflict(
+                fix.partition("=")[0],
+                f"one_cycle varies the momentum from {high} to {low} and back, so {value} would not be used",
+                f"use {fix}, or schedule.args.cycle_momentum=false",
+            )
+
+
+@_refusing(_conflicts_of_one_cycle)
 def one_cycle(
     at: Point,
     *,
@@ -112,6 +147,18 @@ def one_cycle(
     return (lr, between(max_momentum, base_momentum, max_momentum)) if cycle_momentum else lr
 
 
+def _conflicts_of_plateau(config: Config) -> Iterator[Conflict]:
+    patience, ours = config.train.patience, dict(config.schedule.args)["patience"]
+    if patience and patience <= ours + 1:
+        yield Conflict(
+            "schedule.args.patience",
+            f"the run stops after {plural(patience, 'evaluation')} without a better metric, so a learning rate that "
+            f"falls only after {ours + 1} would not be used",
+            f"raise train.patience to {ours + 2} or more, or lower schedule.args.patience",
+        )
+
+
+@_refusing(_conflicts_of_plateau)
 def plateau(
     at: Point,
     *,
