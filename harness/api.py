@@ -117,6 +117,7 @@ def open_run(config: Config) -> Iterator[Run]:
 
     with _started(config) as start, start as run:
         _warn_of_own_loop(run)
+        loop.begin(run)
         before = run.state.step
         yield run
         if run.ranks.fixed and run.state.step > before and not run.parallel.num_synced_passes():
@@ -124,20 +125,19 @@ def open_run(config: Config) -> Iterator[Run]:
         if run.finished() or run.state.step > before:
             checkpointing.save(run)  # without the reason for the end, so that a longer loop resumes from it
             run.state.ended = run.state.ended or "its loop has ended"
-            start.done = loop.train(run) and final_predictions.write_for_run(run)
+            start.done = loop.train_to_end(run) and final_predictions.write_for_run(run)
 
 
 def _warn_of_own_loop(run: Run) -> None:
     """Warn of what the configuration asks for and only ``harness.training.loop`` does."""
     from harness.config.schema import TrainSection
-    from harness.training.hooks import AFTER_STEP, BEFORE_TRAINING
+    from harness.training.hooks import AFTER_STEP
 
     config, defaults = run.config, TrainSection()
     names = ("clip_norm", "on_gradients", "on_nan", "mixup", "cutmix", "ema_decay")
     left = [f"train.{name}" for name in names if getattr(config.train, name) != getattr(defaults, name)]
     left += ["checkpoint.every"] if config.checkpoint.every is not None else []
-    for method in (BEFORE_TRAINING, AFTER_STEP):
-        left += [f"{method} of {hook.name}" for hook in run.hooks.all if hook.has(method)]
+    left += [f"{AFTER_STEP} of {hook.name}" for hook in run.hooks.all if hook.has(AFTER_STEP)]
     if left:
         logging.getLogger("harness").warning(
             "these are left to your loop, and not done unless it does them: %s, and train lines in metrics.jsonl "

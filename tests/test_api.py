@@ -20,6 +20,7 @@ import warnings
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest import mock
 
 import numpy as np
@@ -77,10 +78,10 @@ def process_state() -> dict[str, object]:
     }  # fmt: skip
 
 
-def weights(folder) -> dict[str, torch.Tensor]:
+def weights(folder, name: str = "weights.safetensors") -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(f"{folder}/weights.safetensors")
+    return load_file(f"{folder}/{name}")
 
 
 def test_train_twice_and_predict(path, capsys):
@@ -212,6 +213,22 @@ def test_a_signal_stops_with_a_checkpoint(path, monkeypatch):
     assert (stopped.finished, stopped.step) == (False, 3)
     resumed, whole = train(load_config(path)), train(load_config(path, {"name": "whole"}))
     assert (resumed.finished, resumed.history) == (True, whole.history)
+
+
+@pytest.mark.parametrize(("every", "kept"), [("3 steps", True), ("2 steps", False)])
+def test_the_best_weights_of_a_former_end_are_kept(path, capsys, every, kept):
+    """A longer run evaluates at its own steps only, and forgets that end, which may have been the best."""
+    asked = {"train.evaluate_every": every, "checkpoint.best_metric": "loss"}
+    first = train(load_config(path, {**asked, "train.max_steps": 4}))
+    assert first.best_step == 4
+    before = weights(first.folder)
+    longer = train(load_config(path, {**asked, "train.max_steps": 5}))
+    file = Path(first.folder) / "weights.step-4.safetensors"
+    assert [entry["step"] for entry in longer.history] == ([3, 5] if kept else [2, 4, 5])
+    assert file.exists() == kept
+    assert (f"its weights are kept as {file}" in "".join(capsys.readouterr())) == kept
+    if kept:
+        assert_close(weights(first.folder, file.name), before, rtol=0, atol=0)
 
 
 def on_a_rank(path: str) -> tuple[int, dict[str, float], float]:
@@ -353,6 +370,22 @@ def own_loop(path: str, steps: int, stop: bool = False, **overrides: object) -> 
         if stop:
             run.stop.request("enough for today")
     return run.state.step
+
+
+class Begins:
+    def before_training(self, run):
+        self.__class__.steps.append(run.state.step)
+
+    steps: ClassVar[list[int]] = []
+
+
+def test_an_own_loop_begins_with_before_training(path):
+    """At its start and at a resume, not at its end."""
+    asked = {"precision.opt_level": "O0", "train.ema_decay": None, "hooks": [f"{__name__}.Begins"]}
+    Begins.steps.clear()
+    assert own_loop(path, 3, stop=True, **asked) == 3
+    assert own_loop(path, 1, **asked) == 4
+    assert Begins.steps == [0, 3]
 
 
 def test_an_own_loop_ends_as_done(path, tmp_path, capsys):

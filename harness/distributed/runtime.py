@@ -4,7 +4,7 @@ stage       may be longer than timeout_s  may hold collectives  an error is rais
 together    no                            no                    all ranks              no
 patiently   yes, up to work_timeout_s     no                    all ranks              yes
 announced   yes, up to work_timeout_s     yes                   this rank              yes
-limited     alone, up to its limit_s      yes                   this rank              yes
+limited     alone, up to its limit_s      yes                   nobody: it is killed   yes, and no other
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Runtime(Collectives):
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """Enter a stage together: if any rank raises in it, all ranks raise, so that none waits for another.
+        """Enter a stage together: if any rank raises in it, all raise, so that none waits for another. Collective.
 
         The body must not contain a collective. The lowest failing rank raises its own error. The others raise a copy,
         with that rank in ``origin_rank``, and what they were ``doing`` if it is no HarnessError.
@@ -105,7 +105,7 @@ class Runtime(Collectives):
         return self.await_work(doing, Background(work, "harness-work"), limit_s)
 
     def await_work(self, doing: str, work: Background[Value], limit_s: float | None = None) -> Value:
-        """Return ``patiently`` for work that every rank has already started.
+        """Return ``patiently`` for work that every rank has already started. Collective.
 
         At growing intervals, the ranks tell each other whether they are done, have failed or are late, and so leave in
         the same round: all are done, one is late, or one has failed some rounds ago.
@@ -137,7 +137,7 @@ class Runtime(Collectives):
     @contextmanager
     def announced(self, doing: str) -> Iterator[None]:
         """Enter a stage with collectives, in which the ranks wait ``work_timeout_s`` for each other, such as the first
-        step of a compiled model. All ranks enter and leave it together. A rank that stops in it is found that late.
+        step of a compiled model. A rank that stops in it is found that late. Collective.
 
         An error of one rank is not shared: it ends the run as anywhere else.
         """

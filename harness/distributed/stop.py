@@ -41,7 +41,7 @@ class Stop:
 
     def poll(self) -> bool:
         """Take part in the decision, and return it: True from the first call at which a request has reached all ranks.
-        All ranks must call it equally often.
+        Collective: all ranks must call it equally often.
 
         Ranks reduce their flags about twice per second: one call starts a reduction, the next, a step later, reads it
         without waiting, unless a step is shorter. Then some calls pause, as many as rank 0's clock says: the reduction

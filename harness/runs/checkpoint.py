@@ -12,7 +12,6 @@ then does `latest` name it. A run that comes to the same step again replaces the
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from harness.config import seals
 from harness.errors import CheckpointError, reason, require_regular_file
 from harness.runs import layout
-from harness.runs.files import commit, read_json, sha256, write_atomically, write_sealed
+from harness.runs.files import read_json, replace_folder, sha256, write_atomically, write_sealed
 
 VERSION = 8  # of the manifest and of what a checkpoint contains
 ADVICE = "choose another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
@@ -43,9 +42,7 @@ def complete(folder: Path, step: int, format_name: str, files: dict[str, Any]) -
         )  # fmt: skip
     write_sealed(folder / layout.MANIFEST, {"version": VERSION, "format": format_name, "step": step, "files": files})
     final = folder.with_name(layout.step_name(step))
-    if final.exists():  # damaged, or abandoned by a resume from an earlier step
-        shutil.rmtree(final)
-    commit(folder, final)
+    replace_folder(folder, final)  # if it is there: damaged, or abandoned by a resume from an earlier step
     write_atomically(final.with_name(layout.LATEST), final.name + "\n")
 
 

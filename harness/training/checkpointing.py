@@ -1,4 +1,4 @@
-"""What a checkpoint contains, and when it is saved. ``harness.training.resuming`` restores it.
+"""What a checkpoint contains, and how it is saved. ``harness.training.resuming`` restores it.
 
 The files of a checkpoint are ``harness.runs.checkpoint``'s.
 """
@@ -69,15 +69,15 @@ class Content(BesideTheModel):
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint of the current step, unless there is one. Collective; an error on rank 0 is raised on all
-    ranks."""
+    """Write a checkpoint of the current step, unless there is one. An error on rank 0 is raised on all ranks.
+    Collective."""
     if run.saved_step == run.state.step:
         return
     start = time.perf_counter()
     run.hooks.call(hooks.BEFORE_CHECKPOINT, run)
     with working("writing a checkpoint"):
         _save(run)
-    if run.state.in_epoch:  # otherwise it is not part of the training time
+    if run.meter.runs:  # otherwise it is not part of the training time
         run.meter.costs.add({"checkpoint": time.perf_counter() - start})
 
 
@@ -85,8 +85,8 @@ def _save(run: Run) -> None:
     """Gather the content, and give it to the writer. Collective."""
     state, runtime = run.state, run.runtime
     run.collect_waits()
-    # A model that diverged must not become the newest checkpoint. The losses are those since the last log line, which
-    # the sum over logical ranks must leave as they are.
+    # A model that diverged must not become the newest checkpoint. The losses are those since the last log line, cloned
+    # because the sum may overwrite them.
     losses = run.ranks.sum([loss.detach().clone().reshape(1) for loss in run.meter.losses])
     run.health.loss(losses.item(), run.meter.steps, state, run.writer.complete)
     run.health.weights(state, run.writer.complete)

@@ -1,14 +1,13 @@
 """The training loop: train, epoch, step, evaluation.
 
-What others promise: ``run.precision`` is amp's interface. ``run.meter`` adds up losses, rows and times without waiting,
-and makes the numbers of a log line of them. A ``Reading`` is a number that the device has still to compute. Hooks are
-the user's own code.
+``run.precision`` is amp's interface. ``run.meter`` adds up losses, rows and times without waiting, and makes the
+numbers of a log line of them. A ``Reading`` is a number that the device has still to compute. Hooks are the user's own
+code.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 
@@ -35,13 +34,26 @@ log = logging.getLogger("harness")
 
 
 def train(run: Run) -> bool:
+    """``begin``, then ``train_to_end``. Collective."""
+    begin(run)
+    return train_to_end(run)
+
+
+def begin(run: Run) -> None:
+    """Do what comes before the first step of a start. Collective."""
+    run.hooks.call(BEFORE_TRAINING, run)
+    if run.state.step:
+        save(run)  # if it resumed from another run, which it then no longer needs
+        run.writer.wait()
+    try_evaluation(run)
+
+
+def train_to_end(run: Run) -> bool:
     """Train from ``run.state`` to the end; return False if stopped earlier, with a checkpoint to resume from.
 
     Collective, like everything it calls: all decisions come from reduced values. A step is saved before it is
     evaluated: after a crash in the evaluation, the resume starts with that evaluation.
     """
-    run.hooks.call(BEFORE_TRAINING, run)
-    try_evaluation(run)
     while not run.stop.decide_now():
         if run.evaluation_due():
             evaluation(run)
@@ -64,7 +76,7 @@ def epoch(run: Run) -> None:
     run.meter.restart_clock()
     left = data.steps_left(state.segments)
     run.progress.start(run_log.epoch_of(run, state.epoch + 1), state.step)
-    run.lr = run.schedule.lr(state.applied, state.plateau.reductions)  # of a line without a step: a resume at the end
+    run.lr = run.schedule.lr(state.applied, state.plateau.reductions)  # if these ranks have no step left (tail=drop)
     end = min(state.step + run.steps_to_evaluation(), run.config.train.max_steps or sys.maxsize)
     for number, group in enumerate(data.groups(state.epoch, state.segments), state.step + 1):
         left -= 1
@@ -86,6 +98,7 @@ def epoch(run: Run) -> None:
     if run.meter.steps and (left == 0 or run.evaluation_due()):
         end_window(run)
         settle_last_step(run)
+    run.meter.stop_clock()
     if left == 0 or run.finished():
         run.health.updates(state, run.writer.complete)
     if left == 0:
@@ -121,14 +134,14 @@ def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     if run.gradient_hook and skip is not True:  # where only the device knows of an overflow, they may be infinite
         run.gradient_hook(precision.master_params(run.optimizer), run.state.step)
     finite = True
-    if train.clip_norm is not None or host_waits:
-        norm = run.meter.norm = clip_grad_norm_(precision.master_params(run.optimizer), train.clip_norm or math.inf)
-        if host_waits and not skip:
-            finite = finite_everywhere(run, norm, losses)
-            skip = not finite
-    elif measured:
-        params = precision.master_params(run.optimizer)
+    params = precision.master_params(run.optimizer)
+    if train.clip_norm is not None:
+        run.meter.norm = clip_grad_norm_(params, train.clip_norm)
+    elif host_waits or measured:
         run.meter.norm = get_total_norm([param.grad for param in params if param.grad is not None])
+    if host_waits and not skip:
+        finite = finite_everywhere(run, losses)
+        skip = not finite
     if finite:
         run.optimizer.step()
     end_step(run, losses, skip)
@@ -162,10 +175,11 @@ def backward(run: Run, group: list[MicroBatch]) -> Losses:
     return losses
 
 
-def finite_everywhere(run: Run, norm: Tensor, losses: Losses) -> bool:
+def finite_everywhere(run: Run, losses: Losses) -> bool:
     """Return True if the gradient norm and the losses of a step are finite on every rank: where the norm nearly
     overflows, the ranks of a mixed cluster may differ. Collective; the host waits for the device."""
-    values = [full(norm), *(loss.detach() for loss, micro in losses if micro.num_rows)]
+    assert run.meter.norm is not None
+    values = [full(run.meter.norm), *(loss.detach() for loss, micro in losses if micro.num_rows)]
     finite = torch.stack([value.double().reshape(()) for value in values]).isfinite().all()
     return not run.runtime.sum((~finite).int()).item()
 
@@ -179,7 +193,7 @@ def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
             used.rows.append(micro.rows)
             used.num_rows[micro.rank - first] += micro.num_rows
             used.bad[micro.rank - first] += micro.batch.bad[: micro.num_rows]  # without padding rows
-            # stop: a loss that is NaN fails the run, even if its step was skipped; skip: it must not
+            # With on_nan=stop, a loss that is NaN fails the run, even if its step was skipped; else it must not.
             if run.config.train.on_nan == "stop" or skip is not True:
                 run.meter.add_loss(loss, micro.num_rows, skip, micro.rank - first)
     run.unsettled = used, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip

@@ -59,7 +59,7 @@ class Window(NamedTuple):
     """The measurements between two log lines, over all ranks."""
 
     total: float
-    """Sum of the loss over the rows of applied steps; NaN if the loss of any step was."""
+    """Sum of the loss over the rows of applied steps; NaN if the loss of any step was that ``add_loss`` got."""
     loss: float
     """Mean over these rows; NaN if there are none."""
     rows: int
@@ -103,7 +103,17 @@ class Meter:
         self.timer = CudaTimer(device) if device.type == "cuda" else StepTimer()
         self.costs = Costs()
         self._ended: Reading | None = None
-        self._mark = time.perf_counter()
+        self._mark: float | None = time.perf_counter()  # up to which time_s counts; None: the clock is stopped
+
+    @property
+    def runs(self) -> bool:
+        """True if time counts as training: not after ``stop_clock``."""
+        return self._mark is not None
+
+    def stop_clock(self) -> None:
+        """Exclude the time from now until ``restart_clock``."""
+        if self._mark is not None:
+            self.time_s, self._mark = self.time_s + time.perf_counter() - self._mark, None
 
     def restart_clock(self) -> None:
         """Exclude the time since the last ``tick``, which was not spent training."""
@@ -112,8 +122,9 @@ class Meter:
     def tick(self) -> None:
         """Update the times. The host waits for the device, as the timer's ``settle`` does."""
         self.timer.settle()
-        now = time.perf_counter()
-        self.time_s, self._mark = self.time_s + now - self._mark, now
+        if self._mark is not None:
+            now = time.perf_counter()
+            self.time_s, self._mark = self.time_s + now - self._mark, now
 
     def add_loss(self, mean: Tensor, rows: int, skip: bool | Tensor = False, index: int = 0) -> None:
         """Add the mean loss of ``rows`` rows to the sum of the rank at ``index`` in this process. That of a skipped

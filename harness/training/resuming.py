@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from harness.data.seeds import TRAINING
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError, first_line
 from harness.runs import checkpoint, layout
+from harness.runs.files import replacing
 from harness.training import checkpointing
 from harness.training.checkpointing import Content
 from harness.training.determinism import kernels
@@ -68,8 +70,6 @@ def resume(run: Run) -> None:
     if path is not None and not is_own:
         run.state.forget_evaluations()  # the best weights are in the folder of the other run
         run.saved_step = -1
-        checkpointing.save(run)  # so that this run no longer needs the other one
-        run.writer.wait()
 
 
 def _keep_results(run: Run, log_before: LogBefore) -> None:
@@ -90,6 +90,17 @@ def _keep_results(run: Run, log_before: LogBefore) -> None:
     last = replace(before, evaluated=before.step, history=history, best=best, best_step=step, since_best=later)
     if is_over(run.config, last):  # otherwise it is to train longer
         run.state, run.this_start.done_at = last, before.step
+    elif step == before.step and not run.evaluation_due():
+        kept = run.folder.weights.with_name(f"weights.step-{step}.safetensors")
+        runtime.patiently("keeping the best weights", lambda: _copy_file(runtime, run.folder.weights, kept))
+        text = "%s %.4f, the best so far, was of the former end at step %d, which a longer run does not evaluate: %s"
+        log.warning(text, run.config.best_metric, best, step, f"its weights are kept as {kept}")
+
+
+def _copy_file(runtime: Runtime, source: Path, target: Path) -> None:
+    if runtime.rank == 0:
+        with replacing(target) as temporary:
+            shutil.copyfile(source, temporary)
 
 
 def checkpoint_to_resume(run: Run) -> tuple[Path | None, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -53,8 +53,7 @@ class ThisStart:
 
 @dataclass
 class Run:
-    """The parts of a run, built by ``harness.training.build``. Every rank calls every method;
-    those that return a number, also one rank alone."""
+    """The parts of a run, built by ``harness.training.build``."""
 
     config: Config
     runtime: Runtime
@@ -119,8 +118,8 @@ class Run:
         return self.state.step + (self.unsettled is not None)
 
     def throughput(self) -> float:
-        """Training rows per second over all ranks, including skipped steps, log lines and checkpoints, but not
-        evaluation."""
+        """Training rows per second over all ranks, including skipped steps, log lines and the checkpoints between two
+        steps of an epoch, but not evaluation."""
         return self.state.rows / self.state.train_s if self.state.train_s else 0.0
 
     def finished(self) -> bool:
@@ -168,16 +167,17 @@ class Run:
 
     def compiling(self, stage: str) -> AbstractContextManager[None]:
         """Context for a ``stage`` that compiles the model at its first time, on some ranks for longer than on others.
-        Every rank enters it."""
+        Collective."""
         if not self.config.model.compile or stage in self.this_start.compiled:
             return nullcontext()
         self.this_start.compiled.add(stage)
         return self.runtime.announced(f"compiling {stage}")
 
     def close(self) -> None:
-        self.first_look.end()
-        self.progress.stop()
-        self.writer.close()
-        self.tracker.close(done=self.finished() and not self.runtime.failed)
-        self.train_data.loader.close()
-        self.eval_data.loader.close()
+        """Close all parts, even if one fails, as the loader after the death of a worker."""
+        with ExitStack() as last_first:
+            for loader in (self.eval_data.loader, self.train_data.loader):
+                last_first.callback(loader.close)
+            last_first.callback(lambda: self.tracker.close(done=self.finished() and not self.runtime.failed))
+            for close in (self.writer.close, self.progress.stop, self.first_look.end):
+                last_first.callback(close)

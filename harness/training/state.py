@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,8 +32,9 @@ class State:
     """The updates within this epoch."""
     epoch_skipped: int = 0
     epoch_rows: int = 0
-    """The rows of these updates over all ranks, and the sum of their losses, up to the last log line."""
+    """The rows of these updates over all ranks, up to the last log line."""
     epoch_loss: float = 0.0
+    """The sum of the losses of these rows."""
     rows: int = 0
     """Training rows over all ranks, including those of skipped steps."""
     rows_skipped: int = 0
@@ -102,6 +103,7 @@ class State:
 
     @property
     def in_epoch(self) -> bool:
+        """True if steps of the epoch are taken, and it has not ended."""
         return bool(self.segments)
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,10 +127,19 @@ def why_ended_early(config: Config, state: State) -> str:
     name, delta, patience = config.best_metric, config.train.min_delta, config.train.patience
     if state.ended or patience is None:
         return state.ended
-    since, gained, sign = 0 if delta else state.since_best, -math.inf, 1 if config.task.metrics[name] == "max" else -1
-    for value in (sign * line[name] for line in state.history if delta):
-        is_gain = math.isfinite(value) and value > gained + delta
-        gained, since = (value, 0) if is_gain else (gained, since + 1)
+    sign = 1 if config.task.metrics[name] == "max" else -1
+    since = _since_gain([sign * line[name] for line in state.history], delta)
     by = f" by more than {delta:g}" if delta else ""
     why = f"{name} was not better{by} in the last {plural(since, 'evaluation')} (train.patience)"
     return why if since >= patience else ""
+
+
+def _since_gain(values: Sequence[float], delta: float) -> int:
+    """Return the number of ``values`` after the last gain: one that is more than ``delta`` above the gain before."""
+    gained, since = -math.inf, 0
+    for value in values:
+        if math.isfinite(value) and value > gained + delta:
+            gained, since = value, 0
+        else:
+            since += 1
+    return since

@@ -154,6 +154,30 @@ def test_when_they_are_called(start):
     assert [entry[1] for entry in seen if entry[0] == "step"] == list(range(1, 10))
 
 
+class Clock:
+    def before_checkpoint(self, run):
+        seen.append((run.state.step, run.meter.runs))
+
+
+def test_only_a_checkpoint_between_two_steps_of_an_epoch_is_training_time(start):
+    run = start(f"{HERE}.Clock", checkpoint={"every": 2}, train={"epochs": 1, "log_every": 1, "deterministic": False,
+                "evaluate_every": "3 steps"}, batch={"global": 2})  # fmt: skip
+    assert loop.train(run)
+    assert seen == [(2, True), (3, False), (4, True), (6, False)]
+    lines = [json.loads(line) for line in (run.folder.path / "metrics.jsonl").read_text().splitlines()]
+    cost = {line["step"]: line["cost"].get("checkpoint", 0) > 0 for line in lines if line["split"] == "train"}
+    assert cost == {1: False, 2: False, 3: True, 4: False, 5: True, 6: False}
+
+
+def test_training_begins_before_the_first_checkpoint_of_a_run_that_resumed_from_another(start):
+    first = start(train={"epochs": 1, "deterministic": False})
+    assert loop.train(first)
+    run = start(f"{HERE}.Records", name="second",
+                checkpoint={"resume": str(first.checkpoints.newest())})  # fmt: skip
+    assert loop.train(run)
+    assert seen[:2] == [("start", 3), ("checkpoint", 3)]
+
+
 @pytest.mark.parametrize(("when", "step", "lines"), [("step", 4, [2, 3, 4]), ("evaluation", 3, [2, 3])])
 def test_a_reason_ends_training(start, when, step, lines):
     """With a checkpoint, a last line of the log, and an evaluation of that step."""

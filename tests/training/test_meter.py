@@ -267,6 +267,18 @@ def test_time_outside_training_is_excluded(monkeypatch):
     now_s = 107.0
     meter.tick()
     assert meter.time_s == 7.0
+    now_s = 108.0
+    meter.stop_clock()
+    now_s = 200.0
+    assert not meter.runs
+    meter.tick()
+    meter.stop_clock()
+    assert meter.time_s == 8.0
+    meter.restart_clock()
+    now_s = 201.0
+    assert meter.runs
+    meter.tick()
+    assert meter.time_s == 9.0
 
 
 def _reduce():

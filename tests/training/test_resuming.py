@@ -173,8 +173,9 @@ def test_a_new_run_has_only_its_own_evaluations(started):
     place = trained(started("first", "train.epochs=2"))
     forked = started("forked", "train.epochs=3", f"checkpoint.resume={place}")
     assert forked.state.history == []
+    loop.begin(forked)
     assert list(steps(forked.checkpoints.folder)) == [8]  # so that it no longer needs the other one
-    loop.train(forked)
+    loop.train_to_end(forked)
     assert [entry["epoch"] for entry in forked.state.history] == [2, 3]  # it begins with one
 
 
