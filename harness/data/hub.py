@@ -83,7 +83,10 @@ def weights(name: str, where: str) -> Path:
 
 def file(place: str, name: str, where: str) -> Path:
     """Return the file ``name`` of ``place``, OWNER/NAME@REVISION of the hub. Raises ConfigError."""
-    return _downloaded(place, where, [name]) / name
+    path = _downloaded(place, where, [name]) / name
+    if not path.is_file():
+        raise ConfigError(f"the hub's {place} has no {name}", where=where, hint=f"set {where}=FILE")
+    return path
 
 
 def _downloaded(place: str, where: str, patterns: Sequence[str]) -> Path:

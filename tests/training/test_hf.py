@@ -187,6 +187,18 @@ def test_weights_are_those_of_from_pretrained(make, bert):
     assert len(facts["sha256"]) == 64
 
 
+def test_published_weights_are_located_once(make, tmp_path, monkeypatch):
+    """A folder that is called as torchvision's word for them is none of the model."""
+    config = make("model.weights=pretrained")
+    _, model = built(config)
+    asked, locate = [], hub.weights
+    monkeypatch.setattr(hub, "weights", lambda *args: asked.append(args) or locate(*args))
+    (tmp_path / "pretrained").mkdir()
+    monkeypatch.chdir(tmp_path)
+    weights.load(model, config)
+    assert asked == [(config.model.name, "model.weights")]
+
+
 def test_a_last_layer_of_other_outputs_is_new(make, tmp_path):
     other = write_bert(tmp_path / "three", "BertForSequenceClassification", num_labels=3)
     config = make(f"model.weights=hf:{other}")

@@ -245,6 +245,10 @@ def test_weights_of_timm_come_from_the_hub(tmp_path, monkeypatch):
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ConfigError, match="has no model.safetensors\n  -> set model.weights=FILE"):
+        weights.find("pretrained", "timm:resnet18")
+    asked.clear()
+    (tmp_path / "model.safetensors").touch()
     found = weights.find("pretrained", "timm:resnet18")
     assert asked == [("timm/resnet18.a1_in1k", None, ["model.safetensors"])]
     assert found[:2] == ("timm:resnet18 timm/resnet18.a1_in1k", tmp_path / "model.safetensors")
@@ -257,6 +261,16 @@ def test_missing_timm_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
     with pytest.raises(ConfigError, match=r"pip install 'apex-harness\[timm\]'"):
         model_builder.build("timm:resnet10t", {}, {}, torch.zeros(1))
+    with pytest.raises(ConfigError, match=r"pip install 'apex-harness\[timm\]'"):
+        weights.located("pretrained", "timm:resnet10t")
+
+
+def test_the_prefix_of_torchvision_may_be_written():
+    make, library = model_builder.find("torchvision:resnet18")
+    assert (make, library) == model_builder.find("resnet18")
+    assert weights.located("pretrained", "torchvision:resnet18")
+    with pytest.raises(ConfigError, match="unknown model 'resnet19'\n  -> did you mean"):
+        model_builder.find("torchvision:resnet19")
 
 
 @pytest.mark.slow

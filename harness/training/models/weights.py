@@ -108,12 +108,10 @@ def find(weights: str, model: str) -> WeightsFile:
 
 def located(weights: str, model: str) -> Callable[[], WeightsFile]:
     """Return what gets the file of ``weights``. Raises ConfigError for a name that needs no download to be refused."""
+    if model.startswith(HUB) and (weights in PRETRAINED or weights.startswith(HUB)):
+        return _published(weights, model)
     if weights.startswith(HUB):
-        return (
-            _published(weights, model)
-            if model.startswith(HUB)
-            else lambda: WeightsFile(weights, hub.weights(weights, KEY))
-        )
+        return lambda: WeightsFile(weights, hub.weights(weights, KEY))
     if is_url(weights):
         return lambda: WeightsFile(weights, downloaded(weights, Path(urlsplit(weights).path).name))
     path = expanded(weights)

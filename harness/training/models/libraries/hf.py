@@ -136,16 +136,20 @@ def published(weights: str, name: str) -> Callable[[], WeightsFile]:
     if not chosen.startswith(HUB):
         hint = "give a weights file, a run folder, a URL, or hf:FOLDER_OR_NAME"
         raise ConfigError(f"no such file: {weights}", where=KEY, hint=hint)
-    return lambda: WeightsFile(chosen, hub.weights(chosen, KEY), statistics(chosen), partial(_weights, chosen))
+
+    def get() -> WeightsFile:
+        file = hub.weights(chosen, KEY)
+        return WeightsFile(chosen, file, statistics(chosen), partial(_weights, file))
+
+    return get
 
 
-def _weights(name: str, model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of ``hf:FOLDER_OR_NAME`` that ``model`` has too, by their names in it.
+def _weights(file: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights in ``file``, of ``hub.weights``, that ``model`` has too, by their names in it.
 
     transformers reads them, which knows the names of older versions. Weights of another shape are without values.
     Raises ConfigError.
     """
-    file = hub.weights(name, KEY)
     own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, OneTensor))
     try:
         with _quiet():
@@ -268,7 +272,7 @@ def _adapter_parts(model: nn.Module, name: str) -> tuple[list[str], list[str]]:
     state = model.state_dict()
     own = {each.replace(lora.BASE, "."): value for each, value in state.items() if f".{lora.PART}" not in each}
     try:
-        found = _weights(name, model)
+        found = _weights(hub.weights(name, KEY), model)
     except ConfigError as error:  # such as of the copy in the run folder, which has no weights
         hint = "type where the model is now: model.name=hf:FOLDER_OR_NAME"
         raise ConfigError(error.message, where="model.name", hint=hint) from None

@@ -17,12 +17,18 @@ from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile,
 _PREFIX = "timm:"
 
 
-def maker(name: str) -> Callable[..., nn.Module]:
+def _models(name: str) -> Any:
+    """Return the module timm, which has the model ``name``. Raises ConfigError."""
     try:
         import timm
     except ImportError:
         what, hint = f"model {name} needs timm, which is not installed", "pip install 'apex-harness[timm]'"
         raise ConfigError(what, where="model.name", hint=hint) from None
+    return timm
+
+
+def maker(name: str) -> Callable[..., nn.Module]:
+    timm = _models(name)
     wanted = name.removeprefix(_PREFIX)
     if not timm.is_model(wanted):
         near = similar(wanted.partition(".")[0], timm.list_models())
@@ -36,9 +42,7 @@ def arguments(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published(weights: str, name: str) -> Callable[[], WeightsFile]:
-    from timm.models import get_pretrained_cfg  # ``maker`` has imported it
-
-    known = get_pretrained_cfg(name.removeprefix(_PREFIX), allow_unregistered=False)
+    known = _models(name).models.get_pretrained_cfg(name.removeprefix(_PREFIX), allow_unregistered=False)
     hub_id, url = (str(known.hf_hub_id or ""), str(known.url or "")) if known else ("", "")
     if weights not in PRETRAINED or known is None or not (hub_id or url):
         what = "timm has no pretrained weights for this model" if weights in PRETRAINED else f"no such file: {weights}"

@@ -1,4 +1,5 @@
-"""Models of torchvision, such as resnet18, and the weights that it publishes. Its import takes long."""
+"""Models of torchvision, such as resnet18 or torchvision:resnet18, and the weights that it publishes. Its import takes
+long."""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ from urllib.parse import urlsplit
 
 from torch import nn
 
+from harness.config import plugins
 from harness.errors import ConfigError, similar
 from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile, downloaded
+
+_PREFIX = "torchvision:"
 
 
 def _models() -> Any:
@@ -26,7 +30,10 @@ def names() -> list[str]:
 
 
 def maker(name: str) -> Callable[..., nn.Module]:
-    builder: Callable[..., nn.Module] = _models().get_model_builder(name)
+    wanted = name.removeprefix(_PREFIX)
+    if wanted not in names():
+        raise plugins.unknown("model", wanted, names(), "model.name", "torchvision.models.list_models() lists them")
+    builder: Callable[..., nn.Module] = _models().get_model_builder(wanted)
     return builder
 
 
@@ -35,7 +42,7 @@ def arguments(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published(weights: str, name: str) -> Callable[[], WeightsFile]:
-    known = _models().get_model_weights(name)
+    known = _models().get_model_weights(name.removeprefix(_PREFIX))
     wanted = "DEFAULT" if weights in PRETRAINED else weights
     if wanted not in known.__members__:
         near = similar(wanted, list(known.__members__))
