@@ -32,7 +32,7 @@ from harness.config.targets import LabelledTask
 from harness.data.arrays import Arrays
 from harness.data.batch import Batch, Dataset, described, read
 from harness.data.seeds import row_seed, seeded_torch
-from harness.errors import ConfigError, OwnCodeError, TrainingError, place_of, plural
+from harness.errors import ConfigError, DataError, OwnCodeError, TrainingError, did_you_mean, place_of, plural
 from harness.training.evaluation.labels import Columns, SingleLabel
 from harness.training.evaluation.losses import LabelCounts
 from harness.training.evaluation.objective import Objective
@@ -262,7 +262,9 @@ class BaseTask:
     def evaluate(self, outputs: Tensor, targets: Tensor) -> Pairs:
         """Return the loss."""
         rows = torch.full((), float(len(targets)), device=targets.device)  # a copy of it would make the host wait
-        return {"loss": (self.loss(outputs, targets) * rows, rows)}
+        loss = self.loss(outputs, targets)
+        require_loss(self, loss, trains=False)
+        return {"loss": (loss * rows, rows)}
 
     def report(self, sums: Sums) -> Report:
         """Return sum / count of each pair that ``evaluate`` returns."""
@@ -334,9 +336,14 @@ class Classification(Supervised):
 
 
 def open_data(section: TaskSection, seed: int, cache_dir: Path | None) -> OpenedTask:
-    """Open the data of the task. Raises ConfigError if what ``Task.open`` returns lacks a member of OpenedTask, or one
-    of its datasets a method."""
-    opened = section.open(seed, cache_dir)
+    """Open the data of the task. Raises DataError if a file that the section names is missing, ConfigError if what
+    ``Task.open`` returns lacks a member of OpenedTask, or one of its datasets a method."""
+    try:
+        opened = section.open(seed, cache_dir)
+    except FileNotFoundError as error:
+        if (name := str(error.filename)) not in map(str, vars(section).values()):
+            raise
+        raise DataError("no such file", where=name, hint=did_you_mean(name)) from error
     members = [member for member in vars(OpenedTask) if not member.startswith("_")]
     missing = [member for member in members if inspect.getattr_static(opened, member, None) is None]
     if missing:
@@ -366,16 +373,17 @@ def _require_dataset(section: TaskSection, split: str, dataset: object) -> None:
         )
 
 
-def require_loss(task: OpenedTask, loss: object) -> None:
-    """Raise an error unless ``loss`` is one number to differentiate. Its value is not looked at, for which the host
-    would wait."""
+def require_loss(task: BaseTask | OpenedTask, loss: object, trains: bool = True) -> None:
+    """Raise an error unless ``loss`` is one number, and if it ``trains``, one to differentiate. Its value is not looked
+    at, for which the host would wait."""
+    hint = "return the mean over the rows, one number, as torch's functions compute it from the outputs"
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = described(loss)
-    elif not loss.requires_grad:
+    elif trains and not loss.requires_grad:
         found = "a number without a gradient"
+        hint = "remove .detach(), .item(), torch.tensor() or torch.no_grad() from loss() or the model"
     else:
         return
-    hint = "return the mean over the rows, one number, as torch's functions compute it from the outputs"
     raise wrong_return(task, "loss", found, hint)
 
 
@@ -445,7 +453,7 @@ def loss_place(section: TaskSection, task: OpenedTask) -> str:
     return place_of(type(task), "loss") or f"the loss of the task {section.name}"
 
 
-def wrong_return(task: OpenedTask, method: str, found: str, hint: str) -> TrainingError:
+def wrong_return(task: BaseTask | OpenedTask, method: str, found: str, hint: str) -> TrainingError:
     """Return the error for ``found``, which ``method`` of ``task`` returned: of the user's own code, if that is."""
     where = place_of(type(task), method)
     kind = OwnCodeError if where else TrainingError

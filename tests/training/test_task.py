@@ -24,7 +24,7 @@ from harness.config.schema import ModelSection, TaskSection
 from harness.config.targets import LabelledTask
 from harness.data.batch import Batch
 from harness.distributed.runtime import Runtime
-from harness.errors import EXIT_OWN_CODE, ConfigError, HarnessError, OwnCodeError
+from harness.errors import EXIT_OWN_CODE, ConfigError, DataError, HarnessError, OwnCodeError
 from harness.inference import predict
 from harness.training import loop, main
 from harness.training.check import preflight
@@ -137,6 +137,8 @@ class Line(BaseTask):
             self.fault == "raises on rank 1" and os.environ["RANK"] == "1"
         ):
             raise KeyError("height")
+        if self.fault == "rows":
+            return super().evaluate(outputs, targets)
         if self.fault == "two outputs":
             outputs = outputs[1]
         errors = (outputs - targets).square()
@@ -234,7 +236,7 @@ def test_a_loss_of_other_shapes_is_one_warning_with_its_line(tmp_path):
 RETURNS = [
     ("rows", "Line.loss() returned a tensor of shape (4,)\n  -> return the mean over the rows"),
     ("float", "Line.loss() returned a value of type float\n"),
-    ("detached", "Line.loss() returned a number without a gradient\n"),
+    ("detached", "Line.loss() returned a number without a gradient\n  -> remove .detach(), .item(), "),
     ("a number", "Line.evaluate() returned a tensor of shape ()\n  -> return {name: (sum, count)}"),
     ("numbers", "Line.evaluate() returned (float, int) for 'loss'\n"),
     ("vector", "Line.evaluate() returned a sum of shape (4,) and a count of shape () for 'loss'\n  -> add up the sum"),
@@ -396,6 +398,22 @@ def test_missing_members_are_named():
         ConfigError, match="Task.open of mine returns an object of type SimpleNamespace without notes, loss"
     ):
         open_data(Task(name="mine"), 0, None)
+
+
+def test_a_missing_file_that_the_task_names_is_an_error_of_the_data(tmp_path):
+    class Task(TaskSection):
+        table: str
+
+        def open(self, seed: int, cache_dir: Path | None) -> object:
+            return Path(self.table).read_text() and (tmp_path / "other.txt").read_text()
+
+    there = tmp_path / "houses.csv"
+    there.write_text("price")
+    with pytest.raises(DataError) as caught:
+        open_data(Task(name="mine", table=str(tmp_path / "huoses.csv")), 0, None)
+    assert str(caught.value) == f"{tmp_path / 'huoses.csv'}: no such file\n  -> did you mean {there}?"
+    with pytest.raises(FileNotFoundError, match="other.txt"):
+        open_data(Task(name="mine", table=str(there)), 0, None)
 
 
 class Plain(BaseTask):
