@@ -399,6 +399,9 @@ def test_too_little_shared_memory_for_the_batches(folder, monkeypatch):
     monkeypatch.setattr(loader_workers, "SHARED_MEMORY", str(folder))
     monkeypatch.setattr(loader_workers.shutil, "disk_usage", lambda _: usage)
     assert examine(folder, "data.num_workers=3", world=2)[1] == []
+    for within in ("train.evaluate_every=3 steps", "train.max_steps=8"):
+        (problem,) = examine(folder, "data.num_workers=3", within, world=2)[1]  # as many for the evaluation
+        assert f"need up to {28 * 144 / 2**20:.1f} MiB" in problem.message
     usage.free -= 1
     (problem,) = examine(folder, "data.num_workers=3", world=2)[1]
     assert problem.where == "command line: data.num_workers=3"

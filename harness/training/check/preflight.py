@@ -408,8 +408,11 @@ def _train(run: _Trial, audit: Audit) -> str:
     batch = run.batch = _batch(run.task.train, num_rows, 0, "training")
     if batch is None:
         return ""
-    rows = max(run.sizes.micro_batch, min(run.sizes.eval_batch, len(run.task.eval)))
-    batch_bytes = rows * (batch.inputs.nbytes + batch.targets.nbytes) / len(batch)
+    rows = (run.sizes.micro_batch, min(run.sizes.eval_batch, len(run.task.eval)))
+    every, per_epoch = run.config.train.evaluate_every, run.sizes.steps_per_epoch
+    # An evaluation within an epoch keeps the batches that were loaded for the rest of the epoch.
+    within = every.amount % (1 if every.unit == "epochs" else per_epoch) or run.sizes.total_steps % per_epoch
+    batch_bytes = (sum(rows) if within else max(rows)) * (batch.inputs.nbytes + batch.targets.nbytes) / len(batch)
     num_ranks = -(-run.world_size // run.config.launch.nnodes)
     require_shared_memory(batch_bytes, run.config.data.num_workers, num_ranks)
     start = time.monotonic()
