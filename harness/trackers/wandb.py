@@ -28,11 +28,11 @@ class Tracker:
         folder = Path(os.environ.get("WANDB_DIR") or info.folder)
         offline = mode in ("offline", "dryrun")
         # Images in tables are staged here for upload. W&B's default is the user's home, outside the run folder.
-        staged = Path(os.environ.setdefault("WANDB_DATA_DIR", str((folder / "wandb" / "data").resolve())))
+        staged = Path(os.environ.setdefault("WANDB_DATA_DIR", str((folder / "wandb" / f"data-{info.id}").resolve())))
         if offline:
             for old in (folder / "wandb").glob(f"offline-run-*-{info.id}"):
                 shutil.rmtree(old, ignore_errors=True)
-            if staged.parent == (folder / "wandb").resolve():
+            if staged == (folder / "wandb" / f"data-{info.id}").resolve():
                 shutil.rmtree(staged, ignore_errors=True)
         self._run: Any = wandb.init(
             id=info.id,

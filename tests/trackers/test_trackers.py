@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import struct
 import subprocess
@@ -201,6 +202,22 @@ def test_wandb(tmp_path, start, monkeypatch):
     )
     assert done.returncode == 0, done.stderr
     assert run_id in done.stdout + done.stderr
+
+
+def test_wandb_keeps_the_images_of_other_runs_in_a_shared_folder(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    from harness.trackers.wandb import Tracker
+
+    monkeypatch.setattr(wandb, "init", lambda **_: SimpleNamespace(dir="x", define_metric=lambda *_, **__: None))
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    files = []
+    for name in ("one", "two"):
+        os.environ.pop("WANDB_DATA_DIR", None)  # as in another process
+        Tracker().start(SimpleNamespace(id=name, name=name, folder=tmp_path, settings={}), ())
+        files.append(Path(os.environ["WANDB_DATA_DIR"]) / f"{name}.png")
+        files[-1].parent.mkdir(parents=True, exist_ok=True)
+        files[-1].touch()
+    assert all(file.is_file() for file in files)
 
 
 def test_wandb_follows_its_environment_variables(start, monkeypatch, caplog):
