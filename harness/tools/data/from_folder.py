@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -74,15 +74,27 @@ def write(folder: Path, out: Path, labels: bool = True, force: bool = False) -> 
 
 
 def _folders(folder: Path) -> set[str]:
-    """Return the names of the folders in ``folder``. Raises DataError, with the most similar folder if there is
-    none."""
+    """Return the names of the folders in ``folder``. Raises DataError."""
+    return {entry.name for entry in _entries(folder) if _is(entry.is_dir) and not entry.name.startswith(".")}
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what is in ``folder``, sorted. Raises DataError, with the most similar folder if there is none."""
     try:
-        return {entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")}
+        return sorted(os.scandir(folder), key=lambda entry: entry.name)
     except FileNotFoundError as error:
         hint = did_you_mean(folder, os.path.isdir) or "give the folder that has a folder of images for each class"
         raise DataError(f"the folder cannot be read: {reason(error)}", where=str(folder), hint=hint) from None
     except OSError as error:
         raise DataError(f"the folder cannot be read: {reason(error)}", where=str(folder), hint=remedy(error)) from None
+
+
+def _is(kind: Callable[[], bool]) -> bool:
+    """Return what ``kind`` of an entry does; False if it is a link to itself."""
+    try:
+        return kind()
+    except OSError:
+        return False
 
 
 def _require_classes(folder: Path, names: set[str]) -> None:
@@ -104,14 +116,14 @@ def _images_of(folder: Path, root: Path, skipped: Counter[str], above: tuple[str
     if here in above:
         skipped["links to a folder above them"] += 1
         return
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+    for entry in _entries(folder):
         if entry.name.startswith("."):
             skipped["hidden files"] += 1
-        elif entry.is_dir():
+        elif _is(entry.is_dir):
             yield from _images_of(Path(entry.path), root, skipped, (*above, here))
         elif not entry.name.lower().endswith(IMAGE_SUFFIXES):
             skipped["files that are not images"] += 1
-        elif not entry.is_file():
+        elif not _is(entry.is_file):
             skipped["broken links and special files"] += 1
         else:
             name = os.path.relpath(entry.path, root)

@@ -84,11 +84,13 @@ def test_folder(tmp_path, capsys):
     (photos / "dog" / "gone.jpg").symlink_to("/nowhere")
     (photos / "dog" / "loop").symlink_to("../dog")
     (photos / "wolf").symlink_to("dog")
+    for name in ("round.jpg", "dog/round.jpg"):
+        (photos / name).symlink_to("round.jpg")
     out = tmp_path / "out.csv"
     assert data("folder", photos, out) == 0
     printed = capsys.readouterr().out
     assert "warning" not in printed
-    assert printed.startswith(f"wrote 4 rows of 3 classes to {out}; skipped: broken links and special files (2), ")
+    assert printed.startswith(f"wrote 4 rows of 3 classes to {out}; skipped: broken links and special files (5), ")
     assert "images outside a class folder (1)" in printed
     assert "files that are not images (2)" in printed
     assert "hidden files (2)" in printed
