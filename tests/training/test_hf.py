@@ -843,7 +843,10 @@ def test_images(tmp_path, monkeypatch):
     assert not errors
     assert "5 outputs in the file, 3 here" in facts["weights"]
     assert "set task.mean=[0.1, 0.1, 0.1] task.std=[0.2, 0.2, 0.2]" in facts["weights"]
-    remedies = {"task.color=gray": "-> set task.color=rgb", "task.image_size=[8,24]": "-> set task.image_size=[16,16]"}
+    remedies = {
+        "task.color=gray": "-> set task.color=rgb, if the task has this setting, or model.args.num_channels=1",
+        "task.image_size=[8,24]": "-> set task.image_size=[16,16]",
+    }
     for wrong, message in remedies.items():
         assert message in str(preflight.examine(str(path), [wrong], 1, 0.1)[1][0])
     assert run(path, 1, f"model.name=hf:{tmp_path}/vit") == [0], (tmp_path / "terminal-0.txt").read_text()

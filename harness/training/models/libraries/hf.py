@@ -124,10 +124,11 @@ def _require_inputs(name: str, config: Any, in_channels: int | None, num_tokens:
     channels: Any = getattr(config, "num_channels", in_channels)
     if in_channels is not None and channels != in_channels:
         color: str = {1: "gray", 3: "rgb"}.get(channels, "")
+        first = f"task.color={color}, if the task has this setting, or " if color else ""
         raise ConfigError(
             f"{name} takes images of {channels} channels, but the task has {in_channels}",
             where="model.name",
-            hint=f"set task.color={color}" if color else "set model.args.num_channels",
+            hint=f"set {first}model.args.num_channels={in_channels}",
         )
 
 
