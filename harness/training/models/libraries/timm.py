@@ -30,10 +30,18 @@ def _models(name: str) -> Any:
 def maker(name: str) -> Callable[..., nn.Module]:
     timm = _models(name)
     wanted = name.removeprefix(_PREFIX)
+    kind, _, tag = wanted.partition(".")
     if not timm.is_model(wanted):
-        near = similar(wanted.partition(".")[0], timm.list_models())
+        near = similar(kind, timm.list_models())
         hint = f"did you mean {_PREFIX}{near}?" if near else "timm.list_models() lists them"
         raise ConfigError(f"timm has no model {wanted!r}", where="model.name", hint=hint)
+    try:
+        timm.models.get_pretrained_cfg(wanted)
+    except RuntimeError:  # of its tag
+        there = timm.list_pretrained(f"{kind}.*")
+        near = similar(wanted, there)
+        hint = f"did you mean {_PREFIX}{near}?" if near else f"use {_PREFIX}{kind}, or one of {', '.join(there)}"
+        raise ConfigError(f"timm has no weights {tag!r} of {kind}", where="model.name", hint=hint) from None
     return partial(timm.create_model, wanted)
 
 
