@@ -60,11 +60,11 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
         )
     config = trained_run.configuration(run, overrides, trust)
     out = out or run / f"model{form.suffix}"
-    require_output(out, trained_run.paths_of_task(config), also=".json", folder=form.folder)
+    require_output(out, trained_run.texts_of_task(config), also=".json", folder=form.folder)
     trained_run.warn_if_unfinished(run, config)
     task = with_training_data(run, config)
     model = build.build_model(config, task)
-    trained_run.load(model, trained_run.best(run), run)
+    trained_run.load_into(model, trained_run.best_weights(run), run)
     samples = _samples(model.float().eval(), task)  # an error of the model's own code is not one of writing
     subject = _subject(config, task, model, samples[0].inputs)
     scale = scale_of(subject.signature)
@@ -101,7 +101,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
             prefix, prefix, place,
         )  # fmt: skip
     if form.note:
-        log.info(form.note, trained_run.weights(run))
+        log.info(form.note, trained_run.weights_path(run))
     return out
 
 

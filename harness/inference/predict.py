@@ -98,7 +98,7 @@ def _configuration(request: PredictRequest, world_size: int | None, launch: Laun
         raise ConfigError(
             f"the name of the output must end in {' or '.join(FORMATS)}", where=str(request.out), hint=hint
         )
-    require_output(request.out, [request.source, *trained_run.paths_of_task(config)])
+    require_output(request.out, [request.source, *trained_run.texts_of_task(config)])
     return config
 
 
@@ -112,7 +112,7 @@ def open_task(config: Config, run: Path, source: str, cache_dir: str | None = No
             hint=_without_open_new(section.name),
         )
     cache = cache_dir or config.data.cache_dir
-    return section.open_new(trained_run.learned(run), source, Path(cache) if cache else None)
+    return section.open_new(trained_run.task_facts(run), source, Path(cache) if cache else None)
 
 
 def _without_open_new(name: str) -> str:
@@ -166,7 +166,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     build.copy_files(config, task, runtime, train=False)
     if runtime.rank == 0:
         trained_run.warn_if_unfinished(request.run, config)
-    best = predictions.best_weights(runtime, trained_run.weights(request.run))
+    best = predictions.best_weights(runtime, trained_run.weights_path(request.run))
     with runtime.announced("building the model"), runtime.together("building the model"):
         model = _model(request, config, task, best, runtime.device)
     rows = laid_out(task.eval, config)
@@ -194,7 +194,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     if runtime.rank == 0 and totals.fit and (not shown or len(totals.squares) > 1):
         log.info("labels of %s: %s", request.source, totals.fit)
     with_classes = isinstance(config.task, LabelledTask) and config.task.label_kind != "regression"
-    if with_classes and (classes := trained_run.learned(request.run).get("classes")):
+    if with_classes and (classes := trained_run.task_facts(request.run).get("classes")):
         separator = config.task.labels.separator or "" if isinstance(config.task, TableTask) else ""
         table = getattr(task.eval, "table", None)
         where = table.where if isinstance(table, Table) else row_namer(task.eval, "row {}".format)
@@ -243,7 +243,7 @@ def _model(
 ) -> nn.Module:
     """Build the model as in training: on the device, cast by amp at the opt level of the run."""
     model = build.build_model(config, task)
-    trained_run.load(model, best, request.run)  # before amp, which casts the weights
+    trained_run.load_into(model, best, request.run)  # before amp, which casts the weights
     model = model.to(device)
     if config.model.channels_last:
         model = model.to(memory_format=torch.channels_last)

@@ -102,7 +102,7 @@ def load(run: Path, overrides: Sequence[str] = (), trust: bool = False, written_
         module = build.build_model(config, task)
     finally:
         rng.set_state(streams, *on)
-    trained_run.load(module, trained_run.best(run), run)
+    trained_run.load_into(module, trained_run.best_weights(run), run)
     described = dict(task.signature) if isinstance(task, SupportsSignature) else {}
     return TrainedModel(module.float(), described, run, config).eval()
 
@@ -119,7 +119,7 @@ def _without_data(run: Path, config: Config) -> OpenedTask | None:
 def with_training_data(run: Path, config: Config) -> OpenedTask:
     """Open the task with the data of the training. Raises ConfigError if it has changed."""
     task = build.open_task(config, Runtime())
-    if isinstance(task, SupportsLearned) and task.learned != trained_run.learned(run):
+    if isinstance(task, SupportsLearned) and task.learned != trained_run.task_facts(run):
         raise ConfigError(
             "the classes or the image size of the training data differ from the run's task.json",
             where=str(run),

@@ -21,7 +21,7 @@ from harness.config.recipe import recipe_difference
 from harness.config.schema import Config
 from harness.distributed.rank_exit import Cause
 from harness.errors import ConfigError, first_line, plural, reason, remedy, require_regular_file
-from harness.runs import exit_files, layout, ownership, provenance, trained_run
+from harness.runs import exit_files, hub_copies, layout, ownership, provenance
 from harness.runs.checkpoints import FROM_SCRATCH, Checkpoints
 from harness.runs.files import finite, make_folder, read_json, read_sealed, read_text, write_atomically, write_sealed
 from harness.runs.locks import Lock, forget_marker
@@ -193,8 +193,8 @@ class RunFolder:
         saved = {} if scratch else _saved_tree(self.path / layout.CONFIG, config)
         changed, starts = recipe_difference(saved, loader.as_tree(config)), self._starts()
         given = {"model.name": starts if not (saved.get("model") or {}).get("weights") else []}
-        kept = [key for key in trained_run.KEPT if key in changed]
-        moved = [key for key in kept if trained_run.moved(self.path, given.get(key, []), *changed[key])]
+        kept = [key for key in hub_copies.KEPT if key in changed]
+        moved = [key for key in kept if hub_copies.is_same_folder(self.path, given.get(key, []), *changed[key])]
         if scratch:
             why = "checkpoint.resume=never"
         elif difference := {key: pair for key, pair in changed.items() if key not in moved}:

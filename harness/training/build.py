@@ -22,7 +22,7 @@ from harness.data.shards import bounds
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import first_line
-from harness.runs import checkpoint, trained_run
+from harness.runs import checkpoint, hub_copies
 from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
@@ -66,7 +66,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
             resumes = bool(config.checkpoint.named or checkpoint.steps(folder.checkpoints.folder))
             for check in name_checks(config, weights=runtime.rank == 0 and not resumes):
                 check()
-            located = trained_run.with_copies(config, folder.path) if resumes else config
+            located = hub_copies.with_copies(config, folder.path) if resumes else config
         task = open_task(located, runtime)
         for note in runtime.patiently("looking at the data", lambda: task.notes if runtime.rank == 0 else ()):
             log.warning("%s", note)

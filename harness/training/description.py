@@ -14,7 +14,7 @@ from harness.config.schema import Config
 from harness.data import hub
 from harness.distributed.runtime import Runtime
 from harness.errors import plural
-from harness.runs import console, layout, provenance, trained_run
+from harness.runs import console, hub_copies, layout, provenance
 from harness.training import determinism, run_log
 from harness.training.division import Sizes
 from harness.training.optimizer import precision, trained_parameters
@@ -76,7 +76,7 @@ def _record_start(run: Run, start: dict[str, Any]) -> None:
         start["weights"] = run.this_start.weights
     for warning in [*run.folder.repair(run.finished()), *run.folder.add_start(start)]:
         log.warning("%s", warning)
-    for place in trained_run.kept_places(config):
+    for place in hub_copies.kept_places(config):
         hub.keep(f"{HUB}{place}", run.folder.path / layout.of_hub(place), renew=run.saved_step < 0)
     run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
 

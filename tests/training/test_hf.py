@@ -30,7 +30,7 @@ from harness.data import hub
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError
 from harness.inference import export
-from harness.runs import files, layout, trained_run
+from harness.runs import files, hub_copies, layout
 from harness.training import build
 from harness.training.check import preflight
 from harness.training.models import lora, weights
@@ -764,29 +764,29 @@ def test_another_folder_is_another_recipe_if_a_file_differs(bert, tmp_path):
     """Also the weights that the run started from, unless there are none."""
     was, now = f"hf:{bert}", f"hf:{tmp_path}/new"
     starts = [{}, {"weights": {"source": was, "sha256": files.sha256(bert / "model.safetensors")}}]
-    assert not trained_run.moved(tmp_path, starts, was, now)
+    assert not hub_copies.is_same_folder(tmp_path, starts, was, now)
     hub.keep(was, tmp_path / layout.of_hub(str(bert)), renew=False)
     shutil.copytree(bert, tmp_path / "new")
-    assert trained_run.moved(tmp_path, starts, was, now)
+    assert hub_copies.is_same_folder(tmp_path, starts, was, now)
     hub.keep(now, tmp_path / layout.of_hub(f"{tmp_path}/new"), renew=False)
     (tmp_path / "new").rename(tmp_path / "newer")
-    assert trained_run.moved(tmp_path, starts, now, f"{now}er")
+    assert hub_copies.is_same_folder(tmp_path, starts, now, f"{now}er")
     (tmp_path / "newer" / "model.safetensors").write_bytes(b"others")
-    assert not trained_run.moved(tmp_path, starts, now, f"{now}er")
+    assert not hub_copies.is_same_folder(tmp_path, starts, now, f"{now}er")
     (tmp_path / "newer").rename(tmp_path / "new")
-    assert not trained_run.moved(tmp_path, starts, was, now)
-    assert trained_run.moved(tmp_path, [], was, now)
+    assert not hub_copies.is_same_folder(tmp_path, starts, was, now)
+    assert hub_copies.is_same_folder(tmp_path, [], was, now)
     (tmp_path / "new" / "model.safetensors").unlink()
-    assert trained_run.moved(tmp_path, starts, was, now)
+    assert hub_copies.is_same_folder(tmp_path, starts, was, now)
     (tmp_path / "new" / "tokenizer.json").write_text("{}")
-    assert not trained_run.moved(tmp_path, starts, was, now)
+    assert not hub_copies.is_same_folder(tmp_path, starts, was, now)
 
 
 def test_files_of_the_model_and_its_tokenizer_are_kept(make, bert):
     """Another setting may begin with hf: too, such as an argument of an own model."""
     config = make().model_copy(update={"name": "hf:big/backbone"})
-    assert "big/backbone" in trained_run.places_of_hub(config).values()
-    assert trained_run.kept_places(config) == {str(bert)}
+    assert "big/backbone" in hub_copies.places_of_hub(config).values()
+    assert hub_copies.kept_places(config) == {str(bert)}
 
 
 def test_copies_in_a_run_folder(bert, tmp_path, caplog, monkeypatch):

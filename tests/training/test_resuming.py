@@ -147,7 +147,7 @@ def test_a_module_gets_the_version_of_its_weights(started):
     trained(run)
     again = started("first", *settings)
     assert again.state.step == 3
-    trained_run.load(again.module, load_weights(again.folder.weights), again.folder.path)
+    trained_run.load_into(again.module, load_weights(again.folder.weights), again.folder.path)
 
 
 def test_a_new_run_from_a_checkpoint_has_its_own_groups(started):

@@ -109,7 +109,7 @@ def _trained(run: Path, trust: bool) -> tuple[Task, nn.Module]:
         )
     trained_run.warn_if_unfinished(run, config)
     model = pet_names.build_model(task, config.model)
-    trained_run.load(model, trained_run.best(run), run)
+    trained_run.load_into(model, trained_run.best_weights(run), run)
     return task, model.eval()
 
 

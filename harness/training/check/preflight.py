@@ -36,7 +36,7 @@ from harness.errors import (
     readable,
     users_line,
 )
-from harness.runs import checkpoint, layout, remote, trained_run
+from harness.runs import checkpoint, hub_copies, layout, remote
 from harness.runs.console import in_words
 from harness.trackers import metrics_log
 from harness.training import build, description, determinism, division, hooks, logical_ranks, memory
@@ -94,7 +94,7 @@ class _Examination:
         self.located = config  # with the run's copies of folders of Hugging Face that are gone
         run = Path(config.output, config.name)
         if config.checkpoint.resume == "auto" and checkpoint.steps(run / layout.CHECKPOINTS):
-            self.located = trained_run.with_copies(config, run)
+            self.located = hub_copies.with_copies(config, run)
 
     def attempt(self, stage: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Return the result of ``stage``; None, with its error among ``errors``, if it raises one."""
