@@ -79,11 +79,13 @@ def _sentence(error: ErrorDetails, path: list[str], cls: type[BaseModel]) -> str
     if kind in ("model_type", "dict_type"):
         return f"it should be a section of settings, {{key: value}} (found: {shown})"
     sentence = f"{_RENAMED.get(kind) or error['msg'].replace('Input should', 'it should')} (found: {shown})"
+    if kind.startswith("int_") and isinstance(seen, str) and re.fullmatch(r"-?\d{1,3}(,\d{3})+", seen):
+        return f"{sentence}: did you mean {seen.replace(',', '')}?"
     if kind.startswith("int_") and (unit := hugging_face_names.UNITS.get(path[-1])):
         return f"{sentence}; {unit}"
     if kind in ("tuple_type", "list_type") and isinstance(seen, str):
-        return f"{sentence}: write {path[-1]}: [{seen}]"
-    if isinstance(seen, str) and re.fullmatch(r"-?\d+,\d+", seen):
+        return f"{sentence}: write [{seen}], on a command line '{'.'.join(path)}=[{seen}]'"
+    if kind.startswith("float_") and isinstance(seen, str) and re.fullmatch(r"-?\d+,\d+", seen):
         return f"{sentence}: did you mean {seen.replace(',', '.')}?"
     return sentence
 

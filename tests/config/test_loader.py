@@ -319,7 +319,8 @@ trackers: [wandbb]
         2: "seed: it should be greater than or equal to 0 (found: -1)",
         5: "task.train_csv: it should be text; put it in quotes if necessary (found: 7)",
         6: "task.colour: unknown key; did you mean task.color?",
-        8: "task.transforms.train: it should be a list (found: 'RandAugment'): write train: [RandAugment]",
+        8: "task.transforms.train: it should be a list (found: 'RandAugment'): write [RandAugment], on a command line '"
+        "task.transforms.train=[RandAugment]'",
         9: "task.transforms.evaluate: unknown key; did you mean task.transforms.eval?",
         12: "optimiser: unknown key; did you mean optimizer?",
         14: "train.epoch: unknown key; did you mean train.epochs?",
@@ -635,6 +636,8 @@ def test_error_about_a_long_text_is_no_error_of_its_own(tmp_path):
             "did you mean train.evaluate_every? a number counts epochs; steps are 'train.",
         ),
         ("train_file=a.csv", "did you mean task.train_csv?"),
+        ("train.max_steps=10,000", "it should be a valid integer (found: '10,000'): did you mean 10000?"),
+        ("trackers=wandb", "(found: 'wandb'): write [wandb], on a command line 'trackers=[wandb]'"),
         ("optimizer.lr=0,001", "optimizer.lr: it should be a valid number (found: '0,001'): did you mean 0.001?"),
         (
             "train.min_delta=0.1",
@@ -647,3 +650,7 @@ def test_error_about_a_long_text_is_no_error_of_its_own(tmp_path):
 )
 def test_names_of_hugging_face_lead_to_ours(tmp_path, theirs, hint):
     assert hint in refused(tmp_path, GOOD, theirs)
+
+
+def test_a_decimal_comma_is_no_integer(tmp_path):
+    assert refused(tmp_path, GOOD, "train.max_steps=10,5").endswith("it should be a valid integer (found: '10,5')")

@@ -49,6 +49,12 @@ def objective(labels: Labels, counts=COUNTS, **options) -> Objective:
     return Objective(TableTask.model_validate(options), labels, lambda: LabelCounts(counts, int(counts.sum())))
 
 
+def test_a_subclass_of_a_kind_does_not_replace_it():
+    type("Own", (SingleLabel,), {})
+    type("Again", (SingleLabel,), {"kind": "single_label"})
+    assert type(learned_labels("single_label", {"classes": ["a"]}, "")) is SingleLabel
+
+
 def batch(labels: Labels, rows: int = 40, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     outputs = torch.randn(rows, len(labels.names), generator=generator)

@@ -52,7 +52,8 @@ class Labels(ABC):
     """How a table has them."""
 
     def __init_subclass__(cls) -> None:
-        KINDS[cls.kind] = cls
+        if "kind" in vars(cls):
+            KINDS.setdefault(cls.kind, cls)  # a subclass of a kind does not replace it
 
     @classmethod
     @abstractmethod
