@@ -32,7 +32,7 @@ VERBS = {
     "explain": "--json RUN",
     "export": "--format --out --trust RUN key=value",
     "generate": "-n --keep-existing --seed --start --temperature --trust RUN",
-    "init": "--model --out CSV",
+    "init": "--model -o --out --root CSV",
     "launch": "-c --config --detach --dry-run --engine --max-restarts --nnodes --nproc key=value",
     "port": "--patch SCRIPT",
     "predict": "--csv --out --trust --world RUN key=value",
@@ -345,6 +345,14 @@ def test_a_configuration_may_stand_without_its_option(monkeypatch, capsys, yaml_
     with pytest.raises(SystemExit):
         cli.main(["check", "a=1"])
     assert "give one YAML file: harness check CONFIG (found: none)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["train.epochs = 3", "train.epochs= 3", "train.epochs =3", "epochs 3"])
+def test_a_setting_with_spaces_is_answered_with_one_without(capsys, words):
+    with pytest.raises(SystemExit):
+        cli.main(["check", "x.yaml", *words.split()])
+    hint = "settings are written without spaces: train.epochs=3"
+    assert f"give one YAML file: harness check CONFIG; {hint} (found: x.yaml {words})" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("line", "hint"), [

@@ -35,10 +35,16 @@ def find_config(arguments: argparse.Namespace, parser: argparse.ArgumentParser, 
         return
     files = [word for word in arguments.overrides if "=" not in word]
     if len(files) != 1:
+        from harness.config import reference
+
         hint = f"give one YAML file: harness {arguments.verb} CONFIG"
+        words = [word for word in (each.strip("=") for each in arguments.overrides) if word]
+        for word, value in zip(words, words[1:], strict=False):
+            if "=" not in word + value and (key := reference.key_of(word.rpartition(".")[2], exact=True)):
+                hint += f"; settings are written without spaces: {word if '.' in word else key}={value}"
         if takes_program:
             hint += f", or a command after --: harness {arguments.verb} -- {shlex.join(arguments.overrides)}"
-        parser.error(f"{hint} (found: {' '.join(files) or 'none'})")
+        parser.error(f"{hint} (found: {' '.join(arguments.overrides) if files else 'none'})")
     arguments.config = files[0]
     arguments.overrides = [word for word in arguments.overrides if "=" in word]
 

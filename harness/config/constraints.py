@@ -70,8 +70,6 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
 def _schedule(config: Config) -> Iterator[Conflict]:
     schedule, epochs, args = config.schedule, config.train.epochs, dict(config.schedule.args)
     yield from schedules.find(schedule.name).conflicts(config)
-    if config.train.min_delta and not config.train.patience:
-        yield Conflict("train.min_delta", "it changes nothing without train.patience", "set train.patience=5")
     if epochs and schedule.warmup and schedule.warmup.unit == "epochs" and schedule.warmup.amount > epochs:
         yield Conflict(
             "schedule.warmup",

@@ -94,6 +94,8 @@ def doubts(config: Config, sizes: Sizes, num_rows: int) -> Iterator[str]:
             f"train.evaluate_every={every.written} is in epochs, and longer than the run: only its end is evaluated; "
             f"for steps, type train.evaluate_every='{every.amount} steps'"
         )
+    if config.train.min_delta and not config.train.patience:
+        yield "train.min_delta changes nothing without train.patience"
     warmup = config.schedule.warmup
     if warmup and warmup.unit == "epochs" and not isinstance(warmup.written, str) and warmup.amount < Fraction(1, 2):
         yield (

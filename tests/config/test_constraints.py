@@ -35,7 +35,6 @@ CASES = {
         {"schedule": {"name": "one_cycle"}, "optimizer": {"momentum": 0.9}},
         ["optimizer.momentum"], "from 0.95 to 0.85 and back", "momentum=null",
     ),
-    "min_delta alone": ({"train": {"min_delta": 0.1}}, ["train.min_delta"], "changes nothing", "train.patience=5"),
     "beta1 of one_cycle": (
         {"schedule": {"name": "one_cycle"}, "optimizer": {"name": "adamw", "args": {"betas": [0.5, 0.99]}}},
         ["optimizer.args.betas"], "so 0.5 would not be used", "optimizer.args.betas=[0.95,0.99]",

@@ -639,10 +639,6 @@ def test_error_about_a_long_text_is_no_error_of_its_own(tmp_path):
         ("train.max_steps=10,000", "it should be a valid integer (found: '10,000'): did you mean 10000?"),
         ("trackers=wandb", "(found: 'wandb'): write [wandb], on a command line 'trackers=[wandb]'"),
         ("optimizer.lr=0,001", "optimizer.lr: it should be a valid number (found: '0,001'): did you mean 0.001?"),
-        (
-            "train.min_delta=0.1",
-            "train.min_delta: it changes nothing without train.patience\n     -> set train.patience=5",
-        ),
         ("train.greater_is_better=true", "unknown key; not available: each metric knows its better direction"),
         ("task.metrics=[f1_score]", "did you mean macro_f1 (the mean of the F1 of each class)?"),
         ("schedule.name=linear", "unknown schedule 'linear'; use polynomial, by default a straight line down to 0"),

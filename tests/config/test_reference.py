@@ -24,7 +24,6 @@ WITH = {
     "optimizer.args": ["optimizer.momentum=0.9"],
     "parallel.param_dtype": ["parallel.strategy=fsdp", "precision.opt_level=O0"],
     "precision.keep_batchnorm_fp32": ["precision.opt_level=O2"],
-    "train.min_delta": ["train.patience=5"],
     "task.labels.column": ["task.labels.kind=regression"],
     "task.labels.empty": ["task.labels.separator=;"],
     "task.labels.separator": ["task.labels.kind=multi_label"],

@@ -522,6 +522,9 @@ def test_what_is_hardly_meant_is_a_warning(folder):
         assert "warmup" not in examine(folder, meant, "train.epochs=5")[0].get("warning", "")
     facts, _ = examine(folder, f"task.eval_csv={folder / 'train.csv'}")
     assert "task.eval_csv is task.train_csv" in facts["warning"]
+    facts, problems = examine(folder, "train.min_delta=0.1", "train.patience=null")
+    assert not problems
+    assert "train.min_delta changes nothing without train.patience" in facts["warning"]
     for file in (folder / "train.csv", folder / "eval.csv"):
         file.write_text("path,label\n" + "eval_images/0.png,bag\n" * 9 + "eval_images/1.png,bagg\n")
     assert f"line 11 of {folder}/train.csv: 1 row with the label 'bagg', 9 with" in examine(folder)[0]["warning"]

@@ -70,7 +70,8 @@ def write(folder: Path, out: Path, labels: bool = True, force: bool = False) -> 
         lines.append(f"note: left out {plural(len(empty), 'folder')} without images: {', '.join(empty[:_NAMED])}")
     if len(found) == 1:
         lines.append("note: there is only one class, so there is nothing to learn")
-    return "\n".join([*lines, f"set {root}"])
+    init = shlex.join(["harness", "init", str(out), "--root", str(folder)])
+    return "\n".join([*lines, f"next: {init}; or set {root}"])
 
 
 def _folders(folder: Path) -> set[str]:

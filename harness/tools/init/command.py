@@ -26,7 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "one; it takes no pairs of texts)",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the file to write (default: a .yaml file named after the data)"
+        "--root",
+        metavar="FOLDER",
+        help="the folder that the paths of images are relative to (default: one that has them)",
+    )
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", help="the file to write (default: a .yaml file named after the data)"
     )
 
 
@@ -34,5 +39,5 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the file and print what it was derived from. Raises ConfigError, also if the file exists."""
     from harness.tools.init import first_config
 
-    print(first_config.write(arguments.csv, arguments.out, arguments.model))
+    print(first_config.write(arguments.csv, arguments.out, arguments.model, arguments.root))
     return EXIT_DONE

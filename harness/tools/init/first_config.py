@@ -23,9 +23,10 @@ _LORA = "model.lora.r=8 optimizer.lr=5e-4"  # LoRA takes a larger lr
 _SMALL = 64  # up to here a small network is enough
 
 
-def write(sources: Sequence[str], out: Path | None, model: str | None = None) -> str:
+def write(sources: Sequence[str], out: Path | None, model: str | None = None, root: str | None = None) -> str:
     """Write the configuration of ``model`` for ``sources``, (training file, validation file) or what leads to them, to
-    ``out``; return a text with the next commands. Raises ConfigError, also if ``out`` exists, and DataError."""
+    ``out``; return a text with the next commands. ``root``: of the paths of images. Raises ConfigError, also if ``out``
+    exists, and DataError."""
     if model and not model.startswith(HUB) and (Path(model) / "config.json").is_file():
         hint = f"did you mean --model {shlex.quote(HUB + model)}?"
         raise ConfigError("this folder is a model of Hugging Face", where=f"--model {model}", hint=hint)
@@ -38,7 +39,7 @@ def write(sources: Sequence[str], out: Path | None, model: str | None = None) ->
             where=evaluation.source,
             hint=f"add every column that {train.source} has",
         )
-    lines, file = list(_task(train, evaluation, model)), shlex.quote(str(out))
+    lines, file = list(_task(train, evaluation, model, root)), shlex.quote(str(out))
     text = _TEXT.format(
         train=comment(train.described), eval=comment(evaluation.described), out=comment(file), name=plain(name),
         precision=_precision(), task="\n".join(map(str, lines)),
@@ -135,11 +136,11 @@ def _precision() -> str:
     )
 
 
-def _task(train: Annotations, evaluation: Annotations, model: str | None) -> Iterator[str | Guess]:
+def _task(train: Annotations, evaluation: Annotations, model: str | None, root: str | None) -> Iterator[str | Guess]:
     """Yield the lines of YAML below ``extends``. Raises ConfigError."""
     files = f"  train_csv: {plain(train.source)}\n  eval_csv: {plain(evaluation.source)}"
     if path := columns.path_column(train):
-        yield from _images(train, files, *path, model)
+        yield from _images(train, files, *path, model, root)
     elif texts := columns.text_columns(train):
         yield from _texts(train, evaluation, files, texts, model)
     else:
@@ -161,10 +162,12 @@ def _task(train: Annotations, evaluation: Annotations, model: str | None) -> Ite
     yield "# parallel: {logical_ranks: 4, delay_allreduce: true}  # same bits on 1 to 4 processes: docs/same_bits.md"
 
 
-def _images(train: Annotations, files: str, path_column: str, why: str, model: str | None) -> Iterator[str | Guess]:
-    """Yield the lines for the images whose paths are in ``path_column``."""
+def _images(
+    train: Annotations, files: str, path_column: str, why: str, model: str | None, given: str | None
+) -> Iterator[str | Guess]:
+    """Yield the lines for the images whose paths are in ``path_column``, relative to the folder ``given``, if any."""
     labels = columns.labels(train, [path_column])
-    folder, root = images.root(train, path_column)
+    folder, root = images.root(train, path_column, given)
     size, gray, why_size = images.image_size(folder, train.columns[path_column])
     unread = size is None and not root.doubt
     sides = plain(list(size or (images.TYPICAL, images.TYPICAL)))

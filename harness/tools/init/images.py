@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.errors import DataError, plural
+from harness.errors import ConfigError, DataError, plural
 from harness.tools.init.columns import Annotations, Guess, plain
 
 TYPICAL = 224  # height and width of images that most published models were trained on
@@ -17,19 +19,38 @@ _IMAGES = 32  # decoded
 WRONG = "correct it: "  # starts the reason of a guess that cannot be right
 
 
-def root(rows: Annotations, path_column: str) -> tuple[str, Guess]:
-    """Return the folder below which most of the first paths exist, and the setting with how many."""
+def root(rows: Annotations, path_column: str, given: str | None) -> tuple[str, Guess]:
+    """Return the folder ``given``, or that below which most of the first paths exist, and the setting with how many.
+    Raises ConfigError if there are several."""
     from harness.data.image_files import ImageFiles  # late: imports torch, which takes seconds, and errors come before
 
     paths, folder = rows.columns[path_column][:_PATHS], Path(rows.source).parent
-    below = [path for path in sorted(folder.iterdir()) if path.is_dir()][:_FOLDERS]
-    files = ImageFiles("")
-    found = {place: sum(files.is_below(str(place), path) for path in paths) for place in (folder, Path(), *below)}
+    below = [*_folders_in(folder), *_folders_in(Path(os.path.normpath(folder / "..")))]
+    files, places = ImageFiles(""), [given] if given else [str(place) for place in (folder, Path(), *below)]
+    found = {place: sum(files.is_below(place, path) for path in paths) for place in places}
     best = max(found, key=lambda place: found[place])
+    fit = (place for place in found if found[place] == found[best] > 0)
+    same = {os.path.realpath(ImageFiles(place).place(paths[0])): place for place in fit}
+    if len(same) > 1:
+        raise ConfigError(
+            f"its paths exist below several folders: {', '.join(same.values())}",
+            where=rows.source,
+            hint=f"say which: harness init {shlex.quote(rows.source)} --root {shlex.quote(best)}",
+        )
     why = f"{found[best]} of the first {len(paths)} paths exist below this folder"
     if not found[best]:
-        best, why = folder, f"{WRONG}none of the first {len(paths)} paths, such as {paths[0]}, exists here"
-    return str(best), Guess(f"root: {plain(str(best))}", why, doubt=not found[best])
+        best, why = (
+            given or str(folder),
+            f"{WRONG}none of the first {len(paths)} paths, such as {paths[0]}, exists here",
+        )
+    return best, Guess(f"root: {plain(best)}", why, doubt=not found[best])
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    try:
+        return [path for path in sorted(folder.iterdir()) if path.is_dir()][:_FOLDERS]
+    except OSError:
+        return []
 
 
 def image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None, bool, str]:

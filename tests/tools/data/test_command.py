@@ -95,7 +95,7 @@ def test_folder(tmp_path, capsys):
     assert "files that are not images (2)" in printed
     assert "hidden files (2)" in printed
     assert "left out 1 folder without images: empty" in printed
-    assert printed.endswith(f"set 'task.root={photos}'\n")
+    assert printed.endswith(f"\nnext: harness init {out} --root '{photos}'; or set 'task.root={photos}'\n")
     expected = [("dog/1.png", "dog"), ("kätzchen/1.JPG", "kätzchen"),
                 ("kätzchen/a/2, \"x\"\n.jpeg", "kätzchen"), ("wolf/1.png", "wolf")]  # fmt: skip
     assert [tuple(row.values()) for row in rows_of(out)] == expected

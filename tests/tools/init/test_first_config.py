@@ -20,9 +20,10 @@ from harness.training.check import preflight
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    (here := tmp_path / "here").mkdir()  # whose neighbors are looked at, too
+    monkeypatch.chdir(here)
     monkeypatch.setenv("APEX_HARNESS_CACHE", str(tmp_path / "cache"))
-    return tmp_path
+    return here
 
 
 def photos(split: str, count: int, **columns: list[object]) -> None:
@@ -300,6 +301,28 @@ def test_small_gray_images_named_by_their_place(folder):
     Path("rows.csv").write_text("path,label\n" + "".join(f"train0.png,{row % 2}\n" for row in range(4)))
     printed = first_config.write(["rows.csv", "rows.csv"], folder / "no.yaml")
     assert re.search("warning: image_size: .*# correct it: .*no image could be read$", printed)
+
+
+def test_the_folder_of_the_images_is_not_guessed_among_several(folder, capsys):
+    for root in ("more", "photos"):
+        (folder / root).mkdir()
+        write_png(torch.zeros(3, 8, 12, dtype=torch.uint8), str(folder / root / "a.png"))
+    (folder / "link").symlink_to("photos")
+    Path("train.csv").write_text("path,label\n" + "".join(f"a.png,{row % 2}\n" for row in range(4)))
+    words = ["init", "train.csv", "train.csv", "-o", "new.yaml"]
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("folders: photos, more\n  -> say which: harness init train.csv --root link\n")
+    assert cli.main([*words, "--root", "photos"]) == 0
+    assert loader.load("new.yaml").task.root == "photos"
+    (folder / "more").rename(folder / ".." / "more")
+    assert cli.main([*words[:-1], "beside.yaml"]) == 2
+    assert "several folders: photos, ../more" in capsys.readouterr().err
+    (folder / ".." / "more" / "a.png").unlink()
+    assert cli.main([*words[:-1], "link.yaml"]) == 0
+    Path("train.csv").write_text(Path("train.csv").read_text().replace("a.png", f"{folder}/photos/a.png"))
+    assert cli.main([*words[:-1], "absolute.yaml"]) == 0
+    assert cli.main([*words[:-1], "wrong.yaml", "--root", "gone"]) == 0
 
 
 @pytest.mark.parametrize(
