@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import OVERRIDES, ConfigError, TrainingError
+from harness.errors import OVERRIDES, ConfigError, TrainingError, plural
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -118,14 +118,27 @@ def open_run(config: Config) -> Iterator[Run]:
     with _started(config) as start, start as run:
         _warn_of_own_loop(run)
         loop.begin(run)
-        before = run.state.step
+        before = run.state.to_dict()
         yield run
-        if run.ranks.fixed and run.state.step > before and not run.parallel.num_synced_passes():
+        if run.ranks.fixed and run.state.step > before["step"] and not run.parallel.num_synced_passes():
             raise TrainingError(run.parallel.no_pass[0], hint=run.parallel.no_pass[1])
-        if run.finished() or run.state.step > before:
+        if run.finished() or run.state.step > before["step"]:
             checkpointing.save(run)  # without the reason for the end, so that a longer loop resumes from it
-            run.state.ended = run.state.ended or "its loop has ended"
+            _warn_of_position(run, before)
+            if not run.finished():
+                run.state.ended = "its loop has ended"
             start.done = loop.train_to_end(run) and final_predictions.write_for_run(run)
+
+
+def _warn_of_position(run: Run, before: dict[str, Any]) -> None:
+    """Warn of steps since the state ``before`` if none was counted as one of an epoch."""
+    state = run.state.to_dict()
+    if state["step"] > before["step"] and all(state[key] == before[key] for key in ("epoch", "segments")):
+        logging.getLogger("harness").warning(
+            "your loop took %s and never called run.train_data.advance(): a resume repeats their rows, and no epoch "
+            "ends; call run.train_data.advance(run.state.segments) after each step",
+            plural(state["step"] - before["step"], "step"),
+        )
 
 
 def _warn_of_own_loop(run: Run) -> None:

@@ -358,14 +358,15 @@ def test_a_trained_model_of_a_task_that_needs_its_data(tmp_path):
         model.preprocess("eval.csv")
 
 
-def own_loop(path: str, steps: int, stop: bool = False, **overrides: object) -> int:
+def own_loop(path: str, steps: int, stop: bool = False, advances: bool = True, **overrides: object) -> int:
     """Take ``steps`` steps in a loop that neither saves nor evaluates."""
     with open_run(load_config(path, overrides)) as run:
         for _, group in zip(range(steps), run.train_data.groups(run.state.epoch, run.state.segments), strict=False):
             for micro in group:
                 run.task.loss(run.module(run.task.prepare(micro.batch.inputs)), micro.batch.targets).backward()
             run.optimizer.step()
-            run.train_data.advance(run.state.segments)
+            if advances:
+                run.train_data.advance(run.state.segments)
             run.state.add_step(False)
         if stop:
             run.stop.request("enough for today")
@@ -426,6 +427,7 @@ def test_the_loop_of_the_page_gives_the_bits_of_train(path, ranks):
     history, tensors = loop_of_the_page(path, {**asked, "name": "by_loop"})
     assert [entry["step"] for entry in history] == [*range(1, 9)]
     assert history == result.history
+    assert json.loads((Path(result.folder).parent / "by_loop" / "summary.json").read_text())["ended_early"] is None
     assert_close(tensors, weights(result.folder), rtol=0, atol=0)
 
 
@@ -472,6 +474,15 @@ def test_an_own_loop_is_told_what_it_must_do_itself(path, capsys):
     own_loop(path, 1, **asked)
     left = "train.clip_norm, train.ema_decay, after_step of tests.test_api.Quiet, and train lines"
     assert capsys.readouterr().err.count(f"not done unless it does them: {left}") == 1
+
+
+@pytest.mark.parametrize("advances", [True, False])
+def test_an_own_loop_says_what_it_left_out(path, capsys, advances):
+    asked = {"precision.opt_level": "O0", "train.ema_decay": None}
+    assert own_loop(path, 3, advances=advances, **asked) == 3
+    shown = capsys.readouterr().err
+    assert ("your loop took 3 steps and never called run.train_data.advance()" in shown) is not advances
+    assert shown.count("training ended early, at step 3: its loop has ended") == 1
 
 
 def test_an_own_loop_that_does_not_advance_ends(path):

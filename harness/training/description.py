@@ -111,7 +111,7 @@ def conclude(run: Run, done: bool) -> None:
             state.step,
         )
         return
-    if not state.ended and (why := run.ended_early()):  # a hook's reason is in the log already
+    if why := run.ended_early():
         log.info("training ended early, at step %d: %s", state.step, why)
     if state.history:
         last = state.history[-1]
