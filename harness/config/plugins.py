@@ -129,6 +129,10 @@ def _nearest(name: str, error: BaseException, holds: str | None) -> str:
     """Return a hint for the name of a file; or with the nearest name of the module that lacks ``name``, if that is why
     its import failed."""
     package, _, attribute = name.rpartition(".")
+    first = name.partition(".")[0]
+    own, other = Path(f"{first}.py").absolute(), getattr(sys.modules.get(first), "__file__", None) or "built in"
+    if attribute != "py" and first in sys.modules and own.is_file() and own.resolve() != Path(other).resolve():
+        return f"the module {first} that Python imports is {other}, not your {first}.py: rename yours"
     if attribute == "py":
         dotted = package.replace("/", ".").strip(".")
         dotted += "" if "." in dotted else f".{holds or 'Class'}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import colorsys
+
 import pytest
 
 from harness.config import plugins
@@ -55,6 +57,8 @@ def test_unknown_part_names_the_nearest_or_all():
 def test_own_module_without_a_dot_or_as_a_file_is_named_as_it_must_be_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "waves.py").touch()
+    for name in ("colorsys", "sys"):
+        (tmp_path / f"{name}.py").touch()
     (tmp_path / "mnists").mkdir()
     (tmp_path / "mnists" / "digits.py").touch()
     for kind, name, hint in (
@@ -63,6 +67,8 @@ def test_own_module_without_a_dot_or_as_a_file_is_named_as_it_must_be_written(tm
         ("task", "sea/waves.py", "write sea.waves, without .py and with dots between folders"),
         ("model", "nets.py", "write nets.Model, without .py and with dots between folders"),
         ("engine", "waves", "use one of dask, "),
+        ("task", "colorsys.Task", f"the module colorsys that Python imports is {colorsys.__file__}, not your"),
+        ("task", "sys.tasks.Task", "the module sys that Python imports is built in, not your sys.py: rename yours"),
     ):
         with pytest.raises(ConfigError) as caught:
             plugins.find(kind, name, "here")
