@@ -251,6 +251,7 @@ def test_few_modules_touch_the_environment():
         "distributed.process_group", "distributed.devices", "training.determinism", "apex.local_rank", "trackers.wandb",
         "trackers.mlflow", "trackers.trackio", "training.logical_ranks", "training.memory",
         "runs.files",  # the user's cache folder
+        "runs.exit_files",  # set by a sweep, for all processes of a trial
         "",  # how torch's threads wait, before anything imports torch
     }  # fmt: skip
 

@@ -42,10 +42,8 @@ FAULTS = {
     "other": ("the runs part for an unknown reason", ""),
 }  # fmt: skip
 """Codes of faults: what is wrong, and what usually helps."""
-IN_CHECKPOINT = (
-    "buffers", "counter", "learning-rate", "loss-scale", "optimizer-state", "precision", "random-streams", "rows",
-    "weights",
-)  # fmt: skip
+IN_CHECKPOINT = ("buffers", "counter", "learning-rate", "loss-scale", "optimizer-state", "precision", "random-streams",
+                 "rows", "weights")  # fmt: skip
 """Codes of what a checkpoint lacks or a resume does not take from it."""
 UNDECIDED = {
     "not-deterministic": ("two equal starts differ", "seed every random stream, and call "

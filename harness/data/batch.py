@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -109,16 +109,11 @@ class Dataset(Protocol):
         ...
 
 
-@runtime_checkable
-class SupportsRowName(Protocol):
-    """A dataset whose rows have a name in messages, such as the line of a file."""
-
-    def row_name(self, row: int) -> str: ...
-
-
 def row_namer(dataset: object, otherwise: Callable[[int], str] = str) -> Callable[[int], str]:
-    """Return the function from the number of a row of ``dataset`` to its name, ``otherwise`` if it has none."""
-    return dataset.row_name if isinstance(dataset, SupportsRowName) else otherwise
+    """Return the function from the number of a row of ``dataset`` to its name in messages, such as the line of a file:
+    its method ``row_name``, or else ``otherwise``."""
+    namer: Callable[[int], str] = getattr(dataset, "row_name", otherwise)
+    return namer
 
 
 def read(dataset: Dataset, rows: np.ndarray, epoch: int | None) -> Batch:

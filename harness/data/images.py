@@ -59,10 +59,10 @@ class ImageTable:
     def __len__(self) -> int:
         return self.table.num_rows
 
-    def row_name(self, row: int) -> str:
-        """Return the place of ``row``, with its path."""
+    def row_name(self, row: int, quickly: bool = True) -> str:
+        """Return the place of ``row``, with its path. ``quickly``: see ``Table.where``."""
         (path,) = self.table.strings(self.path_column, np.array([row]))
-        return f"{self.table.where(row, quickly=True)}: {path}"
+        return f"{self.table.where(row, quickly)}: {path}"
 
     def row_key(self, row: int) -> str:
         """Return the number of ``row`` with its path: equal on machines that have the table in other places."""

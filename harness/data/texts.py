@@ -239,6 +239,9 @@ class TextTable:
     def __len__(self) -> int:
         return self.table.num_rows
 
+    def row_name(self, row: int, quickly: bool = True) -> str:
+        return self.table.where(row, quickly)
+
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
         """Return these rows in order; the same in every epoch."""
         texts = [self.table.strings(column, rows) for column in self.columns]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from harness.config import arguments as shared
 from harness.config import plugins
-from harness.errors import LaunchError
+from harness.errors import HarnessError, LaunchError
 
 VERB = "launch"
 HELP = "train on an engine, such as local, torchrun, slurm or dask"
@@ -56,8 +56,10 @@ def _count(text: str, known: str, may_be_auto: bool = False) -> Count:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from harness.distributed.rank_exit import Cause, RankExit
     from harness.engines import launch
     from harness.engines.base import RANGES
+    from harness.runs import exit_files
 
     counts: dict[str, Count] = {name: count for name in RANGES if (count := getattr(arguments, name))}
     options = {"engine": arguments.engine, "max_restarts": arguments.max_restarts}
@@ -76,7 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
                 what = f"--{name} MIN:MAX is not for engine {engine}, which has no setting {least}"
                 raise LaunchError(what, hint="give one number")
             words.append(f"launch.{engine.rpartition('.')[2]}.{least}={count.least}")
-    return launch.main(arguments.config, words, arguments.dry_run, arguments.detach)
+    try:
+        return launch.main(arguments.config, words, arguments.dry_run, arguments.detach)
+    except HarnessError as error:  # of no rank
+        exit_files.write_first(None, RankExit.now(0, Cause.ERROR, error.exit_code, message=str(error)))
+        raise
 
 
 def _fitting(config: Any, most: int | None) -> int:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,9 +19,9 @@ from harness.config import plugins
 from harness.config.schema import Config
 from harness.config.targets import LabelledTask, TableTask
 from harness.data.batch import row_namer
-from harness.data.image_errors import ImageErrors
+from harness.data.images import ImageTable
 from harness.data.loader import Loader
-from harness.data.table.table import Table
+from harness.data.texts import TextTable
 from harness.distributed import signals
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.meeting import telling_peers
@@ -185,9 +186,13 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         log.info("stopped (%s); nothing was written", stop.reason or "on another rank")
         return stop.exit_code
     seconds = time.perf_counter() - start
+    name = row_namer(task.eval, "row {}".format)
+    if isinstance(task.eval, ImageTable | TextTable):  # there is time to find the line in a long file
+        name = partial(task.eval.row_name, quickly=False)
     if totals.bad:
-        named = _named(task.eval, totals.bad)
-        log.warning("rows that could not be read: %d; they have no prediction: %s", len(totals.bad), named)
+        named = ", ".join(map(name, totals.bad[:_NAMED]))
+        more = f" and {len(totals.bad) - _NAMED} more" if len(totals.bad) > _NAMED else ""
+        log.warning("rows that could not be read: %d; they have no prediction: %s%s", len(totals.bad), named, more)
     ranks = plural(runtime.world_size, "rank")
     rate = totals.rows / seconds
     shown = _show_metrics(predictor, totals, request.source)
@@ -196,21 +201,10 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     with_classes = isinstance(config.task, LabelledTask) and config.task.label_kind != "regression"
     if with_classes and (classes := trained_run.task_facts(request.run).get("classes")):
         separator = config.task.labels.separator or "" if isinstance(config.task, TableTask) else ""
-        table = getattr(task.eval, "table", None)
-        where = table.where if isinstance(table, Table) else row_namer(task.eval, "row {}".format)
-        totals.warn_of_unknown_labels(classes, separator, where)
+        totals.warn_of_unknown_labels(classes, separator, name)
     totals.warn_of_one_class()
     log.info("%s: %s in %.1f s (%.0f rows/s, %s)", request.out, plural(totals.rows, "row"), seconds, rate, ranks)
     return EXIT_DONE
-
-
-def _named(dataset: object, rows: Sequence[int]) -> str:
-    """Return the names of the first of ``rows``, which could not be read. Now there is time to search a long file."""
-    errors = getattr(dataset, "errors", None)
-    if isinstance(errors, ImageErrors):
-        return errors.named(rows, _NAMED)
-    more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
-    return ", ".join(map(row_namer(dataset), rows[:_NAMED])) + more
 
 
 def _objective(task: PredictingTask) -> Objective | PredictingTask | None:

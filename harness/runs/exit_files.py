@@ -7,6 +7,7 @@ A rank that was killed leaves none.
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -16,6 +17,8 @@ from harness.distributed.launch_env import Launch
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.runs import layout
 from harness.runs.files import identity, read_json, write_atomically
+
+EARLY = "HARNESS_EARLY_FAILURE"  # path of the file for a failure before the run folder is claimed; set by a sweep
 
 
 def write(logs: Path, record: RankExit) -> None:
@@ -57,15 +60,16 @@ def from_torch_error_file(text: str) -> tuple[RankExit, int]:
     return RankExit.from_dict(content["exit"]), int(content["world_size"])
 
 
-def write_first(folder: Path, first: RankExit) -> RankExit:
-    """Write failure.json in ``folder``, unless another rank was first; return the failure in the file. Never raises."""
-    path = folder / layout.FAILURE
+def write_first(folder: Path | None, first: RankExit) -> RankExit:
+    """Write failure.json in the run folder, unless another rank was first; return the failure in the file. Without a
+    claimed folder, write it for the sweep that started this process. Never raises."""
+    path = str(folder / layout.FAILURE) if folder else os.environ.get(EARLY, "")
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(first.to_json() + "\n")
     except FileExistsError:
         for _ in range(20):  # another rank may be writing it at this moment
-            if record := _record(path):
+            if record := read_record(Path(path)):
                 return record
             time.sleep(0.05)
     except OSError:
@@ -75,12 +79,12 @@ def write_first(folder: Path, first: RankExit) -> RankExit:
 
 def read(logs: Path) -> dict[int, RankExit]:
     """Return the records in ``logs``, by rank."""
-    records = map(_record, logs.glob(layout.RANK_EXITS))
+    records = map(read_record, logs.glob(layout.RANK_EXITS))
     found = {record.rank: record for record in records if record and record.rank is not None}
     return dict(sorted(found.items()))
 
 
-def _record(path: Path) -> RankExit | None:
+def read_record(path: Path) -> RankExit | None:
     """Return the record in a file; None if there is none, or not yet."""
     with suppress(OSError, ValueError):
         return RankExit.from_dict(read_json(path))
@@ -111,4 +115,4 @@ class ExitFiles:
 
     def first(self) -> RankExit | None:
         """Return the failure in failure.json."""
-        return _record(self._failure) if identity(self._failure) != self._earlier_failure else None
+        return read_record(self._failure) if identity(self._failure) != self._earlier_failure else None

@@ -22,7 +22,6 @@ from harness.data.images import ImageTable
 from harness.data.row_labels import ClassLabels
 from harness.data.table.table import open_table
 from harness.errors import REINSTALL_TORCH, ConfigError, DataError, HarnessError
-from harness.inference import predict
 from harness.training.models import model_builder, weights
 from tests.conftest import ROOT
 from tests.fixtures import write_rows
@@ -138,7 +137,7 @@ def test_row_is_named_with_its_place_and_path(tmp_path, monkeypatch):
     monkeypatch.setattr("harness.data.table.table._FEW_ROWS", 2)
     assert opened.row_name(1) == f"{csv}, row 1 (from 0): b.png"
     assert opened.table.where(1) == f"{csv}:4"
-    assert predict._named(opened, [1, 2]) == f"{csv}:4: b.png, {csv}:5: c.png", "there is time at the end"
+    assert opened.row_name(1, quickly=False) == f"{csv}:4: b.png"
 
 
 def test_missing_image_suggests_a_similar_name(tmp_path):

@@ -21,8 +21,7 @@ from harness.distributed import signals
 from harness.distributed.rank_exit import Cause
 from harness.distributed.worker_group import Worker, WorkerGroup
 from harness.errors import EXIT_DONE, EXIT_STOPPED, EXITS_BY_SIGNAL
-from harness.runs import layout, reader
-from harness.runs.exit_files import ExitFiles
+from harness.runs import exit_files, layout, reader
 from harness.runs.followed import FollowedFile, read_entry
 
 
@@ -50,7 +49,10 @@ class TrialProcess:
     def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str], keep: Sequence[int]) -> None:
         """Start the trial. ``keep``: file descriptors that stay open as long as it runs."""
         folder.parent.mkdir(parents=True, exist_ok=True)
-        self._exit_files = ExitFiles(folder)
+        self._exit_files = exit_files.ExitFiles(folder)
+        self._early = folder.with_name(f"{folder.name}.failure.json").absolute()
+        self._early.unlink(missing_ok=True)
+        environ = {**environ, exit_files.EARLY: str(self._early)}
         self._stopped = False
         self.killed = False
         # Without a grace period of its own: the runner kills trials that do not stop.
@@ -95,6 +97,8 @@ class TrialProcess:
             return TrialEnd("interrupted", "stopped before its first checkpoint")
         if failure and failure.cause in (Cause.SIGNAL, Cause.NODE_LOST):
             return TrialEnd("interrupted", message or "a rank was killed")
+        if early := None if failure else exit_files.read_record(self._early):
+            message = " ".join([*early.message.split(), *(["->"] if early.hint else []), *early.hint.split()])
         return TrialEnd("failed", message or f"exit code {code}")
 
 

@@ -48,7 +48,14 @@ def _train(run: Path, settings: dict[str, str], behaviour: str, asked: list[int]
     with open(starts, "a") as file:
         file.write("x")
     if behaviour == "refused":
-        print("error: x.yaml: something is wrong\n  -> fix it")
+        early = {
+            "rank": None,
+            "cause": "error",
+            "exit_code": 2,
+            "message": "x.yaml: something is wrong",
+            "hint": "fix it",
+        }
+        Path(os.environ["HARNESS_EARLY_FAILURE"]).write_text(json.dumps(early))
         return 2
     for epoch in range(len(history) + 1, EPOCHS + 1):
         for tick in range(TICKS):

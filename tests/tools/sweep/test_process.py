@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
+import pytest
+
+from harness.tools.sweep import process
 from harness.tools.sweep.process import TrialLogReader, final_value
+from tests.end_to_end.processes import wait_until
+from tests.tools.sweep.sweeping import write_base
 
 
 def lines(*entries: dict) -> str:
@@ -66,3 +72,21 @@ def test_value_of_a_finished_run_is_its_best(tmp_path):
     assert final_value(tmp_path, "loss", "minimize") is None
     (tmp_path / "summary.json").write_text(json.dumps({**summary, "finished": False}))
     assert final_value(tmp_path, "top1", "maximize") is None
+
+
+@pytest.mark.parametrize(("word", "why"), [
+    ("launch.engine=slurmm", "unknown engine 'slurmm'; did you mean slurm?"),  # of harness launch
+    ("runtime.device=cuda", "-> set runtime.device=cpu"),  # of a rank before it meets the others
+    ("train.epochs=3", "cannot write to the run folder: File exists -> choose another"),  # and after that
+])  # fmt: skip
+def test_an_error_before_the_run_begins_is_the_reason(tmp_path, monkeypatch, word, why):
+    monkeypatch.chdir(tmp_path)
+    base, folder = write_base(tmp_path), tmp_path / "trials" / "0000"
+    folder.parent.mkdir()
+    folder.write_text("no folder")
+    (tmp_path / "trials" / "0000.failure.json").write_text('{"rank": 0, "cause": "error", "exit_code": 2}')
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    trial = process.TrialProcess(process.command(str(base), [word], folder), folder, environ, [])
+    end = wait_until(trial.ended, 100, "the end of the trial")
+    assert end.how == "failed"
+    assert why in end.why, "not that of an earlier start"

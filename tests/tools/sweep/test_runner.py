@@ -84,7 +84,7 @@ def test_failed_trials_do_not_stop_others_and_can_be_retried(folder):
     assert states(folder) == ["failed", "failed", "failed", "finished"]
     errors = [trial["error"] for trial in table(folder)]
     assert errors == [
-        "the loss became nan", "exit code 2", "it ended without a finite top1", None,
+        "the loss became nan", "x.yaml: something is wrong -> fix it", "it ended without a finite top1", None,
     ]  # fmt: skip
     assert "3 of 4 trials failed; to retry them, add --retry-failed to the same command" in output(folder)
     assert sweep(folder) == 70, "failed trials are not run again"
