@@ -25,10 +25,13 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     of_task = [*config.task.conflicts()]
     yield from of_task
     if config.best_metric not in config.task.metrics and "task.metrics" not in {each.key for each in of_task}:
+        plain = config.best_metric.removeprefix("eval_")  # as Hugging Face calls it
         yield Conflict(
             "checkpoint.best_metric",
             f"task {config.task.name} has no metric {config.best_metric!r}",
-            f"use one of: {', '.join(config.task.metrics)}",
+            f"did you mean {plain}?"
+            if plain in config.task.metrics
+            else f"use one of: {', '.join(config.task.metrics)}",
         )
 
 

@@ -4,10 +4,11 @@ and the table of docs/fine_tuning.md."""
 from __future__ import annotations
 
 SETTINGS = {
-    "output_dir": "output", "run_name": "name", "seed": "seed", "resume_from_checkpoint": "checkpoint.resume",
+    "output_dir": "output", "run_name": "name", "seed": "seed", "data_seed": "seed", "logging_dir": "output",
+    "full_determinism": "train.deterministic", "resume_from_checkpoint": "checkpoint.resume",
     "learning_rate": "optimizer.lr", "weight_decay": "optimizer.weight_decay", "optim": "optimizer.name",
     "adam_beta1": "optimizer.args.betas", "adam_beta2": "optimizer.args.betas", "adam_epsilon": "optimizer.args.eps",
-    "lr_scheduler_type": "schedule.name", "warmup_steps": "schedule.warmup",
+    "lr_scheduler_type": "schedule.name", "lr_scheduler_kwargs": "schedule.name", "warmup_steps": "schedule.warmup",
     "warmup_ratio": "schedule.warmup", "num_train_epochs": "train.epochs", "max_steps": "train.max_steps",
     "per_device_train_batch_size": "batch.per_rank", "per_device_eval_batch_size": "batch.eval_per_rank",
     "gradient_accumulation_steps": "batch.accumulate", "max_grad_norm": "train.clip_norm",
@@ -16,7 +17,8 @@ SETTINGS = {
     "early_stopping_threshold": "train.min_delta", "min_delta": "train.min_delta",
     "compute_metrics": "task.metrics", "metric_for_best_model": "checkpoint.best_metric",
     "load_best_model_at_end": "checkpoint.best_metric", "eval_strategy": "train.evaluate_every",
-    "eval_steps": "train.evaluate_every", "save_steps": "checkpoint.every", "save_total_limit": "checkpoint.keep",
+    "eval_steps": "train.evaluate_every",
+    "save_steps": "checkpoint.every", "save_strategy": "checkpoint.every", "save_total_limit": "checkpoint.keep",
     "logging_steps": "train.log_every", "report_to": "trackers", "dataloader_num_workers": "data.num_workers",
     "gradient_checkpointing": "model.activation_checkpointing", "torch_compile": "model.compile",
     "lora.rank": "model.lora.r", "r": "model.lora.r", "lora_alpha": "model.lora.alpha",
@@ -34,10 +36,17 @@ UNITS = {  # where ours counts something else
     **dict.fromkeys(
         ("eval_steps", "eval_strategy"), "a number counts epochs; steps are 'train.evaluate_every=500 steps'"
     ),
+    "save_strategy": "a checkpoint is also written at the end of each epoch",
+    "lr_scheduler_kwargs": "its arguments are schedule.args.NAME=VALUE",
     "load_best_model_at_end": "the best weights are always kept; that setting says by which metric",
 }
 ABSENT = {  # and why
-    "num_labels": "the classes are the labels of the training data",
+    **dict.fromkeys(("num_labels", "id2label", "label2id"), "the classes are the labels of the training data"),
+    "training_args": "each argument is a setting: harness settings NAME, such as fp16, finds it",
+    "eval_on_start": "the first evaluation is after train.evaluate_every",
+    "task_type": "it follows from the task",
+    "bias": "model.lora trains no biases but those of model.lora.modules_to_save and the last layers",
+    "init_lora_weights": "the matrices of LoRA start as peft's default, which changes no output",
     "greater_is_better": "each metric knows its better direction; one of your own says it with better: max (or min)",
     "group_by_length": "a batch has rows in random order, and is padded to its longest text (task.tokenizer.pad)",
     "neftune_noise_alpha": "there is no noise on embeddings; model.args has the dropouts of a model",
@@ -47,7 +56,7 @@ ABSENT = {  # and why
 }
 SCHEDULES = {
     "linear": "polynomial, by default a straight line down to 0; and schedule.warmup",
-    "cosine_with_restarts": "cosine_restarts",
+    "cosine_with_restarts": "cosine_restarts with schedule.args.cycle_epochs, the length of a cycle, for num_cycles",
     "cosine_with_min_lr": "cosine with schedule.args.min_lr",
     "constant_with_warmup": "constant with schedule.warmup",
     "reduce_lr_on_plateau": "plateau",

@@ -13,6 +13,7 @@ import random
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -415,6 +416,27 @@ def test_linear_of_transformers():
 
 
 # What is refused
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"torchvision.io": None}, "torchvision cannot be imported: .*\n  -> .*torch torchvision"),
+        ({}, "model.name: transformers cannot import hf:.*/bert: No module named 'flash'"),
+    ],
+)
+def test_a_library_that_the_model_needs_is_named(make, monkeypatch, broken, message):
+    def from_config(*_, **__):
+        try:
+            raise ImportError("No module named 'flash'")
+        except ImportError as error:
+            raise ModuleNotFoundError("Could not import module 'BertForSequenceClassification'") from error
+
+    monkeypatch.setattr(transformers.AutoModelForSequenceClassification, "from_config", from_config)
+    for name, module in broken.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(HarnessError, match=message):
+        built(make())
 
 
 def renamed(bert: Path, folder: Path, **keys: object) -> Path:

@@ -141,6 +141,7 @@ def test_first_weights_depend_on_the_seed_alone():
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
+        ("bert-base-x", {}, "a model of Hugging Face is model.name=hf:bert-base-x; or use one of"),
         ("small_cnm", {}, "model.name: unknown model 'small_cnm'\n  -> did you mean small_cnn?"),
         ("zzzzzzzz", {}, "use one of char_gru, char_lstm, fashion_cnn, linear"),
         ("tests.training.test_model_builder.Nope", {}, "cannot be imported"),

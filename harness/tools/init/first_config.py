@@ -53,6 +53,11 @@ def write(sources: Sequence[str], out: Path | None, model: str | None = None, ro
     except OSError as error:
         raise ConfigError(f"cannot write: {reason(error)}", where=str(out), hint=remedy(error)) from None
     wrong = [f"warning: {str(line).lstrip()}" for line in lines if isinstance(line, Guess) and line.doubt]
+    if len(sources) < 2 and re.search("(?<![a-z])test(?![a-z])", Path(evaluation.source).name):
+        other = f"rm {file}; harness data split {shlex.quote(train.source)} --eval 0.1"
+        wrong.insert(
+            0, f"warning: {evaluation.source} will choose the best weights; for other rows than test rows: {other}"
+        )
     commands = [f"  harness {verb} -c {file}" for verb in ("check", "train")]
     if model and model.startswith(HUB):
         commands += ["it trains all weights; LoRA, with its larger lr, takes less memory:"]

@@ -195,6 +195,8 @@ def find(name: str) -> tuple[Callable[..., nn.Module], Library | None]:
         f"use one of {', '.join(built_in)}, a torchvision model such as resnet18, timm:NAME, hf:FOLDER_OR_NAME, "
         "or package.module.Class"
     )
+    if "/" in name or "-" in name:
+        other = f"a model of Hugging Face is model.name={HUB}{name}; or {other}"
     raise plugins.unknown("model", name, [*built_in, *torchvision.names()], "model.name", other)
 
 

@@ -131,6 +131,19 @@ def test_a_split_comes_before_another_file_beside_it(folder):
     assert (task.train_csv, task.eval_csv) == ("train.train.csv", "train.eval.csv")
 
 
+def test_test_rows_that_would_choose_the_weights_are_named(folder):
+    for name in ("a_train", "a_test"):
+        (folder / f"{name}.csv").write_text("text,label\n" + "".join(f"{name} {row},{row % 2}\n" for row in range(40)))
+    *_, warning = first_config.write(["a_train.csv"], Path("a.yaml")).splitlines()
+    assert warning.startswith("warning: a_test.csv will choose the best weights; for other rows than test rows: ")
+    assert "warning" not in first_config.write(["a_train.csv", "a_test.csv"], Path("given.yaml"))
+    remove, split = warning.rpartition(": ")[2].split("; ")
+    assert remove == "rm a.yaml"
+    assert cli.main(split.split()[1:]) == 0
+    assert "warning" not in first_config.write(["a_train.csv"], Path("b.yaml"))
+    assert loader.load("b.yaml").task.eval_csv == "a_train.eval.csv"
+
+
 @pytest.mark.parametrize(
     ("column", "value", "setting", "reason"),
     [
@@ -200,7 +213,7 @@ def test_pairs_of_texts_for_a_model_of_hugging_face(folder, label, setting):
     pairs(label)
     text = first_config.write([], Path("pairs.yaml"), "hf:a folder")
     assert "model: {name: hf:a folder}  # all weights; with small matrices" in text
-    again = text.splitlines()[-1].split()
+    again = text.splitlines()[-2].split()
     assert again[:4] == ["harness", "train", "-c", "pairs.yaml"]
     adapted = loader.load("pairs.yaml", again[4:])
     assert (adapted.model.lora.r, adapted.optimizer.lr, loader.load("pairs.yaml").optimizer.lr) == (8, 5e-4, 5e-5)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from harness.config.places import HUB
 from harness.data import hub
 from harness.data.hub import HubTokenizer
-from harness.errors import ConfigError, first_line, similar
+from harness.errors import ConfigError, HarnessError, first_line, similar
 from harness.runs.files import expanded, read_json
 from harness.training.models import lora
 from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile
@@ -80,7 +80,16 @@ def build(
     if tokenizer is not None and config.pad_token_id is None:
         config.pad_token_id = tokenizer.tokenizer.pad_token_id
     _require_inputs(name, config, in_channels, num_tokens)
-    model: Any = kinds.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    try:
+        model: Any = kinds.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except ImportError as error:  # of what the model's module imports
+        from harness.data import vision
+
+        vision.torchvision("io")  # one that does not fit torch has its own error
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise HarnessError(f"transformers cannot import {name}: {first_line(cause)}", where="model.name") from error
     known = {"token_inputs": tokenizer.inputs if tokenizer else (), "__module__": type(model).__module__}
     model.__class__ = type(type(model).__name__, (OneTensor, type(model)), known)
     built: nn.Module = model.train()
