@@ -19,7 +19,11 @@ import pyarrow as pa
 from harness.errors import require_regular_file
 from harness.runs.files import parse_json, read_bytes
 
-PHASES = ("data", "forward", "backward", "reduce", "optimizer", "host")  # of the training time
+PHASES = {
+    "data": "waiting for data", "forward": "forward", "backward": "backward", "reduce": "communication",
+    "optimizer": "optimizer", "host": "between steps",
+}  # fmt: skip
+"""The parts of the training time, as people read them."""
 SHARES = tuple(f"time_{phase}" for phase in PHASES)
 
 

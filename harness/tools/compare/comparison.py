@@ -288,7 +288,7 @@ def compare(one: Side, other: Side, trust: bool = False) -> RunComparison | Grou
 def compare_files(one: Record, other: Record, trust: bool = False) -> Equality:
     """Compare checkpoints, weights, logs and predictions of two runs bit for bit."""
     from harness.runs import checkpoint
-    from harness.tools.compare import exactness  # imports torch, which takes seconds
+    from harness.tools.compare import exactness, first_difference  # both import torch, which takes seconds
 
     found = exactness.differences(one.path, other.path, trust=trust)
     saved = [checkpoint.steps(run.path / layout.CHECKPOINTS).keys() for run in (one, other)]
@@ -296,7 +296,7 @@ def compare_files(one: Record, other: Record, trust: bool = False) -> Equality:
     if not complete:  # the last line may still be being written
         half = {_half_line(run.path / layout.METRICS) for run in (one, other)}
         found = [item for item in found if item.file not in half]
-    first = exactness.FirstDifference(found, sorted(saved[0] & saved[1]))
+    first = first_difference.FirstDifference(found, sorted(saved[0] & saved[1]))
     verdict: Verdict = "different"
     if first.step is None and not (found and complete):
         verdict = "equal" if complete else "equal so far"

@@ -1,5 +1,5 @@
-"""Two finished run folders compared bit for bit: checkpoints, best weights, log, summary and predictions; and the first
-of their differences. Needs torch.
+"""Two finished run folders compared bit for bit: checkpoints, best weights, log, summary and predictions.
+Needs torch.
 
 One must repeat the other exactly, so anything missing is a difference, too.
 """
@@ -7,7 +7,6 @@ One must repeat the other exactly, so anything missing is a difference, too.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +25,9 @@ from harness.runs.metrics_table import TIMES
 _FILES = (layout.WEIGHTS, layout.PREDICTIONS, layout.CONFUSION, layout.TASK)
 _POINTERS = (layout.LATEST, layout.BEST)
 _FIRST = ("model", "optimizer", "amp", "ema", "state", "ranks")  # the order in which differences are reported
-_IGNORED = ("log_offset", "log_sha256")  # of the log, in which the times vary
+_OF_TIMES = ("log_offset", "log_sha256")  # of the log, in which the times vary
 ABSENT = "(absent)"
 _PER_WORLD_SIZE = ("ranks", "num_ranks")  # always differ between two world sizes
-_PARTS = {
-    "model": "weights", "optimizer": "optimizer state", "amp": "loss scaler", "ema": "moving average",
-    "state": "progress", "ranks": "random streams, buffers and sums of the ranks", "seen": "rows of the epoch",
-}  # fmt: skip
-_NAMED = 4  # entries of a part
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ class Difference:
 
 
 def differences(one: Path, other: Path, *, trust: bool = False) -> list[Difference]:
-    """Every difference between two run folders; empty if one repeats the other bit for bit.
+    """Return every difference between two run folders; empty if one repeats the other bit for bit.
 
     Times and the names of the runs do not count, nor do checkpoints that only one folder has kept, unless it is the
     newest or the best one.
@@ -207,11 +201,11 @@ def _weights(one: Path, other: Path) -> StateDifference | None:
 
 
 def _between(one: Path, other: Path, trust: bool = False) -> Iterator[StateDifference]:
-    """Every difference between two checkpoint folders, weights first. Times do not count, nor does what only a run with
-    parallel.logical_ranks records. Raises CheckpointError."""
+    """Yield every difference between two checkpoint folders, weights first. Times do not count, nor does what only a
+    run with parallel.logical_ranks records. Raises CheckpointError."""
     mine, theirs = (checkpoints.read(path, mapped=True, trust=trust) for path in (one, other))
     same_world = mine.get("num_ranks") == theirs.get("num_ranks")
-    ignored = {*_IGNORED, "kernels"} if {} in (mine.get("kernels"), theirs.get("kernels")) else _IGNORED
+    ignored = {*_OF_TIMES, "kernels"} if {} in (mine.get("kernels"), theirs.get("kernels")) else _OF_TIMES
     names = [name for name in dict.fromkeys((*_FIRST, *sorted({*mine, *theirs}))) if name not in ignored]
     for name in names:
         if same_world or name not in _PER_WORLD_SIZE:
@@ -235,7 +229,7 @@ def _without_seconds(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def differing(name: str, one: Any, other: Any) -> Iterator[StateDifference]:
-    """Every place under ``name`` where nested plain data and tensors differ in a bit, in order. NaN equals NaN."""
+    """Yield each place under ``name`` where nested plain data and tensors differ in a bit, in order. NaN equals NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if not _same_bits(one, other):
             yield TensorDifference(name, _max_difference(one, other))
@@ -274,54 +268,3 @@ def _short(value: Any) -> Any:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return value if value is None or isinstance(value, str | int | float) else f"{type(value).__name__} of {len(value)}"
-
-
-# The first of the differences
-
-
-class FirstDifference:
-    """``step``: the first at which a log line or a checkpoint differs; None if only other files do."""
-
-    def __init__(self, found: Sequence[Difference], checkpoints: Sequence[int]) -> None:
-        self._log = [item for item in found if item.file.startswith(layout.METRICS)]
-        self._saved = [item for item in found if item.file.startswith(f"{layout.CHECKPOINTS}/")]
-        self._others = [item for item in found if not item.file.startswith((layout.METRICS, f"{layout.CHECKPOINTS}/"))]
-        steps = [item.step for item in (*self._log, *self._saved) if item.step is not None]
-        self.step = min(steps, default=None)
-        self.equal = [step for step in checkpoints if self.step is None or step < self.step]
-
-    def lines(self) -> Iterator[str]:
-        """Sentences: the log, the checkpoints, other files."""
-        if self._log:
-            yield f"first difference in the log: {self._log[0]}"
-        if self._saved:
-            step = min(item.step for item in self._saved if item.step is not None)
-            yield f"first checkpoint that differs: step {step}"
-            yield from _parts([item for item in self._saved if item.step == step])
-        if self.equal:
-            yield f"equal up to and including the checkpoint of step {self.equal[-1]}"
-        yield from (str(item) for item in self._others[: _NAMED if self._log or self._saved else None])
-
-
-def _parts(found: Sequence[Difference]) -> Iterator[str]:
-    counts = Counter(_part(item) for item in found)
-    for part, count in counts.items():
-        mine = [item.what for item in found if _part(item) == part]
-        sides = [sum(isinstance(what, ValueDifference) and what.values[n] == ABSENT for what in mine) for n in (1, 0)]
-        if part == "model" and any(sides):
-            both = count - sum(sides)
-            yield f"  weights: other names: {sides[0]} only in A, {sides[1]} only in B; {both} in both differ"
-            continue
-        named = ", ".join(what.name.removeprefix(f"{part}.") + _amount(what) for what in mine[:_NAMED])
-        more = f" and {count - _NAMED} more" if count > _NAMED else ""
-        yield f"  {_PARTS.get(part, part)}: {named}{more}"
-
-
-def _amount(what: StateDifference) -> str:
-    if isinstance(what, ValueDifference):
-        return f" ({what.values[0]}, {what.values[1]})"
-    return "" if what.by is None else f" (up to {what.by:.2g})"
-
-
-def _part(item: Difference) -> str:
-    return item.what.name.partition(".")[0].partition("[")[0]

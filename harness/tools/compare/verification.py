@@ -17,7 +17,8 @@ from harness.config.schema import Config
 from harness.config.trees import flatten
 from harness.errors import EXIT_FAILURE, ConfigError, HarnessError
 from harness.runs import checkpoint, layout
-from harness.tools.compare.exactness import FirstDifference, differences
+from harness.tools.compare.exactness import differences
+from harness.tools.compare.first_difference import FirstDifference
 
 LONG_EPOCH, FEW_STEPS = 60, 24  # an epoch of more steps is not trained to its end unless --steps asks for it
 _CHECKPOINTS = 7  # in a shortened run, in addition to those at the ends of epochs

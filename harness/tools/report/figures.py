@@ -21,14 +21,6 @@ from harness.tools.report.mistakes import Confusion
 MAX_CLASSES = 60  # of a matrix that is drawn
 Trace = dict[str, Any]
 PATTERNS = ("", "/", "x", ".", "\\", "-")  # so that bars can be told apart without color
-_PHASE_NAMES = {
-    "data": "waiting for data",
-    "forward": "forward",
-    "backward": "backward",
-    "reduce": "communication",
-    "optimizer": "optimizer",
-    "host": "between steps",
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ def where_time_went(lines: Sequence[CurveLine]) -> Chart | None:
         of_runs = [run.history.shares for run in line.runs if run.history.shares]
         shares.append({phase: statistics.fmean(share.get(phase, 0.0) for share in of_runs) for phase in PHASES})
     data: list[Trace] = [
-        {"type": "bar", "orientation": "h", "name": _PHASE_NAMES[phase], "y": [plain(line.label) for line in shown],
+        {"type": "bar", "orientation": "h", "name": PHASES[phase], "y": [plain(line.label) for line in shown],
           "x": [share[phase] for share in shares], "marker": _filled(place), "textposition": "inside",
           "text": [f"{share[phase]:.0%}" if share[phase] >= 0.045 else "" for share in shares],
           "insidetextanchor": "middle", "textangle": 0, "hovertemplate": "%{x:.1%}"}
@@ -77,7 +69,7 @@ def where_time_went(lines: Sequence[CurveLine]) -> Chart | None:
     }
     largest = max(PHASES, key=lambda phase: shares[0][phase])
     share = formatting.percent(shares[0][largest])
-    summary = f"The largest share of the training time of {shown[0].label} is {_PHASE_NAMES[largest]}: {share}."
+    summary = f"The largest share of the training time of {shown[0].label} is {PHASES[largest]}: {share}."
     return Chart("time", "Where training time went", summary, data, layout, height=110 + 42 * len(shown))
 
 

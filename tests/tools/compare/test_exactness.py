@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from harness.runs.checkpoints import Checkpoints
 from harness.runs.files import read_sealed, write_sealed
-from harness.tools.compare.exactness import Difference, FirstDifference, TensorDifference, differences, differing
+from harness.tools.compare.exactness import Difference, TensorDifference, differences, differing
+from harness.tools.compare.first_difference import FirstDifference
 from tests.end_to_end.experiment import train, write_images
 
 LAST = 16

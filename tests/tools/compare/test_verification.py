@@ -17,7 +17,8 @@ from harness.cli import main
 from harness.config import loader
 from harness.errors import HarnessError
 from harness.tools.compare import verification
-from harness.tools.compare.exactness import Difference, FirstDifference, TensorDifference, ValueDifference
+from harness.tools.compare.exactness import Difference, TensorDifference, ValueDifference
+from harness.tools.compare.first_difference import FirstDifference
 from harness.tools.compare.verification import Length
 from tests.conftest import ROOT
 from tests.end_to_end import planted
