@@ -115,7 +115,7 @@ def main(argv: list[str]) -> None:
     sys.argv = [script.path if context.is_module else context.name, *given, *args]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if context.is_module else os.path.dirname(os.path.realpath(script.path))
-    _run(script, context.on_cpu)
+    _run(script, context)
 
 
 def parse(argv: list[str]) -> tuple[ScriptContext, list[str]] | None:
@@ -200,7 +200,7 @@ def _module(name: str) -> Script:
     return Script(spec.origin, spec.loader.get_data(spec.origin), spec)
 
 
-def _run(script: Script, on_cpu: bool) -> None:
+def _run(script: Script, context: ScriptContext) -> None:
     """Run ``script`` as ``__main__``. Its exceptions pass through; their tracebacks start at the script."""
     main = ModuleType("__main__")
     main.__dict__.update(
@@ -216,13 +216,13 @@ def _run(script: Script, on_cpu: bool) -> None:
     try:
         exec(compile(script.source, script.path, "exec", dont_inherit=True), main.__dict__)
     except BaseException:
-        _hide_own_frames(on_cpu)
+        _hide_own_frames(context)
         raise
 
 
-def _hide_own_frames(on_cpu: bool) -> None:
+def _hide_own_frames(context: ScriptContext) -> None:
     """Remove this package's frames from the traceback of the exception that ends the script, and name ``--device cpu``
-    if it wanted a CUDA device where there is none."""
+    if it wanted a CUDA device where there is none, ``--modernize`` if it wanted what a library has removed."""
     original = sys.excepthook  # python's, or one that the script installed
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -234,11 +234,24 @@ def _hide_own_frames(on_cpu: bool) -> None:
         original(kind, error, trace)
         torch = sys.modules.get("torch")
         wanted = re.search("cuda|nvidia", str(error), re.IGNORECASE)
-        if wanted and not on_cpu and torch is not None and not torch.cuda.is_available():
+        if wanted and not context.on_cpu and torch is not None and not torch.cuda.is_available():
             hint = "harness.apex: torch can use no CUDA device here; try --device cpu before the script"
             print(hint, file=sys.stderr)
+        if not context.modernize and isinstance(error, AttributeError | ImportError) and _is_removed(error):
+            print("harness.apex: try --modernize before the script, which restores this", file=sys.stderr)
 
     sys.excepthook = excepthook
+
+
+def _is_removed(error: AttributeError | ImportError) -> bool:
+    """Return True if ``error`` is about a name or a module that ``--modernize`` restores."""
+    from harness.apex.modernize.table import NAMES, RENAMED_MODULES
+
+    if isinstance(error, ModuleNotFoundError):
+        return "." in str(error.name) and error.name in NAMES.keys() | RENAMED_MODULES.keys()
+    owner = getattr(getattr(error, "obj", None), "__name__", "")
+    words = {*re.findall(r"[\w.]+", str(error)), owner, error.name}
+    return any(module in words and not words.isdisjoint(names) for module, names in NAMES.items())
 
 
 def _is_own(trace: TracebackType) -> bool:

@@ -15,10 +15,10 @@ import torchvision
 from torch.utils.data import Sampler
 
 import harness.apex
-from harness.apex import call_counter
+from harness.apex import call_counter, runner
 from harness.apex.modernize import hook, modernize
 from harness.apex.modernize.table import NAMES
-from tests.apex.test_runner import write
+from tests.apex.test_runner import run, write
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -377,6 +377,24 @@ def test_installed_libraries_keep_the_errors_of_today(undone):
         np.floot  # noqa: B018
     with pytest.raises(ValueError, match="could not broadcast|sequence"):
         np.array([[1, 2], [3]], dtype=float)
+
+
+def test_a_script_that_needs_it_is_told(tmp_path):
+    """Only for what it restores, and not if it was given."""
+    hint = "harness.apex: try --modernize before the script, which restores this\n"
+    write(tmp_path, "train.py", "import numpy\nnumpy.float")
+    assert run("-m", "harness.apex", "train.py", cwd=tmp_path).stderr.endswith(hint)
+    write(tmp_path, "other.py", "import numpy\nnumpy.floot")
+    found = [run("-m", "harness.apex", *words, "other.py", cwd=tmp_path).stderr for words in ((), ("--modernize",))]
+    assert ["floot" in text and hint not in text for text in found] == [True, True]
+    for error, told in (
+        (ImportError("cannot import name 'Iterable' from 'collections' (collections/__init__.py)"), True),
+        (ModuleNotFoundError("No module named 'torch._six'", name="torch._six"), True),
+        (ModuleNotFoundError("No module named 'torch._seven'", name="torch._seven"), False),
+        (AttributeError("`np.Inf` was removed in NumPy 2.0", name="Inf", obj=np), True),
+        (AttributeError("'NoneType' object has no attribute 'clock'", name="clock", obj=None), False),
+    ):
+        assert runner._is_removed(error) is told, error
 
 
 def test_scripting_is_not_disturbed(undone):

@@ -45,7 +45,11 @@ def _report(script: ApexScript) -> tuple[str, bool]:
     if not script.imports:
         return f"{script.path} does not import Apex", True
     uses = script.uses()
-    lines = [f"{script.path} runs as it is with: python -m harness.apex {script.path}", ""]
+    lines = [
+        f"{script.path} runs as it is with: python -m harness.apex {script.path}",
+        "if it uses what a library has removed, such as np.float: with --modernize before the script",
+        "",
+    ]
     width = max((len(use.name) for use in uses), default=0)
     for use in uses:
         absent = "harness.apex does not have it: see docs/apex.md, or run the script for a suggestion"

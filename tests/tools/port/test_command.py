@@ -24,6 +24,7 @@ def test_report_and_patch(script, capfdbinary):
     assert cli.main(["port", "train.py"]) == 0
     report = capfdbinary.readouterr().out
     assert b"python -m harness.apex train.py" in report
+    assert b"with --modernize before the script" in report
     assert report.count(b"apex.amp.scale_loss") == script.read_text().count("amp.scale_loss(") == 3
     assert report.count(b"docs/migrate.md#one-loss") == 4
     assert cli.main(["port", "train.py", "--patch"]) == 0
