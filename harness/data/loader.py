@@ -32,11 +32,11 @@ from harness.data.loader_workers import (
     WatchedDataLoader,
     in_loader_worker,
     pickle_result,
-    run_queue_s,
     worker_death,
 )
 from harness.data.row_order import RowOrder
 from harness.data.shards import Rule, Segment, bounds, num_rows_in_step, num_rows_used, num_steps, shard
+from harness.distributed.machine import run_queue_s
 from harness.errors import TrainingError, remedy
 
 # The libraries whose objects open no file later; files and datasets, which may, are left out.

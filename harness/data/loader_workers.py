@@ -233,16 +233,6 @@ def worker_death(error: Exception, workers: Sequence[BaseProcess] = ()) -> Train
     return kind(f"a loader worker{f' (process {lost[1]})' if lost else ''} {how}: {cause}", hint=hint)
 
 
-def run_queue_s(path: str = "/proc/self/schedstat") -> float:
-    """Return the seconds that a thread, by default the main one of this process, was ready to run but had no core; 0 if
-    the thread has ended or the system does not count them."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
-
-
 def in_loader_worker(_: int) -> None:
     """Set up the signals of a loader process so that only its parent ends it.
 

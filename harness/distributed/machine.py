@@ -46,6 +46,16 @@ def cpu_quota(root: Path) -> float | None:
     return min(quotas, default=None)
 
 
+def run_queue_s(path: str = "/proc/self/schedstat") -> float:
+    """Return the seconds that a thread, by default the main one of this process, was ready to run but had no core; 0 if
+    the thread has ended or the system does not count them."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def memory_limits(root: Path) -> list[tuple[int, int]]:
     """Return (bytes that it allows, bytes of them that are free) of each cgroup of this process that has a limit.
     Cached files count as free: the system drops them before it refuses memory."""

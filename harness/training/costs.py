@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.data.loader_workers import run_queue_s
+from harness.distributed.machine import run_queue_s
 from harness.distributed.runtime import Runtime
 
 SAMPLE_S = 0.5  # between two looks at the machine, which take about 0.1 ms
