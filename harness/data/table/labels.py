@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, TypedDict
@@ -181,12 +181,8 @@ class LabelCoder:
     def _misspelled(self, words: list[str]) -> list[str]:
         """Return a warning for each of the first rare labels that is spelled almost like one of far more rows."""
         count = {word: self._count[self._code_of[word]] for word in words}
-        large = sorted(words, key=count.__getitem__, reverse=True)[:_MAX_COMPARED]
-        rare = [word for word in words if count[word] <= max(_RARE_ROWS, _RARE * self.num_rows)]
-        pairs = ((word, other) for word in rare[:_MAX_COMPARED] for other in large
-                 if count[other] >= _TIMES * count[word] and _alike(word, other))  # fmt: skip
         notes = []
-        for word, other in islice(pairs, _MAX_NOTES):
+        for word, other in misspelled(count, self.num_rows):
             (place,) = self._places([self._first_row[self._code_of[word]]])
             rows = plural(count[word], "row")
             notes.append(
@@ -194,6 +190,16 @@ class LabelCoder:
                 "if it is a misspelling, correct it, or it stays a class of its own"
             )
         return notes
+
+
+def misspelled(count: Mapping[str, int], num_rows: int) -> Iterator[tuple[str, str]]:
+    """Yield the first rare labels, each with one of far more of the ``num_rows`` rows that is spelled almost like it.
+    ``count``: the rows of each label."""
+    large = sorted(count, key=count.__getitem__, reverse=True)[:_MAX_COMPARED]
+    rare = [word for word in count if count[word] <= max(_RARE_ROWS, _RARE * num_rows)]
+    pairs = ((word, other) for word in rare[:_MAX_COMPARED] for other in large
+             if count[other] >= _TIMES * count[word] and _alike(word, other))  # fmt: skip
+    yield from islice(pairs, _MAX_NOTES)
 
 
 def _alike(one: str, other: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 
 from harness.config.targets import TableTask
 from harness.data.row_labels import NoLabels, RowLabels
-from harness.data.table.labels import LabelColumns
+from harness.data.table.labels import LabelColumns, misspelled
 from harness.data.table.table import Table, open_table
 from harness.errors import ConfigError, DataError, listed, plural
 from harness.training.evaluation.labels import KINDS, learned_labels
@@ -59,8 +60,8 @@ def open_new_table(
 
 
 def label_problems(task: TableTask, train: Table, eval_: Table) -> Iterator[DataError]:
-    """Yield an error for the rows of each table without a label, and one for those with a label that no training row
-    has. The tables are opened without labels."""
+    """Yield an error for the rows of each table without a label, one for those with a label that no training row has,
+    and one for each label of the training rows that may be misspelled. The tables are opened without labels."""
     known = set[str]()
     for table in (train, eval_) if task.label_kind != "regression" else ():
         texts = table.slice(task.label_columns[0], 0, len(table)).combine_chunks().dictionary_encode()
@@ -68,7 +69,9 @@ def label_problems(task: TableTask, train: Table, eval_: Table) -> Iterator[Data
         split = (text.split(separator) if separator else [text] for text in texts.dictionary.to_pylist())
         names = [{name.strip() for name in parts} - {""} for parts in split]
         known = known or set().union(*names)
-        unknown = sorted(set().union(*names) - known)
+        unknown, count = sorted(set().union(*names) - known), Counter[str]()
+        for found, rows_with in zip(names, np.bincount(codes, minlength=len(names)).tolist(), strict=True):
+            count.update(dict.fromkeys(found, rows_with))
         allowed = task.labels.empty == "allow"
         for what, is_bad, hint in (
             ("without a label", [not (found or allowed) for found in names], "fill in the labels or remove the rows"),
@@ -76,6 +79,14 @@ def label_problems(task: TableTask, train: Table, eval_: Table) -> Iterator[Data
                 f"with a label that {task.train_csv} does not have ({listed(unknown, _NAMED)})",
                 [bool(found - known) for found in names],
                 "correct the labels, or remove the rows",
+            ),
+            *(
+                (
+                    f"with the label {word!r}, {count[other]:,} with {other!r}",
+                    [word in found for found in names],
+                    "if it is a misspelling, correct it, or it stays a class of its own",
+                )
+                for word, other in (misspelled(count, len(table)) if table is train else ())
             ),
         ):
             rows = np.flatnonzero(np.asarray(is_bad)[codes]).tolist()
