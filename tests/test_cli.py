@@ -347,6 +347,12 @@ def test_a_configuration_may_stand_without_its_option(monkeypatch, capsys, yaml_
     assert "give one YAML file: harness check CONFIG (found: none)" in capsys.readouterr().err
 
 
+def test_only_what_is_required_is_called_so(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["predict", "--csv", "x.csv"])
+    assert capsys.readouterr().err.endswith("required: RUN\n")
+
+
 @pytest.mark.parametrize("words", ["train.epochs = 3", "train.epochs= 3", "train.epochs =3", "epochs 3"])
 def test_a_setting_with_spaces_is_answered_with_one_without(capsys, words):
     with pytest.raises(SystemExit):

@@ -97,7 +97,11 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     """Add ``RUN``, ``key=value`` overrides and ``--trust``, as ``arguments.folder``, ``.overrides`` and ``.trust``."""
     parser.add_argument("folder", metavar="RUN", help="a run folder, such as runs/digits, or its URL")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the run's, such as task.root=photos"
+        "overrides",
+        nargs="*",
+        default=[],  # without one, argparse calls it required
+        metavar="key=value",
+        help="settings that override the run's, such as task.root=photos",
     )
     add_trust(parser)
 

@@ -79,7 +79,7 @@ def _chosen(
     if by:
         notes.append(f"values of {by} in {names[1]}: {len(np.unique(groups[chosen]))} of {len(values)}")
     if stratify and len(lacking := np.setdiff1d(strata, strata[chosen])):
-        named = ", ".join(labels[code] for code in lacking[:_NAMED])
+        named = ", ".join(labels[code].strip() or "(blank)" for code in lacking[:_NAMED])
         more = ", ..." if len(lacking) > _NAMED else ""
         notes.append(
             f"note: {plural(len(lacking), 'value')} of {stratify} found only in {names[0]}, not in {names[1]}: "

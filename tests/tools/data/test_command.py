@@ -180,10 +180,10 @@ def test_split_of_rows(tmp_path, capsys):
 
 
 def test_split_by_group_and_label(tmp_path, capsys):
-    rows = [(f"{i}.png", ["a", "b", "rare"][0 if i % 5 else (2 if i == 35 else 1)], f"p{i // 7}") for i in range(700)]
+    rows = [(f"{i}.png", ["a", "b", " "][0 if i % 5 else (2 if i == 35 else 1)], f"p{i // 7}") for i in range(700)]
     table = write_table(tmp_path / "t.csv", rows, ("path", "label", "patient"))
     assert data("split", table, "--eval", "0.2", "--stratify", "label") == 0
-    assert "1 value of label found only in t.train.csv, not in t.eval.csv: rare" in capsys.readouterr().out
+    assert "1 value of label found only in t.train.csv, not in t.eval.csv: (blank)" in capsys.readouterr().out
     assert Counter(row["label"] for row in rows_of(tmp_path / "t.eval.csv")) == {"a": 112, "b": 28}
     assert data("split", table, "--eval", "0.2", "--by", "patient", "--stratify", "label", "--force") == 0
     train, evaluation = rows_of(tmp_path / "t.train.csv"), rows_of(tmp_path / "t.eval.csv")
