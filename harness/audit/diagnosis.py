@@ -86,8 +86,7 @@ def compare(undisturbed: StartRecord, again: StartRecord, killed: StartRecord, r
     found += _some(endings.exit_code(undisturbed, resumed))
     found = list({finding.code: finding for finding in reversed(found)}.values())[::-1]
     found = found or _some(endings.failure(undisturbed, resumed, offset))
-    saves, loads = matching.lines(killed, resumed)
-    found = [_located(finding, saves, loads) for finding in found]
+    found = [_located(finding, *matching.lines(killed, resumed)) for finding in found]
     return _some(endings.torn(killed, undisturbed, resumed, found)) or found
 
 

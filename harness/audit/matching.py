@@ -48,8 +48,7 @@ def lines(killed: StartRecord, resumed: StartRecord) -> tuple[str, str]:
 
 
 def _loaded(killed: StartRecord, resumed: StartRecord) -> Iterator[tuple[int, str, str]]:
-    """Yield the steps done at a checkpoint, a file that ``killed`` wrote in it, and the path that ``resumed`` loaded,
-    of the file or of a folder."""
+    """Yield the steps done at a checkpoint, a file of it, and the path, of the file or a folder, that was loaded."""
     for checkpoint in killed.checkpoints:
         for path in resumed.loaded:
             for file in checkpoint.files:

@@ -110,8 +110,7 @@ class Dataset(Protocol):
 
 
 def row_namer(dataset: object, otherwise: Callable[[int], str] = str) -> Callable[[int], str]:
-    """Return the function from the number of a row of ``dataset`` to its name in messages, such as the line of a file:
-    its method ``row_name``, or else ``otherwise``."""
+    """Return the function from a row's number to its name in messages: ``dataset.row_name``, or else ``otherwise``."""
     namer: Callable[[int], str] = getattr(dataset, "row_name", otherwise)
     return namer
 

@@ -21,7 +21,7 @@ from harness.data.image_errors import UNREADABLE, ImageErrors
 from harness.data.image_files import ImageFiles
 from harness.data.row_labels import RowLabels
 from harness.data.seeds import EVALUATION_SEED, row_seed, seeded_torch
-from harness.data.table.table import Table
+from harness.data.table.table import Table, TableRows
 from harness.data.transforms import Pipeline
 from harness.errors import ConfigError, DataError
 
@@ -32,7 +32,7 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
-class ImageTable:
+class ImageTable(TableRows):
     """The images and labels of a table, as a dataset."""
 
     table: Table
@@ -60,9 +60,9 @@ class ImageTable:
         return self.table.num_rows
 
     def row_name(self, row: int, quickly: bool = True) -> str:
-        """Return the place of ``row``, with its path. ``quickly``: see ``Table.where``."""
+        """Return the place of ``row``, with its path."""
         (path,) = self.table.strings(self.path_column, np.array([row]))
-        return f"{self.table.where(row, quickly)}: {path}"
+        return f"{super().row_name(row, quickly)}: {path}"
 
     def row_key(self, row: int) -> str:
         """Return the number of ``row`` with its path: equal on machines that have the table in other places."""

@@ -24,7 +24,7 @@ import torch
 from harness.config import plugins
 from harness.data.batch import Batch
 from harness.data.row_labels import RowLabels
-from harness.data.table.table import Table
+from harness.data.table.table import Table, TableRows
 from harness.errors import ConfigError, DataError, first_line, plural
 from harness.runs.console import working
 from harness.runs.fetch import made_once
@@ -223,7 +223,7 @@ def _most_frequent(table: Table, column: str, max_words: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class TextTable:
+class TextTable(TableRows):
     """The texts and labels of a table, as a dataset: inputs are ids, int64 (batch, positions), padded with 0 on the
     right. Of a tokenizer of transformers, which takes texts or pairs of them, they are (batch, positions, inputs)."""
 
@@ -238,9 +238,6 @@ class TextTable:
 
     def __len__(self) -> int:
         return self.table.num_rows
-
-    def row_name(self, row: int, quickly: bool = True) -> str:
-        return self.table.where(row, quickly)
 
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
         """Return these rows in order; the same in every epoch."""

@@ -19,9 +19,8 @@ from harness.config import plugins
 from harness.config.schema import Config
 from harness.config.targets import LabelledTask, TableTask
 from harness.data.batch import row_namer
-from harness.data.images import ImageTable
 from harness.data.loader import Loader
-from harness.data.texts import TextTable
+from harness.data.table.table import TableRows
 from harness.distributed import signals
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.meeting import telling_peers
@@ -187,7 +186,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         return stop.exit_code
     seconds = time.perf_counter() - start
     name = row_namer(task.eval, "row {}".format)
-    if isinstance(task.eval, ImageTable | TextTable):  # there is time to find the line in a long file
+    if isinstance(task.eval, TableRows):  # there is time to find the line in a long file
         name = partial(task.eval.row_name, quickly=False)
     if totals.bad:
         named = ", ".join(map(name, totals.bad[:_NAMED]))

@@ -61,8 +61,8 @@ def from_torch_error_file(text: str) -> tuple[RankExit, int]:
 
 
 def write_first(folder: Path | None, first: RankExit) -> RankExit:
-    """Write failure.json in the run folder, unless another rank was first; return the failure in the file. Without a
-    claimed folder, write it for the sweep that started this process. Never raises."""
+    """Write failure.json, or without a claimed folder the file of EARLY, unless another rank was first; return the
+    failure in the file. Never raises."""
     path = str(folder / layout.FAILURE) if folder else os.environ.get(EARLY, "")
     try:
         with open(path, "x", encoding="utf-8") as file:

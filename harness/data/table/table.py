@@ -221,6 +221,16 @@ class Table:
         return rows
 
 
+class TableRows:
+    """A dataset of the rows of ``table``."""
+
+    table: Table
+
+    def row_name(self, row: int, quickly: bool = True) -> str:
+        """Return the place of ``row``, for messages. ``quickly``: see ``Table.where``."""
+        return self.table.where(row, quickly)
+
+
 def _vanished(source: Source) -> DataError:
     hint = "the cache was emptied while it was in use: run the same command again"
     return DataError("the converted table is no longer in the cache", where=source.name, hint=hint)
