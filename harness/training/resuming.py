@@ -248,8 +248,9 @@ def _restore_ranks(run: Run, content: Content) -> None:
         return
     log.info("number of ranks: %d in the checkpoint, %d now; random streams get new seeds", len(saved), ranks.num)
     ranks.start(run.module, run.parallel.devices(), TRAINING, run.config.seed, run.state.step)
-    if saved[0]["buffers"]:
-        several = {name: torch.stack([of_rank["buffers"][name] for of_rank in saved]) for name in saved[0]["buffers"]}
+    if all(of_rank["buffers"] for of_rank in saved):
+        names = set.intersection(*(set(of_rank["buffers"]) for of_rank in saved))  # a model may have deleted others
+        several = {name: torch.stack([of_rank["buffers"][name] for of_rank in saved]) for name in names}
         ranks.set_buffers({name: b.double().mean(0) for name, b in several.items() if b.is_floating_point()})
     # Sums do not depend on which rank holds them: rank 0 gets those of all. ``steps`` is the same on each, not a sum.
     meters = [of_rank["meter"] for of_rank in saved]

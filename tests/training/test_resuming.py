@@ -8,6 +8,7 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from harness.runs import checkpoint, trained_run
 from harness.runs.checkpoint import steps
 from harness.runs.checkpoints import Checkpoints
 from harness.runs.weights_file import load_weights
-from harness.training import loop
+from harness.training import loop, resuming
 from harness.training.checkpointing import save
 from harness.training.resuming import checkpoint_to_resume, restore, resume, verify
 from tests.fixtures import make_config, settings, write_rows, write_yaml
@@ -201,3 +202,17 @@ def test_another_order_of_the_rows_is_refused_within_an_epoch(started, setting):
         started("refused", setting, f"checkpoint.resume={place}")
     place = trained(started("whole", "train.epochs=1"))
     assert started("forked", setting, f"checkpoint.resume={place}").state.epoch == 1
+
+
+def test_other_ranks_start_with_the_mean_of_the_buffers_that_all_have():
+    """A model may have deleted one on some ranks."""
+    meter = {"steps": 3, "rows": 2, "loss": 1.0}
+    saved = [{"rng": {}, "meter": meter, "buffers": {"mean": torch.full((2,), rank), "gone": torch.ones(1)}}
+             for rank in (1.0, 3.0)]  # fmt: skip
+    del saved[1]["buffers"]["gone"]
+    run = mock.MagicMock()
+    run.ranks.num, run.ranks.own, run.runtime.rank = 1, range(1), 1
+    resuming._restore_ranks(run, {"ranks": saved, "num_ranks": 2})
+    (buffers,) = run.ranks.set_buffers.call_args.args
+    assert {name: buffer.tolist() for name, buffer in buffers.items()} == {"mean": [2.0, 2.0]}
+    run.meter.load_state.assert_called_once_with([{"steps": 3, "rows": 4, "loss": 2.0}])
