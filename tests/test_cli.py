@@ -373,6 +373,8 @@ def test_a_setting_with_spaces_is_answered_with_one_without(capsys, words):
      "a number counts epochs; a share of the run is schedule.warmup=10%"),
     ("train x.yaml --world 2 seed=3", "type: harness launch -c x.yaml --nproc 2 seed=3"),
     ("train x.yaml --num_workers", "settings are written as key=value: data.num_workers=VALUE"),
+    ("init x.csv --label a", "harness init CSV finds the columns by their contents; correct label_column and others in "
+     "its YAML file"),
     ("check x.yaml --jsn", "did you mean --json?"),
     ("compare a b --everything", "harness compare --help lists its options"),
 ])  # fmt: skip

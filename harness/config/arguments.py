@@ -57,6 +57,8 @@ def unknown_option(
     name, value = typed.lstrip("-").replace("_", "-"), value or _value_after(option, words)
     near = similar(typed, [each for action in parser._actions for each in action.option_strings])
     hint = _launch_hint(arguments, name, value, words) or _setting_hint(arguments, name, value, exact=near is not None)
+    if arguments.verb == "init" and near in (None, "--help"):
+        hint = "harness init CSV finds the columns by their contents; correct label_column and others in its YAML file"
     hint = hint or (f"did you mean {near}?" if near else f"harness {arguments.verb} --help lists its options")
     return ConfigError(f"harness {arguments.verb} has no option {typed}", where="command line", hint=hint)
 

@@ -484,7 +484,7 @@ def renamed(bert: Path, folder: Path, **keys: object) -> Path:
         ({"task": {"tokenizer": {"name": "hf:TMP/other"}}}, "hf:TMP/other has other tokens than hf:"),
         (
             {"task": {"tokenizer": {"max_length": 25}}},
-            "cannot process a batch .* -> set task.tokenizer.max_length=24: the model has no more positions",
+            "cannot process a batch .*: it has 24 positions -> set task.tokenizer.max_length=24: the model has no more",
         ),
         ({"model": {"lora": {"targets": ["querry"]}}}, "no layer of the model matches 'querry' -> did you mean query"),
         ({"model": {"lora": {"targets": ["encoder"]}}}, "no layer of the model matches 'encoder'"),

@@ -30,7 +30,7 @@ class TokenizerSection(Section):
     """Size of the vocabulary of `words`; all other words are one token."""
     max_length: Annotated[int, Field(ge=1, le=2**20)] = 256
     """Maximum number of tokens per row, a text or a pair; the rest is cut off: of a pair, first the end of the longer
-    text. `harness check` says how many rows are cut.
+    text. `harness check` says how many of the first 500 rows are cut.
     """
     pad: Literal["batch", "max_length"] = "batch"
     """Pad shorter rows to the length of the longest in the batch, or to max_length, which torch.compile prefers."""

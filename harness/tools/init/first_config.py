@@ -155,15 +155,17 @@ def _task(train: Annotations, evaluation: Annotations, model: str | None, root: 
             where=train.source,
             hint="add the file name extension if the values lack it; for other kinds of data see docs/add_a_task.md",
         )
-    batch = 1 << (max(2, min(64, train.num_rows // 8)).bit_length() - 1)
+    of_hub = model is not None and model.startswith(HUB)
+    batch = 1 << (max(2, min(16 if of_hub else 64, train.num_rows // 8)).bit_length() - 1)
     yield f"batch: {{global: {batch}}}  # rows per step over all ranks; larger batches make better use of a GPU"
     yield "data: {shard: global}  # the same batches on any number of ranks"
-    of_hub = model is not None and model.startswith(HUB)
     lr = 5.0e-5 if of_hub else 0.001
     yield f"optimizer: {{name: adamw, lr: {plain(lr)}, weight_decay: 0.01}}  # lr is the first setting to tune"
-    yield "schedule: {name: cosine, warmup: 1}"
-    epochs = 5 if of_hub else 10 if train.num_rows > 5000 else 20
+    yield f"schedule: {{name: cosine, warmup: {'10%' if of_hub else 1}}}"
+    epochs = "5, clip_norm: 1.0" if of_hub else 10 if train.num_rows > 5000 else 20
     yield f"train: {{epochs: {epochs}, deterministic: true}}  # false: faster on a GPU, but no exact resume"
+    if of_hub:
+        yield '#   and in train, to stop early: patience: 3, evaluate_every: "500 steps"'
     yield "# parallel: {logical_ranks: 4, delay_allreduce: true}  # same bits on 1 to 4 processes: docs/same_bits.md"
 
 

@@ -124,7 +124,9 @@ def try_batch(
         with torch.no_grad():
             found = model.eval()(example)
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        what = f"model {name} cannot process a batch of shape {tuple(example.shape)}: {_reason(error)}"
+        places = _places(model) if name.startswith(HUB) and not example.is_floating_point() else None
+        why = f"it has {places} positions" if places and places < example.shape[1] else _reason(error)
+        what = f"model {name} cannot process a batch of shape {tuple(example.shape)}: {why}"
         hint = _fixed_size(model, name, error) or _remedy(model, example, name, task)
         raise determinism.explained(error) or of_part(what, error, "model.name", hint) from error
     finally:
@@ -150,16 +152,23 @@ def _fixed_size(model: nn.Module, name: str, error: Exception) -> str:
     return f"set task.image_size=[{height},{width}]"
 
 
+def _places(model: nn.Module) -> int | None:
+    """Return how many tokens ``model``, of transformers, takes; None if its configuration does not say so."""
+    places = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(places, int):
+        return None
+    for path, module in model.named_modules():
+        if path.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            places -= module.padding_idx + 1  # RoBERTa and its kin count positions from there
+    return places
+
+
 def _remedy(model: nn.Module, example: Tensor, name: str, task: object) -> str:
     """Return the hint if ``model``, which is ``name``, cannot process ``example``, the most likely cause first."""
     if name.startswith(HUB) and not example.is_floating_point():
-        places = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        key = "task.tokenizer.max_length"
-        if not isinstance(places, int):
+        places, key = _places(model), "task.tokenizer.max_length"
+        if places is None:
             return f"lower {key}={example.shape[1]}: the model may have fewer positions"
-        for path, module in model.named_modules():
-            if path.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-                places -= module.padding_idx + 1  # RoBERTa and its kin count positions from there
         if places < example.shape[1]:
             return f"set {key}={places}: the model has no more positions (max_position_embeddings of its config.json)"
         return f"check task.tokenizer and model.args; {key}={example.shape[1]} is within the model's {places} positions"
