@@ -63,17 +63,14 @@ class LostGenerator(NamedTuple):
 
 @dataclass
 class _Forgotten:
-    """
-    attributes: by name, a sentence
-    following: tensors in global variables that may follow from other rows
-    generators: those that are not as they were
-    same_rows: variables that show that the resumed start reads the right rows, though the model gets other inputs
-    """
-
     attributes: dict[str, str] = field(default_factory=dict)
+    """By name, a sentence."""
     following: set[str] = field(default_factory=set)
+    """Tensors in global variables that may follow from other rows."""
     generators: list[LostGenerator] = field(default_factory=list)
+    """Those that are not as they were."""
     same_rows: set[str] = field(default_factory=set)
+    """Variables that show that the resumed start reads the right rows, though the model gets other inputs."""
 
 
 def explained(
@@ -136,11 +133,11 @@ def _forgotten(observed: StartRecord, again: StartRecord, resumed: StartRecord) 
     names: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # one generator has several: of loader and sampler
     moving: set[str] = set()
     for recorded in _recorded(observed, again, resumed):
-        mine, same, yours = recorded
-        first = mine[0].attributes
-        if len(mine) > 2:
-            moving |= {name for name in first if len({step.attributes.get(name) for step in mine}) == len(mine)}
-        for step, step_again, other in zip(mine[1:], same[1:], yours, strict=False):
+        undisturbed, repeated, of_resumed = recorded
+        first = undisturbed[0].attributes
+        if (count := len(undisturbed)) > 2:
+            moving |= {name for name in first if len({step.attributes.get(name) for step in undisturbed}) == count}
+        for step, step_again, other in zip(undisturbed[1:], repeated[1:], of_resumed, strict=False):
             for name in step.attributes.keys() & step_again.attributes.keys() & other.attributes.keys() & first.keys():
                 value, theirs = step.attributes[name], other.attributes[name]
                 if not first[name] != value == step_again.attributes[name]:

@@ -172,7 +172,7 @@ def plateau(
     checkpoint.best_metric is not better than the best by the share threshold. After each reduction, cooldown
     evaluations are ignored.
 
-    ``Schedule.after_evaluation`` counts.
+    ``Plateau`` counts.
     """
     return max(at.lr * factor**at.reductions, min_lr) if at.reductions else at.lr
 
@@ -237,6 +237,18 @@ class Plateau:
     cooldown: int = 0
     """Evaluations that are left out."""
     reductions: int = 0
+
+    def add(self, value: float, increases: bool, threshold: float, patience: int, cooldown: int) -> None:
+        """Add the metric of an evaluation, equal on all ranks, as torch's ReduceLROnPlateau with a relative threshold:
+        count a reduction after more than ``patience`` bad ones."""
+        if _better(value, self.best, increases, threshold):
+            self.best, self.num_bad = value, 0
+        else:
+            self.num_bad += 1
+        if self.cooldown:
+            self.cooldown, self.num_bad = self.cooldown - 1, 0
+        if self.num_bad > patience:
+            self.num_bad, self.cooldown, self.reductions = 0, cooldown, self.reductions + 1
 
     def forget_best(self) -> None:
         """Make the next evaluation the best so far."""
@@ -328,22 +340,11 @@ class Schedule:
             )
 
     def after_evaluation(self, plateau: Plateau, value: float, increases: bool, applied: int) -> bool:
-        """Add the metric of an evaluation, equal on all ranks, to ``plateau``; return True if that lowered the rate.
-
-        As torch's ReduceLROnPlateau, with a relative threshold. Evaluations during the warm-up are left out.
-        """
+        """Add the metric of an evaluation after the warm-up to ``plateau``; return True if that lowered the rate."""
         if self.section.name != "plateau" or applied < self.warmup_steps:
             return False
-        if _better(value, plateau.best, increases, self._args["threshold"]):
-            plateau.best, plateau.num_bad = value, 0
-        else:
-            plateau.num_bad += 1
-        if plateau.cooldown:
-            plateau.cooldown, plateau.num_bad = plateau.cooldown - 1, 0
-        if plateau.num_bad <= self._args["patience"]:
-            return False
-        before = self.lr(applied, plateau.reductions)
-        plateau.num_bad, plateau.cooldown, plateau.reductions = 0, self._args["cooldown"], plateau.reductions + 1
+        before, args = self.lr(applied, plateau.reductions), self._args
+        plateau.add(value, increases, args["threshold"], args["patience"], args["cooldown"])
         return self.lr(applied, plateau.reductions) < before
 
     def state_dict(self) -> dict[str, Any]:
