@@ -88,35 +88,49 @@ def explained(
 
 
 def _explained(finding: Finding, lost: _Forgotten, of_harness: bool) -> Finding:
-    generators, following, attributes = lost.generators, lost.following - lost.attributes.keys(), lost.attributes
-    if finding.code == "row-order" and lost.same_rows and any(each.moves for each in generators):
-        text = f"at step {finding.steps[-1]}, the rows are the right ones, but the model gets other inputs"
-        finding = replace(
-            finding, code="inputs", text=text, evidence=(f"as they should be: {named(sorted(lost.same_rows))}",)
-        )
-    generators = sorted(generators, key=lambda each: each.moves == (finding.code == "row-order"))  # the likelier first
+    finding = _as_inputs(finding, lost)
+    generators = sorted(
+        lost.generators, key=lambda each: each.moves == (finding.code == "row-order")
+    )  # the likelier first
     own = [each for each in generators if not each.loader]
+    following, attributes = lost.following - lost.attributes.keys(), lost.attributes
     if finding.code == "inputs" and generators:  # what else differs may be a sum of losses
         generators, following, attributes = own or generators, following | attributes.keys(), {}
     lines = [f"{each.name}, a {each.kind}, is not as it was" for each in generators]
     lines += [attributes[name] for name in sorted(attributes)]
-    if finding.code == "rows" and own and finding.steps[:1] == (1,):  # the order that a script draws starts again
-        how = _remedies(own, "rows", of_harness)
-        finding = replace(finding, remedy=f"{how}; if rows are still repeated or skipped then, {finding.advice}")
-    elif finding.code in ("row-order", "inputs", "other") or _is_of_own_stream(finding):
-        code = "row-order" if any(each.moves for each in generators) else finding.code  # the others order rows
-        how = _remedies(generators, code, of_harness)
-        if how and of_harness and finding.code == "inputs":
-            how = f"draw from numpy.random.default_rng(row_seed(seed, epoch, row)) (docs/add_a_task.md), or {how}"
-        place = finding.place or next((each.place for each in generators if each.place), "")
-        finding = replace(finding, remedy=how or finding.remedy, place=place)
-    elif finding.code != "rows" and finding.code in IN_CHECKPOINT and own:  # lost as well
-        finding = replace(finding, remedy=f"{finding.advice}; {_remedies(own, 'row-order', of_harness)}")
+    finding = _with_remedy(finding, generators, own, of_harness)
     follows = finding.code in _FOLLOWS and of_harness
     if lines and (follows or (finding.code == "other" and finding.steps)):  # it has no steps if the start failed
         finding = replace(finding, code="unsaved-state")
     perhaps = [f"also not as it was, perhaps only as a result: {named(sorted(following))}"] if following else []
     return finding.with_lines(lines).with_lines(perhaps)
+
+
+def _as_inputs(finding: Finding, lost: _Forgotten) -> Finding:
+    """Return another order of rows as other inputs, if variables show that the rows are the right ones."""
+    if not (finding.code == "row-order" and lost.same_rows and any(each.moves for each in lost.generators)):
+        return finding
+    text = f"at step {finding.steps[-1]}, the rows are the right ones, but the model gets other inputs"
+    return replace(finding, code="inputs", text=text, evidence=(f"as they should be: {named(sorted(lost.same_rows))}",))
+
+
+def _with_remedy(
+    finding: Finding, generators: Sequence[LostGenerator], own: Sequence[LostGenerator], of_harness: bool
+) -> Finding:
+    """Return ``finding`` with how to restore ``generators``, of which the script's ``own`` may be lost as well."""
+    code = finding.code
+    if code == "rows" and own and finding.steps[:1] == (1,):  # the order that a script draws starts again
+        how = _remedies(own, "rows", of_harness)
+        return replace(finding, remedy=f"{how}; if rows are still repeated or skipped then, {finding.advice}")
+    if code in ("row-order", "inputs", "other") or _is_of_own_stream(finding):
+        how = _remedies(generators, "row-order" if any(each.moves for each in generators) else code, of_harness)
+        if how and of_harness and code == "inputs":
+            how = f"draw from numpy.random.default_rng(row_seed(seed, epoch, row)) (docs/add_a_task.md), or {how}"
+        place = finding.place or next((each.place for each in generators if each.place), "")
+        return replace(finding, remedy=how or finding.remedy, place=place)
+    if code != "rows" and code in IN_CHECKPOINT and own:  # lost as well
+        return replace(finding, remedy=f"{finding.advice}; {_remedies(own, 'row-order', of_harness)}")
+    return finding
 
 
 def _is_of_own_stream(finding: Finding) -> bool:

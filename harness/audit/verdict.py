@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Final, Literal
 
-EXACT, NOT_EXACT, COULD_NOT_TELL = "exact", "not exact", "could not tell"
+Kind = Literal["exact", "not exact", "could not tell"]
+EXACT: Final = "exact"
+NOT_EXACT: Final = "not exact"
+COULD_NOT_TELL: Final = "could not tell"
 _LINES = 5  # of further evidence
 _STREAMS = {
     "torch": "torch.get_rng_state", "cuda": "torch.cuda.get_rng_state_all", "numpy": "numpy.random.get_state",
@@ -145,7 +148,7 @@ class Verdict:
     """``notes``: what the reader must know to judge the verdict, such as folders that were linked, not copied.
     ``kept``: where the starts are, and how to remove them."""
 
-    kind: str
+    kind: Kind
     findings: Sequence[Finding] = ()
     starts: Sequence[StartSummary] = ()
     notes: Sequence[str] = ()
@@ -175,7 +178,7 @@ def conclude(findings: Iterable[Finding], starts: Sequence[StartSummary] = (), n
     """Return "exact" without findings, "could not tell" if one of them says so, or else "not exact"."""
     found = tuple(findings)
     if any(finding.code in UNDECIDED for finding in found):
-        kind = COULD_NOT_TELL
+        kind: Kind = COULD_NOT_TELL
         found = tuple(finding for finding in found if finding.code in UNDECIDED)
     else:
         kind = NOT_EXACT if found else EXACT
