@@ -218,7 +218,7 @@ def test_pairs_of_texts_for_a_model_of_hugging_face(folder, label, setting):
     adapted = loader.load("pairs.yaml", again[4:])
     assert (adapted.model.lora.r, adapted.optimizer.lr, loader.load("pairs.yaml").optimizer.lr) == (8, 5e-4, 5e-5)
     few, most = (loader.load("pairs.yaml"), "patience: 3, evaluate_every: ")
-    assert (few.train.clip_norm, few.schedule.warmup, most in text) == (1.0, "10%", True)
+    assert (few.train.clip_norm, few.schedule.warmup.written, most in text) == (1.0, "10%", True)
     task, model = (getattr(loader.load("pairs.yaml"), section) for section in ("task", "model"))
     assert "text_column: [question, answer]  # 5.0 and 5.0 words per row\n" in text
     assert task.text_columns == ("question", "answer")
