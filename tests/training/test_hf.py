@@ -641,9 +641,10 @@ def test_an_adapter_for_peft(make, tmp_path, monkeypatch, kind, targets):
     folder = run_folder(tmp_path / "config.yaml")
     assert main(["export", str(folder), "--format", "peft", "--out", "out"]) == 0
     size = sum(len(value.flatten()) for value in load_file("out/adapter_model.safetensors").values())
-    there = eval(Path("out/README.md").read_text().splitlines()[-1].strip().replace("FOLDER", "out"))  # with the names
+    lines = re.findall("^    (.*)", Path("out/README.md").read_text(), re.M)
+    there, on_base = (eval(line.replace("FOLDER", "out")) for line in lines)  # with the names
     names = {0: "class 0", 1: "class 1"} if kind == "single_label" else {0: "label"}
-    assert there.config.id2label == names
+    assert there.config.id2label == on_base.config.id2label == names
     inputs = json.loads(Path("out.json").read_text())["inputs"]
     assert [each["name"] for each in inputs] == ["input_ids", "attention_mask", "token_type_ids"]
     assert inputs[0]["shape"] == ["batch", "length"]
@@ -652,7 +653,9 @@ def test_an_adapter_for_peft(make, tmp_path, monkeypatch, kind, targets):
     with open(folder / "predictions.csv") as file:
         rows = list(csv.DictReader(file))
     texts = [[row[column] for row in rows] for column in ("premise", "hypothesis")]
-    found = there.eval()(**own(*texts, padding=True, return_tensors="pt")).logits.detach()
+    inputs = own(*texts, padding=True, return_tensors="pt")
+    found = there.eval()(**inputs).logits.detach()
+    torch.testing.assert_close(on_base.eval()(**inputs).logits.detach(), found)
     if kind == "regression":
         torch.testing.assert_close(found[:, 0].tolist(), [float(row["prediction"]) for row in rows], atol=0.05, rtol=0)
         return

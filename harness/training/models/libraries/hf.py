@@ -268,10 +268,9 @@ def _write_readme(path: Path, base: str, signature: Mapping[str, Any], for_texts
     """Replace peft's page without content. An adapter has no place for names of classes, so the page has them."""
     given = f"id2label={dict(enumerate(map(str, signature.get('classes') or signature.get('columns') or ())))!r}"
     load = f"peft.AutoPeftModelForSequenceClassification.from_pretrained('FOLDER', {given})"
-    if not for_texts:
-        load = (
-            f"peft.PeftModel.from_pretrained(AutoModelForImageClassification.from_pretrained({base!r}, {given}), ...)"
-        )
+    kind = "AutoModelFor" + ("SequenceClassification" if for_texts else "ImageClassification")
+    on_base = f"peft.PeftModel.from_pretrained(transformers.{kind}.from_pretrained({base!r}, {given}), 'FOLDER')"
+    load = f"{load}\n\nOr on the model that you load:\n\n    {on_base}" if for_texts else on_base
     text = f"An adapter of peft for `{base}`, trained by apex-harness.\n\nIt has no names of classes: give them.\n\n"
     (path / "README.md").write_text(f"{text}    {load}\n", encoding="utf-8")
 
