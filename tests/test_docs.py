@@ -38,7 +38,6 @@ from harness.apex.on_cpu import call_counter, redirect_cuda
 from harness.config import json_schema, loader, recipe
 from harness.config.base import Mark
 from harness.config.launch import LaunchSection
-from harness.config.targets import problems
 from harness.tools.data import digits
 from harness.tools.explain.causes import CAUSES
 from harness.tools.port import uses
@@ -213,7 +212,7 @@ def test_configuration_is_valid(tmp_path, block):
     path = tmp_path / "page.yaml"
     path.write_text(yaml.safe_dump(tree))
     config = loader.load(path)
-    assert list(problems(config.task)) == []
+    assert list(config.task.conflicts()) == []
     for section, values in shown.items():
         if section == "precision":
             assert values.items() <= config.precision.model_dump().items()
