@@ -102,6 +102,13 @@ def doubts(config: Config, sizes: Sizes, num_rows: int) -> Iterator[str]:
             f"schedule.warmup={warmup.written} is in epochs: {plural(sizes.schedule.warmup_steps, 'step')} of "
             f"{sizes.total_steps}; a share of the run is schedule.warmup={float(100 * warmup.amount):g}%"
         )
+    args, betas = dict(config.schedule.args), config.optimizer.args.get("betas")
+    beta1 = betas[0] if betas and isinstance(betas, list | tuple) else None
+    if config.schedule.name == "one_cycle" and args["cycle_momentum"] and beta1 not in (None, args["max_momentum"]):
+        yield (
+            f"one_cycle varies beta1 from {args['max_momentum']} to {args['base_momentum']} and back, not from the "
+            f"{beta1} of optimizer.args.betas; to keep that, set schedule.args.cycle_momentum=false"
+        )
     train_csv = getattr(config.task, "train_csv", None)
     if train_csv is not None and train_csv == getattr(config.task, "eval_csv", None):
         yield "task.eval_csv is task.train_csv: the metrics are those of rows that the model is trained on"

@@ -525,6 +525,11 @@ def test_what_is_hardly_meant_is_a_warning(folder):
     facts, problems = examine(folder, "train.min_delta=0.1", "train.patience=null")
     assert not problems
     assert "train.min_delta changes nothing without train.patience" in facts["warning"]
+    one_cycle = "schedule={name: one_cycle, warmup: null}", "optimizer={name: adamw, lr: 0.01}"
+    facts, problems = examine(folder, *one_cycle, "optimizer.args.betas=[0.5,0.99]")
+    assert not problems
+    assert "one_cycle varies beta1 from 0.95 to 0.85 and back, not from the 0.5 of" in facts["warning"]
+    assert "beta1" not in examine(folder, *one_cycle, "optimizer.args.betas=[0.95,0.99]")[0].get("warning", "")
     for file in (folder / "train.csv", folder / "eval.csv"):
         file.write_text("path,label\n" + "eval_images/0.png,bag\n" * 9 + "eval_images/1.png,bagg\n")
     assert f"line 11 of {folder}/train.csv: 1 row with the label 'bagg', 9 with" in examine(folder)[0]["warning"]

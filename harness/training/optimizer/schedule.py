@@ -101,20 +101,14 @@ def _conflicts_of_one_cycle(config: Config) -> Iterator[Conflict]:
             "one_cycle has a warm-up of its own",
             "set this one to null, and use schedule.args.pct_start, the share of all updates in which one_cycle rises",
         )
-    args, optimizer = dict(config.schedule.args), config.optimizer
-    high, low, betas = args["max_momentum"], args["base_momentum"], optimizer.args.get("betas")
-    beta1 = betas[0] if isinstance(betas, list | tuple) and betas else high
-    given = {
-        "optimizer.momentum=null": optimizer.momentum,
-        f"optimizer.args.betas=[{high},{betas and betas[-1]}]": None if beta1 == high else beta1,
-    }
-    for fix, value in given.items() if args["cycle_momentum"] else ():
-        if value is not None:
-            yield Conflict(
-                fix.partition("=")[0],
-                f"one_cycle varies the momentum from {high} to {low} and back, so {value} would not be used",
-                f"use {fix}, or schedule.args.cycle_momentum=false",
-            )
+    args, momentum = dict(config.schedule.args), config.optimizer.momentum
+    if args["cycle_momentum"] and momentum is not None:
+        yield Conflict(
+            "optimizer.momentum",
+            f"one_cycle varies the momentum from {args['max_momentum']} to {args['base_momentum']} and back, so "
+            f"{momentum} would not be used",
+            "use optimizer.momentum=null, or schedule.args.cycle_momentum=false",
+        )
 
 
 @_refusing(_conflicts_of_one_cycle)
@@ -149,11 +143,11 @@ def one_cycle(
 
 def _conflicts_of_plateau(config: Config) -> Iterator[Conflict]:
     patience, ours = config.train.patience, dict(config.schedule.args)["patience"]
-    if patience and patience <= ours + 1:
+    if patience and patience <= ours:
         yield Conflict(
             "schedule.args.patience",
-            f"the run stops after {plural(patience, 'evaluation')} without a better metric, so a learning rate that "
-            f"falls only after {ours + 1} would not be used",
+            f"the run stops after {plural(patience, 'evaluation')} without a better metric, but the learning rate "
+            f"would fall only after {ours + 1}",
             f"raise train.patience to {ours + 2} or more, or lower schedule.args.patience",
         )
 
