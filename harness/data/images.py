@@ -67,7 +67,7 @@ class ImageTable(TableRows):
     def row_key(self, row: int) -> str:
         """Return the number of ``row`` with its path: equal on machines that have the table in other places."""
         (path,) = self.table.strings(self.path_column, np.array([row]))
-        return f"row {row}: {path}"
+        return f"row {row} (from 0): {path}"
 
     def paths(self, rows: np.ndarray) -> Iterable[tuple[int, str]]:
         """Return each of ``rows`` with the path of its image."""

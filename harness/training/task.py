@@ -341,7 +341,8 @@ def open_data(section: TaskSection, seed: int, cache_dir: Path | None) -> Opened
     try:
         opened = section.open(seed, cache_dir)
     except FileNotFoundError as error:
-        if (name := str(error.filename)) not in map(str, vars(section).values()):
+        given = [str(value) for value in vars(section).values() if isinstance(value, str | Path)]
+        if not error.filename or (name := str(error.filename)) not in given:
             raise
         raise DataError("no such file", where=name, hint=did_you_mean(name)) from error
     members = [member for member in vars(OpenedTask) if not member.startswith("_")]

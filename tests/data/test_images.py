@@ -136,6 +136,7 @@ def test_row_is_named_with_its_place_and_path(tmp_path, monkeypatch):
     assert [opened.row_name(row) for row in (1, 2)] == [f"{csv}:4: b.png", f"{csv}:5: c.png"]
     monkeypatch.setattr("harness.data.table.table._FEW_ROWS", 2)
     assert opened.row_name(1) == f"{csv}, row 1 (from 0): b.png"
+    assert opened.row_key(1) == "row 1 (from 0): b.png"
     assert opened.table.where(1) == f"{csv}:4"
     assert opened.row_name(1, quickly=False) == f"{csv}:4: b.png"
 

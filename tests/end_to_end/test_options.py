@@ -150,7 +150,9 @@ def test_unreadable_images_are_counted_and_skipped(tmp_path):
     assert counts == {"epoch": [(60, 61, 1), (60, 61, 2)], "eval": [(22, 23, 1)] * 2}
     named = {split: [line["unreadable"] for line in of_split(folder, split) if "unreadable" in line]
              for split in ("train", "eval")}  # fmt: skip
-    assert named == {split: [[f"row {row}: images/{split}{row}.png"]] * 2 for split, row in (("train", 5), ("eval", 3))}
+    assert named == {
+        split: [[f"row {row} (from 0): images/{split}{row}.png"]] * 2 for split, row in (("train", 5), ("eval", 3))
+    }
 
 
 @pytest.mark.slow

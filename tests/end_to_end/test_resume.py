@@ -196,7 +196,7 @@ def test_rows_that_are_skipped_are_named_in_the_record_also_after_a_kill(tmp_pat
     lines = of_split(run_folder(config), "train")
     named = {epoch: [name for line in lines if line["epoch"] == epoch for name in line.get("unreadable", ())]
              for epoch in (0, 1)}  # fmt: skip
-    names = [f"row {row}: images/train{row}.png" for row in bad]
+    names = [f"row {row} (from 0): images/train{row}.png" for row in bad]
     assert named == {0: names, 1: names}
 
 

@@ -422,21 +422,22 @@ def test_linear_of_transformers():
     ("broken", "message"),
     [
         ({"torchvision.io": None}, "torchvision cannot be imported: .*\n  -> .*torch torchvision"),
-        ({}, "model.name: transformers cannot import hf:.*/bert: No module named 'flash'"),
+        ({}, "model.name: transformers cannot import hf:.*/bert: No module named 'flash'\n  -> .*: pip install flash$"),
     ],
 )
 def test_a_library_that_the_model_needs_is_named(make, monkeypatch, broken, message):
     def from_config(*_, **__):
         try:
-            raise ImportError("No module named 'flash'")
+            raise ModuleNotFoundError("No module named 'flash'", name="flash.attention")
         except ImportError as error:
             raise ModuleNotFoundError("Could not import module 'BertForSequenceClassification'") from error
 
     monkeypatch.setattr(transformers.AutoModelForSequenceClassification, "from_config", from_config)
     for name, module in broken.items():
         monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(HarnessError, match=message):
+    with pytest.raises(HarnessError, match=message) as caught:
         built(make())
+    assert isinstance(caught.value, ConfigError) != bool(broken)
 
 
 def renamed(bert: Path, folder: Path, **keys: object) -> Path:

@@ -415,6 +415,15 @@ def test_a_missing_file_that_the_task_names_is_an_error_of_the_data(tmp_path):
     with pytest.raises(FileNotFoundError, match="other.txt"):
         open_data(Task(name="mine", table=str(there)), 0, None)
 
+    class Unnamed(TaskSection):
+        table: str | None = None
+
+        def open(self, seed: int, cache_dir: Path | None) -> object:
+            raise FileNotFoundError("no words")
+
+    with pytest.raises(FileNotFoundError, match="no words"):
+        open_data(Unnamed(name="mine"), 0, None)
+
 
 class Plain(BaseTask):
     """The least that a task needs, with ``data`` for both splits."""

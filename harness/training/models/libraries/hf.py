@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from harness.config.places import HUB
 from harness.data import hub
 from harness.data.hub import HubTokenizer
-from harness.errors import ConfigError, HarnessError, first_line, similar
+from harness.errors import ConfigError, first_line, similar
 from harness.runs.files import expanded, read_json
 from harness.training.models import lora
 from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile
@@ -89,7 +89,14 @@ def build(
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        raise HarnessError(f"transformers cannot import {name}: {first_line(cause)}", where="model.name") from error
+        missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        raise ConfigError(
+            f"transformers cannot import {name}: {first_line(cause)}",
+            where="model.name",
+            hint=f"install the package of {missing}, such as with: pip install {missing.partition('.')[0]}"
+            if missing
+            else "harness doctor shows the versions that are installed",
+        ) from error
     known = {"token_inputs": tokenizer.inputs if tokenizer else (), "__module__": type(model).__module__}
     model.__class__ = type(type(model).__name__, (OneTensor, type(model)), known)
     built: nn.Module = model.train()
