@@ -61,15 +61,23 @@ def from_torch_error_file(text: str) -> tuple[RankExit, int]:
 
 
 def write_first(folder: Path | None, first: RankExit) -> RankExit:
-    """Write failure.json, or without a claimed folder the file of EARLY, unless another rank was first; return the
-    failure in the file. Never raises."""
-    path = str(folder / layout.FAILURE) if folder else os.environ.get(EARLY, "")
+    """Write failure.json unless another rank was first; return the failure in the file. Never raises.
+
+    Without a claimed folder, write the file of EARLY, over that of an earlier start; a consequence of another failure
+    only if there is none."""
+    if folder is None:
+        path = Path(os.environ.get(EARLY, ""))
+        if EARLY in os.environ and not (first.cause in (Cause.PEER_LOST, Cause.LAUNCHER_LOST) and path.exists()):
+            with suppress(OSError):
+                write_atomically(path, first.to_json() + "\n")
+        return first
+    path = folder / layout.FAILURE
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(first.to_json() + "\n")
     except FileExistsError:
         for _ in range(20):  # another rank may be writing it at this moment
-            if record := read_record(Path(path)):
+            if record := read_record(path):
                 return record
             time.sleep(0.05)
     except OSError:

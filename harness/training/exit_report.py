@@ -9,7 +9,8 @@ What ends a rank, and the cause and the exit code in its record:
 - the main thread is blocked after any of these, or its launcher is gone: the watchdog makes the record, and its thread
   ends the process
 
-A rank that has not met the others writes its record only for torch's launcher. harness.runs.outcome judges the records.
+A rank that has not met the others writes its record only for torch's launcher and for a sweep (``exit_files.EARLY``).
+harness.runs.outcome judges the records.
 """
 
 from __future__ import annotations

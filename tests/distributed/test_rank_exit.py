@@ -53,6 +53,15 @@ def test_first_failure_is_kept(tmp_path):
     assert json.loads((tmp_path / "failure.json").read_text()) == asdict(EXIT)
 
 
+def test_an_early_failure_replaces_that_of_an_earlier_start(tmp_path, monkeypatch):
+    """What a rank returns is its own; a consequence hides no cause."""
+    path = tmp_path / "early.json"
+    monkeypatch.setenv(exit_files.EARLY, str(path))
+    later, lost = replace(EXIT, exit_code=2, message="bad word"), replace(EXIT, cause=Cause.PEER_LOST)
+    assert [exit_files.write_first(None, exit) for exit in (EXIT, later, lost)] == [EXIT, later, lost]
+    assert exit_files.read_record(path) == later
+
+
 def test_a_failure_that_another_rank_is_writing_is_waited_for(tmp_path):
     path = tmp_path / "failure.json"
     path.write_text('{"rank": ')
