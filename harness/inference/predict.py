@@ -46,7 +46,7 @@ from harness.training import build
 from harness.training.evaluation import predictions
 from harness.training.evaluation.evaluate import laid_out
 from harness.training.evaluation.objective import Objective
-from harness.training.evaluation.prediction_table import Totals
+from harness.training.evaluation.prediction_table import UNKNOWN_SHOWN, Totals
 from harness.training.evaluation.predictions import Predictor
 from harness.training.exit_report import ExitReporter, failed_early
 from harness.training.main import connected
@@ -186,7 +186,14 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         return stop.exit_code
     seconds = time.perf_counter() - start
     name = row_namer(task.eval, "row {}".format)
-    if isinstance(task.eval, TableRows):  # there is time to find the line in a long file
+    classes, unknown = list[str | int](), dict[str, int]()
+    if isinstance(config.task, LabelledTask) and config.task.label_kind != "regression":
+        separator = config.task.labels.separator or "" if isinstance(config.task, TableTask) else ""
+        if classes := trained_run.task_facts(request.run).get("classes") or []:
+            unknown = totals.unknown_labels(classes, separator)
+    if isinstance(task.eval, TableRows):  # there is time to find the lines in a long file, in one pass
+        named_labels = list(unknown)[:UNKNOWN_SHOWN]
+        task.eval.table.find_lines([*totals.bad[:_NAMED], *map(totals.first.__getitem__, named_labels)])
         name = partial(task.eval.row_name, quickly=False)
     if totals.bad:
         named = ", ".join(map(name, totals.bad[:_NAMED]))
@@ -197,10 +204,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     shown = _show_metrics(predictor, totals, request.source)
     if runtime.rank == 0 and totals.fit and (not shown or len(totals.squares) > 1):
         log.info("labels of %s: %s", request.source, totals.fit)
-    with_classes = isinstance(config.task, LabelledTask) and config.task.label_kind != "regression"
-    if with_classes and (classes := trained_run.task_facts(request.run).get("classes")):
-        separator = config.task.labels.separator or "" if isinstance(config.task, TableTask) else ""
-        totals.warn_of_unknown_labels(classes, separator, name)
+    totals.warn_of_unknown_labels(unknown, classes, name)
     totals.warn_of_one_class()
     log.info("%s: %s in %.1f s (%.0f rows/s, %s)", request.out, plural(totals.rows, "row"), seconds, rate, ranks)
     return EXIT_DONE

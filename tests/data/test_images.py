@@ -138,6 +138,9 @@ def test_row_is_named_with_its_place_and_path(tmp_path, monkeypatch):
     assert opened.row_name(1) == f"{csv}, row 1 (from 0): b.png"
     assert opened.row_key(1) == "row 1 (from 0): b.png"
     assert opened.table.where(1) == f"{csv}:4"
+    (folded := table(tmp_path).table).find_lines([2, 0])
+    monkeypatch.setattr("harness.data.table.csv_reader.lines_of", None)  # the file is not read again
+    assert [folded.where(row) for row in (0, 2)] == [f"{csv}:2", f"{csv}:5"]
     assert opened.row_name(1, quickly=False) == f"{csv}:4: b.png"
 
 

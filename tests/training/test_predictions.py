@@ -216,10 +216,11 @@ def test_a_model_that_predicts_one_class_is_warned_of(caplog, pairs, warned):
 
 @pytest.mark.parametrize("classes", [("same", "different"), (0, 1)])
 def test_labels_that_the_model_does_not_know_are_warned_of(caplog, classes):
-    prediction_table.Totals(
+    totals = prediction_table.Totals(
         pairs=Counter({("0", "same"): 3, ("1", "same"): 2, ("", "same"): 1, ("0|1", "same"): 1}),
         first={"1": 0, "0": 7, "": 8, "0|1": 9},
-    ).warn_of_unknown_labels(classes, "|", "new.csv, row {}".format)
+    )
+    totals.warn_of_unknown_labels(totals.unknown_labels(classes, "|"), classes, "new.csv, row {}".format)
     told = (
         "6 rows with labels that the model was not trained on, and never predicts: '1' (new.csv, row 0), "
         "'0' (new.csv, row 7), '0|1' (new.csv, row 9); it predicts 'same', 'diff"

@@ -14,8 +14,8 @@ file counts as changed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +61,7 @@ class Table:
         self._source, self._entry, self._label = source, entry, label
         self._manifest = manifest
         self._map()
-        self._lines: list[int] = []  # of the rows of a small CSV, once they are needed
+        self._lines: dict[int, int] = {}  # by row, of those that were needed, or of all of a small CSV
         self.num_rows: int = manifest["num_rows"]
         self.columns: tuple[str, ...] = tuple(manifest["columns"])
         self.label: str | None = manifest["label"] if isinstance(manifest["label"], str) else None
@@ -181,22 +181,20 @@ class Table:
 
         Finding the line reads the CSV up to there, ``quickly`` only a short one. Parquet and changed files have none.
         """
-        line = 0 if quickly and self.num_rows > _FEW_ROWS else self._line_of(row)
+        line = 0 if quickly and self.num_rows > _FEW_ROWS else self.find_lines([row]).get(row, 0)
         return f"{self._source.name}:{line}" if line else f"{self._source.name}, row {row} (from 0)"
 
-    def _line_of(self, row: int) -> int:
+    def find_lines(self, rows: Iterable[int]) -> dict[int, int]:
+        """Return {row: line} with those of ``rows`` that have one, found in one pass, which ``where`` then knows."""
         remote = self._source.is_remote
         if not (remote or self._source.is_current()):
-            return 0
-        path = self._entry.download if remote else Path(self._source.identity)
-        lines_of = reader_of(self._manifest["kind"]).lines_of
-        try:
-            if self.num_rows > _FEW_ROWS:
-                return (lines_of(path, [row]) or [0])[0]
-            self._lines = self._lines or lines_of(path, range(self.num_rows))
-            return (self._lines[row : row + 1] or [0])[0]
-        except (OSError, EOFError):
-            return 0
+            return {}
+        if unknown := sorted(set(rows) - self._lines.keys()):
+            wanted = unknown if self.num_rows > _FEW_ROWS else range(self.num_rows)
+            path = self._entry.download if remote else Path(self._source.identity)
+            with suppress(OSError, EOFError):
+                self._lines |= zip(wanted, reader_of(self._manifest["kind"]).lines_of(path, wanted), strict=False)
+        return self._lines
 
     def _batch(self, index: int) -> pa.RecordBatch:
         """Return a record batch, in the mapped file."""

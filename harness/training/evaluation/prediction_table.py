@@ -25,6 +25,7 @@ log = logging.getLogger("harness")
 
 GROUP_ROWS = 1 << 15  # written at once; one row group of Parquet
 SAMPLE_ROWS = 32
+UNKNOWN_SHOWN = 3  # labels in a warning
 _FEW_ROWS = 20  # of which one class does not say that nothing was learned
 ROW = "row of the dataset"
 FIRST_COLUMNS = ("id", "prediction", "label")  # if present; the task's other columns follow in its order
@@ -61,20 +62,26 @@ class Totals:
         found = [f"{name} {math.sqrt(total / rows):.5g}" for name, (total, rows) in self.squares.items() if rows]
         return f"root mean square error of {', '.join(found)}" if found else ""
 
-    def warn_of_unknown_labels(self, classes: Sequence[str | int], separator: str, where: Callable[[int], str]) -> None:
-        """Warn of labels that are not among ``classes``, the only ones that the model predicts, ``where`` they are."""
+    def unknown_labels(self, classes: Sequence[str | int], separator: str) -> dict[str, int]:
+        """Return how many rows have each label that is not among ``classes``, in the order of their first rows."""
         known, unknown = set(map(str, classes)), Counter[str]()
         for (label, _), count in self.pairs.items():
             names = label.split(separator) if separator else [label]
             if label.strip() and not {name.strip() if separator else name for name in names} <= known | {""}:
                 unknown[label] += count
+        return {label: unknown[label] for label in sorted(unknown, key=lambda label: self.first[label])}
+
+    def warn_of_unknown_labels(
+        self, unknown: Mapping[str, int], classes: Sequence[str | int], where: Callable[[int], str]
+    ) -> None:
+        """Warn of the labels ``unknown``, and ``where`` the first are; the model predicts only ``classes``."""
         if unknown:
-            labels = sorted(unknown, key=lambda label: self.first[label])
-            shown = [f"{label!r} ({where(self.first[label])})" for label in labels[:3]]
-            more = f", and {len(unknown) - 3:,} others" if len(unknown) > 3 else ""
+            shown = [f"{label!r} ({where(self.first[label])})" for label in list(unknown)[:UNKNOWN_SHOWN]]
+            others = len(unknown) - UNKNOWN_SHOWN
+            more = f", and {others:,} others" if others > 0 else ""
             log.warning(
                 "%s with labels that the model was not trained on, and never predicts: %s; it predicts %s",
-                plural(unknown.total(), "row"), ", ".join(shown) + more, listed(list(map(str, classes)), 5),
+                plural(sum(unknown.values()), "row"), ", ".join(shown) + more, listed(list(map(str, classes)), 5),
             )  # fmt: skip
 
     def warn_of_one_class(self) -> None:
