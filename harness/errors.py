@@ -304,6 +304,10 @@ class DataError(HarnessError):
     exit_code = EXIT_DATA
 
 
+class DoubtError(DataError):
+    """Data can be used but may be wrong: it is reported as a warning, and never raised."""
+
+
 class CheckpointError(HarnessError):
     """A checkpoint or another file of a run cannot be written or read."""
 

@@ -534,8 +534,13 @@ def test_what_is_hardly_meant_is_a_warning(folder):
         file.write_text("path,label\n" + "eval_images/0.png,bag\n" * 9 + "eval_images/1.png,bagg\n")
     assert f"line 11 of {folder}/train.csv: 1 row with the label 'bagg', 9 with" in examine(folder)[0]["warning"]
     (folder / "train.csv").write_text((folder / "train.csv").read_text() + "gone.png,bag\neval_images/1.png,\n")
-    found = [str(error).split(" (")[0].splitlines()[0] for error in examine(folder)[1]]
-    places = ["13: 1 row without a label", "11: 1 row with the label 'bagg', 10 with 'bag'", "12: image not found"]
+    facts, problems = examine(folder)
+    assert facts["warning"] == (
+        f"{folder}/train.csv:11: 1 row with the label 'bagg', 10 with 'bag': if it is a misspelling, correct it, or it "
+        "stays a class of its own"
+    )
+    found = [str(error).split(" (")[0].splitlines()[0] for error in problems]
+    places = ["13: 1 row without a label", "12: image not found"]
     assert [each.partition(f"{folder}/gone")[0].rstrip(": ") for each in found] == [
         f"{folder}/train.csv:{place}" for place in places
     ]

@@ -26,6 +26,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import (
     ConfigError,
     DataError,
+    DoubtError,
     HarnessError,
     OwnCodeError,
     TrainingError,
@@ -170,6 +171,11 @@ class _Examination:
             if not problems and isinstance(self.errors[-1], DataError):
                 problems = self.attempt(lambda: [*section.row_problems()]) or []
             found = {str(error): loader.placed(error, self.config) for error in problems}  # both may be one table
+            doubts = [
+                " ".join(text.split()).replace(" -> ", ": ") for text in found if isinstance(found[text], DoubtError)
+            ]
+            self.facts |= {"warning": "; ".join(doubts)} if doubts else {}
+            found = {text: error for text, error in found.items() if not isinstance(error, DoubtError)}
             told = {error.where: error for error in self.errors}
             for error in found.values():
                 if other := told.pop(error.where, None):  # it tells less, but may have a better hint

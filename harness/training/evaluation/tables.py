@@ -13,7 +13,7 @@ from harness.config.targets import TableTask
 from harness.data.row_labels import NoLabels, RowLabels
 from harness.data.table.labels import LabelColumns, misspelled
 from harness.data.table.table import Table, open_table
-from harness.errors import ConfigError, DataError, listed, plural
+from harness.errors import ConfigError, DataError, DoubtError, listed, plural
 from harness.training.evaluation.labels import KINDS, learned_labels
 from harness.training.evaluation.losses import LabelCounts
 from harness.training.evaluation.objective import Objective
@@ -61,7 +61,7 @@ def open_new_table(
 
 def label_problems(task: TableTask, train: Table, eval_: Table) -> Iterator[DataError]:
     """Yield an error for the rows of each table without a label, one for those with a label that no training row has,
-    and one for each label of the training rows that may be misspelled. The tables are opened without labels."""
+    and a DoubtError for each label of the training rows that may be misspelled. The tables come without labels."""
     known = set[str]()
     for table in (train, eval_) if task.label_kind != "regression" else ():
         texts = table.slice(task.label_columns[0], 0, len(table)).combine_chunks().dictionary_encode()
@@ -73,15 +73,22 @@ def label_problems(task: TableTask, train: Table, eval_: Table) -> Iterator[Data
         for found, rows_with in zip(names, np.bincount(codes, minlength=len(names)).tolist(), strict=True):
             count.update(dict.fromkeys(found, rows_with))
         allowed = task.labels.empty == "allow"
-        for what, is_bad, hint in (
-            ("without a label", [not (found or allowed) for found in names], "fill in the labels or remove the rows"),
+        for kind, what, is_bad, hint in (
             (
+                DataError,
+                "without a label",
+                [not (found or allowed) for found in names],
+                "fill in the labels or remove the rows",
+            ),
+            (
+                DataError,
                 f"with a label that {task.train_csv} does not have ({listed(unknown, _NAMED)})",
                 [bool(found - known) for found in names],
                 "correct the labels, or remove the rows",
             ),
             *(
                 (
+                    DoubtError,
                     f"with the label {word!r}, {count[other]:,} with {other!r}",
                     [word in found for found in names],
                     "if it is a misspelling, correct it, or it stays a class of its own",
@@ -93,4 +100,4 @@ def label_problems(task: TableTask, train: Table, eval_: Table) -> Iterator[Data
             if rows:
                 first, *others = [table.where(row) for row in rows[:_NAMED]]
                 also = f"; also {', '.join(others)}{', …' if len(rows) > _NAMED else ''}" if others else ""
-                yield DataError(f"{plural(len(rows), 'row')} {what}{also}", where=first, hint=hint)
+                yield kind(f"{plural(len(rows), 'row')} {what}{also}", where=first, hint=hint)
