@@ -70,8 +70,9 @@ def write(folder: Path, out: Path, labels: bool = True, force: bool = False) -> 
         lines.append(f"note: left out {plural(len(empty), 'folder')} without images: {', '.join(empty[:_NAMED])}")
     if len(found) == 1:
         lines.append("note: there is only one class, so there is nothing to learn")
+    split = shlex.join(["harness", "data", "split", str(out), "--eval", "0.2", "--stratify", "label"])
     init = shlex.join(["harness", "init", str(out), "--root", str(folder)])
-    return "\n".join([*lines, f"next: {init}; or set {root}"])
+    return "\n".join([*lines, f"next: {split}; {init}; or set {root}"])
 
 
 def _folders(folder: Path) -> set[str]:

@@ -147,6 +147,9 @@ def _task(train: Annotations, evaluation: Annotations, model: str | None, root: 
     if path := columns.path_column(train):
         yield from _images(train, files, *path, model, root)
     elif texts := columns.text_columns(train):
+        if root is not None:
+            hint = "remove --root, which is for the paths of images"
+            raise ConfigError("this table has texts and no paths of images", where=train.source, hint=hint)
         yield from _texts(train, evaluation, files, texts, model)
     else:
         raise ConfigError(

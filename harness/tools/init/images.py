@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.config.places import is_url
 from harness.errors import ConfigError, DataError, plural
 from harness.tools.init.columns import Annotations, Guess, plain
 
@@ -38,6 +39,7 @@ def root(rows: Annotations, path_column: str, given: str | None) -> tuple[str, G
             hint=f"say which: harness init {shlex.quote(rows.source)} --root {shlex.quote(best)}",
         )
     why = f"{found[best]} of the first {len(paths)} paths exist below this folder"
+    why = "not looked at" if is_url(best) else why
     if not found[best]:
         best, why = (
             given or str(folder),

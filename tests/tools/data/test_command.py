@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import shlex
 import tarfile
 import threading
 from collections import Counter
@@ -95,7 +96,8 @@ def test_folder(tmp_path, capsys):
     assert "files that are not images (2)" in printed
     assert "hidden files (2)" in printed
     assert "left out 1 folder without images: empty" in printed
-    assert printed.endswith(f"\nnext: harness init {out} --root '{photos}'; or set 'task.root={photos}'\n")
+    split = f"harness data split {out} --eval 0.2 --stratify label"
+    assert printed.endswith(f"\nnext: {split}; harness init {out} --root '{photos}'; or set 'task.root={photos}'\n")
     expected = [("dog/1.png", "dog"), ("kätzchen/1.JPG", "kätzchen"),
                 ("kätzchen/a/2, \"x\"\n.jpeg", "kätzchen"), ("wolf/1.png", "wolf")]  # fmt: skip
     assert [tuple(row.values()) for row in rows_of(out)] == expected
@@ -110,6 +112,17 @@ def test_folder(tmp_path, capsys):
     for other in ("out.csv.gz", "out.parquet"):
         assert data("folder", photos, tmp_path / other) == 0
         assert open_table(tmp_path / other, label="label", cache_dir=tmp_path).digest == table.digest
+
+
+def test_the_next_commands_of_a_folder_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for row in range(20):
+        (photo := Path("my photos") / "ab"[row % 2] / f"{row}.jpg").parent.mkdir(parents=True, exist_ok=True)
+        write_jpeg(PIXELS, str(photo))
+    assert data("folder", "my photos", "all.csv") == 0
+    commands = capsys.readouterr().out.rpartition("next: ")[2].split("; ")[:2]
+    assert [cli.main(shlex.split(command)[1:]) for command in commands] == [0, 0]
+    assert "root: my photos  # 16 of the first 16 paths exist" in Path("all.yaml").read_text()
 
 
 def test_folders_that_make_no_table(tmp_path, capsys):

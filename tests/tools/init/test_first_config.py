@@ -340,6 +340,18 @@ def test_the_folder_of_the_images_is_not_guessed_among_several(folder, capsys):
     assert cli.main([*words[:-1], "wrong.yaml", "--root", "gone"]) == 0
 
 
+def test_a_root_at_a_url_is_not_looked_at_and_texts_have_none(folder, capsys, monkeypatch):
+    monkeypatch.setattr("harness.tools.init.images.image_size", lambda *_: (None, False, "no image"))
+    Path("train.csv").write_text("path,label\n" + "".join(f"a.png,{row % 2}\n" for row in range(4)))
+    words = ["init", "train.csv", "train.csv", "-o", "new.yaml", "--root"]
+    assert cli.main([*words, "s3://bucket/photos"]) == 0
+    assert re.search("root: s3://bucket/photos  # not looked at$", Path("new.yaml").read_text(), re.MULTILINE)
+    Path("train.csv").write_text("text,label\n" + "".join(f"a film of {row} words,{row % 2}\n" for row in range(4)))
+    capsys.readouterr()
+    assert cli.main([*words[:-2], "texts.yaml", "--root", "photos"]) == 2
+    assert "texts and no paths of images\n  -> remove --root" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("files", "words", "expected"),
     [
