@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -163,8 +164,6 @@ class _WatchedIterator(_MultiProcessingDataLoaderIter):
             super().__init__(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for worker in self._workers:
-            worker._popen.terminate = worker._popen.kill  # type: ignore[attr-defined]  # it ignores SIGTERM
         # In a thread: unpacking asks the worker for its shared memory, and waits forever for one that is frozen.
         thread(self._unpack, "harness-unpack").start()
 
@@ -237,24 +236,23 @@ def in_loader_worker(_: int) -> None:
     """Set up the signals of a loader process so that only its parent ends it.
 
     Launchers and schedulers signal every process of a rank. If a loader died of the signal, the rank would fail while
-    it writes its checkpoint. So Ctrl-C, SIGHUP and SIGUSR1 are ignored. SIGTERM is, too, but by a handler, which
-    programs do not inherit: a dataset can terminate those that it starts.
+    it writes its checkpoint. So Ctrl-C, SIGHUP and SIGUSR1 are ignored, and SIGTERM is, too, unless the parent sent it.
     When the parent is killed, a loader exits within a second: until then it holds the parent's connections open, and no
     peer notices the loss.
     """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.siginterrupt(signal.SIGTERM, False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, *_IGNORED})
     rank = multiprocessing.parent_process()
-    if rank is not None:
+    if sys.platform == "linux" and rank is not None:  # other systems do not report the sender of a signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         parent = os.getppid()
-        thread(lambda: _exit_with(rank, parent), "harness-parent").start()
+        thread(lambda: _exit_with(rank, parent), "harness-signals").start()
 
 
 def _exit_with(rank: BaseProcess, parent_pid: int) -> None:
     # With the start method forkserver, the parent process is a server that lives as long as this process.
     while rank.is_alive() and os.getppid() == parent_pid:
-        rank.join(0.5)
+        received = signal.sigtimedwait({signal.SIGTERM}, 0.5)
+        if received is not None and received.si_pid == rank.pid:
+            break
     os._exit(0)

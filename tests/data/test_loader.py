@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -298,11 +297,6 @@ class Odd(CountingTable):
     def sys_exits(self, batch):
         sys.exit("enough")
 
-    def terminates_a_program(self, batch):
-        with subprocess.Popen(["sleep", "60"]) as program:
-            program.terminate()
-            assert program.wait(30) == -signal.SIGTERM
-
     def stops(self, batch):
         raise StopIteration
 
@@ -372,14 +366,6 @@ def test_signal_to_all_processes_does_not_end_a_worker_that_starts(monkeypatch, 
         train.loader.close()
 
 
-def test_a_dataset_can_terminate_a_program_that_it_started():
-    loader = Loader(Odd("terminates_a_program"), 1, CPU)
-    try:
-        assert len(list(TrainData(loader, "contiguous", range(1), 1, 4, 1, 0).groups(0, []))) == 3
-    finally:
-        loader.close()
-
-
 def test_wait_for_workers_can_be_ended():
     asked = []
     loader = Loader(Odd("blocks"), 1, CPU, leave=lambda: asked.append(None) is None)
@@ -423,13 +409,6 @@ def test_close_ends_the_workers():
     wait_until(lambda: not multiprocessing.active_children(), 60, "the workers end")
     train.loader.close()  # a second call does nothing
     data(4).loader.close()
-
-
-def test_close_ends_a_worker_that_loads_a_batch_for_long():
-    loader = Loader(Odd("blocks"), 1, CPU)
-    next(TrainData(loader, "contiguous", range(1), 1, 4, 1, 0).groups(0, []))
-    loader.close()
-    wait_until(lambda: not multiprocessing.active_children(), 60, "the worker ends")
 
 
 # Evaluation

@@ -181,26 +181,36 @@ def _pending(pid: int) -> bool:
     return bool(int(status.partition("ShdPnd:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def _signal_a_loader_process() -> bool:
-    """True if a child that follows a loader process's rules lives on."""
+def _end_a_loader_process(by_parent: bool) -> bool:
+    """True if a child that follows a loader process's rules ends of SIGTERM."""
     child = _started_loader_process()
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
-        os.kill(child.pid, number)  # a process that takes the second SIGTERM has survived the first
+    os.kill(child.pid, signal.SIGINT)
+    os.kill(child.pid, signal.SIGUSR1)
+    if by_parent:
+        os.kill(child.pid, signal.SIGTERM)
+        child.join(30)
+    for _ in range(2 * (not by_parent)):  # a process that takes the second has survived the first
+        messenger = os.fork()
+        if messenger == 0:
+            os.kill(child.pid, signal.SIGTERM)
+            os._exit(0)
+        os.waitpid(messenger, 0)
         wait_until(lambda: not _pending(child.pid), 30, "the process takes the signal")
-    alive = child.is_alive()
+    ended = not child.is_alive()
     child.kill()
     child.join(5)
-    return alive
+    return ended
 
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a signal's sender is not told")
 
 
 @linux
-def test_signals_do_not_end_a_loader_process():
-    process, receiver = start(_signal_a_loader_process)
+@pytest.mark.parametrize("by_parent", [True, False])
+def test_only_the_parent_can_terminate_a_loader_process(by_parent):
+    process, receiver = start(_end_a_loader_process, (by_parent,))
     assert receiver.poll(100)
-    assert receiver.recv() == ("value", True)
+    assert receiver.recv() == ("value", by_parent)
     process.join(5)
 
 
