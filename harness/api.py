@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import OVERRIDES, ConfigError, TrainingError, plural
 
+log = logging.getLogger("harness")
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -107,10 +109,11 @@ def train(config: Config) -> TrainResult:
 def open_run(config: Config) -> Iterator[Run]:
     """Open the parts of a run, for a training loop of your own: a context with the ``harness.training.run.Run``.
 
-    The run is restored from its newest checkpoint, if there is one. Once the body has taken steps
-    (``run.state.add_step``) and ends, the run is done: what is due of checkpoint, evaluation and summary is made up,
-    and predictions are written. After a request to stop, by a signal or ``run.stop.request(why)``, there is a
-    checkpoint only, and the same call resumes. Every rank of a launcher enters it. Raises as ``train`` does.
+    The run is restored from its newest checkpoint, if there is one, and hooks get ``before_training``. Once the body
+    has taken steps (``run.state.add_step``) and ends, the run is done: what is due of checkpoint, evaluation and
+    summary is made up, and predictions are written. After a request to stop, by a signal or
+    ``run.stop.request(why)``, there is a checkpoint only, and the same call resumes. Every rank of a launcher enters
+    it. Raises as ``train`` does.
     """
     from harness.training import checkpointing, loop
     from harness.training.evaluation import final_predictions
@@ -118,6 +121,7 @@ def open_run(config: Config) -> Iterator[Run]:
     with _started(config) as start, start as run:
         _warn_of_own_loop(run)
         loop.begin(run)
+        run.meter.restart_clock()
         before = run.state.to_dict()
         yield run
         if run.ranks.fixed and run.state.step > before["step"] and not run.parallel.num_synced_passes():
@@ -127,6 +131,7 @@ def open_run(config: Config) -> Iterator[Run]:
             _warn_of_position(run, before)
             if not run.finished():
                 run.state.ended = "its loop has ended"
+                log.info("training ended early, at step %d: %s", run.state.step, run.state.ended)
             start.done = loop.train_to_end(run) and final_predictions.write_for_run(run)
 
 
@@ -134,7 +139,7 @@ def _warn_of_position(run: Run, before: dict[str, Any]) -> None:
     """Warn of steps since the state ``before`` if none was counted as one of an epoch."""
     state = run.state.to_dict()
     if state["step"] > before["step"] and all(state[key] == before[key] for key in ("epoch", "segments")):
-        logging.getLogger("harness").warning(
+        log.warning(
             "your loop took %s and never called run.train_data.advance(): a resume repeats their rows, and no epoch "
             "ends; call run.train_data.advance(run.state.segments) after each step",
             plural(state["step"] - before["step"], "step"),
@@ -152,7 +157,7 @@ def _warn_of_own_loop(run: Run) -> None:
     left += ["checkpoint.every"] if config.checkpoint.every is not None else []
     left += [f"{AFTER_STEP} of {hook.name}" for hook in run.hooks.all if hook.has(AFTER_STEP)]
     if left:
-        logging.getLogger("harness").warning(
+        log.warning(
             "these are left to your loop, and not done unless it does them: %s, and train lines in metrics.jsonl "
             "(run.tracker.log)",
             ", ".join(left),

@@ -223,7 +223,7 @@ def test_the_best_weights_of_a_former_end_are_kept(path, capsys, every, kept):
     assert first.best_step == 4
     before = weights(first.folder)
     longer = train(load_config(path, {**asked, "train.max_steps": 5}))
-    file = Path(first.folder) / "weights.step-4.safetensors"
+    file = Path(first.folder) / "weights.former.safetensors"
     assert [entry["step"] for entry in longer.history] == ([3, 5] if kept else [2, 4, 5])
     assert file.exists() == kept
     assert (f"its weights are kept as {file}" in "".join(capsys.readouterr())) == kept

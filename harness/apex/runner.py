@@ -188,7 +188,8 @@ def _file(name: str) -> Script:
 
 def _module(name: str) -> Script:
     """Return the module ``name``, or its ``__main__``, as a script; raise UsageError if there is no source file."""
-    sys.path[0] = os.getcwd()
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:

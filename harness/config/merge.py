@@ -165,9 +165,10 @@ def _read(path: Path, parents: tuple[Path, ...], named_at: str = "") -> tuple[An
     result: Any = OmegaConf.create({})
     all_origins: dict[str, str] = {}
     try:
+        at = origins.get("extends", str(path))  # a merged mapping may bring it, without a line
         for base in bases:
-            file = _preset(base, origins.get("extends", str(path))) or path.parent / base
-            base_tree, base_origins = _read(file, (*parents, path.resolve()), f"{origins['extends']}: extends: ")
+            file = _preset(base, at) or path.parent / base
+            base_tree, base_origins = _read(file, (*parents, path.resolve()), f"{at}: extends: ")
             result, all_origins = OmegaConf.merge(result, base_tree), all_origins | base_origins
         return OmegaConf.merge(result, tree), all_origins | origins
     except OmegaConfBaseException as error:
@@ -193,7 +194,7 @@ def _text(path: Path, named_at: str = "") -> str:
         if path.stat().st_size > _MAX_BYTES:
             message = f"this file is larger than {_MAX_BYTES >> 20} MiB, so it is not a configuration"
             raise ConfigError(message, where=str(path), hint=_NAME)
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         require_intact(text)
     except UnicodeDecodeError:
         hint = "save it as UTF-8, if it is a configuration"

@@ -62,7 +62,7 @@ class RankExit:
         return cls(rank, Cause.SIGNAL if code < 0 else causes.get(code, Cause.ERROR), code)
 
     @classmethod
-    def now(cls, rank: int, cause: Cause, exit_code: int = EXIT_FAILURE, **others: Any) -> RankExit:
+    def now(cls, rank: int | None, cause: Cause, exit_code: int = EXIT_FAILURE, **others: Any) -> RankExit:
         """Return the exit of a rank of this machine at this moment; ``others``: further fields."""
         return cls(rank, cause, exit_code, socket.gethostname(), time=time.time(), **others)
 

@@ -4,7 +4,7 @@ stage       may be longer than timeout_s  may hold collectives  an error is rais
 together    no                            no                    all ranks              no
 patiently   yes, up to work_timeout_s     no                    all ranks              yes
 announced   yes, up to work_timeout_s     yes                   this rank              yes
-limited     alone, up to its limit_s      yes                   nobody: it is killed   yes, and no other
+limited     alone, up to its limit_s      yes                   this rank              yes, by killing it
 """
 
 from __future__ import annotations

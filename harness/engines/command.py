@@ -80,8 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
             words.append(f"launch.{engine.rpartition('.')[2]}.{least}={count.least}")
     try:
         return launch.main(arguments.config, words, arguments.dry_run, arguments.detach)
-    except HarnessError as error:  # of no rank
-        exit_files.write_first(None, RankExit.now(0, Cause.ERROR, error.exit_code, message=str(error)))
+    except HarnessError as error:
+        exit_files.write_first(None, RankExit.now(None, Cause.ERROR, error.exit_code, message=str(error)))
         raise
 
 

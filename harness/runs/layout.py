@@ -25,6 +25,7 @@ CONFUSION = "confusion.csv"
 PREDICTIONS = "predictions.csv"
 PREDICTED = "predictions_files"  # folder of the arrays that predictions.csv names
 WEIGHTS = "weights.safetensors"  # of the best step
+FORMER_WEIGHTS = "weights.former.safetensors"  # those of the end before the last extension, if it was the best step
 REPORT = "report.html"
 TRACKERS = "trackers.json"  # the run's identity in the trackers
 START = "start.json"  # the start that owns a run at a URL

@@ -70,8 +70,12 @@ def own_code(config: Config) -> OwnCode:
     """Return the modules of the parts with dotted names, such as the model, and all that are loaded from the same
     folders. Of an installed package, only its own modules."""
     found: OwnCode = {}
+    task: Any = config.task
+    metrics = [getattr(metric, "name", metric) for metric in getattr(task, "chosen_metrics", None) or ()]
     named = {
-        "task.name": config.task.name,
+        "task.name": task.name,
+        "task.loss.name": getattr(getattr(task, "loss", None), "name", None) or "",
+        **{f"task.metrics.{number}": name for number, name in enumerate(metrics)},
         "model.name": config.model.name,
         "optimizer.name": config.optimizer.name,
         "schedule.name": config.schedule.name,
@@ -82,7 +86,7 @@ def own_code(config: Config) -> OwnCode:
     }
     for key, name in named.items():
         top = name.partition(".")[0]
-        if "." in name and top not in (*_COMPARED, "harness"):
+        if "." in name and ":" not in name and top not in (*_COMPARED, "harness"):  # not timm:NAME.TAG
             plugins.import_own(key.removesuffix(".name"), name, key)
             if (folder := _folder(sys.modules[top])) is not None:
                 found[folder] = found.get(folder, {}) | dict(_loaded(folder, top))

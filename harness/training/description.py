@@ -111,7 +111,7 @@ def conclude(run: Run, done: bool) -> None:
             state.step,
         )
         return
-    if why := run.ended_early():
+    if not state.ended and (why := run.ended_early()):  # the reason of a hook or of an own loop is in the log already
         log.info("training ended early, at step %d: %s", state.step, why)
     if state.history:
         last = state.history[-1]

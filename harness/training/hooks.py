@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,6 +37,8 @@ _CALLS = {  # with these arguments
 }  # fmt: skip
 _MAY_END = (AFTER_STEP, AFTER_EVALUATION)
 _STATE = {"state_dict": "", "load_state_dict": "state"}
+
+log = logging.getLogger("harness")
 
 
 class Hooked(Protocol):
@@ -101,6 +104,7 @@ class Hooks:
             ends = ends or reason or ""
         if method in _MAY_END and run.runtime.max_async([bool(ends)])()[0]:
             run.state.ended = next(filter(None, run.runtime.gather(ends)))
+            log.info("training ends at step %d: %s", run.state.step, run.state.ended)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the state of each hook that has one."""

@@ -55,7 +55,7 @@ class LogicalRanks:
         self.own = block(self.num, runtime.rank, runtime.world_size)
         self.active = self.own.start
         self._devices: Sequence[torch.device] = ()
-        self._places: dict[str, tuple[nn.Module, str, torch.Size]] = {}  # of the buffers in the model
+        self._places: dict[str, tuple[nn.Module, str]] = {}  # of the buffers in the model
         self._others: dict[int, _Owned] = {}  # of the ranks that are not active
         self._spare: dict[str, Tensor] = {}  # memory for the buffers of the rank that is active
 
@@ -69,9 +69,9 @@ class LogicalRanks:
         ``module``, which computes on ``devices``."""
         self._devices = devices
         # Integers are equal on all ranks, but for those that a model counts itself: they are not worth the space.
-        sizes = {name: b.shape for name, b in module.named_buffers() if self.fixed or b.is_floating_point()}
-        parts = [(name, *name.rpartition(".")[::2]) for name in sizes]
-        self._places = {name: (module.get_submodule(owner), key, sizes[name]) for name, owner, key in parts}
+        names = [name for name, buffer in module.named_buffers() if self.fixed or buffer.is_floating_point()]
+        parts = [(name, *name.rpartition(".")[::2]) for name in names]
+        self._places = {name: (module.get_submodule(owner), key) for name, owner, key in parts}
         for rank in reversed(self.own):
             rng.seed_all(*key, rank)
             self._others[rank] = self._of_active()
@@ -82,7 +82,8 @@ class LogicalRanks:
         """Let this process compute as ``rank`` from now on, with its streams and buffers."""
         if rank != self.active:
             now, spare = self._buffers, self._spare
-            spare = {name: spare[name] if name in spare else torch.empty_like(b) for name, b in now.items()}
+            fits = {name for name, b in now.items() if name in spare and spare[name].shape == b.shape}
+            spare = {name: spare[name] if name in fits else torch.empty_like(b) for name, b in now.items()}
             _assign(spare, now)
             self._others[self.active] = _Owned(rng.get_state(*self._devices), spare)
             owned = self._others.pop(rank)
@@ -147,10 +148,10 @@ class LogicalRanks:
 
     @property
     def _buffers(self) -> dict[str, Tensor]:
-        """The buffers of the active rank, for which a model may assign other tensors at any time. Those that have
-        another shape than at the start, such as that of a batch, are left to the model."""
-        found = {name: (owner._buffers.get(key), size) for name, (owner, key, size) in self._places.items()}
-        return {name: buffer for name, (buffer, size) in found.items() if buffer is not None and buffer.shape == size}
+        """The buffers of the active rank, for which a model may assign other tensors at any time, also of other
+        shapes. One that it sets to None or deletes is gone for all ranks of this process."""
+        found = {name: owner._buffers.get(key) for name, (owner, key) in self._places.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
 
     def _of_active(self) -> _Owned:
         buffers = {name: buffer.clone() for name, buffer in self._buffers.items()} if self.num > 1 else {}
@@ -158,7 +159,12 @@ class LogicalRanks:
 
     def _restore(self, owned: _Owned) -> None:
         rng.set_state(owned.rng, *self._devices)
-        _assign(self._buffers, owned.buffers)
+        now = self._buffers
+        _assign(now, owned.buffers)
+        for name, buffer in owned.buffers.items():
+            if name in now and now[name].shape != buffer.shape:
+                module, key = self._places[name]
+                module._buffers[key] = buffer.to(now[name].device, copy=True)
 
 
 class _Owned(NamedTuple):

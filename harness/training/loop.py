@@ -40,7 +40,8 @@ def train(run: Run) -> bool:
 
 
 def begin(run: Run) -> None:
-    """Do what comes before the first step of a start. Collective."""
+    """Do what comes before the first step of a start, none of it training time. Collective."""
+    run.meter.stop_clock()
     run.hooks.call(BEFORE_TRAINING, run)
     if run.state.step:
         save(run)  # if it resumed from another run, which it then no longer needs

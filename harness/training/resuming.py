@@ -91,7 +91,7 @@ def _keep_results(run: Run, log_before: LogBefore) -> None:
     if is_over(run.config, last):  # otherwise it is to train longer
         run.state, run.this_start.done_at = last, before.step
     elif step == before.step and not run.evaluation_due():
-        kept = run.folder.weights.with_name(f"weights.step-{step}.safetensors")
+        kept = run.folder.path / layout.FORMER_WEIGHTS
         runtime.patiently("keeping the best weights", lambda: _copy_file(runtime, run.folder.weights, kept))
         text = "%s %.4f, the best so far, was of the former end at step %d, which a longer run does not evaluate: %s"
         log.warning(text, run.config.best_metric, best, step, f"its weights are kept as {kept}")

@@ -189,6 +189,18 @@ def test_references_in_lists_and_through_others(tmp_path):
     assert refused(tmp_path, in_list).startswith("x.yaml:8: schedule.args.milestones[1]: '${x' cannot be resolved")
 
 
+def test_a_merged_mapping_may_extend_a_file(tmp_path):
+    (tmp_path / "x.yaml").write_text("seed: &x {extends: base.yaml}\n<<: *x\n")
+    with pytest.raises(ConfigError, match=r"base.yaml: no such|extends"):
+        loader.load(str(tmp_path / "x.yaml"))
+
+
+def test_a_mark_of_the_byte_order_is_no_column(tmp_path):
+    (tmp_path / "x.yaml").write_bytes(b"\xef\xbb\xbfname: [1, 2\nseed: 3\n")
+    with pytest.raises(ConfigError, match=re.escape("x.yaml:1: invalid YAML: the [ on this line is not closed")):
+        loader.load(str(tmp_path / "x.yaml"))
+
+
 def test_extended_file_that_is_missing_is_placed_at_its_line(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "name: a\nextends: gone.yml\n")

@@ -50,7 +50,7 @@ def test_a_hook_ends_training_on_all_ranks(tmp_path, data):
     """By a reason on one rank only: the others end at the same step."""
     folder = train(tmp_path, data, 2, hooks=[f"{HERE}.OnOneRank"], train={"epochs": 3, "log_every": 3})
     text = (tmp_path / "terminal-0.txt").read_text()
-    assert "training ended early, at step 5: only here" in text
+    assert "training ends at step 5: only here" in text
     assert last_checkpoint(folder)["state"]["step"] == 5
     assert of_split(folder, "eval")[-1]["step"] == 5
     assert (folder / "predictions.csv").exists()

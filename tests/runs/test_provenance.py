@@ -51,6 +51,23 @@ def test_start_counts_the_ranks(own_model):
     assert entry["world_size"] == 4
 
 
+@pytest.mark.parametrize("name", ["timm:resnet18.a1_in1k", "hf:org/name-v1.0", "hf:./folder"])
+def test_the_model_of_a_library_is_no_own_code(tmp_path, name):
+    tree = settings(tmp_path, model={"name": name})
+    assert provenance.own_code(loader.load(write_yaml(tmp_path / "c.yaml", tree))) == {}
+
+
+def test_own_losses_and_metrics_are_own_code(own_model, tmp_path):
+    folder, _ = own_model
+    (folder / "losses_of_nets.py").write_text("def focal(outputs, targets): ...\n")
+    (folder / "metrics_of_nets.py").write_text("def mine(outputs, targets): ...\n")
+    metric = {"name": "metrics_of_nets.mine", "better": "max"}
+    tree = settings(tmp_path)
+    tree["task"] |= {"loss": {"name": "losses_of_nets.focal"}, "metrics": ["loss", metric]}
+    found = provenance.own_code(loader.load(write_yaml(tmp_path / "own.yaml", tree)))
+    assert {"losses_of_nets", "metrics_of_nets"} <= found[folder].keys()
+
+
 def test_own_code_is_identified_with_and_without_git(own_model):
     folder, config = own_model
     own = start(config)["own_code"]

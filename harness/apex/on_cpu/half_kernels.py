@@ -46,7 +46,8 @@ def register(dtypes: Collection[torch.dtype]) -> torch.library.Library:
 def _kernel(op: Any, original: Any, dtypes: Collection[torch.dtype]) -> Callable[..., Any]:
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         half = args[0].dtype
-        if half not in dtypes:
+        others = (a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point())
+        if half not in dtypes or any(dtype is not half for dtype in others):  # torch may refuse the latter
             return original.call_boxed(keys, *args, **kwargs)
         wide = [a.float() if isinstance(a, Tensor) and a.dtype is half else a for a in args]
         result = original.call_boxed(keys, *wide, **kwargs)

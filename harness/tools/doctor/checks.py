@@ -78,7 +78,8 @@ def packages(system: System) -> Iterator[Finding]:
             continue
         if _numbers(version) < _numbers(oldest):
             wrong.append((name, oldest, f"{name} {version} is too old (minimum: {oldest})"))
-        fine += 1
+        else:
+            fine += 1
     for name, oldest, text in wrong:
         wanted = f"'{name}>={oldest}'" if oldest else name
         yield Finding("packages", "problem", text, (f"python -m pip install {wanted}",))

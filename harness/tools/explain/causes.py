@@ -291,8 +291,8 @@ def evaluate_change(facts: RunFacts) -> Change:
 
 
 def slow_evaluation_change(facts: RunFacts) -> Change:
-    if facts.eval_data_s > 0.5 * facts.spent["evaluation"]:
-        more = min(MAX_WORKERS, max(4, 2 * facts.workers))
+    more = min(MAX_WORKERS, max(4, 2 * facts.workers))
+    if facts.eval_data_s > 0.5 * facts.spent["evaluation"] and more > facts.workers:
         return Change(f"Evaluation waits for its data: set data.num_workers={more} (now {facts.workers}), or make the "
                       "validation rows smaller", {"data.num_workers": more}, facts.workers / more)  # fmt: skip
     now = int(facts.setting("batch.eval_per_rank", round(facts.rows_per_pass)))

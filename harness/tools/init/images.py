@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import statistics
@@ -25,18 +26,21 @@ def root(rows: Annotations, path_column: str, given: str | None) -> tuple[str, G
     Raises ConfigError if there are several."""
     from harness.data.image_files import ImageFiles  # late: imports torch, which takes seconds, and errors come before
 
-    paths, folder = rows.columns[path_column][:_PATHS], Path(rows.source).parent
-    below = [*_folders_in(folder), *_folders_in(Path(os.path.normpath(folder / "..")))]
-    files, places = ImageFiles(""), [given] if given else [str(place) for place in (folder, Path(), *below)]
-    found = {place: sum(files.is_below(place, path) for path in paths) for place in places}
-    best = max(found, key=lambda place: found[place])
+    paths, folder, files = rows.columns[path_column][:_PATHS], Path(rows.source).parent, ImageFiles("")
+    above = Path(os.path.normpath(folder / ".."))
+    found, best = dict[str, int](), ""
+    for places in ([given],) if given else ((folder,), (Path(), *_folders_in(folder), *_folders_in(above))):
+        found |= {str(place): sum(files.is_below(str(place), path) for path in paths) for place in places}
+        best = max(found, key=lambda place: found[place])
+        if found[best] == len(paths):
+            break
     fit = (place for place in found if found[place] == found[best] > 0)
     same = {os.path.realpath(ImageFiles(place).place(paths[0])): place for place in fit}
     if len(same) > 1:
         raise ConfigError(
             f"its paths exist below several folders: {', '.join(same.values())}",
             where=rows.source,
-            hint=f"say which: harness init {shlex.quote(rows.source)} --root {shlex.quote(best)}",
+            hint=f"say which: add --root {shlex.quote(best)} to the command",
         )
     why = f"{found[best]} of the first {len(paths)} paths exist below this folder"
     why = "not looked at" if is_url(best) else why
@@ -50,7 +54,9 @@ def root(rows: Annotations, path_column: str, given: str | None) -> tuple[str, G
 
 def _folders_in(folder: Path) -> list[Path]:
     try:
-        return [path for path in sorted(folder.iterdir()) if path.is_dir()][:_FOLDERS]
+        with os.scandir(folder) as entries:
+            found = (entry.path for entry in entries if entry.is_dir())
+            return [Path(path) for path in sorted(itertools.islice(found, _FOLDERS))]
     except OSError:
         return []
 

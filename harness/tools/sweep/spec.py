@@ -139,6 +139,12 @@ _SET_BY_THE_SWEEP = {
 _OWN_KEYS = {field.alias or name for name, field in SweepSpec.model_fields.items()} - {"set", "space"}
 
 
+def _is_own(key: str) -> bool:
+    """Return True if ``key`` is one of the sweep file's: parallel is, parallel.logical_ranks is a setting."""
+    name, _, rest = key.partition(".")
+    return name in _OWN_KEYS and (not rest or name in ("sampler_args", "pruner_args"))
+
+
 @dataclass(frozen=True)
 class SweepFile:
     """A sweep file as it was read."""
@@ -160,7 +166,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> SweepFile:
     An override whose key belongs to the file (trials=30) changes the file; any other (train.epochs=3) is a setting of
     every trial. Raises ConfigError with all errors of the file.
     """
-    own = [word for word in overrides if word.partition("=")[0].partition(".")[0] in _OWN_KEYS or "=" not in word]
+    own = [word for word in overrides if _is_own(word.partition("=")[0]) or "=" not in word]
     spec, origins = loader.load_as(SweepSpec, path, own, conflicts)
     settings = [word for word in overrides if word not in own]
     tree = OmegaConf.create({})

@@ -327,7 +327,7 @@ def test_the_folder_of_the_images_is_not_guessed_among_several(folder, capsys):
     words = ["init", "train.csv", "train.csv", "-o", "new.yaml"]
     assert cli.main(words) == 2
     error = capsys.readouterr().err
-    assert error.endswith("folders: photos, more\n  -> say which: harness init train.csv --root link\n")
+    assert error.endswith("folders: photos, more\n  -> say which: add --root link to the command\n")
     assert cli.main([*words, "--root", "photos"]) == 0
     assert loader.load("new.yaml").task.root == "photos"
     (folder / "more").rename(folder / ".." / "more")

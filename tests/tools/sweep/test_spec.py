@@ -142,8 +142,10 @@ def test_overrides_change_the_file_or_every_trial(tmp_path):
     assert (found.spec.name, found.spec.parallel) == ("y", 2)
     assert found.fixed == {"train.epochs": 5, "seed": 1, "optimizer.args.a": 1}
     assert found.base == str(tmp_path / "base.yaml")
-    search = ["sampler=tpe", "trials=4", "seeds=[]", "sampler_args.n_startup_trials=3"]
-    assert load(str(tmp_path / "sweep.yaml"), search).spec.sampler_args == {"n_startup_trials": 3}
+    search = ["sampler=tpe", "trials=4", "seeds=[]", "sampler_args.n_startup_trials=3", "parallel.logical_ranks=4"]
+    found = load(str(tmp_path / "sweep.yaml"), search)
+    assert found.spec.sampler_args == {"n_startup_trials": 3}
+    assert found.fixed["parallel.logical_ranks"] == 4
     assert "optimizer.lr is varied by the space" in refused(tmp_path, GOOD, "optimizer.lr=1")
     assert "'nonsense' is not an override" in refused(tmp_path, GOOD, "nonsense")
     assert "command line: 'train.epochs={': " in refused(tmp_path, GOOD, "train.epochs={")
