@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -174,10 +174,9 @@ class Run:
         return self.runtime.announced(f"compiling {stage}")
 
     def close(self) -> None:
-        """Close all parts, even if one fails, as the loader after the death of a worker."""
-        with ExitStack() as last_first:
-            for loader in (self.eval_data.loader, self.train_data.loader):
-                last_first.callback(loader.close)
-            last_first.callback(lambda: self.tracker.close(done=self.finished() and not self.runtime.failed))
-            for close in (self.writer.close, self.progress.stop, self.first_look.end):
-                last_first.callback(close)
+        """Close all parts; both loaders, even if one fails, as after the death of a worker."""
+        self.first_look.end()
+        self.progress.stop()
+        with closing(self.eval_data.loader), closing(self.train_data.loader):
+            self.writer.close()
+            self.tracker.close(done=self.finished() and not self.runtime.failed)
