@@ -14,6 +14,7 @@ import torch
 from harness import cli
 from harness.config import loader
 from harness.config.schema import ModelSection
+from harness.data.table import csv_reader
 from harness.data.texts import Bytes, OwnTokenizer, Words, words_of
 from harness.errors import ConfigError, DataError
 from harness.training.models.model_builder import build
@@ -231,13 +232,16 @@ def test_train_predict_export(folder, tokenizer, capsys, monkeypatch):
     assert facts["preprocessing"]["tokenizer"] == tokenizer
     model = torch.export.load("model.pt2").module()
     assert model(torch.ones(3, 7, dtype=torch.int64)).shape == (3, 4)
-    write(folder, "new", [("sun", ""), ("", ""), (" ", "meh")], ("text", "tags"))
+    write(folder, "new", [("sun", ""), ("", ""), (" ", "meh"), ("fog", "hm")], ("text", "tags"))
     monkeypatch.setattr("harness.data.table.table._FEW_ROWS", 2)  # as if it were long
+    calls, lines_of = list[list[int]](), csv_reader.lines_of
+    monkeypatch.setattr(csv_reader, "lines_of", lambda path, rows: calls.append(list(rows)) or lines_of(path, rows))
     capsys.readouterr()
     assert cli.main(["predict", str(run), "--csv", "new.csv", "--out", "new2.csv"]) == 0
+    assert calls[-1] == [2, 3]  # in one pass
     told = capsys.readouterr().err
-    assert told.count("rows without text in column 'text': 2 of 3, the first at new.csv:3") == 1, told
-    assert "never predicts: 'meh' (new.csv:4); it predicts" in told
+    assert told.count("rows without text in column 'text': 2 of 4, the first at new.csv:3") == 1, told
+    assert "never predicts: 'meh' (new.csv:4), 'hm' (new.csv:5); it predicts" in told
     (run / "task.json").write_text("{}")
     assert cli.main(["predict", str(run), "--csv", str(folder / "eval.csv"), "--out", "new3.csv"]) == 2
     assert "task.json lacks" in capsys.readouterr().err
