@@ -2,7 +2,7 @@
 
 config.yaml  provenance.json  metrics.jsonl  summary.json  task.json  failure.json  confusion.csv  predictions.csv
 predictions_files/COLUMN/ROW.{png, npz}
-weights.safetensors  report.html  trackers.json  start.json (runs at a URL)
+weights.safetensors  weights.former.safetensors  report.html  trackers.json  start.json (runs at a URL)
 checkpoints/step-N/{state.pt, manifest.json, and shards}  checkpoints/{latest, best}
 huggingface/NAME-DIGEST/{config.json, and files of the tokenizer}
 logs/rank-N.log  logs/rank-N.exit.json  logs/losses.jsonl
