@@ -106,9 +106,21 @@ def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
     yield f"  {trial_command(sweep.folder, sweep.name, results.run_folder(sweep.folder, best.number))}"
     finished = [trial for trial in trials if trial.state == "finished"]
     runs = [reader.read(results.run_folder(sweep.folder, trial.number)) for trial in finished]
-    if len(runs) > 1 and all(map(_gives_one_class, runs)):
-        why = "each gives all rows the same class"
-        yield f"warning: no trial seems to have learned anything: {why}; try other values, or longer training"
+    what, possible = "", 1 if plan.direction == "maximize" else 0
+    if {trial.value for trial in finished} == {best.value} != {possible} and all(
+        _stays(run, plan.metric) for run in runs
+    ):
+        what = f"all of them have the same {plan.metric}, in all evaluations"
+    if all(map(_gives_one_class, runs)):
+        what = "each gives all rows the same class"
+    if what and len(finished) > 1:
+        yield f"warning: no trial seems to have learned anything: {what}; try other values, or longer training"
+
+
+def _stays(run: reader.Record, metric: str) -> bool:
+    """Return True if several evaluations have the same value."""
+    values = [row.get(metric) for row in run.metrics().to_pylist() if row["split"] == "eval"]
+    return len(values) > 1 == len(set(values))
 
 
 def _gives_one_class(run: reader.Record) -> bool:

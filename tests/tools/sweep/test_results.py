@@ -94,20 +94,24 @@ def test_trials_as_good_as_the_best_are_named(tmp_path, values, equal):
 
 
 @pytest.mark.parametrize(
-    ("accuracies", "told"),
-    [([(1.0, 0.0)] * 2, True), ([(0.4, 0.6)] * 2, False), ([(1.0, 0.0)], False), ([(0.9, 0.0)] * 2, False),
-     ([(1.0, None)] * 2, False), (["a text"] * 2, False), ([(1.0, 0.0), (0.4, 0.6)], False)],
+    ("values", "earlier", "accuracies", "why"),
+    [((0.5, 0.5), 0.5, (0.5, 0.5), "all of them have the same top1"), ((0.5, 0.6), 0.4, (1.0, 0.0), "each gives all"),
+     ((0.5, 0.6), 0.4, (0.4, 0.6), None), ((0.5,), 0.5, (1.0, 0.0), None), ((0.5, 0.5), 0.4, (0.5, 0.5), None),
+     ((1.0, 1.0), 1.0, (1.0, 1.0), None), ((0.5, 0.6), 0.4, (0.9, 0.0), None), ((0.5, 0.6), 0.4, (1.0, None), None),
+     ((0.5, 0.6), 0.4, "a text", None)],
 )  # fmt: skip
-def test_a_sweep_that_taught_nothing_is_told(tmp_path, accuracies, told):
+def test_a_sweep_that_taught_nothing_is_told(tmp_path, values, earlier, accuracies, why):
     spec = SimpleNamespace(folder=tmp_path, name="s", seeds=[0])
     plan = SimpleNamespace(direction="maximize", metric="top1", file=SimpleNamespace(spec=spec))
-    trials = [SweepTrial(number, {"lr": number}, "finished", 0.5) for number in range(len(accuracies))]
-    for trial, shares in zip(trials, accuracies, strict=True):
+    trials = [SweepTrial(number, {"lr": number}, "finished", value) for number, value in enumerate(values)]
+    for trial in trials:
         folder = results.run_folder(tmp_path, trial.number)
         (folder / "checkpoints").mkdir(parents=True)
         write_sealed(folder / "config.yaml", {"name": "a"})
-        by_class = shares if isinstance(shares, str) else dict(zip("ab", shares, strict=True))
-        write_sealed(folder / "summary.json", {"evaluation": {"class_accuracy": by_class}})
+        rows = [{"split": "eval", "step": step, "top1": value} for step, value in enumerate((earlier, trial.value))]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        shares = accuracies if isinstance(accuracies, str) else dict(zip("ab", accuracies, strict=True))
+        write_sealed(folder / "summary.json", {"evaluation": {"class_accuracy": shares}})
     warnings = [line for line in main._best(plan, trials) if line.startswith("warning: ")]
-    assert len(warnings) == told
-    assert not told or "each gives all rows the same class" in warnings[0]
+    assert len(warnings) == (why is not None)
+    assert why is None or f"learned anything: {why}" in warnings[0]
