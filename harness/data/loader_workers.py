@@ -237,7 +237,7 @@ def in_loader_worker(_: int) -> None:
 
     Launchers and schedulers signal every process of a rank. If a loader died of the signal, the rank would fail while
     it writes its checkpoint. So Ctrl-C, SIGHUP and SIGUSR1 are ignored, and SIGTERM is, too, unless the parent sent it.
-    Programs that a dataset starts inherit that, and so outlive the signal, too: it ends them by ``kill()``.
+    Programs that a dataset starts inherit this and outlive the signal, too: a dataset must end them with ``kill()``.
     When the parent is killed, a loader exits within a second: until then it holds the parent's connections open, and no
     peer notices the loss.
     """
