@@ -110,6 +110,18 @@ def test_module_runs_as_under_python(tmp_path):
         assert without_runpy == ours.stderr
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
+def test_safe_path_is_kept(tmp_path):
+    """With it, python puts no folder first in sys.path, so the runner must not replace the first one."""
+    write(tmp_path, "train.py", "import sys, harness\nprint(sys.path)")
+    for words in (["train.py"], ["-m", "train"]):
+        path = f"{ROOT}{os.pathsep}{tmp_path}" if words[0] == "-m" else str(ROOT)
+        environ = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
+        theirs = run(*words, cwd=tmp_path, **environ)
+        ours = run("-m", "harness.apex", *words, cwd=tmp_path, **environ)
+        assert (ours.returncode, ours.stdout) == (theirs.returncode, theirs.stdout) == (0, theirs.stdout), ours.stderr
+
+
 @pytest.mark.parametrize("text", ["x = (1\n", "  x = 1\n", "import apex.transformer\n"])
 def test_errors_of_a_script_look_as_under_python(tmp_path, text):
     (tmp_path / "train.py").write_text(text)

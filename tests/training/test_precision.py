@@ -175,6 +175,18 @@ def test_products_of_half_precision_on_a_cpu_without_it(monkeypatch, level, half
     assert f"computed in float32 and rounded to {name}" in describe(PrecisionSection(opt_level=level), CPU, "ours")
 
 
+def test_products_that_torch_refuses_stay_refused(monkeypatch):
+    monkeypatch.setattr(half_kernels, "has_bfloat16", lambda: False)
+    half, full = torch.ones(2, 2, dtype=torch.float16), torch.ones(2, 2)
+    for product in (torch.mm, lambda *both: torch.addmm(full, *both)):
+        for left, right in ((half, full), (full, half)):
+            with pytest.raises(RuntimeError) as alone:
+                product(left, right)
+            with half_on_cpu(PrecisionSection(opt_level="O1"), CPU), pytest.raises(RuntimeError) as ours:
+                product(left, right)
+            assert str(ours.value) == str(alone.value)
+
+
 def test_warning_of_a_cpu_without_bfloat16(monkeypatch):
     monkeypatch.setattr(half_kernels, "has_bfloat16", lambda: False)
     section = PrecisionSection(opt_level="O4")

@@ -140,6 +140,15 @@ def test_answers_follow_from_the_numbers():
     assert "waits for rank 0, which waits for its data, from the start" in explain(by_data).text
 
 
+@pytest.mark.parametrize("workers", [1, 15, 16, 40])
+def test_an_evaluation_that_waits_never_gets_fewer_workers(workers):
+    slow = PLANTED["slow evaluation"]
+    found = explain(replace(slow, settings=slow.settings | {"data.num_workers": workers}))
+    assert found.cause == "slow evaluation"
+    assert found.settings.get("data.num_workers", workers + 1) > workers
+    assert ("data.num_workers" in found.settings) == (workers < 16)
+
+
 def test_a_lack_of_cores_is_not_blamed_on_the_data():
     """Loaders that wait for a core most of the time are slow because of other programs, not of the images."""
     busy = facts({"decode": 150.0, "load": 180.0, "cpu": 20.0, "load_starved": 140.0}, {"data": 60.0}, cores=2,
