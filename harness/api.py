@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import OVERRIDES, ConfigError, TrainingError, plural
 
-log = logging.getLogger("harness")
-
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -30,6 +28,8 @@ if TYPE_CHECKING:
     from harness.inference.trained_model import TrainedModel
     from harness.training.main import RunStart
     from harness.training.run import Run
+
+log = logging.getLogger("harness")
 
 # Environment variables that a run sets for libraries in its process.
 _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "WANDB_DATA_DIR")

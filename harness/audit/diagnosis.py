@@ -364,15 +364,11 @@ def _keep_ratio(due: Sequence[Step], used: Sequence[Step], least: int) -> bool:
     pairs = [(one.rates, other.rates) for one, other in zip(due[1:], used[1:], strict=False)]
     pairs = [pair for pair in pairs if len(pair[0]) == len(pair[1])]
     pairs = [pair for pair in pairs if len(pair[0]) == len(pairs[0][0])]
-    return (
-        bool(pairs)
-        and len(pairs) >= least
-        and all(
-            all(isinstance(rate, float | int) for rate in rates)
-            and math.isclose(rates[0] * rates[3], rates[1] * rates[2], rel_tol=1e-6, abs_tol=1e-15)
-            for pair in pairs
-            for rates in zip(*pair, *pairs[0], strict=True)
-        )
+    return len(pairs) >= max(least, 1) and all(
+        all(isinstance(rate, float | int) for rate in rates)
+        and math.isclose(rates[0] * rates[3], rates[1] * rates[2], rel_tol=1e-6, abs_tol=1e-15)
+        for pair in pairs
+        for rates in zip(*pair, *pairs[0], strict=True)
     )
 
 

@@ -89,9 +89,8 @@ def explained(
 
 def _explained(finding: Finding, lost: _Forgotten, of_harness: bool) -> Finding:
     finding = _as_inputs(finding, lost)
-    generators = sorted(
-        lost.generators, key=lambda each: each.moves == (finding.code == "row-order")
-    )  # the likelier first
+    orders = finding.code == "row-order"
+    generators = sorted(lost.generators, key=lambda each: each.moves == orders)  # the likelier first
     own = [each for each in generators if not each.loader]
     following, attributes = lost.following - lost.attributes.keys(), lost.attributes
     if finding.code == "inputs" and generators:  # what else differs may be a sum of losses

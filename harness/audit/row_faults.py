@@ -176,8 +176,8 @@ def _of_other_epoch(parting: _Parting, passage: _Passage) -> Finding | None:
 
 def _epoch(begins: Sequence[int], step: int) -> tuple[int, int]:
     """Return (the epoch from 0, the place in it) of a step."""
-    begun = sorted({after for after in begins if after <= step})
-    return len(begun) - 1, step - begun[-1] if begun else step
+    starts = sorted({after for after in begins if after <= step})
+    return len(starts) - 1, step - starts[-1] if starts else step
 
 
 def _evidence(passage: _Passage) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ def save(run: Run) -> None:
     run.hooks.call(hooks.BEFORE_CHECKPOINT, run)
     with working("writing a checkpoint"):
         _save(run)
-    if run.meter.runs:  # otherwise it is not part of the training time
+    if run.meter.is_running:  # otherwise it is not part of the training time
         run.meter.costs.add({"checkpoint": time.perf_counter() - start})
 
 

@@ -106,7 +106,7 @@ class Meter:
         self._mark: float | None = time.perf_counter()  # up to which time_s counts; None: the clock is stopped
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """True if time counts as training: not after ``stop_clock``."""
         return self._mark is not None
 

@@ -93,8 +93,8 @@ def _keep_results(run: Run, log_before: LogBefore) -> None:
     elif step == before.step and not run.evaluation_due():
         kept = run.folder.path / layout.FORMER_WEIGHTS
         runtime.patiently("keeping the best weights", lambda: _copy_file(runtime, run.folder.weights, kept))
-        text = "%s %.4f, the best so far, was of the former end at step %d, which a longer run does not evaluate: %s"
-        log.warning(text, run.config.best_metric, best, step, f"its weights are kept as {kept}")
+        text = "%s %.4f, the best so far, was that of the former end, step %d, which a longer run does not evaluate: "
+        log.warning(text + "its weights are kept as %s", run.config.best_metric, best, step, kept)
 
 
 def _copy_file(runtime: Runtime, source: Path, target: Path) -> None:

@@ -136,10 +136,8 @@ def why_ended_early(config: Config, state: State) -> str:
 
 def _since_gain(values: Sequence[float], delta: float) -> int:
     """Return the number of ``values`` after the last gain: one that is more than ``delta`` above the gain before."""
-    gained, since = -math.inf, 0
-    for value in values:
+    gained, place = -math.inf, 0
+    for number, value in enumerate(values, 1):
         if math.isfinite(value) and value > gained + delta:
-            gained, since = value, 0
-        else:
-            since += 1
-    return since
+            gained, place = value, number
+    return len(values) - place

@@ -156,7 +156,7 @@ def test_when_they_are_called(start):
 
 class Clock:
     def before_checkpoint(self, run):
-        seen.append((run.state.step, run.meter.runs))
+        seen.append((run.state.step, run.meter.is_running))
 
 
 def test_only_a_checkpoint_between_two_steps_of_an_epoch_is_training_time(start):

@@ -270,13 +270,13 @@ def test_time_outside_training_is_excluded(monkeypatch):
     now_s = 108.0
     meter.stop_clock()
     now_s = 200.0
-    assert not meter.runs
+    assert not meter.is_running
     meter.tick()
     meter.stop_clock()
     assert meter.time_s == 8.0
     meter.restart_clock()
     now_s = 201.0
-    assert meter.runs
+    assert meter.is_running
     meter.tick()
     assert meter.time_s == 9.0
 

@@ -47,7 +47,7 @@ def _kernel(op: Any, original: Any, dtypes: Collection[torch.dtype]) -> Callable
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         half = args[0].dtype
         others = (a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point())
-        if half not in dtypes or any(dtype is not half for dtype in others):  # torch may refuse the latter
+        if half not in dtypes or any(dtype is not half for dtype in others):  # torch refuses most mixtures of dtypes
             return original.call_boxed(keys, *args, **kwargs)
         wide = [a.float() if isinstance(a, Tensor) and a.dtype is half else a for a in args]
         result = original.call_boxed(keys, *wide, **kwargs)

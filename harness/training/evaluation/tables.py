@@ -73,29 +73,17 @@ def label_problems(task: TableTask, train: Table, eval_: Table) -> Iterator[Data
         for found, rows_with in zip(names, np.bincount(codes, minlength=len(names)).tolist(), strict=True):
             count.update(dict.fromkeys(found, rows_with))
         allowed = task.labels.empty == "allow"
-        for kind, what, is_bad, hint in (
-            (
-                DataError,
-                "without a label",
-                [not (found or allowed) for found in names],
-                "fill in the labels or remove the rows",
-            ),
-            (
-                DataError,
-                f"with a label that {task.train_csv} does not have ({listed(unknown, _NAMED)})",
-                [bool(found - known) for found in names],
-                "correct the labels, or remove the rows",
-            ),
-            *(
-                (
-                    DoubtError,
-                    f"with the label {word!r}, {count[other]:,} with {other!r}",
-                    [word in found for found in names],
-                    "if it is a misspelling, correct it, or it stays a class of its own",
-                )
-                for word, other in (misspelled(count, len(table)) if table is train else ())
-            ),
-        ):
+        blank, new = [not (found or allowed) for found in names], [bool(found - known) for found in names]
+        lacking = f"with a label that {task.train_csv} does not have ({listed(unknown, _NAMED)})"
+        checks: list[tuple[type[DataError], str, list[bool], str]] = [
+            (DataError, "without a label", blank, "fill in the labels or remove the rows"),
+            (DataError, lacking, new, "correct the labels, or remove the rows"),
+        ]
+        for word, other in misspelled(count, len(table)) if table is train else ():
+            what = f"with the label {word!r}, {count[other]:,} with {other!r}"
+            hint = "if it is a misspelling, correct it, or it stays a class of its own"
+            checks.append((DoubtError, what, [word in found for found in names], hint))
+        for kind, what, is_bad, hint in checks:
             rows = np.flatnonzero(np.asarray(is_bad)[codes]).tolist()
             if rows:
                 first, *others = [table.where(row) for row in rows[:_NAMED]]
