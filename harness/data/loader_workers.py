@@ -196,8 +196,12 @@ class _WatchedIterator(_MultiProcessingDataLoaderIter):
 
     def _shutdown_workers(self) -> None:
         self._packed.put(None)
-        if hasattr(self, "_workers_status"):  # which is set when all workers have started
-            super()._shutdown_workers()
+        if not hasattr(self, "_workers_status"):  # which is set when all workers have started
+            return
+        super()._shutdown_workers()
+        for worker in self._workers:
+            if worker.is_alive():  # frozen, so SIGTERM waits; this process would wait for it at its exit
+                worker.kill()
 
     def kill_workers(self) -> None:
         """Kill the processes. Torch would wait 5 s for each that is blocked."""

@@ -354,14 +354,15 @@ def loader_workers(run: Started) -> list[int]:
     return [pid for pid in run.alive() if pid != run.process.pid]
 
 
-def test_signal_while_the_loader_workers_deliver_nothing(tmp_path, data):
-    """Stopped workers stand for a disk that does not answer."""
+@pytest.mark.parametrize("pause_s", [0, 1])
+def test_signal_while_the_loader_workers_deliver_nothing(tmp_path, data, pause_s):
+    """Stopped workers stand for a disk that does not answer, between steps and in a wait for a batch."""
     config = write_config(tmp_path, data, **SLOW)
     with started([sys.executable, DRIVER, "-c", config], tmp_path / "terminal.txt", fork=True) as run:
         wait_for_steps(run_folder(config), 2)
         for worker in (workers := loader_workers(run)):
             run.signal(signal.SIGSTOP, worker)
-        time.sleep(1)  # until the batches that were ready are used
+        time.sleep(pause_s)  # after 1 s, the batches that were ready are used
         run.signal(signal.SIGTERM)
         assert run.wait(END_S) == EXIT_STOPPED, run.text()
         assert workers
