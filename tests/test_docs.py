@@ -112,7 +112,7 @@ ELSEWHERE = {
     "harness predict s3://": ("end_to_end/test_url.py", '"predict"'),
     "pip wheel": ("end_to_end/test_readme.py", "build_wheel"),
 }
-OTHER_TOOLS = ("tensorboard ", "wandb ", "mlflow ", "trackio ")
+OTHER_TOOLS = ("uv ", "tensorboard ", "wandb ", "mlflow ", "trackio ")
 # Blocks of Python with a test of their own, by mark; those of python_api.md are run by tests/test_api.py.
 OWN_TESTS = {"recipe", "setup", "convert", "launcher", "tracker"}
 
