@@ -161,6 +161,19 @@ def locked(path: Path, timeout_s: float) -> Iterator[None]:
         lock.release()
 
 
+def is_held(folder: Path) -> bool:
+    """Return True if a process holds the lock on ``folder``, without changing anything; False if none does or if this
+    machine cannot tell."""
+    import fcntl
+
+    with suppress(OSError), open(folder / FILE, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def forget_marker(folder: Path) -> None:
     """Remove this process's marker from ``folder``, which it locked under another name."""
     with suppress(OSError):

@@ -20,13 +20,15 @@ from harness.distributed.rank_exit import Cause
 from harness.errors import ConfigError, did_you_mean, similar
 from harness.runs import exit_files, layout, metrics_table, sweep_folder
 from harness.runs.files import read_or_empty, read_text
+from harness.runs.locks import is_held
 from harness.runs.sweep_folder import Sweep, Trial
 
 _NAMED = 5  # runs in a hint
 
-RunState = Literal["finished", "stopped", "pruned", "failed", "unfinished", "waiting", "unreadable"]
-"""finished: trained to its end · stopped: on request, with a checkpoint · pruned: by its sweep · failed: has a
-failure.json · unfinished: still running, or killed · waiting: a trial that has not started · unreadable: no run."""
+RunState = Literal["finished", "running", "stopped", "pruned", "failed", "unfinished", "waiting", "unreadable"]
+"""finished: trained to its end · running: a process holds its lock · stopped: on request, with a checkpoint · pruned:
+by its sweep · failed: has a failure.json · unfinished: killed, or running where this machine does not see the lock, as
+at a URL · waiting: a trial that has not started · unreadable: no run."""
 
 
 @dataclass
@@ -139,6 +141,8 @@ def read(path: Path) -> Record:
         return Record(path, path.name, "unreadable", problems=["this is not a run folder", *problems])
     if (path / layout.FAILURE).exists():
         state: RunState = "failed"
+    elif is_held(path):
+        state = "running"
     elif summary.get("finished") is True:
         state = "finished"
     else:
@@ -248,7 +252,8 @@ def run_hint(path: Path, wanted: str = "a run folder") -> str:
 
 _NOT_EVALUATED = {
     "stopped": ["it was stopped before its first evaluation"],
-    "unfinished": ["it has no evaluation yet: it is still training, or was killed"],
+    "running": ["it has no evaluation yet"],
+    "unfinished": ["it has no evaluation yet"],
 }
 
 

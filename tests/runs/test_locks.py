@@ -47,6 +47,16 @@ def owner(path, kind="folder", by="flock"):
         process.wait(20)
 
 
+def test_whether_another_process_holds_it_is_told_without_taking_it(tmp_path):
+    assert not locks.is_held(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with owner(tmp_path / "run"):
+        named = (tmp_path / "run" / locks.FILE).read_text()
+        assert locks.is_held(tmp_path / "run")
+    assert not locks.is_held(tmp_path / "run")
+    assert (tmp_path / "run" / locks.FILE).read_text() == named
+
+
 def without_flock(monkeypatch, number=errno.ENOSYS):
     def missing(*_):
         raise OSError(number, os.strerror(number))

@@ -13,6 +13,7 @@ import pytest
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.errors import EXIT_STOPPED, ConfigError
 from harness.runs import exit_files, reader, trained_run
+from harness.runs.locks import Lock
 from harness.tools.explain import facts
 
 TRAIN = {"split": "train", "step": 10, "epoch": 0, "loss": 2, "lr": 0.1, "samples": 640, "wall_s": 1.5}
@@ -131,13 +132,18 @@ def test_states(tmp_path):
     assert reader.read(stopped).state == "stopped"
     exit_files.remove(stopped / "logs")  # as a new start does
     assert reader.read(stopped).state == "unfinished"
+    lock = Lock(stopped, is_folder=True)
+    assert lock.try_acquire()
+    assert [reader.read(stopped).state for _ in range(2)] == ["running"] * 2
+    lock.release()
+    assert reader.read(stopped).state == "unfinished"
 
 
 def test_before_the_first_evaluation_no_file_is_missing_but_the_state_is_told(tmp_path):
     run = tmp_path / "run"
     (run / "logs").mkdir(parents=True)
     (run / "config.yaml").write_text("name: run\n")
-    assert reader.read(run).problems == ["it has no evaluation yet: it is still training, or was killed"]
+    assert reader.read(run).problems == ["it has no evaluation yet"]
     (run / "weights.safetensors").write_bytes(b"")
     assert "summary.json is missing" in reader.read(run).problems
     (run / "weights.safetensors").unlink()

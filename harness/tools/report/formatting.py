@@ -10,6 +10,7 @@ from typing import Any
 
 STATES = {
     "finished": "✓ finished",
+    "running": "▶ running",
     "stopped": "■ stopped",
     "pruned": "✂ pruned",
     "failed": "✕ failed",

@@ -134,7 +134,9 @@ def problems(run: ReportedRun) -> list[str]:
         lines += [f"-> {line}" for line in str(failure.get("hint") or "").splitlines()[:1]]
     elif run.record.trial and run.record.trial.error:
         lines.append(run.record.trial.error.strip().splitlines()[0])
-    elif run.record.state == "stopped":
+    elif run.record.state in ("stopped", "unfinished"):
+        if run.record.state == "unfinished":
+            lines.append("it was killed, or trains where this machine does not see its lock")
         lines.append(f"-> to resume it: {reproduce.resume_command(run)}")
     return [*lines, *run.record.problems]
 
@@ -155,5 +157,5 @@ def _reason(record: Record) -> str:
 
 
 def has_problem(run: ReportedRun) -> bool:
-    """Return True if there is a problem to report; a pruned or waiting trial of a sweep is not a problem."""
-    return run.record.state not in ("finished", "pruned", "waiting") or bool(problems(run))
+    """Return True if there is a problem to report; a running run and a pruned or waiting trial are none."""
+    return run.record.state not in ("finished", "running", "pruned", "waiting") or bool(problems(run))

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.runs import reader
+from harness.runs.locks import locked
 from harness.tools.report import run_set, tables
 
 
@@ -33,11 +34,21 @@ def test_runs_speed_up_seeds_and_problems(tmp_path):
     assert tables.states(found.runs) == "3 finished, 1 failed"
 
 
-def test_a_stopped_run_has_the_command_that_resumes_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("state", "line"), [("stopped", 0), ("unfinished", 1)])
+def test_a_run_that_is_not_done_has_the_command_that_resumes_it(tmp_path, monkeypatch, state, line):
     monkeypatch.chdir(tmp_path)
     record = reader.read(write_run(tmp_path / "runs" / "a", Fake("a", world=2, state="unfinished")))
-    (run,) = run_set.build([replace(record, state="stopped")]).runs
-    assert tables.problems(run)[0] == "-> to resume it: harness launch -c runs/a/config.yaml --nproc 2"
+    (run,) = run_set.build([replace(record, state=state)]).runs
+    assert tables.problems(run)[line] == "-> to resume it: harness launch -c runs/a/config.yaml --nproc 2"
+
+
+def test_a_running_run_is_no_problem(tmp_path):
+    run = write_run(tmp_path / "a", Fake(state="failed"))
+    (run / "failure.json").unlink()
+    with locked(run / ".lock", 10):
+        found = run_set.build(reader.find([run])).runs
+    assert [tables.has_problem(run) for run in found] == [False]
+    assert tables.states(found) == "1 running"
 
 
 def test_speed_is_the_mean_over_seeds(tmp_path):
