@@ -75,11 +75,11 @@ def entries(fake: Fake) -> list[dict[str, Any]]:
             loss = 50.0 if fake.spike_at is not None and step - new < fake.spike_at <= step else loss
             times = {f"time_{phase}": share for phase, share in PHASES.items()}
             found.append(
-                {"split": "train", "step": step, "epoch": epoch, "loss": loss, "lr": fake.lr * (1 - 0.9 * done),
+                {"split": "train", "step": step, "epoch": epoch + 1, "loss": loss, "lr": fake.lr * (1 - 0.9 * done),
                  "loss_scale": scale, "skipped": skipped, "samples": samples, "samples_skipped": skipped * fake.batch,
                  "samples_per_s": fake.rows_per_s, "data_wait": 0.05, "wall_s": wall_s, **times}
             )  # fmt: skip
-        found.append({"split": "epoch", "step": step, "epoch": epoch, "rows_used": fake.rows, "rows": fake.rows})
+        found.append({"split": "epoch", "step": step, "epoch": epoch + 1, "rows_used": fake.rows, "rows": fake.rows})
         wall_s += 1.0
         top1 = fake.final - (fake.final - 0.1) * math.exp(-5 * (epoch + 1) / fake.epochs)
         found.append(

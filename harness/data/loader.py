@@ -325,8 +325,8 @@ class TrainData:
         passes = sum(before is segments and at == position for before, at in self._passed)
         if passes == _PASSES:
             raise TrainingError(
-                f"all groups of epoch {epoch} have been used {_PASSES} times, and none was counted: this loop would "
-                "never end",
+                f"all groups of epoch {epoch + 1} have been used {_PASSES} times, and none was counted: this loop "
+                "would never end",
                 hint="in your loop, call run.train_data.advance(run.state.segments) after each step, and "
                 "run.state.next_epoch() after the last one",
             )

@@ -26,7 +26,7 @@ def log_train(run: Run, seen: Window) -> None:
     run.loss_text = f"loss {seen.loss:.4f} ({which})" if math.isfinite(seen.loss) else ""
     run.tracker.log(
         "train",
-        {"step": state.step, "epoch": state.epoch, "loss": seen.loss, "lr": lr, **_group_rates(run),
+        {"step": state.step, "epoch": state.epoch + 1, "loss": seen.loss, "lr": lr, **_group_rates(run),
          "grad_norm": seen.norm, "loss_scale": seen.scale, "skipped": state.skipped, "samples": state.rows,
          "samples_skipped": state.rows_skipped, "samples_per_s": rows_per_s,
          **unreadable(run.task.train, seen.bad_rows), "memory_mib": run.meter.peak_mib(), "data_wait": seen.waited,

@@ -273,6 +273,7 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_rows(start, caplog):
     shown = re.findall(r"end of the epoch: mean loss (\S+)  ", caplog.text)
     assert shown == [f"{mean:.4f}" for mean in means]
     assert len({*shown}) == 2
+    assert [entry["epoch"] for entry in entries if entry["split"] == "train"] == [1, 1, 2, 2]
     finished = [entry["epoch"] for entry in entries if entry["split"] != "train"]
     assert finished == [1, 1, 2, 2], "as the evaluation at the end of an epoch, its entry counts the finished ones"
 

@@ -102,9 +102,9 @@ def _ends_of_epochs(epochs: pd.DataFrame, evals: pd.DataFrame) -> pd.Series:
 
 
 def _epochs(entries: pd.DataFrame, ends: pd.Series) -> np.ndarray:
-    """Interpolated between the ends of epochs; after the last one, at the pace of the epoch before."""
+    """Interpolated between the ends of epochs; after the last one, at the pace of the epoch before; 0 before any."""
     if len(ends) < 2:
-        return entries["epoch"].to_numpy()
+        return np.zeros(len(entries))
     steps = entries["step"].to_numpy()
     (before, last), (was, done) = ends.index[-2:], ends.iloc[-2:]
     behind = np.minimum(done + (steps - last) * (done - was) / (last - before), done + 1)

@@ -51,7 +51,7 @@ def test_unfinished_epoch_is_extrapolated(tmp_path):
 @pytest.mark.parametrize("resumed_to", [150, 200])
 def test_run_that_ends_within_an_epoch(tmp_path, resumed_to):
     """It is evaluated at its last step, which is not the end of an epoch."""
-    lines = [{"split": "train", "step": step, "epoch": (step - 1) // 100} for step in range(10, resumed_to + 1, 10)]
+    lines = [{"split": "train", "step": step, "epoch": (step + 99) // 100} for step in range(10, resumed_to + 1, 10)]
     for end in (100, 150, resumed_to):
         lines.append({"split": "eval", "step": end, "epoch": end // 100, "top1": 0.5, "wall_s": 1.0})
     lines += [{"split": "epoch", "step": end, "epoch": end // 100} for end in (100, resumed_to) if end % 100 == 0]
@@ -67,8 +67,8 @@ def test_speed_excludes_evaluations(tmp_path):
 
 def test_speed_is_total_rows_by_total_time(tmp_path):
     lines = [
-        {"split": "train", "step": 1, "epoch": 0, "samples": 100, "samples_per_s": 100.0, "wall_s": 1.0},
-        {"split": "train", "step": 2, "epoch": 0, "samples": 1000, "samples_per_s": 300.0, "wall_s": 4.0},
+        {"split": "train", "step": 1, "epoch": 1, "samples": 100, "samples_per_s": 100.0, "wall_s": 1.0},
+        {"split": "train", "step": 2, "epoch": 1, "samples": 1000, "samples_per_s": 300.0, "wall_s": 4.0},
     ]
     assert read(write(tmp_path / "run", lines)).rows_per_s == pytest.approx(250.0)  # 1000 rows in 1 s + 3 s
 
