@@ -20,6 +20,7 @@ _OF_STREAMS = {"rng", "random", "generator", "generators", "seed", "states"}
 _OF_SETTINGS = {"args", "config", "cfg", "hparams", "hyper", "options", "opts", "start", "resume", "resumed"}
 # Names of long lists, which are compared as digests.
 _OF_LOGS = {"history", "losses", "loss", "metrics", "log", "logs", "curve", "scores", "rewards"}
+_OF_SCHEDULERS = {"_step_count", "num_bad_epochs"}  # torch's; the latter of ReduceLROnPlateau
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
@@ -48,6 +49,9 @@ def in_checkpoints(
                 text = f"{_shown(second.get(name))} instead of {_shown(first.get(name))}"
                 (counters if kind == "counter" else tensors).setdefault(name, (after, text))
     yield from _findings("buffers", tensors, "training is equal, but tensors in the checkpoint are not")
+    schedulers = {name.rpartition(".")[0] for name in counters if name.rpartition(".")[2] in _OF_SCHEDULERS}
+    schedules = {name: counters.pop(name) for name in [*counters] if name.rpartition(".")[0] in schedulers}
+    yield from _findings("learning-rate", schedules, "training is equal so far, but a scheduler is not where it was")
     yield from _findings("counter", counters, "training is equal, but counters of the script are not")
 
 
@@ -59,7 +63,7 @@ def _findings(code: str, found: dict[str, tuple[int, str]], what: str) -> Iterat
             if place == after:
                 lists.setdefault(re.sub(r"\[\d+\]$", "[...]", name), f"{name}: {shown}")
         text = f"{what}: after step {after}, {named(list(lists))}"
-        yield Finding(code, text, tuple(lists.values())[:8] if code == "counter" else (), (after,), tuple(found))
+        yield Finding(code, text, tuple(lists.values())[:8] if code != "buffers" else (), (after,), tuple(found))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -118,6 +118,18 @@ def test_counter_in_the_next_checkpoint(tmp_path: Path):
     assert finding.evidence == ("step: 6 instead of 18",)
 
 
+def test_a_scheduler_in_the_next_checkpoint(tmp_path: Path):
+    """Its learning rate may be equal up to the end of the audited run."""
+    starts = Starts(Training())
+    for name in ("undisturbed", "again", "resumed"):
+        for content in written(starts, name):
+            count = content["step"] - 12 * (name == "resumed")
+            content.update({"sched._step_count": count + 1, "sched.last_epoch": count, "sched.gamma": 0.5})
+    finding = only(starts, tmp_path)
+    assert (finding.code, set(finding.names)) == ("learning-rate", {"sched._step_count", "sched.last_epoch"})
+    assert finding.evidence == ("sched._step_count: 7 instead of 19", "sched.last_epoch: 6 instead of 18")
+
+
 def test_a_list_that_starts_empty(tmp_path: Path):
     starts = Starts(Training())
     for name in ("undisturbed", "again", "resumed"):
