@@ -1,8 +1,8 @@
 """apex-harness: the NVIDIA Apex training recipe on current PyTorch.
 
-    from harness import load_config, train, predict
+    from harness import predict, train
 
-    result = train(load_config("configs/digits.yaml", {"train.epochs": 3}))
+    result = train("configs/digits.yaml", {"train.epochs": 3})
     table = predict(result.folder, "new.csv")
 
 All that a user's own code needs is here; docs/python_api.md explains it. A module is imported once one of its names is

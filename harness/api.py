@@ -86,15 +86,17 @@ def _yaml(key: str, value: Any) -> str:
     return re.sub(r"[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def train(config: Config) -> TrainResult:
+def train(config: Config | str | os.PathLike[str], overrides: Sequence[str] | Mapping[str, Any] = ()) -> TrainResult:
     """Train ``config`` to its end in this process, as ``harness train`` does; every rank of a launcher calls it.
 
+    ``config``: what ``load_config`` returns, or its arguments: the path of a YAML file, and ``overrides``.
     A run that was stopped or killed resumes from its newest checkpoint. Ctrl-C stops with a checkpoint. Raises
     HarnessError, or what the user's own task, model or optimizer raised.
     """
     from harness.training import loop
     from harness.training.evaluation import final_predictions
 
+    config = _loaded(config, overrides)
     with _started(config) as start, start as run:
         start.done = loop.train(run) and final_predictions.write_for_run(run)
     state = run.state
@@ -106,19 +108,21 @@ def train(config: Config) -> TrainResult:
 
 
 @contextmanager
-def open_run(config: Config) -> Iterator[Run]:
+def open_run(
+    config: Config | str | os.PathLike[str], overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> Iterator[Run]:
     """Open the parts of a run, for a training loop of your own: a context with the ``harness.training.run.Run``.
 
     The run is restored from its newest checkpoint, if there is one, and hooks get ``before_training``. Once the body
     has taken steps (``run.state.add_step``) and ends, the run is done: what is due of checkpoint, evaluation and
     summary is made up, and predictions are written. After a request to stop, by a signal or
     ``run.stop.request(why)``, there is a checkpoint only, and the same call resumes. Every rank of a launcher enters
-    it. Raises as ``train`` does.
+    it. Arguments and errors are those of ``train``.
     """
     from harness.training import checkpointing, loop
     from harness.training.evaluation import final_predictions
 
-    with _started(config) as start, start as run:
+    with _started(_loaded(config, overrides)) as start, start as run:
         _warn_of_own_loop(run)
         loop.begin(run)
         run.meter.restart_clock()
@@ -214,19 +218,29 @@ def load_model(
     return trained_model.load(fetched.local_copy(str(run)), _words(overrides), trust, OVERRIDES)
 
 
+def _loaded(config: Config | str | os.PathLike[str], overrides: Sequence[str] | Mapping[str, Any]) -> Config:
+    """Return ``config``, loaded if it is a path. Raises ConfigError."""
+    from harness.config.schema import Config
+
+    if isinstance(config, str | os.PathLike):
+        return load_config(config, overrides)
+    if isinstance(config, Config) and not overrides:
+        return config
+    known = isinstance(config, Config)
+    found = "a loaded Config takes none" if known else f"a {type(config).__name__} is neither a Config nor a path"
+    hint = "pass the path of a YAML file, and overrides if there are any: 'FILE.yaml', {'optimizer.lr': 0.1}"
+    raise ConfigError(found, where=OVERRIDES if known else "config", hint=hint)
+
+
 @contextmanager
 def _started(config: Config) -> Iterator[RunStart]:
     """Yield a ``RunStart`` that is not entered yet, in a process that is restored afterwards."""
-    from harness.config.schema import Config
     from harness.distributed.launch_env import detect
     from harness.distributed.meeting import telling_peers
     from harness.runs import console
     from harness.training import determinism, main
     from harness.training.exit_report import explained
 
-    if not isinstance(config, Config):
-        found = f"{config!r} is a {type(config).__name__}, not a Config"
-        raise ConfigError(found, hint="pass harness.load_config('FILE.yaml', {'optimizer.lr': 0.1})")
     with _as_before(), ExitStack() as stack:
         launch = replace(detect(os.environ), call=next(_calls))
         console.to_terminal(launch.rank)

@@ -160,13 +160,17 @@ def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):
         load_config(path, {"train.epoch": 3, "seed": "x"})
     with pytest.raises(ConfigError, match="^overrides: seed: object is no type of the YAML: .*\n  -> give a number"):
         load_config(path, {"seed": object()})
-    with pytest.raises(ConfigError, match="is a PosixPath, not a Config"):
-        train(path)
+    with pytest.raises(ConfigError, match="^config: a dict is neither a Config nor a path\n  -> pass the path"):
+        train({"train.epochs": 1})
+    with pytest.raises(ConfigError, match="^overrides: a loaded Config takes none"), open_run(load_config(path), ["x"]):
+        pass
+    with pytest.raises(ConfigError, match="^overrides: train.epoch: unknown key"), open_run(path, {"train.epoch": 3}):
+        pass
     with pytest.raises(DataError, match="no such annotation file"):
         train(load_config(path, {"task.train_csv": "nothing.csv"}))
     with pytest.raises(ConfigError, match="failed at its start and has no weights: .*nothing.csv: no such annotation"):
         predict(tmp_path / "runs" / "small", path.parent / "eval.csv")
-    train(load_config(path, {"name": "short", "train.max_steps": 1}))
+    assert train(str(path), {"name": "short", "train.max_steps": 1}).step == 1
     for call in (load_model, lambda run, overrides: predict(run, path.parent / "eval.csv", overrides)):
         with pytest.raises(ConfigError, match="^overrides: task.rot: unknown key; did you mean task.root"):
             call(tmp_path / "runs" / "short", {"task.rot": "x"})
@@ -494,7 +498,7 @@ def test_an_own_loop_that_does_not_advance_ends(path):
             assert len([*groups(0, [])]) == 4, "a list of its own, as to measure the training accuracy"
         for _ in range(2):
             assert len([*groups(run.state.epoch, run.state.segments)]) == 4
-        with pytest.raises(TrainingError, match="epoch 0 have been used 2 times, and none was counted") as caught:
+        with pytest.raises(TrainingError, match="epoch 1 have been used 2 times, and none was counted") as caught:
             next(groups(run.state.epoch, run.state.segments))
         for _ in range(4):
             run.train_data.advance(run.state.segments)
