@@ -79,7 +79,7 @@ def compare(undisturbed: StartRecord, again: StartRecord, killed: StartRecord, r
     found += _first(results)
     if all(finding.code != "from-scratch" for finding in found):
         apart = min(result.apart for result in results)
-        found += _some(endings.length(undisturbed, resumed, offset, _explained(found)))
+        found += _some(endings.length(undisturbed, resumed, offset, sum(finding.surplus for finding in found)))
         known = {name for finding in found if finding.code == "saved-state" for name in finding.names}
         saved = saved_faults.in_checkpoints(undisturbed, again, resumed, offset, apart - 1)
         found += [each for each in saved if not (each.code == "counter" and known.issuperset(each.names))]
@@ -121,19 +121,10 @@ def _without_steps(
     offset = loaded if loaded is not None else len(killed.steps)
     found = endings.failure(undisturbed, resumed, offset) or endings.exit_code(undisturbed, resumed)
     if found is None and loaded != len(undisturbed.steps):
-        found = endings.length(undisturbed, resumed, offset, None)
+        found = endings.length(undisturbed, resumed, offset)
     if found is None:
         return []
     return [endings.torn(killed, undisturbed, resumed, [found]) or found]
-
-
-def _explained(found: Sequence[Finding]) -> int | None:
-    """Return the steps by which a run becomes longer since rows are trained again, or shorter since they are left
-    out."""
-    for finding in found:
-        if finding.code == "rows":
-            return len(finding.steps) if "trained again" in finding.text else -len(finding.steps)
-    return None
 
 
 def _first(results: Sequence[_RankResult]) -> list[Finding]:
@@ -328,7 +319,7 @@ def _of_state(names: Names, one: Step, other: Step) -> Finding:
 
 
 def _of_groups(names: Names, ours: Process, theirs: Process, one: Step, other: Step) -> Finding:
-    if not any(name.startswith("lr ") for name in names) or one.rates == other.rates:
+    if len(one.rates) != len(other.rates) or one.rates == other.rates:
         text = f"at step {one.number}, settings of the optimizer's groups differ: {named(names)}"
         return Finding("optimizer-state", text, steps=(one.number,), names=names)
     shown = " instead of ".join(", ".join(map(_number, dict.fromkeys(step.rates))) for step in (other, one))

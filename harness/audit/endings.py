@@ -34,7 +34,7 @@ def failed(start: StartRecord) -> bool:
     return bool(start.late or start.code or (start.code is None and not start.stopped and start.killed is None))
 
 
-def length(undisturbed: StartRecord, resumed: StartRecord, offset: int, explained: int | None) -> Finding | None:
+def length(undisturbed: StartRecord, resumed: StartRecord, offset: int, explained: int = 0) -> Finding | None:
     """Compare the number of steps, if both starts ended by themselves. ``explained``: rows of so many steps are known
     to be trained again, or left out if it is negative."""
     extra = len(resumed.steps) - (len(undisturbed.steps) - offset)

@@ -192,12 +192,13 @@ def _of_rows(parting: _Parting, passage: _Passage) -> Finding:
     which = f"step {first}" if first == last else f"steps {first} to {last}"
     if len({call.step for call in passage.calls[: high + 1]}) < len(passage.calls[: high + 1]):
         which = f"{plural(len(passed), 'micro-batch')} of {which}"
-    what = "trained again" if passage.found < passage.due else "never trained"
+    what, sign = ("trained again", 1) if passage.found < passage.due else ("never trained", -1)
     text = f"the rows of {which} ({sum(call.rows for call in passed)} rows) are {what}: {parting.before}, but reads "
     evidence = _evidence(passage)
     if (again := _again(parting, passage)) and passage.step == parting.index:
         evidence += (f"random stream {named(again)} is at step {passage.step + 1} again as well",)
-    return Finding("rows", f"{text}those of step {passage.step + 1}", evidence, tuple(range(first, last + 1)))
+    steps = tuple(range(first, last + 1))
+    return Finding("rows", f"{text}those of step {passage.step + 1}", evidence, steps, surplus=sign * len(steps))
 
 
 # Rules for inputs that the undisturbed start does not have in this order: its batches are permuted, or made of other

@@ -91,6 +91,8 @@ class Finding:
     place: str = ""
     remedy: str = ""
     """What helps, where more is known than what usually helps."""
+    surplus: int = 0
+    """Steps by which its rows make the run longer; negative: shorter."""
 
     def with_draws(self, draws: Sequence[Draw]) -> Finding:
         """Return it with the lines that draw from the streams in question: those of ``names`` or, where rows or what is
@@ -163,7 +165,7 @@ class Verdict:
         "steps", "names", "ranks", "place"}], "starts": [the fields of StartSummary], "notes"}``."""
         findings = [{"title": finding.title, "advice": finding.advice, **asdict(finding)} for finding in self.findings]
         for finding in findings:
-            del finding["remedy"]  # which is the advice
+            del finding["remedy"], finding["surplus"]  # the remedy is the advice
         return {
             "format": 1,
             "verdict": self.kind,
