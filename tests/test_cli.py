@@ -479,7 +479,7 @@ def test_check_prints_the_traceback_of_own_code(capsys, yaml_file, monkeypatch):
     assert message.endswith("loss() of the task fails on the training data: LookupError: planned")
     assert trace.splitlines()[:1] == ["Traceback (most recent call last):"]
     assert 'in loss\n    raise LookupError("planned")\n' in trace
-    assert "preflight.py" not in trace
+    assert "trial.py" not in trace
 
 
 @pytest.mark.parametrize("kind", ["experiment", "sweep"])

@@ -19,7 +19,7 @@ from harness.distributed.stop import Stop
 from harness.errors import EXIT_OWN_CODE, ConfigError, DataError, TrainingError
 from harness.tasks.image_csv.task import ImageCsv
 from harness.training import build
-from harness.training.check import preflight
+from harness.training.check import preflight, trial
 from harness.training.main import run_folder
 from tests.fixtures import settings, write_rows, write_yaml
 
@@ -131,7 +131,7 @@ class Pooled(nn.Module):
 )
 def test_duration_at_the_pace_of_a_step_of_the_run(folder, monkeypatch, pace_s, batch, expected):
     """Of fewer rows, at most that long, if it takes longer than is given. An epoch has no more rows than the data."""
-    monkeypatch.setattr(preflight, "_PACE_S", pace_s)
+    monkeypatch.setattr(trial, "_PACE_S", pace_s)
     path = write_yaml(folder / "x.yaml", settings(folder))
     facts, problems = preflight.examine(str(path), [f"batch.global={batch}"], 1, limit_s=1e6)
     assert problems == []
@@ -172,7 +172,7 @@ def slow_backward(self, outputs, targets):
 
         @staticmethod
         def backward(context, gradient):
-            raise preflight.OutOfTime
+            raise trial.OutOfTime
 
     return Waits.apply(nn.functional.cross_entropy(outputs, targets))
 
