@@ -24,6 +24,7 @@ class Mark(Enum):
 
     NO_RECIPE = "it may change when a run is resumed without making it another experiment"
     OF_MACHINE = "it may differ between the ranks of a run, as the place where a machine mounts the data"
+    CODE = "a dotted name in it (of a section: in its name) is code that is imported, such as the user's own model"
 
 
 @dataclass(frozen=True)

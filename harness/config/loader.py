@@ -23,6 +23,7 @@ from harness.config import plugins, schedules
 from harness.config.constraints import Conflict, conflicts
 from harness.config.launch import LaunchSection, section_class
 from harness.config.merge import merged, origin_of
+from harness.config.recipe import code_names
 from harness.config.schema import Config, ScheduleSection, TaskSection
 from harness.config.seals import sealed_text
 from harness.config.sentences import Problem, described, not_finite
@@ -85,9 +86,9 @@ def _beside(config: Config, folder: Path) -> Iterator[Problem]:
         if is_table and not Path(value).exists() and (folder / value).is_file():
             what = f"{value} is looked for in the working folder, but is in that of the configuration"
             yield key, f"{what}\n     -> run the command in {folder}, or set {key}={folder / value}"
-    for key, value in flatten(as_tree(config)).items():
-        if key.endswith((".name", ".on_gradients")) and "." in str(value) and _in_folder(str(value), folder):
-            yield key, f"there is no module {value} in the working folder\n     -> {_IN_FOLDER.format(folder)}"
+    for key, name in code_names(as_tree(config)):
+        if _in_folder(name, folder):
+            yield key, f"there is no module {name} in the working folder\n     -> {_IN_FOLDER.format(folder)}"
 
 
 def _in_folder(name: str, folder: Path) -> bool:

@@ -1,4 +1,5 @@
-"""The recipe of a run, which is the settings that change what is trained; and what the ranks of a run must share."""
+"""What the marks of the settings say: which change what is trained (the recipe of a run), which the ranks of a run must
+share, and which name code."""
 
 from __future__ import annotations
 
@@ -21,6 +22,30 @@ def in_recipe(key: str, task: object) -> bool:
 
 def may_differ_between_ranks(key: str, task: object) -> bool:
     return _has(Mark.OF_MACHINE, key, task)
+
+
+def may_name_code(key: str) -> bool:
+    """Return True if the setting ``key`` of any built-in task may name code."""
+    return any(_has(Mark.CODE, key, task) for task in plugins.names("task"))
+
+
+def code_names(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, dotted name) of all code that a resolved configuration names."""
+    for key in sorted(_marked(Mark.CODE, _section(settings["task"]["name"]))):
+        node: Any = settings
+        for part in key.split("."):
+            node = (node or {}).get(part)
+        yield from _dotted(key, node)
+
+
+def _dotted(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _dotted(f"{key}.{number}", each)
+    elif isinstance(value, dict):  # a section, or {name of a transform: its arguments}
+        yield from _dotted(f"{key}.name", value["name"]) if "name" in value else _dotted(key, next(iter(value)))
+    elif isinstance(value, str) and "." in value and ":" not in value:  # not timm:NAME.TAG
+        yield key, value
 
 
 def _has(mark: Mark, key: str, task: object) -> bool:

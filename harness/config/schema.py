@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class TaskSection(Section):
     """Base class of every task's options. ``metrics`` are those of its evaluation, with the better direction."""
 
-    name: str
+    name: Annotated[str, Mark.CODE]
     """A built-in task (image_csv, mnist, ...), or your own package.module."""
 
     metrics: ClassVar[dict[str, Literal["max", "min"]]] = {"loss": "min"}
@@ -101,7 +101,7 @@ class LoraSection(Section):
 
 
 class ModelSection(Section):
-    name: str = "small_cnn"
+    name: Annotated[str, Mark.CODE] = "small_cnn"
     """A built-in model (small_cnn, mlp, linear, ...), a torchvision model such as resnet18, timm:NAME,
     hf:FOLDER_OR_NAME of Hugging Face for the classification of texts or images, or package.module.Class.
     """
@@ -193,7 +193,7 @@ class GroupSection(Section):
 
 
 class OptimizerSection(Section):
-    name: str = "sgd"
+    name: Annotated[str, Mark.CODE] = "sgd"
     """A class of torch.optim in lowercase (sgd, adam, adamw, ...), one of Apex's (fused_adam, fused_lamb, fused_sgd,
     fused_novograd, fused_adagrad), or package.module.Class.
     """
@@ -222,7 +222,7 @@ class OptimizerSection(Section):
 
 
 class ScheduleSection(Section):
-    name: str = "constant"
+    name: Annotated[str, Mark.CODE] = "constant"
     """Shape of the learning rate after the warm-up (constant, cosine, cosine_restarts, one_cycle, plateau, polynomial,
     step, wsd), or package.module.NAME: your own function of (update, total), which returns a factor of optimizer.lr, or
     a torch LRScheduler. The schedule counts applied updates: a step that the loss scaler skips does not advance it.
@@ -277,7 +277,7 @@ class PrecisionSection(Section):
 
 
 class ParallelSection(Section):
-    strategy: Annotated[str, NameOf("strategy")] = "ddp"
+    strategy: Annotated[str, NameOf("strategy"), Mark.CODE] = "ddp"
     """How ranks train together (distributed training). ddp: a replica per rank, gradients averaged. fsdp: weights,
     gradients and optimizer state sharded over the ranks, as ZeRO does, for models that do not fit one device. dp: one
     process drives all its CUDA devices (DataParallel). none: one process, one device. Or your own package.module.
@@ -314,7 +314,7 @@ class TrainSection(Section):
     """Gradient clipping: maximum 2-norm of all gradients together, such as 1.0, computed on the unscaled gradients of
     the master weights; null: no clipping.
     """
-    on_gradients: Annotated[str, Field(pattern=r"\.")] | None = None
+    on_gradients: Annotated[str, Field(pattern=r"\."), Mark.CODE] | None = None
     """Your own function, such as my_module.noise, that changes the gradients of each step in place before they are
     clipped: noise(gradients, generator, step), with a list of (name, tensor), averaged over ranks and without loss
     scale; null: none. On a GPU it also sees the infinite gradients of a step that is skipped because of an overflow.
@@ -368,7 +368,7 @@ class CheckpointSection(Section):
     """Optimizer steps between checkpoints within an epoch, such as 100, or a length, such as "0.25 epochs"; null: only
     at the end of each epoch, and before evaluations.
     """
-    format: Annotated[str, NameOf("format"), Mark.NO_RECIPE] = "whole"
+    format: Annotated[str, NameOf("format"), Mark.NO_RECIPE, Mark.CODE] = "whole"
     """whole: one file, written by rank 0. sharded: for fsdp, one file per rank (torch.distributed.checkpoint), so
     no host has to hold the whole model; all machines must share the folder. Either format resumes on any number of
     ranks. Or your own package.module.
@@ -468,7 +468,7 @@ class Config(Section):
     """The training loop: its length, its log, clipping, averaging, early stopping."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When checkpoints are written, how many are kept, and which one to resume from."""
-    hooks: tuple[_Hook, ...] = Field(default=(), strict=False)
+    hooks: Annotated[tuple[_Hook, ...], Mark.CODE] = Field(default=(), strict=False)
     """Objects of your own that run on all ranks (docs/hooks.md): to unfreeze layers, to log, to end training by a rule
     of your own. Names of classes, such as [my_module.Unfreeze], or {name, args}.
     """

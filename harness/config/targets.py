@@ -162,9 +162,11 @@ class MetricSection(Section):
 class LabelledTask(TaskSection):
     """Base class of the options of a task with labels. Subclasses may change ``label_kind``."""
 
-    loss: LossSection = LossSection()
+    loss: Annotated[LossSection, Mark.CODE] = LossSection()
     """The training loss."""
-    chosen_metrics: tuple[str | MetricSection, ...] = Field(default=(), strict=False, alias="metrics")
+    chosen_metrics: Annotated[tuple[str | MetricSection, ...], Mark.CODE] = Field(
+        default=(), strict=False, alias="metrics"
+    )
     """Evaluation metrics by name, such as [top1, macro_f1]; the first one picks the best checkpoint. []: the defaults
     for the kind of labels. A metric of torchmetrics, or of your own, is a section {name, better, args}.
     """

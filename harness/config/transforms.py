@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from harness.config.base import Section
+from harness.config.base import Mark, Section
 
 _STEP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "object", "minProperties": 1, "maxProperties": 1}]}
 
@@ -36,11 +36,11 @@ class TransformsSection(Section):
     RandomErasing: {p: 0.1}, or CenterCrop: 224 for the first argument; or your own package.module.Class.
     """
 
-    train: Steps = Field(default=(), strict=False)
+    train: Annotated[Steps, Mark.CODE] = Field(default=(), strict=False)
     """Augmentation: applied to training images in this order, such as [RandomHorizontalFlip]. Random numbers depend on
     the seed, the epoch and the row.
     """
-    eval: Steps = Field(default=(), strict=False)
+    eval: Annotated[Steps, Mark.CODE] = Field(default=(), strict=False)
     """Applied to the images of validation, prediction and export, such as [{CenterCrop: 224}]."""
 
 

@@ -11,18 +11,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.config import presets
+from harness.config import presets, recipe
 from harness.config.merge import parsed
 from harness.config.places import HUB, is_url
 from harness.config.trees import leaves
 from harness.errors import ConfigError
 
-# Settings that name code which a command on a trained run imports. A name under ``harness.`` needs trust as well: it
-# may be a function that imports its arguments.
-_CODE = re.compile(
-    r"(task|model|optimizer|schedule)\.name|parallel\.strategy|checkpoint\.format|"
-    r"task\.(loss|metrics|tokenizer|transforms)(\..*)?"
-)
+_OF_TRAINING = ("hooks", "train.")  # settings whose code no command on a trained run imports
 _READS_WEIGHTS = ("checkpoint", "pretrained", "weights")  # arguments of timm's and torchvision's models begin so
 _WORD = re.compile(r"[\w-]*")
 
@@ -55,7 +50,8 @@ def _problems(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"reads {url}, and sends requests there"
         elif place := next((text for text in texts if text.startswith(HUB)), None):
             yield key, f"reads {place}, a folder or a download"
-        elif _CODE.fullmatch(key):
+        elif recipe.may_name_code(key) and not key.startswith(_OF_TRAINING):
+            # A name under ``harness.`` needs trust as well: it may be a function that imports its arguments.
             yield from ((key, f"imports {text}, which runs its code") for text in texts if "." in text)
         elif key.startswith("model.args."):
             yield from _problems_of_argument(key, value, texts)

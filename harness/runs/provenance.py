@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from harness.config import loader, plugins
-from harness.config.recipe import may_differ_between_ranks
+from harness.config.recipe import code_names, may_differ_between_ranks
 from harness.config.schema import Config
 from harness.config.trees import flatten
 from harness.distributed import processes
@@ -70,24 +70,10 @@ def own_code(config: Config) -> OwnCode:
     """Return the modules of the parts with dotted names, such as the model, and all that are loaded from the same
     folders. Of an installed package, only its own modules."""
     found: OwnCode = {}
-    task: Any = config.task
-    metrics = [getattr(metric, "name", metric) for metric in getattr(task, "chosen_metrics", None) or ()]
-    named = {
-        "task.name": task.name,
-        "task.loss.name": getattr(getattr(task, "loss", None), "name", None) or "",
-        **{f"task.metrics.{number}": name for number, name in enumerate(metrics)},
-        "model.name": config.model.name,
-        "optimizer.name": config.optimizer.name,
-        "schedule.name": config.schedule.name,
-        "parallel.strategy": config.parallel.strategy,
-        "checkpoint.format": config.checkpoint.format,
-        "train.on_gradients": config.train.on_gradients or "",
-        **{f"hooks.{number}": hook.name for number, hook in enumerate(config.hooks)},
-    }
-    for key, name in named.items():
+    for key, name in code_names(loader.as_tree(config)):
         top = name.partition(".")[0]
-        if "." in name and ":" not in name and top not in (*_COMPARED, "harness"):  # not timm:NAME.TAG
-            plugins.import_own(key.removesuffix(".name"), name, key)
+        if top not in (*_COMPARED, "harness"):
+            plugins.import_own("part", name, key)
             if (folder := _folder(sys.modules[top])) is not None:
                 found[folder] = found.get(folder, {}) | dict(_loaded(folder, top))
     return found

@@ -61,6 +61,9 @@ def test_values_of_a_stranger_are_used(folder):
     assert predict(folder) == 0
     assert len(pd.read_csv(folder / "out.csv")) == 5
     assert not (folder / "theirs").exists(), "files are not written where a stranger says"
+    assert predict(folder, hooks=["strange.Net"], train={"on_gradients": "strange.f"}) == 0, (
+        "only training imports them"
+    )
     other = {"model": {"name": "resnet18", "args": {"num_classes": 3}}, "task": {"color": "rgb"}}
     assert predict(folder, **other) == 70, "allowed, but the weights are of another model"
 

@@ -57,15 +57,23 @@ def test_the_model_of_a_library_is_no_own_code(tmp_path, name):
     assert provenance.own_code(loader.load(write_yaml(tmp_path / "c.yaml", tree))) == {}
 
 
-def test_own_losses_and_metrics_are_own_code(own_model, tmp_path):
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"task": {"loss": {"name": "part_of_nets.own"}}},
+        {"task": {"metrics": ["loss", {"name": "part_of_nets.own", "better": "max"}]}},
+        {"task": {"transforms": {"train": ["RandomHorizontalFlip", {"part_of_nets.own": {"mode": "a.b"}}]}}},
+        {"train": {"on_gradients": "part_of_nets.own"}},
+        {"hooks": ["part_of_nets.own"]},
+    ],
+)
+def test_each_own_part_is_own_code(own_model, tmp_path, monkeypatch, sections):
     folder, _ = own_model
-    (folder / "losses_of_nets.py").write_text("def focal(outputs, targets): ...\n")
-    (folder / "metrics_of_nets.py").write_text("def mine(outputs, targets): ...\n")
-    metric = {"name": "metrics_of_nets.mine", "better": "max"}
-    tree = settings(tmp_path)
-    tree["task"] |= {"loss": {"name": "losses_of_nets.focal"}, "metrics": ["loss", metric]}
+    monkeypatch.delitem(sys.modules, "part_of_nets", raising=False)
+    (folder / "part_of_nets.py").write_text("def own(outputs, targets): ...\n")
+    tree = settings(tmp_path, **sections)
     found = provenance.own_code(loader.load(write_yaml(tmp_path / "own.yaml", tree)))
-    assert {"losses_of_nets", "metrics_of_nets"} <= found[folder].keys()
+    assert "part_of_nets" in found[folder]
 
 
 def test_own_code_is_identified_with_and_without_git(own_model):

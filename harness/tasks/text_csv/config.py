@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from harness.config.base import Arguments, Positive, Section
+from harness.config.base import Arguments, Mark, Positive, Section
 from harness.config.places import HUB
 from harness.config.targets import TableTask
 
@@ -77,7 +77,7 @@ class Task(TableTask):
     """Column of the CSV with the texts; for a tokenizer hf:FOLDER_OR_NAME also two, such as [question, answer], whose
     texts are encoded as pairs.
     """
-    tokenizer: TokenizerSection = TokenizerSection()
+    tokenizer: Annotated[TokenizerSection, Mark.CODE] = TokenizerSection()
     """How texts are cut into tokens."""
 
     @model_validator(mode="before")
