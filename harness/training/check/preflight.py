@@ -24,7 +24,7 @@ from harness.errors import (
 from harness.runs import checkpoint, hub_copies, layout, remote
 from harness.trackers import metrics_log
 from harness.training import build, description, determinism, division, hooks, logical_ranks
-from harness.training.check.trial import NO_TRIAL, Trial, unexpected
+from harness.training.check.trial import NO_TRIAL, TrialStep, unexpected
 from harness.training.models import lora, recompute, weights
 from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
 from harness.training.strategies.base import strategy_class
@@ -118,7 +118,7 @@ class _Examination:
                 self.facts["same bits"] = _same_bits(config, model, self.world_size)
                 readable_rows = self._sample(task)
                 if optimizer is not None:
-                    trial = Trial(config, task, model, optimizer, sizes, device, self.world_size, self.limit_s)
+                    trial = TrialStep(config, task, model, optimizer, sizes, device, self.world_size, self.limit_s)
                     if readable_rows and has_function:
                         attempt(trial.run, self.facts)
                     attempt(trial.require_memory, self.facts)

@@ -54,7 +54,7 @@ _ROWS = 4  # of each split that take a step, or are evaluated
 
 
 @dataclass
-class Trial:
+class TrialStep:
     """A training step on a few rows and an evaluation of others, on the CPU in float32, and what they tell of the run.
     ``model`` is trained, and must not be used afterwards."""
 
