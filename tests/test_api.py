@@ -175,7 +175,7 @@ def test_errors_are_exceptions(path, tmp_path, caplog, monkeypatch):
         with pytest.raises(ConfigError, match="^overrides: task.rot: unknown key; did you mean task.root"):
             call(tmp_path / "runs" / "short", {"task.rot": "x"})
     table = pd.DataFrame({"path": ["train_images/0.png", "gone.png"], "note": ["two\nlines", "b"]})
-    with pytest.raises(DataError, match="^row 1 of the table: image not found: .*gone.png\n"):
+    with pytest.raises(DataError, match="^row 1 of the table: image not found: .*gone.png .missing: 1 of 2 rows"):
         predict(tmp_path / "runs" / "short", table, {"task.root": str(tmp_path), "data.num_workers": 0})
     with pytest.raises(DataError, match=r"^the table: no column 'path'; the columns are 'note'"):
         predict(tmp_path / "runs" / "short", table[["note"]])

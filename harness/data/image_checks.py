@@ -38,7 +38,8 @@ class ImageChecks:
         most ``limit_s`` seconds: a network disk has thousands of files per second, a local one hundreds of thousands.
         """
         files, errors = self.images.files, self.images.errors
-        require_root(files.root)
+        if not self.images.is_new:  # whose paths may all be absolute
+            require_root(files.root)
         if self.images.on_bad_row != "stop":
             return
         missing: list[tuple[int, str]] = []

@@ -81,7 +81,7 @@ def main(request: PredictRequest, world_size: int | None, environ: Mapping[str, 
     console.to_terminal(launch.rank)
     if launch.world_size == 1 and (world_size or 1) > 1:
         # So that errors are reported once, and the file is converted once.
-        open_task(_configuration(request, world_size, launch), request.run, request.source)
+        _open(request, _configuration(request, world_size, launch))
         return _start_ranks(world_size or 1, environ, words)
     return _rank(request, world_size, launch)
 
@@ -113,6 +113,13 @@ def open_task(config: Config, run: Path, source: str, cache_dir: str | None = No
         )
     cache = cache_dir or config.data.cache_dir
     return section.open_new(trained_run.task_facts(run), source, Path(cache) if cache else None)
+
+
+def _open(request: PredictRequest, config: Config, rank: int = 0, world_size: int = 1) -> PredictingTask:
+    """Open the task for ``request``. Raises DataError if files of this rank's rows are missing."""
+    task = open_task(config, request.run, request.source)
+    build.require_files(task, rank, world_size)
+    return task
 
 
 def _without_open_new(name: str) -> str:
@@ -159,7 +166,7 @@ def in_this_process(request: PredictRequest) -> None:
 
 def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: Stop) -> int:
     start = time.perf_counter()
-    task = runtime.patiently("opening the data", lambda: open_task(config, request.run, request.source))
+    task = runtime.patiently("opening the data", lambda: _open(request, config, runtime.rank, runtime.world_size))
     runtime.all_equal(task.fingerprint, request.source, "give every machine the same file")
     for note in task.notes:
         log.warning("%s", note)

@@ -274,9 +274,15 @@ def rehearse(config: Config, world_size: int) -> None:
 
 def _opened(config: Config, rank: int = 0, world_size: int = 1, files_s: float | None = FILES_S) -> OpenedTask:
     opened = open_data(config.task, config.seed, Path(config.data.cache_dir) if config.data.cache_dir else None)
-    if files_s is not None and isinstance(opened, SupportsFileCheck):
-        opened.require_files(rank, world_size, files_s)
+    if files_s is not None:
+        require_files(opened, rank, world_size, files_s)
     return opened
+
+
+def require_files(task: OpenedTask, rank: int, world_size: int, limit_s: float = FILES_S) -> None:
+    """Raise DataError if files of this rank's rows are missing, as far as they can be looked up in ``limit_s`` s."""
+    if isinstance(task, SupportsFileCheck):
+        task.require_files(rank, world_size, limit_s)
 
 
 def build_model(config: Config, task: OpenedTask) -> nn.Module:

@@ -145,7 +145,7 @@ class SupportsFileCheck(Protocol):
 
     def require_files(self, rank: int, world_size: int, limit_s: float) -> None:
         """Raise DataError that lists the missing files of this rank's rows, as far as they can be looked up within
-        ``limit_s`` seconds. Every start calls it."""
+        ``limit_s`` seconds. Every start calls it, and ``harness predict``, whose rows are those of ``eval``."""
         ...
 
 

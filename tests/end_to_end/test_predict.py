@@ -222,7 +222,7 @@ def test_killed_predict_leaves_no_process_and_no_file(trained, tmp_path):
         (["RUN", "--csv", "gone.csv", "--out", "x.csv"], 65, "gone.csv"),
         (["RUN", "--csv", "CSV", "--out", "x.csv", "task.path_column=file"], 65, "no column 'file'"),
         (
-            ["RUN", "--csv", "CSV", "--out", "x.csv", "task.root=nowhere", "precision.opt_level=O0"],
+            ["RUN", "--csv", "CSV", "--out", "x.csv", "task.root=nowhere", "model.args.width=5"],  # before the model
             65,
             "set task.root=DATA",
         ),

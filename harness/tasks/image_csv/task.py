@@ -190,10 +190,12 @@ class ImageCsv(Supervised):
         return "; ".join(f"{split}: {text}" for split, text in self._of_both(decode).items())
 
     def _of_both(self, look: Callable[[ImageTable, int | None], Found]) -> dict[str, Found]:
-        """Return the results of ``look`` for each split. Raises one DataError for the errors of both."""
+        """Return the results of ``look`` for each split, or for new rows, which are both, as for validation. Raises one
+        DataError for the errors of both."""
         found: dict[str, Found] = {}
         errors = []
-        for split, images, epoch in (("training", self.train, 0), ("validation", self.eval, None)):
+        splits = ("training", self.train, 0), ("validation", self.eval, None)
+        for split, images, epoch in splits[self.train is self.eval :]:
             try:
                 found[split] = look(images, epoch)
             except DataError as error:
