@@ -209,8 +209,10 @@ def load_model(
     """Return the trained model of a run as a ``torch.nn.Module`` in eval mode, with its best weights, in float32.
 
     ``model.preprocess(rows)`` returns its inputs for a file, a table or a list, ``model.classes`` are the labels of its
-    outputs, and ``model.description`` explains both. ``run``, ``overrides`` and ``trust`` are as for ``predict``; for a
-    task that cannot predict new files, the data of the training must still be there. Raises HarnessError.
+    outputs, and ``model.description`` explains both. Numbers of a built-in task are in the unit of their column; the
+    outputs of your own task are as its model returns them, which its ``predictions``, and so ``predict``, may convert.
+    ``run``, ``overrides`` and ``trust`` are as for ``predict``; for a task that cannot predict new files, the data of
+    the training must still be there. Raises HarnessError.
     """
     from harness.inference import trained_model
     from harness.runs import fetched

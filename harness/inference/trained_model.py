@@ -30,8 +30,9 @@ class TrainedModel(nn.Module):
     """The model of a run with its best weights, in float32 and eval mode, on the CPU.
 
     Call it with what ``preprocess`` returns, or with inputs as ``description["preprocessing"]`` explains. It is as any
-    module: ``.to("cuda")``, ``.train()`` and ``torch.compile`` work. Numbers of a regression are in the unit of their
-    column. ``module`` is the bare model, whose numbers are standardized.
+    module: ``.to("cuda")``, ``.train()`` and ``torch.compile`` work. Numbers of a regression on a table are in the unit
+    of their column. ``module`` is the bare model, whose numbers are standardized. The outputs of a task of your own are
+    as its model returns them, unless its ``signature`` has the ``postprocessing`` of such a regression.
     """
 
     classes: Sequence[str | int]

@@ -112,7 +112,8 @@ class SupportsPredictions(Protocol):
         ...
 
     def known(self, rows: np.ndarray) -> Columns:
-        """Columns known without the model for these rows of ``eval``: ``id`` and, if there is one, ``label``."""
+        """Columns known without the model for these rows of ``eval``: ``id``, if it is not the number of the row, and
+        ``label``, if there is one."""
         ...
 
 
@@ -270,6 +271,10 @@ class BaseTask:
         """Return sum / count of each pair that ``evaluate`` returns."""
         return {name: sums.ratio(name) for name in sums.pairs}
 
+    def known(self, rows: np.ndarray) -> Columns:
+        """Return no columns: ``predictions``, if the task has it, then stands beside the numbers of the rows."""
+        return {}
+
 
 class Supervised(BaseTask):
     """A task with an ``objective``, which has its loss, its metrics and its predictions."""
@@ -305,6 +310,11 @@ class Supervised(BaseTask):
     def errors(self, columns: Mapping[str, np.ndarray]) -> Columns:
         """Columns that follow from the predictions and the labels."""
         return self.objective.errors(columns)
+
+    @property
+    def signature(self) -> Mapping[str, object]:
+        """The meaning of the outputs: the classes, or how numbers get into the unit of their column."""
+        return self.objective.labels.signature
 
 
 class Classification(Supervised):
@@ -346,6 +356,7 @@ def open_data(section: TaskSection, seed: int, cache_dir: Path | None) -> Opened
             raise
         raise DataError("no such file", where=name, hint=did_you_mean(name)) from error
     members = [member for member in vars(OpenedTask) if not member.startswith("_")]
+    members += ["known"] if hasattr(opened, "predictions") else []
     missing = [member for member in members if inspect.getattr_static(opened, member, None) is None]
     if missing:
         kind = type(opened).__name__

@@ -44,6 +44,9 @@ class Line(BaseTask):
 
     def loss(self, outputs, targets):
         return (outputs - targets).square().mean()
+
+    def predictions(self, outputs):
+        return {"prediction": outputs[:, 0]}
 ''',
     "model": """
 from torch import nn
@@ -178,6 +181,12 @@ def test_task_model_and_optimizer_train(folder):
     assert losses[-1] < losses[0]
     saved = yaml.safe_load((folder / "runs" / "line" / "config.yaml").read_text())
     assert saved["task"] == {"name": "mine.task", "rows": 16, "scratch": "/scratch", "source": "/data"}
+
+
+def test_own_predictions_without_known_are_written_beside_the_numbers_of_the_rows(folder):
+    lines = (folder / "runs" / "line" / "predictions.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["id", *map(str, range(16))]
+    assert lines[0] == "id,prediction"
 
 
 def test_marks_on_the_settings_of_an_own_task(harness):

@@ -394,8 +394,9 @@ def test_missing_members_are_named():
 
     assert open_data(Task(name="mine"), 0, None) is opened
     del opened.loss, opened.notes
+    opened.predictions = print
     with pytest.raises(
-        ConfigError, match="Task.open of mine returns an object of type SimpleNamespace without notes, loss"
+        ConfigError, match="Task.open of mine returns an object of type SimpleNamespace without notes, loss, known\n"
     ):
         open_data(Task(name="mine"), 0, None)
 
@@ -529,6 +530,7 @@ def test_classes_of_arrays_are_counted():
 
     assert Letters().label_counts(1, 4).tolist() == [1, 0, 2]
     assert Letters().notes == ["a note"]
+    assert Letters().signature["classes"] == ["a", "b", "c"]
     assert Letters().model(ModelSection(name="linear")).layer.weight.shape == (3, 2)
     Letters.train = Doubled(np.zeros((4, 2), np.float32))
     assert Letters().label_counts(0, 4) is None
