@@ -99,7 +99,7 @@ class CodeWriter:
     """Writes label codes in order of appearance, and at the end replaces them by indices in the sorted vocabulary."""
 
     bad_means = "without a label in column {column}"
-    remedy = "fill in the labels or remove the rows"
+    remedy = "fill in the labels or remove the rows; no setting skips them"
 
     def __init__(self, path: Path, label: LabelColumns, where: str, places: Places) -> None:
         self.path, self.label = path, label

@@ -64,7 +64,7 @@ class Task(TableTask):
     """
     on_bad_row: Literal["stop", "skip"] = "stop"
     """A missing or corrupt image ends the run (stop), or is counted (skip): in training, the next readable row replaces
-    it; an evaluation leaves it out.
+    it; an evaluation leaves it out. A row without a label is not skipped: it is an error before training.
     """
 
     @field_validator("mean", "std")

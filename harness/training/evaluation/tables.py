@@ -76,7 +76,7 @@ def label_problems(task: TableTask, train: Table, eval_: Table) -> Iterator[Data
         blank, new = [not (found or allowed) for found in names], [bool(found - known) for found in names]
         lacking = f"with a label that {task.train_csv} does not have ({listed(unknown, _NAMED)})"
         checks: list[tuple[type[DataError], str, list[bool], str]] = [
-            (DataError, "without a label", blank, "fill in the labels or remove the rows"),
+            (DataError, "without a label", blank, "fill in the labels or remove the rows; no setting skips them"),
             (DataError, lacking, new, "correct the labels, or remove the rows"),
         ]
         for word, other in misspelled(count, len(table)) if table is train else ():
