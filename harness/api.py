@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import OVERRIDES, ConfigError, TrainingError, plural
+from harness.errors import OVERRIDES, ConfigError, plural
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -128,8 +128,8 @@ def open_run(
         run.meter.restart_clock()
         before = run.state.to_dict()
         yield run
-        if run.ranks.fixed and run.state.step > before["step"] and not run.parallel.num_synced_passes():
-            raise TrainingError(run.parallel.no_pass[0], hint=run.parallel.no_pass[1])
+        if run.state.step > before["step"]:
+            run.parallel.check_own_loop()
         if run.finished() or run.state.step > before["step"]:
             checkpointing.save(run)  # without the reason for the end, so that a longer loop resumes from it
             _warn_of_position(run, before)

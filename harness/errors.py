@@ -286,6 +286,14 @@ def portable(error: Exception) -> Exception:
     return own(error.message, where=error.where, hint=error.hint)
 
 
+def as_harness_error(error: BaseException, doing: str) -> HarnessError:
+    """Return ``error`` as a HarnessError that can be pickled, with what was ``doing`` if it is none."""
+    if isinstance(error, HarnessError) and isinstance(known := portable(error), HarnessError):
+        return known
+    text, where = f"{doing}: {type(error).__name__}: {readable(error)}", users_line(error)
+    return OwnCodeError(text, where=where) if where and not is_of_machine(error) else HarnessError(text)
+
+
 class ConfigError(HarnessError):
     """The YAML, an override, or a combination of settings is wrong."""
 

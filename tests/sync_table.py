@@ -21,7 +21,7 @@ from harness.config import loader
 from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.training import build, checkpointing, loop
+from harness.training import build, checkpointing, counting, loop
 from harness.training.evaluation.evaluate import evaluate
 from harness.training.main import run_folder
 from harness.training.optimizer.ema import Ema
@@ -78,11 +78,11 @@ def _parts(run: Run, gpu: Gpu) -> Iterator[tuple[str, list[Sync]]]:
     def step(**options: Any) -> list[Sync]:
         before = run.config
         run.config = before.model_copy(update={"train": before.train.model_copy(update=options)})
-        waits = of(lambda: (loop.step(run, next(groups)), loop.settle_last_step(run)))
+        waits = of(lambda: (loop.step(run, next(groups)), counting.count_last_step(run)))
         run.config = before
         return waits
 
-    step(), step(), loop.settle_last_step(run)
+    step(), step(), counting.count_last_step(run)
     yield "a step", step()
     for name, options in OPTIONS.items():
         yield f"a step with {name}", step(**options)
@@ -92,7 +92,7 @@ def _parts(run: Run, gpu: Gpu) -> Iterator[tuple[str, list[Sync]]]:
     yield "a step with `train.ema_decay`", step()
     run.ema = None
     loop.step(run, next(groups), measured=True)
-    yield "a log line", of(lambda: (loop.end_window(run), loop.settle_last_step(run)))
+    yield "a log line", of(lambda: (counting.end_window(run), counting.count_last_step(run)))
     evaluate(run)
     whole = of(lambda: evaluate(run))
     data, run.eval_data = run.eval_data, replace(run.eval_data, batch_size=run.eval_data.num_rows)

@@ -740,8 +740,7 @@ def test_names_that_are_typed_are_those_that_are_found():
 # Of a run, but not for code of the user's.
 INTERNAL = {
     "sizes", "gradient_hook", "health", "writer", "progress", "meter", "coverage", "first_look", "this_start",
-    "unsettled", "ranks", "checkpoints", "ended_early", "steps_to_evaluation", "collect_waits", "compiling",
-    "close",
+    "uncounted", "ranks", "checkpoints", "ended_early", "steps_to_evaluation", "compiling", "close",
 }  # fmt: skip
 
 

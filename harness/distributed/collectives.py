@@ -19,6 +19,9 @@ from harness.distributed.processes import Identity
 
 Value = TypeVar("Value")
 
+# So long after timeout_s, torch's own watchdog dumps what NCCL was doing and aborts the process. Before, that of the
+# harness finds the missing rank, gives the main thread its grace, and writes the record, which takes up to 30 s.
+NCCL_S = 45.0
 _LONGEST_S = 1e8  # three years: timedelta and torch's milliseconds have no infinity
 _OF_THREADS = "harness threads"  # describes the groups of new_group()
 
@@ -126,12 +129,14 @@ def main_groups() -> list[dist.ProcessGroup]:
     return [group for group in list(_world.pg_names) if group.group_desc != _OF_THREADS]
 
 
-def set_timeout(limit_s: float, group: dist.ProcessGroup) -> None:
-    """Bound the collectives of ``group`` that start from now on."""
-    if hasattr(dist, "set_timeout"):
-        dist.set_timeout(_timedelta(limit_s), group)
-    else:  # in older versions of torch
-        distributed_c10d._set_pg_timeout(_timedelta(limit_s), group)
+def limit_main_groups(limit_s: float) -> None:
+    """Bound the collectives of ``main_groups`` that start from now on."""
+    for group in main_groups():
+        limit = _timedelta(limit_s + NCCL_S * ("nccl" in str(dist.get_backend_config(group))))
+        if hasattr(dist, "set_timeout"):
+            dist.set_timeout(limit, group)
+        else:  # in older versions of torch
+            distributed_c10d._set_pg_timeout(limit, group)
 
 
 def _timedelta(seconds: float) -> timedelta:

@@ -17,11 +17,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from harness.distributed import devices
 from harness.distributed.agreement import Facts
+from harness.distributed.collectives import NCCL_S
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.meeting import meet, telling_peers
 from harness.distributed.network import interface_towards
 from harness.distributed.processes import Identity
-from harness.distributed.runtime import NCCL_S, Runtime
+from harness.distributed.runtime import Runtime
 from harness.distributed.store import LimitedStore, PeersMissing, address
 from harness.distributed.threads import Background
 from harness.errors import first_line

@@ -21,15 +21,12 @@ class Stop:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._pending: Callable[[], list[int]] | None = None
+        self.reason = ""  # why this rank requests a stop; empty: it requests none
+        self.signal: int | None = None  # the first that this rank has received
+        self.verdict = False  # the common decision
+        self._pending: Callable[[], list[int]] | None = None  # waits for the reduction that is under way
         self._pause = 0  # calls of ``poll`` until the next reduction; the same on every rank
-        self._calls, self._since = 0, time.monotonic()
-        self.reason = ""
-        """The reason why this rank requests a stop; empty: it requests none."""
-        self.signal: int | None = None
-        """The first signal that this rank has received."""
-        self.verdict = False
-        """The common decision."""
+        self._calls, self._since = 0, time.monotonic()  # of ``poll``, since the last reduction
 
     def request(self, reason: str) -> None:
         self.reason = self.reason or reason
@@ -43,9 +40,8 @@ class Stop:
         """Take part in the decision, and return it: True from the first call at which a request has reached all ranks.
         Collective: all ranks must call it equally often.
 
-        Ranks reduce their flags about twice per second: one call starts a reduction, the next, a step later, reads it
-        without waiting, unless a step is shorter. Then some calls pause, as many as rank 0's clock says: the reduction
-        takes that number along.
+        One call starts a reduction of the flags, and the next, a step later, reads it, mostly without waiting. If steps
+        are shorter than PERIOD_S, some calls then pause: their number is rank 0's, in the same reduction.
         """
         if self.runtime.world_size == 1:
             self.verdict = self.verdict or bool(self.reason)
@@ -57,7 +53,6 @@ class Stop:
             elif self._pause > 0:
                 self._pause -= 1
             else:
-                # The largest pause is rank 0's: that of the others is 0.
                 self._pending = self.runtime.max_async([bool(self.reason), self._next_pause()])
         return self.verdict
 
@@ -70,10 +65,9 @@ class Stop:
         """Return the decision, including every request made so far. Waits for all ranks, so it is for rare points only.
         Collective."""
         if not self.verdict:
-            earlier = self._pending()[0] if self._pending is not None else 0
-            self._pending = None
+            self._pending = None  # its requests are in the next reduction, too
             requested, self._pause = self.runtime.max_async([bool(self.reason), 0])()
-            self.verdict = bool(requested or earlier)
+            self.verdict = bool(requested)
             self._calls, self._since = 0, time.monotonic()  # the next calls may come at another pace
         return self.verdict
 

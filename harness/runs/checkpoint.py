@@ -74,13 +74,6 @@ def damage(path: Path) -> str | None:
     return next(filter(None, (_damage_of(path / name, facts) for name, facts in manifest["files"].items())), None)
 
 
-def is_of_other_version(path: Path) -> bool:
-    try:
-        return bool(manifest_of(path).get("version") != VERSION)
-    except CheckpointError:
-        return False
-
-
 def manifest_of(path: Path) -> dict[str, Any]:
     """Return the sealed content of the manifest. Raises CheckpointError."""
     try:

@@ -21,7 +21,7 @@ from torch import Tensor
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError, HarnessError, reason, remedy
 from harness.runs import layout, ownership
-from harness.runs.checkpoint import ADVICE, complete, damage, is_of_other_version, manifest_of, steps, synced
+from harness.runs.checkpoint import ADVICE, VERSION, complete, damage, manifest_of, steps, synced
 from harness.runs.files import read_text, replacing, temporary_for, write_atomically
 from harness.runs.formats import base as formats
 from harness.runs.weights_file import save_weights
@@ -126,7 +126,7 @@ class Checkpoints:
         for path in sorted((found[step] for step in sorted(found, reverse=True)), key=lambda path: path.name != named):
             problem = damage(path)
             if problem is None:
-                newer = next((name for name in refused if is_of_other_version(self.folder / name)), None)
+                newer = next((name for name in refused if _is_of_other_version(self.folder / name)), None)
                 if newer is None:
                     return path
                 resume = shlex.quote(f"checkpoint.resume={path}")
@@ -242,6 +242,13 @@ def _refusal(error: Exception) -> str:
     found = _GLOBAL.search(str(error))
     what = f"it refers to {found[1]}" if found else "it holds something else, or is damaged"
     return f"the checkpoint is rejected: it may hold only tensors and plain data, but {what}"
+
+
+def _is_of_other_version(path: Path) -> bool:
+    try:
+        return bool(manifest_of(path).get("version") != VERSION)
+    except CheckpointError:
+        return False
 
 
 def _folder_gone(path: Path) -> CheckpointError:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.distributed.collectives import new_group
 from harness.distributed.runtime import Runtime
 from harness.distributed.threads import Background
 from harness.runs.checkpoints import Checkpoints
@@ -41,7 +42,7 @@ class CheckpointWriter:
 
     def __post_init__(self) -> None:
         if self.writes_shards:
-            self._side = replace(self.runtime, group=self.runtime.new_group())
+            self._side = replace(self.runtime, group=new_group(self.runtime.work_timeout_s))
 
     @property
     def writes_shards(self) -> bool:

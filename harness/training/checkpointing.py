@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from harness.runs.console import working
 from harness.runs.weights_file import on_host
 from harness.training import hooks
+from harness.training.counting import check_losses, collect_waits
 from harness.training.determinism import kernels
 from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.optim import class_name
@@ -24,20 +25,17 @@ from harness.training.strategies import sharding
 class OfRank(TypedDict):
     """What each rank has of its own."""
 
-    rng: dict[str, Any]
-    """Its random streams, from ``rng.Streams.plain``."""
-    buffers: dict[str, Tensor]
-    """On the CPU; empty if there is one rank, whose buffers are in the model."""
-    meter: dict[str, Any]
-    """From ``Meter.state``."""
+    rng: dict[str, Any]  # its random streams, from ``rng.Streams.plain``
+    buffers: dict[str, Tensor]  # on the CPU; empty if there is one rank, whose buffers are in the model
+    meter: dict[str, Any]  # from ``Meter.state``
 
 
 class BesideTheModel(TypedDict):
     """The parts of a checkpoint that are no tensors of the model's. Those of rank 0 are kept; on the others, only hooks
     and the times in ``state`` differ."""
 
-    state: dict[str, Any]
-    amp: dict[str, Any]
+    state: dict[str, Any]  # from ``State.to_dict``
+    amp: dict[str, Any]  # the loss scale
     schedule: dict[str, Any]
     hooks: list[dict[str, Any]]
 
@@ -49,23 +47,17 @@ class Content(BesideTheModel):
     model: dict[str, Any]
     optimizer: dict[str, Any]
     optimizer_class: str
-    backend: str
-    """Whose amp it was: ``Precision.backend``."""
+    backend: str  # whose amp it was: ``Precision.backend``
     opt_level: str
     ema: dict[str, Any] | None
     ranks: list[OfRank]
-    seen: Tensor
-    """The rows that the epoch has used, from ``Coverage.reduced``."""
-    log_offset: int
-    """Bytes of metrics.jsonl before it."""
+    seen: Tensor  # the rows that the epoch has used, from ``Coverage.reduced``
+    log_offset: int  # bytes of metrics.jsonl before it
     log_sha256: str
     num_ranks: int
-    kernels: dict[str, Any]
-    """With parallel.logical_ranks, on what the bits of a result depend besides the recipe."""
-    data: str
-    """The fingerprint of the task's data."""
-    order: dict[str, Any]
-    """The settings on which the order of the rows in an epoch depends."""
+    kernels: dict[str, Any]  # with parallel.logical_ranks, on what the bits of a result depend besides the recipe
+    data: str  # the fingerprint of the task's data
+    order: dict[str, Any]  # the settings on which the order of the rows in an epoch depends
 
 
 def save(run: Run) -> None:
@@ -84,11 +76,8 @@ def save(run: Run) -> None:
 def _save(run: Run) -> None:
     """Gather the content, and give it to the writer. Collective."""
     state, runtime = run.state, run.runtime
-    run.collect_waits()
-    # A model that diverged must not become the newest checkpoint. The losses are those since the last log line, cloned
-    # because the sum may overwrite them.
-    losses = run.ranks.sum([loss.detach().clone().reshape(1) for loss in run.meter.losses])
-    run.health.loss(losses.item(), run.meter.steps, state, run.writer.complete)
+    collect_waits(run)
+    check_losses(run)  # a model that has diverged must not become the newest checkpoint
     run.health.weights(state, run.writer.complete)
     state.wall_s = run.wall_s()
     ranks = runtime.gather_to_first(_of_this_process(run))

@@ -179,6 +179,7 @@ def restore(run: Run, path: Path, is_own: bool = True) -> LogBefore:
     run.state = state
     if state.segments and not run.train_data.steps_left(state.segments, state.segments[-1]):
         state.next_epoch()  # a loop of the user's own has saved the last step before it called this
+    run.lr = run.schedule.lr(state.applied, state.plateau.reductions)  # for a line before a step of this start
     _restore_ranks(run, content)
     run.saved_step = state.step
     run.this_start.zero_s = time.perf_counter() - run.state.wall_s

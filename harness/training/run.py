@@ -39,16 +39,12 @@ from harness.training.task import OpenedTask
 class ThisStart:
     """What belongs to one start of a run, and is in no checkpoint."""
 
-    zero_s: float
-    """``time.perf_counter()`` at which state.wall_s was zero."""
-    num_threads: int
-    """Threads of torch, before the task's code ran."""
-    weights: dict[str, object]
-    """Source and hash of what ``model.weights`` names; empty if this start has loaded none."""
+    zero_s: float  # ``time.perf_counter()`` at which state.wall_s was zero
+    num_threads: int  # of torch, before the task's code ran
+    weights: dict[str, object]  # source and hash of what ``model.weights`` names; empty if this start has loaded none
     done_at: int = -1
     """The step at which an earlier start finished, if its results are all there; -1: there is something to do."""
-    compiled: set[str] = field(default_factory=set)
-    """The stages that it has entered."""
+    compiled: set[str] = field(default_factory=set)  # the stages that it has entered
 
 
 @dataclass
@@ -56,33 +52,31 @@ class Run:
     """The parts of a run, built by ``harness.training.build``."""
 
     config: Config
-    runtime: Runtime
+    runtime: Runtime  # this rank, its device, and the collectives
     folder: RunFolder
-    task: OpenedTask
+    task: OpenedTask  # the datasets, the loss and the metrics
     train_data: TrainData
     eval_data: EvalData
-    parallel: ParallelStrategy
+    parallel: ParallelStrategy  # the model, and how ranks share the work
     optimizer: torch.optim.Optimizer
-    sizes: Sizes
-    """Rows of a batch, numbers of steps, and the schedule."""
-    ema: Ema | None
-    gradient_hook: OnGradients | None
-    health: Health
-    writer: CheckpointWriter
-    tracker: MetricsLog
+    sizes: Sizes  # rows of a batch, numbers of steps, and the schedule
+    ema: Ema | None  # the moving average of the weights
+    gradient_hook: OnGradients | None  # of train.on_gradients
+    health: Health  # fails a run that no longer learns
+    writer: CheckpointWriter  # often behind the training; ``complete`` is the newest step on the disk
+    tracker: MetricsLog  # metrics.jsonl, and the trackers that get it
     progress: ProgressBar
-    stop: Stop
-    state: State
-    meter: Meter
-    hooks: Hooks
+    stop: Stop  # the request to stop early
+    state: State  # the counters
+    meter: Meter  # what is measured between two log lines
+    hooks: Hooks  # the user's own code, called at certain points
     this_start: ThisStart
-    coverage: Coverage
-    """The rows of this epoch's steps so far."""
-    first_look: FirstLook = field(default_factory=FirstLook)
+    coverage: Coverage  # the rows that the steps of this epoch have used
+    first_look: FirstLook = field(default_factory=FirstLook)  # for damaged evaluation rows, by a thread
     saved_step: int = -1
     """The step of the newest checkpoint, complete or on its way; -1: none."""
-    unsettled: tuple[Used, bool | Reading] | None = None
-    """The last step, until it is counted, and whether it was skipped."""
+    uncounted: tuple[Used, bool | Reading] | None = None
+    """The last step, until ``counting`` counts it, and whether it was skipped."""
     lr: float = 0.0
     """The learning rate of the last step, for the parameters without a group of their own."""
     loss_text: str = ""
@@ -90,6 +84,7 @@ class Run:
 
     @property
     def ranks(self) -> LogicalRanks:
+        """The ranks of the recipe: ``num`` of them, ``own`` by this process, usually one."""
         return self.parallel.ranks
 
     @property
@@ -115,11 +110,10 @@ class Run:
     @property
     def step(self) -> int:
         """The number of steps so far, including one that is not counted yet."""
-        return self.state.step + (self.unsettled is not None)
+        return self.state.step + (self.uncounted is not None)
 
     def throughput(self) -> float:
-        """Training rows per second over all ranks, including skipped steps, log lines and the checkpoints between two
-        steps of an epoch, but not evaluation."""
+        """Training rows per second over all ranks; the time includes log lines and checkpoints within an epoch."""
         return self.state.rows / self.state.train_s if self.state.train_s else 0.0
 
     def finished(self) -> bool:
@@ -131,9 +125,8 @@ class Run:
         return why_ended_early(self.config, self.state)
 
     def evaluation_due(self) -> bool:
-        """Return True if the present step is to be evaluated and is not yet: training is over, or that step ended an
-        interval of ``train.evaluate_every`` for the ranks that took it, which may have been others. After the last step
-        of an epoch, they are forgotten, and the present ranks count."""
+        """Return True if the present step is to be evaluated and is not yet: training is over, or an interval of
+        ``train.evaluate_every`` has ended for the ranks that took that step, which may have been others."""
         state = self.state
         by = state.segments[-1] if state.segments else None
         ends = self.config.train.evaluate_every.ends_at(*self._position(by))
@@ -144,8 +137,7 @@ class Run:
 
     def _position(self, by: Segment | None = None) -> tuple[int, int, int, int]:
         """Return the step, the epoch, the steps in it so far, and all of its steps if the ranks of ``by``, by default
-        the present ones, take the rest. If two ranks took 3 steps of an epoch, whose other 6 rows are 3 more steps for
-        them and 6 for one rank, these are (3, 0, 3, 6) ``by`` the two and (3, 0, 3, 9) by the one."""
+        the present ones, take the rest."""
         state = self.state
         done = sum(segment.steps for segment in state.segments)
         return state.step, state.epoch, done, done + self.train_data.steps_left(state.segments, by)
@@ -153,13 +145,6 @@ class Run:
     def set_lr(self) -> None:
         """Give the optimizer the learning rates of the next step."""
         self.lr = self.schedule.set_lr(self.optimizer, self.state.applied, self.state.plateau.reductions)
-
-    def collect_waits(self) -> None:
-        """Move the time that the loader made this rank wait, and that loading took, to the meter."""
-        waited_s, spent_s = self.train_data.loader.take_times()
-        self.meter.wait_s += waited_s
-        self.meter.costs.add(spent_s)
-        self.meter.costs.add({"tracker": self.tracker.take_cpu_s()})
 
     def averaged(self) -> AbstractContextManager[None]:
         """Context in which the model holds the weights to evaluate and export: the moving average, if there is one."""

@@ -16,45 +16,30 @@ from harness.training.optimizer.schedule import Plateau
 
 @dataclass
 class State:
-    """Counters of a run, equal on every rank except ``train_s`` and ``wall_s``. Epochs and steps count once they
-    are finished."""
+    """Counters of a run, equal on every rank except the times. Epochs and steps count once they are finished."""
 
     epoch: int = 0
-    segments: list[Segment] = field(default_factory=list)
-    """The steps of this epoch so far, by the ranks that took them."""
-    step: int = 0
-    """Optimizer steps, including skipped ones."""
-    applied: int = 0
-    """Updates that changed the weights; the schedule counts these."""
+    segments: list[Segment] = field(default_factory=list)  # the steps of this epoch so far, by the ranks that took them
+    epoch_applied: int = 0  # steps of this epoch
+    epoch_skipped: int = 0
+    epoch_rows: int = 0  # the rows of the applied ones over all ranks, up to the last log line
+    epoch_loss: float = 0.0  # the sum of the losses of these rows
+    step: int = 0  # optimizer steps, including skipped ones
+    applied: int = 0  # those that changed the weights; the schedule counts these
     skipped: int = 0
     skipped_in_a_row: int = 0
-    epoch_applied: int = 0
-    """The updates within this epoch."""
-    epoch_skipped: int = 0
-    epoch_rows: int = 0
-    """The rows of these updates over all ranks, up to the last log line."""
-    epoch_loss: float = 0.0
-    """The sum of the losses of these rows."""
-    rows: int = 0
-    """Training rows over all ranks, including those of skipped steps."""
+    rows: int = 0  # training rows over all ranks, including those of skipped steps
     rows_skipped: int = 0
-    """Of ``rows``, those in skipped steps."""
-    bad_rows: int = 0
-    """Unreadable images, over all ranks."""
-    evaluated: int = 0
-    """The step of the last evaluation."""
+    bad_rows: int = 0  # unreadable images, over all ranks
+    history: list[dict[str, float]] = field(default_factory=list)  # one entry per evaluation
+    evaluated: int = 0  # the step of the last evaluation
     best: float | None = None
     best_step: int = 0
-    since_best: int = 0
-    """Evaluations since the best one."""
+    since_best: int = 0  # evaluations since the best one
+    plateau: Plateau = field(default_factory=Plateau)  # when the schedule ``plateau`` lowers the learning rate
     wall_s: float = 0.0
-    train_s: float = 0.0
-    """The part of ``wall_s`` spent in training, on this rank."""
-    history: list[dict[str, float]] = field(default_factory=list)
-    """One entry per evaluation."""
-    plateau: Plateau = field(default_factory=Plateau)
-    ended: str = ""
-    """Why a hook, or a loop of the user's own, has ended training."""
+    train_s: float = 0.0  # the part of ``wall_s`` spent in training, on this rank
+    ended: str = ""  # why a hook, or a loop of the user's own, has ended training
 
     def add_step(self, skipped: bool) -> None:
         self.step += 1
@@ -68,7 +53,7 @@ class State:
             self.skipped_in_a_row = 0
 
     def add_window(self, seen: Window) -> None:
-        """Count what was measured between two log lines."""
+        """Count what was measured between two log lines, and reduced over all ranks."""
         self.rows += seen.rows
         self.rows_skipped += seen.rows_skipped
         self.bad_rows += seen.bad
@@ -77,12 +62,10 @@ class State:
         self.train_s += seen.time_s
 
     def add_evaluation(self, metrics: Mapping[str, float], name: str, increases: bool) -> bool:
-        """Record the evaluation at this step; return True if its metric ``name``, better if it ``increases`` or not, is
-        the best so far."""
+        """Record the evaluation at this step; return True if its metric ``name`` is the best so far."""
         self.evaluated = self.step
         self.history.append({"step": self.step, "epoch": self.epoch, **metrics})
-        value = metrics[name]
-        best = self.best
+        value, best = metrics[name], self.best
         better = math.isfinite(value) and (best is None or (value > best if increases else value < best))
         if better:
             self.best, self.best_step, self.since_best = value, self.step, 0

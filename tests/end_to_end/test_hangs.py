@@ -45,7 +45,7 @@ def failure_of(config):
 ENDS = {
     "sleep": ("hung", ["calling <lambda> (models.py:", "rank 0 waited for it in _wait (harness/apex/"], "time.sleep"),
     "exit": ("error", ["the code called sys.exit(0) before the end"], "sys.exit"),
-    "no gradient": ("error", ["no parameter of the model received a gradient"], "strategies/base.py"),
+    "no gradient": ("error", ["no parameter of the model received a gradient"], "strategies/ddp.py"),
 }
 
 

@@ -19,7 +19,7 @@ from harness.config import loader
 from harness.data.shards import Segment
 from harness.distributed.runtime import Runtime
 from harness.runs.checkpoint import steps
-from harness.training import loop
+from harness.training import counting, loop
 from harness.training.optimizer.precision import Precision
 from harness.training.run import Run
 from tests import sync_table, syncs
@@ -81,7 +81,7 @@ def test_steps_on_a_cuda_device_wait_as_often_as_the_table_says(tmp_path, built,
     groups = iter(run.train_data.groups(0, []))
     for _ in range(3):
         loop.step(run, next(groups))
-    loop.settle_last_step(run)
+    counting.count_last_step(run)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -175,9 +175,9 @@ def test_late_decisions_give_the_same_bits(start, optimizer):
 
 
 def _at_once(run: Run) -> None:
-    run.collect_waits()
+    counting.collect_waits(run)
     run.meter.end_window(run.precision.loss_scale())
-    loop.close_window(run)
+    counting.close_window(run)
 
 
 @pytest.mark.parametrize(("number", "saved"), [(5, 3), (7, 6)], ids=["within an epoch", "after an epoch"])
@@ -188,7 +188,7 @@ def test_run_that_is_killed_with_an_open_decision_resumes_exactly(start, number,
     killed = mock.patch.object(loop, "step", lambda run, *rest, **more: _killed_after(number, step, run, *rest, **more))
     with killed, pytest.raises(InterruptedError):
         loop.train(first)
-    assert first.unsettled is not None
+    assert first.uncounted is not None
     resumed = start("broken")
     assert resumed.state.step == saved
     assert_same(finished(resumed), whole)
@@ -205,8 +205,8 @@ def test_host_waits_for_a_step_only_when_the_device_has_the_next_one(start):
     groups = iter(run.train_data.groups(0, []))
     for _ in range(3):
         loop.step(run, next(groups), measured=True)
-    assert run.unsettled is not None
-    loop.end_window(run)
+    assert run.uncounted is not None
+    counting.end_window(run)
     gpu = syncs._gpu
     gpu.order.clear()
     with mock.patch.object(syncs.Event, "query", return_value=False):

@@ -81,7 +81,7 @@ def test_micro_batches_switch_the_exchange_and_batch_norms():
     norm.idle = False
     parallel = made(ParallelSection(), 2)
     parallel.switch_sync, parallel.exchanges, parallel.sync_norms = switched.append, True, (norm,)
-    parallel.num_synced_passes = lambda: None
+    parallel._num_passes = lambda: None
     with parallel.micro_batch(rows(4), True):  # the step of a full batch
         assert (switched, norm.idle) == ([], False)
     with parallel.micro_batch(rows(4), False):

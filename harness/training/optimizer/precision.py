@@ -81,8 +81,8 @@ class Precision:
         return self.amp.master_params(optimizer)
 
     def will_skip(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if the next ``optimizer.step()`` will be skipped because of an overflow. The same on all
-        ranks."""
+        """Return True if the next ``optimizer.step()`` will be skipped because of an overflow. The same on all ranks,
+        whose averaged gradients are equal; of shards of gradients, torch reduces it as amp unscales them."""
         # A private attribute of Apex and of harness.apex, which have no public one that is set before the step.
         stash = getattr(optimizer, "_amp_stash", None)
         return bool(getattr(stash, "already_patched", False))

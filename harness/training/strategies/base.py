@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from harness.config import plugins
 from harness.config.constraints import Conflict
 from harness.config.schema import Config, ParallelSection
-from harness.errors import ConfigError, TrainingError, plural
+from harness.errors import ConfigError, plural
 
 if TYPE_CHECKING:
     import torch
@@ -31,30 +31,18 @@ class ParallelStrategy:
     the loop enters ``micro_batch`` and calls ``backward``, in which what ``wrap`` has built averages gradients.
     """
 
-    one_process: ClassVar[bool] = False
-    """True if the strategy runs in one process only."""
+    one_process: ClassVar[bool] = False  # the strategy runs in one process only
     shards: ClassVar[bool] = False
     """True if each of several processes holds a part of the weights, as DTensors. ``prepare`` then gets the model on
     the CPU, where only rank 0 needs its values, and moves it to the device. A forward pass, and reading a whole
     parameter, are collective. Such a strategy needs harness.apex."""
-    recomputes: ClassVar[bool] = True
-    """True if model.activation_checkpointing is supported."""
+    recomputes: ClassVar[bool] = True  # model.activation_checkpointing is supported
 
-    model: nn.Module
-    """The model that training calls."""
-    module: nn.Module
-    """The bare model inside it."""
-    summary: str = "one process"
-    """What the ranks do, for the log."""
-    no_pass: tuple[str, str] = (
-        "no parameter of the model received a gradient: the loss of this rank depends on none of them",
-        "every rank must use at least one parameter in each step: add 0 * output.sum() to the loss",
-    )
-    """What is wrong, and what to do, if a backward pass has not averaged gradients."""
-    exchanges: bool = False
-    """True if processes exchange gradients: ``wrap`` sets it, with ``summary``."""
-    sync_norms: tuple[Any, ...] = ()
-    """Batch norms over the rows of all ranks."""
+    model: nn.Module  # what training calls
+    module: nn.Module  # the bare model inside it
+    exchanges: bool = False  # whether processes exchange gradients: ``wrap`` sets it, with ``summary``
+    summary: str = "one process"  # what the ranks do, for the log
+    sync_norms: tuple[Any, ...] = ()  # batch norms over the rows of all ranks
 
     def __init__(self, section: ParallelSection, precision: Precision, ranks: LogicalRanks) -> None:
         """``ranks``: the logical ranks, of which this process computes some. ``world_size`` counts processes."""
@@ -115,28 +103,19 @@ class ParallelStrategy:
     def switch_sync(self, on: bool) -> None:
         """Turn the averaging of gradients in backward passes on or off."""
 
-    def num_synced_passes(self) -> int | None:
-        """Return how many backward passes have averaged gradients; None if they are not counted."""
-        return None
-
     @contextmanager
     def micro_batch(self, micro: MicroBatch, last: bool) -> Iterator[None]:
-        """Context for forward and ``backward`` of ``micro``, as its logical rank. Gradients are averaged only in the
-        ``last`` micro-batch of this process in a step; ``ends`` marks the last one of each of its logical ranks.
-
-        Batch norms over all ranks leave out a micro-batch without rows, which only keeps this rank in step. Raises
-        TrainingError if the ``last`` backward pass reached no parameter: the other ranks would wait for this one.
-        """
+        """Context for forward and ``backward`` of ``micro``, with the random streams and buffers of its logical rank.
+        Gradients are averaged only in the ``last`` micro-batch of this process in a step. One without rows only keeps
+        this rank in step: batch norms over all ranks leave it out."""
         self.ranks.activate(micro.rank)
-        before, idle = self.num_synced_passes(), () if micro.num_rows else self.sync_norms
+        idle = () if micro.num_rows else self.sync_norms
         for norm in idle:
             norm.idle = True
         if not last and self.exchanges:
             self.switch_sync(False)
         try:
             yield
-            if last and before is not None and self.num_synced_passes() == before:
-                raise TrainingError(self.no_pass[0], hint=self.no_pass[1])
         finally:
             if not last and self.exchanges:
                 self.switch_sync(True)
@@ -145,8 +124,10 @@ class ParallelStrategy:
         if last:
             self.ranks.activate(self.ranks.own.start)
 
+    def check_own_loop(self) -> None:
+        """Raise TrainingError if the steps of a loop of the user's own have left out what the strategy needs."""
+
     def devices(self) -> list[torch.device]:
-        """Return the devices on which this rank computes."""
         return [self.device]
 
     @property

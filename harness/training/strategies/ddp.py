@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from harness.errors import TrainingError
 from harness.training.strategies.base import ParallelStrategy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from harness.data.loader import MicroBatch
     from harness.training.logical_ranks import GradientTree
 
+_NO_GRADIENT = (
+    "no parameter of the model received a gradient: the loss of this rank depends on none of them",
+    "every rank must use at least one parameter in each step: add 0 * output.sum() to the loss",
+)
 _NO_SUM = (
     "this loop leaves out what parallel.logical_ranks needs, so the gradients of the logical ranks were not summed",
     "as in docs/python_api.md, enter run.parallel.micro_batch(micro, last) for each micro-batch, and call "
@@ -30,7 +38,7 @@ class Strategy(ParallelStrategy):
             from harness.training.logical_ranks import GradientTree
 
             self._tree = GradientTree([param for param in model.parameters() if param.requires_grad], self.ranks)
-            self.exchanges, self.no_pass = True, _NO_SUM
+            self.exchanges = True
             self.summary = f"ddp, {self.ranks.num} logical ranks on {self.world_size} processes, summed in a tree"
         elif self.world_size > 1:
             delayed = self.section.delay_allreduce
@@ -47,6 +55,21 @@ class Strategy(ParallelStrategy):
         if self._tree is None:  # NVIDIA's wrapper has this pair instead of no_sync(), and so has ours.
             self._ddp.enable_allreduce() if on else self._ddp.disable_allreduce()
 
-    def num_synced_passes(self) -> int | None:
-        """Return None with NVIDIA's wrapper, which does not count."""
+    @contextmanager
+    def micro_batch(self, micro: MicroBatch, last: bool) -> Iterator[None]:
+        """Raises TrainingError if the ``last`` backward pass averaged no gradient: the other ranks would wait for this
+        one."""
+        before = self._num_passes()
+        with super().micro_batch(micro, last):
+            yield
+            if last and before is not None and self._num_passes() == before:
+                text, hint = _NO_GRADIENT if self._tree is None else _NO_SUM
+                raise TrainingError(text, hint=hint)
+
+    def check_own_loop(self) -> None:
+        if self._tree is not None and not self._tree.num_passes:
+            raise TrainingError(_NO_SUM[0], hint=_NO_SUM[1])
+
+    def _num_passes(self) -> int | None:
+        """Return how many backward passes have averaged gradients; None with NVIDIA's wrapper, which does not count."""
         return getattr(self._tree or self._ddp, "num_passes", None) if self.exchanges else None

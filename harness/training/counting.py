@@ -1,0 +1,90 @@
+"""Counts each step of a run, and ends the windows, the steps of one log line.
+
+The device must not run out of work. So what only a GPU knows, whether it skipped a step and the numbers of a line, the
+host learns while the next backward pass is queued: before the next update, which needs the learning rate and the moving
+average, and waiting for no later work. The two steps after which a line is written:
+
+    on a CPU   backward 1, update 1, count 1, line;    backward 2, update 2, count 2
+    on a GPU   queue backward 1, update 1, backward 2; count 1, line; queue update 2, backward 3; count 2
+"""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+from harness.data.loader import MicroBatch
+from harness.training import determinism, run_log
+from harness.training.meter import Reading, Used
+from harness.training.run import Run
+
+Losses = list[tuple[Tensor, MicroBatch]]  # of the micro-batches of a step
+
+
+def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
+    """Add the losses, on the device, and leave the step to ``count_last_step``. ``skip``: whether it is skipped; a
+    tensor where only the device knows, not 0 if so."""
+    first = run.ranks.own.start
+    used = Used([], [0] * len(run.ranks.own), [[] for _ in run.ranks.own])
+    for loss, micro in losses:
+        if micro.num_rows:  # otherwise it only kept this rank in step
+            used.rows.append(micro.rows)
+            used.num_rows[micro.rank - first] += micro.num_rows
+            used.bad[micro.rank - first] += micro.batch.bad[: micro.num_rows]  # without padding rows
+            # With on_nan=stop, a loss that is NaN fails the run, even if its step was skipped; else it must not.
+            if run.config.train.on_nan == "stop" or skip is not True:
+                run.meter.add_loss(loss, micro.num_rows, skip, micro.rank - first)
+    run.uncounted = used, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip
+    if not isinstance(skip, Tensor):
+        count_last_step(run)
+
+
+def end_window(run: Run) -> None:
+    """End the steps of a log line, which ``count_last_step`` writes. Collective."""
+    collect_waits(run)
+    run.meter.end_window(run.precision.next_scale())
+    if run.runtime.device.type != "cuda":
+        count_last_step(run)
+
+
+def collect_waits(run: Run) -> None:
+    """Move the time that the loader made this rank wait, and that loading took, to the meter."""
+    waited_s, spent_s = run.train_data.loader.take_times()
+    run.meter.wait_s += waited_s
+    run.meter.costs.add(spent_s)
+    run.meter.costs.add({"tracker": run.tracker.take_cpu_s()})
+
+
+def count_last_step(run: Run) -> None:
+    """Count the last step, and write the log line of a window that has ended, if that is not done. Collective."""
+    if run.uncounted is not None:
+        (used, skip), run.uncounted = run.uncounted, None
+        skipped = skip if isinstance(skip, bool) else skip.values()["skip"] != 0
+        if run.ema and not skipped:
+            run.ema.update(run.precision.master_params(run.optimizer))
+        run.state.add_step(skipped)
+        run.meter.count(used, skipped)
+        for rows in used.rows:
+            run.coverage.add(rows, skipped)
+    if run.meter.ended:
+        close_window(run)
+        run.meter.timer.start()  # the line is not part of a step
+
+
+def close_window(run: Run) -> None:
+    """Count and check what was measured since the last log line, and write the next. Collective."""
+    run.this_start.num_threads = determinism.warn_of_threads(run.this_start.num_threads, run.runtime.device)
+    run.meter.tick()
+    start = time.perf_counter()
+    seen = run.meter.reduce(run.ranks)
+    run.state.add_window(seen)
+    run.health.loss(seen.total, seen.steps, run.state, run.writer.complete)
+    run_log.log_train(run, seen)
+    run.meter.costs.add({"log": time.perf_counter() - start})
+
+
+def check_losses(run: Run) -> None:
+    """Check the losses since the last log line, before a checkpoint of a model that has diverged. Collective."""
+    losses = run.ranks.sum([loss.detach().clone().reshape(1) for loss in run.meter.losses])  # may overwrite them
+    run.health.loss(losses.item(), run.meter.steps, run.state, run.writer.complete)
