@@ -346,7 +346,7 @@ def test_numbers_of_a_trained_model_are_in_the_unit_of_their_column(tmp_path):
     assert "postprocessing" not in model.description
 
 
-def test_a_trained_model_of_a_task_that_needs_its_data(tmp_path):
+def test_a_trained_model_of_a_task_that_needs_its_data(tmp_path, capsys):
     """mnist cannot open other rows, but its model can be loaded while the images are there."""
     from tests.datasets import write_idx
 
@@ -355,6 +355,7 @@ def test_a_trained_model_of_a_task_that_needs_its_data(tmp_path):
     tree = settings(tmp_path, train={"epochs": 1})
     tree["task"] = {"name": "mnist", "root": str(tmp_path)}
     result = train(load_config(write_yaml(tmp_path / "m.yaml", tree)))
+    assert "harness predict" not in capsys.readouterr().err.splitlines()[-1]
     model = load_model(result.folder)
     assert list(model.classes) == [str(digit) for digit in range(10)]
     assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)

@@ -19,7 +19,7 @@ from harness.training import determinism, run_log
 from harness.training.division import Sizes
 from harness.training.optimizer import precision, trained_parameters
 from harness.training.run import Run
-from harness.training.task import OpenedTask, SupportsLearned
+from harness.training.task import OpenedTask, SupportsLearned, SupportsNewData
 
 log = logging.getLogger("harness")
 
@@ -129,7 +129,8 @@ def conclude(run: Run, done: bool) -> None:
         )  # fmt: skip
     where, predicted = shlex.quote(run.folder.where), (run.folder.path / layout.PREDICTIONS).is_file()
     log.info("run folder: %s%s", run.folder.where, ", with predictions.csv of the validation rows" if predicted else "")
-    predict = f"; for other rows: harness predict {where} --csv CSV --out predictions.csv" if predicted else ""
+    able = predicted and isinstance(run.config.task, SupportsNewData)
+    predict = f"; for other rows: harness predict {where} --csv CSV --out predictions.csv" if able else ""
     log.info("next: harness report %s%s", where, predict)
 
 
