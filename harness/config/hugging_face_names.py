@@ -48,10 +48,9 @@ ABSENT = {  # and why
     "bias": "model.lora trains no biases but those of model.lora.modules_to_save and the last layers",
     "init_lora_weights": "the matrices of LoRA start as peft's default, which changes no output",
     "greater_is_better": "each metric knows its better direction; one of your own says it with better: max (or min)",
-    "group_by_length": "a batch has rows in random order, and is padded to its longest text (task.tokenizer.pad)",
+    "group_by_length": "a batch has rows in an order that depends on the seed and the epoch alone, and is padded to "
+    "its longest text (task.tokenizer.pad)",
     "neftune_noise_alpha": "there is no noise on embeddings; model.args has the dropouts of a model",
-    "use_rslora": "it is LoRA with model.lora.alpha times the square root of model.lora.r",
-    "use_dora": "model.lora is plain LoRA",
     "push_to_hub": "harness export RUN --format huggingface --out FOLDER, and then: hf upload NAME FOLDER",
 }
 SCHEDULES = {

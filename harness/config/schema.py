@@ -98,6 +98,10 @@ class LoraSection(Section):
     """Dropout of the inputs of the matrices."""
     modules_to_save: tuple[str, ...] = Field(default=(), strict=False)
     """Modules to train whole, besides the last layers, such as [pooler]: named as in targets."""
+    use_rslora: bool = False
+    """rsLoRA: multiply by alpha / sqrt(r) instead, for large ranks."""
+    use_dora: bool = False
+    """DoRA: train the norms of the adapted weights too, which takes more time."""
 
 
 class ModelSection(Section):

@@ -161,8 +161,7 @@ class HubTokenizer(Tokenizer):
         return np.asarray([len(ids) for ids in self.tokenizer(*texts, verbose=False)["input_ids"]], dtype=np.int64)
 
     def example(self, length: int) -> Tensor:
-        values = {_INPUTS[0]: int(self.tokenizer.pad_token_id == 0), _INPUTS[1]: 1, _INPUTS[2]: 0}
-        return torch.tensor([values[name] for name in self.inputs]).expand(2, length, -1).clone()
+        return torch.from_numpy(self.padded([["a " * length] * 2], length, True))
 
     def require_tokens_of(self, model: str, name: str) -> None:
         """Compare the tokens with those of the tokenizer in the model's folder, if there is one."""

@@ -173,6 +173,48 @@ def test_empty_texts_have_a_place(tmp_path):
 # Weights
 
 
+BARE = {
+    "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": PLACES},
+    "Llama": {**SIZES, "max_position_embeddings": PLACES, "pad_token_id": 7},
+    "Bart": {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "max_position_embeddings": PLACES, "pad_token_id": 0, "eos_token_id": 3},
+    "Bert": {**SIZES, "max_position_embeddings": PLACES},
+}  # fmt: skip
+
+
+def write_bare(folder: Path, kind: str) -> Path:
+    """A model without a last layer; the tokenizer of a decoder has no padding of its own."""
+    size = write_tokenizer(folder)
+    if kind in ("GPT2", "Llama"):
+        backend = transformers.AutoTokenizer.from_pretrained(folder).backend_tokenizer
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=backend, unk_token="[UNK]", eos_token="[SEP]"
+        ).save_pretrained(folder)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=size, **BARE[kind])
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels"), zip(BARE, ("single_label", "regression", "single_label", "regression"), strict=True)
+)
+def test_a_bare_model_of_texts_gets_a_new_last_layer(make, tmp_path, kind, labels):
+    """Which reads the last token of a decoder, or the last one that ends a text: not the padding."""
+    place = f"hf:{write_bare(tmp_path / kind, kind)}"
+    task = {"tokenizer": {"name": place, "max_length": 20}, "labels": {"kind": labels}}
+    config = make(model={"name": place}, task=task)
+    if labels == "regression":
+        write_numbers(tmp_path)
+    task, model = built(config)
+    summary = weights.load(model, config)["summary"]
+    assert re.search("not in the file, so newly initialized: (score|class)[^;]*$", summary)
+    rows = np.arange(4)
+    found = model.eval()(task.train.batch(rows, None).inputs)
+    assert found.shape == (4, 2 if labels == "single_label" else 1)
+    wide = dataclasses.replace(task.train, fixed=True).batch(rows, None).inputs
+    torch.testing.assert_close(found, model(wide))
+
+
 def test_weights_are_those_of_from_pretrained(make, bert):
     config = make()
     task, model = built(config)
@@ -286,6 +328,31 @@ def test_modules_to_save_are_trained_whole(make):
     assert caught.value.where == "model.lora.modules_to_save"
     with pytest.raises(ConfigError, match="no linear layers to adapt but .* modules_to_save"):
         built(make(model={"lora": {"modules_to_save": ["bert"]}}))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_dora_starts_at_the_norms_of_the_loaded_weights(make, bert, tmp_path, frozen):
+    """So it changes no output yet; norms that a file has are kept, and those that are frozen stay so."""
+    options = {"use_dora": True, "use_rslora": True, "r": 4, "targets": ["query", "dense", "word_embeddings"]}
+    config = make(model={"lora": options, "freeze": ["*lora*"] * frozen})
+    task, model = built(config)
+    weights.load(model, config)
+    trained = [name for name, param in model.named_parameters() if param.requires_grad and ".lora_" in name]
+    assert len(trained) == (0 if frozen else 3 * len(lora.adapted(model)))
+    assert {layer.scaling["default"] for layer in map(model.get_submodule, lora.adapted(model))} == {16 / 4**0.5}
+    assert "r 4, alpha 16, rsLoRA, DoRA, on 10 layers" in lora.summary(model, config.model.lora)
+    plain = built(make())[1]
+    plain.load_state_dict({each.replace(lora.BASE, "."): value for each, value in model.state_dict().items()}, False)
+    inputs = task.train.batch(np.arange(4), None).inputs
+    torch.testing.assert_close(model.eval()(inputs), plain.eval()(inputs))
+    with torch.no_grad():
+        for layer in map(model.get_submodule, lora.adapted(model)):
+            layer.lora_magnitude_vector["default"].weight.add_(1)
+    save_file({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "a.safetensors")
+    config = make(f"model.weights={tmp_path}/a.safetensors", model={"lora": options})
+    again = built(config)[1]
+    weights.load(again, config)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -567,7 +634,9 @@ def test_missing_library_is_named(make, monkeypatch):
 # Runs
 
 
-LORA = {"lora": {"r": 4, "targets": ["query", "value"], "dropout": 0.1, "modules_to_save": ["pooler"]}}
+LORA = {
+    "lora": {"r": 4, "targets": ["query", "value"], "dropout": 0.1, "modules_to_save": ["pooler"], "use_dora": True}
+}
 
 
 @pytest.mark.parametrize("model", [{}, LORA], ids=["whole", "lora"])
@@ -595,7 +664,7 @@ def test_a_killed_run_resumes_exactly(make, bert, tmp_path, model, monkeypatch):
     before = last_checkpoint(base / "run")
     assert all(torch.equal(value, before["model"][name]) for name, value in content["model"].items())
     trained = len(content["optimizer"]["state"])
-    assert trained == (12 if model else len(content["model"]))
+    assert trained == (16 if model else len(content["model"]))
 
 
 @pytest.mark.parametrize("model", [{}, LORA], ids=["whole", "lora"])
@@ -629,12 +698,13 @@ def test_from_texts_to_from_pretrained(make, tmp_path, monkeypatch, model):
         export.export(folder, "huggingface", tmp_path / "out")
 
 
-@pytest.mark.parametrize("targets", [["query", "value"], []], ids=["some", "all"])
+@pytest.mark.parametrize("targets", [["query", "value"], []], ids=["dora", "all"])
 @pytest.mark.parametrize("kind", ["single_label", "regression"])
 def test_an_adapter_for_peft(make, tmp_path, monkeypatch, kind, targets):
     """It has the modules that the base lacks, such as the pooler of this one, and computes what the run predicts."""
     monkeypatch.chdir(tmp_path)
     options = {"r": 4, "targets": targets, "modules_to_save": ["layer.1.output.LayerNorm"]}
+    options |= {"use_dora": True, "use_rslora": True} if targets else {}
     make(model={"lora": options}, task={"labels": {"kind": kind}}, train={"epochs": 1})
     if kind == "regression":
         write_numbers(tmp_path)
@@ -665,6 +735,24 @@ def test_an_adapter_for_peft(make, tmp_path, monkeypatch, kind, targets):
     other = write_bert(tmp_path / "other", initializer_range=0.5)
     with pytest.raises(ConfigError, match="(?s)beside the matrices are not those of hf:.*-> use --format huggingface"):
         export.export(folder, "peft", tmp_path / "none", [f"model.name=hf:{other}"])
+
+
+def test_the_page_of_the_adapter_of_a_decoder_has_its_padding(make, tmp_path):
+    """Without which transformers takes one text at a time."""
+    from harness.training.models.libraries import hf
+
+    place = f"hf:{write_bare(tmp_path / 'gpt2', 'GPT2')}"
+    config = make(model={"name": place, "lora": {}}, task={"tokenizer": {"name": place, "max_length": 20}})
+    task, model = built(config)
+    weights.load(model, config)
+    facts = {"preprocessing": {"max_length": 20}, "classes": ["a", "b"]}
+    hf.save_adapter(model.eval(), tmp_path / "out", place, facts, task.tokenizer.tokenizer)
+    inputs = task.train.batch(np.arange(4), None).inputs
+    lines = re.findall("^    (.*)", (tmp_path / "out" / "README.md").read_text(), re.M)
+    for line in lines:
+        found = eval(line.replace("FOLDER", f"{tmp_path}/out")).eval()(inputs[..., 0], attention_mask=inputs[..., 1])
+        torch.testing.assert_close(found.logits, model(inputs))
+    assert len(lines) == 2
 
 
 def test_a_model_without_matrices_is_no_adapter(make):
@@ -885,6 +973,22 @@ def test_images(tmp_path, monkeypatch):
     theirs = processor(square.permute(1, 2, 0).numpy(), return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(torch.as_tensor(theirs), ours, atol=1e-5, rtol=1e-5)
     assert there(ours).logits.shape == (1, 3)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("ViT", "single_label"), ("ResNet", "regression")])
+def test_a_bare_model_of_images_gets_a_new_last_layer(tmp_path, name, kind):
+    for split, number in (("train", 12), ("eval", 6)):
+        write_photos(tmp_path, split, number)
+    sizes = {"image_size": 16, "patch_size": 8, **SIZES}
+    if name == "ResNet":
+        sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    getattr(transformers, f"{name}Model")(config).save_pretrained(tmp_path / "bare")
+    task = {"color": "rgb", "image_size": [16, 16], "labels": {"kind": kind}}
+    tree = settings(tmp_path, task=task, model={"name": f"hf:{tmp_path}/bare"}, precision={"opt_level": "O0"})
+    facts, errors = preflight.examine(str(write_yaml(tmp_path / "config.yaml", tree)), [], 1, 0.1)
+    assert not errors
+    assert "not in the file, so newly initialized: classifier" in facts["weights"]
 
 
 def test_only_a_model_of_transformers_is_exported_so(tmp_path, monkeypatch):

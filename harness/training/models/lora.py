@@ -40,6 +40,7 @@ def apply(model: nn.Module, section: LoraSection) -> None:
     try:
         wanted = LoraConfig(
             r=section.r, lora_alpha=section.alpha, lora_dropout=section.dropout,  # type: ignore[arg-type]
+            use_rslora=section.use_rslora, use_dora=section.use_dora,
             target_modules="|".join(map(re.escape, sorted(chosen))),
         )  # fmt: skip
         inject_adapter_in_model(wanted, model)
@@ -54,7 +55,20 @@ def summary(model: nn.Module, section: LoraSection) -> str:
     layers = adapted(model)
     ends = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     shown = ", ".join(ends if len(ends) <= 6 else [*ends[:5], "..."])
-    return f"r {section.r}, alpha {section.alpha:g}, on {plural(len(layers), 'layer')} ({shown})"
+    kind = ", rsLoRA" * section.use_rslora + ", DoRA" * section.use_dora
+    return f"r {section.r}, alpha {section.alpha:g}{kind}, on {plural(len(layers), 'layer')} ({shown})"
+
+
+def start_norms(model: nn.Module, given: Collection[str]) -> None:
+    """Start the norms of DoRA that are not ``given`` at those of the weights, which have been loaded, so that the
+    matrices change no output yet."""
+    for name in adapted(model):
+        layer: Any = model.get_submodule(name)
+        norms = layer.lora_magnitude_vector
+        if "default" in norms and f"{name}.{PART}magnitude_vector.default.weight" not in given:
+            trained = norms["default"].weight.requires_grad
+            layer.lora_variant["default"].init(layer, "default")
+            norms["default"].requires_grad_(trained)
 
 
 def adapted(model: nn.Module) -> list[str]:

@@ -78,6 +78,7 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
             where=f"{KEY}: {source.name}", hint="use other weights: the training that wrote these diverged",
         )  # fmt: skip
     model.load_state_dict(with_versions(usable, model), strict=False)
+    lora.start_norms(model, usable)
     new = [name for name in own if f".{lora.PART}" in name and name not in usable]
     summary = f"{source.name}{part}, {len(usable)} of {len(own) - len(new)} tensors"
     if heads:

@@ -77,7 +77,7 @@ def build(
             where="model.name",
             hint=f"use a model for {what}, such as one of type {'bert' if num_tokens else 'vit'}",
         )
-    if tokenizer is not None and config.pad_token_id is None:
+    if tokenizer is not None:  # where a decoder finds the last token; its file may have none, or another
         config.pad_token_id = tokenizer.tokenizer.pad_token_id
     _require_inputs(name, config, in_channels, num_tokens)
     try:
@@ -259,7 +259,8 @@ def save_adapter(
         matrices = {f"base_model.model.{each}": state[each] for each in state if f".{lora.PART}" in each}
         wrapped.load_state_dict({each: matrices[each] for each in matrices.keys() & wrapped.state_dict()}, strict=False)
         wrapped.save_pretrained(path, save_embedding_layers=False)
-        _write_readme(path, str(settings.base_model_name_or_path), signature, tokenizer is not None)
+        padding = None if tokenizer is None else plain.config.pad_token_id
+        _write_readme(path, str(settings.base_model_name_or_path), signature, padding)
         _save_inputs(path, signature.get("preprocessing", {}), tokenizer)
         base = inner.from_pretrained(
             str(hub.folder(name, "model.name")), config=model.config, dtype=torch.float32, local_files_only=True,
@@ -271,13 +272,16 @@ def save_adapter(
     return ready
 
 
-def _write_readme(path: Path, base: str, signature: Mapping[str, Any], for_texts: bool) -> None:
-    """Replace peft's page without content. An adapter has no place for names of classes, so the page has them."""
+def _write_readme(path: Path, base: str, signature: Mapping[str, Any], padding: int | None) -> None:
+    """Replace peft's page without content. An adapter has no place for names of classes and, of texts, the id of the
+    ``padding``, so the page has them."""
     given = f"id2label={dict(enumerate(map(str, signature.get('classes') or signature.get('columns') or ())))!r}"
+    kind = "AutoModelForImageClassification"
+    if padding is not None:
+        kind, given = "AutoModelForSequenceClassification", f"pad_token_id={padding}, {given}"
     load = f"peft.AutoPeftModelForSequenceClassification.from_pretrained('FOLDER', {given})"
-    kind = "AutoModelFor" + ("SequenceClassification" if for_texts else "ImageClassification")
     on_base = f"peft.PeftModel.from_pretrained(transformers.{kind}.from_pretrained({base!r}, {given}), 'FOLDER')"
-    load = f"{load}\n\nOr on the model that you load:\n\n    {on_base}" if for_texts else on_base
+    load = f"{load}\n\nOr on the model that you load:\n\n    {on_base}" if padding is not None else on_base
     text = f"An adapter of peft for `{base}`, trained by apex-harness.\n\nIt has no names of classes: give them.\n\n"
     (path / "README.md").write_text(f"{text}    {load}\n", encoding="utf-8")
 
