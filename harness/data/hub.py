@@ -47,6 +47,8 @@ def folder(name: str, where: str) -> Path:
         if (path / layout.CONFIG).is_file():
             export = f"harness export {place} --format huggingface --out FOLDER"
             hint = f"it is a run: to start from it, keep model.name and set model.weights={place}; or type {export}"
+        if (path / "adapter_config.json").is_file():
+            hint = "it is an adapter of peft: give a whole model, as merge_and_unload().save_pretrained writes it"
         raise ConfigError(f"the folder {path} has no {CONFIG}", where=where, hint=hint)
     return path
 

@@ -196,7 +196,7 @@ def write_bare(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "labels"), zip(BARE, ("single_label", "regression", "single_label", "regression"), strict=True)
+    ("kind", "labels"), [*zip(BARE, ("single_label", "regression", "single_label", "regression"), strict=True)]
 )
 def test_a_bare_model_of_texts_gets_a_new_last_layer(make, tmp_path, kind, labels):
     """Which reads the last token of a decoder, or the last one that ends a text: not the padding."""
@@ -538,6 +538,12 @@ def renamed(bert: Path, folder: Path, **keys: object) -> Path:
             "BertConfig has no setting hidden_sizes -> did you mean hidden_size",
         ),
         ({"model": {"args": {"num_labels": 3}}}, "num_labels is set by the task -> remove it"),
+        ({"model": {"args": {"dtype": "bfloat16"}}}, "dtype is not the precision .* -> set precision.opt_level"),
+        ({"model": {"args": {"torch_dtype": "auto"}}}, "torch_dtype is not the precision of the training"),
+        ({"model": {"args": {"trust_remote_code": True}}}, "code of the folder's own is not run"),
+        ({"model": {"args": {"revision": "main"}}}, "revision is a part of the name -> set .*@REVISION"),
+        ({"model": {"name": "hf:TMP/adapter"}}, "TMP/adapter has no config.json -> it is an adapter of peft: give a"),
+        ({"model": {"lora": {"targets": ["all-linear"]}}}, "no layer .* 'all-linear' -> remove it: without model.lora"),
         ({"model": {"name": "hf:TMP/vit", "weights": "random"}}, "type vit, .* no classification of texts"),
         ({"model": {"name": "hf:TMP/strange", "weights": "random"}}, "config.json cannot be used"),
         (
@@ -561,8 +567,9 @@ def renamed(bert: Path, folder: Path, **keys: object) -> Path:
 )
 def test_refused_before_training(make, bert, tmp_path, monkeypatch, sections, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for folder in ("empty", "run", "outer/checkpoint-5"):
+    for folder in ("empty", "run", "outer/checkpoint-5", "adapter"):
         (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "adapter" / "adapter_config.json").touch()
     (tmp_path / "run" / "config.yaml").touch()
     (tmp_path / "outer" / "checkpoint-5" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
@@ -615,6 +622,15 @@ def test_a_folder_without_weights(make, bert, tmp_path):
     write_tokenizer(folder)
     config = make(model={"name": f"hf:{folder}"}, task={"tokenizer": {"name": f"hf:{folder}", "max_length": 20}})
     with pytest.raises(ConfigError, match="(?s)has no weights: .*-> set model.weights=random"):
+        weights.load(built(config)[1], config)
+
+
+def test_weights_that_could_run_code_are_refused(make, bert, tmp_path):
+    shutil.copytree(bert, tmp_path / "bert")
+    (tmp_path / "bert" / "model.safetensors").unlink()
+    torch.save({"classifier.bias": Path("a file")}, tmp_path / "bert" / "pytorch_model.bin")
+    config = make(model={"name": f"hf:{tmp_path}/bert"})
+    with pytest.raises(ConfigError, match="cannot be read: they hold more than tensors and could run code\n"):
         weights.load(built(config)[1], config)
 
 

@@ -64,7 +64,7 @@ def require_columns(columns: Sequence[str], needed: Mapping[str, str], name: str
     raise DataError(
         f"no {noun} {', '.join(map(repr, missing))}; the columns are {listed(columns)}",
         where=name,
-        hint="; ".join(filter(None, hints)),
+        hint="; ".join(dict.fromkeys(filter(None, hints))),
     )
 
 

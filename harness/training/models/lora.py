@@ -121,5 +121,7 @@ def _matching(target: str, layers: Mapping[str, str], key: str) -> list[str]:
         ends = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
         near = similar(target, [*layers, *ends])
         hint = f"did you mean {near}?" if near else f"the layers are called {', '.join(ends)}"
+        if target == "all-linear":  # of peft
+            hint = f"remove it: without model.lora.{key}, all linear layers but the last ones are adapted"
         raise ConfigError(f"no layer of the model matches {target!r}", where=f"model.lora.{key}", hint=hint)
     return found

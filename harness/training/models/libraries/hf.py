@@ -25,7 +25,15 @@ from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile
 
 _PROCESSOR = "preprocessor_config.json"
 _PEFT = "--format peft"
-_BY_TASK = ("num_labels", "id2label", "label2id")  # settings of a model that follow from the data
+_NO_ARGS = {  # what from_pretrained takes: why model.args does not, and what to do
+    **dict.fromkeys(
+        ("num_labels", "id2label", "label2id"),
+        ("is set by the task", "remove it: the number of outputs and their names follow from the labels"),
+    ),
+    **dict.fromkeys(("dtype", "torch_dtype"), ("is not the precision of the training", "set precision.opt_level")),
+    "trust_remote_code": ("is not for us: code of the folder's own is not run", "use a model that transformers has"),
+    "revision": ("is a part of the name", "set model.name=hf:OWNER/NAME@REVISION"),
+}
 
 
 class OneTensor(nn.Module):
@@ -107,9 +115,9 @@ def _configuration(name: str, num_classes: int, args: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     path = hub.folder(name, "model.name")
-    if by_task := sorted(set(_BY_TASK).intersection(args)):
-        hint = "remove it: the number of outputs and their names follow from the labels"
-        raise ConfigError(f"{by_task[0]} is set by the task", where=f"model.args.{by_task[0]}", hint=hint)
+    for key in _NO_ARGS.keys() & args.keys():
+        why, hint = _NO_ARGS[key]
+        raise ConfigError(f"{key} {why}", where=f"model.args.{key}", hint=hint)
     try:
         with _quiet():  # about other names of classes
             config, unknown = AutoConfig.from_pretrained(
@@ -176,7 +184,8 @@ def _weights(file: Path, model: nn.Module) -> dict[str, Tensor]:
             )  # fmt: skip
     except Exception as error:  # of many types
         hint = "copy or download it again, or set model.weights=FILE"
-        raise ConfigError(f"its weights cannot be read: {first_line(error)}", where=str(file), hint=hint) from None
+        why = "they hold more than tensors and could run code" if "weights_only" in str(error) else first_line(error)
+        raise ConfigError(f"its weights cannot be read: {why}", where=str(file), hint=hint) from None
     other = {key: torch.empty(shape, device="meta") for key, shape, _ in found["mismatched_keys"]}
     return {key: other.get(key, t) for key, t in there.state_dict().items() if key not in found["missing_keys"]}
 
