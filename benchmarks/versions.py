@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = "digits,tensorboard,sweep"
+EXTRAS = "digits,tensorboard,report,sweep"
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 EXPECTED = 0.95  # validation accuracy of the quick start
 TESTS = ["pytest", "-q", "-n", "4", "--dist", "loadfile", "-m", "not slow"]

@@ -110,6 +110,7 @@ from harness.tools.report import page
 page.write([Path({str(run)!r})])
 sys.exit(bool(imported("torch")))
 """
+    pytest.importorskip("plotly", reason="plotly is not installed: pip install 'apex-harness[report]'")
     done = python(program)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -362,7 +362,7 @@ def check_readme(folder: Path, output: dict[str, str], names: dict[str, Any]) ->
     predicted = (folder / "predictions.csv").read_text().splitlines()
     assert len(predicted) - 1 == len(list((folder / "new_photos").iterdir()))
     assert {row.split(",")[1] for row in predicted[1:]} <= {"column", "row", "slope"}
-    assert (folder / "runs" / "photos" / "report.html").stat().st_size > 5e5
+    assert (folder / "runs" / "photos" / "report.html").stat().st_size > 1e6
     assert (folder / "runs" / "pets" / "weights.safetensors").exists()
     assert yaml.safe_load((folder / "runs" / "pets" / "config.yaml").read_text())["optimizer"]["lr"] == 0.05
     trained = {path.parent.name for path in folder.glob("runs/*/summary.json")}
@@ -573,6 +573,7 @@ def for_python_api(folder: Path) -> None:
 
 
 def for_reports(folder: Path) -> None:
+    pytest.importorskip("plotly", reason="plotly is not installed: pip install 'apex-harness[report]'")
     for name in ("digits", "mnist"):
         write_run(folder / "runs" / name, Fake(name=name, epochs=2))
     write_sweep(folder / "runs" / "sweep_pet_names", [Fake(epochs=2), Fake(epochs=2, world=2)])

@@ -375,6 +375,7 @@ def faults_of(folder: str, cases: list[tuple[str, str, str]]) -> list[str]:
 
 
 def assert_no_faults(folder: Path, data: Path, cases: list[tuple[str, str, str]], timeout_s: float) -> None:
+    pytest.importorskip("plotly", reason="plotly is not installed: pip install 'apex-harness[report]'")
     config = write_config(folder, data, train={"epochs": 1})
     assert train(config, 1).codes == [0]
     shutil.copy(data / "eval.csv", folder / "new.csv")

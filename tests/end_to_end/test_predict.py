@@ -522,6 +522,7 @@ def test_a_flipped_bit_is_refused_and_listed_by_report(trained, flipped, tmp_pat
         assert cli.main([verb, *commands[verb]]) == 2
         assert re.search(f"{name}.*damaged or edited", capsys.readouterr().err)
     if name != "task.json":
+        pytest.importorskip("plotly", reason="plotly is not installed: pip install 'apex-harness[report]'")
         assert cli.main(["report", str(folder), "--out", f"{out}.html"]) == 0
         assert f"{name} cannot be read: it was damaged or edited" in Path(f"{out}.html").read_text()
 

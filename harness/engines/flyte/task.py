@@ -49,7 +49,7 @@ class Results(NamedTuple):
     summary: FlyteFile
     record: FlyteFile
     """JSON lines: every measurement."""
-    report: Optional[FlyteFile]  # noqa: UP045 - if it could be written; Flyte supports only this spelling
+    report: Optional[FlyteFile]  # noqa: UP045 - if plotly is installed; Flyte supports only this spelling
 
 
 def train_node(path: str, overrides: Sequence[str]) -> Results:

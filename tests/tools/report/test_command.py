@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from PIL import Image
@@ -12,6 +13,8 @@ from harness import cli
 from harness.errors import ConfigError
 from harness.runs import ownership
 from harness.tools.report import page
+
+pytest.importorskip("plotly", reason="plotly is not installed: pip install 'apex-harness[report]'")
 
 
 def test_the_page_is_written_and_its_path_printed(tmp_path, capsys):
@@ -72,3 +75,11 @@ def test_images_of_the_runs_of_others_need_trust(tmp_path, monkeypatch):
     assert "data:image/png" in page_of("--trust")
     ownership.remember((run / "config.yaml").read_text())
     assert "data:image/png" in page_of()
+
+
+def test_missing_plotly_is_an_error(tmp_path, monkeypatch):
+    page.plotly_source.cache_clear()
+    for name in ["plotly", *(name for name in sys.modules if name.startswith("plotly."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"apex-harness\[report\]"):
+        page.write([write_run(tmp_path / "run", Fake())])

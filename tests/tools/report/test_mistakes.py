@@ -17,6 +17,8 @@ from harness.runs import exit_files, reader
 from harness.tools.report import mistakes, page, run_set, sections
 from tests.config.test_loader import BOMB
 
+pytest.importorskip("plotly", reason="plotly is not installed: pip install 'apex-harness[report]'")
+
 TABLE = """id,prediction,label,score_cat,score_dog
 a.png,cat,cat,0.9,0.1
 b.png,dog,cat,0.2,0.8

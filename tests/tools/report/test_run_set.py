@@ -12,6 +12,8 @@ from benchmarks.synthetic_runs import Fake, write_run, write_sweep
 from harness.runs import reader
 from harness.tools.report import curves, page, run_set, tables
 
+pytest.importorskip("plotly", reason="plotly is not installed: pip install 'apex-harness[report]'")
+
 
 def build(*folders):
     return run_set.build(reader.find(folders))
