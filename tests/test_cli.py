@@ -387,11 +387,14 @@ def test_an_unknown_option_is_answered_with_what_was_meant(capsys, line, hint):
 
 def test_an_unknown_choice_is_answered_with_the_nearest_or_all(capsys):
     for choice, hint in (
-        ("hugingface", "did you mean huggingface?"),
-        ("zip", "use one of safetensors, torch_export, onnx, huggingface, peft"),
+        ("sweeps", "did you mean sweep?"),
+        ("zip", "use one of experiment, sweep"),
     ):
-        assert cli.main(["export", "runs/x", "--format", choice]) == 2
-        assert capsys.readouterr().err == f"error: command line: --format cannot be '{choice}'\n  -> {hint}\n"
+        assert cli.main(["schema", "--of", choice]) == 2
+        assert capsys.readouterr().err == f"error: command line: --of cannot be '{choice}'\n  -> {hint}\n"
+    assert cli.main(["export", "runs/x", "--format", "hugingface"]) == 2
+    shown = "error: --format: unknown export format 'hugingface'\n  -> did you mean huggingface?\n"
+    assert capsys.readouterr().err == shown
 
 
 def test_no_word_lists_the_verbs(capsys):

@@ -11,6 +11,7 @@ A name without a dot is built in. To build in another part, add one file (or fol
     tracker    harness/trackers/NAME.py                           class Tracker (harness.trackers.base)
     engine     harness/engines/NAME.py or NAME/engine.py          render, start, Settings (harness.engines.base)
     format     harness/runs/formats/NAME.py                       class Format (harness.runs.formats.base)
+    export     harness/inference/formats/NAME.py                  class Format (harness.inference.formats.base)
     gradients  a function of the user's, with a dot               train.on_gradients (training/optimizer)
     hook       a class of the user's, with a dot                  after_step, ... (training/hooks.py)
     verb       command.py or VERB_command.py of a package         VERB, HELP, add_arguments, run (harness.cli)
@@ -65,7 +66,13 @@ KINDS = {
         base=("harness.training.strategies.base", "ParallelStrategy"),
     ),
     "tracker": Kind("trackers", "Tracker", shared=frozenset({"base", "forwarder", "metrics_log", "pictures"})),
-    "format": Kind("runs/formats", "Format", shared=frozenset({"base"})),
+    "format": Kind("runs/formats", "Format", shared=frozenset({"base"}), base=("harness.runs.formats.base", "Format")),
+    "export format": Kind(
+        "inference/formats",
+        "Format",
+        shared=frozenset({"base"}),
+        base=("harness.inference.formats.base", "ExportFormat"),
+    ),
     "engine": Kind("engines", entry="engine", shared=frozenset({"base", "command", "launch"})),
     "engine settings": Kind("engines", "Settings", "settings", files=False),
 }
@@ -82,6 +89,12 @@ def names(kind: str) -> list[str]:
     return sorted(found - place.shared)
 
 
+def require(kind: str, name: str, where: str) -> None:
+    """Raise ConfigError at ``where`` if ``name`` is neither built in nor the user's own. Imports nothing."""
+    if "." not in name and name not in names(kind):
+        raise unknown(kind, name, names(kind), where)
+
+
 def find(kind: str, name: str, where: str) -> Any:
     """Return the part ``name`` of ``kind``, imported: a class or a module.
 
@@ -95,8 +108,7 @@ def find(kind: str, name: str, where: str) -> Any:
             if not makes(part, getattr(importlib.import_module(module_name), base_name)):
                 raise wrong_kind(name, f"{module_name}.{base_name}", where)
         return part
-    if name not in names(kind):
-        raise unknown(kind, name, names(kind), where)
+    require(kind, name, where)
     package = ".".join(["harness", *place.folder.split("/"), name])
     # A folder without this file is what git leaves: one with __pycache__.
     in_folder = place.entry and (_HARNESS / place.folder / name / f"{place.entry}.py").is_file()

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from harness.errors import ConfigError, DataError, HarnessError
-from harness.inference.formats import FORMATS, Exported
+from harness.inference.formats import base
+from harness.inference.formats.base import Exported, Function
 from harness.inference.trained_model import in_units, scale_of, with_training_data
 from harness.runs import trained_run
 from harness.runs.console import working
@@ -30,7 +31,6 @@ from harness.training.task import OpenedTask, SupportsSignature
 
 if TYPE_CHECKING:
     from harness.config.schema import Config
-    from harness.inference.formats import Function
 
 log = logging.getLogger("harness")
 
@@ -51,12 +51,14 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
 
     Raises HarnessError, and writes neither file, if the loaded file does not compute the same outputs.
     """
-    form = FORMATS[kind]
+    form = base.find(kind)
     if missing := [name for name in form.packages if not find_spec(name)]:
         raise ConfigError(
             f"missing packages: {', '.join(missing)}",
             where=f"--format {kind}",
-            hint=f"run pip install 'apex-harness[{form.extra or kind}]', or use --format torch_export",
+            hint=f"run pip install 'apex-harness[{form.extra}]', or use --format torch_export"
+            if form.extra
+            else f"run pip install {' '.join(missing)}",
         )
     config = trained_run.configuration(run, overrides, trust)
     out = out or run / f"model{form.suffix}"

@@ -6,16 +6,18 @@ import argparse
 from pathlib import Path
 
 from harness.config import arguments as shared
+from harness.config import plugins
 from harness.errors import EXIT_DONE
-from harness.inference.formats import FORMATS
 
 VERB = "export"
+_KIND = "export format"
 HELP = "export a trained model to a file that other programs can load"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_run(parser)
-    parser.add_argument("--format", required=True, choices=[*FORMATS], help="kind of file")
+    known = ", ".join(plugins.names(_KIND))
+    parser.add_argument("--format", required=True, metavar="NAME", help=f"{known}, or your own package.module")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="file or folder to write (default: model.* in the run folder)"
     )
@@ -24,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from harness.runs import fetched, trained_run
 
+    plugins.require(_KIND, arguments.format, "--format")
     fetched.require_out(arguments.folder, arguments.out, "model.onnx")
     run = fetched.local_copy(arguments.folder)
     trained_run.configuration(run, arguments.overrides, arguments.trust)  # errors come before the import of torch

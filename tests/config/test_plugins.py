@@ -16,6 +16,7 @@ BUILT_IN = {
     "strategy": ["ddp", "dp", "fsdp", "none"],
     "tracker": ["mlflow", "tensorboard", "trackio", "wandb"],
     "format": ["sharded", "whole"],
+    "export format": ["huggingface", "onnx", "peft", "safetensors", "torch_export"],
     "engine": ["dask", "flyte", "local", "slurm", "torchrun"],
     "engine settings": ["dask", "flyte", "local", "slurm", "torchrun"],
 }

@@ -70,6 +70,20 @@ class SignDescent(torch.optim.Optimizer):
                     param.mul_(group["shrink"]).sub_(param.grad.sign(), alpha=group["lr"])
 """,
     "tracker": re.search(r"<!-- tracker -->\n```python\n(.*?)^```$", TRACKERS, re.M | re.S)[1],
+    "weights": """
+import json
+import torch
+from harness.inference.formats.base import ExportFormat
+
+class Format(ExportFormat):
+    suffix, tolerance = ".json", 0.0
+
+    def write(self, subject, path):
+        path.write_text(json.dumps({name: each.tolist() for name, each in subject.model.state_dict().items()}))
+        loaded = subject.new()
+        loaded.load_state_dict({name: torch.tensor(each) for name, each in json.loads(path.read_text()).items()})
+        return loaded
+""",
     "child": """
 import os
 import subprocess
@@ -140,7 +154,7 @@ def in_its_own_process(folder: Path, *words: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A working folder with the six files, in which the run has been launched."""
+    """A working folder with the files, in which the run has been launched."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "mine").mkdir()
     for kind, text in PARTS.items():
@@ -238,6 +252,16 @@ def test_only_the_launch_imports_the_engine(harness, folder):
     code, _, err = harness("launch", "-c", "elsewhere.yaml")
     assert code == 2
     assert "launch.engine: the engine 'absent.child' cannot be imported" in err
+
+
+def test_export_format_writes_its_file(harness, folder):
+    code, out, err = harness("export", "runs/line", "--format", "mine.weights")
+    assert code == 0, err
+    assert out.strip() == "runs/line/model.json"
+    assert list(json.loads((folder / out.strip()).read_text())) == ["weight"]
+    code, _, err = harness("export", "runs/line", "--format", "mine.task.Task")
+    assert code == 2
+    assert "--format: mine.task.Task is not a harness.inference.formats.base.ExportFormat" in err
 
 
 def test_verb(folder):

@@ -22,7 +22,7 @@ from harness.config import loader
 from harness.errors import HarnessError
 from harness.inference import export
 from harness.inference import predict as predict_module
-from harness.inference.formats import FORMATS
+from harness.inference.formats import base
 from harness.runs import trained_run
 from harness.runs.files import read_sealed, write_sealed
 from harness.runs.weights_file import save_weights
@@ -345,7 +345,7 @@ def reference(folder, data):
 @pytest.mark.parametrize("kind", ["safetensors", "torch_export", "onnx"])
 def test_exported_models_compute_the_same(trained, tmp_path, kind, capsys):
     folder, data = trained
-    out = tmp_path / f"model{FORMATS[kind].suffix}"
+    out = tmp_path / f"model{base.find(kind).suffix}"
     if kind == "onnx":
         onnxruntime = pytest.importorskip("onnxruntime")
     assert cli.main(["export", str(folder), "--format", kind, "--out", str(out)]) == 0
@@ -356,7 +356,7 @@ def test_exported_models_compute_the_same(trained, tmp_path, kind, capsys):
     assert facts["inputs"] == [{"name": "images", "type": "float32", "shape": ["batch", 1, 8, 8]}]
     assert facts["outputs"] == [{"name": "logits", "type": "float32", "shape": ["batch", 3]}]
     assert facts["preprocessing"]["mean"] == facts["preprocessing"]["std"] == [0.5]
-    assert facts["checked"]["largest_difference"] <= facts["checked"]["allowed"] == FORMATS[kind].tolerance
+    assert facts["checked"]["largest_difference"] <= facts["checked"]["allowed"] == base.find(kind).tolerance
     if kind == "safetensors":
         best, exported = load_file(folder / "weights.safetensors"), load_file(out)
         assert best.keys() == exported.keys()

@@ -15,7 +15,7 @@ from harness.data.batch import Batch
 from harness.distributed.runtime import Runtime
 from harness.errors import DataError, HarnessError
 from harness.inference import export, trained_model
-from harness.inference.formats import FORMATS
+from harness.inference.formats import base
 from harness.runs.files import write_sealed
 from harness.runs.weights_file import save_weights
 from harness.training import build
@@ -119,7 +119,7 @@ def test_a_model_with_a_bound_on_the_length(tmp_path, texts):
 
 @pytest.mark.parametrize("kind", ["torch_export", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_bert(tmp_path, kind):
-    for name in ("transformers", *(FORMATS[kind].packages)):
+    for name in ("transformers", *base.find(kind).packages):
         pytest.importorskip(name)
     run = run_of_texts(tmp_path, TEXTS, "Bert")
     assert checked(run, kind)["rows"] == 12

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -753,16 +754,20 @@ def test_an_adapter_for_peft(make, tmp_path, monkeypatch, kind, targets):
         export.export(folder, "peft", tmp_path / "none", [f"model.name=hf:{other}"])
 
 
+def subject(model: torch.nn.Module, name="hf:none", signature=(), tokenizer=None) -> SimpleNamespace:
+    return SimpleNamespace(model=model, facts={"name": name}, signature=dict(signature), tokenizer=tokenizer)
+
+
 def test_the_page_of_the_adapter_of_a_decoder_has_its_padding(make, tmp_path):
     """Without which transformers takes one text at a time."""
-    from harness.training.models.libraries import hf
+    from harness.inference.formats.peft import Format
 
     place = f"hf:{write_bare(tmp_path / 'gpt2', 'GPT2')}"
     config = make(model={"name": place, "lora": {}}, task={"tokenizer": {"name": place, "max_length": 20}})
     task, model = built(config)
     weights.load(model, config)
     facts = {"preprocessing": {"max_length": 20}, "classes": ["a", "b"]}
-    hf.save_adapter(model.eval(), tmp_path / "out", place, facts, task.tokenizer.tokenizer)
+    Format().write(subject(model.eval(), place, facts, task.tokenizer.tokenizer), tmp_path / "out")
     inputs = task.train.batch(np.arange(4), None).inputs
     lines = re.findall("^    (.*)", (tmp_path / "out" / "README.md").read_text(), re.M)
     for line in lines:
@@ -772,21 +777,22 @@ def test_the_page_of_the_adapter_of_a_decoder_has_its_padding(make, tmp_path):
 
 
 def test_a_model_without_matrices_is_no_adapter(make):
-    from harness.training.models.libraries import hf
+    from harness.inference.formats import peft
 
     with pytest.raises(ConfigError, match="(?s)the model has no matrices of LoRA\n  -> train with model.lora.r=8, or"):
-        hf.save_adapter(built(make())[1], Path("none"), "hf:none", {}, None)
+        peft.Format().write(subject(built(make())[1]), Path("none"))
     with pytest.raises(
         ConfigError, match="(?s)the model is none of transformers\n  -> train with model.name=hf:FOLDER"
     ):
-        hf.save_adapter(torch.nn.Linear(2, 2), Path("none"), "hf:none", {}, None)
+        peft.Format().write(subject(torch.nn.Linear(2, 2)), Path("none"))
 
 
 def test_a_task_without_names_of_classes_is_exported(bert, tmp_path):
+    from harness.inference.formats import huggingface
     from harness.training.models.libraries import hf
 
     inputs, model = torch.ones(2, 4, dtype=torch.long), hf.build(f"hf:{bert}", 3, num_tokens=5).eval()
-    there = hf.save(model, tmp_path / "out", {}, None)
+    there = huggingface.Format().write(subject(model), tmp_path / "out")
     assert torch.equal(there(inputs), model(inputs))
 
 
@@ -819,7 +825,7 @@ def test_numbers_are_exported_in_the_unit_of_their_column(make, tmp_path, monkey
     assert main(["export", str(folder), "--format", "torch_export", "--out", "out.pt2"]) == 0
     assert "standardized: multiply them by std and add mean, which are in out.pt2.json" in capsys.readouterr().err
     assert "mean" in json.loads((tmp_path / "out.pt2.json").read_text())["postprocessing"]
-    monkeypatch.setattr("harness.training.models.libraries.hf.to_units", lambda *_: False)
+    monkeypatch.setattr("harness.inference.formats.huggingface.to_units", lambda *_: False)
     assert main(["export", str(folder), "--format", "huggingface", "--out", "as_is"]) == 0
     assert "by output_std and add output_mean, which are in as_is/config.json" in capsys.readouterr().err
     kept = json.loads((tmp_path / "as_is" / "config.json").read_text())
@@ -829,7 +835,7 @@ def test_numbers_are_exported_in_the_unit_of_their_column(make, tmp_path, monkey
 
 
 def test_only_a_linear_last_layer_with_a_bias_takes_the_unit():
-    from harness.training.models.libraries import hf
+    from harness.inference.formats import huggingface
 
     def net(*last: torch.nn.Module) -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(3, 3), *last)
@@ -837,7 +843,7 @@ def test_only_a_linear_last_layer_with_a_bias_takes_the_unit():
     mean, std, inputs = torch.tensor([5.0, -2000.0]), torch.tensor([0.1, 30.0]), torch.randn(4, 3)
     model = net(torch.nn.Linear(3, 2))
     before = model(inputs)
-    assert hf.to_units(model, mean, std)
+    assert huggingface.to_units(model, mean, std)
     torch.testing.assert_close(model(inputs), before * std + mean)
     for other in (
         net(torch.nn.Linear(3, 2, bias=False)),
@@ -845,7 +851,7 @@ def test_only_a_linear_last_layer_with_a_bias_takes_the_unit():
         net(torch.nn.Linear(3, 4)),
     ):
         before = other(inputs)
-        assert not hf.to_units(other, mean, std)
+        assert not huggingface.to_units(other, mean, std)
         assert torch.equal(other(inputs), before)
 
 

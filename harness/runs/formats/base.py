@@ -7,7 +7,6 @@ nobody's code has to be imported to tell whether a checkpoint is intact.
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -53,7 +52,5 @@ class Format(ABC):
 
 def find(name: str, where: str = "checkpoint.format") -> Format:
     """Return the format ``name``. Raises ConfigError at ``where`` if there is none."""
-    part = plugins.find("format", name, where)
-    if not (inspect.isclass(part) and issubclass(part, Format)):
-        raise plugins.wrong_kind(name, "harness.runs.formats.base.Format", where)
+    part: type[Format] = plugins.find("format", name, where)
     return part()
