@@ -13,7 +13,7 @@ from harness.config.schema import Config, ScheduleSection
 from harness.config.signatures import Function
 from harness.errors import ConfigError
 
-BUILT_IN = "harness.training.optimizer.schedule"  # imported when a configuration is loaded, as the module of a task is
+BUILT_IN = "harness.training.optimizer.built_in_schedule"  # imported with a configuration, as the module of a task is
 TOTALS = ("total_steps", "total_iters", "T_max")  # arguments of torch's classes: by default the updates of the run
 _KEY = "schedule.name"
 

@@ -36,7 +36,7 @@ from harness.runs import files, hub_copies, layout
 from harness.training import build
 from harness.training.check import preflight
 from harness.training.models import lora, weights
-from harness.training.optimizer.schedule import Schedule
+from harness.training.optimizer.built_in_schedule import BuiltInSchedule
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import Kill, last_checkpoint, losses, run, run_folder
 from tests.end_to_end.processes import drivers
@@ -479,7 +479,7 @@ def test_linear_of_transformers():
         optimizer.step()
         theirs.step()
     section = schedules.section("polynomial")(name="polynomial", warmup="4 steps")
-    ours = Schedule(section, 1.0, 1.0, 4, 12)
+    ours = BuiltInSchedule(section, 1.0, 1.0, 4, 12)
     assert [ours.lr(step) for step in range(12)] == pytest.approx([*rates[1:5], *rates[4:]])
 
 

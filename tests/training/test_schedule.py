@@ -14,10 +14,11 @@ from torch.optim import lr_scheduler as of_torch
 from harness.config import loader, schedules, signatures
 from harness.config.schema import ScheduleSection
 from harness.errors import ConfigError
-from harness.training.optimizer.schedule import Plateau, Schedule
+from harness.training.optimizer.built_in_schedule import BuiltInSchedule
+from harness.training.optimizer.schedule import Plateau
 from tests.conftest import ROOT
 
-BUILT_IN = signatures.functions("harness.training.optimizer.schedule")
+BUILT_IN = signatures.functions(schedules.BUILT_IN)
 
 
 def section(name="constant", warmup=None, **args) -> ScheduleSection:
@@ -26,8 +27,8 @@ def section(name="constant", warmup=None, **args) -> ScheduleSection:
     return found
 
 
-def schedule(steps_per_epoch=10, epochs=5, peak=1.0, scale=1.0, **settings) -> Schedule:
-    return Schedule(section(**settings), peak, scale, steps_per_epoch, steps_per_epoch * epochs)
+def schedule(steps_per_epoch=10, epochs=5, peak=1.0, scale=1.0, **settings) -> BuiltInSchedule:
+    return BuiltInSchedule(section(**settings), peak, scale, steps_per_epoch, steps_per_epoch * epochs)
 
 
 # Against torch
@@ -80,7 +81,7 @@ def test_shapes_with_a_warm_up_equal_torch(name, number):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         theirs.step()
-    found = Schedule(section(**ours), peak, 1.0, per_epoch, total)
+    found = BuiltInSchedule(section(**ours), peak, 1.0, per_epoch, total)
     assert [found.lr(step) for step in range(total)] == pytest.approx(expected, rel=1e-9, abs=1e-12 * peak)
     line = of_torch.LinearLR(sgd(peak), 1 / max(1, warmup), 1.0, total_iters=max(1, warmup - 1))
     for step in range(warmup):
@@ -192,7 +193,7 @@ def test_plateau_leaves_out_the_warm_up():
 
 def test_decay_of_wsd_is_a_share_of_what_follows_the_warm_up():
     """train.max_steps may end a run before its warm-up does."""
-    short = Schedule(section("wsd", warmup="20 steps", decay_ratio=0.8), 1.0, 1.0, 10, 25)
+    short = BuiltInSchedule(section("wsd", warmup="20 steps", decay_ratio=0.8), 1.0, 1.0, 10, 25)
     assert short.lr(19) == short.lr(20) == 1.0
     assert short.lr(24) == pytest.approx(0.25)
     assert schedule(name="wsd", decay_ratio=0.4, decay_type="sqrt").lr(35) == pytest.approx(0.5)

@@ -20,6 +20,7 @@ from harness.config import schedules
 from harness.config.schema import Config
 from harness.errors import ConfigError, HarnessError, OwnCodeError, first_line, of_part, place_of
 from harness.training.optimizer import optim
+from harness.training.optimizer.built_in_schedule import BuiltInSchedule
 from harness.training.optimizer.schedule import Schedule
 from harness.training.own_state import require_plain
 
@@ -30,7 +31,7 @@ def build(config: Config, scale: float, steps_per_epoch: int, total_steps: int) 
     """Return the schedule of ``config``: ``scale`` is the factor of ``optimizer.lr_scaling``."""
     section, base = config.schedule, config.optimizer.lr
     if "." not in section.name:
-        return Schedule(section, base, scale, steps_per_epoch, total_steps)
+        return BuiltInSchedule(section, base, scale, steps_per_epoch, total_steps)
     if not schedules.find(section.name).makes_scheduler:
         return FunctionSchedule(section, base, scale, steps_per_epoch, total_steps)
 
@@ -64,7 +65,7 @@ class OwnSchedule(Schedule):
         """The updates of the run after the warm-up, at least 1."""
         return max(1, self.total_steps - self.warmup_steps)
 
-    def _at(self, applied: int, reductions: int = 0) -> tuple[float, float | None]:
+    def _at(self, applied: int, reductions: int) -> tuple[float, float | None]:
         try:
             rate, momentum = self._after_warmup(applied - self.warmup_steps)
         except HarnessError:
@@ -77,7 +78,7 @@ class OwnSchedule(Schedule):
             what = f"the schedule {self.section.name} returns {rate / self.base:g} times optimizer.lr"
             hint = "return a finite factor of optimizer.lr that is not negative"
             raise ConfigError(f"{what} at update {applied + 1}", where="schedule.name", hint=hint)
-        return rate * self.scale, momentum
+        return rate, momentum
 
     def _after_warmup(self, update: int) -> tuple[float, float | None]:
         """Return the learning rate and the momentum after ``update`` updates since the warm-up."""
