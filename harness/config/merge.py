@@ -18,6 +18,7 @@ from omegaconf.errors import GrammarParseError, InterpolationKeyError, MissingMa
 
 from harness.config import presets
 from harness.config.seals import require_intact
+from harness.config.sentences import not_yaml
 from harness.config.trees import flatten
 from harness.errors import ConfigError, did_you_mean, first_line, require_regular_file, similar
 
@@ -31,10 +32,6 @@ _REFERENCE = (
 _EXAMPLE = "write key=value, for example train.epochs=3"
 _NAME = "give a YAML file; harness init writes one for your data"
 _MAX_BYTES = 1 << 20  # a configuration has a few KB; larger files take minutes to parse
-_COLON = "write key: value, or key: before the settings of a section"
-_INDENT = "indent the settings of a section, or the items of a list, alike, here and on the lines above"
-_KEY = re.compile(r":(?=\s|$)")
-_CLOSING = {"{": "}", "[": "]"}
 
 
 def merged(path: Path, overrides: Sequence[str], written_at: Mapping[str, str] | str) -> tuple[Any, dict[str, str]]:
@@ -226,7 +223,7 @@ def _parse(text: str, path: Path) -> tuple[Any, dict[str, str]]:
     except GrammarParseError as error:
         raise _unresolved(error, (), lines, str(path)) from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise _invalid(error, text, path) from None
+        raise not_yaml(error, text, path) from None
 
 
 def load_yaml(text: str) -> Any:
@@ -258,48 +255,6 @@ def _num_values(node: yaml.Node | None, counts: dict[int, int]) -> int:
 def _no_sections(path: Path) -> ConfigError:
     return ConfigError("this is not a configuration: it does not consist of lines such as name: digits",
                        where=str(path), hint=_NAME)  # fmt: skip
-
-
-def _invalid(error: Exception, text: str, path: Path) -> ConfigError:
-    """Return the error for a file that is not YAML, at the wrong line."""
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
-    line, hint, found = mark.line + 1 if mark else None, "", problem
-    opened = getattr(error, "context_mark", None)
-    if opened is not None and "expected ',' or" in problem:  # YAML notices it only at the next key, or at the end
-        bracket = text.splitlines()[opened.line][opened.column]
-        problem = f"the {bracket} on this line is not closed, or a comma is missing"
-        problem += f", before line {line}, column {mark.column + 1}" if mark else ""
-        line, hint = opened.line + 1, f"add the missing {_CLOSING[bracket]} or the comma"
-    elif opened is not None and "quoted scalar" in str(getattr(error, "context", "")):
-        line, problem, hint = opened.line + 1, "the quote that this line opens is never closed", "add the closing quote"
-    elif "cannot start any token" in problem and line and "\t" in text.splitlines()[line - 1]:
-        problem, hint = "this line has a tab", "indent with spaces"
-    elif "cannot start any token" in problem:  # % or @
-        hint = "put a value that begins with this character in quotes"
-    elif problem == "could not find expected ':'" and opened is not None:
-        line, problem, hint = opened.line + 1, "this line has no colon", _COLON
-    elif "mapping values are not allowed" in problem and mark:
-        line, problem, hint = _misplaced_colon(text.splitlines(), mark.line + 1, mark.column)
-    elif problem.endswith(("found '}'", "found ']'")):
-        problem, hint = f"this line has a {problem[-2]} that closes nothing", "remove it, or add the one that opens it"
-    elif problem.endswith("'<stream end>'"):  # behind the last line
-        problem, hint = "the file ends within brackets", "add the missing } or ]"
-    elif problem.startswith("expected") and mark and not text.splitlines()[mark.line][: mark.column].strip():
-        problem, hint = "the indentation of this line does not fit the lines above", _INDENT
-    elif "expansion exceeds" in problem:
-        problem, hint = "its aliases expand to more than 10,000 values", "write out what they repeat, or remove them"
-    problem += f" (YAML: {found})" if problem != found else ""
-    return ConfigError(f"invalid YAML: {problem}", where=f"{path}:{line}" if line else str(path), hint=hint)
-
-
-def _misplaced_colon(lines: Sequence[str], line: int, column: int) -> tuple[int, str, str]:
-    """Return (line, problem, hint) for a colon, at ``column`` of ``line``, within what YAML takes for one value."""
-    if _KEY.search(lines[line - 1][:column] + " "):
-        return line, "this line has two colons", "put the value in quotes, or the settings of a section in braces"
-    before = max((n for n in range(1, line) if lines[n - 1].partition("#")[0].strip()), default=0)
-    if before and not _KEY.search(lines[before - 1]) and not lines[before - 1].lstrip().startswith("- "):
-        return before, "this line has no colon with a space behind it", _COLON
-    return line, "this line is indented, but the line before has a value already", _INDENT
 
 
 def _lines(root: yaml.Node | None, path: Path) -> dict[str, str]:

@@ -1,17 +1,21 @@
-"""pydantic's errors as sentences: the key, the value found, what is allowed, and the nearest spelling."""
+"""The errors of PyYAML and pydantic as sentences: the place or key, what was found, what is allowed, and the nearest
+spelling.
+"""
 
 from __future__ import annotations
 
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from harness.config import hugging_face_names
+from harness.errors import ConfigError, first_line
 
 Problem = tuple[str, str]  # dotted key, sentence
 _RENAMED = {
@@ -20,6 +24,52 @@ _RENAMED = {
     "string_type": "it should be text; put it in quotes if necessary",
     "invalid_key": "keys must be text; put this key in quotes",
 }
+_COLON = "write key: value, or key: before the settings of a section"
+_INDENT = "indent the settings of a section, or the items of a list, alike, here and on the lines above"
+_KEY = re.compile(r":(?=\s|$)")
+_CLOSING = {"{": "}", "[": "]"}
+
+
+def not_yaml(error: Exception, text: str, path: Path) -> ConfigError:
+    """Return the error for a file that is not YAML, at the wrong line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
+    line, hint, found = mark.line + 1 if mark else None, "", problem
+    opened = getattr(error, "context_mark", None)
+    if opened is not None and "expected ',' or" in problem:  # YAML notices it only at the next key, or at the end
+        bracket = text.splitlines()[opened.line][opened.column]
+        problem = f"the {bracket} on this line is not closed, or a comma is missing"
+        problem += f", before line {line}, column {mark.column + 1}" if mark else ""
+        line, hint = opened.line + 1, f"add the missing {_CLOSING[bracket]} or the comma"
+    elif opened is not None and "quoted scalar" in str(getattr(error, "context", "")):
+        line, problem, hint = opened.line + 1, "the quote that this line opens is never closed", "add the closing quote"
+    elif "cannot start any token" in problem and line and "\t" in text.splitlines()[line - 1]:
+        problem, hint = "this line has a tab", "indent with spaces"
+    elif "cannot start any token" in problem:  # % or @
+        hint = "put a value that begins with this character in quotes"
+    elif problem == "could not find expected ':'" and opened is not None:
+        line, problem, hint = opened.line + 1, "this line has no colon", _COLON
+    elif "mapping values are not allowed" in problem and mark:
+        line, problem, hint = _misplaced_colon(text.splitlines(), mark.line + 1, mark.column)
+    elif problem.endswith(("found '}'", "found ']'")):
+        problem, hint = f"this line has a {problem[-2]} that closes nothing", "remove it, or add the one that opens it"
+    elif problem.endswith("'<stream end>'"):  # behind the last line
+        problem, hint = "the file ends within brackets", "add the missing } or ]"
+    elif problem.startswith("expected") and mark and not text.splitlines()[mark.line][: mark.column].strip():
+        problem, hint = "the indentation of this line does not fit the lines above", _INDENT
+    elif "expansion exceeds" in problem:
+        problem, hint = "its aliases expand to more than 10,000 values", "write out what they repeat, or remove them"
+    problem += f" (YAML: {found})" if problem != found else ""
+    return ConfigError(f"invalid YAML: {problem}", where=f"{path}:{line}" if line else str(path), hint=hint)
+
+
+def _misplaced_colon(lines: Sequence[str], line: int, column: int) -> tuple[int, str, str]:
+    """Return (line, problem, hint) for a colon, at ``column`` of ``line``, within what YAML takes for one value."""
+    if _KEY.search(lines[line - 1][:column] + " "):
+        return line, "this line has two colons", "put the value in quotes, or the settings of a section in braces"
+    before = max((n for n in range(1, line) if lines[n - 1].partition("#")[0].strip()), default=0)
+    if before and not _KEY.search(lines[before - 1]) and not lines[before - 1].lstrip().startswith("- "):
+        return before, "this line has no colon with a space behind it", _COLON
+    return line, "this line is indented, but the line before has a value already", _INDENT
 
 
 def described(errors: ValidationError, cls: type[BaseModel], raw: Any) -> list[Problem]:
