@@ -29,10 +29,11 @@ from harness.distributed.runtime import Runtime
 from harness.errors import plural
 from harness.version import __version__
 
-PACKAGES = ("torch", "torchvision", "numpy", "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
-# Those that compute, decode images or draw random numbers. What the others read is compared itself, and Python's own
-# version has no influence on a result.
+# Those that compute, decode images or draw random numbers: all ranks need the same.
 _COMPARED = ("torch", "torchvision", "numpy")
+_IN_SOME_RUNS = ("pillow", "timm", "transformers", "tokenizers", "peft")  # which do so there
+# What the others read is compared itself, and Python's own version has no influence on a result.
+PACKAGES = (*_COMPARED, *_IN_SOME_RUNS, "pandas", "pyarrow", "pydantic", "omegaconf", "safetensors")
 _GIT_S = 10.0  # for all questions to git about one start, which take milliseconds
 _HARNESS = Path(__file__).parents[1]
 
@@ -149,8 +150,8 @@ def code(config: Config) -> dict[str, Any]:
 def of_start(
     runtime: Runtime, backend: str, ranks: Sequence[Mapping[str, str]], code: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the entry of this start in provenance.json. ``ranks``: {"host", "device", "name" of the device} of each
-    rank."""
+    """Return the entry of this start in provenance.json. ``ranks``: {"host", "device", "name" of the device, on a CPU
+    also "processor"} of each rank."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": [sys.executable, *sys.argv],
@@ -232,7 +233,9 @@ def _identity(start: Mapping[str, Any]) -> dict[str, Any]:
         "source code of harness": harness.get("source"),
         "amp": start.get("amp"),
     }
-    found |= {name: packages.get(name) for name in _COMPARED} | {"Python": start.get("python")}
+    found |= {name: packages.get(name) for name in (*_COMPARED, *_IN_SOME_RUNS)} | {"Python": start.get("python")}
+    kinds = {rank.get("processor", rank.get("name")) for rank in start.get("ranks", ()) if isinstance(rank, dict)}
+    found["device"] = ", ".join(sorted(map(str, kinds))) or None
     for folder in own.values():
         found |= {f"source code of {name}": digest for name, digest in _dict(_dict(folder).get("source")).items()}
     return {name: value for name, value in found.items() if value is not None}

@@ -33,8 +33,10 @@ def announce(run: Run) -> None:
     runtime, config = run.runtime, run.config
     if finished := run.finished():
         _log_nothing_left(run)
-    card = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
-    ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), "name": card})
+    device = {"name": "cpu", "processor": determinism.processor()}
+    if runtime.device.type == "cuda":
+        device = {"name": torch.cuda.get_device_name(runtime.device)}
+    ranks = runtime.gather({"host": runtime.host, "device": str(runtime.device), **device})
     for name, value in _facts(run).items():
         log.info("%14s: %s", name, value, extra={} if name in _SHOWN and not finished else console.IN_FILE)
     first = runtime.rank == 0

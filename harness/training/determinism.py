@@ -175,7 +175,7 @@ def kernels(device: torch.device) -> dict[str, Any]:
         matmul, conv, rnn = (place.fp32_precision == "tf32" for place in tf32_places())
         facts["tf32"] = [matmul, conv] if conv == rnn else [matmul, conv, rnn]
     else:
-        facts["processor"] = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
+        facts["processor"] = processor()
         facts["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     return facts
 
@@ -186,9 +186,12 @@ def tf32_places() -> list[Any]:
     return [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the model of the CPU, and the vector instructions that torch uses."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
+        named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        model = next(named, platform.machine())
     except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+        model = platform.processor() or platform.machine()
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}"

@@ -41,7 +41,8 @@ def own_model(tmp_path, monkeypatch):
 
 
 def start(config, **changes):
-    return provenance.of_start(Runtime(), "harness.apex", ["here: cpu"], provenance.code(config)) | changes
+    ranks = [{"host": "here", "device": "cpu", "name": "cpu", "processor": "a CPU, AVX2"}]
+    return provenance.of_start(Runtime(), "harness.apex", ranks, provenance.code(config)) | changes
 
 
 def test_start_counts_the_ranks(own_model):
@@ -149,5 +150,9 @@ def test_what_changed_since_the_last_start_is_named(own_model):
     assert "amp harness.apex -> apex 0.1, torch " in warning
     assert " -> 9.0, source code of widths_of_nets " in warning
     assert "pandas" not in warning  # its output is compared itself
+    other = {"packages": {**before["packages"], "pillow": "9.0"}, "ranks": [{**before["ranks"][0], "processor": "b"}]}
+    (warning,) = provenance.warnings(before, start(config, **other))
+    assert "pillow " in warning
+    assert "device a CPU, AVX2 -> b" in warning
     (warning,) = provenance.warnings({**before, "threads": torch.get_num_threads() + 1}, before)
     assert f"set OMP_NUM_THREADS={torch.get_num_threads() + 1} to resume exactly" in warning
