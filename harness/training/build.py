@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
@@ -16,6 +17,7 @@ from torch import nn
 
 from harness.config import loader
 from harness.config.schema import Config
+from harness.data.batch import read
 from harness.data.loader import EvalData, Loader, TrainData
 from harness.data.seeds import INITIAL_WEIGHTS, TRAINING
 from harness.data.shards import bounds
@@ -311,4 +313,5 @@ def _without_values(config: Config, task: OpenedTask) -> nn.Module:
 def require_mixable(config: Config, task: OpenedTask) -> None:
     """Raise ConfigError if train.mixup or train.cutmix is set and does not fit the task."""
     if config.train.mixup or config.train.cutmix:
-        mixing.require(config.train, task.prepare(task.train.batch(np.zeros(1, np.int64), 0).inputs))
+        batch = read(copy.copy(task.train), np.zeros(1, np.int64), 0)  # loader workers must not share a file it opens
+        mixing.require(config.train, task.prepare(batch.inputs))

@@ -20,13 +20,13 @@ from torch import nn
 from harness import cli
 from harness.apex import amp
 from harness.config import loader
-from harness.config.schema import ModelSection, TaskSection
+from harness.config.schema import ModelSection, TaskSection, TrainSection
 from harness.config.targets import LabelledTask
 from harness.data.batch import Batch
 from harness.distributed.runtime import Runtime
 from harness.errors import EXIT_OWN_CODE, ConfigError, DataError, HarnessError, OwnCodeError
 from harness.inference import predict
-from harness.training import loop, main
+from harness.training import build, loop, main
 from harness.training.check import preflight
 from harness.training.evaluation import evaluate
 from harness.training.run import Run
@@ -517,6 +517,7 @@ def test_a_dataset_that_augments_is_read_as_in_training_and_by_a_copy():
     model = task.model(ModelSection(name="linear", args={"num_classes": 4}))
     assert model.layer.weight.shape == (4, 3)
     assert len(task.fingerprint) == 64
+    build.require_mixable(SimpleNamespace(train=TrainSection(mixup=0.2)), task)
     assert task.train.file is None, "loader workers must not share it"
 
 
