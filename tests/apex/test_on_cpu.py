@@ -464,6 +464,9 @@ def test_streams_and_events():
         x = torch.ones(2).pin_memory().cuda(non_blocking=True)
         x.record_stream(torch.cuda.current_stream())
     assert torch.cuda.current_stream() is not stream
+    with stream as entered, torch.cuda.Stream() as other, stream:
+        assert torch.cuda.current_stream() is entered is stream is not other
+    assert torch.cuda.current_stream() is torch.cuda.default_stream()
     stream.wait_event(stream.record_event())
     end.record()
     torch.cuda.synchronize()

@@ -103,6 +103,15 @@ class Stream:
         count_call("torch.cuda.Stream")
         self.device = torch.device("cpu")
         self.priority = priority
+        self._before: list[Stream | None] = []  # the streams that were current where it was entered
+
+    def __enter__(self) -> Stream:
+        self._before.append(getattr(_current, "stream", None))
+        _current.stream = self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _current.stream = self._before.pop()
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
