@@ -25,7 +25,8 @@ class OptimizerProxy(Optimizer):
         return inner
 
     def __getattr__(self, name: str) -> Any:
-        if name == self.inner_name or name.startswith("__"):  # a copy under construction has no inner optimizer yet
+        # a copy under construction has no inner optimizer yet
+        if name in (self.inner_name, "_inner") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._inner, name)
 

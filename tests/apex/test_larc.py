@@ -248,6 +248,7 @@ def test_copies_and_pickles_train_on():
     p = _parameter([3.0, 4.0], [0.6, 0.8])
     larc = LARC(SGD([p], lr=0.1, momentum=0.9, weight_decay=0.5), trust_coefficient=0.5, clip=False, eps=1e-3)
     larc.step()
+    assert not hasattr(LARC.__new__(LARC), "lr")  # as copies are made; it has no optimizer yet
     for twin in (copy.deepcopy(larc), pickle.loads(pickle.dumps(larc))):
         assert type(twin) is LARC
         assert (twin.trust_coefficient, twin.clip, twin.eps) == (0.5, False, 1e-3)
