@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.apex import amp
+from harness.apex import amp, amp_C
 from harness.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from harness.apex.optimizers.fused_optimizer import step_for_kernel
 from tests.apex.optimizer_cases import (
     BFLOAT,
     CASES,
@@ -454,3 +455,23 @@ def test_cuda_equals_cpu_without_host_sync(make):
     file.seek(0)
     other.load_state_dict(torch.load(file, map_location="cpu"))
     assert_same_training([(on_gpu, second), (others, other)], 1, start=3)
+
+
+def test_kernels_are_given_float32_under_another_default_dtype():
+    """CUDA's read float32 from tensors of any dtype; those that unscale refuse others."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        params = params_of(torch.float32)
+        cpu, optimizer = torch.device("cpu"), FusedAdam(params)
+        for corrected, expected in ((True, 3.0), (False, math.inf)):
+            step = step_for_kernel({"step": 3, "bias_correction": corrected}, cpu)
+            assert (step.dtype, step.item()) == (torch.float32, expected)
+        amp.initialize(nn.Linear(1, 1).float(), optimizer, opt_level="O1", verbosity=0)
+        with amp.scale_loss(sum(p.sum() for p in params), optimizer) as loss:
+            loss.backward()
+        assert all((p.grad == 1).all() for p in params)
+        flag = torch.zeros(1, dtype=torch.int32)
+        amp_C.multi_tensor_scale(1, flag, [params, copied(params)], 2.0)
+        assert amp_C.multi_tensor_l2norm(1, flag, [[]], True)[1].dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -248,11 +248,11 @@ class LossScaler:
 
     def _buffers(self, device: torch.device, inverse: float | Tensor) -> tuple[Tensor, Tensor]:
         if device not in self._found_inf:
-            self._found_inf[device] = torch.zeros((), device=device)  # 0-dim: DTensors take it as equal on all ranks
+            # 0-dim: DTensors take it as equal on all ranks
+            self._found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
         if isinstance(inverse, Tensor):
             return self._found_inf[device], inverse.to(device, torch.float32)
         cached = self._inverse.get(device)
         if cached is None or cached[0] != inverse:
-            cached = (inverse, torch.full((), inverse, device=device))
-            self._inverse[device] = cached
+            self._inverse[device] = cached = (inverse, torch.full_like(self._found_inf[device], inverse))
         return self._found_inf[device], cached[1]

@@ -246,10 +246,11 @@ def step_for_kernel(group: Group, device: torch.device) -> Tensor:
 
     Without bias correction it is infinity, at which the kernels' correction ``1 - beta**step`` is 1.
     """
-    if not group["bias_correction"]:
-        return torch.full((), math.inf, device=device)
-    step = group["step"]
-    return step.to(device, torch.float32) if isinstance(step, Tensor) else torch.full((), float(step), device=device)
+    step = group["step"] if group["bias_correction"] else math.inf
+    if isinstance(step, Tensor):
+        return step.to(device, torch.float32)
+    # whatever the default dtype is: the kernels of CUDA read float32
+    return torch.full((), step, dtype=torch.float32, device=device)
 
 
 def _check_options(name: str, options: dict[str, Any]) -> None:

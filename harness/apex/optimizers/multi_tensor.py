@@ -89,7 +89,7 @@ def multi_tensor_l2norm(
     the flag's device.
     """
     (xs,) = checked_lists(tensor_lists, "multi_tensor_l2norm", 1)
-    each = torch.zeros(len(xs), device=noop_flag.device)
+    each = torch.zeros(len(xs), dtype=torch.float32, device=noop_flag.device)
     groups = indices_by_kind(xs)
     found = [norms([xs[i] for i in indices], dtype=wide(xs[indices[0]])) for indices in groups]
     if found:
@@ -163,8 +163,8 @@ def _scaled(tensors: list[Tensor], scale: float, noop_flag: Tensor | None) -> li
     if noop_flag is not None:
         device, dtype = scaled[0].device, scaled[0].dtype
         factor = scale if dtype is torch.float32 else 1.0  # the kernel's factor is float32, too coarse for float64
-        found_inf = torch.zeros((), device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(scaled, found_inf, torch.full((), factor, device=device))
+        found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(scaled, found_inf, torch.full_like(found_inf, factor))
         noop_flag.masked_fill_((found_inf != 0).to(noop_flag.device), 1)
     if factor != scale:
         torch._foreach_mul_(scaled, scale)
