@@ -78,7 +78,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         ranks, sizes = divide(config, task, runtime)
         copy_files(config, task, runtime)
         parallel, model = strategy_and_model(located, task, ranks)
-        start_weights = load_start_weights(config, runtime, folder, model)
+        start_weights = load_start_weights(config, runtime, folder, model, task)
         model = place(config, parallel, model, has_start_weights=bool(start_weights))
         optimizer, ema, gradient_hook = with_optimizer(config, parallel, model, sizes)
         train_data, eval_data = open_loaders(config, task, parallel, sizes, stop, opened)
@@ -152,13 +152,15 @@ def strategy_and_model(config: Config, task: OpenedTask, ranks: LogicalRanks) ->
     return parallel, model
 
 
-def load_start_weights(config: Config, runtime: Runtime, folder: RunFolder, model: nn.Module) -> dict[str, object]:
+def load_start_weights(
+    config: Config, runtime: Runtime, folder: RunFolder, model: nn.Module, task: OpenedTask
+) -> dict[str, object]:
     """Load ``model.weights`` on rank 0, if this start is the first; return their source and hash. Collective."""
     if config.model.start_weights is None:
         return {}
     from harness.training.models import weights  # late: few runs need it
 
-    return weights.start(model, config, runtime, folder.checkpoints.folder)
+    return weights.start(model, config, runtime, folder.checkpoints.folder, task)
 
 
 def place(config: Config, parallel: ParallelStrategy, model: nn.Module, has_start_weights: bool) -> nn.Module:

@@ -180,24 +180,25 @@ BARE = {
     "Bart": {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
              "decoder_attention_heads": 2, "max_position_embeddings": PLACES, "pad_token_id": 0, "eos_token_id": 3},
     "Bert": {**SIZES, "max_position_embeddings": PLACES},
+    "T5": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "eos_token_id": 3},
 }  # fmt: skip
 
 
-def write_bare(folder: Path, kind: str) -> Path:
-    """A model without a last layer; the tokenizer of a decoder has no padding of its own."""
+def write_bare(folder: Path, kind: str, head: str = "Model", **options: object) -> Path:
+    """A model without a last layer, unless ``head``; the tokenizer of a decoder has no padding of its own."""
     size = write_tokenizer(folder)
     if kind in ("GPT2", "Llama"):
         backend = transformers.AutoTokenizer.from_pretrained(folder).backend_tokenizer
         transformers.PreTrainedTokenizerFast(
             tokenizer_object=backend, unk_token="[UNK]", eos_token="[SEP]"
         ).save_pretrained(folder)
-    config = getattr(transformers, f"{kind}Config")(vocab_size=size, **BARE[kind])
-    getattr(transformers, f"{kind}Model")(config).save_pretrained(folder)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=size, **BARE[kind], **options)
+    getattr(transformers, f"{kind}{head}")(config).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize(
-    ("kind", "labels"), [*zip(BARE, ("single_label", "regression", "single_label", "regression"), strict=True)]
+    ("kind", "labels"), [*zip(BARE, ("single_label", "regression", "single_label", "regression"), strict=False)]
 )
 def test_a_bare_model_of_texts_gets_a_new_last_layer(make, tmp_path, kind, labels):
     """Which reads the last token of a decoder, or the last one that ends a text: not the padding."""
@@ -249,6 +250,38 @@ def test_a_last_layer_of_other_outputs_is_new(make, tmp_path):
     task, model = built(config)
     assert "classifier.bias) is not loaded but newly initialized: 3 outputs" in weights.load(model, config)["summary"]
     assert model(task.train.batch(np.arange(2), None).inputs).shape == (2, 2)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Bart"])
+@pytest.mark.parametrize(
+    ("theirs", "ours", "told"),
+    [
+        ("class 1, class 0", "class 0, class 1", "; its classes {} are put in the order {}"),
+        ("bad, good", "class 0, class 1", "newly initialized: the classes are {} in the file, {} here"),
+        ("bad, good", "0, 1", "; its classes {} are taken for {}"),
+        ("LABEL_0, LABEL_1", "class 0, class 1", ""),
+    ],
+)
+def test_outputs_follow_the_names_of_the_classes(make, tmp_path, kind, theirs, ours, told):
+    folder, names = tmp_path / kind, theirs.split(", ")
+    torch.manual_seed(1)
+    write_bare(folder, kind, "ForSequenceClassification", id2label=dict(enumerate(names)))
+    config = make(model={"name": f"hf:{folder}"}, task={"tokenizer": {"name": f"hf:{folder}", "max_length": 20}})
+    if ours == "0, 1":
+        for file in tmp_path.glob("*.csv"):
+            file.write_text(file.read_text().replace("class ", ""))
+    task, model = built(config)
+    *_, last, _ = model.parameters()
+    before = last.detach().clone()
+    summary = weights.load(model, config, task)["summary"]
+    assert summary.endswith(told.format(theirs, ours) or " tensors")
+    there = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).eval()
+    inputs = task.train.batch(np.arange(4), None).inputs
+    expected = there(**dict(zip(model.token_inputs, inputs.unbind(-1), strict=True))).logits
+    assert torch.equal(last, before) == ("newly" in told)
+    if "newly" not in told:
+        expected = expected[:, [1, 0]] if "order" in told else expected
+        torch.testing.assert_close(model.eval()(inputs), expected)
 
 
 class Wrapped(torch.nn.Module):
@@ -561,6 +594,10 @@ def renamed(bert: Path, folder: Path, **keys: object) -> Path:
             {"task": {"tokenizer": {"max_length": 25}}},
             "cannot process a batch .*: it has 24 positions -> set task.tokenizer.max_length=24: the model has no more",
         ),
+        (
+            {"model": {"name": "hf:TMP/t5"}},
+            'decoder_start_token_id.* -> add "decoder_start_token_id": 0, .* config.json',
+        ),
         ({"model": {"lora": {"targets": ["querry"]}}}, "no layer of the model matches 'querry' -> did you mean query"),
         ({"model": {"lora": {"targets": ["encoder"]}}}, "no layer of the model matches 'encoder'"),
         ({"model": {"lora": {"targets": ["xyz"]}}}, "the layers are called word_embeddings, .*, query, "),
@@ -580,6 +617,7 @@ def test_refused_before_training(make, bert, tmp_path, monkeypatch, sections, me
     for name, words in (("large", [*WORDS, *"uvwxyz"]), ("other", WORDS[::-1])):
         write_tokenizer(renamed(bert, tmp_path / name), words)
     renamed(bert, tmp_path / "config")
+    write_bare(tmp_path / "t5", "T5")
     text = json.dumps(sections).replace("TMP", str(tmp_path))
     changed = json.loads(text)
     if options := changed.get("task", {}).get("tokenizer"):
@@ -752,6 +790,27 @@ def test_an_adapter_for_peft(make, tmp_path, monkeypatch, kind, targets):
     other = write_bert(tmp_path / "other", initializer_range=0.5)
     with pytest.raises(ConfigError, match="(?s)beside the matrices are not those of hf:.*-> use --format huggingface"):
         export.export(folder, "peft", tmp_path / "none", [f"model.name=hf:{other}"])
+
+
+def test_a_frozen_last_layer_in_another_order_is_exported(make, tmp_path, monkeypatch):
+    """The matrices change nothing yet, so what is exported computes the logits of the folder, in our order."""
+    monkeypatch.chdir(tmp_path)
+    names = {"id2label": {0: "class 1", 1: "class 0"}}
+    write_bert(tmp_path / "flipped", "BertForSequenceClassification", **names)
+    model = {"name": "hf:flipped", "freeze": ["classifier"], "lora": {"targets": ["query"]}}
+    make(model=model, optimizer={"lr": 1e-12}, train={"epochs": 1})
+    assert run(tmp_path / "config.yaml") == [0], (tmp_path / "terminal-0.txt").read_text()
+    folder = run_folder(tmp_path / "config.yaml")
+    for kind in ("huggingface", "peft"):
+        assert main(["export", str(folder), "--format", kind, "--out", kind]) == 0
+    ids = torch.randint(5, 15, (3, 9), generator=torch.Generator().manual_seed(0))
+    classes = transformers.AutoModelForSequenceClassification
+    expected = classes.from_pretrained("flipped").eval()(ids).logits[:, [1, 0]]
+    whole = classes.from_pretrained("huggingface").eval()
+    assert whole.config.id2label == {0: "class 0", 1: "class 1"}
+    adapter = peft.AutoPeftModelForSequenceClassification.from_pretrained("peft").eval()
+    for there in (whole, adapter):
+        torch.testing.assert_close(there(ids).logits, expected, atol=1e-5, rtol=1e-4)
 
 
 def subject(model: torch.nn.Module, name="hf:none", signature=(), tokenizer=None) -> SimpleNamespace:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,7 +34,7 @@ _NESTED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema", "state_dict",
 _MAX_LISTED = 5
 
 
-def start(model: nn.Module, config: Config, runtime: Runtime, checkpoints: Path) -> dict[str, Any]:
+def start(model: nn.Module, config: Config, runtime: Runtime, checkpoints: Path, task: object) -> dict[str, Any]:
     """Load ``model.weights`` into ``model`` (on the CPU) on rank 0; return what was loaded, for provenance, on every
     rank. Empty if the run is about to resume. Collective; call ``sharding.replicate`` next.
 
@@ -44,7 +44,7 @@ def start(model: nn.Module, config: Config, runtime: Runtime, checkpoints: Path)
     def loaded() -> dict[str, Any]:
         if runtime.rank or config.checkpoint.named or checkpoint.steps(checkpoints):
             return {}
-        facts = load(model, config)
+        facts = load(model, config, task)
         log.info("%14s: %s", "weights", facts["summary"])
         if facts["warning"]:
             log.warning("%s", facts["warning"])
@@ -53,18 +53,21 @@ def start(model: nn.Module, config: Config, runtime: Runtime, checkpoints: Path)
     return runtime.from_first(runtime.patiently("reading the weights to start from", loaded))
 
 
-def load(model: nn.Module, config: Config) -> dict[str, Any]:
+def load(model: nn.Module, config: Config, task: object = None) -> dict[str, Any]:
     """Load ``model.weights`` into ``model``; return the source, its SHA-256, and a summary and a warning for the user.
 
     Raises ConfigError if a weight is missing, unexpected (unless ``model.strict`` is false) or has another shape. The
-    last layer may have another number of outputs: it keeps its initial values.
+    last layer may have another number of outputs, or other classes than the opened ``task``: it keeps its initial
+    values. Those of the same classes are put in the order of the task.
     """
     section = config.model
     assert section.start_weights is not None
     source = find(section.start_weights, section.name)
     given, part = _matched(source.read(model) if source.read else read(source), model, source)
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    heads = _other_head(given, own, model)
+    heads, note = _other_head(given, own, model)
+    if not heads:
+        heads, note = _by_classes(given, model, source.classes, getattr(task, "signature", {}).get("classes", ()))
     # Of a folder of Hugging Face the last layers may be new.
     may_lack = section.name.startswith(HUB) and section.start_weights in (*PRETRAINED, section.name)
     missing = [name for name in own if name not in given and f".{lora.PART}" not in name]
@@ -82,11 +85,8 @@ def load(model: nn.Module, config: Config) -> dict[str, Any]:
     new = [name for name in own if f".{lora.PART}" in name and name not in usable]
     summary = f"{source.name}{part}, {len(usable)} of {len(own) - len(new)} tensors"
     if heads:
-        there, here = next(iter(heads.values()))
-        summary += (
-            f"; the last layer ({_listed(list(heads))}) is not loaded but newly initialized: {there} outputs in the "
-            f"file, {here} here"
-        )
+        summary += f"; the last layer ({_listed(heads)}) is not loaded but newly initialized"
+    summary += note
     if missing:
         summary += f"; not in the file, so newly initialized: {_listed(missing)}"
         params = dict(model.named_parameters())
@@ -222,8 +222,8 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, Mapping) and any(isinstance(item, Tensor) for item in value.values())
 
 
-def _other_head(given: dict[str, Tensor], own: dict[str, Tensor], model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return {name: (outputs in the file, outputs here)} of a last layer with another number of outputs."""
+def _other_head(given: dict[str, Tensor], own: dict[str, Tensor], model: nn.Module) -> tuple[list[str], str]:
+    """Return (the names of a last layer with another number of outputs, what the user is told of them)."""
     last = next(reversed([name.rpartition(".")[0] for name, _ in model.named_parameters()]), "")
     heads = {
         name: (len(given[name]), len(own[name])) for name in own
@@ -231,7 +231,28 @@ def _other_head(given: dict[str, Tensor], own: dict[str, Tensor], model: nn.Modu
         and given[name].dim() and own[name].dim() and given[name].shape[1:] == own[name].shape[1:]
         and _gives_outputs(model, name.rpartition(".")[0], last)
     }  # fmt: skip
-    return heads if len(set(heads.values())) == 1 else {}
+    if len(set(heads.values())) != 1:
+        return [], ""
+    there, here = next(iter(heads.values()))
+    return [*heads], f": {there} outputs in the file, {here} here"
+
+
+def _by_classes(
+    given: dict[str, Tensor], model: nn.Module, classes: Sequence[str], labels: Sequence[str | int]
+) -> tuple[list[str], str]:
+    """Put the outputs of the last layers in ``given``, which are for ``classes``, in the order of ``labels``. Return
+    (the names of these layers if the classes are others, what the user is told)."""
+    theirs, ours = list(classes), [*map(str, labels)]
+    if theirs == ours or len(theirs) != len(ours):
+        return [], ""
+    last, order = lora.last_layers(model), {label: place for place, label in enumerate(theirs)}
+    heads = [name for name in given if given[name].shape[:1] == (len(ours),) and lora.inside(name, last)]
+    if order.keys() == {*ours}:
+        given |= {name: given[name][[order[label] for label in ours]] for name in heads}
+        return [], f"; its classes {_listed(theirs)} are put in the order {_listed(ours)}" if heads else ""
+    if ours == [*map(str, range(len(ours)))]:
+        return [], f"; its classes {_listed(theirs)} are taken for {_listed(ours)}" if heads else ""
+    return heads, f": the classes are {_listed(theirs)} in the file, {_listed(ours)} here"
 
 
 def _gives_outputs(model: nn.Module, layer: str, last: str) -> bool:
@@ -243,7 +264,7 @@ def _gives_outputs(model: nn.Module, layer: str, last: str) -> bool:
 
 
 def _require_fit(
-    given: Mapping[str, Tensor], own: Mapping[str, Tensor], heads: Mapping[str, Any], strict: bool, source: WeightsFile
+    given: Mapping[str, Tensor], own: Mapping[str, Tensor], heads: Collection[str], strict: bool, source: WeightsFile
 ) -> None:
     """Raise ConfigError if weights other than ``heads`` differ in their shape, or, if ``strict``, in their names."""
     unexpected = [name for name in given if name not in own]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +29,8 @@ class WeightsFile(NamedTuple):
     """Mean and standard deviation of the images they expect; None in it: null."""
     read: Callable[[nn.Module], Mapping[str, Any]] | None = None
     """Returns those that a model has too, by their names in it; None: they are read as ``path`` has them."""
+    classes: Sequence[str] = ()
+    """Names of its outputs; empty: not known."""
 
 
 class Library(Protocol):

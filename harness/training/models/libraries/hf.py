@@ -159,7 +159,7 @@ def published(weights: str, name: str) -> Callable[[], WeightsFile]:
 
     def get() -> WeightsFile:
         file = hub.weights(chosen, KEY)
-        return WeightsFile(chosen, file, statistics(chosen), partial(weights_in, file))
+        return WeightsFile(chosen, file, statistics(chosen), partial(weights_in, file), classes(chosen))
 
     return get
 
@@ -183,6 +183,16 @@ def weights_in(file: Path, model: nn.Module) -> dict[str, Tensor]:
         raise ConfigError(f"its weights cannot be read: {why}", where=str(file), hint=hint) from None
     other = {key: torch.empty(shape, device="meta") for key, shape, _ in found["mismatched_keys"]}
     return {key: other.get(key, t) for key, t in there.state_dict().items() if key not in found["missing_keys"]}
+
+
+def classes(name: str) -> list[str]:
+    """Return the names of the model's outputs; empty if it has none but generic ones."""
+    try:
+        found = read_json(hub.folder(name, "model.name") / hub.CONFIG)["id2label"]
+        names = [str(found[str(place)]) for place in range(len(found))]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [] if all(each in (f"LABEL_{place}", str(place)) for place, each in enumerate(names)) else names
 
 
 def statistics(name: str) -> tuple[Any, Any] | None:
