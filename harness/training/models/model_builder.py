@@ -123,11 +123,11 @@ def try_batch(
     try:
         with torch.no_grad():
             found = model.eval()(example)
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError) as error:
         places = _places(model) if name.startswith(HUB) and not example.is_floating_point() else None
         why = f"it has {places} positions" if places and places < example.shape[1] else _reason(error)
         what = f"model {name} cannot process a batch of shape {tuple(example.shape)}: {why}"
-        hint = _fixed_size(model, name, error) or _remedy(model, example, name, task)
+        hint = _of_configuration(model, name, error) or _remedy(model, example, name, task)
         raise determinism.explained(error) or of_part(what, error, "model.name", hint) from error
     finally:
         model.train()
@@ -143,9 +143,14 @@ def try_batch(
         )
 
 
-def _fixed_size(model: nn.Module, name: str, error: Exception) -> str:
-    """Return the hint if ``model``, of transformers, takes only images of the size in its configuration; else ""."""
-    size = getattr(getattr(model, "config", None), "image_size", None)
+def _of_configuration(model: nn.Module, name: str, error: Exception) -> str:
+    """Return the hint if the configuration of ``model``, of transformers, lacks the first token of the decoder, or has
+    another size of images; else ""."""
+    config = getattr(model, "config", None)
+    if name.startswith(HUB) and (key := "decoder_start_token_id") in str(error):
+        padding = getattr(config, "pad_token_id", 0)
+        return f'add "{key}": {padding}, the id of the padding, to config.json in its folder, or in a copy of it'
+    size = getattr(config, "image_size", None)
     if not (name.startswith(HUB) and size and "image size" in str(error)):
         return ""
     height, width = size if isinstance(size, list | tuple) else (size, size)
