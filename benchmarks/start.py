@@ -41,9 +41,9 @@ print(time.monotonic() - start)
 """
 # (module, function, whether the phase ends before or after the call, phase), in the order in which they end
 PHASES = [
-    ("harness.training.main", "open_runtime", "before", "configuration"),
+    ("harness.training.run_start", "open_runtime", "before", "configuration"),
     ("harness.training.main", "run_rank", "before", "meeting of the ranks"),
-    ("harness.training.main", "prepare_folder", "after", "run folder"),
+    ("harness.training.run_start", "prepare_folder", "after", "run folder"),
     ("harness.training.build", "open_task", "after", "opening the data"),
     ("harness.training.build", "build_model", "after", "building the model"),
     ("harness.training.build", "build", "after", "optimizer, amp, loaders"),

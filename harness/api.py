@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from harness.config.schema import Config
     from harness.inference.trained_model import TrainedModel
-    from harness.training.main import RunStart
     from harness.training.run import Run
+    from harness.training.run_start import RunStart
 
 log = logging.getLogger("harness")
 
@@ -240,19 +240,19 @@ def _started(config: Config) -> Iterator[RunStart]:
     from harness.distributed.launch_env import detect
     from harness.distributed.meeting import telling_peers
     from harness.runs import console
-    from harness.training import determinism, main
+    from harness.training import determinism, run_start
     from harness.training.exit_report import explained
 
     with _as_before(), ExitStack() as stack:
         launch = replace(detect(os.environ), call=next(_calls))
         console.to_terminal(launch.rank)
-        start: main.RunStart | None = None
+        start: run_start.RunStart | None = None
         try:
             with telling_peers(launch):
                 determinism.require(config.train.deterministic)  # before CUDA starts
-            runtime = stack.enter_context(main.connected(launch, config))
+            runtime = stack.enter_context(run_start.connected(launch, config))
             _stores[:] = [runtime.store]
-            start = main.RunStart(config, runtime, shown=False)
+            start = run_start.RunStart(config, runtime, shown=False)
             yield start
         except (Exception, SystemExit) as error:
             shown = explained(error, start.run if start else None)

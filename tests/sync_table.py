@@ -23,9 +23,9 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.training import build, checkpointing, counting, loop
 from harness.training.evaluation.evaluate import evaluate
-from harness.training.main import run_folder
 from harness.training.optimizer.ema import Ema
 from harness.training.run import Run
+from harness.training.run_start import run_folder
 from tests.fixtures import make_config, settings, write_rows, write_yaml
 from tests.ranks import run_ranks
 from tests.syncs import ROOT, Gpu, Sync, fake_gpu

@@ -49,8 +49,8 @@ from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.prediction_table import UNKNOWN_SHOWN, Totals
 from harness.training.evaluation.predictions import Predictor
 from harness.training.exit_report import ExitReporter, failed_early
-from harness.training.main import connected
 from harness.training.optimizer import optim, precision, trained_parameters
+from harness.training.run_start import connected
 from harness.training.task import OpenedTask, PredictingTask, Supervised, SupportsNewData
 
 log = logging.getLogger("harness")

@@ -57,11 +57,11 @@ _PRINT_S = 20.0  # for local rank 0 to print an early error; torch's launcher cu
 
 
 class ExitReporter:
-    """Writes this rank's RankExit once. ``run`` is set as soon as it is built, for the step in the record. Without a
-    ``folder`` it only reports to the terminal and the other ranks; without ``shown`` only to the ranks."""
+    """Writes this rank's RankExit once. ``folder`` and ``run`` are set as soon as they are there; before it has a
+    ``folder`` it reports only to the terminal and the other ranks, and without ``shown`` only to the ranks."""
 
     def __init__(self, runtime: Runtime, folder: RunFolder | None = None, shown: bool = True) -> None:
-        self._runtime, self._folder, self._shown = runtime, folder, shown
+        self._runtime, self.folder, self._shown = runtime, folder, shown
         self.run: Run | None = None
 
     def step(self) -> int | None:
@@ -70,7 +70,7 @@ class ExitReporter:
 
     @property
     def _claimed(self) -> RunFolder | None:
-        return self._folder if self._folder and self._folder.claimed else None
+        return self.folder if self.folder and self.folder.claimed else None
 
     def ended(self, done: bool, why: str) -> int:
         """Report that training is done or was stopped; return the exit code."""
@@ -83,8 +83,8 @@ class ExitReporter:
         self._write(record)
         if first and self._claimed:
             exit_files.write_first(self._claimed.path, first)
-        if self._folder:
-            self._folder.detach(self._runtime.rank, done=False)
+        if self.folder:
+            self.folder.detach(self._runtime.rank, done=False)
 
     def failed(self, error: BaseException, watchdog: Watchdog) -> int:
         """Report ``error``: in failure.json and on the terminal by the rank that failed first, and in every rank's log.
@@ -109,7 +109,7 @@ class ExitReporter:
         is_own = first.rank == record.rank and first.cause is Cause.HUNG  # as the other ranks have found
         code = self._write(first if is_own else replace(record, exit_code=first.exit_code))
         if first != reported:
-            see = f"; see {self._folder.where}/{layout.FAILURE}" if self._folder else ""
+            see = f"; see {self.folder.where}/{layout.FAILURE}" if self.folder else ""
             log.info("exiting: rank %s failed first%s", first.rank, see, extra=console.OF_NODE)
             return code
         if self._shown:

@@ -1,47 +1,24 @@
-"""A training process from start to exit code: environment, configuration, meeting of the ranks, run folder, training.
-
-with RunStart(config, runtime) as run:
-    ...  # training
-"""
+"""A training process from its environment to its exit code."""
 
 from __future__ import annotations
 
 import logging
-import os
-import sys
-import time
-import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
-from pathlib import Path
-from types import TracebackType
-from typing import Any
-
-import torch
+from contextlib import ExitStack
 
 from harness.config import loader
-from harness.config.places import is_url
 from harness.config.schema import Config
-from harness.distributed import signals
-from harness.distributed.agreement import Facts
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.meeting import telling_peers
-from harness.distributed.process_group import open_runtime
 from harness.distributed.runtime import Runtime
-from harness.distributed.stop import Stop, on_signals
-from harness.distributed.watchdog import Watchdog
-from harness.errors import EXIT_DONE, EXIT_FAILURE, HarnessError, plural
-from harness.runs import console, provenance
-from harness.runs.run_dir import RunFolder, cannot_write
-from harness.training import build, description, determinism, loop
+from harness.errors import HarnessError, plural
+from harness.runs import console
+from harness.training import determinism, loop
 from harness.training.evaluation import final_predictions
-from harness.training.exit_report import ExitReporter, failed_early
-from harness.training.optimizer import precision
-from harness.training.run import Run
+from harness.training.exit_report import failed_early
+from harness.training.run_start import RunStart, connected
 
 log = logging.getLogger("harness")
-
-_LAUNCHER_S = 3.0  # for torch's launcher to notice that a machine wants to join; it polls once per second
 
 
 def main(
@@ -81,26 +58,6 @@ def main(
         return run_rank(config, runtime)
 
 
-def connected(launch: Launch, config: Config) -> AbstractContextManager[Runtime]:
-    """Context with the other ranks of ``launch``, which have the same ``facts``. Collective."""
-    section = config.runtime
-    limits = section.timeout_s, section.work_timeout_s
-    return open_runtime(launch, section.device, *limits, facts=lambda device: facts(config, device))
-
-
-def facts(config: Config, device: torch.device) -> list[Facts]:
-    """Return the values that must be equal on every rank at the start. Raises ConfigError."""
-    chosen = precision.choose(config.precision, device, config.needs_our_amp)
-    amp: dict[str, Any] = {"amp": chosen.backend}
-    if device.type == "cuda" and config.precision.opt_level in ("O4", "O5"):
-        amp["bfloat16 support of the GPU"] = torch.cuda.is_bf16_supported(including_emulation=False)
-    same = (
-        "install the same Apex on every machine, or set precision.backend=harness; use GPUs that support the same "
-        "dtypes"
-    )
-    return [*provenance.facts(config), Facts(same, amp)]
-
-
 def run_rank(config: Config, runtime: Runtime) -> int:
     """Train as one rank of a run; return the exit code. Every rank calls it."""
     started = RunStart(config, runtime)
@@ -111,184 +68,3 @@ def run_rank(config: Config, runtime: Runtime) -> int:
         if error is not started.error:
             raise
     return started.code
-
-
-class RunStart:
-    """One start of a run on one rank: it claims the run folder, builds the run, and in the end reports how it ended.
-
-    A context with the run as its value. Every rank enters it. An error, of the body too, is reported to the other
-    ranks, in failure.json and, with ``shown``, on the terminal; then it leaves the context."""
-
-    def __init__(self, config: Config, runtime: Runtime, shown: bool = True) -> None:
-        self.config, self.runtime = config, runtime
-        self.done = False
-        """Set it in the body: False, the default, means stopped early, with a checkpoint to resume from."""
-        self.code = EXIT_FAILURE
-        self.error: BaseException | None = None
-        self._pid = os.getpid()
-        self._folder = run_folder(config)
-        self._stop = Stop(runtime)
-        self._reporter = ExitReporter(runtime, self._folder, shown)
-
-    @property
-    def run(self) -> Run | None:
-        """The run, once it is built."""
-        return self._reporter.run
-
-    def __enter__(self) -> Run:
-        reporter = self._reporter
-        with ExitStack() as stack:
-            stack.enter_context(on_signals(self._stop, unfinished=lambda: self.run.progress.rest() if self.run else ""))
-            watching = Watchdog(self.runtime, self._stop, on_blocked=reporter.blocked, step=reporter.step)
-            self._watchdog = stack.enter_context(watching)
-            stack.enter_context(precision.half_on_cpu(self.config.precision, self.runtime.device))
-            if self.config.model.compile:
-                with self.runtime.announced("loading the compiler"):
-                    from harness.training.models import compiled  # late: few runs need it
-
-                    stack.enter_context(compiled.fresh_compiler())
-            stack.callback(self._close)
-            try:
-                prepare_folder(self.config, self.runtime, self._folder)
-                run = reporter.run = build.build(self.config, self.runtime, self._folder, self._stop)
-                if not self._folder.claimed:
-                    take_over_finished(self.runtime, self._folder)
-                description.announce(run)
-            except BaseException as error:
-                self._failed(error)
-                raise
-            self._contexts = stack.pop_all()
-        return run
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._end_if_forked(error)
-        with self._contexts:
-            if error is not None:
-                self._failed(error)
-                return
-            try:
-                self._end()
-            except BaseException as late:
-                self._failed(late)
-                raise
-
-    def _end(self) -> None:
-        run = self.run
-        assert run is not None  # built by __enter__
-        deliver(self._folder, self.runtime, self.done)
-        description.conclude(run, self.done)
-        self.runtime.barrier()
-        self.code = self._reporter.ended(self.done, self._stop.reason)
-        if not self.done:
-            wait_for_launcher(self.runtime.launch, self._stop)
-
-    def _failed(self, error: BaseException) -> None:
-        """Report ``error``, unless it is how Python ends a process or a generator."""
-        self._end_if_forked(error)
-        if isinstance(error, KeyboardInterrupt | GeneratorExit):
-            return
-        if isinstance(error, HarnessError):
-            loader.placed(error, self.config)
-        self.error = error
-        self.code = self._reporter.failed(error, self._watchdog)
-
-    def _end_if_forked(self, error: BaseException | None) -> None:
-        """End a process that the user's code has forked, as Python would. The run belongs to its parent, which goes on:
-        its files, connections and locks are not for this process to close."""
-        if os.getpid() == self._pid:
-            return
-        code = error.code if isinstance(error, SystemExit) else int(error is not None)
-        if error is not None and not isinstance(error, SystemExit):
-            traceback.print_exception(error)
-        elif isinstance(code, str):
-            print(code, file=sys.stderr)
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code if isinstance(code, int) else int(code is not None))
-
-    def _close(self) -> None:
-        signals.finish(self.code)
-        if self.run is not None:
-            self.run.close()
-        self._folder.detach(self.runtime.rank, done=self.code == EXIT_DONE)
-        self._folder.unlock()
-
-
-def run_folder(config: Config) -> RunFolder:
-    """Return the folder OUTPUT/NAME. Raises ConfigError for a URL at which no run can be kept."""
-    if is_url(config.output):
-        from harness.runs import remote  # late: it imports fsspec, which few runs need
-
-        return remote.run_folder(config)
-    return RunFolder(Path(config.output) / config.name, config.checkpoint.keep, config.checkpoint.format)
-
-
-def wait_for_launcher(launch: Launch, stop: Stop) -> None:
-    """Wait a moment for this machine's launcher to send the signal that stopped a rank of another machine.
-
-    When a machine joins, the launchers restart their ranks one after the other. A launcher whose ranks are gone before
-    it signals them counts them as failed. Where no machine can join, waiting would only delay the exit, and the
-    restarted pod of another machine could connect to a rank that is about to end.
-    """
-    if launch.may_grow and launch.world_size > launch.local_world_size:
-        until = time.monotonic() + _LAUNCHER_S
-        while not stop.reason and time.monotonic() < until:
-            time.sleep(0.05)
-
-
-def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:
-    """Claim the run folder for this start, and open its logs on every rank. Collective.
-
-    A finished run on a disk stays finished, and is not ``claimed``, until ``take_over_finished``; one at a URL does
-    not stay so.
-    """
-    note = runtime.patiently(
-        "preparing the run folder", lambda: claim(config, runtime, folder) if runtime.rank == 0 else ""
-    )
-    start, folder.claimed = runtime.from_first((folder.start, folder.done_at is None))
-    runtime.patiently("fetching the run", lambda: folder.attach(runtime.rank, start))
-    with runtime.together("opening the logs"):
-        try:
-            if runtime.launch.local_rank == 0 < runtime.rank and folder.claimed:
-                folder.forget_end()  # without a shared disk each machine has its own folder
-            console.to_file(folder.logs, runtime.rank)
-        except OSError as error:
-            raise cannot_write(folder.logs, error) from None
-    if note:
-        log.info(note)
-
-
-def take_over_finished(runtime: Runtime, folder: RunFolder) -> None:
-    """Claim the folder of a finished run, now that nothing keeps this start from its first step. Collective."""
-    with runtime.together("taking over the run"):
-        if runtime.launch.local_rank == 0:
-            try:
-                folder.forget_end()
-            except OSError as error:
-                raise cannot_write(folder.path, error) from None
-    folder.claimed = True
-
-
-def claim(config: Config, runtime: Runtime, folder: RunFolder) -> str:
-    """Claim the folder, on rank 0; return a note for the user about an earlier run in it. That run is moved aside only
-    if the new one passes a rehearsal."""
-    folder.lock()
-    return folder.claim(config, lambda: build.rehearse(config, runtime.world_size))
-
-
-def deliver(folder: RunFolder, runtime: Runtime, done: bool) -> None:
-    """Wait until all results are stored. A failed upload ends a finished run with an error; a stopped run only logs it,
-    since the same command resumes from what was uploaded. Collective."""
-
-    def work() -> None:
-        if runtime.rank == 0:
-            folder.wait_published()
-
-    try:
-        runtime.patiently("uploading the results", work)
-    except HarnessError as error:
-        if done:
-            raise
-        if error.origin_rank in (None, runtime.rank):
-            log.error("error: %s", error)

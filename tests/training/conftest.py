@@ -11,8 +11,8 @@ from harness.config.schema import Config
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.training import build
-from harness.training.main import run_folder
 from harness.training.run import Run
+from harness.training.run_start import run_folder
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from harness.errors import ConfigError
 from harness.trackers.metrics_log import MetricsLog
 from harness.training import build, description, division
 from harness.training.checkpoint_writer import CheckpointWriter
-from harness.training.main import run_folder
+from harness.training.run_start import run_folder
 from tests.fixtures import make_config, write_rows
 from tests.ranks import run_ranks
 

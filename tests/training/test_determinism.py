@@ -371,7 +371,7 @@ def test_deterministic_mode_does_not_fill_new_tensors():
 
 
 def cublas_setting_when_ranks_connect(words: list[str]) -> list[str | None]:
-    from harness.training import main
+    from harness.training import run_start
 
     seen = []
 
@@ -379,7 +379,7 @@ def cublas_setting_when_ranks_connect(words: list[str]) -> list[str | None]:
         seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
         raise ConfigError("planned")
 
-    main.open_runtime = connect
+    run_start.open_runtime = connect
     assert cli.main(["train", *words]) == 2
     return seen
 

@@ -9,8 +9,9 @@ import pytest
 from harness.distributed.runtime import Runtime
 from harness.errors import DataError
 from harness.tasks.image_csv.task import ImageCsv
-from harness.training import loop, main
+from harness.training import loop
 from harness.training.first_look import FirstLook
+from harness.training.run_start import RunStart
 from tests.fixtures import make_config, write_rows
 
 
@@ -23,9 +24,7 @@ def folder(tmp_path):
 
 
 def train(folder, *overrides):
-    with main.RunStart(
-        make_config(folder, ("train.epochs=1", "train.deterministic=false", *overrides)), Runtime()
-    ) as run:
+    with RunStart(make_config(folder, ("train.epochs=1", "train.deterministic=false", *overrides)), Runtime()) as run:
         loop.train(run)
         return run
 

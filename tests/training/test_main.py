@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import re
 import signal
 import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +19,8 @@ import torch.distributed as dist
 
 from harness import cli
 from harness.config import loader
-from harness.distributed.launch_env import Launch
+from harness.distributed.launch_env import Launch, detect
+from harness.distributed.process_group import open_runtime
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
@@ -27,6 +31,7 @@ from harness.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
     EXIT_OWN_CODE,
+    EXIT_USAGE,
     ConfigError,
     DataError,
     LaunchError,
@@ -34,9 +39,10 @@ from harness.errors import (
 )
 from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
-from harness.training import description, main, train_command
+from harness.training import description, main, run_start, train_command
 from harness.training.exit_report import ExitReporter, explained, failed_early
 from harness.training.mixing import mixed_loss
+from harness.training.run_start import RunStart
 from harness.training.state import State
 from harness.training.task import BaseTask
 from tests.conftest import ROOT
@@ -48,12 +54,12 @@ TWO_MACHINES = {"world_size": 2, "local_world_size": 1, "elastic": True, "may_gr
 
 def seconds_to_wait(stop: Stop, **launch) -> float:
     begin = time.monotonic()
-    main.wait_for_launcher(Launch(**launch), stop)
+    run_start.wait_for_launcher(Launch(**launch), stop)
     return time.monotonic() - begin
 
 
 def test_rank_without_a_signal_waits_for_its_own_launcher(monkeypatch):
-    monkeypatch.setattr(main, "_LAUNCHER_S", 100.0)
+    monkeypatch.setattr(run_start, "_LAUNCHER_S", 100.0)
     stop = Stop(Runtime())
     threading.Timer(0.3, stop.request, ["SIGTERM"]).start()
     assert 0.2 < seconds_to_wait(stop, **TWO_MACHINES) < 100
@@ -61,13 +67,13 @@ def test_rank_without_a_signal_waits_for_its_own_launcher(monkeypatch):
 
 
 def test_wait_for_the_launcher_is_bounded(monkeypatch):
-    monkeypatch.setattr(main, "_LAUNCHER_S", 0.3)
+    monkeypatch.setattr(run_start, "_LAUNCHER_S", 0.3)
     assert seconds_to_wait(Stop(Runtime()), **TWO_MACHINES) > 0.2
 
 
 @pytest.mark.parametrize("difference", [{"may_grow": False}, {"local_world_size": 2}])
 def test_no_rank_waits_where_no_machine_can_join(monkeypatch, difference):
-    monkeypatch.setattr(main, "_LAUNCHER_S", 100.0)
+    monkeypatch.setattr(run_start, "_LAUNCHER_S", 100.0)
     assert seconds_to_wait(Stop(Runtime()), **{**TWO_MACHINES, **difference}) < 100
 
 
@@ -110,7 +116,7 @@ def test_unexpected_error_before_rendezvous_is_recorded(tmp_path, monkeypatch, c
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(main, "open_runtime", fail)
+    monkeypatch.setattr(run_start, "open_runtime", fail)
     monkeypatch.setattr(main.determinism, "require", lambda level: None)  # it changes settings of the whole process
     monkeypatch.setattr(main.console, "to_terminal", lambda *words: None)  # it replaces the log's handlers
     file = tmp_path / "error.json"
@@ -244,17 +250,38 @@ class Odd(BaseException):
     """An error that is no Exception."""
 
 
-def test_error_that_is_no_exception_is_recorded_while_a_run_is_built(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("module", "name"), [(run_start.build, "build"), (run_start.precision, "half_on_cpu")])
+def test_error_that_is_no_exception_is_recorded_while_a_run_is_built(tmp_path, monkeypatch, module, name):
     def build(*_):
         raise Odd("of the user's own code")
 
-    monkeypatch.setattr(main.build, "build", build)
-    start = main.RunStart(make_config(tmp_path), Runtime())
+    monkeypatch.setattr(module, name, build)
+    start = RunStart(make_config(tmp_path), Runtime())
     with pytest.raises(Odd), start:
         pytest.fail("the run was built")
     failure = json.loads((tmp_path / "runs" / "small" / "failure.json").read_text())
     assert (failure["error"], start.code) == ("Odd", EXIT_OWN_CODE)
     assert re.fullmatch(r"tests/training/test_main\.py:\d+: of the user's own code", failure["message"])
+
+
+def _without_folder(folder: Path) -> tuple[int, RankExit | None]:
+    """The exit code of a rank, and its record. Rank 1 cannot have a run folder."""
+    rank, early = os.environ["RANK"], folder / f"early-{os.environ['RANK']}.json"
+    os.environ[exit_files.EARLY] = str(early)
+    config = make_config(folder / rank, ["output=memory://runs"] if rank == "1" else ())
+    with open_runtime(detect(os.environ), "cpu", 20.0) as runtime, contextlib.suppress(ConfigError):
+        start = RunStart(config, runtime)
+        with start:
+            pytest.fail("the run was built")
+    return start.code, exit_files.read_record(early)
+
+
+def test_error_of_one_rank_in_opening_the_run_folder_reaches_all(tmp_path):
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    (first, _), (second, record) = run_ranks(2, _without_folder, tmp_path, group=False, timeout_s=60)
+    assert (first, second) == (EXIT_USAGE, EXIT_USAGE)
+    assert (record.cause, record.error, record.rank) == (Cause.ERROR, "ConfigError", 1)
 
 
 def test_error_at_the_end_of_a_run_is_recorded(tmp_path, monkeypatch):
@@ -265,7 +292,7 @@ def test_error_at_the_end_of_a_run_is_recorded(tmp_path, monkeypatch):
     write_rows(tmp_path, "eval", 4)
     monkeypatch.setattr(description, "conclude", finish)
     monkeypatch.setattr(main.determinism, "require", lambda level: None)  # it changes settings of the whole process
-    start = main.RunStart(make_config(tmp_path), Runtime())
+    start = RunStart(make_config(tmp_path), Runtime())
     with pytest.raises(OSError, match="No space"), start:
         pass
     failure = json.loads((tmp_path / "runs" / "small" / "failure.json").read_text())
@@ -277,7 +304,7 @@ def test_error_while_a_run_is_built_names_the_line_of_the_setting(tmp_path):
     write_rows(tmp_path, "train", 4)
     write_rows(tmp_path, "eval", 4)
     path = write_yaml(tmp_path / "x.yaml", {"optimizer": {"name": "adamv"}, **settings(tmp_path)})
-    start = main.RunStart(loader.load(path, ["train.deterministic=false"]), Runtime())
+    start = RunStart(loader.load(path, ["train.deterministic=false"]), Runtime())
     with pytest.raises(ConfigError, match=f"^{path}:2: optimizer.name: unknown optimizer 'adamv'"), start:
         pytest.fail("the run was built")
     failure = json.loads((tmp_path / "runs" / "small" / "failure.json").read_text())

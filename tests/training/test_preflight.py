@@ -20,7 +20,7 @@ from harness.errors import EXIT_OWN_CODE, ConfigError, DataError, TrainingError
 from harness.tasks.image_csv.task import ImageCsv
 from harness.training import build
 from harness.training.check import preflight, trial
-from harness.training.main import run_folder
+from harness.training.run_start import run_folder
 from tests.fixtures import settings, write_rows, write_yaml
 
 

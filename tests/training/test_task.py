@@ -26,10 +26,11 @@ from harness.data.batch import Batch
 from harness.distributed.runtime import Runtime
 from harness.errors import EXIT_OWN_CODE, ConfigError, DataError, HarnessError, OwnCodeError
 from harness.inference import predict
-from harness.training import build, loop, main
+from harness.training import build, loop
 from harness.training.check import preflight
 from harness.training.evaluation import evaluate
 from harness.training.run import Run
+from harness.training.run_start import RunStart
 from harness.training.task import (
     Arrays,
     BaseTask,
@@ -177,7 +178,7 @@ def checked(folder: Path, fault: str) -> list[HarnessError]:
 def train(folder: Path, fault: str) -> Run:
     amp.reset()
     try:
-        with main.RunStart(loader.load(configured(folder, fault)), Runtime()) as run:
+        with RunStart(loader.load(configured(folder, fault)), Runtime()) as run:
             loop.train(run)
             return run
     finally:
