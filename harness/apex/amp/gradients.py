@@ -80,10 +80,8 @@ def finish(optimizer: Optimizer, scaler: LossScaler, scale: float | Tensor) -> N
     """Unscale the gradients of the context that ends into their targets."""
     stash = stash_of(optimizer)
     fresh: list[Tensor] = []  # scaled, to unscale in place
-    copies: list[Tensor] = []  # new gradients of masters, and what they are copied from
-    originals: list[Tensor] = []
-    sums: list[Tensor] = []  # accumulated before, unscaled, and what is added to them
-    added: list[Tensor] = []
+    copies: list[tuple[Tensor, Tensor]] = []  # a new gradient of a master, and what is copied into it
+    sums: list[tuple[Tensor, Tensor]] = []  # one accumulated before, unscaled, and what is added to it
     unchecked: list[Tensor] = []  # accumulated before, perhaps in contexts that checked nothing, and not in the others
     for parameter, target in _with_targets(optimizer, stash):
         earlier, new = take_aside(parameter), parameter.grad
@@ -99,20 +97,18 @@ def finish(optimizer: Optimizer, scaler: LossScaler, scale: float | Tensor) -> N
                 unchecked.append(values_of(total))
         elif earlier is not None:
             target.grad = earlier = earlier.to(target.dtype)
-            sums.append(earlier)
-            added.append(new)
+            sums.append((earlier, new))
         elif target is parameter:
             fresh.append(new)
         else:
             target.grad = torch.empty_like(target)
-            copies.append(target.grad)
-            originals.append(new)
+            copies.append((target.grad, new))
     if copies:
-        torch._foreach_copy_(copies, originals)
-    scaler.unscale_(fresh + copies, scale)
+        torch._foreach_copy_(*_columns(copies))
+    scaler.unscale_(fresh + [copy for copy, _ in copies], scale)
     if sums:
-        _add(sums, added, float(1.0 / scale))
-    scaler.unscale_(sums + unchecked, 1.0)
+        _add(sums, float(1.0 / scale))
+    scaler.unscale_([total for total, _ in sums] + unchecked, 1.0)
     withdraw_aside(stash)
     stash.params_have_scaled_gradients = False
 
@@ -129,15 +125,21 @@ def restore(optimizer: Optimizer) -> None:
     withdraw_aside(stash)
 
 
-def _add(sums: list[Tensor], added: list[Tensor], inverse: float) -> None:
-    """Add ``added * inverse`` to ``sums``. In reduced precision multiply first, in place, with a float32 factor."""
-    wide = [pair for pair in zip(sums, added, strict=True) if pair[0].dtype not in REDUCED]
-    narrow = [pair for pair in zip(sums, added, strict=True) if pair[0].dtype in REDUCED]
+def _add(pairs: list[tuple[Tensor, Tensor]], inverse: float) -> None:
+    """Add the second of each pair, times ``inverse``, to the first. In reduced precision multiply first, in place, with
+    a float32 factor."""
+    wide = [pair for pair in pairs if pair[0].dtype not in REDUCED]
+    narrow = [pair for pair in pairs if pair[0].dtype in REDUCED]
     if wide:
-        torch._foreach_add_([s for s, _ in wide], [a for _, a in wide], alpha=inverse)
+        torch._foreach_add_(*_columns(wide), alpha=inverse)
     if narrow:
-        torch._foreach_mul_([a for _, a in narrow], inverse)
-        torch._foreach_add_([s for s, _ in narrow], [a for _, a in narrow])
+        sums, added = _columns(narrow)
+        torch._foreach_mul_(added, inverse)
+        torch._foreach_add_(sums, added)
+
+
+def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    return [first for first, _ in pairs], [second for _, second in pairs]
 
 
 def _finish_sparse(
