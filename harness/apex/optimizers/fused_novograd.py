@@ -145,9 +145,12 @@ def novograd_update(
     """Update weights and moments in place, for tensors as in a ``ParameterBatch`` and the norms after this step."""
     beta1, beta2 = group["betas"]
     grad_weight = 1 - beta1 if group["grad_averaging"] else 1.0
-    weight_decay, lr, step_size, correction = group["weight_decay"], float(group["lr"]), float(group["lr"]), 1.0
+    weight_decay = group["weight_decay"]
+    step_size = lr = float(group["lr"])
+    correction = 1.0
     if group["bias_correction"]:
-        step_size, correction = lr / (1 - beta1 ** group["step"]), math.sqrt(1 - beta2 ** group["step"])
+        step_size = lr / (1 - beta1 ** group["step"])
+        correction = math.sqrt(1 - beta2 ** group["step"])
     denominators = running_norms / correction + group["eps"]
     torch._foreach_mul_(exp_avgs, beta1)
     if reg_inside_moment:
