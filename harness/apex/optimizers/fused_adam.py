@@ -94,7 +94,7 @@ class FusedAdam(FusedOptimizer):
     def _clip(self, params: list[Tensor], max_norm: float) -> None:
         """Clip the gradients of ``params``; norm and factor are float32 even for float16 and bfloat16 gradients."""
         grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        grad_scale = self._grad_scale
         if grad_scale is None and not any(grad.dtype in REDUCED for grad in grads):
             torch.nn.utils.clip_grad_norm_(params, max_norm)
             return
@@ -109,9 +109,8 @@ class FusedAdam(FusedOptimizer):
 
     def _update_batch(self, group: Group, batch: ParameterBatch) -> None:
         moments = self._moments(batch, "exp_avg"), self._moments(batch, "exp_avg_sq")
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        adam_update(group, batch.weights, batch.grads, *moments, self.adam_w_mode, grad_scale, self.found_inf)
-        if grad_scale is not None:  # the kernel has unscaled batch.grads; scripts may clip or log p.grad
+        adam_update(group, batch.weights, batch.grads, *moments, self.adam_w_mode, self._grad_scale, self.found_inf)
+        if self._grad_scale is not None:  # the kernel has unscaled batch.grads; scripts may clip or log p.grad
             grads = [param.grad for param in batch.params if param.grad is not None]
             copied_where_new(batch.grads, grads)
 

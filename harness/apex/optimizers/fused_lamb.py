@@ -19,7 +19,7 @@ class LambOptimizer(FusedOptimizer):
     use_nvlamb: bool
 
     def _update(self) -> None:
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        grad_scale = self._grad_scale
         factor = self._clip_factor(1.0 if grad_scale is None else grad_scale.double().reciprocal().float())
         for group in self._counted_groups():
             self._update_scaled(group, factor, self.found_inf)

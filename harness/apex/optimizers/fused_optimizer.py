@@ -78,6 +78,13 @@ class FusedOptimizer(Optimizer):
         """Read by GradScaler, which then sets ``grad_scale`` and ``found_inf`` instead of unscaling and skipping."""
         return self.capturable
 
+    @property
+    def _grad_scale(self) -> Tensor | None:
+        """``grad_scale`` of GradScaler, during its step. It is no class attribute of None: GradScaler multiplies its
+        scale by what it finds under that name."""
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        return grad_scale
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, **unsupported: Any) -> float | None:  # type: ignore[override]
         """Update the parameters that have a gradient. Returns the result of ``closure``, if given.
