@@ -46,7 +46,7 @@ class MasterWeights:
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
         self.frozen: list[Tensor] = []
-        self.saved: dict[Tensor, Tensor] = {}  # master -> the value loaded for it, until the first step
+        self._saved: dict[Tensor, Tensor] = {}  # master -> the value loaded for it, until the first step
         self._versions = Versions()
 
     def adopt_all(self, optimizer: Optimizer) -> None:
@@ -109,23 +109,28 @@ class MasterWeights:
         pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
         self._reconcile([pair for pair in pairs if self._versions.has_changed(pair[0])])
 
-    def take_saved(self, optimizer: Optimizer) -> None:
+    def take_saved(self, optimizer: Optimizer) -> bool:
         """Move saved values out of the groups of ``optimizer`` into its masters, as far as they round to the weights.
 
-        They are kept until the first step, because the weights they belong to may be loaded after them. Without them
-        (a checkpoint of Apex or of another level) the masters follow the weights.
+        They are kept until the first step, because the weights they belong to may be loaded after them. Returns False
+        if there are none (a checkpoint of Apex or of another level): the masters then follow the weights.
         """
         masters = {id(master) for master in self.all_fp32_from_fp16_params}
-        self.saved = {}
+        self._saved = {}
         for group in optimizer.param_groups:
             for master, value in zip(group["params"], group.pop(SAVED, None) or [], strict=False):
                 if value is not None and id(master) in masters and value.shape == master.shape:
-                    self.saved[master] = value.to(master.device, master.dtype)
+                    self._saved[master] = value.to(master.device, master.dtype)
         self._reconcile(list(zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)))
+        return bool(self._saved)
+
+    def forget_saved(self) -> None:
+        """Drop the saved values, after a step: the masters have moved on from them."""
+        self._saved = {}
 
     def _reconcile(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         for parameter, master in pairs:
-            follow(master, parameter, self.saved.get(master))
+            follow(master, parameter, self._saved.get(master))
             self._versions.record([parameter])
 
     @torch.no_grad()

@@ -159,7 +159,7 @@ def _step_with_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
         result = previous()
         stash.copy_to_model()
         stash.drop_master_gradients()
-        stash.saved = {}
+        stash.forget_saved()
         return result
 
     return step

@@ -42,8 +42,7 @@ def loading_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
         if not stash.master_weights:
             drop_saved_masters(self)
             return
-        stash.take_saved(self)
-        if stash.all_fp16_params and not stash.saved and self.state:
+        if not stash.take_saved(self) and stash.all_fp16_params and self.state:
             messages.warn(
                 "The loaded optimizer state holds no master weights: neither Apex nor opt levels without masters save "
                 "them. The masters are recreated from the model's weights, which are rounded to "
