@@ -50,7 +50,7 @@ def widest_dtype(values: Iterable[Any]) -> torch.dtype | None:
 def register(key: str, dtype: torch.dtype, lists: CastLists, allow_banned: bool) -> torch.library.Library:
     """Register the kernels for casts to ``dtype`` under the dispatch key ``key``; ``_destroy()`` removes them."""
     library = torch.library.Library("aten", "IMPL")
-    makers: list[tuple[list[str], Callable[..., Any]]] = [
+    makers: list[tuple[tuple[str, ...], Callable[..., Any]]] = [
         (lists.reduced, lambda op, below: _ruled_kernel(op, below, lambda _: dtype)),
         (lists.float32, _float32_kernel),
         (lists.widest, lambda op, below: _ruled_kernel(op, below, widest_dtype)),

@@ -10,41 +10,42 @@ operations (``F.triplet_margin_loss``) follow from their parts, or are listed un
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class CastLists(NamedTuple):
+@dataclass(frozen=True)
+class CastLists:
     """Names of operations. ``reduced`` run in float16 or bfloat16, ``float32`` in float32, ``widest`` in the widest
     dtype of their arguments, ``untouched`` in the dtype in which their arguments arrive."""
 
-    reduced: list[str]
-    float32: list[str]
-    widest: list[str]
-    untouched: list[str]
-    overrides_builtin: list[str]
+    reduced: tuple[str, ...]
+    float32: tuple[str, ...]
+    widest: tuple[str, ...]
+    untouched: tuple[str, ...]
+    overrides_builtin: tuple[str, ...]
     """Operations for which the built-in autocast of a device has another rule."""
-    through_float32: list[str]
+    through_float32: tuple[str, ...]
     """As ``untouched``, but computed in float32, because there is no kernel, and rounded."""
-    banned_in_place: list[str]
+    banned_in_place: tuple[str, ...]
     """In-place methods of float32 operations: the result cannot be written into a float16 tensor."""
-    float32_functions: list[str]
+    float32_functions: tuple[str, ...]
     """Functions of torch.nn.functional made of parts of which some would run in float16: squares would overflow
     (local_response_norm), or gradients be rounded on each of two paths."""
 
 
-def _names(text: str) -> list[str]:
-    return text.split()
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
 _MATRIX_EXP = _names("matrix_exp linalg_matrix_exp")  # in reduced precision their parts, once cast, would mix dtypes
-_MATRIX_NORM = ["linalg_matrix_norm"]  # torch's rule for CUDA fails: it passes a dtype beside the float16 matrix
+_MATRIX_NORM = ("linalg_matrix_norm",)  # torch's rule for CUDA fails: it passes a dtype beside the float16 matrix
 
 _REDUCED = _names("""
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear
     prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-""")
-_REDUCED += _names("chain_matmul linalg_multi_dot")  # autocast's choice
+    chain_matmul linalg_multi_dot
+""")  # the last line is autocast's choice
 
 _FLOAT32 = _names("""
     upsample_nearest1d upsample_nearest2d upsample_nearest3d
@@ -57,31 +58,32 @@ _FLOAT32 = _names("""
     binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss
     acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum
     dist norm linalg_vector_norm prod std sum var renorm
-""")
-_FLOAT32 += _names("log1p logsumexp pdist rms_norm nuclear_norm frobenius_norm")  # autocast's choice
-_FLOAT32 += _MATRIX_EXP + _MATRIX_NORM
+    log1p logsumexp pdist rms_norm nuclear_norm frobenius_norm
+""")  # the last line is autocast's choice
 
 # Everything else on Apex's promotion list (add, mul, eq, ...) is promoted by torch itself.
-_WIDEST = _names("addcdiv addcmul atan2 cross linalg_cross bilinear dot")
-_WIDEST += _names("index_put scatter_add tensordot vdot")  # autocast's choice
+_WIDEST = _names("""
+    addcdiv addcmul atan2 cross linalg_cross bilinear dot
+    index_put scatter_add tensordot vdot
+""")  # the last line is autocast's choice
 
 # torch promotes these by itself; autocast's own rule raises on the reduced dtype that is not the active one.
 _UNTOUCHED = _names("cat stack")
 
 # An error on reduced-precision input, because its gradient overflows there; float32 input is fine.
-BANNED = ["binary_cross_entropy"]
+BANNED = ("binary_cross_entropy",)
 
 _BANNED_IN_PLACE = _names("""
     acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ pow_ cumprod_ cumsum_ renorm_
 """)
 
 APEX = CastLists(
-    _REDUCED,
-    _FLOAT32,
-    _WIDEST,
-    _UNTOUCHED,
+    reduced=_REDUCED,
+    float32=_FLOAT32 + _MATRIX_EXP + _MATRIX_NORM,
+    widest=_WIDEST,
+    untouched=_UNTOUCHED,
     overrides_builtin=_names("grid_sampler cat stack") + _MATRIX_NORM + BANNED,
-    through_float32=[],
+    through_float32=(),
     banned_in_place=_BANNED_IN_PLACE,
     float32_functions=_names("local_response_norm normalize multilabel_soft_margin_loss"),
 )
@@ -90,7 +92,7 @@ APEX = CastLists(
 # cast elsewhere either, except recurrent layers, which it casts as operations of cuDNN, matrix_exp, matrix norms, and
 # the banned operation, whose error is amp's own.
 CUDNN_RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
-REGISTERED_EVEN_ON_CUDA = [*CUDNN_RECURRENT, *_MATRIX_EXP, *_MATRIX_NORM, *BANNED]
+REGISTERED_EVEN_ON_CUDA = (*CUDNN_RECURRENT, *_MATRIX_EXP, *_MATRIX_NORM, *BANNED)
 AUTOCAST = CastLists(
     reduced=_names("""
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
@@ -119,8 +121,8 @@ AUTOCAST = CastLists(
         max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d trace
         grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
     """),
-    overrides_builtin=["grid_sampler", *BANNED],
-    through_float32=["avg_pool3d"],
-    banned_in_place=[],
-    float32_functions=[],
+    overrides_builtin=("grid_sampler", *BANNED),
+    through_float32=("avg_pool3d",),
+    banned_in_place=(),
+    float32_functions=(),
 )
