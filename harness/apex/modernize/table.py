@@ -15,6 +15,15 @@ from harness.apex.modernize import other_bridges, torch_bridges
 
 _TORCH, _OTHER = torch_bridges.__name__, other_bridges.__name__
 _LOADER_ITERATOR = "torch.utils.data.dataloader:_BaseDataLoaderIter"
+_SCHEDULERS = (
+    "LRScheduler", "LambdaLR", "MultiplicativeLR", "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "OneCycleLR",
+    "SequentialLR", "PolynomialLR", "CosineAnnealingLR", "ChainedScheduler", "ReduceLROnPlateau", "CyclicLR",
+    "CosineAnnealingWarmRestarts", "ExponentialLR",
+)  # fmt: skip
+_MODELS_WITH_URLS = (
+    "alexnet", "densenet", "googlenet", "inception", "mnasnet", "mobilenet", "mobilenetv2", "resnet", "squeezenet",
+    "vgg",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,10 +82,7 @@ NAMES: dict[str, dict[str, str]] = {
     "torch.utils.model_zoo": _paths("torch.hub", _download_url_to_file="download_url_to_file"),
     "torchvision.transforms": _paths("torchvision.transforms", Scale="Resize", RandomSizedCrop="RandomResizedCrop"),
     "torchvision.models.utils": _paths("torch.hub", "load_state_dict_from_url"),
-    **{
-        f"torchvision.models.{each}": _paths(_TORCH, model_urls=f"urls_of_{each}")
-        for each in torch_bridges.MODELS_WITH_URLS.split()
-    },
+    **{f"torchvision.models.{each}": _paths(_TORCH, model_urls=f"urls_of_{each}") for each in _MODELS_WITH_URLS},
     "torchvision.ops": _paths(_TORCH, "_new_empty_tensor"),
     "torchvision.ops.misc": _paths(_TORCH, "_new_empty_tensor", "_output_size"),
     "PIL": _paths("PIL", PILLOW_VERSION="__version__"),
@@ -115,7 +121,7 @@ CALLS = [
     Call("torch.optim.adam:Adam", "__init__", "integer betas of Adam", torch_bridges.integer_betas),
     *[
         Call(f"torch.optim.lr_scheduler:{name}", "__init__", f"{name}{_NO_OUTPUT}", torch_bridges.verbose_scheduler)
-        for name in torch_bridges.SCHEDULERS.split()
+        for name in _SCHEDULERS
     ],
     Call("torch.utils.data.sampler:Sampler", "__init__", "Sampler(data_source)", torch_bridges.sampler),
     _renamed(f"{_TRANSFORMS}:RandomRotation", "__init__", resample="interpolation"),

@@ -16,11 +16,6 @@ Used = Callable[[], None]
 Bridge = Callable[..., Any]
 
 string_classes, int_classes, PY3, PY37 = (str, bytes), int, True, True  # names of torch._six
-SCHEDULERS = (
-    "LRScheduler LambdaLR MultiplicativeLR StepLR MultiStepLR ConstantLR LinearLR OneCycleLR SequentialLR PolynomialLR "
-    "CosineAnnealingLR ChainedScheduler ReduceLROnPlateau CyclicLR CosineAnnealingWarmRestarts ExponentialLR"
-)
-MODELS_WITH_URLS = "alexnet densenet googlenet inception mnasnet mobilenet mobilenetv2 resnet squeezenet vgg"
 _BETAS = "betas must be either both floats or both Tensors"
 
 
