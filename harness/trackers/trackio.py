@@ -28,10 +28,12 @@ class Tracker:
         project, name = os.environ.get("TRACKIO_PROJECT") or PROJECT, f"{info.name}-{info.id}"
         place = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
         if not place:
+            runs: list[Any] = []
             with contextlib.suppress(ValueError):  # there is no such project yet
-                for run in list(trackio.Api().runs(project)):
-                    if run.name == name:
-                        run.delete()
+                runs += trackio.Api().runs(project)
+            for run in runs:
+                if run.name == name:
+                    run.delete()
         with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the command
             self._run: Any = trackio.init(
                 project=project, name=name, group=info.name, config=info.settings, embed=False,
