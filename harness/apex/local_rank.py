@@ -71,16 +71,18 @@ def _with_declared_spelling(parser: argparse.ArgumentParser, words: list[str]) -
     added to those of the command line."""
     declared = _declared(parser)
     if len(declared) == 1:
-        options = len(words[: words.index("--")] if "--" in words else words)
-        matches = [_OPTION.fullmatch(word) if isinstance(word, str) else None for word in words[:options]]
+        options = words.index("--") if "--" in words else len(words)
         words[:options] = [
-            declared[0] + (match[2] or "") if match else word
-            for word, match in zip(words[:options], matches, strict=True)
+            declared[0] + (match[2] or "") if (match := _option(word)) else word for word in words[:options]
         ]
     environment = from_environment()
-    if declared and _in_command_line.get() and environment is not None and not any(map(_OPTION.fullmatch, words)):
+    if declared and _in_command_line.get() and environment is not None and not any(map(_option, words)):
         words.insert(0, f"{declared[0]}={environment}")
     return words
+
+
+def _option(word: Any) -> re.Match[str] | None:
+    return _OPTION.fullmatch(word) if isinstance(word, str) else None  # scripts pass numbers, too
 
 
 def _without_undeclared(
