@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from enum import IntEnum
 
 import numpy as np
 import torch
 
-INITIAL_WEIGHTS, TRAINING, AUGMENTATION, MIXING, COVERAGE, GRADIENTS = range(6)  # purposes, each with its own streams
 EVALUATION_SEED = 0  # random transforms in evaluation draw the same numbers for every image
+
+
+class Purpose(IntEnum):
+    """What random numbers are for. Another number would change every run, and a resumed one."""
+
+    INITIAL_WEIGHTS = 0
+    TRAINING = 1
+    AUGMENTATION = 2
+    MIXING = 3
+    COVERAGE = 4
+    GRADIENTS = 5
 
 
 def derive(*key: int) -> int:
@@ -20,7 +31,7 @@ def derive(*key: int) -> int:
 
 def row_seed(seed: int, epoch: int, row: int) -> int:
     """Return the seed for augmenting ``row`` in ``epoch``: the same on any rank, in any worker, after any resume."""
-    return derive(AUGMENTATION, seed, epoch, row)
+    return derive(Purpose.AUGMENTATION, seed, epoch, row)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from harness.config import loader
 from harness.config.schema import Config
 from harness.data.batch import read
 from harness.data.loader import EvalData, Loader, TrainData
-from harness.data.seeds import INITIAL_WEIGHTS, TRAINING
+from harness.data.seeds import Purpose
 from harness.data.shards import bounds
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
@@ -63,7 +63,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     num_threads = torch.get_num_threads()
     with ExitStack() as opened:
         with runtime.together("finding the parts"):  # first: an error in them is seen before the data is read
-            rng.seed_all(INITIAL_WEIGHTS, config.seed)  # for what their constructors draw
+            rng.seed_all(Purpose.INITIAL_WEIGHTS, config.seed)  # for what their constructors draw
             own_hooks = hooks.build(config.hooks)
             resumes = bool(config.checkpoint.named or checkpoint.steps(folder.checkpoints.folder))
             for check in name_checks(config, weights=runtime.rank == 0 and not resumes):
@@ -206,7 +206,7 @@ def with_optimizer(
         parallel.compile(None if config.model.compile is True else config.model.compile)
     memory.keep_freed_memory(parallel.device)
     # From here on each rank has its own streams, for dropout, and buffers.
-    parallel.ranks.start(parallel.module, parallel.devices(), TRAINING, config.seed)
+    parallel.ranks.start(parallel.module, parallel.devices(), Purpose.TRAINING, config.seed)
     return optimizer, ema, gradient_hook
 
 
@@ -291,7 +291,7 @@ def require_files(task: OpenedTask, rank: int, world_size: int, limit_s: float =
 
 def build_model(config: Config, task: OpenedTask) -> nn.Module:
     """Build the model on the CPU in float32. Its initial weights depend only on the seed."""
-    rng.seed_all(INITIAL_WEIGHTS, config.seed)
+    rng.seed_all(Purpose.INITIAL_WEIGHTS, config.seed)
     model = task.model(config.model)
     if config.model.lora is not None:
         from harness.training.models import lora  # late: few runs need it

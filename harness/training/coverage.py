@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.data.row_order import hashed
-from harness.data.seeds import COVERAGE, derive
+from harness.data.seeds import Purpose, derive
 from harness.data.shards import bounds
 from harness.distributed.runtime import Runtime
 
@@ -138,7 +138,7 @@ class HashedBlocks:
         num_blocks = -(-num_rows // self._width)
         self._counts_and_sums = np.zeros((2, num_blocks), dtype=np.uint64)
         self._pending: list[np.ndarray] = []  # batched: hashing a few rows at a time would dominate a small step
-        self._key = np.uint64(derive(COVERAGE, seed))
+        self._key = np.uint64(derive(Purpose.COVERAGE, seed))
         self._whole: np.ndarray | None = None  # the sums of complete blocks, over all ranks, once they are needed
 
     def add(self, rows: np.ndarray) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from harness.config.schema import TrainSection
-from harness.data.seeds import MIXING, derive
+from harness.data.seeds import Purpose, derive
 from harness.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ def mixed(train: TrainSection, seed: int, step: int, inputs: Tensor) -> tuple[Te
     kinds = [(name, alpha) for name in ("mixup", "cutmix") if (alpha := getattr(train, name))]
     if not kinds:
         return inputs, 1.0
-    rng = np.random.default_rng(derive(MIXING, seed, step))
+    rng = np.random.default_rng(derive(Purpose.MIXING, seed, step))
     name, alpha = kinds[rng.integers(len(kinds))]
     own, center = float(rng.beta(alpha, alpha)), rng.random(2)
     if name == "mixup":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from harness.data.seeds import TRAINING
+from harness.data.seeds import Purpose
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError, first_line
 from harness.runs import checkpoint, layout
@@ -248,7 +248,7 @@ def _restore_ranks(run: Run, content: Content) -> None:
         run.meter.load_state([saved[rank]["meter"] for rank in ranks.own])
         return
     log.info("number of ranks: %d in the checkpoint, %d now; random streams get new seeds", len(saved), ranks.num)
-    ranks.start(run.module, run.parallel.devices(), TRAINING, run.config.seed, run.state.step)
+    ranks.start(run.module, run.parallel.devices(), Purpose.TRAINING, run.config.seed, run.state.step)
     if all(of_rank["buffers"] for of_rank in saved):
         names = set.intersection(*(set(of_rank["buffers"]) for of_rank in saved))  # a model may have deleted others
         several = {name: torch.stack([of_rank["buffers"][name] for of_rank in saved]) for name in names}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchvision.io import read_image
 
-from harness.data.seeds import INITIAL_WEIGHTS
+from harness.data.seeds import Purpose
 from harness.data.shards import shard
 from harness.training import rng
 from harness.training.models.small_cnn import Model
@@ -29,7 +29,7 @@ def by_hand(data: str) -> list[float]:
     classes = sorted({row["label"] for row in rows})
     labels = torch.tensor([classes.index(row["label"]) for row in rows])
     images = (torch.stack([read_image(f"{data}/{row['path']}") for row in rows]) / 255 - 0.4) / 0.2
-    rng.seed_all(INITIAL_WEIGHTS, 0)
+    rng.seed_all(Purpose.INITIAL_WEIGHTS, 0)
     model = Model(NUM_CLASSES, width=4, batch_norm=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=PEAK, momentum=0.9, weight_decay=0.01)
     found: list[float] = []

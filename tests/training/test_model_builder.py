@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from harness.config import plugins
-from harness.data.seeds import INITIAL_WEIGHTS
+from harness.data.seeds import Purpose
 from harness.distributed.machine import Memory
 from harness.errors import ConfigError, HarnessError, OwnCodeError
 from harness.training import rng
@@ -131,7 +131,7 @@ def test_function_that_is_annotated_to_return_a_model():
 
 def test_first_weights_depend_on_the_seed_alone():
     def weights(seed):
-        rng.seed_all(INITIAL_WEIGHTS, seed)
+        rng.seed_all(Purpose.INITIAL_WEIGHTS, seed)
         return [param.clone() for param in build("mlp", {}, KNOWN, GRAY).parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(weights(1), weights(1), strict=True))

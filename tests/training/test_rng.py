@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from harness.data.seeds import TRAINING
+from harness.data.seeds import Purpose
 from harness.training import rng
 
 CPU = torch.device("cpu")
@@ -32,11 +32,11 @@ def test_derived_seeds_differ_and_are_stable():
 
 
 def test_seed_all_seeds_every_stream():
-    rng.seed_all(TRAINING, 3, 0)
+    rng.seed_all(Purpose.TRAINING, 3, 0)
     first = draw()
-    rng.seed_all(TRAINING, 3, 0)
+    rng.seed_all(Purpose.TRAINING, 3, 0)
     assert draw() == first
-    rng.seed_all(TRAINING, 3, 1)
+    rng.seed_all(Purpose.TRAINING, 3, 1)
     assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harness.config import plugins
 from harness.config.schema import Config
-from harness.data.seeds import GRADIENTS, derive
+from harness.data.seeds import Purpose, derive
 from harness.errors import ConfigError, OwnCodeError
 
 KEY = "train.on_gradients"
@@ -34,7 +34,7 @@ class OnGradients:
         """Call the function for step ``step``, whose gradients, averaged over ranks and unscaled, are in ``params``:
         what the optimizer updates, in the order of the names."""
         named = zip(self._names, params, strict=True)
-        self._generator.manual_seed(derive(GRADIENTS, self._seed, step))
+        self._generator.manual_seed(derive(Purpose.GRADIENTS, self._seed, step))
         gradients = [(name, param.grad) for name, param in named if param.grad is not None]
         returned: Any = self._function(gradients, self._generator, step)
         if returned is not None:
