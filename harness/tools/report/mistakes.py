@@ -1,18 +1,13 @@
 """Errors of a model: its confusion matrix, or its metrics by label or column, and the validation rows it was most wrong
 about: wrong labels with the highest scores, or numbers with the largest errors.
-
-Images are searched under ``task.root``, from the working folder and from the folders above the run. Images that cannot
-be found or read, or are outside of that folder, are left out: predictions.csv may have been written by someone else.
 """
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +15,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
-from PIL import Image
 
 from harness.errors import require_regular_file
 from harness.runs import layout
 from harness.runs.files import read_text
 from harness.tools.report import tables
 from harness.tools.report.formatting import NOTHING, count, number, percent
+from harness.tools.report.images import image_finder
 from harness.tools.report.run_set import ReportedRun
 from harness.tools.report.tables import Cell, ReportTable
 
 MAX_SHOWN = 24  # mistakes, or rows of a table
-_PIXELS = 96  # longer side of an image on the page
 _BEST_LABELS = [f"label_{place}" for place in range(1, 6)]  # of many classes, predictions.csv has only the five best
-_PUBLISHED = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 
 
 @dataclass(frozen=True)
@@ -67,6 +60,15 @@ class Mistake:
         return percent(self.score) if self.score else ""
 
 
+@dataclass(frozen=True)
+class Mistakes:
+    """The most confident mistakes in predictions.csv, the number of all mistakes, and that of its rows."""
+
+    shown: list[Mistake] = field(default_factory=list)
+    number: int = 0
+    num_rows: int = 0
+
+
 def confusion(run: ReportedRun) -> Confusion | None:
     """Counted from ``predictions.csv``, which the best weights wrote at the end of the run; before that, the matrix of
     the newest evaluation. None if ``confusion.csv``, which lists the classes, does not exist or is not a square of
@@ -97,27 +99,35 @@ def _counted(table: pa.Table | None, classes: list[str]) -> list[list[int]] | No
     return counts
 
 
-def most_confident(run: ReportedRun, with_images: bool = True) -> tuple[list[Mistake], int, int]:
-    """Return (the most confident mistakes, number of mistakes, rows) of ``predictions.csv``; empty without labels. Of
-    numbers, every row is a mistake, and the largest errors come first."""
+def most_confident(run: ReportedRun, with_images: bool = True) -> Mistakes:
+    """Return the mistakes of ``predictions.csv``; none without labels. Of numbers, every row is a mistake, and the
+    largest errors come first."""
     table = read_predictions(run.record.path / layout.PREDICTIONS)
     if table is None:
-        return [], 0, 0
+        return Mistakes()
     wrong = table.filter(
         pc.and_kleene(pc.is_valid(table["prediction"]), pc.not_equal(table["prediction"], table["label"]))
     )
     separator = str(run.settings.get("task.labels.separator") or "")
     scores = _errors(wrong) if "error" in wrong.column_names else _scores(wrong, separator)
     order = np.argsort(-np.abs(scores), kind="stable")[:MAX_SHOWN]
-    find = _images(run) if with_images else lambda name: ""
+    find = image_finder(run) if with_images else lambda name: ""
     columns = [column for column in _text_columns(run) if column in wrong.column_names]
-    found = []
+    shown = []
     for row, score in zip(wrong.take(pa.array(order)).to_pylist(), scores[order].tolist(), strict=True):
         name = str(row.get("id", ""))
         texts = [str(row[column]) for column in columns if row[column] is not None]
-        shown = str(row["label"]), str(row["prediction"]), score, find(name)
-        found.append(Mistake(" / ".join(texts) or name, *shown, "error" in row, bool(columns)))
-    return found, len(wrong), len(table)
+        mistake = Mistake(
+            row=" / ".join(texts) or name,
+            label=str(row["label"]),
+            prediction=str(row["prediction"]),
+            score=score,
+            image=find(name),
+            is_number="error" in row,
+            is_text=bool(columns),
+        )
+        shown.append(mistake)
+    return Mistakes(shown, len(wrong), len(table))
 
 
 def _text_columns(run: ReportedRun) -> list[str]:
@@ -232,75 +242,3 @@ def _scored(wrong: pa.Table, column: str) -> list[str]:
     if f"label_{name}" in wrong.column_names:
         return [str(label) for label in wrong[f"label_{name}"].to_pylist()]
     return [name] * len(wrong)
-
-
-# Images
-
-
-def _images(run: ReportedRun) -> Callable[[str], str]:
-    """Return a function from a row's id to its image as a data URI, empty if there is none."""
-    task = str(run.settings.get("task.name", ""))
-    root = str(run.settings.get("task.root") or "")
-    if task in _PUBLISHED:
-        rows = _published(run, Path(root) / _PUBLISHED[task] / "raw" / "t10k-images-idx3-ubyte")
-        if rows is None:
-            return lambda name: ""
-        return lambda name: _uri(Image.fromarray(rows[int(name)])) if _is_below(name, len(rows)) else ""
-
-    def find(name: str) -> str:
-        if Path(name).suffix.lower() not in Image.registered_extensions():
-            return ""
-        for place in _places(run):
-            try:
-                if (path := _inside(place / root, name)) is None:
-                    continue
-                with Image.open(path) as image:
-                    image.draft("RGB", (_PIXELS, _PIXELS))
-                    return _uri(image)
-            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-                continue
-        return ""
-
-    return find
-
-
-def _inside(folder: Path, name: str) -> Path | None:
-    """Return the file ``name`` in ``folder``; None if it is outside, even through a link, or not a regular file (such
-    as a pipe)."""
-    root, path = folder.resolve(), (folder / name).resolve()
-    inside = ".." not in Path(name).parts and root != Path(root.anchor) and path.is_relative_to(root)
-    return path if inside and path.is_file() else None
-
-
-def _is_below(name: str, num_rows: int) -> bool:
-    return name.isdecimal() and int(name) < num_rows
-
-
-def _places(run: ReportedRun) -> Iterator[Path]:
-    """Folders that relative paths may start from: the working folder, and the folders above the run."""
-    yield Path()
-    yield from run.record.path.resolve().parents[:4]
-
-
-def _published(run: ReportedRun, path: Path) -> np.ndarray | None:
-    """Memory-mapped images of an IDX file, (rows, height, width); None if it is missing or incomplete."""
-    for place in _places(run):
-        try:
-            if not (place / path).is_file():
-                continue
-            header = np.fromfile(place / path, dtype=">u4", count=4)
-            shape = tuple(int(number) for number in header[1:])
-            if len(header) == 4 and (place / path).stat().st_size == 16 + math.prod(shape):
-                return np.memmap(place / path, dtype=np.uint8, mode="r", offset=16, shape=shape)
-        except (OSError, ValueError):
-            continue
-    return None
-
-
-def _uri(image: Any) -> str:
-    """Return a small PNG as a data URI."""
-    small = image.convert("L" if image.mode in ("1", "L", "I;16", "I") else "RGB")
-    small.thumbnail((_PIXELS, _PIXELS))
-    buffer = io.BytesIO()
-    small.save(buffer, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -87,8 +87,8 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
         left_out.append("Mistakes: no run has a confusion matrix, or metrics by label or column.")
         return None
     allowed = runs.trust or ownership.is_own(run.record.path)
-    shown, wrong, num_rows = mistakes.most_confident(run, with_images=allowed)
-    if shown and not allowed:
+    wrong = mistakes.most_confident(run, with_images=allowed)
+    if wrong.shown and not allowed:
         left_out.append(
             "Images of mistakes: you did not start this run on this machine, so its files may point to any image on "
             "this disk. To show the images, add --trust."
@@ -97,11 +97,12 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
     if found and found.of_best:
         origin = f"All below is of {best}."
     else:
-        origin = "The metrics are from its newest evaluation" + (f", the list of {best}." if num_rows else ".")
+        origin = "The metrics are from its newest evaluation" + (f", the list of {best}." if wrong.num_rows else ".")
     notes = [f"Run: {run.label}. {origin}"]
-    if num_rows and not (table and table.header[0] == "column"):
-        notes.append(f"Wrong predictions: {formatting.count(wrong)} of {formatting.count(num_rows)} validation rows.")
+    if wrong.num_rows and not (table and table.header[0] == "column"):
+        share = f"{formatting.count(wrong.number)} of {formatting.count(wrong.num_rows)}"
+        notes.append(f"Wrong predictions: {share} validation rows.")
     chart = figures.confusion(found, run.label) if found else None
     if found and not table:
         table = mistakes.by_class(found)
-    return ReportSection("mistakes", "Mistakes", notes, chart, table, shown)
+    return ReportSection("mistakes", "Mistakes", notes, chart, table, wrong.shown)

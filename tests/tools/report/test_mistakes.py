@@ -90,14 +90,14 @@ def test_damaged_confusion_matrix_is_ignored(folder, text):
 def test_most_confident_mistakes_first_with_their_images(folder, tmp_path):
     (folder / "predictions.csv").write_text(TABLE)
     Image.new("RGB", (200, 100), (255, 0, 0)).save(tmp_path / "data" / "c.png")
-    shown, wrong, rows = mistakes.most_confident(run(folder))
-    assert (wrong, rows) == (2, 3)
-    assert [(m.row, m.prediction, m.label, m.score) for m in shown] == [
+    found = mistakes.most_confident(run(folder))
+    assert (found.number, found.num_rows) == (2, 3)
+    assert [(m.row, m.prediction, m.label, m.score) for m in found.shown] == [
         ("c.png", "cat", "dog", 0.99),
         ("b.png", "dog", "cat", 0.8),
     ]
-    assert shown[1].image == "", "that file is not there"
-    image = Image.open(io.BytesIO(base64.b64decode(shown[0].image.partition(",")[2])))
+    assert found.shown[1].image == "", "that file is not there"
+    image = Image.open(io.BytesIO(base64.b64decode(found.shown[0].image.partition(",")[2])))
     assert image.size == (96, 48)
     assert image.convert("RGB").getpixel((5, 5)) == (255, 0, 0)
 
@@ -107,14 +107,14 @@ def test_images_are_searched_above_the_run_folder(folder, tmp_path, monkeypatch)
     Image.new("L", (8, 8)).save(tmp_path / "data" / "c.png")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert mistakes.most_confident(run(folder))[0][0].image
+    assert mistakes.most_confident(run(folder)).shown[0].image
 
 
 @pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n" + b"\0" * 50])
 def test_unreadable_image_is_left_out(folder, tmp_path, content):
     (folder / "predictions.csv").write_text(TABLE)
     (tmp_path / "data" / "c.png").write_bytes(content)
-    assert mistakes.most_confident(run(folder))[0][0].image == ""
+    assert mistakes.most_confident(run(folder)).shown[0].image == ""
 
 
 def test_files_that_are_not_images_are_not_opened(folder, tmp_path):
@@ -122,7 +122,7 @@ def test_files_that_are_not_images_are_not_opened(folder, tmp_path):
     (folder / "predictions.csv").write_text(
         "id,prediction,label,score\n../secret.txt,a,b,0.9\n,a,b,0.8\n/dev/zero,a,b,0.7\n"
     )
-    assert [mistake.image for mistake in mistakes.most_confident(run(folder))[0]] == ["", "", ""]
+    assert [mistake.image for mistake in mistakes.most_confident(run(folder)).shown] == ["", "", ""]
 
 
 def test_images_outside_the_data_folder_are_not_shown(folder, tmp_path):
@@ -135,9 +135,9 @@ def test_images_outside_the_data_folder_are_not_shown(folder, tmp_path):
     inside = ["here.png", str(tmp_path / "data" / "here.png")]
     lines = [f"{name},a,b,{0.9 - 0.1 * place}" for place, name in enumerate([*outside, *inside])]
     (folder / "predictions.csv").write_text("\n".join(["id,prediction,label,score", *lines]) + "\n")
-    shown = {mistake.row: bool(mistake.image) for mistake in mistakes.most_confident(run(folder))[0]}
+    shown = {mistake.row: bool(mistake.image) for mistake in mistakes.most_confident(run(folder)).shown}
     assert shown == {**dict.fromkeys(outside, False), **dict.fromkeys(inside, True)}
-    assert not any(mistake.image for mistake in mistakes.most_confident(run(folder), with_images=False)[0])
+    assert not any(mistake.image for mistake in mistakes.most_confident(run(folder), with_images=False).shown)
 
 
 @pytest.mark.timeout(30)
@@ -171,7 +171,7 @@ def test_images_of_published_datasets_by_row_number(tmp_path, monkeypatch):
     (raw / "t10k-images-idx3-ubyte").write_bytes(struct.pack(">4I", 2051, *images.shape) + images.tobytes())
     folder = write_run(tmp_path / "fake", Fake(settings={"task.name": "mnist"}))
     (folder / "predictions.csv").write_text("id,prediction,label,score_0,score_1\n2,0,1,0.7,0.3\n9,0,1,0.6,0.4\n")
-    shown, _, _ = mistakes.most_confident(run(folder))
+    shown = mistakes.most_confident(run(folder)).shown
     image = Image.open(io.BytesIO(base64.b64decode(shown[0].image.partition(",")[2])))
     assert np.array_equal(np.asarray(image), images[2])
     assert shown[1].image == "", "there is no image of that number"
@@ -182,12 +182,12 @@ def test_images_of_published_datasets_by_row_number(tmp_path, monkeypatch):
 )
 def test_predictions_without_mistakes(folder, text):
     (folder / "predictions.csv").write_text(text)
-    assert mistakes.most_confident(run(folder))[0] == []
+    assert mistakes.most_confident(run(folder)).shown == []
 
 
 def test_mistakes_without_scores_and_with_a_class_named_na(folder):
     (folder / "predictions.csv").write_text("id,prediction,label\n1,NA,dog\n")
-    assert [mistake.score for mistake in mistakes.most_confident(run(folder))[0]] == [0.0]
+    assert [mistake.score for mistake in mistakes.most_confident(run(folder)).shown] == [0.0]
 
 
 def test_several_labels_and_numbers(folder):
@@ -198,14 +198,14 @@ def test_several_labels_and_numbers(folder):
         "id,prediction,label,score_a,score_b,text\n0,a,a|b,0.9,0.4,one\n1,,a,0.05,0.1,two\n2,b,b,0.1,0.9,three\n"
         "3,a,,0.7,0.0,four\n4,,,0.1,0.1,five\n5,,a,,,\n"
     )
-    shown, wrong, rows = mistakes.most_confident(subject)
-    assert [(m.row, m.label, m.prediction, m.shown) for m in shown] == [
+    found = mistakes.most_confident(subject)
+    assert [(m.row, m.label, m.prediction, m.shown) for m in found.shown] == [
         ("two", "a", "", "95.0 %"), ("four", "", "a", "70.0 %"), ("one", "a|b", "a", "60.0 %"),
     ]  # fmt: skip
-    assert (wrong, rows) == (3, 6)
+    assert (found.number, found.num_rows) == (3, 6)
 
     (folder / "predictions.csv").write_text("id,prediction,label,error\n0,1.5,1.0,0.5\n1,-3.0,7.0,-10.0\n")
-    shown, _, _ = mistakes.most_confident(run(folder))
+    shown = mistakes.most_confident(run(folder)).shown
     assert [(m.row, m.prediction, m.shown) for m in shown] == [("1", "-3.0", "off by 10"), ("0", "1.5", "off by 0.5")]
     summary = {"by_label": {"a": {"f1": 0.9, "rows": 3}, "b": {"f1": None, "rows": 0}, "c": {"f1": 0.2, "rows": 9}}}
     subject.record.summary["evaluation"] = summary
@@ -225,7 +225,7 @@ def test_of_many_labels_the_five_best_are_named_in_each_row(folder):
     (folder / "predictions.csv").write_text(
         "id,prediction,label,label_1,score_1,label_2,score_2\n0,01|7,01,01,0.95,7,0.6\n1,,7,7,0.3,01,0.2\n"
     )
-    shown, _, _ = mistakes.most_confident(subject)
+    shown = mistakes.most_confident(subject).shown
     assert [(m.row, m.shown) for m in shown] == [("1", "70.0 %"), ("0", "60.0 %")]
 
 
@@ -233,9 +233,9 @@ def test_texts_of_a_long_table_may_have_line_breaks(folder):
     text = "\n".join(["a line of a text"] * 5)
     lines = [f'{row},a,{"ab"[row % 2]},0.9,"{text}"\n' for row in range(20_000)]  # more than a block of the reader
     (folder / "predictions.csv").write_text("id,prediction,label,score,text\n" + "".join(lines))
-    shown, wrong, rows = mistakes.most_confident(run(folder))
-    assert (wrong, rows) == (10_000, 20_000)
-    assert shown[0].row == text
+    found = mistakes.most_confident(run(folder))
+    assert (found.number, found.num_rows) == (10_000, 20_000)
+    assert found.shown[0].row == text
 
 
 def test_pairs_of_texts_are_shown_whole(tmp_path):
@@ -247,7 +247,7 @@ def test_pairs_of_texts_are_shown_whole(tmp_path):
         "id,prediction,label,score_no,score_yes,question,answer\n"
         "0,yes,no,0.1,0.9,Is it late?,The <clock> says so\n1,no,yes,0.8,0.2,Why?,\n2,no,yes,0.7,0.3,,\n"
     )
-    shown, _, _ = mistakes.most_confident(run(folder))
+    shown = mistakes.most_confident(run(folder)).shown
     assert [m.row for m in shown] == ["Is it late? / The <clock> says so", "Why?", "2"]
     text = page.render(run_set.build([reader.read(folder)]))
     assert "Is it late? / The &lt;clock&gt; says so" in text
@@ -259,4 +259,4 @@ def test_a_text_column_of_another_name_is_shown(tmp_path, column, shown):
     settings = {"task.name": "text_csv", "task.text_column": column}
     folder = write_run(tmp_path / "texts", Fake(settings=settings))
     (folder / "predictions.csv").write_text(f"id,prediction,label,score_no,score_yes,{shown}\n0,yes,no,0.1,0.9,Hello\n")
-    assert [m.row for m in mistakes.most_confident(run(folder))[0]] == ["Hello"]
+    assert [m.row for m in mistakes.most_confident(run(folder)).shown] == ["Hello"]

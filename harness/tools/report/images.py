@@ -1,0 +1,91 @@
+"""Images of validation rows, for a page.
+
+They are searched under ``task.root``, from the working folder and from the folders above the run. Images that cannot be
+found or read, or are outside of that folder, are left out: predictions.csv may have been written by someone else.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from harness.tools.report.run_set import ReportedRun
+
+_PIXELS = 96  # longer side of an image on the page
+_PUBLISHED = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
+
+
+def image_finder(run: ReportedRun) -> Callable[[str], str]:
+    """Return a function from a row's id to its image as a data URI, empty if there is none."""
+    task = str(run.settings.get("task.name", ""))
+    root = str(run.settings.get("task.root") or "")
+    if task in _PUBLISHED:
+        rows = _published(run, Path(root) / _PUBLISHED[task] / "raw" / "t10k-images-idx3-ubyte")
+        if rows is None:
+            return lambda name: ""
+        return lambda name: _uri(Image.fromarray(rows[int(name)])) if _is_below(name, len(rows)) else ""
+
+    def find(name: str) -> str:
+        if Path(name).suffix.lower() not in Image.registered_extensions():
+            return ""
+        for place in _places(run):
+            try:
+                if (path := _inside(place / root, name)) is None:
+                    continue
+                with Image.open(path) as image:
+                    image.draft("RGB", (_PIXELS, _PIXELS))
+                    return _uri(image)
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+                continue
+        return ""
+
+    return find
+
+
+def _inside(folder: Path, name: str) -> Path | None:
+    """Return the file ``name`` in ``folder``; None if it is outside, even through a link, or not a regular file (such
+    as a pipe)."""
+    root, path = folder.resolve(), (folder / name).resolve()
+    inside = ".." not in Path(name).parts and root != Path(root.anchor) and path.is_relative_to(root)
+    return path if inside and path.is_file() else None
+
+
+def _is_below(name: str, num_rows: int) -> bool:
+    return name.isdecimal() and int(name) < num_rows
+
+
+def _places(run: ReportedRun) -> Iterator[Path]:
+    """Folders that relative paths may start from: the working folder, and the folders above the run."""
+    yield Path()
+    yield from run.record.path.resolve().parents[:4]
+
+
+def _published(run: ReportedRun, path: Path) -> np.ndarray | None:
+    """Memory-mapped images of an IDX file, (rows, height, width); None if it is missing or incomplete."""
+    for place in _places(run):
+        try:
+            if not (place / path).is_file():
+                continue
+            header = np.fromfile(place / path, dtype=">u4", count=4)
+            shape = tuple(int(number) for number in header[1:])
+            if len(header) == 4 and (place / path).stat().st_size == 16 + math.prod(shape):
+                return np.memmap(place / path, dtype=np.uint8, mode="r", offset=16, shape=shape)
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _uri(image: Any) -> str:
+    """Return a small PNG as a data URI."""
+    small = image.convert("L" if image.mode in ("1", "L", "I;16", "I") else "RGB")
+    small.thumbnail((_PIXELS, _PIXELS))
+    buffer = io.BytesIO()
+    small.save(buffer, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
