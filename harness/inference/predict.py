@@ -42,7 +42,7 @@ from harness.errors import (
 )
 from harness.runs import console, trained_run
 from harness.runs.files import output_error, require_output
-from harness.training import build
+from harness.training import build, opening
 from harness.training.evaluation import predictions
 from harness.training.evaluation.evaluate import laid_out
 from harness.training.evaluation.objective import Objective
@@ -118,7 +118,7 @@ def open_task(config: Config, run: Path, source: str, cache_dir: str | None = No
 def _open(request: PredictRequest, config: Config, rank: int = 0, world_size: int = 1) -> PredictingTask:
     """Open the task for ``request``. Raises DataError if files of this rank's rows are missing."""
     task = open_task(config, request.run, request.source)
-    build.require_files(task, rank, world_size)
+    opening.require_files(task, rank, world_size)
     return task
 
 
@@ -170,7 +170,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     runtime.all_equal(task.fingerprint, request.source, "give every machine the same file")
     for note in task.notes:
         log.warning("%s", note)
-    build.copy_files(config, task, runtime, train=False)
+    opening.copy_files(config, task, runtime, train=False)
     if runtime.rank == 0:
         trained_run.warn_if_unfinished(request.run, config)
     best = predictions.best_weights(runtime, trained_run.weights_path(request.run))

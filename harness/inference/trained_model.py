@@ -18,7 +18,7 @@ from harness.errors import ConfigError, DataError, listed
 from harness.inference import predict
 from harness.inference.rows import as_file
 from harness.runs import trained_run
-from harness.training import build, rng
+from harness.training import build, opening, rng
 from harness.training.evaluation.labels import TO_UNITS
 from harness.training.task import OpenedTask, SupportsLearned, SupportsNewData, SupportsSignature
 
@@ -119,7 +119,7 @@ def _without_data(run: Path, config: Config) -> OpenedTask | None:
 
 def with_training_data(run: Path, config: Config) -> OpenedTask:
     """Open the task with the data of the training. Raises ConfigError if it has changed."""
-    task = build.open_task(config, Runtime())
+    task = opening.open_task(config, Runtime())
     if isinstance(task, SupportsLearned) and task.learned != trained_run.task_facts(run):
         raise ConfigError(
             "the classes or the image size of the training data differ from the run's task.json",

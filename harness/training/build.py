@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,7 +24,7 @@ from harness.runs import checkpoint, hub_copies
 from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
-from harness.training import determinism, hooks, memory, mixing, resuming, rng
+from harness.training import determinism, hooks, memory, mixing, opening, resuming, rng
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.coverage import Coverage
 from harness.training.determinism import kernels
@@ -46,11 +42,9 @@ from harness.training.run import Run, ThisStart
 from harness.training.state import State
 from harness.training.strategies import sharding
 from harness.training.strategies.base import ParallelStrategy, strategy_class
-from harness.training.task import OpenedTask, SupportsFileCheck, SupportsFileCopies, SupportsLook, open_data
+from harness.training.task import OpenedTask, SupportsLook
 
 log = logging.getLogger("harness")
-
-FILES_S = 2.0  # for a look at the files that the rows name
 
 
 def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Run:
@@ -66,17 +60,17 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
             rng.seed_all(Purpose.INITIAL_WEIGHTS, config.seed)  # for what their constructors draw
             own_hooks = hooks.build(config.hooks)
             resumes = bool(config.checkpoint.named or checkpoint.steps(folder.checkpoints.folder))
-            for check in name_checks(config, weights=runtime.rank == 0 and not resumes):
-                check()
+            require_optimizer(config)
+            require_model(config, weights=runtime.rank == 0 and not resumes)
             located = hub_copies.with_copies(config, folder.path) if resumes else config
-        task = open_task(located, runtime)
+        task = opening.open_task(located, runtime)
         for note in runtime.patiently("looking at the data", lambda: task.notes if runtime.rank == 0 else ()):
             log.warning("%s", note)
         with runtime.together("opening the trackers"):
             tracker = metrics_log.open_log(folder.metrics, runtime.rank, config, loader.to_text(config))
             opened.callback(tracker.close)
         ranks, sizes = divide(config, task, runtime)
-        copy_files(config, task, runtime)
+        opening.copy_files(config, task, runtime)
         parallel, model = strategy_and_model(located, task, ranks)
         start_weights = load_start_weights(config, runtime, folder, model, task)
         model = place(config, parallel, model, has_start_weights=bool(start_weights))
@@ -102,23 +96,20 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     return run
 
 
-def name_checks(config: Config, weights: bool = True) -> Iterator[Callable[[], None]]:
-    """Yield checks that raise ConfigError for the name of an optimizer, a model or its ``weights`` that needs no data
-    to be refused."""
+def require_optimizer(config: Config) -> None:
+    """Raise ConfigError if there is no such optimizer, or if the strategy allows none of its kind."""
+    optim.find(config.optimizer.name, strategy_class(config.parallel).shards)
 
-    def of_optimizer() -> None:
-        optim.find(config.optimizer.name, strategy_class(config.parallel).shards)
 
-    def of_model() -> None:
-        name, chosen = config.model.name, config.model.start_weights
-        if "." not in config.task.name:  # the user's own task may have models of its own
-            model_builder.find(name)
-        if weights and chosen is not None:
-            from harness.training.models import weights as files  # late: few runs need it
+def require_model(config: Config, weights: bool = True) -> None:
+    """Raise ConfigError if there is no such model or, with ``weights``, no such file of its weights."""
+    name, chosen = config.model.name, config.model.start_weights
+    if "." not in config.task.name:  # the user's own task may have models of its own
+        model_builder.find(name)
+    if weights and chosen is not None:
+        from harness.training.models import weights as files  # late: few runs need it
 
-            files.located(chosen, name)
-
-    yield from (of_optimizer, of_model)
+        files.located(chosen, name)
 
 
 def divide(config: Config, task: OpenedTask, runtime: Runtime) -> tuple[LogicalRanks, Sizes]:
@@ -233,60 +224,20 @@ def open_loaders(
     return train_data, EvalData(loaders[1], ranks.own, ranks.num, sizes.eval_batch, ranks.most)
 
 
-def open_task(config: Config, runtime: Runtime, files_s: float | None = FILES_S) -> OpenedTask:
-    """Open the task's data, look ``files_s`` seconds for missing files (None: not at all), and check that the data is
-    the same on every rank. Collective."""
-    opened = runtime.patiently("opening the data", lambda: _opened(config, runtime.rank, runtime.world_size, files_s))
-    runtime.all_equal(
-        opened.fingerprint,
-        "the content of the annotations",
-        "give every machine the same files; one may have changed while the run started",
-    )
-    return opened
-
-
-def copy_files(config: Config, task: OpenedTask, runtime: Runtime, train: bool = True) -> None:
-    """Copy the files that this rank's rows need and that loader workers would wait for, such as archives behind URLs.
-    Collective. ``train``: not only the rows for evaluation."""
-    if not isinstance(task, SupportsFileCopies):
-        return
-
-    def of_rank(num_rows: int) -> range:
-        return range(*bounds(num_rows, runtime.rank, runtime.world_size))
-
-    num_train = len(task.train) if train else 0
-    rows = of_rank(num_train) if config.data.shard == "contiguous" else range(num_train)
-    work = partial(task.copy_files, rows, of_rank(len(task.eval)), runtime.rank)
-    runtime.patiently("copying the files of the data", work, math.inf)  # a download without progress ends by itself
-
-
 def rehearse(config: Config, world_size: int) -> None:
     """Raise the error of a hook, the data, the batch, the model, the optimizer or the schedule with which ``config``
     could not start on ``world_size`` ranks."""
     strategy_class(config.parallel).check_world(config.parallel, world_size)
     hooks.build(config.hooks)
-    for check in name_checks(config, weights=not config.checkpoint.named):
-        check()
-    task = _opened(config)
+    require_optimizer(config)
+    require_model(config, weights=not config.checkpoint.named)
+    task = opening.open_on_rank(config)
     sizes = sizes_of(config, len(task.train), config.parallel.num_ranks(world_size))
     model = build_model(config, task)
     optimizer = optim.build(config.optimizer, trained_parameters.groups(config.optimizer, model, sizes.lr), sizes.lr)
     sizes.schedule.require_momentum(optimizer)
     on_gradients.build(config, model, optimizer, torch.device("cpu"))
     require_mixable(config, task)
-
-
-def _opened(config: Config, rank: int = 0, world_size: int = 1, files_s: float | None = FILES_S) -> OpenedTask:
-    opened = open_data(config.task, config.seed, Path(config.data.cache_dir) if config.data.cache_dir else None)
-    if files_s is not None:
-        require_files(opened, rank, world_size, files_s)
-    return opened
-
-
-def require_files(task: OpenedTask, rank: int, world_size: int, limit_s: float = FILES_S) -> None:
-    """Raise DataError if files of this rank's rows are missing, as far as they can be looked up in ``limit_s`` s."""
-    if isinstance(task, SupportsFileCheck):
-        task.require_files(rank, world_size, limit_s)
 
 
 def build_model(config: Config, task: OpenedTask) -> nn.Module:

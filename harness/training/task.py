@@ -15,24 +15,21 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.config import plugins
 from harness.config.schema import ModelSection, TaskSection
 from harness.config.targets import LabelledTask
 from harness.data.arrays import Arrays
 from harness.data.batch import Batch, Dataset, described, read
 from harness.data.seeds import row_seed, seeded_torch
-from harness.errors import ConfigError, DataError, OwnCodeError, TrainingError, did_you_mean, place_of, plural
+from harness.errors import OwnCodeError, TrainingError, place_of
 from harness.training.evaluation.labels import Columns, SingleLabel
 from harness.training.evaluation.losses import LabelCounts
 from harness.training.evaluation.objective import Objective
@@ -345,46 +342,6 @@ class Classification(Supervised):
         return np.bincount(self.train.targets[start:stop], minlength=len(self.classes))
 
 
-def open_data(section: TaskSection, seed: int, cache_dir: Path | None) -> OpenedTask:
-    """Open the data of the task. Raises DataError if a file that the section names is missing, ConfigError if what
-    ``Task.open`` returns lacks a member of OpenedTask, or one of its datasets a method."""
-    try:
-        opened = section.open(seed, cache_dir)
-    except FileNotFoundError as error:
-        given = [str(value) for value in vars(section).values() if isinstance(value, str | Path)]
-        if not error.filename or (name := str(error.filename)) not in given:
-            raise
-        raise DataError("no such file", where=name, hint=did_you_mean(name)) from error
-    members = [member for member in vars(OpenedTask) if not member.startswith("_")]
-    members += ["known"] if hasattr(opened, "predictions") else []
-    missing = [member for member in members if inspect.getattr_static(opened, member, None) is None]
-    if missing:
-        kind = type(opened).__name__
-        raise ConfigError(
-            f"Task.open of {section.name} returns an object of type {kind} without {', '.join(missing)}",
-            where=place_of(type(opened)) or "task.name",
-            hint="set train and eval in __init__, and write loss"
-            if isinstance(opened, BaseTask)
-            else "inherit from harness.training.task.BaseTask, which has defaults, and see docs/add_a_task.md",
-        )
-    for split in ("train", "eval"):
-        _require_dataset(section, split, getattr(opened, split))
-    return cast(OpenedTask, opened)
-
-
-def _require_dataset(section: TaskSection, split: str, dataset: object) -> None:
-    kind = type(dataset)
-    has = {"__len__()": hasattr(kind, "__len__"), "batch(rows, epoch)": callable(getattr(dataset, "batch", None))}
-    if not all(has.values()):
-        raise ConfigError(
-            f"{split} of the task {section.name} is of type {kind.__name__}, which has no "
-            f"{' and no '.join(method for method, there in has.items() if not there)}",
-            where=place_of(kind) or "task.name",
-            hint="a dataset has __len__(), the number of all rows, and batch(rows, epoch), which returns a Batch; "
-            "docs/add_a_task.md and harness/data/arrays.py have an example",
-        )
-
-
 def require_loss(task: BaseTask | OpenedTask, loss: object, trains: bool = True) -> None:
     """Raise an error unless ``loss`` is one number, and if it ``trains``, one to differentiate. Its value is not looked
     at, for which the host would wait."""
@@ -397,72 +354,6 @@ def require_loss(task: BaseTask | OpenedTask, loss: object, trains: bool = True)
     else:
         return
     raise wrong_return(task, "loss", found, hint)
-
-
-def doubt_of_mean(section: TaskSection, task: OpenedTask, outputs: Tensor, targets: Tensor) -> str:
-    """Return, in words, that the loss is twice as large for the same rows twice, or, of the user's own, that it is not
-    the mean of those of two halves; empty otherwise. Draws from no stream of the CPU."""
-    both = outputs, targets
-    if not all(isinstance(part, Tensor) and part.dim() and len(part) == len(outputs) for part in both):
-        return ""
-    with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
-        few = [part[:4].float() if part.is_floating_point() else part[:4] for part in both]
-
-        def loss(*parts: slice) -> float:
-            return task.loss(*(torch.cat([part[each] for each in parts]) for part in few)).item()
-
-        rows, every = len(few[0]), slice(None)
-        whole, twice, place = loss(every), loss(every, every), loss_place(section, task)
-        if whole and abs(twice / whole - 2) < 1e-3:
-            return (
-                f"{place}: loss() is {whole:.4g} for {plural(rows, 'row')} and {twice:.4g} for the same rows twice, so "
-                "it is a sum; return the mean over the rows, or the learning rate depends on the size of the batch"
-            )
-        half = rows // 2
-        if not half or not _is_own_loss(section, task):
-            return ""
-        halves = (half * loss(slice(half)) + (rows - half) * loss(slice(half, None))) / rows
-        if abs(halves - whole) > 1e-4 * abs(whole) and loss(every) == whole:  # not one that draws or counts
-            shapes = [tuple(part.shape) for part in few]
-            alike = shapes[0] != shapes[1] and few[0].numel() == few[1].numel()
-            cause = f", perhaps by a broadcast of shapes {shapes[0]} and {shapes[1]}" if alike else ""
-            return (
-                f"{place}: loss() mixes rows{cause}: it is {whole:.4g} for {rows} rows, and {halves:.4g} as the mean "
-                "over two halves; contrastive, weighted and masked losses do this on purpose"
-            )
-    return ""
-
-
-def doubt_of_sums(task: OpenedTask, outputs: Tensor, targets: Tensor) -> str:
-    """Return, in words, that ``evaluate`` of the user's own returns a mean with a count of rows, which is then divided
-    twice; empty otherwise."""
-    where, both = place_of(type(task), "evaluate"), (outputs, targets)
-    if not where or not all(isinstance(part, Tensor) and part.dim() and len(part) == len(outputs) for part in both):
-        return ""
-    with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
-        once, twice = task.evaluate(*both), task.evaluate(*(torch.cat([part, part]) for part in both))
-        for name in (name for name, pair in once.items() if isinstance(pair, tuple)):
-            (total, count), (more, rows) = (map(float, pairs[name]) for pairs in (once, twice))
-            if total and rows == 2 * count and abs(more / total - 1) < 1e-3:
-                return (
-                    f"{where}: evaluate() returns {total:.4g} as the sum of {name!r} over {count:g} rows, and the same "
-                    "for these rows twice, so it is a mean; return the sum over the rows"
-                )
-    return ""
-
-
-def _is_own_loss(section: TaskSection, task: OpenedTask) -> bool:
-    """Return True unless the harness made the loss, which may weight classes."""
-    found = getattr(type(task), "loss", None)
-    return "." in getattr(section, "loss_name", "") or not getattr(found, "__module__", "").startswith("harness.")
-
-
-def loss_place(section: TaskSection, task: OpenedTask) -> str:
-    """Return where the loss of ``task`` is defined: FILE:LINE of the user's own, or its name."""
-    name = getattr(section, "loss_name", "")
-    if "." in name:
-        return place_of(plugins.import_own("loss", name, "task.loss.name")) or name
-    return place_of(type(task), "loss") or f"the loss of the task {section.name}"
 
 
 def wrong_return(task: BaseTask | OpenedTask, method: str, found: str, hint: str) -> TrainingError:

@@ -18,7 +18,7 @@ from harness.inference import export, trained_model
 from harness.inference.formats import base
 from harness.runs.files import write_sealed
 from harness.runs.weights_file import save_weights
-from harness.training import build
+from harness.training import opening
 from harness.training.models import linear
 from tests.fixtures import CountingTable, make_config, settings, write_rows, write_yaml
 
@@ -36,7 +36,7 @@ def run(tmp_path):
     write_rows(tmp_path, "eval", 12)
     run, bad = tmp_path / "run", {"on_bad_row": "skip"}
     run.mkdir()
-    task = build.open_task(make_config(tmp_path), Runtime())
+    task = opening.open_task(make_config(tmp_path), Runtime())
     (run / "task.json").write_text(json.dumps(task.learned))
     tree = settings(tmp_path)
     write_yaml(run / "config.yaml", {**tree, "task": {**tree["task"], **bad}})
@@ -94,7 +94,7 @@ def run_of_texts(folder, texts, model, tokenizer=None, **args):
     tree["task"] = {"name": "text_csv", **tables, "tokenizer": {"name": "words", "max_length": 12, **(tokenizer or {})}}
     (run := folder / "run").mkdir()
     config = loader.load(write_yaml(run / "config.yaml", tree))
-    task = build.open_task(config, Runtime())
+    task = opening.open_task(config, Runtime())
     (run / "task.json").write_text(json.dumps(task.learned))
     weights = task.model(config.model).state_dict()
     save_weights(

@@ -20,7 +20,7 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import ConfigError
 from harness.trackers.metrics_log import MetricsLog
-from harness.training import build, description, division
+from harness.training import build, description, division, opening
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.run_start import run_folder
 from tests.fixtures import make_config, write_rows
@@ -60,7 +60,7 @@ def test_batch_is_stated_as_global_or_per_rank(tmp_path):
         make_config(tmp_path, batch={"global": None})
     config = make_config(tmp_path, batch={"global": 16})
     facts = description.describe(
-        config, build.open_task(config, build.Runtime()), sizes["global"][1], 2, torch.device("cpu"), "harness"
+        config, opening.open_task(config, Runtime()), sizes["global"][1], 2, torch.device("cpu"), "harness"
     )
     assert facts["batch"] == "8 per rank, 16 in total"
 
@@ -68,10 +68,10 @@ def test_batch_is_stated_as_global_or_per_rank(tmp_path):
 def _slow_data(folder: Path) -> tuple[str, bool]:
     """Rank 1, on a machine with a cold cache, converts the tables for longer than a rank may be silent."""
     with open_runtime(detect(os.environ), "cpu", 1.0, 60.0) as runtime, pytest.MonkeyPatch.context() as patch:
-        config, converted = make_config(folder / str(runtime.rank)), build._opened
+        config, converted = make_config(folder / str(runtime.rank)), opening.open_on_rank
         late_s = 3.0 * runtime.rank
-        patch.setattr(build, "_opened", lambda *given: time.sleep(late_s) or converted(*given))
-        opened = build.open_task(config, runtime)
+        patch.setattr(opening, "open_on_rank", lambda *given: time.sleep(late_s) or converted(*given))
+        opened = opening.open_task(config, runtime)
         return opened.fingerprint, runtime.gather(len(opened.train)) == [6, 6]
 
 

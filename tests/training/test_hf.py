@@ -33,7 +33,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError
 from harness.inference import export
 from harness.runs import files, hub_copies, layout
-from harness.training import build
+from harness.training import build, opening
 from harness.training.check import preflight
 from harness.training.models import lora, weights
 from harness.training.optimizer.built_in_schedule import BuiltInSchedule
@@ -112,7 +112,7 @@ def make(tmp_path, bert):
 
 
 def built(config):
-    task = build.open_task(config, Runtime())
+    task = opening.open_task(config, Runtime())
     return task, build.build_model(config, task)
 
 
@@ -122,7 +122,7 @@ def built(config):
 @pytest.mark.parametrize("pad", ["batch", "max_length"])
 def test_pairs_with_masks(make, bert, pad):
     """As transformers encodes them, in each of the last dimension's columns."""
-    task = build.open_task(make(f"task.tokenizer.pad={pad}"), Runtime())
+    task = opening.open_task(make(f"task.tokenizer.pad={pad}"), Runtime())
     rows = np.asarray([3, 0, 7])
     inputs = task.train.batch(rows, 0).inputs
     texts = [task.train.table.strings(column, rows) for column in ("premise", "hypothesis")]
@@ -136,7 +136,7 @@ def test_pairs_with_masks(make, bert, pad):
 
 
 def test_pair_loses_the_end_of_the_longer_text_first(make, bert):
-    task = build.open_task(make("task.tokenizer.max_length=10"), Runtime())
+    task = opening.open_task(make("task.tokenizer.max_length=10"), Runtime())
     found = hub.tokenizer(f"hf:{bert}", pairs=True)
     pair = [["good bad film day sun rain"], ["yes no maybe it"]]
     for length, kept in ((13, "good bad film day sun rain [SEP] yes no maybe it"), (12, "good bad film day sun [SEP] "
@@ -1048,7 +1048,7 @@ def test_images(tmp_path, monkeypatch):
     assert main(["export", "runs/run", "--format", "huggingface", "--out", "out"]) == 0
     there = transformers.AutoModelForImageClassification.from_pretrained("out").eval()
     processor = transformers.AutoImageProcessor.from_pretrained("out")
-    opened = build.open_task(loader.load(path), Runtime())
+    opened = opening.open_task(loader.load(path), Runtime())
     square = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     ours = opened.prepare(square[None])
     theirs = processor(square.permute(1, 2, 0).numpy(), return_tensors="pt")["pixel_values"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from harness.config.schema import OptimizerSection
 from harness.errors import ConfigError, OwnCodeError
-from harness.training.build import name_checks
+from harness.training.build import require_optimizer
 from harness.training.optimizer.optim import (
     build,
     built_in,
@@ -144,11 +144,10 @@ class OfNorms(torch.optim.SGD):
 
 def test_one_that_needs_complete_parameters_is_refused_for_shards():
     name = "tests.training.test_optim.OfNorms"
-    replicated, sharded = (next(name_checks(make(parallel={"strategy": strategy}, optimizer={"name": name})))
-                     for strategy in ("ddp", "fsdp"))  # fmt: skip
-    replicated()
+    replicated, sharded = (make(parallel={"strategy": each}, optimizer={"name": name}) for each in ("ddp", "fsdp"))
+    require_optimizer(replicated)
     with pytest.raises(ConfigError, match="OfNorms needs complete parameters, but each rank holds only a shard"):
-        sharded()
+        require_optimizer(sharded)
 
 
 @pytest.mark.parametrize("name", ["Adam", "LAMB", "SGD", "NovoGrad", "Adagrad"])

@@ -29,6 +29,8 @@ from harness.inference import predict
 from harness.training import build, loop
 from harness.training.check import preflight
 from harness.training.evaluation import evaluate
+from harness.training.evaluation.task_checks import doubt_of_mean
+from harness.training.opening import open_data
 from harness.training.run import Run
 from harness.training.run_start import RunStart
 from harness.training.task import (
@@ -37,8 +39,6 @@ from harness.training.task import (
     Classification,
     Sums,
     Supervised,
-    doubt_of_mean,
-    open_data,
     row_seed,
     wrong_return,
 )

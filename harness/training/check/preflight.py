@@ -23,7 +23,7 @@ from harness.errors import (
 )
 from harness.runs import checkpoint, hub_copies, layout, remote
 from harness.trackers import metrics_log
-from harness.training import build, description, determinism, division, hooks, logical_ranks
+from harness.training import build, description, determinism, division, hooks, logical_ranks, opening
 from harness.training.check.trial import NO_TRIAL, TrialStep, unexpected
 from harness.training.models import lora, recompute, weights
 from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
@@ -41,7 +41,7 @@ def examine(
     path: str,
     overrides: Sequence[str],
     world_size: int,
-    limit_s: float = build.FILES_S,
+    limit_s: float = opening.FILES_S,
     written_at: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any], list[HarnessError]]:
     """Return (facts, errors). A stage is left out only if it needs the result of one that failed. ``limit_s``: for a
@@ -94,8 +94,8 @@ class _Examination:
             if not hook.has(hooks.BEFORE_TRAINING):  # which may make its state
                 attempt(self._try_state, hook)
         num_errors = len(self.errors)
-        for check in build.name_checks(config):
-            attempt(check)
+        attempt(build.require_optimizer, config)
+        attempt(build.require_model, config)
         wrong_names = len(self.errors) > num_errors
         task = self._open_task(look_at_files=not wrong_names)
         num_ranks = config.parallel.num_ranks(self.world_size)
@@ -136,7 +136,7 @@ class _Examination:
             self.warnings.append(f"{error.where}: before training, {error.message}")
 
     def _open_task(self, look_at_files: bool) -> OpenedTask | None:
-        task = self.attempt(build.open_task, self.located, Runtime(), self.limit_s if look_at_files else None)
+        task = self.attempt(opening.open_task, self.located, Runtime(), self.limit_s if look_at_files else None)
         if task is None:  # it stops at the first error of the data
             section = self.config.task
             problems = self.attempt(lambda: [*section.problems()]) or []

@@ -36,17 +36,11 @@ from harness.training import determinism, division, memory
 from harness.training.determinism import Audit, OutOfTime
 from harness.training.evaluation import evaluate
 from harness.training.evaluation.sums import Sums
+from harness.training.evaluation.task_checks import doubt_of_mean, doubt_of_sums, loss_place
 from harness.training.models import recompute
 from harness.training.optimizer import on_gradients
 from harness.training.strategies.base import strategy_class
-from harness.training.task import (
-    OpenedTask,
-    SupportsPredictions,
-    doubt_of_mean,
-    doubt_of_sums,
-    loss_place,
-    require_loss,
-)
+from harness.training.task import OpenedTask, SupportsPredictions, require_loss
 
 NO_TRIAL = "a training step and an evaluation (because of the errors)"
 _PACE_S = 10.0  # for another training step, to estimate how long the run takes

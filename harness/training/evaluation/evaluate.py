@@ -22,9 +22,10 @@ from harness.errors import DataError, HarnessError, OwnCodeError, TrainingError,
 from harness.training import rng
 from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.sums import Pairs, Report, Rows, Sums, is_number, reduced
+from harness.training.evaluation.task_checks import doubt_of_mean, doubt_of_sums
 from harness.training.run import Run
 from harness.training.run_log import unreadable
-from harness.training.task import BaseTask, OpenedTask, doubt_of_mean, doubt_of_sums, wrong_return
+from harness.training.task import BaseTask, OpenedTask, wrong_return
 
 log = logging.getLogger("harness")
 

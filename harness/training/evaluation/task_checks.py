@@ -1,0 +1,79 @@
+"""Doubts about the numbers of a task: a loss that is a sum or mixes rows, a metric that is a mean, not a sum."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from harness.config import plugins
+from harness.config.schema import TaskSection
+from harness.errors import place_of, plural
+from harness.training.task import OpenedTask
+
+
+def doubt_of_mean(section: TaskSection, task: OpenedTask, outputs: Tensor, targets: Tensor) -> str:
+    """Return, in words, that the loss is twice as large for the same rows twice, or, of the user's own, that it is not
+    the mean of those of two halves; empty otherwise. Draws from no stream of the CPU."""
+    both = outputs, targets
+    if not all(isinstance(part, Tensor) and part.dim() and len(part) == len(outputs) for part in both):
+        return ""
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
+        few = [part[:4].float() if part.is_floating_point() else part[:4] for part in both]
+
+        def loss(*parts: slice) -> float:
+            return task.loss(*(torch.cat([part[each] for each in parts]) for part in few)).item()
+
+        rows, every = len(few[0]), slice(None)
+        whole, twice, place = loss(every), loss(every, every), loss_place(section, task)
+        if whole and abs(twice / whole - 2) < 1e-3:
+            return (
+                f"{place}: loss() is {whole:.4g} for {plural(rows, 'row')} and {twice:.4g} for the same rows twice, so "
+                "it is a sum; return the mean over the rows, or the learning rate depends on the size of the batch"
+            )
+        half = rows // 2
+        if not half or not _is_own_loss(section, task):
+            return ""
+        halves = (half * loss(slice(half)) + (rows - half) * loss(slice(half, None))) / rows
+        if abs(halves - whole) > 1e-4 * abs(whole) and loss(every) == whole:  # not one that draws or counts
+            shapes = [tuple(part.shape) for part in few]
+            alike = shapes[0] != shapes[1] and few[0].numel() == few[1].numel()
+            cause = f", perhaps by a broadcast of shapes {shapes[0]} and {shapes[1]}" if alike else ""
+            return (
+                f"{place}: loss() mixes rows{cause}: it is {whole:.4g} for {rows} rows, and {halves:.4g} as the mean "
+                "over two halves; contrastive, weighted and masked losses do this on purpose"
+            )
+    return ""
+
+
+def doubt_of_sums(task: OpenedTask, outputs: Tensor, targets: Tensor) -> str:
+    """Return, in words, that ``evaluate`` of the user's own returns a mean with a count of rows, which is then divided
+    twice; empty otherwise."""
+    where, both = place_of(type(task), "evaluate"), (outputs, targets)
+    if not where or not all(isinstance(part, Tensor) and part.dim() and len(part) == len(outputs) for part in both):
+        return ""
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
+        once, twice = task.evaluate(*both), task.evaluate(*(torch.cat([part, part]) for part in both))
+        for name in (name for name, pair in once.items() if isinstance(pair, tuple)):
+            (total, count), (more, rows) = (map(float, pairs[name]) for pairs in (once, twice))
+            if total and rows == 2 * count and abs(more / total - 1) < 1e-3:
+                return (
+                    f"{where}: evaluate() returns {total:.4g} as the sum of {name!r} over {count:g} rows, and the same "
+                    "for these rows twice, so it is a mean; return the sum over the rows"
+                )
+    return ""
+
+
+def _is_own_loss(section: TaskSection, task: OpenedTask) -> bool:
+    """Return True unless the harness made the loss, which may weight classes."""
+    found = getattr(type(task), "loss", None)
+    return "." in getattr(section, "loss_name", "") or not getattr(found, "__module__", "").startswith("harness.")
+
+
+def loss_place(section: TaskSection, task: OpenedTask) -> str:
+    """Return where the loss of ``task`` is defined: FILE:LINE of the user's own, or its name."""
+    name = getattr(section, "loss_name", "")
+    if "." in name:
+        return place_of(plugins.import_own("loss", name, "task.loss.name")) or name
+    return place_of(type(task), "loss") or f"the loss of the task {section.name}"
