@@ -64,6 +64,12 @@ class Checkpoints:
             with ranks.together("saving"), self._writing(step):
                 if first:
                     whole = {name: facts for rank in of_ranks for name, facts in rank.items()}
+                    if len(whole) < sum(map(len, of_ranks)):
+                        raise CheckpointError(
+                            f"several ranks wrote the same file of a checkpoint: {', '.join(sorted(whole))}",
+                            where=f"checkpoint.format={self.format_name}",
+                            hint="write() returns the names of the files of its own rank: put the rank into them",
+                        )
                     complete(folder, step, self.format_name, whole)
         except Exception:
             if first:

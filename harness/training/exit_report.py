@@ -66,7 +66,7 @@ class ExitReporter:
 
     def step(self) -> int | None:
         """Return the number of steps so far; None before this start has claimed the run folder."""
-        return self.run.state.step if self.run else 0 if self._claimed else None
+        return self.run.step if self.run else 0 if self._claimed else None
 
     @property
     def _claimed(self) -> RunFolder | None:

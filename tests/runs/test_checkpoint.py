@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError
 from harness.runs import checkpoint, files, ownership
 from harness.runs import checkpoints as module
@@ -48,6 +49,15 @@ def names(checkpoints: Checkpoints) -> list[str]:
 
 
 # Writing and reading
+
+
+def test_ranks_must_not_write_the_same_file(tmp_path, monkeypatch):
+    checkpoints = made(tmp_path, 1)
+    ranks = Runtime()
+    monkeypatch.setattr(ranks, "gather", lambda files: [files, files])
+    with pytest.raises(CheckpointError, match="several ranks wrote the same file"):
+        checkpoints.write(2, content(2), ranks)
+    assert names(checkpoints) == names(made(tmp_path / "other", 1))
 
 
 def test_write_then_read(tmp_path):

@@ -216,6 +216,12 @@ def test_blocked_rank_is_recorded(tmp_path):
     assert json.loads((tmp_path / "failure.json").read_text()) == asdict(first)
 
 
+def test_a_step_that_is_not_counted_yet_is_in_the_record():
+    reporter = ExitReporter(Runtime())
+    reporter.run = SimpleNamespace(step=4, state=State(step=3))
+    assert reporter.step() == 4
+
+
 @pytest.mark.parametrize("supervised", [False, True])
 def test_the_signal_of_harness_launch_is_printed_once(caplog, supervised):
     """It sends its ranks SIGTERM, whichever signal it got and has printed."""

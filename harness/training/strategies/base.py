@@ -43,6 +43,7 @@ class ParallelStrategy:
     exchanges: bool = False  # whether processes exchange gradients: ``wrap`` sets it, with ``summary``
     summary: str = "one process"  # what the ranks do, for the log
     sync_norms: tuple[Any, ...] = ()  # batch norms over the rows of all ranks
+    own_norms: tuple[nn.Module, ...] = ()  # norms whose running statistics are of this rank's rows
 
     def __init__(self, section: ParallelSection, precision: Precision, ranks: LogicalRanks) -> None:
         """``ranks``: the logical ranks, of which this process computes some. ``world_size`` counts processes."""
@@ -81,7 +82,11 @@ class ParallelStrategy:
 
     def wrap(self, model: nn.Module) -> None:
         """Set ``model`` and ``module``, after amp, which changes the types of the weights."""
+        from torch import nn
+
         self.model = self.module = model
+        norms = (each for each in model.modules() if isinstance(each, nn.modules.batchnorm._NormBase))
+        self.own_norms = tuple(norm for norm in norms if not hasattr(norm, "process_group"))  # that of SyncBatchNorm
         if self._syncs_norms:
             kind = self.precision.parallel.SyncBatchNorm
             self.sync_norms = tuple(module for module in model.modules() if isinstance(module, kind))
@@ -107,11 +112,12 @@ class ParallelStrategy:
     def micro_batch(self, micro: MicroBatch, last: bool) -> Iterator[None]:
         """Context for forward and ``backward`` of ``micro``, with the random streams and buffers of its logical rank.
         Gradients are averaged only in the ``last`` micro-batch of this process in a step. One without rows only keeps
-        this rank in step: batch norms over all ranks leave it out."""
+        this rank in step: batch norms leave it out of their statistics."""
         self.ranks.activate(micro.rank)
-        idle = () if micro.num_rows else self.sync_norms
+        idle, own = ((), ()) if micro.num_rows else (self.sync_norms, self.own_norms)
         for norm in idle:
             norm.idle = True
+        before = [(buffer, buffer.clone()) for norm in own for buffer in norm.buffers(recurse=False)]
         if not last and self.exchanges:
             self.switch_sync(False)
         try:
@@ -121,6 +127,8 @@ class ParallelStrategy:
                 self.switch_sync(True)
             for norm in idle:
                 norm.idle = False
+            for buffer, value in before:
+                buffer.copy_(value)
         if last:
             self.ranks.activate(self.ranks.own.start)
 
