@@ -32,7 +32,7 @@ from torch.testing import assert_close
 
 import harness
 from harness import load_config, load_model, open_run, predict, train
-from harness.data.loader import TrainData
+from harness.data.rank_data import TrainData
 from harness.distributed.stop import Stop
 from harness.errors import CheckpointError, ConfigError, DataError, HarnessError, OwnCodeError, TrainingError
 from harness.inference.rows import as_file

@@ -1,8 +1,4 @@
-"""The batches of one rank: training steps from any position of an epoch, and evaluation batches.
-
-Worker processes load the batches (loader_workers.py). The training process decides which rows each batch has, so
-resuming at a position needs no state of the workers.
-"""
+"""Batches of rows that are asked for, loaded by worker processes (loader_workers.py) and moved to the device."""
 
 from __future__ import annotations
 
@@ -15,10 +11,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,14 +30,11 @@ from harness.data.loader_workers import (
     pickle_result,
     worker_death,
 )
-from harness.data.row_order import RowOrder
-from harness.data.shards import Rule, Segment, bounds, num_rows_in_step, num_rows_used, num_steps, shard
 from harness.distributed.machine import run_queue_s
 from harness.errors import TrainingError, remedy
 
 # The libraries whose objects open no file later; files and datasets, which may, are left out.
 _LIBRARIES = {*sys.stdlib_module_names, "numpy", "pandas", "pyarrow", "torch", "torchvision", "harness"} - {"io", "_io"}
-_PASSES = 2  # over an epoch without counting a step, until a loop is taken for endless
 
 log = logging.getLogger("harness")
 
@@ -215,6 +208,22 @@ class Loader:
                 "runtime.timeout_s if loading is merely slow, or set data.num_workers=0 to see the dataset's own error",
             )
 
+    def first(self, rows: np.ndarray) -> Batch | None:
+        """Return the evaluation batch of ``rows``, on the device; None if training is to stop.
+
+        A file that the dataset opens at its first use is not for loader workers, which are forked later. So a copy of
+        the dataset reads; or a worker, if the dataset holds an object of the user's own, which might open one, too.
+        """
+        parts = vars(self.dataset).values() if hasattr(self.dataset, "__dict__") else ()
+        if all(map(_opens_no_file, parts)):
+            return read(copy.copy(self.dataset), rows, None).to(self.device)
+        try:
+            (batch,) = self.fetch([BatchRequest(rows, None)])
+        except StoppedWaiting:
+            return None
+        self.take_times()  # which are those of evaluations
+        return batch
+
     def take_times(self) -> tuple[float, dict[str, float]]:
         """Return (seconds that training waited for data, those that loading took by stage) since the last call."""
         taken = self.wait_s, self.spent_s
@@ -238,223 +247,6 @@ def _warn_of_float64(what: str) -> None:
         "float64 is slow on a GPU and rounded differently; return float32",
         what,
     )
-
-
-@dataclass
-class MicroBatch:
-    """The rows of one forward and backward pass."""
-
-    batch: Batch
-    weight: float
-    """Factor of the mean loss, so that the sum over micro-batches, averaged over ranks, is the mean over all rows of
-    the step."""
-    rows: np.ndarray
-    """Numbers of the rows of this step that are in the batch, each once: no repeated row, no replacement."""
-    num_rows: int
-    """How many rows of the batch count; with 0, the pass only takes part in communication."""
-    rank: int
-    """The rank of the recipe that it belongs to."""
-    ends: bool
-    """Whether it is that rank's last of the step."""
-
-    @classmethod
-    def of(cls, batch: Batch, planned: Part, scale: float) -> MicroBatch:
-        as_planned = len(batch.rows) == len(planned.rows) and not batch.bad
-        rows = batch.rows if as_planned else np.intersect1d(batch.rows, planned.rows)
-        return cls(batch, len(planned.rows) * scale, rows, len(planned.rows), planned.rank, planned.ends)
-
-
-class Part(NamedTuple):
-    """The rows of one micro-batch of ``rank``: number ``number`` of the ``num`` that the rank has in a step."""
-
-    rank: int
-    rows: np.ndarray
-    number: int
-    num: int
-
-    @property
-    def ends(self) -> bool:
-        return self.number == self.num - 1
-
-
-@dataclass(frozen=True)
-class TrainData:
-    """The training rows of one process, in groups: the micro-batches of one optimizer step. It computes ``ranks`` of
-    ``num_ranks`` ranks: usually one, several of parallel.logical_ranks."""
-
-    loader: Loader
-    rule: Rule
-    ranks: range
-    num_ranks: int
-    per_rank: int
-    accumulate: int
-    seed: int
-    tail: Literal["use", "drop"] = "use"
-    batch_norm_spans_ranks: bool = False
-    """Whether batch norms compute with the rows of all ranks, so that a rank may have a single one."""
-    _passed: list[tuple[Sequence[Segment], tuple[int, int]]] = field(default_factory=list)
-    """The last times that ``groups`` came to the end of an epoch: from which list, epoch and step."""
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.loader.dataset)
-
-    def steps_per_epoch(self) -> int:
-        return num_steps(self.num_rows, self.num_ranks, self.per_rank, self.tail)
-
-    def steps_left(self, segments: Sequence[Segment], by: Segment | None = None) -> int:
-        """Return the number of steps of an epoch after ``segments``, taken by the ranks of ``by``, by default by the
-        current ones: the same on every rank."""
-        left = self.num_rows - sum(self._rows_of(segments))
-        ranks = by or self
-        return num_steps(left, ranks.num_ranks, ranks.per_rank, self.tail)
-
-    def advance(self, segments: list[Segment]) -> None:
-        """Add one step by the current ranks to ``segments``, in place."""
-        if not segments or not self._ours(segments[-1]):
-            segments.append(Segment(self.num_ranks, self.per_rank, 0))
-        segments[-1].steps += 1
-
-    def _ours(self, segment: Segment) -> bool:
-        return segment.num_ranks == self.num_ranks and segment.per_rank == self.per_rank
-
-    def groups(self, epoch: int, segments: Sequence[Segment]) -> Iterator[list[MicroBatch]]:
-        """Yield the groups of ``epoch`` after ``segments``: the same number on every rank, fewer only if the loader's
-        ``leave`` ended a wait. Raises TrainingError if the list ``segments`` comes back unchanged again and again."""
-        position = epoch, sum(segment.steps for segment in segments)
-        passes = sum(before is segments and at == position for before, at in self._passed)
-        if passes == _PASSES:
-            raise TrainingError(
-                f"all groups of epoch {epoch + 1} have been used {_PASSES} times, and none was counted: this loop "
-                "would never end",
-                hint="in your loop, call run.train_data.advance(run.state.segments) after each step, and "
-                "run.state.next_epoch() after the last one",
-            )
-        done, first = list(segments), 0
-        if done and self._ours(done[-1]):
-            first = done.pop().steps  # the current ranks continue the last segment with the same assignment
-        num_left = self.num_rows - sum(self._rows_of(done))
-        shards = {
-            rank: shard(self.rule, self.num_rows, rank, self.num_ranks, epoch, self.seed, done) for rank in self.ranks
-        }
-        steps = range(first, num_steps(num_left, self.num_ranks, self.per_rank, self.tail))
-        fillers = {rank: rows[:1] if len(rows) else np.zeros(1, np.int64) for rank, rows in shards.items()}
-        requests = (
-            BatchRequest(
-                self._at_least_two(part.rows if len(part.rows) else fillers[part.rank], num_left, step, part), epoch
-            )
-            for step in steps
-            for part in self._micro_batches(shards, num_left, step)
-        )
-        batches = self.loader.fetch(requests)
-        for step in steps:
-            scale = self.num_ranks / num_rows_in_step(num_left, self.num_ranks, self.per_rank, step)
-            parts = self._micro_batches(shards, num_left, step)
-            try:
-                group = list(itertools.islice(batches, len(parts)))
-            except StoppedWaiting:
-                return
-            yield [MicroBatch.of(batch, part, scale) for part, batch in zip(parts, group, strict=True)]
-        self._passed[:] = [(segments, position), *self._passed][:_PASSES]
-
-    def _micro_batches(self, shards: Mapping[int, RowOrder], num_left: int, step: int) -> list[Part]:
-        """Return the rows of this process in ``step``, in the same number of parts on every rank.
-
-        In the tail, parts are uneven and may be empty. All ranks must run the same number of backward passes, so the
-        caller fills an empty part with a row of weight zero.
-        """
-        first = step * self.per_rank
-        longest = min(self.per_rank, -(-num_left // self.num_ranks) - first)
-        num_parts = -(-longest // (self.per_rank // self.accumulate))
-        return [
-            Part(rank, rows, number, num_parts)
-            for rank, order in shards.items()
-            for number, rows in enumerate(np.array_split(order[first : first + self.per_rank], num_parts))
-        ]
-
-    def _at_least_two(self, rows: np.ndarray, num_left: int, step: int, part: Part) -> np.ndarray:
-        """Repeat a single row if batch norm, which rejects one row, would see no other. The mean loss is unchanged."""
-        if len(rows) != 1 or (self.batch_norm_spans_ranks and self._rows_of_all(num_left, step, part) > 1):
-            return rows
-        return np.repeat(rows, 2)
-
-    def _rows_of_all(self, num_left: int, step: int, part: Part) -> int:
-        """Return the number of rows in the micro-batch ``part.number`` of ``step`` over all ranks."""
-        short, num_long = divmod(num_left, self.num_ranks)
-
-        def rows(length: int) -> int:
-            whole, rest = divmod(min(max(length - step * self.per_rank, 0), self.per_rank), part.num)
-            return whole + (part.number < rest)
-
-        return num_long * rows(short + 1) + (self.num_ranks - num_long) * rows(short)
-
-    def any_inputs(self) -> torch.Tensor:
-        """Return the inputs of one row, on the device, for a pass that does not count."""
-        return read(self.loader.dataset, np.zeros(1, np.int64), 0).to(self.loader.device).inputs
-
-    def _rows_of(self, segments: Sequence[Segment]) -> Iterator[int]:
-        """Yield the number of rows in each segment, over all ranks."""
-        left = self.num_rows
-        for segment in segments:
-            rows = num_rows_used(left, segment)
-            left -= rows
-            yield rows
-
-
-@dataclass(frozen=True)
-class EvalData:
-    """The evaluation rows of one process, which computes ``ranks`` of ``num_ranks``. Each rank has a contiguous shard
-    without padding, so the ranks together see each row once."""
-
-    loader: Loader
-    ranks: range
-    num_ranks: int
-    batch_size: int
-    most_ranks: int = 1
-    """The number of ranks of the process that has the most."""
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.loader.dataset)
-
-    def num_turns(self) -> int:
-        """Return the number of turns of each process: how often it must check for a stop."""
-        longest = -(-self.num_rows // self.num_ranks)
-        return -(-longest // self.batch_size) * self.most_ranks
-
-    def turns(self) -> Iterator[tuple[int, Batch | None]]:
-        """Yield (rank, batch) ``num_turns`` times, rank by rank; None in place of a batch that another process has."""
-        asked = {rank: [*self._requests(rank)] for rank in self.ranks}
-        batches = self.loader.fetch(BatchRequest(rows, None) for of_rank in asked.values() for rows in of_rank)
-        for rank, requests in asked.items():
-            for _ in requests:
-                yield rank, next(batches, None)
-        while True:
-            yield self.ranks.start, None
-
-    def first(self) -> Batch | None:
-        """Return the first batch of this process, on the device; None if it has no rows, or if training is to stop.
-
-        A file that the dataset opens at its first use is not for loader workers, which are forked later. So a copy of
-        the dataset reads; or a worker, if the dataset holds an object of the user's own, which might open one, too.
-        """
-        dataset, rows = self.loader.dataset, next(self._requests(self.ranks.start), None)
-        if rows is None:
-            return None
-        parts = vars(dataset).values() if hasattr(dataset, "__dict__") else ()
-        if all(map(_opens_no_file, parts)):
-            return read(copy.copy(dataset), rows, None).to(self.loader.device)
-        try:
-            (batch,) = self.loader.fetch([BatchRequest(rows, None)])
-        except StoppedWaiting:
-            return None
-        self.loader.take_times()  # which are those of evaluations
-        return batch
-
-    def _requests(self, rank: int) -> Iterator[np.ndarray]:
-        start, stop = bounds(self.num_rows, rank, self.num_ranks)
-        for edge in range(start, stop, self.batch_size):
-            yield np.arange(edge, min(edge + self.batch_size, stop))
 
 
 def _opens_no_file(part: object) -> bool:

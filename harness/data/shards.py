@@ -105,6 +105,13 @@ def num_rows_used(num_rows: int, segment: Segment) -> int:
     return num_long * min(most, short + 1) + (segment.num_ranks - num_long) * min(most, short)
 
 
+def num_rows_left(num_rows: int, segments: Sequence[Segment]) -> int:
+    """Return the number of rows of an epoch that ``segments`` have not used, over all ranks."""
+    for segment in segments:
+        num_rows -= num_rows_used(num_rows, segment)
+    return num_rows
+
+
 def num_steps(num_rows: int, num_ranks: int, per_rank: int, tail: Literal["use", "drop"] = "use") -> int:
     """Return the number of steps for ``num_rows`` rows: equal on every rank, whose shards differ by at most a row."""
     if tail not in ("use", "drop"):

@@ -14,7 +14,8 @@ from torch import nn
 from harness.config import loader
 from harness.config.schema import Config
 from harness.data.batch import read
-from harness.data.loader import EvalData, Loader, TrainData
+from harness.data.loader import Loader
+from harness.data.rank_data import EvalData, TrainData
 from harness.data.seeds import Purpose
 from harness.data.shards import bounds
 from harness.distributed.runtime import Runtime

@@ -14,7 +14,7 @@ import time
 
 from torch import Tensor
 
-from harness.data.loader import MicroBatch
+from harness.data.rank_data import MicroBatch
 from harness.training import determinism, run_log
 from harness.training.meter import Reading, Used
 from harness.training.run import Run

@@ -14,7 +14,7 @@ import time
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from harness.data.loader import MicroBatch
+from harness.data.rank_data import MicroBatch
 from harness.training import run_log
 from harness.training.checkpointing import keep_best, save
 from harness.training.counting import Losses, count_last_step, end_step, end_window

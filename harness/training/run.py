@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from harness.config.schema import Config
-from harness.data.loader import EvalData, TrainData
+from harness.data.rank_data import EvalData, TrainData
 from harness.data.shards import Segment
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop

@@ -12,7 +12,8 @@ import torch
 from torchvision.io import decode_image, write_png
 
 from harness.config.schema import ModelSection
-from harness.data.loader import BatchRequest, Loader, TrainData
+from harness.data.loader import BatchRequest, Loader
+from harness.data.rank_data import TrainData
 from harness.data.seeds import seeded_torch
 from harness.data.shards import Segment
 from harness.distributed.machine import Memory

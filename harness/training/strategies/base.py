@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from harness.data.loader import MicroBatch
+    from harness.data.rank_data import MicroBatch
     from harness.training.logical_ranks import LogicalRanks
     from harness.training.optimizer.precision import Precision
 

@@ -12,7 +12,7 @@ from harness.training.strategies.base import ParallelStrategy
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from harness.data.loader import MicroBatch
+    from harness.data.rank_data import MicroBatch
     from harness.training.logical_ranks import GradientTree
 
 _NO_GRADIENT = (
