@@ -138,7 +138,7 @@ class TrainData:
             except StoppedWaiting:
                 return
             yield [
-                MicroBatch.of(batch, part, len(part.rows) * (self.num_ranks / total))
+                MicroBatch.of(batch, part, len(part.rows) * self.num_ranks / total)  # exactly 1.0 for equal parts
                 for part, batch in zip(parts, group, strict=True)
             ]
         self._passed[:] = [(segments, position), *self._passed][:_PASSES]

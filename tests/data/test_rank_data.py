@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.data.batch import Batch
 from harness.data.loader import Loader
 from harness.data.rank_data import EvalData, TrainData
 from harness.data.shards import RULES, Segment
@@ -135,6 +136,23 @@ def test_changes_of_world_size_within_an_epoch_cover_each_row_once(num_rows, rul
     assert len(set(used)) == len(used)
     if not drop:
         assert sorted(used) == list(range(num_rows))
+
+
+class NotLoaded:
+    """A loader whose batches have only their rows."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.dataset = range(num_rows)
+
+    def fetch(self, requests):
+        return (Batch(torch.empty(0), torch.empty(0), request.rows) for request in requests)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_with_equally_many_rows_the_weight_is_exactly_one(world):
+    for size in range(1, 513):
+        train = TrainData(NotLoaded(size * world), "contiguous", range(1), world, size, 1, 3)
+        assert [micro.weight for (micro,) in train.groups(0, [])] == [1.0], size
 
 
 def test_abandoned_epoch_does_not_affect_the_next():
