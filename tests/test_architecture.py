@@ -44,7 +44,7 @@ def test_the_files_to_read_first_are_short():
     """An hour is enough for them."""
     files = re.findall(r"^\| \d+ \| `(harness/[\w/]+\.py)`", PAGE, re.M)
     assert len(files) == 9
-    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 1260
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 1300
 
 
 # Imports
