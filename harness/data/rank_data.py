@@ -1,7 +1,7 @@
 """The rows of one process, in batches: training steps from any position of an epoch, and evaluation batches.
 
 This process decides which rows each batch has, and worker processes only load them: resuming at a position needs no
-state of theirs. Which rows a rank trains on says ``shards``.
+state of theirs. ``shards`` has the rules for which rows a rank trains on.
 """
 
 from __future__ import annotations

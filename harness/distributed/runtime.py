@@ -1,10 +1,13 @@
 """What all ranks do in step: who waits for whom, how long, and who raises an error of one of them. The stages:
 
-stage       may be longer than timeout_s  may hold collectives  an error is raised on  limits a single rank, too
-together    no                            no                    all ranks              no
-patiently   yes, up to work_timeout_s     no                    all ranks              yes
-announced   yes, up to work_timeout_s     yes                   this rank              yes
-limited     alone, up to its limit_s      yes                   this rank              yes, by killing it
+stage       may be longer than timeout_s  may hold collectives  an error is raised on  several ranks: limited by
+together    no                            no                    all ranks              the ``gather`` at its end
+patiently   yes, up to work_timeout_s     no                    all ranks              ``heartbeats``, which are gathers
+announced   yes, up to work_timeout_s     yes                   this rank              its collectives
+limited     alone, up to its limit_s      yes                   this rank              none: the others notice
+
+A collective that takes too long raises with gloo; with nccl, or in a wait for the device, the watchdog ends the rank. A
+single rank is ended by its watchdog after the same times, but for ``together``, which does not limit it.
 """
 
 from __future__ import annotations

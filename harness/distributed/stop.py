@@ -17,7 +17,8 @@ PERIOD_S = 0.5  # between two reductions of the flags
 
 
 class Stop:
-    """The request to stop, made by any rank with ``request``; ``poll`` returns the common decision between steps."""
+    """The request to stop, made by any rank with ``request``; ``poll`` returns the common decision between
+    steps, and between the batches of an evaluation."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime

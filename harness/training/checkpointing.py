@@ -1,6 +1,15 @@
 """What a checkpoint contains, and how it is saved. ``harness.training.resuming`` restores it.
 
-The files of a checkpoint are ``harness.runs.checkpoint``'s.
+The life of a checkpoint:
+
+1. ``save`` checks the loss and the weights, and gathers the content on rank 0, but for shards, which each rank writes.
+2. ``CheckpointWriter.write`` waits for the checkpoint before it, copies the content if need be, and starts a thread.
+3. The thread, on a rank that has content, lets the format write files to a temporary folder, syncs and hashes them.
+4. That of rank 0 adds the manifest, renames the folder, points `latest` to it (``harness.runs.checkpoint.complete``),
+   removes older ones, and starts an upload.
+5. ``writer.wait`` raises the thread's error on all ranks, or sets ``writer.complete``: at once without
+   checkpoint.async_save; else in the next save, for the best weights, and at the end.
+6. A resume verifies the hashes of the one that `latest` names; if it is damaged, of the next older one.
 """
 
 from __future__ import annotations
@@ -37,7 +46,7 @@ class BesideTheModel(TypedDict):
     state: dict[str, Any]  # from ``State.to_dict``
     amp: dict[str, Any]  # the loss scale
     schedule: dict[str, Any]
-    hooks: list[dict[str, Any]]
+    hooks: list[dict[str, Any]]  # rank 0's, which a resume gives to all ranks
 
 
 class Content(BesideTheModel):

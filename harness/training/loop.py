@@ -1,8 +1,20 @@
 """The training loop: train, epoch, step, evaluation.
 
-``run.precision`` is amp's interface. A step does not wait for the device, which may not even know yet whether it skips
-it. So ``counting`` counts a step, and writes a log line, as late as while the device does the next backward pass;
-``count_last_step`` does so at once.
+``run.precision`` is amp's interface. A step waits for the device as little as its level and its strategy allow
+(benchmarks/results/waits.md has the numbers):
+
+    level                           after an overflow, the update is skipped by  the host waits in a step
+    O0, O3 to O5                    nobody: by default, their scale is constant  never
+    O1, not fsdp, fused optimizer   the device, within the update                never; ``counting`` does, later
+    O1 otherwise; O2                amp, on the host                             once, at the end of the backward pass
+    each with train.on_nan: skip    ``step``, too, after any other NaN           once more; at O1, it waits for amp, too
+
+``counting`` counts a step, and writes a log line, while the device does the next backward pass, and waits for the end
+of that step only. Hooks after a step, a save and the end of an epoch need its count at once.
+
+With train.on_nan: stop, a NaN does not stop its own step: unless amp skips it, the update is applied, and the run fails
+at the next log line or save (``health``). ``run.stop.poll``, which evaluations call, too, mostly does not wait either:
+one call starts a reduction of the ranks' requests to stop, and the next reads it.
 """
 
 from __future__ import annotations

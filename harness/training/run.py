@@ -59,11 +59,13 @@ class Run:
     eval_data: EvalData
     parallel: ParallelStrategy  # the model, and how ranks share the work
     optimizer: torch.optim.Optimizer
-    sizes: Sizes  # rows of a batch, numbers of steps, and the schedule
+    sizes: Sizes
+    """Rows of a batch: of a rank (``per_rank``), a forward pass, all ranks. Steps: of an epoch, in all, from one log
+    line (``log_every``) or save to the next, which count from the start of the run. The schedule."""
     ema: Ema | None  # the moving average of the weights
     gradient_hook: OnGradients | None  # of train.on_gradients
     health: Health  # fails a run that no longer learns
-    writer: CheckpointWriter  # often behind the training; ``complete`` is the newest step on the disk
+    writer: CheckpointWriter  # often behind the training; ``complete`` is the newest step known to be on the disk
     tracker: MetricsLog  # metrics.jsonl, and the trackers that get it
     progress: ProgressBar
     stop: Stop  # the request to stop early
@@ -74,9 +76,10 @@ class Run:
     coverage: Coverage  # the rows that the steps of this epoch have used
     first_look: FirstLook = field(default_factory=FirstLook)  # for damaged evaluation rows, by a thread
     saved_step: int = -1
-    """The step of the newest checkpoint, complete or on its way; -1: none."""
+    """The step of the newest checkpoint, which may still be on its way (see ``writer.complete``); -1: none."""
     uncounted: tuple[Used, bool | Reading] | None = None
-    """The last step, until ``counting`` counts it, and whether it was skipped."""
+    """The last step, until ``counting`` counts it: the rows that this process used, and whether it was skipped. Where
+    only the device knows, that is a copy on its way to the host; ``Reading.values`` waits for it."""
     lr: float = 0.0
     """The learning rate of the last step, for the parameters without a group of their own."""
     loss_text: str = ""
@@ -84,11 +87,13 @@ class Run:
 
     @property
     def ranks(self) -> LogicalRanks:
-        """The ranks of the recipe: ``num`` of them, ``own`` by this process, usually one."""
+        """The ranks of the recipe: ``num`` of them, the range ``own`` by this process, usually one. ``fixed``:
+        parallel.logical_ranks sets ``num``; otherwise it is the number of processes."""
         return self.parallel.ranks
 
     @property
     def precision(self) -> Precision:
+        """Amp: it scales the loss, and knows of overflows."""
         return self.parallel.precision
 
     @property
@@ -133,6 +138,8 @@ class Run:
         return state.step > state.evaluated and (self.finished() or ends)
 
     def steps_to_evaluation(self) -> int:
+        """Return the steps to the next end of an interval, at least 1: whole epochs end with epochs of any length, and
+        steps count from the start of the run."""
         return self.config.train.evaluate_every.steps_left(*self._position())
 
     def _position(self, by: Segment | None = None) -> tuple[int, int, int, int]:
