@@ -91,13 +91,11 @@ class LoraSection(Section):
     alpha: Annotated[float, Field(gt=0)] = 16.0
     """What the matrices add is multiplied by alpha / r."""
     targets: tuple[str, ...] = Field(default=(), strict=False)
-    """The layers to adapt, such as [query, value]: the ends of their names, or patterns such as "encoder.*.dense". []:
-    all linear layers but the last ones.
-    """
+    """The layers to adapt, such as [query, value], named as in model.freeze; []: all linear ones but the last."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the inputs of the matrices."""
     modules_to_save: tuple[str, ...] = Field(default=(), strict=False)
-    """Modules to train whole, besides the last layers, such as [pooler]: named as in targets."""
+    """Modules to train whole, besides the last layers, such as [pooler], named as in model.freeze."""
     use_rslora: bool = False
     """rsLoRA: multiply by alpha / sqrt(r) instead, for large ranks."""
     use_dora: bool = False
@@ -119,9 +117,9 @@ class ModelSection(Section):
     strict: bool = True
     """true: the weights must match the model exactly; false: missing weights are initialized at random."""
     freeze: tuple[str, ...] = Field(default=(), strict=False)
-    """Modules and parameters that are not trained, such as [layer1]: the ends of their names, or patterns such as
-    "layer[12]". Batch norms in the frozen parts still update their running statistics. With lora: of the last layers
-    and modules_to_save; the matrices are trained, unless a pattern has lora in it.
+    """Modules with all in them, and parameters, that are not trained, such as [layer1]: their names, the ends of these,
+    or patterns such as "layer[12]". Batch norms in the frozen parts still update their running statistics. With lora:
+    of the last layers and modules_to_save; the matrices are trained, unless a pattern has lora in it.
     """
     channels_last: bool = False
     """Keep images and convolution weights in the channels-last memory format, which is faster on tensor cores."""
@@ -132,8 +130,8 @@ class ModelSection(Section):
     activation_checkpointing: Annotated[bool | Annotated[tuple[str, ...], Field(strict=False)], Mark.NO_RECIPE] = False
     """Recompute activations in the backward pass instead of storing them (gradient checkpointing), which takes less
     memory and more time.
-    true: in the model's blocks, such as the layers of a transformer; or a list of patterns such as "layer1.*" for
-    the names of modules.
+    true: in the model's blocks, such as the layers of a transformer; or a list of modules, such as ["layer1.*"], named
+    as in model.freeze.
     """
     lora: LoraSection | None = None
     """LoRA, for fine-tuning with few trained parameters, such as {r: 8, targets: [query, value]}; needs peft. {}: on,

@@ -35,7 +35,7 @@ from harness.inference import export
 from harness.runs import files, hub_copies, layout
 from harness.training import build, opening
 from harness.training.check import preflight
-from harness.training.models import lora, weights
+from harness.training.models import lora, module_names, weights
 from harness.training.optimizer.built_in_schedule import BuiltInSchedule
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import Kill, last_checkpoint, losses, run, run_folder
@@ -327,12 +327,14 @@ def test_weights_of_a_run_with_and_without_lora(make, tmp_path):
 # LoRA
 
 
-@pytest.mark.parametrize(("targets", "number"), [(["query", "value"], 4), (["bert.encoder.layer.1.*"], 6), ([], 13)])
+@pytest.mark.parametrize(
+    ("targets", "number"), [(["query", "value"], 4), (["bert.encoder.layer.1.*"], 6), (["layer.1"], 6), ([], 13)]
+)
 def test_only_matrices_and_the_last_layer_are_trained(make, targets, number):
     config = make(model={"lora": {"r": 3, "targets": targets}})
     _, model = built(config)
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    assert {name for name in trained if lora.PART not in name} == {"classifier.weight", "classifier.bias"}
+    assert {name for name in trained if module_names.LORA not in name} == {"classifier.weight", "classifier.bias"}
     assert len(trained) == 2 * number + 2
     facts, errors = preflight.examine(str(Path(config.output).parent / "config.yaml"), [], 1, 0.1)
     count = sum(param.numel() for param in model.parameters() if param.requires_grad)
@@ -342,7 +344,7 @@ def test_only_matrices_and_the_last_layer_are_trained(make, targets, number):
     if targets == ["query", "value"]:
         assert facts["lora"].endswith(" (query, value)")
     loaded, own = re.search(r", (\d+) of (\d+) tensors", facts["weights"]).groups()
-    assert int(own) == len([name for name in model.state_dict() if lora.PART not in name]) > int(loaded)
+    assert int(own) == len([name for name in model.state_dict() if module_names.LORA not in name]) > int(loaded)
     assert facts["weights"].endswith(f"; {2 * number} new LoRA matrices")
 
 
@@ -352,7 +354,7 @@ def test_modules_to_save_are_trained_whole(make):
     _, model = built(config)
     weights.load(model, config)
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    whole = {name for name in trained if lora.PART not in name}
+    whole = {name for name in trained if module_names.LORA not in name}
     assert {name.rpartition(".")[0] for name in whole} == {
         "classifier", "bert.pooler.dense", "bert.encoder.layer.1.output.dense", "bert.encoder.layer.1.output.LayerNorm"
     }  # fmt: skip
@@ -376,7 +378,8 @@ def test_dora_starts_at_the_norms_of_the_loaded_weights(make, bert, tmp_path, fr
     assert {layer.scaling["default"] for layer in map(model.get_submodule, lora.adapted(model))} == {16 / 4**0.5}
     assert "r 4, alpha 16, rsLoRA, DoRA, on 10 layers" in lora.summary(model, config.model.lora)
     plain = built(make())[1]
-    plain.load_state_dict({each.replace(lora.BASE, "."): value for each, value in model.state_dict().items()}, False)
+    own = {each.replace(lora.BASE_LAYER, "."): value for each, value in model.state_dict().items()}
+    plain.load_state_dict(own, strict=False)
     inputs = task.train.batch(np.arange(4), None).inputs
     torch.testing.assert_close(model.eval()(inputs), plain.eval()(inputs))
     with torch.no_grad():
@@ -599,8 +602,7 @@ def renamed(bert: Path, folder: Path, **keys: object) -> Path:
             'decoder_start_token_id.* -> add "decoder_start_token_id": 0, .* config.json',
         ),
         ({"model": {"lora": {"targets": ["querry"]}}}, "no layer of the model matches 'querry' -> did you mean query"),
-        ({"model": {"lora": {"targets": ["encoder"]}}}, "no layer of the model matches 'encoder'"),
-        ({"model": {"lora": {"targets": ["xyz"]}}}, "the layers are called word_embeddings, .*, query, "),
+        ({"model": {"lora": {"targets": ["xyz"]}}}, "the model has .*, bert.encoder.layer.\\*.attention.self.query, "),
     ],
 )
 def test_refused_before_training(make, bert, tmp_path, monkeypatch, sections, message):

@@ -150,6 +150,7 @@ def test_a_model_without_such_modules():
         recompute.apply(nn.Sequential(nn.Linear(2, 2)), True)
     with pytest.raises(ConfigError, match=r"no module of the model matches 'block.0'[\s\S]*did you mean blocks.0"):
         recompute.apply(Net(), ["block.0"])
+    assert recompute.apply(Net(), ["norm"])[:2] == ["blocks.0.norm", "blocks.1.norm"]  # ends, as in model.freeze
     assert recompute.apply(Net(), False) == recompute.apply(Net(), []) == []
 
 

@@ -18,7 +18,7 @@ from harness.data import hub
 from harness.errors import ConfigError
 from harness.inference.formats import base, huggingface
 from harness.runs.files import expanded
-from harness.training.models import lora
+from harness.training.models import lora, module_names
 from harness.training.models.libraries import hf
 from harness.training.models.libraries.base import KEY
 
@@ -61,7 +61,7 @@ class Format(base.ExportFormat):
         with hf.quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of peft about transformers
             wrapped = peft.get_peft_model(plain, settings)
-            matrices = {f"base_model.model.{each}": state[each] for each in state if f".{lora.PART}" in each}
+            matrices = {f"base_model.model.{each}": state[each] for each in state if module_names.LORA in each}
             known = matrices.keys() & wrapped.state_dict()
             wrapped.load_state_dict({each: matrices[each] for each in known}, strict=False)
             wrapped.save_pretrained(path, save_embedding_layers=False)
@@ -96,7 +96,7 @@ def _adapter_parts(model: nn.Module, name: str) -> tuple[list[str], list[str]]:
     """Return (the layers of ``model`` whose matrices an adapter of ``hf:FOLDER_OR_NAME`` has, the modules that it has
     whole, because they differ from those there). Raises ConfigError if other weights do."""
     state = model.state_dict()
-    own = {each.replace(lora.BASE, "."): value for each, value in state.items() if f".{lora.PART}" not in each}
+    own = {each.replace(lora.BASE_LAYER, "."): value for each, value in state.items() if module_names.LORA not in each}
     try:
         found = hf.weights_in(hub.weights(name, KEY), model)
     except ConfigError as error:  # such as of the copy in the run folder, which has no weights
@@ -105,8 +105,8 @@ def _adapter_parts(model: nn.Module, name: str) -> tuple[list[str], list[str]]:
     there = {each: value for each, value in found.items() if value.shape == own[each].shape}
     changed = {each for each, value in own.items() if each not in there or not torch.equal(value, there[each])}
     modules = {each.rpartition(".")[0] for each in changed}
-    whole = sorted(each for each in modules if not lora.inside(each, [*modules - {each}]))
-    layers = [each for each in lora.adapted(model) if not lora.inside(each, whole)]
+    whole = sorted(each for each in modules if not module_names.is_within(each, [*modules - {each}]))
+    layers = [each for each in lora.adapted(model) if not module_names.is_within(each, whole)]
     if not layers or any(each.rpartition(".")[0] in lora.adapted(model) for each in changed & there.keys()):
         what = f"the weights beside the matrices are not those of {name}: the run started from others, or rounded them"
         raise ConfigError(what, where=_PEFT, hint="use --format huggingface, which needs no other weights")

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import fnmatch
-import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
 from harness.config.schema import LoraSection
 from harness.data import hub
-from harness.errors import ConfigError, first_line, plural, similar
+from harness.errors import ConfigError, first_line, plural
+from harness.training.models import module_names
+from harness.training.models.module_names import LORA, is_within
 
-PART = "lora_"  # in the names of the matrices
-BASE = ".base_layer."  # in those of the weights of an adapted layer
+BASE_LAYER = ".base_layer."  # in those of the weights of an adapted layer
 _LINEAR = ("Linear", "Conv1D")  # the latter of transformers, for GPT-2
 _KINDS = (*_LINEAR, "Conv1d", "Conv2d", "Conv3d", "Embedding")
 
 
 def apply(model: nn.Module, section: LoraSection) -> None:
-    """Freeze ``model`` but for its last layers and modules_to_save, and put matrices to train beside the layers that
-    ``section`` names. Raises ConfigError."""
+    """Freeze all of ``model`` except its last layers and modules_to_save, and put matrices to train beside the layers
+    that ``section`` names. Raises ConfigError."""
     hub.require("peft", "model.lora")
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -30,9 +29,9 @@ def apply(model: nn.Module, section: LoraSection) -> None:
     saved = [name for target in section.modules_to_save for name in _matching(target, modules, "modules_to_save")]
     heads = last_layers(model)
     layers = {name: type(module).__name__ for name, module in model.named_modules() if _is_layer(module)}
-    plain = [name for name, kind in layers.items() if kind in _LINEAR and not inside(name, heads)]
+    plain = [name for name, kind in layers.items() if kind in _LINEAR and not is_within(name, heads)]
     chosen = {name for target in section.targets for name in _matching(target, layers, "targets")} or {*plain}
-    chosen = {name for name in chosen if not inside(name, saved)}
+    chosen = {name for name in chosen if not is_within(name, saved)}
     if not chosen:
         what = "it has no linear layers to adapt but the last ones and those of modules_to_save"
         hint = f"name its layers in model.lora.targets, such as {', '.join([*layers][:5])}"
@@ -47,7 +46,7 @@ def apply(model: nn.Module, section: LoraSection) -> None:
     except ValueError as error:
         raise ConfigError(f"peft cannot adapt this model: {first_line(error)}", where="model.lora") from None
     for name, param in model.named_parameters():
-        param.requires_grad_(f".{PART}" in name or (inside(name, heads + saved) and BASE not in name))
+        param.requires_grad_(LORA in name or (is_within(name, heads + saved) and BASE_LAYER not in name))
 
 
 def summary(model: nn.Module, section: LoraSection) -> str:
@@ -65,7 +64,7 @@ def start_norms(model: nn.Module, given: Collection[str]) -> None:
     for name in adapted(model):
         layer: Any = model.get_submodule(name)
         norms = layer.lora_magnitude_vector
-        if "default" in norms and f"{name}.{PART}magnitude_vector.default.weight" not in given:
+        if "default" in norms and f"{name}{LORA}magnitude_vector.default.weight" not in given:
             trained = norms["default"].weight.requires_grad
             layer.lora_variant["default"].init(layer, "default")
             norms["default"].requires_grad_(trained)
@@ -76,11 +75,11 @@ def adapted(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if hasattr(module, "get_base_layer")]
 
 
-def merge(model: nn.Module, removed: Collection[str] = (), within: Sequence[str] | None = None) -> None:
+def merge(model: nn.Module, removed: Collection[str] = (), within: Collection[str] | None = None) -> None:
     """Add the matrices to the weights of ``model``, which then has its own layers again: of all layers, or of those
     ``within`` some modules; matrices of the layers ``removed`` are not added."""
     for name in adapted(model):
-        if within is not None and not inside(name, within):
+        if within is not None and not is_within(name, within):
             continue
         layer: Any = model.get_submodule(name)
         if name not in removed:
@@ -102,26 +101,8 @@ def last_layers(model: nn.Module) -> list[str]:
     return [name.rpartition(".")[0] for name, _ in model.named_parameters()][-1:]
 
 
-def inside(name: str, modules: Sequence[str]) -> bool:
-    """Return True if ``name`` is one of ``modules`` or within one."""
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
-
-
-def means(pattern: str, name: str) -> bool:
-    """Return True if ``pattern`` is the end of ``name`` or matches it, or that of a module that it is in."""
-    wholes = itertools.accumulate(name.split("."), "{}.{}".format)
-    return any(f".{whole}".endswith(f".{pattern}") or fnmatch.fnmatchcase(whole, pattern) for whole in wholes)
-
-
-def _matching(target: str, layers: Mapping[str, str], key: str) -> list[str]:
-    """Return the names of ``layers`` that ``target`` of the setting ``key`` means. Raises ConfigError if there are
-    none."""
-    found = [name for name in layers if f".{name}".endswith(f".{target}") or fnmatch.fnmatchcase(name, target)]
-    if not found:
-        ends = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
-        near = similar(target, [*layers, *ends])
-        hint = f"did you mean {near}?" if near else f"the layers are called {', '.join(ends)}"
-        if target == "all-linear":  # of peft
-            hint = f"remove it: without model.lora.{key}, all linear layers but the last ones are adapted"
+def _matching(target: str, names: Collection[str], key: str) -> list[str]:
+    if target == "all-linear":  # of peft
+        hint = f"remove it: without model.lora.{key}, all linear layers but the last ones are adapted"
         raise ConfigError(f"no layer of the model matches {target!r}", where=f"model.lora.{key}", hint=hint)
-    return found
+    return module_names.matching(target, names, f"model.lora.{key}", "layer of the model")

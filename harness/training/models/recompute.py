@@ -6,7 +6,6 @@ as the statistics of a batch norm, which are updated once.
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.errors import ConfigError, similar
+from harness.errors import ConfigError
+from harness.training.models import module_names
 from harness.training.strategies import sharding
 
 _Norm = torch.nn.modules.batchnorm._NormBase  # of batch and instance norms; changes buffers without a new version
@@ -33,7 +33,7 @@ def apply(model: nn.Module, wanted: bool | Sequence[str]) -> list[str]:
     if not wanted:
         return []
     names = {module: name for name, module in model.named_modules() if name}
-    found = blocks(model) if isinstance(wanted, bool) else _matching(names, wanted)
+    found = blocks(model) if isinstance(wanted, bool) else _outermost(names, wanted)
     if wanted is True and not found:
         raise ConfigError(
             "the model has no blocks: no element of a Sequential, ModuleList or ModuleDict has submodules",
@@ -63,15 +63,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return list(reversed(found))
 
 
-def _matching(names: dict[nn.Module, str], patterns: Sequence[str]) -> list[nn.Module]:
-    found: set[nn.Module] = set()
-    for pattern in patterns:
-        matching = {module for module, name in names.items() if fnmatch.fnmatchcase(name, pattern)}
-        if not matching:
-            near = similar(pattern, names.values())
-            hint = f"did you mean {near}?" if near else f"the model has {', '.join([*names.values()][:5])}, ..."
-            raise ConfigError(f"no module of the model matches {pattern!r}", where=_KEY, hint=hint)
-        found |= matching
+def _outermost(names: dict[nn.Module, str], patterns: Sequence[str]) -> list[nn.Module]:
+    modules = {name: module for module, name in names.items()}
+    matching = [module_names.matching(pattern, modules, _KEY, "module of the model") for pattern in patterns]
+    found = {modules[name] for each in matching for name in each}
     inside = {part for module in found for part in list(module.modules())[1:]}
     return [module for module in names if module in found and module not in inside]
 

@@ -23,7 +23,7 @@ from harness.errors import CheckpointError, ConfigError, did_you_mean, first_lin
 from harness.runs import checkpoint, layout, reader
 from harness.runs.files import expanded, sha256
 from harness.runs.weights_file import load_weights, with_versions
-from harness.training.models import lora, model_builder
+from harness.training.models import lora, model_builder, module_names
 from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile, downloaded
 
 log = logging.getLogger("harness")
@@ -70,9 +70,9 @@ def load(model: nn.Module, config: Config, task: object = None) -> dict[str, Any
         heads, note = _by_classes(given, model, source.classes, getattr(task, "signature", {}).get("classes", ()))
     # Of a folder of Hugging Face the last layers may be new.
     may_lack = section.name.startswith(HUB) and section.start_weights in (*PRETRAINED, section.name)
-    missing = [name for name in own if name not in given and f".{lora.PART}" not in name]
+    missing = [name for name in own if name not in given and module_names.LORA not in name]
     unexpected = [name for name in given if name not in own]
-    wanted = {name: value for name, value in own.items() if name in given or f".{lora.PART}" not in name}
+    wanted = {name: value for name, value in own.items() if name in given or module_names.LORA not in name}
     _require_fit(given, wanted, heads, section.strict and not may_lack, source)
     usable = {name: value for name, value in given.items() if name in own and name not in heads}
     if bad := [name for name, value in usable.items() if not value.isfinite().all() and own[name].isfinite().all()]:
@@ -82,7 +82,7 @@ def load(model: nn.Module, config: Config, task: object = None) -> dict[str, Any
         )  # fmt: skip
     model.load_state_dict(with_versions(usable, model), strict=False)
     lora.start_norms(model, usable)
-    new = [name for name in own if f".{lora.PART}" in name and name not in usable]
+    new = [name for name in own if module_names.LORA in name and name not in usable]
     summary = f"{source.name}{part}, {len(usable)} of {len(own) - len(new)} tensors"
     if heads:
         summary += f"; the last layer ({_listed(heads)}) is not loaded but newly initialized"
@@ -177,13 +177,13 @@ def _matched(content: Mapping[str, Any], model: nn.Module, source: WeightsFile) 
     part = next((key for key in _NESTED if _has_tensors(content.get(key))), None)
     found = {key: value for key, value in (content[part] if part else content).items() if isinstance(value, Tensor)}
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    own |= {name.replace(lora.BASE, "."): value for name, value in own.items()}  # by the names before the adaptation
+    own |= {name.replace(lora.BASE_LAYER, "."): value for name, value in own.items()}  # by the names before
     theirs, ours = _prefixes(found, own)
     moved = {name: ours + name.removeprefix(theirs) for name in found if name.startswith(theirs)}
     if theirs or ours:
         found.pop("n_averaged", None)  # of torch's AveragedModel
         found = {moved[name] if moved.get(name) in own else name: value for name, value in found.items()}
-    adapted = {name.replace(lora.BASE, "."): name for name in model.state_dict() if lora.BASE in name}
+    adapted = {name.replace(lora.BASE_LAYER, "."): name for name in model.state_dict() if lora.BASE_LAYER in name}
     found = {adapted.get(name, name): value for name, value in found.items()}
     if not own.keys() & found.keys():
         names = _listed(list(found)) if found else f"no tensors; its keys are {_listed(list(map(str, content)))}"
@@ -246,7 +246,7 @@ def _by_classes(
     if theirs == ours or len(theirs) != len(ours):
         return [], ""
     last, order = lora.last_layers(model), {label: place for place, label in enumerate(theirs)}
-    heads = [name for name in given if given[name].shape[:1] == (len(ours),) and lora.inside(name, last)]
+    heads = [name for name in given if given[name].shape[:1] == (len(ours),) and module_names.is_within(name, last)]
     if order.keys() == {*ours}:
         given |= {name: given[name][[order[label] for label in ours]] for name in heads}
         return [], f"; its classes {_listed(theirs)} are put in the order {_listed(ours)}" if heads else ""

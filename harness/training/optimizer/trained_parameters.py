@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.schema import OptimizerSection
-from harness.errors import ConfigError, plural, similar
-from harness.training.models import lora
+from harness.errors import ConfigError, plural
+from harness.training.models import module_names
 
 log = logging.getLogger("harness")
 
@@ -22,7 +22,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     named = dict(model.named_parameters())
     for pattern in patterns:
         found = _matching(pattern, named, "model.freeze")
-        kept = [] if "lora" in pattern else [name for name in found if f".{lora.PART}" in name]
+        kept = [] if "lora" in pattern else [name for name in found if module_names.LORA in name]
         if len(kept) == len(found):
             what = f"{pattern!r} matches only matrices of LoRA, which stay trained"
             raise ConfigError(what, where="model.freeze", hint='remove it; a pattern with "lora" in it freezes them')
@@ -51,16 +51,8 @@ def groups(section: OptimizerSection, model: nn.Module, lr: float) -> list[dict[
 
 
 def _matching(pattern: str, named: Mapping[str, nn.Parameter], where: str) -> list[str]:
-    """Return the names that match ``pattern``. Raises ConfigError if there is none."""
-    found = [name for name in named if lora.inside(name, [pattern])] or [
-        name for name, param in named.items()
-        if (param.dim() <= 1 if pattern == "1d" else lora.means(pattern, name))
-    ]  # fmt: skip
-    if not found:
-        near = similar(pattern, [*named, *{f"{name.partition('.')[0]}.*" for name in named}])
-        hint = f"did you mean {near}?" if near else f"the model has {', '.join(list(named)[:5])}, ..."
-        raise ConfigError(f"no trainable parameter matches {pattern!r}", where=where, hint=hint)
-    return found
+    flat = [name for name, param in named.items() if param.dim() <= 1] if pattern == "1d" else []
+    return flat or module_names.matching(pattern, named, where, "trainable parameter")
 
 
 def describe(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, str]:
