@@ -56,7 +56,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     if config.parallel.logical_ranks is not None:  # a launcher's default depends on the number of processes
         torch.set_num_threads(config.launch.threads)
     num_threads = torch.get_num_threads()
-    with ExitStack() as opened:
+    with ExitStack() as cleanup:
         with runtime.together("finding the parts"):  # first: an error in them is seen before the data is read
             rng.seed_all(Purpose.INITIAL_WEIGHTS, config.seed)  # for what their constructors draw
             own_hooks = hooks.build(config.hooks)
@@ -69,16 +69,16 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
             log.warning("%s", note)
         with runtime.together("opening the trackers"):
             tracker = metrics_log.open_log(folder.metrics, runtime.rank, config, loader.to_text(config))
-            opened.callback(tracker.close)
+            cleanup.callback(tracker.close)
         ranks, sizes = divide(config, task, runtime)
         opening.copy_files(config, task, runtime)
         parallel, model = strategy_and_model(located, task, ranks)
         start_weights = load_start_weights(config, runtime, folder, model, task)
         model = place(config, parallel, model, has_start_weights=bool(start_weights))
         optimizer, ema, gradient_hook = with_optimizer(config, parallel, model, sizes)
-        train_data, eval_data = open_loaders(config, task, parallel, sizes, stop, opened)
+        train_data, eval_data = open_loaders(config, task, parallel, sizes, stop, cleanup)
         writer = CheckpointWriter(runtime, folder.checkpoints, config.checkpoint.async_save, folder.publish)
-        opened.callback(writer.close)
+        cleanup.callback(writer.close)
         run = Run(
             config=config, runtime=runtime, folder=folder, stop=stop, task=task, sizes=sizes,
             train_data=train_data, eval_data=eval_data, parallel=parallel, optimizer=optimizer,
@@ -93,7 +93,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
         if not run.state.evaluated and isinstance(task, SupportsLook):
             shares = [bounds(len(task.eval), rank, ranks.num) for rank in (ranks.own[0], ranks.own[-1])]
             run.first_look = FirstLook(task, range(shares[0][0], shares[-1][1]))
-        opened.pop_all()
+        cleanup.pop_all()
     return run
 
 
@@ -203,14 +203,14 @@ def with_optimizer(
 
 
 def open_loaders(
-    config: Config, task: OpenedTask, parallel: ParallelStrategy, sizes: Sizes, stop: Stop, opened: ExitStack
+    config: Config, task: OpenedTask, parallel: ParallelStrategy, sizes: Sizes, stop: Stop, cleanup: ExitStack
 ) -> tuple[TrainData, EvalData]:
-    """Return the batches of this process; ``opened`` closes their loaders after an error."""
+    """Return the batches of this process; ``cleanup`` closes their loaders after an error."""
     ranks, runtime = parallel.ranks, parallel.ranks.runtime
     options = config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait, runtime.limited
     loaders = [Loader(laid_out(rows, config), *options) for rows in (task.train, task.eval)]
     for each in loaders:
-        opened.callback(each.close)
+        cleanup.callback(each.close)
     train_data = TrainData(
         loaders[0],
         rule=config.data.shard,

@@ -118,7 +118,7 @@ def explained(error: BaseException, run: Run | None) -> TrainingError | None:
             "(model.args)",
         )
     when = "training" if run.module.training else "evaluation"
-    has_blocks = bool(recompute.blocks(run.module))
+    has_blocks = bool(recompute.repeated_blocks(run.module))
     return TrainingError(
         f"out of memory on {run.runtime.device} during {when}: {what}. Largest: {'; '.join(_largest(run, when))}",
         hint=remedies(run.config, run.runtime.world_size, when, has_blocks),

@@ -21,18 +21,18 @@ def open_task(config: Config, runtime: Runtime, files_s: float | None = FILES_S)
     """Open the task's data, look ``files_s`` seconds for missing files (None: not at all), and check that the data is
     the same on every rank. Collective."""
     work = partial(open_on_rank, config, runtime.rank, runtime.world_size, files_s)
-    opened = runtime.patiently("opening the data", work)
+    task = runtime.patiently("opening the data", work)
     runtime.all_equal(
-        opened.fingerprint,
+        task.fingerprint,
         "the content of the annotations",
         "give every machine the same files; one may have changed while the run started",
     )
-    return opened
+    return task
 
 
 def copy_files(config: Config, task: OpenedTask, runtime: Runtime, train: bool = True) -> None:
     """Copy the files that this rank's rows need and that loader workers would wait for, such as archives behind URLs.
-    Collective. ``train``: not only the rows for evaluation."""
+    Without ``train``, only the rows for evaluation count. Collective."""
     if not isinstance(task, SupportsFileCopies):
         return
 
@@ -47,10 +47,10 @@ def copy_files(config: Config, task: OpenedTask, runtime: Runtime, train: bool =
 
 def open_on_rank(config: Config, rank: int = 0, world_size: int = 1, files_s: float | None = FILES_S) -> OpenedTask:
     """Do as ``open_task``, but without the other ranks."""
-    opened = open_data(config.task, config.seed, Path(config.data.cache_dir) if config.data.cache_dir else None)
+    task = open_data(config.task, config.seed, Path(config.data.cache_dir) if config.data.cache_dir else None)
     if files_s is not None:
-        require_files(opened, rank, world_size, files_s)
-    return opened
+        require_files(task, rank, world_size, files_s)
+    return task
 
 
 def require_files(task: OpenedTask, rank: int, world_size: int, limit_s: float = FILES_S) -> None:

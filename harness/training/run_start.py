@@ -190,8 +190,8 @@ def wait_for_launcher(launch: Launch, stop: Stop) -> None:
 def prepare_folder(config: Config, runtime: Runtime, folder: RunFolder) -> None:
     """Claim the run folder for this start, and open its logs on every rank. Collective.
 
-    A finished run on a disk stays finished, and is not ``claimed``, until ``take_over_finished``; one at a URL does
-    not stay so.
+    A finished run on a disk stays finished, and is not ``claimed``, until ``take_over_finished``; a finished run at a
+    URL is claimed at once.
     """
     note = runtime.patiently(
         "preparing the run folder", lambda: claim(config, runtime, folder) if runtime.rank == 0 else ""

@@ -6,8 +6,8 @@ A task is a module with a class ``Task``: a ``TaskSection`` whose fields are the
     open(seed, cache_dir)      the OpenedTask: data, model, loss and metrics
 
 ``BaseTask`` has defaults for most of an OpenedTask. The protocols whose names begin with Supports are optional. A task
-depends neither on amp nor on checkpoints, nor on ranks, but for what ``SupportsFileCheck`` and ``SupportsFileCopies``
-divide among them. ``Pairs``, ``Sums``, ``Report`` and ``Columns`` are types of ``harness.training.evaluation``, in
+knows nothing of amp and checkpoints, and of ranks only what ``SupportsFileCheck`` and ``SupportsFileCopies`` divide
+among them. ``Pairs``, ``Sums``, ``Report`` and ``Columns`` are types of ``harness.training.evaluation``, in
 ``sums`` and ``labels``.
 """
 

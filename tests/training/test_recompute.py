@@ -139,10 +139,10 @@ def test_blocks_keep_only_their_inputs():
 def test_repeated_elements_of_containers_are_the_blocks():
     layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
     model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(8, 2), nn.ReLU())
-    assert named(model, recompute.blocks(model)) == ["0.layers.0", "0.layers.1"]
-    assert recompute.blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.BatchNorm1d(2))) == []
+    assert named(model, recompute.repeated_blocks(model)) == ["0.layers.0", "0.layers.1"]
+    assert recompute.repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.BatchNorm1d(2))) == []
     stages = nn.Sequential(nn.Sequential(Net(1), Net(1)), nn.Linear(1, 1))  # an outer block, not the parts in it
-    assert named(stages, recompute.blocks(stages)) == ["0.0", "0.1"]
+    assert named(stages, recompute.repeated_blocks(stages)) == ["0.0", "0.1"]
 
 
 def test_a_model_without_such_modules():

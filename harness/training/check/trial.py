@@ -176,7 +176,7 @@ class TrialStep:
             facts["memory"] += f"{found}; temporary tensors come on top"
         total, there = share * sum(parts.values()) + activations, self._device_memory()
         if total > there:
-            has_blocks = bool(recompute.blocks(self.model))
+            has_blocks = bool(recompute.repeated_blocks(self.model))
             raise ConfigError(
                 f"a rank needs about {memory.shown(total)}, of which {memory.shown(activations)} are activations of "
                 f"{rows}, but has {memory.shown(there)} of memory on {self.device.type} here",

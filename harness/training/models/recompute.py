@@ -27,13 +27,13 @@ def apply(model: nn.Module, wanted: bool | Sequence[str]) -> list[str]:
     """Make the ``wanted`` modules of ``model`` run again in the backward pass; return their names. Only for training:
     to export the model or to copy it to other devices, build it without.
 
-    ``True``: ``blocks`` of the model; patterns: the outermost modules whose names match one. Names of parameters stay
+    ``True``: its ``repeated_blocks``; patterns: the outermost modules whose names match one. Names of parameters stay
     as they are. Raises ConfigError if there is no such module.
     """
     if not wanted:
         return []
     names = {module: name for name, module in model.named_modules() if name}
-    found = blocks(model) if isinstance(wanted, bool) else _outermost(names, wanted)
+    found = repeated_blocks(model) if isinstance(wanted, bool) else _outermost(names, wanted)
     if wanted is True and not found:
         raise ConfigError(
             "the model has no blocks: no element of a Sequential, ModuleList or ModuleDict has submodules",
@@ -45,7 +45,7 @@ def apply(model: nn.Module, wanted: bool | Sequence[str]) -> list[str]:
     return [names[module] for module in found]
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the elements of the containers of ``model`` that occur repeatedly and have several parts: the layers of a
     transformer, the blocks of a residual network. To run a single layer again would save nothing."""
     elements = [

@@ -17,8 +17,9 @@ log = logging.getLogger("harness")
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
-    """Stop the training of the parameters whose names match one of ``patterns``: of matrices of LoRA, only if it has
-    "lora" in it. Raises ConfigError if a pattern freezes none for that reason or matches none, or if all are frozen."""
+    """Stop the training of the parameters whose names match one of ``patterns``. LoRA's matrices stay trained unless
+    the pattern has "lora" in it. Raises ConfigError if a pattern matches nothing or only matrices that stay trained,
+    or if everything is frozen."""
     named = dict(model.named_parameters())
     for pattern in patterns:
         found = _matching(pattern, named, "model.freeze")
