@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -301,7 +302,7 @@ class Got:
 
 
 def test_a_member_of_an_enumeration_is_the_only_attribute_that_metadata_may_ask_for():
-    encoding = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    encoding = metadata._MEM_FORMAT_ENCODING
     asked = pickle.dumps(Got(encoding, "TORCH_PRESERVE_FORMAT"))
     assert sharded._Unpickler(io.BytesIO(asked)).load() is encoding.TORCH_PRESERVE_FORMAT
     for arguments in ((encoding, "__class__"), (torch.Size, "__init__"), ([], "append")):
