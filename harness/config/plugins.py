@@ -55,9 +55,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "task": Kind("tasks", "Task", "config"),
-    "model": Kind(
-        "training/models", "Model", shared=frozenset({"compiled", "lora", "model_builder", "recompute", "weights"})
-    ),
+    "model": Kind("training/models", "Model"),
     "model library": Kind("training/models/libraries", shared=frozenset({"base"})),
     "strategy": Kind(
         "training/strategies",

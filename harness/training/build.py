@@ -25,7 +25,7 @@ from harness.runs import checkpoint, hub_copies
 from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
-from harness.training import determinism, hooks, memory, mixing, opening, resuming, rng
+from harness.training import determinism, hooks, memory, mixing, model_builder, opening, recompute, resuming, rng
 from harness.training.checkpoint_writer import CheckpointWriter
 from harness.training.coverage import Coverage
 from harness.training.determinism import kernels
@@ -35,7 +35,6 @@ from harness.training.first_look import FirstLook
 from harness.training.health import Health
 from harness.training.logical_ranks import LogicalRanks
 from harness.training.meter import Meter
-from harness.training.models import model_builder, recompute
 from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
 from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.on_gradients import OnGradients
@@ -108,7 +107,7 @@ def require_model(config: Config, weights: bool = True) -> None:
     if "." not in config.task.name:  # the user's own task may have models of its own
         model_builder.find(name)
     if weights and chosen is not None:
-        from harness.training.models import weights as files  # late: few runs need it
+        from harness.training import weights as files  # late: few runs need it
 
         files.located(chosen, name)
 
@@ -150,7 +149,7 @@ def load_start_weights(
     """Load ``model.weights`` on rank 0, if this start is the first; return their source and hash. Collective."""
     if config.model.start_weights is None:
         return {}
-    from harness.training.models import weights  # late: few runs need it
+    from harness.training import weights  # late: few runs need it
 
     return weights.start(model, config, runtime, folder.checkpoints.folder, task)
 
@@ -246,7 +245,7 @@ def build_model(config: Config, task: OpenedTask) -> nn.Module:
     rng.seed_all(Purpose.INITIAL_WEIGHTS, config.seed)
     model = task.model(config.model)
     if config.model.lora is not None:
-        from harness.training.models import lora  # late: few runs need it
+        from harness.training import lora  # late: few runs need it
 
         lora.apply(model, config.model.lora)
     trained_parameters.freeze(model, config.model.freeze)

@@ -87,7 +87,7 @@ def test_values_of_a_stranger_are_used(folder):
         ({"task": {"tokenizer": {"name": "strange.tokens"}}}, "task.tokenizer.name: imports strange.tokens"),
         ({"model": {"name": "torchvision.models.resnet18"}}, "model.name: imports torchvision.models.resnet18"),
         (
-            {"model": {"name": "harness.training.models.model_builder.build", "args": BUILD}},
+            {"model": {"name": "harness.training.model_builder.build", "args": BUILD}},
             "model.name: imports harness.",
         ),
         ({"task.name": "image_csv", "task": {"name": "strange.Task"}}, "task.name: imports strange.Task"),

@@ -17,11 +17,10 @@ from harness.distributed.stop import Stop
 from harness.errors import ConfigError
 from harness.runs.run_dir import RunFolder
 from harness.tools.data import digits
-from harness.training import build, determinism
+from harness.training import build, determinism, model_builder
 from harness.training.check import preflight
 from harness.training.determinism import Audit
 from harness.training.exit_report import explained
-from harness.training.models import model_builder
 from harness.training.models.small_cnn import Model as SmallCNN
 from harness.training.models.small_cnn import quarters
 from harness.training.nondeterministic import OPERATIONS

@@ -33,9 +33,8 @@ from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError
 from harness.inference import export
 from harness.runs import files, hub_copies, layout
-from harness.training import build, opening
+from harness.training import build, lora, module_names, opening, weights
 from harness.training.check import preflight
-from harness.training.models import lora, module_names, weights
 from harness.training.optimizer.built_in_schedule import BuiltInSchedule
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import Kill, last_checkpoint, losses, run, run_folder

@@ -13,7 +13,7 @@ from harness.data.seeds import Purpose
 from harness.distributed.machine import Memory
 from harness.errors import ConfigError, HarnessError, OwnCodeError
 from harness.training import rng
-from harness.training.models.model_builder import build
+from harness.training.model_builder import build
 
 KNOWN = {"num_classes": 4, "in_channels": 1}
 GRAY, RGB = torch.zeros(2, 1, 8, 8), torch.zeros(2, 3, 32, 32)

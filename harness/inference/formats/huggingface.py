@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from harness.data import hub
 from harness.errors import ConfigError
 from harness.inference.formats import base
-from harness.training.models import lora
+from harness.training import lora
 from harness.training.models.libraries import hf
 
 

@@ -18,7 +18,7 @@ from harness.data import hub
 from harness.errors import ConfigError
 from harness.inference.formats import base, huggingface
 from harness.runs.files import expanded
-from harness.training.models import lora, module_names
+from harness.training import lora, module_names
 from harness.training.models.libraries import hf
 from harness.training.models.libraries.base import KEY
 

@@ -32,12 +32,11 @@ from harness.errors import (
     users_line,
 )
 from harness.runs.console import in_words
-from harness.training import determinism, division, memory
+from harness.training import determinism, division, memory, recompute
 from harness.training.determinism import Audit, OutOfTime
 from harness.training.evaluation import evaluate
 from harness.training.evaluation.sums import Sums
 from harness.training.evaluation.task_checks import doubt_of_mean, doubt_of_sums, loss_place
-from harness.training.models import recompute
 from harness.training.optimizer import on_gradients
 from harness.training.strategies.base import strategy_class
 from harness.training.task import OpenedTask, SupportsPredictions, require_loss

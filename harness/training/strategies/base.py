@@ -97,7 +97,7 @@ class ParallelStrategy:
 
     def compile(self, mode: str | None) -> None:
         """Compile the wrapped model, whose parameters and their names stay."""
-        from harness.training.models import compiled
+        from harness.training import compiled
 
         compiled.compile_whole(self.module, mode=mode)
 

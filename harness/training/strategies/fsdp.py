@@ -102,7 +102,7 @@ class Strategy(ParallelStrategy):
             self._switch(on)
 
     def compile(self, mode: str | None) -> None:
-        from harness.training.models import compiled
+        from harness.training import compiled
 
         if self.sharded:
             compiled.compile_units(self.model)
