@@ -79,13 +79,16 @@ def replacing(path: Path, mark: str = "") -> Iterator[Path]:
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder to write files into; at the end of the block it is renamed to ``path``, which does not
-    exist. An error removes it."""
+    exist. An error removes it. Its files get their permissions as those of ``replacing`` do."""
     temporary = temporary_for(path)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         yield temporary
+        mode = temporary.stat().st_mode & 0o666
         for file in temporary.iterdir():
+            if file.is_file():
+                file.chmod(mode)
             sync(file)
         commit(temporary, path)
     except BaseException:
