@@ -1038,7 +1038,7 @@ def test_images(tmp_path, monkeypatch):
     facts, errors = preflight.examine(str(path), [], 1, 0.1)
     assert not errors
     assert "5 outputs in the file, 3 here" in facts["weights"]
-    assert "set task.mean=[0.1, 0.1, 0.1] task.std=[0.2, 0.2, 0.2]" in facts["weights"]
+    assert "set task.mean=[0.1, 0.1, 0.1] task.std=[0.2, 0.2, 0.2]" in facts["warning"]
     remedies = {
         "task.color=gray": "-> set task.color=rgb, if the task has this setting, or model.args.num_channels=1",
         "task.image_size=[8,24]": "-> set task.image_size=[16,16]",
@@ -1047,6 +1047,7 @@ def test_images(tmp_path, monkeypatch):
         assert message in str(preflight.examine(str(path), [wrong], 1, 0.1)[1][0])
     assert run(path, 1, f"model.name=hf:{tmp_path}/vit") == [0], (tmp_path / "terminal-0.txt").read_text()
     assert main(["export", "runs/run", "--format", "huggingface", "--out", "out"]) == 0
+    assert len({file.stat().st_mode for file in Path("out").iterdir()}) == 1
     there = transformers.AutoModelForImageClassification.from_pretrained("out").eval()
     processor = transformers.AutoImageProcessor.from_pretrained("out")
     opened = opening.open_task(loader.load(path), Runtime())

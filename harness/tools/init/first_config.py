@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from harness.config.places import HUB, is_url
 from harness.data.table.source import locate
@@ -179,6 +180,8 @@ def _images(
     labels = columns.labels(train, [path_column])
     folder, root = images.root(train, path_column, given)
     size, gray, why_size = images.image_size(folder, train.columns[path_column])
+    if taken := _image_size(model):
+        size, why_size = taken, f"[height, width] of the images that {model} takes"
     unread = size is None and not root.doubt
     sides = plain(list(size or (images.TYPICAL, images.TYPICAL)))
     small = size is not None and max(size) <= _SMALL
@@ -192,6 +195,12 @@ def _images(
     if gray and small and model is None:
         yield "  color: gray  # the images have one channel; torchvision models need rgb"
     if model is not None:
+        if _content(model, "config.json").get("num_channels") == 1:
+            yield "  color: gray  # the model takes one channel"
+        processor = _content(model, "preprocessor_config.json")
+        for key in ("mean", "std"):
+            if values := processor.get(f"image_{key}"):
+                yield f"  {key}: {plain(values)}  # of the images that the model was trained on"
         yield _model(model)
     elif small:
         yield "model: {name: small_cnn}  # for small images; resnet18 and other torchvision models work, too"
@@ -232,10 +241,28 @@ def _texts(
 
 def _positions(model: str) -> int:
     """Return how many tokens ``model``, hf:FOLDER_OR_NAME, takes, at most 512; 512 if it is not in a folder here."""
-    with suppress(OSError, RuntimeError, ValueError, TypeError, AttributeError):
-        content = json.loads((Path(model.removeprefix(HUB)).expanduser() / "config.json").read_text(encoding="utf-8"))
-        return min(512, int(content.get("max_position_embeddings", 512)))
-    return 512
+    positions = _content(model, "config.json").get("max_position_embeddings")
+    return min(512, positions) if isinstance(positions, int) else 512
+
+
+def _image_size(model: str | None) -> tuple[int, int] | None:
+    """Return the (height, width) that ``model`` takes; None if it is no folder of Hugging Face here that says so."""
+    size = _content(model, "config.json").get("image_size")
+    processor = _content(model, "preprocessor_config.json")
+    size = size or processor.get("crop_size") or processor.get("size")
+    if isinstance(size, dict):
+        size = [size.get(side, size.get("shortest_edge")) for side in ("height", "width")]
+    height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
+    return (height, width) if isinstance(height, int) and isinstance(width, int) else None
+
+
+def _content(model: str | None, file: str) -> dict[str, Any]:
+    """Return the content of a JSON ``file`` of ``model``; empty if it is not hf:FOLDER with such a file."""
+    with suppress(OSError, RuntimeError, ValueError):
+        if model and model.startswith(HUB):
+            content = json.loads((Path(model.removeprefix(HUB)).expanduser() / file).read_text(encoding="utf-8"))
+            return content if isinstance(content, dict) else {}
+    return {}
 
 
 def _model(name: str) -> str:

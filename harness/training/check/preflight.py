@@ -176,7 +176,8 @@ class _Examination:
             facts["lora"] = lora.summary(model, config.model.lora)
         starts = self.located.model.name == config.model.name and config.model.start_weights is not None
         if starts and (loaded := attempt(weights.load, model, config, task)):
-            facts["weights"] = "; ".join(filter(None, [loaded["summary"], loaded["warning"]]))
+            facts["weights"] = loaded["summary"]
+            self.warnings += filter(None, [loaded["warning"]])
         if again := attempt(recompute.apply, model, config.model.activation_checkpointing):
             shown = ", ".join(again if len(again) <= 4 else [*again[:3], "...", again[-1]])
             facts["recomputed"] = f"{plural(len(again), 'module')} in the backward pass: {shown}"

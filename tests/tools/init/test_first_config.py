@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tarfile
 from pathlib import Path
@@ -289,6 +290,28 @@ def test_the_model_that_was_asked_for(folder):
     photos("val", 4)
     first_config.write(["pets"], None, "resnet34")
     assert loader.load("pets.yaml").model.name == "resnet34"
+
+
+@pytest.mark.parametrize(
+    ("size", "in_processor", "expected"),
+    [
+        (32, {}, (32, 32)),
+        ([24, 32], {}, (24, 32)),
+        (None, {"size": {"shortest_edge": 48}}, (48, 48)),
+        (None, {}, (64, 64)),
+    ],
+)
+def test_images_as_a_model_of_hugging_face_takes_them(folder, size, in_processor, expected):
+    photos("train", 8)
+    photos("val", 4)
+    Path("vit").mkdir()
+    Path("vit/config.json").write_text(json.dumps({"num_channels": 1} | ({"image_size": size} if size else {})))
+    Path("vit/preprocessor_config.json").write_text(
+        json.dumps({"image_mean": [0.4], "image_std": [0.2], **in_processor})
+    )
+    first_config.write(["pets"], None, "hf:vit")
+    task = loader.load("pets.yaml").task
+    assert (task.image_size, task.color, task.mean, task.std) == (expected, "gray", (0.4,), (0.2,))
 
 
 def test_small_gray_images_named_by_their_place(folder):
