@@ -17,6 +17,8 @@ from harness.tools.data.table_file import require_new, write_rows
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
 _NAMED = 5  # classes in a message
+_KINDS = 10  # of skipped files in a message
+_SUFFIXES = f"images are files whose names end with {', '.join(IMAGE_SUFFIXES)}"
 _FILES_AT_ONCE = 32
 
 
@@ -52,7 +54,7 @@ def write(folder: Path, out: Path, labels: bool = True, force: bool = False) -> 
     if not count:
         outside = skipped["images outside a class folder"]
         command = f"harness data folder {shlex.quote(str(folder))} {shlex.quote(str(out))} --no-labels"
-        hint = f"images are files whose names end with {', '.join(IMAGE_SUFFIXES)}"
+        hint = _SUFFIXES
         hint += f", in a folder per class: {folder}/cat/1.jpg" if labels else ""
         hint += f"; to make a table of unlabeled images for harness predict: {command}" if outside else ""
         what = "no images in class folders" if labels else "no images"
@@ -60,6 +62,8 @@ def write(folder: Path, out: Path, labels: bool = True, force: bool = False) -> 
     root = shlex.quote(f"task.root={folder}")
     classes_found = f" of {plural(len(found), 'class')}" if labels else ""
     lines = [f"wrote {plural(count, 'row')}{classes_found} to {out}{_skips(skipped)}"]
+    if any(kind.startswith(".") for kind in skipped):
+        lines.append(f"note: {_SUFFIXES}")
     if wrong:
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         remedy = "remove them and write the table again, or set task.on_bad_row=skip"
@@ -124,7 +128,8 @@ def _images_of(folder: Path, root: Path, skipped: Counter[str], above: tuple[str
         elif _is(entry.is_dir):
             yield from _images_of(Path(entry.path), root, skipped, (*above, here))
         elif not entry.name.lower().endswith(IMAGE_SUFFIXES):
-            skipped["files that are not images"] += 1
+            suffix = os.path.splitext(entry.name)[1].lower()
+            skipped[f"{suffix} files" if suffix else "files without an extension"] += 1
         elif not _is(entry.is_file):
             skipped["broken links and special files"] += 1
         else:
@@ -155,4 +160,8 @@ def _doubt(folder: Path, name: str) -> str:
 
 
 def _skips(skipped: Counter[str]) -> str:
-    return f"; skipped: {', '.join(f'{what} ({count})' for what, count in sorted(skipped.items()))}" if skipped else ""
+    if not skipped:
+        return ""
+    shown = [f"{kind} ({count})" for kind, count in skipped.most_common(_KINDS)]
+    more = f" and {len(skipped) - _KINDS} more kinds" if len(skipped) > _KINDS else ""
+    return f"; skipped: {', '.join(shown)}{more}"

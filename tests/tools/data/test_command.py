@@ -78,7 +78,10 @@ def test_images_of_a_folder_are_opened_at_once(tmp_path, monkeypatch):
 
 def test_folder(tmp_path, capsys):
     photos = tmp_path / "my photos"
-    for name in ("kätzchen/1.JPG", 'kätzchen/a/2, "x"\n.jpeg', "dog/1.png", "top.jpg", "dog/.hidden.jpg", "dog/x.txt"):
+    for name in (
+        "kätzchen/1.JPG", 'kätzchen/a/2, "x"\n.jpeg', "dog/1.jfif", "top.jpg", "dog/.hidden.jpg", "dog/x.txt",
+        "dog/1.HEIC", "kätzchen/2.heic", "kätzchen/README",
+    ):  # fmt: skip
         (photos / name).parent.mkdir(parents=True, exist_ok=True)
         write_jpeg(PIXELS, str(photos / name))
     (photos / "empty").mkdir()
@@ -93,13 +96,16 @@ def test_folder(tmp_path, capsys):
     assert "warning" not in printed
     assert printed.startswith(f"wrote 4 rows of 3 classes to {out}; skipped: broken links and special files (5), ")
     assert "images outside a class folder (1)" in printed
-    assert "files that are not images (2)" in printed
+    assert ".heic files (3)" in printed
+    assert ".txt files (2)" in printed
+    assert "files without an extension (1)" in printed
+    assert "\nnote: images are files whose names end with .jpg, .jpeg, .jfif, " in printed
     assert "hidden files (2)" in printed
     assert "left out 1 folder without images: empty" in printed
     split = f"harness data split {out} --eval 0.2 --stratify label"
     assert printed.endswith(f"\nnext: {split}; harness init {out} --root '{photos}'; or set 'task.root={photos}'\n")
-    expected = [("dog/1.png", "dog"), ("kätzchen/1.JPG", "kätzchen"),
-                ("kätzchen/a/2, \"x\"\n.jpeg", "kätzchen"), ("wolf/1.png", "wolf")]  # fmt: skip
+    expected = [("dog/1.jfif", "dog"), ("kätzchen/1.JPG", "kätzchen"),
+                ("kätzchen/a/2, \"x\"\n.jpeg", "kätzchen"), ("wolf/1.jfif", "wolf")]  # fmt: skip
     assert [tuple(row.values()) for row in rows_of(out)] == expected
     table = open_table(out, text=("path",), label="label", cache_dir=tmp_path)
     assert table.strings("path", np.arange(4)) == [path for path, _ in expected]
