@@ -119,8 +119,8 @@ def most_confident(run: ReportedRun, with_images: bool = True) -> Mistakes:
         texts = [str(row[column]) for column in columns if row[column] is not None]
         mistake = Mistake(
             row=" / ".join(texts) or name,
-            label=str(row["label"]),
-            prediction=str(row["prediction"]),
+            label=_rounded(row["label"]) if "error" in row else str(row["label"]),
+            prediction=_rounded(row["prediction"]) if "error" in row else str(row["prediction"]),
             score=score,
             image=find(name),
             is_number="error" in row,
@@ -128,6 +128,13 @@ def most_confident(run: ReportedRun, with_images: bool = True) -> Mistakes:
         )
         shown.append(mistake)
     return Mistakes(shown, len(wrong), len(table))
+
+
+def _rounded(text: Any) -> str:
+    try:
+        return number(float(text), 6)
+    except (TypeError, ValueError):
+        return str(text)
 
 
 def _text_columns(run: ReportedRun) -> list[str]:

@@ -204,9 +204,13 @@ def test_several_labels_and_numbers(folder):
     ]  # fmt: skip
     assert (found.number, found.num_rows) == (3, 6)
 
-    (folder / "predictions.csv").write_text("id,prediction,label,error\n0,1.5,1.0,0.5\n1,-3.0,7.0,-10.0\n")
+    (folder / "predictions.csv").write_text(
+        "id,prediction,label,error\n0,84.42657557540909,84.0,0.42657557540909\n1,-3.0,7.0,-10.0\n"
+    )
     shown = mistakes.most_confident(run(folder)).shown
-    assert [(m.row, m.prediction, m.shown) for m in shown] == [("1", "-3.0", "off by 10"), ("0", "1.5", "off by 0.5")]
+    assert [(m.row, m.prediction, m.label, m.shown) for m in shown] == [
+        ("1", "-3", "7", "off by 10"), ("0", "84.4266", "84", "off by 0.4266"),
+    ]  # fmt: skip
     summary = {"by_label": {"a": {"f1": 0.9, "rows": 3}, "b": {"f1": None, "rows": 0}, "c": {"f1": 0.2, "rows": 9}}}
     subject.record.summary["evaluation"] = summary
     table = mistakes.by_name(subject)
