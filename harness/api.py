@@ -177,23 +177,27 @@ def predict(
     """Return the predictions of a trained model in this process, one row for each of ``rows``, in their order.
 
     ``run``: a run folder or its URL; its best weights are used. ``rows``: a CSV or Parquet file, a table, or a list of
-    dictionaries, with the columns that the run was trained on; labels are optional. ``overrides`` change settings of
-    the run (``["task.root=photos"]`` or ``{"task.root": "photos"}``). ``trust``: import code that a run of someone else
-    names.
+    dictionaries, with the columns that the run was trained on; labels are optional. Without labels, also a list of
+    values of the only input column, or of tuples of several. ``overrides`` change settings of the run
+    (``["task.root=photos"]`` or ``{"task.root": "photos"}``). ``trust``: import code that a run of someone else names.
     The columns are those of predictions.csv: ``id``, ``label``, ``prediction``, scores; those of files have the arrays.
-    Raises HarnessError.
+    Labels are strings, as in a file. Raises HarnessError.
     """
     import pandas as pd
 
     from harness.inference import predict as inference
     from harness.inference.rows import as_file, without_temporary
-    from harness.runs import fetched
+    from harness.runs import fetched, trained_run
     from harness.training.evaluation import prediction_files
 
-    with tempfile.TemporaryDirectory(prefix="harness-") as folder, as_file(rows) as (source, cache):
+    here, given, columns = fetched.local_copy(str(run)), _words(overrides), ()
+    if isinstance(rows, list):
+        task = trained_run.configuration(here, given, trust, OVERRIDES).task
+        columns = tuple(getattr(task, "input_columns", ()))
+    with tempfile.TemporaryDirectory(prefix="harness-") as folder, as_file(rows, columns) as (source, cache):
         out = Path(folder, "predictions.parquet")
-        words = [*_words({"data.cache_dir": cache} if cache else {}), *_words(overrides)]
-        request = inference.PredictRequest(fetched.local_copy(str(run)), source, out, words, trust, OVERRIDES)
+        words = [*_words({"data.cache_dir": cache} if cache else {}), *given]
+        request = inference.PredictRequest(here, source, out, words, trust, OVERRIDES)
         with _as_before(), without_temporary({str(out): "predictions"}, folder):
             inference.in_this_process(request)
         table = pd.read_parquet(out)

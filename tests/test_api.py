@@ -306,7 +306,7 @@ def test_a_trained_model(path, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("rows", "what"),
-    [("my sister paints", "there is no file 'my sister paints'"), ([("a", "b")], "rows are a list of tuple")],
+    [("my sister paints", "there is no file 'my sister paints'"), ([("a",)], "rows are a list of tuple")],
 )
 def test_what_is_no_row_of_two_texts(rows, what):
     with (
@@ -314,6 +314,12 @@ def test_what_is_no_row_of_two_texts(rows, what):
         as_file(rows, ["one", "two"]),
     ):
         pass
+
+
+def test_pairs_of_texts():
+    with as_file([("a", 'b "c",\nd'), ["e", ""]], ["one", "two"]) as (file, _):
+        found = pd.read_csv(file, keep_default_na=False)
+    assert found.to_dict("list") == {"one": ["a", "e"], "two": ['b "c",\nd', ""]}
 
 
 def test_images_keep_their_values_and_other_errors_their_hints():
@@ -342,6 +348,8 @@ def test_numbers_of_a_trained_model_are_in_the_unit_of_their_column(tmp_path):
         bare = model.module(model.preprocess(tmp_path / "eval.csv"))
     np.testing.assert_allclose(found.numpy(), expected.to_numpy(), rtol=1e-5)
     assert bare.abs().max() < 100
+    of_texts = predict(result.folder, ["a b", "c"])
+    pd.testing.assert_frame_equal(of_texts, predict(result.folder, [{"text": "a b"}, {"text": "c"}]))
     assert list(model.description["columns"]) == ["x", "y"]
     assert "postprocessing" not in model.description
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     Picture = str | os.PathLike[str] | Image.Image | np.ndarray
-    Rows = Picture | pd.DataFrame | list[Picture] | list[Mapping[str, object]]
+    Rows = Picture | pd.DataFrame | list[Picture] | list[tuple[str, ...]] | list[Mapping[str, object]]
 
 log = logging.getLogger("harness")
 _IMAGES = "a path that ends like an image, an image of PIL, or an array of uint8 of shape (height, width, 3)"
@@ -32,8 +32,8 @@ _MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
 def as_file(rows: Rows, columns: Sequence[str] = (), of_images: bool = False) -> Iterator[tuple[str, str | None]]:
     """Context with (a file of ``rows``, the cache folder for it if it is temporary).
 
-    ``columns``: what the model reads, if it is known; texts in a list are values of the only one. An error in a table
-    names its rows. ``of_images``: images of PIL and arrays, too, are written to files.
+    ``columns``: what the model reads, if it is known; texts in a list are values of the only one, tuples in it of all.
+    An error in a table names its rows. ``of_images``: images of PIL and arrays, too, are written to files.
     """
     if isinstance(rows, str | os.PathLike) and not os.fspath(rows).lower().endswith(IMAGE_SUFFIXES):
         if columns and isinstance(rows, str) and not _may_be_table(rows):
@@ -94,6 +94,8 @@ def _as_frame(rows: pd.DataFrame | list[Any], columns: Sequence[str]) -> pd.Data
             return pd.DataFrame(list(rows))
         if len(columns) == 1 and all(isinstance(row, str | os.PathLike) for row in rows):
             return pd.DataFrame({columns[0]: [_from_here(str(row)) for row in rows]})
+        if len(columns) > 1 and all(isinstance(row, tuple | list) and len(row) == len(columns) for row in rows):
+            return pd.DataFrame(rows, columns=list(columns))
     if isinstance(rows, list) or not hasattr(rows, "to_csv"):
         of = f" of {type(rows[0]).__name__}" if isinstance(rows, list) and rows else ""
         raise _no_rows(f"rows are a {type(rows).__name__}{of}", columns)
@@ -107,6 +109,7 @@ def _may_be_table(name: str) -> bool:
 def _no_rows(what: str, columns: Sequence[str]) -> DataError:
     shown = ", ".join(f'"{column}": ...' for column in columns or ("COLUMN",))
     one = f", a list of values of {columns[0]}" if len(columns) == 1 else ""
+    one = f", a list of tuples ({', '.join(columns)})" if len(columns) > 1 else one
     return DataError(what, hint=f"use a file, a table of pandas{one}, or a list of dictionaries: [{{{shown}}}]")
 
 

@@ -60,9 +60,10 @@ class TrainedModel(nn.Module):
         """Return the input of the model for ``rows``, in their order, on its device.
 
         ``rows``: a CSV or Parquet file, a table, or a list of dictionaries, as for ``harness.predict``, which suits
-        large files: here all rows are in memory at once. A model with one input column also takes a list of its values.
-        One of images takes an image, or a list: paths from the working folder or below ``task.root``, images of PIL, or
-        arrays, uint8 (height, width, 3). Raises HarnessError, also if a row cannot be read.
+        large files: here all rows are in memory at once. A model with one input column also takes a list of its values,
+        one of pairs a list of tuples. One of images takes an image, or a list: paths from the working folder or below
+        ``task.root``, images of PIL, or arrays, uint8 (height, width, 3). Raises HarnessError, also if a row cannot be
+        read.
         """
         columns = tuple(getattr(self._config.task, "input_columns", ()))
         with as_file(rows, columns, self.description.get("input") == "images") as (file, cache):

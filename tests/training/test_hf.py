@@ -25,6 +25,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from harness import predict
 from harness.cli import main
 from harness.config import hugging_face_names, loader, reference, schedules
 from harness.config.trust import require_harmless
@@ -745,6 +746,8 @@ def test_from_texts_to_from_pretrained(make, tmp_path, monkeypatch, model):
     encoded = own(
         [row["premise"] for row in rows], [row["hypothesis"] for row in rows], padding=True, return_tensors="pt"
     )
+    pairs = [(row["premise"], row["hypothesis"]) for row in rows]
+    assert predict(folder, pairs)["prediction"].tolist() == [row["prediction"] for row in rows]
     scores = there(**encoded).logits.softmax(1)
     assert [there.config.id2label[index] for index in scores.argmax(1).tolist()] == [row["prediction"] for row in rows]
     expected = torch.tensor([[float(row["score_class 0"]), float(row["score_class 1"])] for row in rows])
