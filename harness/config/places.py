@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 HUB = "hf:"  # before a folder or a name of Hugging Face
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif")  # in lower case, of what torchvision decodes
+JPEG_SUFFIXES = (".jpg", ".jpeg", ".jfif")
+IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".webp", ".gif")  # in lower case, of what torchvision decodes
 IMAGE_STARTS = {"JPEG": rb"\xff\xd8", "PNG": rb"\x89PNG", "WebP": rb"RIFF....WEBP", "GIF": rb"GIF8"}  # of the files
 
 

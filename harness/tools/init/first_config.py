@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from harness.config.places import HUB, is_url
+from harness.config.places import HUB, JPEG_SUFFIXES, is_url
 from harness.data.table.source import locate
 from harness.errors import ConfigError, DataError, reason, remedy
 from harness.tools.init import columns, images
@@ -179,7 +179,8 @@ def _images(
     """Yield the lines for the images whose paths are in ``path_column``, relative to the folder ``given``, if any."""
     labels = columns.labels(train, [path_column])
     folder, root = images.root(train, path_column, given)
-    size, gray, why_size = images.image_size(folder, train.columns[path_column])
+    paths = train.columns[path_column]
+    size, gray, shorter, why_size = images.image_size(folder, paths)
     if taken := _image_size(model):
         size, why_size = taken, f"[height, width] of the images that {model} takes"
     unread = size is None and not root.doubt
@@ -190,6 +191,8 @@ def _images(
     yield Guess(f"path_column: {plain(path_column)}", why)
     yield labels
     yield Guess(f"image_size: {sides}", f"{images.WRONG * unread}{why_size}", unread)
+    if size and shorter >= 2 * max(size) and any(path.lower().endswith(JPEG_SUFFIXES) for path in paths):
+        yield "  decode: reduced  # decodes large JPEGs faster, to slightly different pixels than full, the default"
     crop = f"{{RandomResizedCrop: {{size: {sides}, scale: [0.5, 1]}}}}"
     yield f"  # transforms: {{train: [{crop}, RandomHorizontalFlip]}}  # augmentation, against overfitting"
     if gray and small and model is None:

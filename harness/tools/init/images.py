@@ -61,8 +61,9 @@ def _folders_in(folder: Path) -> list[Path]:
         return []
 
 
-def image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None, bool, str]:
-    """Return ((height, width) to train with, or None if no image can be read; whether all have one channel; why)."""
+def image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None, bool, int, str]:
+    """Return ((height, width) to train with, or None if no image can be read; whether all have one channel; the typical
+    shorter side; why)."""
     import torch
 
     from harness.data.image_files import ImageFiles
@@ -77,18 +78,18 @@ def image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None,
         except (OSError, RuntimeError, DataError):
             continue
     if not shapes:
-        return None, False, "[height, width]; no image could be read"
+        return None, False, 0, "[height, width]; no image could be read"
     heights, widths = sorted(shape[1] for shape in shapes), sorted(shape[2] for shape in shapes)
     seen = f"{heights[0]}x{widths[0]}"
     gray = all(shape[0] == 1 for shape in shapes)
+    shorter = int(statistics.median(min(shape[1:]) for shape in shapes))
     if heights[0] == heights[-1] and widths[0] == widths[-1]:
         size = (heights[0], widths[0])
         if max(size) <= most:
-            return size, gray, f"[height, width] of the {plural(len(shapes), 'image')} examined"
+            return size, gray, shorter, f"[height, width] of the {plural(len(shapes), 'image')} examined"
     else:
         seen += f" to {heights[-1]}x{widths[-1]}"
-    shorter = int(statistics.median(min(shape[1:]) for shape in shapes))
     side = most if shorter >= most else max(32, shorter // 32 * 32)
     if side == most:
         seen += why
-    return (side, side), gray, f"[height, width]; {plural(len(shapes), 'image')} examined, {seen}"
+    return (side, side), gray, shorter, f"[height, width]; {plural(len(shapes), 'image')} examined, {seen}"

@@ -56,6 +56,21 @@ def test_photos_of_mixed_sizes(folder, capsys):
     assert (problems, facts["train rows"], facts["eval rows"]) == ([], 60, 12)
 
 
+@pytest.mark.parametrize(
+    ("suffix", "side", "decode"), [("jpg", 192, "reduced"), ("jpg", 191, "full"), ("png", 192, "full")]
+)
+def test_jpegs_at_least_twice_as_large_are_decoded_at_a_reduced_size(folder, monkeypatch, suffix, side, decode):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    write = write_jpeg if suffix == "jpg" else write_png
+    for row in range(8):
+        write(torch.zeros(3, side, 230, dtype=torch.uint8), f"{row}.{suffix}")
+    for split in ("train", "val"):
+        Path(f"{split}.csv").write_text("path,label\n" + "".join(f"{row}.{suffix},{row % 2}\n" for row in range(8)))
+    assert cli.main(["init", "train.csv", "-o", "new.yaml"]) == 0
+    task = loader.load("new.yaml").task
+    assert (task.image_size, task.decode) == ((96, 96), decode)
+
+
 @pytest.mark.parametrize(("gpu", "side"), [(True, 224), (False, 96)])
 def test_large_photos_are_smaller_without_a_gpu(folder, monkeypatch, gpu, side):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
@@ -364,7 +379,7 @@ def test_the_folder_of_the_images_is_not_guessed_among_several(folder, capsys):
 
 
 def test_a_root_at_a_url_is_not_looked_at_and_texts_have_none(folder, capsys, monkeypatch):
-    monkeypatch.setattr("harness.tools.init.images.image_size", lambda *_: (None, False, "no image"))
+    monkeypatch.setattr("harness.tools.init.images.image_size", lambda *_: (None, False, 0, "no image"))
     Path("train.csv").write_text("path,label\n" + "".join(f"a.png,{row % 2}\n" for row in range(4)))
     words = ["init", "train.csv", "train.csv", "-o", "new.yaml", "--root"]
     assert cli.main([*words, "s3://bucket/photos"]) == 0
