@@ -105,7 +105,7 @@ class ImageChecks:
         if bad and (stops or not sizes):
             bad.sort(key=lambda one: one[0])
             first = errors.unreadable(*bad[0])
-            first.message += f" ({len(bad):,} of {plural(len(bad) + sizes.total(), 'image')} looked at)"
+            first.message += f" (unreadable: {len(bad):,} of {plural(len(bad) + sizes.total(), 'image')} looked at)"
             raise errors.with_others(first, [row for row, *_ in bad[1:]], _NAMED_UNREADABLE)
         return self._sampled(sizes, bad)
 

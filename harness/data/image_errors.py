@@ -40,7 +40,7 @@ class ImageErrors:
         if isinstance(error, FileNotFoundError) and not (is_file and os.path.islink(file)):
             in_archive = not is_file and os.strerror(errno.ENOENT) not in str(error) and "archive" in str(error)
             what = f" ({error.strerror})" if in_archive else ""
-            near = did_you_mean(file) if is_file else ""  # a frequent reason is .JPG instead of .jpg
+            near = self._other_spelling(path) if is_file else ""
             wrong_root = self.wrong_root()
             may_be_root = wrong_root or is_url(file)  # which is not asked for other images
             hints = [near or (self._other_root(path) if may_be_root else "restore it, or remove the row")]
@@ -98,6 +98,14 @@ class ImageErrors:
         """Return True if nearly all images are missing, of a few that are spread over the table."""
         rows = spread(np.arange(len(self.table)), _FEW)
         return sum(map(self.files.exists, self.table.strings(self.path_column, rows))) <= len(rows) // 10
+
+    def _other_spelling(self, path: str) -> str:
+        """Return the hint with the name of an image like ``path``, of which .JPG for .jpg is frequent; empty without
+        one."""
+        slashes = path.replace("\\", "/")
+        if slashes != path and self.files.exists(slashes):
+            return f"write {slashes}, with / for \\, as in all paths of the table"
+        return did_you_mean(self.files.place(path), os.path.isfile)
 
     def _other_root(self, path: str) -> str:
         """Return the hint for a file that is not below the root, with a folder in which ``path`` is, if that is

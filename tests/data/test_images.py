@@ -187,6 +187,18 @@ def test_one_missing_image_does_not_suggest_another_root(tmp_path):
     assert caught.value.message == f"image not found: {tmp_path}/train_images/0.png (missing: 11 of 12 rows looked at)"
 
 
+def test_a_folder_with_a_similar_name_is_not_suggested_for_an_image(tmp_path):
+    csv = write_rows(tmp_path, "train", 12)
+    csv.write_text(csv.read_text().replace("train_images/", "train_images_"))
+    with pytest.raises(DataError, match="image not found") as caught:
+        ImageChecks(table(tmp_path)).require_files(np.arange(12), 5)
+    assert caught.value.hint == f"paths in the CSV are relative to {tmp_path}: set task.root=FOLDER"
+    csv.write_text(csv.read_text().replace("train_images_", "train_images\\"))
+    with pytest.raises(DataError, match="image not found") as caught:
+        ImageChecks(table(tmp_path)).require_files(np.arange(12), 5)
+    assert caught.value.hint == "write train_images/0.png, with / for \\, as in all paths of the table"
+
+
 def test_damaged_images_are_named(tmp_path):
     csv, damaged = write_rows(tmp_path, "train", 40), (0, 3, 4, 17, 18, 30, 31)
     for row in damaged:
@@ -292,7 +304,7 @@ def test_problems_look_for_files_within_the_limit(tmp_path, monkeypatch):
     (tmp_path / "train_images" / "0.png").write_bytes(b"no image")
     missing, damaged = ImageChecks(table(tmp_path)).problems(30)
     assert missing.message.startswith(f"image not found: {tmp_path}/train_images/3.png (missing: 37 of 1,000 rows")
-    assert damaged.message.endswith("(1 of 963 images looked at)")
+    assert damaged.message.endswith("(unreadable: 1 of 963 images looked at)")
     assert damaged.where == f"{csv}:2"
 
     real = ImageFiles.exists

@@ -322,7 +322,7 @@ def test_all_kinds_of_problems_of_the_rows_are_listed_at_once(folder):
         found = [str(error).splitlines()[0] for error in examine(folder, *overrides)[1]]
         assert len(found) == len(expected), found
         assert all(map(str.startswith, found, expected)), found
-    assert "(1 of 19 images looked at)" in str(examine(folder)[1][4])
+    assert "(unreadable: 1 of 19 images looked at)" in str(examine(folder)[1][4])
     train.write_text(train.read_text().replace("train_images/2.png,\n", "train_images/2.png,1\n"))
     eval_.write_text(eval_.read_text().replace(", \n", ",1\n").replace("other", "11"))
     first = examine(folder, "task.on_bad_row=skip")[1][0]
