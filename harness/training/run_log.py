@@ -69,7 +69,7 @@ def log_coverage(run: Run) -> None:
         more = ", ..." if rows - covered.used > len(covered.missing) else ""
         text += f"; rows not used{', counted from 0' if name is str else ''}: {', '.join(covered.missing)}{more}"
     if state.bad_rows:
-        text += f"; {plural(state.bad_rows, 'unreadable row')} so far, which metrics.jsonl names"
+        text += f"; unreadable rows, which metrics.jsonl names, replaced {plural(state.bad_rows, 'time')} so far"
     log.info("%s  end of the epoch: %s", position(run, state.epoch + 1), text)
 
 
