@@ -337,5 +337,10 @@ def of_part(message: str, error: BaseException, where: str, hint: str, making: b
     return (OwnCodeError if line and not refuses else ConfigError)(message, where=line or where, hint=hint)
 
 
+def argument_at_fault(error: BaseException, args: Iterable[str], where: str) -> str:
+    """Return the key below ``where`` of the one of ``args`` that ``error`` quotes; empty if it quotes none."""
+    return next((f"{where}.{name}" for name in args if f"'{name}'" in str(error)), "")
+
+
 class WorkerKilled(TrainingError):
     """A loader worker was killed, usually by a lack of memory."""

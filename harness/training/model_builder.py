@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from harness.config import plugins
 from harness.config.places import HUB
 from harness.distributed import machine
-from harness.errors import ConfigError, first_line, of_part, plural, users_line
+from harness.errors import ConfigError, argument_at_fault, first_line, of_part, plural, users_line
 from harness.training import determinism
 from harness.training.models.libraries import torchvision
 from harness.training.models.libraries.base import Library
@@ -56,8 +56,7 @@ def build(
         shown = f" with {', '.join(f'{key}={value!r}' for key, value in args.items())}" if args else ""
         raise ConfigError(
             f"cannot build model {name}{shown}: {_reason(error)}",
-            where=users_line(error)
-            or next((f"model.args.{key}" for key in args if f"'{key}'" in str(error)), "model.args"),
+            where=users_line(error) or argument_at_fault(error, args, "model.args") or "model.args",
             hint=f"it takes: {takes}",
         ) from None
     if not isinstance(model, nn.Module):

@@ -154,7 +154,7 @@ class Trained(nn.Module):
         return (outputs * self.weight).mean()
 
 
-def fails(outputs, targets):
+def fails(outputs, targets, reduction=""):
     raise IndexError("no such column")
 
 
@@ -183,6 +183,14 @@ def test_unusable_loss_is_refused_before_training(loss, message):
     with pytest.raises(HarnessError, match=message) as caught:
         objective(SINGLE, loss=loss).check(9)
     assert caught.value.exit_code == (EXIT_OWN_CODE if "IndexError" in message else EXIT_USAGE)
+
+
+@pytest.mark.parametrize("name", ["torch.nn.CrossEntropyLoss", "tests.training.test_objective.fails"])
+def test_a_wrong_argument_of_a_loss_is_placed_at_its_own_key(name):
+    """It may be in another file than the other arguments."""
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'power'") as caught:
+        objective(SINGLE, loss={"name": name, "args": {"reduction": "mean", "power": 1.5}}).check(9)
+    assert caught.value.where == "task.loss.args.power"
 
 
 # Metrics

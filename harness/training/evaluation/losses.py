@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from harness.config import plugins
 from harness.config.targets import LabelledTask, LossSection
-from harness.errors import ConfigError, HarnessError, first_line, of_part, plural
+from harness.errors import ConfigError, HarnessError, argument_at_fault, first_line, of_part, plural
 from harness.training.evaluation.labels import Labels
 
 
@@ -39,7 +39,7 @@ class Loss:
     of their weights as torch does."""
 
     def __init__(self, section: LabelledTask, labels: Labels, counts: Counts | None) -> None:
-        self.name, self._device = section.loss_name, torch.device("cpu")
+        self.name, self._args, self._device = section.loss_name, section.loss.args, torch.device("cpu")
         self._call: Callable[[Tensor, Tensor], object] = (
             _own_loss(self.name, section.loss) if "." in self.name else _BuiltIn(section, labels, counts)
         )
@@ -72,7 +72,7 @@ class Loss:
         except HarnessError:
             raise
         except Exception as error:  # of the user's own code
-            raise _loss_failed(self.name, error, "task.loss.name") from error
+            raise _loss_failed(self.name, error, self._args, "task.loss.name") from error
 
 
 class _BuiltIn(nn.Module):
@@ -158,7 +158,7 @@ def _own_loss(name: str, section: LossSection) -> Callable[[Tensor, Tensor], obj
         elif section.args:
             part = functools.partial(part, **section.args)
     except Exception as error:  # of the user's own code
-        raise _loss_failed(name, error, "task.loss.args", making=True) from error
+        raise _loss_failed(name, error, section.args, "task.loss.args", making=True) from error
     if not callable(part):
         hint = "name a class or a function: package.module.Class"
         raise ConfigError(f"{name} is not a loss: it cannot be called", where="task.loss.name", hint=hint)
@@ -170,7 +170,8 @@ def _own_loss(name: str, section: LossSection) -> Callable[[Tensor, Tensor], obj
     return part
 
 
-def _loss_failed(name: str, error: Exception, where: str, making: bool = False) -> HarnessError:
+def _loss_failed(name: str, error: Exception, args: Iterable[str], where: str, making: bool = False) -> HarnessError:
+    where = argument_at_fault(error, args, "task.loss.args") or where
     what = f"the loss {name} fails: {type(error).__name__}: {first_line(error)}"
     hint = "it is called with outputs and targets of a batch; docs/targets.md lists their shapes"
     return of_part(what, error, where, hint, making)
