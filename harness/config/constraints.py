@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config import plugins, schedules
+from harness.config import plugins, schedules, targets
 from harness.config.base import Conflict as Conflict  # also for strategies
 from harness.config.places import is_url
 from harness.config.schema import Config
@@ -25,13 +25,11 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     of_task = [*config.task.conflicts()]
     yield from of_task
     if config.best_metric not in config.task.metrics and "task.metrics" not in {each.key for each in of_task}:
-        plain = config.best_metric.removeprefix("eval_")  # as Hugging Face calls it
+        near = targets.near(config.best_metric.removeprefix("eval_"), config.task.metrics)  # as Hugging Face calls it
         yield Conflict(
             "checkpoint.best_metric",
             f"task {config.task.name} has no metric {config.best_metric!r}",
-            f"did you mean {plain}?"
-            if plain in config.task.metrics
-            else f"use one of: {', '.join(config.task.metrics)}",
+            f"{near}use one of: {', '.join(config.task.metrics)}",
         )
 
 

@@ -262,7 +262,7 @@ def _conflicts(task: LabelledTask) -> Iterator[Conflict]:
             )
     elif loss not in suitable:
         what = f"the loss {loss} cannot be used with {kind} labels" if loss in _LOSSES else f"there is no loss {loss!r}"
-        yield Conflict("task.loss.name", what, f"{_near(loss, suitable)}use {' or '.join(suitable)}, {own}")
+        yield Conflict("task.loss.name", what, f"{near(loss, suitable)}use {' or '.join(suitable)}, {own}")
     else:
         for option in sorted(set(task.loss.options) - set(suitable[loss])):
             takes = " and ".join(suitable[loss]) or "no settings"
@@ -290,7 +290,7 @@ def _metric_conflicts(task: LabelledTask, kind: Kind) -> Iterator[Conflict]:
                 )
         elif rule is None:
             hint = (
-                f"{_near(each.name, suitable)}use {', '.join(suitable)}, or package.module.Class with "
+                f"{near(each.name, suitable)}use {', '.join(suitable)}, or package.module.Class with "
                 "better: max (or min)"
             )
             yield Conflict("task.metrics", f"there is no metric {each.name!r}", hint)
@@ -310,8 +310,8 @@ def _metric_conflicts(task: LabelledTask, kind: Kind) -> Iterator[Conflict]:
         )
 
 
-def _near(name: str, suitable: Collection[str]) -> str:
+def near(name: str, suitable: Collection[str]) -> str:
     """Return a hint with the one of ``suitable`` that ``name`` may mean; empty if there is none."""
     known = {**{each: each for each in suitable}, **{key: to for key, to in _ELSEWHERE.items() if to in suitable}}
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    return f"did you mean {known[near[0]]}{_MEANS.get(near[0], '')}? " if near else ""
+    found = difflib.get_close_matches(name.lower(), known, n=1)
+    return f"did you mean {known[found[0]]}{_MEANS.get(found[0], '')}? " if found else ""

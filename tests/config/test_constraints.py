@@ -155,6 +155,9 @@ CASES = {
     "metric as of Hugging Face": (
         {"checkpoint": {"best_metric": "eval_top1"}}, ["checkpoint.best_metric"], "'eval_top1'", "did you mean top1",
     ),
+    "metric as of other libraries": (
+        {"checkpoint": {"best_metric": "accuracy"}}, ["checkpoint.best_metric"], "'accuracy'", "did you mean top1",
+    ),
 }  # fmt: skip
 
 
