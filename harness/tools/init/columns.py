@@ -159,11 +159,14 @@ def labels(rows: Annotations, inputs: Collection[str]) -> Guess:
         why = f"numbers from {min(values):g} to {max(values):g}{rest}"
         return Guess(f"labels: {{kind: regression, column: {plain(best)}}}", why)
     separator = "" if found[best] == "classes" else found[best]
-    names = sorted({label for value in others[best] for label in (value.split(separator) if separator else [value])})
+    by_value = {value: _labels(value, separator) for value in set(others[best])}
+    names = sorted(set().union(*by_value.values()))
     few = ", ".join(plain(label) for label in names[:3]) + (", ..." if len(names) > 3 else "")
     if separator:
-        setting = f"labels: {{column: {plain(best)}, separator: {plain(separator)}}}"
-        return Guess(setting, f"several of {len(names)} labels per row: {few}{rest}")
+        empty = ", empty: allow" if not all(by_value.values()) else ""
+        setting = f"labels: {{column: {plain(best)}, separator: {plain(separator)}{empty}}}"
+        why = f"several of {len(names)} labels per row{', or none' if empty else ''}: {few}{rest}"
+        return Guess(setting, why)
     return Guess(f"label_column: {plain(best)}", f"{len(names)} classes: {few}{rest}")
 
 
@@ -182,13 +185,18 @@ def _rest(shown: Mapping[str, str], used: Collection[str]) -> str:
     return f"; other columns: {', '.join(text for name, text in shown.items() if name not in used) or 'none'}"
 
 
+def _labels(value: str, separator: str) -> set[str]:
+    """Return the labels of a row, as ``TagWriter`` reads them."""
+    return {label.strip() for label in (value.split(separator) if separator else [value])} - {""}
+
+
 def _kind(values: Sequence[str], named: bool) -> _Kind:
     """Return the likely content of a column: ``classes``, ``numbers``, the separator of several labels per row, or
     nothing. ``named``: it has the name of a label."""
     distinct = set(values)
     for separator in _SEPARATORS:
         several = [value for value in values if separator in value]
-        labels = {label for value in distinct for label in value.split(separator)}
+        labels = set().union(*(_labels(value, separator) for value in distinct))
         if (
             len(several) > len(values) / 20
             and len(labels) < max(3, len(values) / 2)

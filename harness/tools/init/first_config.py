@@ -32,7 +32,7 @@ def write(sources: Sequence[str], out: Path | None, model: str | None = None, ro
         hint = f"did you mean --model {shlex.quote(HUB + model)}?"
         raise ConfigError("this folder is a model of Hugging Face", where=f"--model {model}", hint=hint)
     train, evaluation = (columns.read(source) for source in _pair(sources))
-    name = _name(train.source)
+    name = _name(out.stem) if out else _data_name(train.source)
     out = out or Path(f"{name}.yaml")
     if missing := train.columns.keys() - evaluation.columns.keys():
         raise DataError(
@@ -118,10 +118,14 @@ def _in_folder(path: Path) -> Path:
     )  # fmt: skip
 
 
-def _name(source: str) -> str:
+def _data_name(source: str) -> str:
     """Return a name for the run: that of the data's folder, or of the file without "train"."""
     stem = re.sub(r"[-_.]?train(ing)?[-_.]?", "", Path(source).name.split(".")[0])
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", stem or Path(source).resolve().parent.name).strip("_-") or "run"
+    return _name(stem or Path(source).resolve().parent.name)
+
+
+def _name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", text).strip("_-") or "run"
 
 
 def _precision() -> str:

@@ -135,7 +135,8 @@ def test_an_existing_file_is_kept(folder, capsys):
     assert "--out pets-new.yaml" in capsys.readouterr().err
     assert (folder / "pets.yaml").read_text() == "mine"
     assert cli.main(["init", "pets/train.csv", "--out", "other.yaml"]) == 0  # eval.csv is found beside it
-    assert loader.load("other.yaml").task.eval_csv == "pets/eval.csv"
+    other = loader.load("other.yaml")
+    assert (other.name, other.task.eval_csv) == ("other", "pets/eval.csv")
 
 
 def test_a_split_comes_before_another_file_beside_it(folder):
@@ -165,6 +166,9 @@ def test_test_rows_that_would_choose_the_weights_are_named(folder):
     [
         ("tags", lambda row: ("cat|dog", "dog", "cat|bird")[row % 3], {"separator": "|", "column": "tags"},
          "several of 3 labels per row: bird, cat, dog"),
+        ("tags", lambda row: ("cat|dog", "", "bird| cat|")[row % 3],
+         {"separator": "|", "column": "tags", "empty": "allow"},
+         "several of 3 labels per row, or none: bird, cat, dog"),
         ("weight", lambda row: f"{row / 7:.3f}", {"kind": "regression", "column": "weight"}, "numbers from "),
         ("target", lambda row: str(row * 3), {"kind": "regression", "column": "target"}, "numbers from "),
     ],
