@@ -26,7 +26,7 @@ from harness.inference.trained_model import in_units, scale_of, with_training_da
 from harness.runs import trained_run
 from harness.runs.console import working
 from harness.runs.files import new_folder, output_error, replacing, require_output
-from harness.training import build
+from harness.training import build, model_builder
 from harness.training.task import OpenedTask, SupportsSignature
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _subject(config: Config, task: OpenedTask, model: nn.Module, example: Tensor
     return Exported(
         model=model,
         new=lambda: build.build_model(config, task),
-        facts={"name": config.model.name, "args": config.model.args},
+        facts={"name": model_builder.name_of(model), "args": config.model.args},
         input=signature.pop("input", "inputs"),
         output=signature.pop("output", "outputs"),
         example=example,

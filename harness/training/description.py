@@ -12,10 +12,11 @@ from torch import nn
 from harness.config.places import HUB
 from harness.config.schema import Config
 from harness.data import hub
+from harness.distributed import machine
 from harness.distributed.runtime import Runtime
 from harness.errors import plural
 from harness.runs import console, hub_copies, layout, provenance
-from harness.training import determinism, run_log
+from harness.training import determinism, model_builder, run_log
 from harness.training.division import Sizes
 from harness.training.optimizer import precision, trained_parameters
 from harness.training.run import Run
@@ -42,16 +43,26 @@ def announce(run: Run) -> None:
     first = runtime.rank == 0
     if first and not run.state.step and (slow := precision.warning(config.precision, runtime.device)):
         log.warning("%s", slow)
+    if first and not finished:
+        _note_few_cores(runtime)
     code = runtime.patiently("asking git for commits", lambda: provenance.code(config) if first else {})
     with runtime.together("recording provenance"):
         if runtime.rank == 0:
             _record_start(run, provenance.of_start(runtime, run.precision.backend, ranks, code))
 
 
+def _note_few_cores(runtime: Runtime) -> None:
+    """Log that ranks on the CPU share cores. Only ranks of one parent may use the same cores as this one."""
+    launch, cores = runtime.launch, machine.usable_cores()
+    if launch.supervised and runtime.device.type == "cpu" and launch.local_world_size > cores:
+        ranks = plural(launch.local_world_size, "rank")
+        log.info("%s share %s of this machine; %d would train faster", ranks, plural(cores, "core"), cores)
+
+
 def _facts(run: Run) -> dict[str, Any]:
     return {
         "run folder": run.folder.where,
-        "model": describe_model(run.config, run.module),
+        "model": describe_model(run.module),
         **describe(run.config, run.task, run.sizes, run.ranks.num, run.runtime.device, run.precision.backend),
         **trained_parameters.describe(run.optimizer, run.module),
         **run.hooks.describe(),
@@ -71,6 +82,7 @@ def _record_start(run: Run, start: dict[str, Any]) -> None:
     if run.tracker.damage:
         start["log_damage"] = run.tracker.damage
     start["model"] = {
+        "name": model_builder.name_of(run.module),
         "gradient_bytes": sum(param.nbytes for param in run.module.parameters() if param.requires_grad),
         "layers": sum(not any(module.children()) for module in run.module.modules()),
     }
@@ -143,10 +155,10 @@ def _launcher(config: Config, runtime: Runtime) -> str:
     return f"none (one process; harness launch starts the {ranks} ranks of launch)" if alone else runtime.launch.by
 
 
-def describe_model(config: Config, model: nn.Module) -> str:
+def describe_model(model: nn.Module) -> str:
     every, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad >= only) for only in (False, True))
     share = f", of which {trained:,} are trained" if trained < every else ""
-    return f"{config.model.name}, {every:,} parameters{share}"
+    return f"{model_builder.name_of(model)}, {every:,} parameters{share}"
 
 
 def describe(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,10 @@ from harness.training.models.libraries import torchvision
 from harness.training.models.libraries.base import Library
 
 _OF_OWN_CODE = RuntimeError, LookupError, ArithmeticError, AttributeError  # in a model of the user's own: its fault
+
+
+_NAMES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""By model, the name under which it was built."""
 
 
 def build(
@@ -63,7 +68,13 @@ def build(
         what = f"{name} returns an object of type {type(model).__name__}, not a torch.nn.Module"
         raise ConfigError(what, where="model.name", hint="return a torch.nn.Module from it")
     try_batch(model, name, example, outputs, task)
+    _NAMES[model] = name
     return model
+
+
+def name_of(model: nn.Module) -> str:
+    """Return the name that ``build`` got for ``model``; of a model that a task made itself, its class."""
+    return _NAMES.get(model, type(model).__name__.removeprefix("FSDP"))  # which fsdp adds
 
 
 def require_memory(num_bytes: int, what: str, where: str, memory: machine.Memory | None = None) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from harness import cli
@@ -214,6 +215,16 @@ def test_blocked_rank_is_recorded(tmp_path):
     ExitReporter(Runtime(), folder).blocked(exit, first)
     assert exit_files.read(folder.logs) == {0: exit}
     assert json.loads((tmp_path / "failure.json").read_text()) == asdict(first)
+
+
+@pytest.mark.parametrize(("cores", "supervised"), [(2, True), (8, True), (2, False)])
+def test_ranks_that_share_cores_are_noted(caplog, monkeypatch, cores, supervised):
+    """Not those of srun, which may have cores of their own."""
+    caplog.set_level("INFO", "harness")
+    monkeypatch.setattr(description.machine, "usable_cores", lambda: cores)
+    launch = Launch(world_size=8, local_world_size=8, supervised=supervised)
+    description._note_few_cores(SimpleNamespace(launch=launch, device=torch.device("cpu")))
+    assert ("8 ranks share 2 cores" in caplog.text) == (cores == 2 and supervised)
 
 
 def test_a_step_that_is_not_counted_yet_is_in_the_record():

@@ -192,8 +192,11 @@ def warned(folder: Path, fault: str) -> str:
 
 
 def test_a_model_may_return_what_the_loss_takes(tmp_path):
-    assert checked(tmp_path, "two outputs") == []
-    train(tmp_path, "two outputs")
+    facts, errors = preflight.examine(configured(tmp_path, "two outputs"), (), 1)
+    assert errors == []
+    assert facts["model"] == "Twice, 2 parameters"  # that of the task, not model.name
+    run = train(tmp_path, "two outputs")
+    assert json.loads((run.folder.path / "provenance.json").read_text())[-1]["model"]["name"] == "Twice"
 
 
 def test_a_loss_that_is_a_sum_is_warned_of(tmp_path):

@@ -113,6 +113,7 @@ def _facts(start: dict[str, Any]) -> dict[str, str]:
         "git commit": _commit(start),
         "harness": _harness(start),
         **{f"code in {formatting.path(Path(folder))}": _commit(entry) for folder, entry in _own_code(start)},
+        "model": str((start.get("model") or {}).get("name", formatting.NOTHING)),
         "machine": machine(start),
         "launcher": str(start.get("launched_by", formatting.NOTHING)),
         "amp": str(start.get("amp", formatting.NOTHING)),

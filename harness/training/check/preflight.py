@@ -171,7 +171,7 @@ class _Examination:
         attempt(build.require_mixable, config, task)
         if device is not None:
             attempt(determinism.require_restorable, model, device, config.train.deterministic)
-        facts["model"] = description.describe_model(config, model)
+        facts["model"] = description.describe_model(model)
         if config.model.lora is not None:
             facts["lora"] = lora.summary(model, config.model.lora)
         starts = self.located.model.name == config.model.name and config.model.start_weights is not None

@@ -32,7 +32,7 @@ from harness.errors import (
     users_line,
 )
 from harness.runs.console import in_words
-from harness.training import determinism, division, memory, recompute
+from harness.training import determinism, division, memory, model_builder, recompute
 from harness.training.determinism import Audit, OutOfTime
 from harness.training.evaluation import evaluate
 from harness.training.evaluation.sums import Sums
@@ -288,7 +288,7 @@ class TrialStep:
     def _outputs(self, batch: Batch, split: str, training: bool) -> Tensor:
         with _stage("prepare() of the task", split):
             inputs = self._inputs(batch)
-        with _stage(f"the model {self.config.model.name}", split):
+        with _stage(f"the model {model_builder.name_of(self.model)}", split):
             outputs: Tensor = self.model.train(training)(inputs)
         return outputs
 

@@ -78,6 +78,11 @@ def test_start_without_records_of_its_ranks(place):
     assert dict(reproduce.provenance(run(found.record.path, ranks=[{"host": "a"}])))["machine"] == "1 × a: unknown"
 
 
+def test_the_trained_model_is_named(place):
+    found = run(write_run(place / "runs" / "fake", Fake()), model={"name": "BertForMaskedLM"})
+    assert dict(reproduce.provenance(found))["model"] == "BertForMaskedLM"
+
+
 def test_trial_is_reproduced_outside_its_sweep(place):
     sweep = write_sweep(place / "runs" / "lr", [Fake(name="0000")])
     found = run_set.build(reader.find([sweep])).runs[0]
