@@ -144,7 +144,7 @@ class ImageTable(TableRows):
         if file is None:
             return None
         with self._seeded(row, epoch):
-            region = pipeline.region(file.height, file.width)
+            region = pipeline.region(*reduced_jpeg.upright_size(file))
             state = torch.get_rng_state()
         if region.factor == 1:
             return None

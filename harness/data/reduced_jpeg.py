@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from PIL.JpegImagePlugin import JpegImageFile
 
 FILTERS = ("bilinear", "bicubic", "lanczos")
+_ORIENTATION = 0x0112  # the EXIF tag; what it does to an image to be shown:
+_SWAPS, _MIRRORS_X, _MIRRORS_Y = (5, 6, 7, 8), (2, 3, 6, 7), (3, 4, 7, 8)
 _FACTORS = (8, 4, 2)  # of libjpeg's reduced sizes that Pillow offers
 _NO_JPEG = (OSError, SyntaxError, ValueError, IndexError, TypeError, struct.error)  # raised by Pillow's parser
 
@@ -47,9 +49,16 @@ def open_jpeg(content: torch.Tensor) -> JpegImageFile | None:
 
     try:
         file = JpegImageFile(io.BytesIO(content.numpy().tobytes()))
+        file.getexif()
     except _NO_JPEG:
         return None
     return file if file.mode in ("L", "RGB") else None
+
+
+def upright_size(file: JpegImageFile) -> tuple[int, int]:
+    """Return (height, width) of the image as it is shown."""
+    swapped = file.getexif().get(_ORIENTATION) in _SWAPS
+    return (file.width, file.height) if swapped else (file.height, file.width)
 
 
 def decode_region(file: JpegImageFile, region: Region, channels: int) -> torch.Tensor | None:
@@ -58,14 +67,19 @@ def decode_region(file: JpegImageFile, region: Region, channels: int) -> torch.T
 
     The edges of the region keep their place: they may be between the pixels of the reduced image.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
-    factor = region.factor
+    factor, orientation = region.factor, file.getexif().get(_ORIENTATION, 1)
+    height, width = upright_size(file)
     file.draft("L" if channels == 1 else None, (file.width // factor, file.height // factor))
     bottom, right = region.top + region.height, region.left + region.width
-    box = (region.left / factor, region.top / factor, right / factor, bottom / factor)
     try:
-        image = file.resize(region.size[::-1], Image.Resampling[region.filter.upper()], box)
+        upright = file if orientation == 1 else ImageOps.exif_transpose(file)
+        # The last pixel of a row may have fewer than ``factor`` pixels of the image: mirrored, it is the first one.
+        x = upright.width - width / factor if orientation in _MIRRORS_X else 0.0
+        y = upright.height - height / factor if orientation in _MIRRORS_Y else 0.0
+        box = (x + region.left / factor, y + region.top / factor, x + right / factor, y + bottom / factor)
+        image = upright.resize(region.size[::-1], Image.Resampling[region.filter.upper()], box)
     except OSError:
         return None
     found = torch.from_numpy(np.array(image)).view(*region.size, -1).permute(2, 0, 1)

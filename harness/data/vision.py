@@ -24,11 +24,12 @@ UNCHANGED, GRAY, RGB = 0, 1, 3  # torchvision's numbers for these modes; also th
 
 
 def decode(content: Tensor, channels: int = UNCHANGED) -> Tensor:
-    """Return uint8 (channels, height, width) of an image file's bytes, uint8 (bytes,), as torchvision's decode_image.
-    Raises RuntimeError that says what is wrong with the file."""
+    """Return uint8 (channels, height, width) of an image file's bytes, uint8 (bytes,), as torchvision's decode_image,
+    turned upright as its EXIF orientation says (JPEG and PNG; torchvision does not know that of WebP). Raises
+    RuntimeError that says what is wrong with the file."""
     _require_intact_png(content.numpy().data)
     try:
-        image: Tensor = torch.ops.image.decode_image(content, channels, False)
+        image: Tensor = torch.ops.image.decode_image(content, channels, True)
     except RuntimeError as error:
         raise RuntimeError(_fault(content[:12].numpy().tobytes(), error)) from None
     return image

@@ -69,7 +69,7 @@ def as_file(rows: Rows, columns: Sequence[str] = (), of_images: bool = False) ->
 
 def _saved(image: Any, file: Path) -> str:
     """Return the path of ``image``, which is one or else is written to ``file``. Raises DataError."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     if isinstance(image, str | os.PathLike):
         return os.fspath(image)
@@ -81,6 +81,7 @@ def _saved(image: Any, file: Path) -> str:
     if image.mode not in _MODES:
         hint = 'give its path, or image.convert("RGB"), which cuts values above 255'
         raise DataError(f"an image of mode {image.mode} is not one of 8 bits: {', '.join(_MODES)}", hint=hint)
+    image = ImageOps.exif_transpose(image)
     image.convert("RGB" if image.mode not in ("L", "RGBA") else image.mode).save(file, compress_level=1)
     return str(file)
 

@@ -26,7 +26,7 @@ from harness.training import model_builder, weights
 from tests.conftest import ROOT
 from tests.fixtures import write_rows
 
-Image = pytest.importorskip("PIL.Image")
+Image, ImageOps = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageOps")
 GRAY, RGB = 1, 3
 PIXELS = np.add.outer(np.arange(16), np.arange(12)).astype(np.uint8) * 9  # (height, width)
 
@@ -87,6 +87,16 @@ def test_pixel_values(tmp_path):
     assert torch.equal(single(tmp_path, "b.png", KINDS["16-bit png"], GRAY)[0], expected)  # 16 bits scaled to 8
     color = single(tmp_path, "c.png", KINDS["rgb png"], RGB)
     assert torch.equal(color, torch.from_numpy(np.asarray(COLOR).copy()).permute(2, 0, 1))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_upright_as_their_exif_says(tmp_path, orientation):
+    exif = Image.Exif()
+    exif[274] = orientation
+    content = encoded(COLOR, "PNG", exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    expected = torch.from_numpy(np.asarray(upright).copy()).permute(2, 0, 1)
+    assert torch.equal(single(tmp_path, "a.png", content, RGB), expected)
 
 
 LARGE = encoded(Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 300, 3), dtype=np.uint8)), "PNG")

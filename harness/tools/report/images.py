@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from harness.tools.report.run_set import ReportedRun
 
@@ -41,7 +41,7 @@ def image_finder(run: ReportedRun) -> Callable[[str], str]:
                     continue
                 with Image.open(path) as image:
                     image.draft("RGB", (_PIXELS, _PIXELS))
-                    return _uri(image)
+                    return _uri(ImageOps.exif_transpose(image))
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
                 continue
         return ""
