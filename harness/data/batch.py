@@ -116,15 +116,20 @@ def row_namer(dataset: object, otherwise: Callable[[int], str] = str) -> Callabl
 
 
 def read(dataset: Dataset, rows: np.ndarray, epoch: int | None) -> Batch:
-    """Return these rows of ``dataset``. Raises OwnCodeError if its method returns anything but a Batch."""
+    """Return these rows of ``dataset``. Raises OwnCodeError if its method returns anything but a Batch, or one whose
+    parts differ in length."""
     batch: object = dataset.batch(rows, epoch)
-    if not isinstance(batch, Batch):
-        raise OwnCodeError(
-            f"{type(dataset).__name__}.batch() returned {described(batch)}, not a Batch",
-            where=place_of(type(dataset), "batch") or "task.name",
-            hint="return harness.training.task.Batch(inputs, targets, rows)",
-        )
-    return batch
+    hint = "return harness.training.task.Batch(inputs, targets, rows)"
+    if isinstance(batch, Batch):
+        shapes = [tuple(np.shape(part)) for part in (batch.inputs, batch.targets, batch.rows)]
+        if len({shape[:1] for shape in shapes}) == 1:
+            return batch
+        found = "a Batch with inputs of shape {}, targets of shape {} and rows of shape {}".format(*shapes)
+        hint += ", each with one entry for each row"
+    else:
+        found = f"{described(batch)}, not a Batch"
+    where = place_of(type(dataset), "batch") or "task.name"
+    raise OwnCodeError(f"{type(dataset).__name__}.batch() returned {found}", where=where, hint=hint)
 
 
 def described(value: object) -> str:

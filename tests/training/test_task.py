@@ -73,6 +73,12 @@ class Tuples:
         return torch.ones(len(rows), 1), torch.ones(len(rows), 1)
 
 
+class FewRows(Arrays):
+    def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
+        batch = super().batch(rows, epoch)
+        return Batch(batch.inputs[1:], batch.targets[1:], rows)
+
+
 class Counts(nn.Module):
     """Has buffers that change in every pass: one in place, one by another."""
 
@@ -106,6 +112,8 @@ class Line(BaseTask):
             self.train = Tuples()
             if "fingerprint" in fault:
                 self.fingerprint = "of tuples"
+        if fault == "few rows of a batch":
+            self.train, self.fingerprint = FewRows(x, 2 * x), "of few rows"
         if "own dataset" in fault:
             self.train = Doubled(x)
         self.eval = {"no __len__": Unsized(), "no method": object()}.get(fault, self.train)
@@ -366,6 +374,14 @@ def test_a_dataset_that_does_not_return_a_batch_is_named(tmp_path, fault):
             f"{HERE}:{inspect.getsourcelines(Tuples.batch)[1]}: Tuples.batch() returned (Tensor, Tensor), not a Batch\n"
             "  -> return harness.training.task.Batch(inputs, targets, rows)"
         )
+
+
+def test_a_batch_whose_parts_differ_in_length_is_named(tmp_path):
+    with pytest.raises(OwnCodeError) as caught:
+        train(tmp_path, "few rows of a batch")
+    for error in (caught.value, checked(tmp_path, "few rows of a batch")[0]):
+        assert error.where == f"{HERE}:{inspect.getsourcelines(FewRows.batch)[1]}"
+        assert re.search(r"FewRows.batch\(\) returned .* \((\d), 1\), .* \(\1, 1\) and .* \(\d,\)$", error.message)
 
 
 @pytest.mark.parametrize(
