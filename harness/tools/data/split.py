@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -61,7 +62,10 @@ def split(
                 work.done += len(batch)
     done = f"wrote {plural(rows - chosen.sum(), 'row')} to {outs[0]} and {chosen.sum()} to {outs[1]}"
     tables = outs if folder else [source]  # init finds both beside the source
-    return "\n".join([done, *notes, f"next: harness init {shlex.join(map(str, tables))}"])
+    root = source.with_name(stem)  # as after harness data folder photos photos.csv
+    first = (os.path.join(root, value) for value in table.slice(0, 1).to_pylist()[0].values() if isinstance(value, str))
+    given = ["--root", root] if root.is_dir() and any(map(os.path.isfile, first)) else []
+    return "\n".join([done, *notes, f"next: harness init {shlex.join(map(str, [*tables, *given]))}"])
 
 
 def _chosen(

@@ -131,6 +131,20 @@ def test_the_next_commands_of_a_folder_work(tmp_path, monkeypatch, capsys):
     assert "root: my photos  # 16 of the first 16 paths exist" in Path("all.yaml").read_text()
 
 
+def test_the_next_command_of_a_split_names_the_folder_of_the_images(tmp_path, monkeypatch, capsys):
+    """Which init could not choose among two with the same paths."""
+    monkeypatch.chdir(tmp_path)
+    for row in range(20):
+        for photos in ("small", "large"):
+            (photo := Path(photos) / "ab"[row % 2] / f"{row}.jpg").parent.mkdir(parents=True, exist_ok=True)
+            write_jpeg(PIXELS, str(photo))
+    assert data("folder", "small", "small.csv") == 0
+    assert data("split", "small.csv", "--eval", "0.2") == 0
+    command = capsys.readouterr().out.rpartition("next: ")[2]
+    assert command == "harness init small.csv --root small\n"
+    assert cli.main(shlex.split(command)[1:]) == 0
+
+
 def test_folders_that_make_no_table(tmp_path, capsys):
     for name in ("train/cat", "val/cat", "flat"):
         (tmp_path / name).mkdir(parents=True)
