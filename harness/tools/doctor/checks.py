@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -85,6 +86,19 @@ def packages(system: System) -> Iterator[Finding]:
         yield Finding("packages", "problem", text, (f"python -m pip install {wanted}",))
     if not wrong:
         yield Finding("packages", "ok", f"all {fine} required packages are installed")
+
+
+def extras(system: System) -> Iterator[Finding]:
+    """Yield which extras of setup.cfg are complete: pip only warns of one that does not exist."""
+    installed: dict[str, bool] = {}
+    with suppress(importlib.metadata.PackageNotFoundError):  # as ``packages`` says
+        for line in importlib.metadata.requires(DISTRIBUTION) or []:
+            if extra := re.search(r"extra == ['\"]([\w-]+)", line):
+                is_there = any(importlib.metadata.distributions(name=_parse(line)[0]))
+                installed[extra[1]] = installed.get(extra[1], True) and is_there
+    found, others = (", ".join(name for name in installed if installed[name] is there) for there in (True, False))
+    text = f"installed: {found or 'none'}; not installed: {others or 'none'}" if installed else "unknown"
+    yield Finding("extras", "ok", text)
 
 
 def torch(system: System) -> Iterator[Finding]:
@@ -292,7 +306,7 @@ def network(system: System) -> Iterator[Finding]:
         yield Finding("network", "problem", text, ("unset GLOO_SOCKET_IFNAME",))
 
 
-CHECKS: list[Check] = [packages, torch, apex, cuda, cpu, memory, shared_memory, folder, network]
+CHECKS: list[Check] = [packages, extras, torch, apex, cuda, cpu, memory, shared_memory, folder, network]
 
 TIMEOUT_S = 60.0  # per check; importing torch from a cold network file system takes long
 

@@ -147,6 +147,13 @@ def test_packages(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "requires", unknown)
     assert only(checks.packages).mark == "note"
+    assert only(checks.extras).text == "unknown"
+
+
+def test_extras(monkeypatch):
+    required = ["numpy>=2", "pytest; extra == 'a'", "pytest>=1; extra == 'b'", 'not-there[x]>=2; extra == "b"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
+    assert only(checks.extras) == Finding("extras", "ok", "installed: a; not installed: b")
 
 
 @pytest.mark.parametrize("name", ["torch", "torchvision"])
