@@ -117,6 +117,9 @@ def located(weights: str, model: str) -> Callable[[], WeightsFile]:
         return lambda: WeightsFile(weights, downloaded(weights, Path(urlsplit(weights).path).name))
     path = expanded(weights)
     if path.is_dir():
+        if (path / hub.CONFIG).is_file():
+            hint = f"did you mean {KEY}={HUB}{weights}?"
+            raise ConfigError(f"{path} is a folder of Hugging Face", where=KEY, hint=hint)
         path /= layout.WEIGHTS
     if path.is_file():
         return lambda: WeightsFile(weights, path, _of_run(path.parent) if path.name == layout.WEIGHTS else None)
