@@ -50,7 +50,13 @@ ABSENT = {  # and why
     "greater_is_better": "each metric knows its better direction; one of your own says it with better: max (or min)",
     "group_by_length": "a batch has rows in an order that depends on the seed and the epoch alone, and is padded to "
     "its longest text (task.tokenizer.pad)",
-    "neftune_noise_alpha": "there is no noise on embeddings; model.args has the dropouts of a model",
+    **dict.fromkeys(
+        ("neftune", "neftune_noise_alpha"), "there is no noise on embeddings; model.args has the dropouts of a model"
+    ),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "qlora", "quantization", "quantization_config"),
+        "weights are in 16 or 32 bits; model.lora.r=8 and model.activation_checkpointing=true save memory",
+    ),
     "push_to_hub": "harness export RUN --format huggingface --out FOLDER, and then: hf upload NAME FOLDER",
 }
 SCHEDULES = {

@@ -117,11 +117,14 @@ def test_names_of_hugging_face_of_schedules_and_of_arguments(word, keys):
     assert word != "polynomial" or {each.parts for each in found} == {("polynomial",)}
 
 
-def test_what_there_is_not_is_answered_with_the_reason():
-    with pytest.raises(
-        ConfigError, match="(?s)group_by_length of Hugging Face is not available\n  -> a batch has rows"
-    ):
-        reference.search(["group_by_length"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("group_by_length", "a batch has rows"), ("load in 4bit", "weights are in 16"), ("neftune", "there is no noise")],
+)
+def test_what_there_is_not_is_answered_with_the_reason(name, reason):
+    called = name.replace(" ", "_")
+    with pytest.raises(ConfigError, match=f"(?s){called} of Hugging Face is not available\n  -> {reason}"):
+        reference.search([name])
 
 
 def test_all_schedules_are_found_by_the_name_of_hugging_face():
