@@ -109,5 +109,9 @@ def _adapter_parts(model: nn.Module, name: str) -> tuple[list[str], list[str]]:
     layers = [each for each in lora.adapted(model) if not module_names.is_within(each, whole)]
     if not layers or any(each.rpartition(".")[0] in lora.adapted(model) for each in changed & there.keys()):
         what = f"the weights beside the matrices are not those of {name}: the run started from others, or rounded them"
-        raise ConfigError(what, where=_PEFT, hint="use --format huggingface, which needs no other weights")
+        hint = (
+            "use --format huggingface, which needs no other weights; for an adapter after model.weights=RUN, type "
+            "harness export RUN --format huggingface --out FOLDER, and train from model.name=hf:FOLDER"
+        )
+        raise ConfigError(what, where=_PEFT, hint=hint)
     return layers, whole
