@@ -147,6 +147,8 @@ class HubTokenizer(Tokenizer):
         self.digest = _digest(tokenizer, words)
         self.learned, self.signature = {"tokenizer": self.digest}, {"last_dimension": self.inputs}
         self.known = {"tokenizer": self}
+        added = tokenizer.num_special_tokens_to_add
+        self.separates_pairs = added(pair=True) > added(pair=False)
 
     def padded(self, texts: Sequence[Sequence[str]], max_length: int, fixed: bool) -> np.ndarray:
         encoded = self.tokenizer(

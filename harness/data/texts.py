@@ -51,6 +51,8 @@ class Tokenizer(ABC):
     """What other programs need to make the same ids."""
     known: Mapping[str, Any] = {}
     """Further arguments of a model that takes them."""
+    separates_pairs = True
+    """False if no token tells where the second text of a pair begins."""
 
     @abstractmethod
     def padded(self, texts: Sequence[Sequence[str]], max_length: int, fixed: bool) -> np.ndarray:

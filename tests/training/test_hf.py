@@ -165,6 +165,7 @@ def test_empty_texts_have_a_place(tmp_path):
     )
     (tmp_path / "config.json").write_text("{}")
     found = hub.tokenizer(f"hf:{tmp_path}")
+    assert not found.separates_pairs
     made = found.padded([["", ""]], 8, False)
     assert made.shape[:2] == (2, 1)
     assert not made[..., 1].any()
@@ -217,8 +218,20 @@ def test_a_bare_model_of_texts_gets_a_new_last_layer(make, tmp_path, kind, label
     torch.testing.assert_close(found, model(wide))
 
 
+@pytest.mark.parametrize("separates", [True, False])
+def test_pairs_without_a_separator_are_named(make, monkeypatch, separates):
+    monkeypatch.setattr(
+        hub.HubTokenizer, "separates_pairs", property(lambda _: separates, lambda *_: None), raising=False
+    )
+    warned = [note for note in opening.open_task(make(), Runtime()).notes if "no token between both" in note]
+    assert len(warned) == (not separates)
+    assert not opening.open_task(make("task.text_column=premise"), Runtime()).notes
+
+
 def test_weights_are_those_of_from_pretrained(make, bert):
     config = make()
+    with pytest.raises(ConfigError, match=f"did you mean model.weights=hf:{bert}\\?"):
+        weights.load(built(config)[1], make(f"model.weights={bert}"))
     task, model = built(config)
     before = model.classifier.weight.clone()
     facts = weights.load(model, config)
@@ -792,7 +805,8 @@ def test_an_adapter_for_peft(make, tmp_path, monkeypatch, kind, targets):
     expected = torch.tensor([[float(row["score_class 0"]), float(row["score_class 1"])] for row in rows])
     torch.testing.assert_close(found.softmax(1), expected, atol=1e-5, rtol=1e-4)
     other = write_bert(tmp_path / "other", initializer_range=0.5)
-    with pytest.raises(ConfigError, match="(?s)beside the matrices are not those of hf:.*-> use --format huggingface"):
+    expected = "(?s)beside the matrices are not those of hf:.*-> use --format huggingface.* train from model.name=hf:"
+    with pytest.raises(ConfigError, match=expected):
         export.export(folder, "peft", tmp_path / "none", [f"model.name=hf:{other}"])
 
 

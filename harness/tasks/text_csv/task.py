@@ -93,8 +93,18 @@ class TextCsv(Supervised):
             *tables,
             *(note for each in texts for note in each.notes()),
             *self.train.cut_warnings,
+            *self._pair_warnings,
             *self.objective.notes,
         ]
+
+    @property
+    def _pair_warnings(self) -> list[str]:
+        """A list with a warning if both texts of a pair become one."""
+        first, *others = self.options.text_columns
+        if not others or self.tokenizer.separates_pairs:
+            return []
+        what = f"{self.options.tokenizer.name} has no token between both texts of a pair"
+        return [f"{what}: end the texts of column {first!r} with one, such as its eos_token"]
 
     @property
     def fingerprint(self) -> str:
