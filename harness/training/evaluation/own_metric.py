@@ -31,6 +31,10 @@ class OwnMetric:
 
     def __init__(self, section: MetricSection, labels: Labels) -> None:
         self.key, self.name, self._shown = section.shown, section.name, labels.shown
+        self._hint = "check its args; docs/targets.md lists the shapes of what it is called with"
+        if labels.kind == "single_label" and ".Binary" in section.name:
+            other = section.name.replace(".Binary", ".Multiclass")
+            self._hint = f"use {other}: it is called with the probability of each class"
         try:
             part = plugins.import_own("metric", section.name, "task.metrics")
         except ConfigError as error:
@@ -100,8 +104,7 @@ class OwnMetric:
             raise
         except Exception as error:
             what = f"the metric {self.name} fails: {type(error).__name__}: {first_line(error)}"
-            hint = "check its args; docs/targets.md describes what it is called with"
-            raise of_part(what, error, "task.metrics", hint, making) from error
+            raise of_part(what, error, "task.metrics", self._hint, making) from error
 
     def require_value(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise ConfigError if the metric fails on made-up rows."""
