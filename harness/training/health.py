@@ -1,4 +1,4 @@
-"""Checks that a run still learns: finite loss and weights, and steps that update the weights.
+"""Checks that a run still learns: finite loss and weights, equal on all ranks, and steps that update the weights.
 
 Every decision is made from values that are equal on all ranks, where the host waits for the device anyway: the loss at
 log lines, the weights at checkpoints, the updates at the end of an epoch, the validation loss at evaluations.
@@ -29,6 +29,11 @@ from harness.training.strategies.sharding import local
 log = logging.getLogger("harness")
 
 MAX_SKIPPED_IN_A_ROW = 100  # a dynamic loss scale halves at each skip, so it has long reached its minimum by then
+_ON_ALL_RANKS = (
+    "what is your own (train.on_gradients, hooks, the optimizer) must do the same on all ranks: draw random numbers from "
+    "the generator that it gets; if machines of several kinds compute differently, set train.deterministic=warn, with "
+    "which a resume is not exact"
+)
 
 
 @dataclass
@@ -62,9 +67,9 @@ class Health:
             self._fail(what, state, saved_step)
 
     def weights(self, state: State, saved_step: int) -> None:
-        """Check the weights, their moving average, the buffers and the optimizer's state on every rank. Collective; the
-        host waits."""
-        if _not_finite(self._peaks_of_all_ranks()):
+        """Check the weights, their moving average, the buffers and the optimizer's state on every rank, and that ranks
+        have the same weights. Collective; the host waits."""
+        if _not_finite(self._peaks_of_all_ranks(equal=True)):
             self._fail("the weights are no longer finite", state, saved_step)
         # An infinite second moment freezes its weight, which stays finite.
         bad = _not_finite(_peaks_of_this_rank(self._optimizer_state()))
@@ -132,12 +137,29 @@ class Health:
                 if isinstance(value, Tensor) and value.shape == param.shape and value.dim():
                     yield f"{key} of {names.get(id(param), f'parameter {index}')}", value
 
-    def _peaks_of_all_ranks(self) -> dict[str, float]:
-        """Return the largest absolute value of each tensor over all ranks, NaN if it has one. Collective."""
+    def _peaks_of_all_ranks(self, equal: bool = False) -> dict[str, float]:
+        """Return the largest absolute value of each tensor over all ranks, NaN if it has one. ``equal``: see
+        ``_require_equal``. Collective."""
         found = _peaks_of_this_rank(self._tensors())
         mine = {name: peak for name, peak in found.items() if name not in self._unchecked}
-        largest = np.max([list(of_rank) for of_rank in self.runtime.gather(list(mine.values()))], axis=0)
-        return dict(zip(mine, largest.tolist(), strict=True))
+        of_ranks = np.array(self.runtime.gather(list(mine.values())))
+        if equal:
+            self._require_equal(dict(zip(mine, of_ranks.T, strict=True)))
+        return dict(zip(mine, np.max(of_ranks, axis=0).tolist(), strict=True))
+
+    def _require_equal(self, peaks: dict[str, np.ndarray]) -> None:
+        """Raise TrainingError, or warn unless train.deterministic, if the largest value of a weight that each rank has
+        whole differs between ranks. Peaks are exact, however a rank computes them, and gathered anyway."""
+        for name, param in self.module.named_parameters():
+            of_ranks = peaks.get(name, np.zeros(1))
+            other = int(np.argmax(of_ranks != of_ranks[0]))
+            if other and param.requires_grad and local(param) is param and np.isfinite(of_ranks).all():
+                ends = f"{of_ranks[0]:.9g} on rank 0, {of_ranks[other]:.9g} on rank {other}"
+                text = f"the weights differ between ranks: {name} is up to {ends}"
+                if self.config.train.deterministic is True:
+                    raise TrainingError(text, where=self.where, hint=_ON_ALL_RANKS)
+                log.warning("%s; %s", text, _ON_ALL_RANKS)
+                return
 
     def _fail(self, what: str, state: State, good_step: int, batches: bool = False) -> NoReturn:
         """Raise TrainingError with the first layer that is not finite, what to try, and the step to continue from.

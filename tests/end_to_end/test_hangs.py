@@ -197,7 +197,7 @@ def slow_run(folder, data, *cases, **settings):
     config = write_config(folder, data, **settings)
     for number, (rank, what) in enumerate(cases, 1):
         words = (f"train.epochs={number}", "schedule.name=constant")
-        codes = run(config, 2, *words, kill=Slow(rank, what), timeout_s=3 * START_S)  # to compile
+        codes = run(config, 2, *words, kill=Slow(rank, what), timeout_s=4 * START_S)  # to compile
         assert codes == [EXIT_DONE] * 2, (what, (folder / "terminal-0.txt").read_text())
 
 

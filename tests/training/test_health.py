@@ -199,6 +199,7 @@ def test_state_of_the_optimizer_is_checked(start):
 
 def _with_an_infinite_moment_on_rank_1(folder: Path) -> str:
     with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
+        torch.manual_seed(0)
         layer = nn.Linear(2, 1)
         optimizer = torch.optim.Adam(layer.parameters())
         layer(torch.ones(1, 2)).sum().backward()
@@ -216,6 +217,28 @@ def test_state_of_the_optimizer_on_one_rank_fails_all(tmp_path):
     """Under fsdp, each rank has that of its shards."""
     for text in run_ranks(2, _with_an_infinite_moment_on_rank_1, tmp_path, group=False):
         assert "the optimizer's exp_avg_sq of weight is no longer finite" in text
+
+
+def _with_other_weights_on_rank_1(folder: Path, deterministic: bool | str) -> str:
+    with open_runtime(detect(os.environ), "cpu", 20.0) as runtime:
+        layer = nn.Linear(2, 1)
+        nn.init.constant_(layer.weight, 1.0)
+        nn.init.constant_(layer.bias, 0.25 * runtime.rank)
+        config = make_config(folder, train={"deterministic": deterministic})
+        precision = SimpleNamespace(loss_scale=lambda: 1.0)
+        health = Health(config, runtime, precision, layer, None, torch.optim.SGD(layer.parameters()), "runs/x")
+        try:
+            health.weights(State(step=1), 0)
+        except TrainingError as error:
+            return error.message
+        return "none"
+
+
+@pytest.mark.parametrize("deterministic", [True, "warn"])
+def test_weights_that_differ_between_ranks(tmp_path, deterministic):
+    """As after noise that each rank draws for itself."""
+    for text in run_ranks(2, _with_other_weights_on_rank_1, tmp_path, deterministic, group=False):
+        assert ("bias is up to 0 on rank 0, 0.25 on rank 1" in text) == (deterministic is True)
 
 
 def test_first_epochs_may_pass_until_the_loss_scale_fits(start):
