@@ -30,9 +30,9 @@ log = logging.getLogger("harness")
 
 MAX_SKIPPED_IN_A_ROW = 100  # a dynamic loss scale halves at each skip, so it has long reached its minimum by then
 _ON_ALL_RANKS = (
-    "what is your own (train.on_gradients, hooks, the optimizer) must do the same on all ranks: draw random numbers from "
-    "the generator that it gets; if machines of several kinds compute differently, set train.deterministic=warn, with "
-    "which a resume is not exact"
+    "what is your own (train.on_gradients, hooks, the optimizer) must do the same on all ranks: draw random numbers "
+    "from the generator that it gets; if machines of several kinds compute differently, set train.deterministic=warn, "
+    "with which a resume is not exact"
 )
 
 
