@@ -230,5 +230,16 @@ def _error(problems: Sequence[Problem], origins: dict[str, str], path: str) -> C
     if len(places) == 1 and places[0].startswith(f"{OVERRIDES}: "):
         message, _, hint = problems[0][1].partition("\n     -> ")
         return ConfigError(message, where=places[0], hint=hint)
-    lines = [f"  {place}: {sentence}" for place, (_, sentence) in zip(places, problems, strict=True)]
+    lines = [
+        f"  {place}: {sentence}{_of_other_name(key, origins) if sentence.startswith('unknown key') else ''}"
+        for place, (key, sentence) in zip(places, problems, strict=True)
+    ]
     return ConfigError(f"{plural(len(lines), 'problem')} in the configuration\n" + "\n".join(lines), where=path)
+
+
+def _of_other_name(key: str, origins: dict[str, str]) -> str:
+    """Return how to drop the arguments around ``key``, if a file has them and an override, or another file, the name
+    of what they are for."""
+    section, args, _ = key.partition(".args.")
+    file, other = (origin_of(each, origins, "").rpartition(":")[0] for each in (key, f"{section}.name"))
+    return f"; to drop those of {file}, set {section}.args=null" if args and file not in ("", other) else ""

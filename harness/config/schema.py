@@ -233,7 +233,7 @@ class ScheduleSection(Section):
     """Linear warm-up from almost zero, such as 0.5 (epochs), "500 steps" or "10%" of the run; null: none. A share grows
     with train.epochs, so a longer run may warm up again."""
     args: Arguments = {}
-    """Keyword arguments of the schedule, such as {min_lr: 0.001} (docs/schedules.md); null: none."""
+    """Keyword arguments, such as {min_lr: 0.001} (docs/schedules.md); null: none. A new name alone keeps them."""
 
 
 _LEVELS = {  # by the names of other tools

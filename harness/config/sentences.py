@@ -174,4 +174,4 @@ def _nearest(path: list[str], cls: type[BaseModel]) -> str:
     last = {key.rsplit(".", 1)[-1]: key for key in known}
     if near := difflib.get_close_matches(path[-1], last, n=1, cutoff=0.8):
         return f"did you mean {last[near[0]]}?"
-    return "known keys: " + ", ".join(siblings)
+    return f"known keys: {', '.join(siblings) or 'none'}"

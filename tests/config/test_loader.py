@@ -416,6 +416,17 @@ def test_errors_in_overrides_are_on_the_command_line(tmp_path):
     assert "command line: train.epochs" in refused(tmp_path, GOOD, "train.epochs.x=5")
 
 
+def test_arguments_of_a_file_that_a_new_name_does_not_have(tmp_path):
+    text = GOOD + "schedule:\n  name: cosine\n  args: {min_lr: 0.001}\n"
+    what = "x.yaml:10: schedule.args.min_lr: unknown key; known keys: none; to drop those of x.yaml, set "
+    assert f"{what}schedule.args=null" in refused(tmp_path, text, "schedule.name=constant")
+    assert "to drop" not in refused(tmp_path, text.replace("cosine", "constant"))
+    assert "to drop" not in refused(tmp_path, text, "schedule.args.power=2")
+    assert load(tmp_path, text, "schedule={name: wsd, args: null}").schedule.name == "wsd"
+    write_yaml(tmp_path / "base.yaml", text)
+    assert "to drop those of base.yaml" in refused(tmp_path, "extends: base.yaml\nschedule: {name: constant}\n")
+
+
 def test_key_of_another_section_is_suggested(tmp_path):
     assert "did you mean train.epochs?" in refused(tmp_path, GOOD + "epochs: 3\n")
     assert "did you mean optimizer.momentum?" in refused(tmp_path, GOOD + "train: {momentum: 0.9}\n")
