@@ -46,13 +46,12 @@ _CRASH = ("a crash in a library that the dataset uses", "set data.num_workers=0 
 
 
 class WorkerTraceback(Exception):
-    """The traceback of a loader worker, to be printed as the cause of its error; ``errors.users_line`` reads its
-    ``users_line``."""
+    """The formatted traceback of a loader worker, to be printed as the cause of its error, or in place of the error's
+    own. ``errors.users_line`` reads its ``users_line``."""
 
-    users_line = ""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
+    def __init__(self, trace: list[str], users_line: str) -> None:
+        super().__init__("\n" + "".join(trace))
+        self.worker_trace, self.users_line = trace, users_line
 
 
 @dataclass(frozen=True)
@@ -60,20 +59,18 @@ class LoadError:
     """An exception of a dataset, on its way to the rank. Torch would wrap its text in a traceback."""
 
     error: Exception
-    trace: str
-    users_line: str = ""
+    trace: list[str]
+    users_line: str
 
     @classmethod
     def of(cls, error: Exception) -> LoadError:
-        return cls(portable(error), "".join(traceback.format_exception(error)), users_line(error))
+        return cls(portable(error), traceback.format_exception(error), users_line(error))
 
     def reraise(self) -> NoReturn:
         """Raise the exception. Only one that is not a HarnessError needs the traceback of the worker, as its cause."""
         if isinstance(self.error, HarnessError):
             raise self.error from None
-        cause = WorkerTraceback(self.trace)
-        cause.users_line = self.users_line
-        raise self.error from cause
+        raise self.error from WorkerTraceback(self.trace, self.users_line)
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,7 @@ def show(error: BaseException, trace: Sequence[str], whole: str = "") -> None:
         log.error("%s", "".join([f"error: {error}\n", *led]).rstrip())
         log.debug("%s", "".join(trace).rstrip())
     else:
+        trace = getattr(error.__cause__, "worker_trace", trace)  # which alone has calls of the user's
         where = users_line(error)
         place = f"error: {where}: {type(error).__name__}: {first_line(error, '')}\n" if where else ""
         calls = without_harness(trace) if place and whole else trace

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import pickle
 import re
 import signal
 import threading
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from harness import cli
 from harness.config import loader
+from harness.data.loader_workers import LoadError
 from harness.distributed.launch_env import Launch, detect
 from harness.distributed.process_group import open_runtime
 from harness.distributed.rank_exit import Cause, RankExit
@@ -151,20 +153,25 @@ def test_own_error_is_recorded_and_printed(tmp_path, caplog):
     assert "error: a.csv:3: bad row" in caplog.text
 
 
-def test_own_exception_is_printed_without_calls_of_the_harness(tmp_path, caplog):
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_own_exception_is_printed_without_calls_of_the_harness(tmp_path, caplog, in_worker):
     class Own(BaseTask):
         def loss(self, outputs, targets):
             raise ValueError("wrong")
 
-    try:
+    with pytest.raises(ValueError, match="wrong") as caught:
         mixed_loss(Own().loss, None, None, None)
-    except ValueError as error:
-        *_, failure = failed(tmp_path, error)
+    if in_worker:
+        sent = pickle.loads(pickle.dumps(LoadError.of(caught.value)))
+        with pytest.raises(ValueError, match="wrong") as caught:
+            sent.reraise()
+    *_, failure = failed(tmp_path, caught.value)
     (shown,) = [record.getMessage() for record in caplog.records if "wrong" in record.getMessage()]
     assert re.match(r"error: tests/training/test_main.py:\d+: ValueError: wrong\nTraceback", shown)
     assert shown.endswith(
         f"ValueError: wrong\n  -> {tmp_path}/failure.json has the traceback with the calls of the harness"
     )
+    assert shown.count("Traceback") == 1
     assert "harness/training/mixing.py" not in shown
     assert "harness/training/mixing.py" in "".join(failure["traceback"])
 
