@@ -69,6 +69,12 @@ def _world_sizes(found: RunComparison) -> Iterator[str]:
     one, other = found.one.runs[0].world_size_text, found.other.runs[0].world_size_text
     if found.equality.verdict != "different" or not one or not other or one == other:
         return
+    parallel = [side.runs[0].config.get("parallel") for side in (found.one, found.other)]
+    logical = [isinstance(section, dict) and section.get("logical_ranks") for section in parallel]
+    if logical[0] and logical[0] == logical[1]:
+        yield f"  With parallel.logical_ranks={logical[0]}, the number of processes does not explain it. A value that"
+        yield "  your code logs from one process may, or another kind of machine, code or data."
+        return
     yield (
         f"  On {one} and on {formatting.ranks(other)}, sums are computed in different orders, which changes the last "
         "digits."

@@ -104,7 +104,7 @@ def test_divergence_at_a_known_step(runs, capsys):
     assert f"equal up to and including the checkpoint of step {DIVERGED_AFTER}" in text
 
 
-def test_different_world_sizes(runs, capsys):
+def test_different_world_sizes(runs, tmp_path, capsys):
     code, text, plain = compare(runs / "one", runs / "ranks", capsys=capsys)
     assert code == 1
     assert plain["settings"]["topology"]["world_size"] == [1, 2]
@@ -114,6 +114,13 @@ def test_different_world_sizes(runs, capsys):
     assert "On 1 and on 2 ranks, sums are computed in different orders" in text
     assert "Each rank has its own random stream and batch norm statistics" in text
     assert "data.shard=global makes them equal" in text
+    for name in ("one", "ranks"):
+        path = copy(tmp_path, runs, name) / "config.yaml"
+        settings = path.read_text().replace("logical_ranks: null", "logical_ranks: 2").splitlines()
+        path.write_text("\n".join(settings[:-1]))  # without the seal
+    _, text, _ = compare(tmp_path / "one", tmp_path / "ranks", capsys=capsys)
+    assert "With parallel.logical_ranks=2, the number of processes does not explain it" in text
+    assert "sums are computed in different orders" not in text
 
 
 def test_different_packages_and_code(runs, tmp_path, capsys):
