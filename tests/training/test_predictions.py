@@ -119,7 +119,7 @@ def folder(tmp_path):
 
 def test_number_of_values_of_a_task_is_checked(folder, monkeypatch):
     monkeypatch.setattr(ThreeClasses, "known", lambda task, rows: {"id": rows.tolist()[:-1]})
-    with pytest.raises(HarnessError, match=r"the task's known\(\)\['id'\] has 11 values for 12 rows"):
+    with pytest.raises(HarnessError, match=r"ThreeClasses.known\(\) returned 11 values of 'id' for 12 rows"):
         write(folder, "x.csv", Rows(12))
 
 

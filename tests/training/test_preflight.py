@@ -272,6 +272,7 @@ def no_outputs(self, outputs):
         (("report", lambda self, sums: {"loss": 1.0}), (), TrainingError, "ImageCsv.report() returned no metric"),
         (("predictions", no_outputs), (), TrainingError,
          "predictions() or known() of the task fails on the validation data: KeyError: 'score'"),
+        (("known", lambda self, rows: {"id": []}), (), TrainingError, "known() returned 0 values of 'id' for 4 rows"),
     ],
 )  # fmt: skip
 def test_faults_that_would_show_after_the_start(folder, monkeypatch, spoil, overrides, kind, message):

@@ -36,7 +36,7 @@ from harness.training import determinism, division, memory, model_builder, recom
 from harness.training.determinism import Audit, OutOfTime
 from harness.training.evaluation import evaluate
 from harness.training.evaluation.sums import Sums
-from harness.training.evaluation.task_checks import doubt_of_mean, doubt_of_sums, loss_place
+from harness.training.evaluation.task_checks import doubt_of_mean, doubt_of_sums, loss_place, require_columns
 from harness.training.optimizer import on_gradients
 from harness.training.strategies.base import strategy_class
 from harness.training.task import OpenedTask, SupportsPredictions, require_loss
@@ -274,8 +274,8 @@ class TrialStep:
                 self.doubts["sums"] = doubt
             if isinstance(task, SupportsPredictions):
                 with _stage("predictions() or known() of the task", "validation"):
-                    task.predictions(outputs)
-                    task.known(batch.rows)
+                    require_columns(task, "predictions", outputs, batch.rows)
+                    require_columns(task, "known", batch.rows, batch.rows)
         return f"{plural(len(batch), 'validation row')} through prepare, model and metrics"
 
     def _inputs(self, batch: Batch) -> Tensor:

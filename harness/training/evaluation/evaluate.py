@@ -22,10 +22,10 @@ from harness.errors import DataError, HarnessError, OwnCodeError, TrainingError,
 from harness.training import rng
 from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.sums import Pairs, Report, Rows, Sums, is_number, reduced
-from harness.training.evaluation.task_checks import doubt_of_mean, doubt_of_sums
+from harness.training.evaluation.task_checks import doubt_of_mean, doubt_of_sums, require_columns
 from harness.training.run import Run
 from harness.training.run_log import unreadable
-from harness.training.task import BaseTask, OpenedTask, wrong_return
+from harness.training.task import BaseTask, OpenedTask, SupportsPredictions, wrong_return
 
 log = logging.getLogger("harness")
 
@@ -117,6 +117,8 @@ def try_evaluation(run: Run) -> None:
             return
         sums, outputs = Sums(), run.parallel.eval_model.eval()(prepare(run, batch.inputs))
         add_pairs(sums, task, outputs, batch.targets)
+        if isinstance(task, SupportsPredictions):  # known() may open a file, which is not for loader workers
+            require_columns(task, "predictions", outputs, batch.rows)
         rows = outputs, batch.targets
         for doubt in filter(None, (doubt_of_mean(config.task, task, *rows), doubt_of_sums(task, *rows))):
             log.warning("%s", doubt)

@@ -8,7 +8,7 @@ number only: block k has rows k*size to (k+1)*size - 1, the last block is padded
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from harness.training.evaluation.objective import ROWS_OF_FILE, Objective
 from harness.training.evaluation.prediction_files import RowFiles, folder_of
 from harness.training.evaluation.prediction_table import FIRST_COLUMNS, Block, PredictionFile, Totals
 from harness.training.evaluation.sums import Pairs, Sums
+from harness.training.evaluation.task_checks import column
 from harness.training.task import PredictingTask, SupportsErrors
 
 log = logging.getLogger("harness")
@@ -159,7 +160,7 @@ def _agreed(runtime: Runtime, loader: Loader, ready: Ready | None, failed: bool)
 
 def _known(task: PredictingTask, rows: np.ndarray) -> dict[str, pa.Array]:
     """Return the columns of ``rows`` that do not need the model."""
-    columns = {name: _array(values, len(rows), f"known()[{name!r}]") for name, values in task.known(rows).items()}
+    columns = {name: column(task, "known", name, values, len(rows)) for name, values in task.known(rows).items()}
     return {"id": pa.array(rows), **columns}
 
 
@@ -190,7 +191,7 @@ def _block(
                     raise HarnessError(what, hint="rename one of them; in the name of a file, / becomes _")
                 files |= encoded
                 values = [f"{folder}/{file}" for file in encoded]
-            columns[name] = _array(values, len(batch), f"predictions()[{name!r}]").take(place_of)
+            columns[name] = column(predictor.task, "predictions", name, values, len(batch)).take(place_of)
         if isinstance(predictor.task, SupportsErrors):
             known = {name: values.to_numpy(zero_copy_only=False) for name, values in columns.items()}
             columns |= {name: pa.array(values) for name, values in predictor.task.errors(known).items()}
@@ -255,16 +256,6 @@ def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:
                 hint="predict rows like those it was trained on (task.image_size scales images)",
             ) from None
     return outputs[: len(batch)]
-
-
-def _array(values: Sequence[object] | np.ndarray | Tensor, num_rows: int, what: str) -> pa.Array:
-    array = pa.array(values.cpu().numpy() if isinstance(values, Tensor) else values)
-    if len(array) != num_rows:
-        raise HarnessError(
-            f"the task's {what} has {plural(len(array), 'value')} for {plural(num_rows, 'row')}",
-            hint="return one per row",
-        )
-    return array
 
 
 def best_weights(runtime: Runtime, path: Path) -> dict[str, Tensor]:

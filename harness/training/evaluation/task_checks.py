@@ -1,16 +1,22 @@
-"""Doubts about the numbers of a task: a loss that is a sum or mixes rows, a metric that is a mean, not a sum."""
+"""Doubts about the numbers of a task: a loss that is a sum or mixes rows, a metric that is a mean, not a sum. Errors of
+its columns of the table of predictions."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 
+import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from harness.config import plugins
 from harness.config.schema import TaskSection
-from harness.errors import place_of, plural
-from harness.training.task import OpenedTask
+from harness.data.batch import described
+from harness.errors import HarnessError, OwnCodeError, first_line, place_of, plural
+from harness.training.evaluation.prediction_files import RowFiles
+from harness.training.task import OpenedTask, wrong_return
 
 
 def doubt_of_mean(section: TaskSection, task: OpenedTask, outputs: Tensor, targets: Tensor) -> str:
@@ -77,3 +83,33 @@ def loss_place(section: TaskSection, task: OpenedTask) -> str:
     if "." in name:
         return place_of(plugins.import_own("loss", name, "task.loss.name")) or name
     return place_of(type(task), "loss") or f"the loss of the task {section.name}"
+
+
+def column(task: OpenedTask, method: str, name: str, values: object, num_rows: int) -> pa.Array:
+    """Return the column ``name`` of what ``method`` of ``task`` returned. Raises TrainingError, with the place of the
+    method, unless it has a value for each row."""
+    try:
+        array = pa.array(values.cpu().numpy() if isinstance(values, Tensor) else values)
+    except pa.ArrowInvalid as error:
+        found = f"{described(values)} for {name!r}: {first_line(error)}"
+    else:
+        if len(array) == num_rows:
+            return array
+        found = f"{plural(len(array), 'value')} of {name!r} for {plural(num_rows, 'row')}"
+    raise wrong_return(task, method, found, "return one value for each row")
+
+
+def require_columns(task: OpenedTask, method: str, argument: object, rows: np.ndarray) -> None:
+    """Raise TrainingError, with the place of the method, unless what ``method`` of ``task`` returns for ``argument``
+    can be written to a table of predictions for ``rows``."""
+    columns = getattr(task, method)(argument)
+    if not isinstance(columns, Mapping):
+        raise wrong_return(task, method, described(columns), "return {name of a column: one value for each row}")
+    for name, values in columns.items():
+        if not isinstance(values, RowFiles):
+            column(task, method, name, values, len(rows))
+            continue
+        try:
+            values.encoded(name, rows.tolist())
+        except HarnessError as error:
+            raise OwnCodeError(error.message, where=place_of(type(task), method), hint=error.hint) from None
