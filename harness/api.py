@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import OVERRIDES, ConfigError, plural
+from harness.errors import OVERRIDES, ConfigError, TrainingError, plural
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -130,19 +130,26 @@ def open_run(
         yield run
         if run.state.step > before["step"]:
             run.parallel.check_own_loop()
+        _check_position(run, before)
         if run.finished() or run.state.step > before["step"]:
             checkpointing.save(run)  # without the reason for the end, so that a longer loop resumes from it
-            _warn_of_position(run, before)
             if not run.finished():
                 run.state.ended = "its loop has ended"
                 log.info("training ended early, at step %d: %s", run.state.step, run.state.ended)
             start.done = loop.train_to_end(run) and final_predictions.write_for_run(run)
 
 
-def _warn_of_position(run: Run, before: dict[str, Any]) -> None:
-    """Warn of steps since the state ``before`` if none was counted as one of an epoch."""
+def _check_position(run: Run, before: dict[str, Any]) -> None:
+    """Warn of steps since the state ``before`` if none was counted as one of an epoch. Raises TrainingError for groups
+    of an epoch without a step."""
     state = run.state.to_dict()
-    if state["step"] > before["step"] and all(state[key] == before[key] for key in ("epoch", "segments")):
+    stays = all(state[key] == before[key] for key in ("epoch", "segments"))
+    if state["step"] == before["step"] and not stays:
+        raise TrainingError(
+            "your loop has used the groups of an epoch, and counted no step",
+            hint="call run.state.add_step(skipped) after each step, and remove the run folder, or choose another name",
+        )
+    if state["step"] > before["step"] and stays:
         log.warning(
             "your loop took %s and never called run.train_data.advance(): a resume repeats their rows, and no epoch "
             "ends; call run.train_data.advance(run.state.segments) after each step",

@@ -371,7 +371,9 @@ def test_a_trained_model_of_a_task_that_needs_its_data(tmp_path, capsys):
         model.preprocess("eval.csv")
 
 
-def own_loop(path: str, steps: int, stop: bool = False, advances: bool = True, **overrides: object) -> int:
+def own_loop(
+    path: str, steps: int, stop: bool = False, advances: bool = True, counts: bool = True, **overrides: object
+) -> int:
     """Take ``steps`` steps in a loop that neither saves nor evaluates."""
     with open_run(load_config(path, overrides)) as run:
         for _, group in zip(range(steps), run.train_data.groups(run.state.epoch, run.state.segments), strict=False):
@@ -380,7 +382,8 @@ def own_loop(path: str, steps: int, stop: bool = False, advances: bool = True, *
             run.optimizer.step()
             if advances:
                 run.train_data.advance(run.state.segments)
-            run.state.add_step(False)
+            if counts:
+                run.state.add_step(False)
         if stop:
             run.stop.request("enough for today")
     return run.state.step
@@ -498,6 +501,20 @@ def test_an_own_loop_says_what_it_left_out(path, capsys, advances):
     assert shown.count("training ended early, at step 3: its loop has ended") == 1
 
 
+def test_an_own_loop_that_forgets_a_call_is_told_which(path):
+    asked = {"precision.opt_level": "O0", "train.ema_decay": None}
+    with pytest.raises(TrainingError, match="used the groups of an epoch, and counted no step"):
+        own_loop(path, 3, counts=False, **asked)
+    with open_run(load_config(path, {**asked, "name": "other"})) as run:
+        for _ in range(4):
+            run.state.add_step(False)
+            assert run.evaluation_due(), "as at the start of an epoch"
+        run.state.add_step(False)
+        with pytest.raises(TrainingError, match="5 steps of epoch 1, which has 4, and advanced by 0") as caught:
+            run.evaluation_due()
+    assert "call run.train_data.advance(run.state.segments)" in caught.value.hint
+
+
 def test_an_own_loop_that_does_not_advance_ends(path):
     with open_run(load_config(path, {"precision.opt_level": "O0", "train.ema_decay": None})) as run:
         groups = run.train_data.groups
@@ -511,6 +528,7 @@ def test_an_own_loop_that_does_not_advance_ends(path):
             next(groups(run.state.epoch, run.state.segments))
         for _ in range(4):
             run.train_data.advance(run.state.segments)
+            run.state.add_step(False)
         for _ in range(2):
             assert [*groups(run.state.epoch, run.state.segments)] == []
         with pytest.raises(TrainingError) as forgotten:  # next_epoch

@@ -14,6 +14,7 @@ from harness.data.rank_data import EvalData, TrainData
 from harness.data.shards import Segment
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
+from harness.errors import TrainingError, plural
 from harness.runs.checkpoints import Checkpoints
 from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
@@ -131,11 +132,20 @@ class Run:
 
     def evaluation_due(self) -> bool:
         """Return True if the present step is to be evaluated and is not yet: training is over, or an interval of
-        ``train.evaluate_every`` has ended for the ranks that took that step, which may have been others."""
+        ``train.evaluate_every`` has ended for the ranks that took that step, which may have been others. Raises
+        TrainingError if more steps are counted than the epoch has."""
         state = self.state
         by = state.segments[-1] if state.segments else None
-        ends = self.config.train.evaluate_every.ends_at(*self._position(by))
-        return state.step > state.evaluated and (self.finished() or ends)
+        finished, position = self.finished(), self._position(by)
+        counted, (_, _, done, num_steps) = state.epoch_applied + state.epoch_skipped, position
+        if counted > num_steps and not finished:
+            raise TrainingError(
+                f"the loop has counted {plural(counted, 'step')} of epoch {state.epoch + 1}, which has {num_steps}, "
+                f"and advanced by {done}",
+                hint="in your loop, call run.train_data.advance(run.state.segments) after each step, and "
+                "run.state.next_epoch() after the last one",
+            )
+        return state.step > state.evaluated and (finished or self.config.train.evaluate_every.ends_at(*position))
 
     def steps_to_evaluation(self) -> int:
         """Return the steps to the next end of an interval, at least 1: whole epochs end with epochs of any length, and
