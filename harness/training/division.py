@@ -47,6 +47,8 @@ def sizes_of(config: Config, num_rows: int, num_ranks: int) -> Sizes:
         raise ConfigError(misfit[0], where="batch.global", hint=misfit[1])
     per_rank = batch.per_rank if batch.global_ is None else batch.global_ // num_ranks
     assert per_rank is not None  # harness.config.constraints requires one of the two
+    if not num_rows:
+        raise DataError("the training dataset has no rows", where="task", hint="check what it reads, and its __len__()")
     if num_rows < num_ranks:
         hint = f"start at most {plural(num_rows, 'process')}"
         raise DataError(

@@ -13,6 +13,7 @@ from torchvision.io import write_png
 
 from harness.config import loader
 from harness.data import loader_workers
+from harness.data.images import ImageTable
 from harness.distributed import machine
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
@@ -501,7 +502,7 @@ def test_unreadable_configuration_is_the_only_error(folder):
     assert len(problems) == 1
 
 
-def test_too_few_rows(folder):
+def test_too_few_rows(folder, monkeypatch):
     _, problems = examine(folder, "batch.global=48", world=24)
     assert "only 20 training rows for 24 ranks" in str(problems[0])
     _, problems = examine(folder, "batch.global=32", "data.tail=drop")
@@ -509,6 +510,8 @@ def test_too_few_rows(folder):
     facts, problems = examine(folder, "batch.global=4096", "batch.accumulate=2", world=2)
     assert problems == []
     assert facts["warning"].startswith("the global batch of 4096 is larger than the training data: each epoch is one")
+    monkeypatch.setattr(ImageTable, "__len__", lambda self: 0)
+    assert "the training dataset has no rows" in str(examine(folder)[1][0])
 
 
 def test_what_is_hardly_meant_is_a_warning(folder):
