@@ -20,7 +20,8 @@ from benchmarks import machine, steps
 from harness.config import loader
 from harness.config.schema import Config
 from harness.distributed.runtime import Runtime
-from harness.training import checkpointing, loop
+from harness.training import loop
+from harness.training.checkpoints import checkpointing
 from harness.training.run import Run
 
 _SIZE = 32  # pixels per side of an image

@@ -50,7 +50,7 @@ class Recipe:
     device: str = "cpu"
 
     def model(self) -> nn.Module:
-        from harness.training.models import mlp, small_cnn
+        from harness.training.model.built_in import mlp, small_cnn
 
         torch.manual_seed(0)
         model: nn.Module = mlp.Model(10, 1)
@@ -75,7 +75,7 @@ class Recipe:
 
 def by_hand(recipe: Recipe) -> Steps:
     if recipe.tuned:
-        from harness.training import memory
+        from harness.training.measuring import memory
 
         memory.keep_freed_memory(torch.device("cpu"))
     model = recipe.model()

@@ -44,7 +44,7 @@ PHASES = [
     ("harness.training.run_start", "open_runtime", "before", "configuration"),
     ("harness.training.main", "run_rank", "before", "meeting of the ranks"),
     ("harness.training.run_start", "prepare_folder", "after", "run folder"),
-    ("harness.training.opening", "open_task", "after", "opening the data"),
+    ("harness.training.rows.opening", "open_task", "after", "opening the data"),
     ("harness.training.build", "build_model", "after", "building the model"),
     ("harness.training.build", "build", "after", "optimizer, amp, loaders"),
     ("harness.training.description", "announce", "after", "provenance"),

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from harness.errors import HarnessError as HarnessError
     from harness.errors import OwnCodeError as OwnCodeError
     from harness.errors import TrainingError as TrainingError
-    from harness.training import checkpointing, loop
+    from harness.training import loop
+    from harness.training.checkpoints import checkpointing
     from harness.training.evaluation.evaluate import prepare as prepare
     from harness.training.parts import Checkpoints as Checkpoints
     from harness.training.parts import Runtime as Runtime
@@ -71,7 +72,7 @@ _NAMES = {  # of each module, as imported above; NAME=OTHER: it is called OTHER 
     "config.base": "Mark Section",
     "config.targets": "LabelledTask",
     "errors": "CheckpointError ConfigError DataError HarnessError OwnCodeError TrainingError",
-    "training.checkpointing": "save_run=save",
+    "training.checkpoints.checkpointing": "save_run=save",
     "training.evaluation.evaluate": "prepare",
     "training.loop": "evaluate_run=evaluation",
     "training.parts": "Checkpoints Runtime Sums amp bounds load num_steps open_runtime save shard",

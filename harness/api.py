@@ -119,7 +119,8 @@ def open_run(
     ``run.stop.request(why)``, there is a checkpoint only, and the same call resumes. Every rank of a launcher enters
     it. Arguments and errors are those of ``train``.
     """
-    from harness.training import checkpointing, loop
+    from harness.training import loop
+    from harness.training.checkpoints import checkpointing
     from harness.training.evaluation import final_predictions
 
     with _started(_loaded(config, overrides)) as start, start as run:
@@ -251,8 +252,9 @@ def _started(config: Config) -> Iterator[RunStart]:
     from harness.distributed.launch_env import detect
     from harness.distributed.meeting import telling_peers
     from harness.runs import console
-    from harness.training import determinism, run_start
+    from harness.training import run_start
     from harness.training.exit_report import explained
+    from harness.training.reproducibility import determinism
 
     with _as_before(), ExitStack() as stack:
         launch = replace(detect(os.environ), call=next(_calls))
@@ -281,7 +283,7 @@ def _as_before() -> Iterator[None]:
     import torch
 
     from harness.apex import amp
-    from harness.training import determinism
+    from harness.training.reproducibility import determinism
 
     with ExitStack() as after:  # runs its calls in reverse order
         for name in _VARIABLES:

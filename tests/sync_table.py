@@ -21,7 +21,8 @@ from harness.config import loader
 from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.training import build, checkpointing, counting, loop
+from harness.training import build, counting, loop
+from harness.training.checkpoints import checkpointing
 from harness.training.evaluation.evaluate import evaluate
 from harness.training.optimizer.ema import Ema
 from harness.training.run import Run

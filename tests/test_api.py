@@ -39,9 +39,10 @@ from harness.inference.rows import as_file
 from harness.runs import reader
 from harness.runs.checkpoints import read
 from harness.trackers.metrics_log import MetricsLog
-from harness.training import determinism, parts
+from harness.training import parts
 from harness.training.optimizer import precision
 from harness.training.optimizer.precision import Precision
+from harness.training.reproducibility import determinism
 from harness.training.run import Run
 from harness.training.state import State
 from harness.training.strategies.base import ParallelStrategy

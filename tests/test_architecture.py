@@ -248,8 +248,9 @@ def test_few_modules_touch_the_environment():
         "engines.flyte.task",
         "engines.slurm.engine",
         # variables of other software
-        "distributed.process_group", "distributed.devices", "training.determinism", "apex.local_rank", "trackers.wandb",
-        "trackers.mlflow", "trackers.trackio", "training.logical_ranks", "training.memory",
+        "distributed.process_group", "distributed.devices", "training.reproducibility.determinism", "apex.local_rank",
+        "trackers.wandb",
+        "trackers.mlflow", "trackers.trackio", "training.reproducibility.logical_ranks", "training.measuring.memory",
         "runs.files",  # the user's cache folder
         "runs.exit_files",  # set by a sweep, for all processes of a trial
         "",  # how torch's threads wait, before anything imports torch
@@ -328,7 +329,7 @@ def of_one_rank(tree: ast.AST) -> Iterator[ast.AST]:
 
 def test_no_collective_is_left_to_one_rank():
     names, checked = collective_functions(), 0
-    assert {"training.checkpointing.save", "training.evaluation.evaluate.evaluate", "patiently"} <= names
+    assert {"training.checkpoints.checkpointing.save", "training.evaluation.evaluate.evaluate", "patiently"} <= names
     for name, tree in trees().items():
         if package(name) == "apex" or name == "distributed.runtime":
             continue

@@ -72,8 +72,8 @@ def preload() -> None:
     import harness.tasks.image_csv.task
     import harness.tasks.pet_names.task
     import harness.training.main
-    import harness.training.models.char_gru
-    import harness.training.models.small_cnn  # noqa: F401
+    import harness.training.model.built_in.char_gru
+    import harness.training.model.built_in.small_cnn  # noqa: F401
 
     torch.set_num_threads(1)
 

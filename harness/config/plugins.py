@@ -4,8 +4,8 @@ A name without a dot is built in. To build in another part, add one file (or fol
 
     part       file, or module of a folder                        what it holds
     task       harness/tasks/NAME.py or NAME/config.py            class Task (harness.config.schema.TaskSection)
-    model      harness/training/models/NAME.py                    class Model (torch.nn.Module)
-    library    harness/training/models/libraries/PREFIX.py        maker, arguments, published: models PREFIX:NAME
+    model      harness/training/model/built_in/NAME.py            class Model (torch.nn.Module)
+    library    harness/training/model/libraries/PREFIX.py         maker, arguments, published: models PREFIX:NAME
     optimizer  a class of torch.optim or harness.apex.optimizers
     strategy   harness/training/strategies/NAME.py                class Strategy (harness.training.strategies.base)
     tracker    harness/trackers/NAME.py                           class Tracker (harness.trackers.base)
@@ -55,8 +55,8 @@ class Kind(NamedTuple):
 
 KINDS = {
     "task": Kind("tasks", "Task", "config"),
-    "model": Kind("training/models", "Model"),
-    "model library": Kind("training/models/libraries", shared=frozenset({"base"})),
+    "model": Kind("training/model/built_in", "Model"),
+    "model library": Kind("training/model/libraries", shared=frozenset({"base"})),
     "strategy": Kind(
         "training/strategies",
         "Strategy",

@@ -26,7 +26,8 @@ from harness.inference.trained_model import in_units, scale_of, with_training_da
 from harness.runs import trained_run
 from harness.runs.console import working
 from harness.runs.files import new_folder, output_error, replacing, require_output
-from harness.training import build, model_builder
+from harness.training import build
+from harness.training.model import model_builder
 from harness.training.task import OpenedTask, SupportsSignature
 
 if TYPE_CHECKING:

@@ -18,8 +18,10 @@ from harness.errors import ConfigError, DataError, listed
 from harness.inference import predict
 from harness.inference.rows import as_file
 from harness.runs import trained_run
-from harness.training import build, opening, rng
+from harness.training import build
 from harness.training.evaluation.labels import TO_UNITS
+from harness.training.reproducibility import rng
+from harness.training.rows import opening
 from harness.training.task import OpenedTask, SupportsLearned, SupportsNewData, SupportsSignature
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False, writ
             reader.read(run),
             "weights",
             "harness train writes them at its first evaluation, at the end of an epoch; in a training loop of "
-            "your own, call harness.training.checkpointing.keep_best(run)",
+            "your own, call harness.training.checkpoints.checkpointing.keep_best(run)",
         )
     if not trust and not ownership.is_own(run):
         require_harmless(run / layout.CONFIG, overrides)

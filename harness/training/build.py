@@ -25,19 +25,24 @@ from harness.runs import checkpoint, hub_copies
 from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
-from harness.training import determinism, hooks, memory, mixing, model_builder, opening, recompute, resuming, rng
-from harness.training.checkpoint_writer import CheckpointWriter
-from harness.training.coverage import Coverage
-from harness.training.determinism import kernels
-from harness.training.division import Sizes, doubts, sizes_of, warn_of_skew
+from harness.training import hooks
+from harness.training.checkpoints import resuming
+from harness.training.checkpoints.checkpoint_writer import CheckpointWriter
 from harness.training.evaluation.evaluate import laid_out
-from harness.training.first_look import FirstLook
 from harness.training.health import Health
-from harness.training.logical_ranks import LogicalRanks
-from harness.training.meter import Meter
+from harness.training.measuring import memory
+from harness.training.measuring.meter import Meter
+from harness.training.model import model_builder, recompute
 from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
 from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.on_gradients import OnGradients
+from harness.training.reproducibility import determinism, rng
+from harness.training.reproducibility.determinism import kernels
+from harness.training.reproducibility.logical_ranks import LogicalRanks
+from harness.training.rows import mixing, opening
+from harness.training.rows.coverage import Coverage
+from harness.training.rows.division import Sizes, doubts, sizes_of, warn_of_skew
+from harness.training.rows.first_look import FirstLook
 from harness.training.run import Run, ThisStart
 from harness.training.state import State
 from harness.training.strategies import sharding
@@ -107,7 +112,7 @@ def require_model(config: Config, weights: bool = True) -> None:
     if "." not in config.task.name:  # the user's own task may have models of its own
         model_builder.find(name)
     if weights and chosen is not None:
-        from harness.training import weights as files  # late: few runs need it
+        from harness.training.model import weights as files  # late: few runs need it
 
         files.located(chosen, name)
 
@@ -149,7 +154,7 @@ def load_start_weights(
     """Load ``model.weights`` on rank 0, if this start is the first; return their source and hash. Collective."""
     if config.model.start_weights is None:
         return {}
-    from harness.training import weights  # late: few runs need it
+    from harness.training.model import weights  # late: few runs need it
 
     return weights.start(model, config, runtime, folder.checkpoints.folder, task)
 
@@ -245,7 +250,7 @@ def build_model(config: Config, task: OpenedTask) -> nn.Module:
     rng.seed_all(Purpose.INITIAL_WEIGHTS, config.seed)
     model = task.model(config.model)
     if config.model.lora is not None:
-        from harness.training import lora  # late: few runs need it
+        from harness.training.model import lora  # late: few runs need it
 
         lora.apply(model, config.model.lora)
     trained_parameters.freeze(model, config.model.freeze)

@@ -15,8 +15,9 @@ import time
 from torch import Tensor
 
 from harness.data.rank_data import MicroBatch
-from harness.training import determinism, run_log
-from harness.training.meter import Reading, Used
+from harness.training import run_log
+from harness.training.measuring.meter import Reading, Used
+from harness.training.reproducibility import determinism
 from harness.training.run import Run
 
 Losses = list[tuple[Tensor, MicroBatch]]  # of the micro-batches of a step

@@ -16,9 +16,11 @@ from harness.distributed import machine
 from harness.distributed.runtime import Runtime
 from harness.errors import plural
 from harness.runs import console, hub_copies, layout, provenance
-from harness.training import determinism, model_builder, run_log
-from harness.training.division import Sizes
+from harness.training import run_log
+from harness.training.model import model_builder
 from harness.training.optimizer import precision, trained_parameters
+from harness.training.reproducibility import determinism
+from harness.training.rows.division import Sizes
 from harness.training.run import Run
 from harness.training.task import OpenedTask, SupportsLearned, SupportsNewData
 

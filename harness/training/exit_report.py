@@ -48,7 +48,8 @@ from harness.errors import (
 )  # fmt: skip
 from harness.runs import console, exit_files, layout
 from harness.runs.run_dir import RunFolder
-from harness.training import determinism, memory
+from harness.training.measuring import memory
+from harness.training.reproducibility import determinism
 from harness.training.run import Run
 
 log = logging.getLogger("harness")

@@ -27,7 +27,7 @@ from harness.errors import (
     similar,
     users_line,
 )
-from harness.training.own_state import require_plain
+from harness.training.checkpoints.own_state import require_plain
 from harness.training.state import State
 
 BEFORE_TRAINING, AFTER_STEP = "before_training", "after_step"

@@ -13,9 +13,10 @@ from harness.distributed.meeting import telling_peers
 from harness.distributed.runtime import Runtime
 from harness.errors import HarnessError, plural
 from harness.runs import console
-from harness.training import determinism, loop
+from harness.training import loop
 from harness.training.evaluation import final_predictions
 from harness.training.exit_report import failed_early
+from harness.training.reproducibility import determinism
 from harness.training.run_start import RunStart, connected
 
 log = logging.getLogger("harness")

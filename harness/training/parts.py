@@ -65,8 +65,8 @@ from harness.distributed.process_group import open_runtime
 from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError, ConfigError
 from harness.runs.checkpoints import Checkpoints, read
-from harness.training import rng
 from harness.training.evaluation.sums import Sums
+from harness.training.reproducibility import rng
 
 __all__ = [
     "Checkpoints",

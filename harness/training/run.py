@@ -19,18 +19,18 @@ from harness.runs.checkpoints import Checkpoints
 from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
 from harness.trackers.metrics_log import MetricsLog
-from harness.training.checkpoint_writer import CheckpointWriter
-from harness.training.coverage import Coverage
-from harness.training.division import Sizes
-from harness.training.first_look import FirstLook
+from harness.training.checkpoints.checkpoint_writer import CheckpointWriter
 from harness.training.health import Health
 from harness.training.hooks import Hooks
-from harness.training.logical_ranks import LogicalRanks
-from harness.training.meter import Meter, Reading, Used
+from harness.training.measuring.meter import Meter, Reading, Used
 from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.on_gradients import OnGradients
 from harness.training.optimizer.precision import Precision
 from harness.training.optimizer.schedule import Schedule
+from harness.training.reproducibility.logical_ranks import LogicalRanks
+from harness.training.rows.coverage import Coverage
+from harness.training.rows.division import Sizes
+from harness.training.rows.first_look import FirstLook
 from harness.training.state import State, is_over, why_ended_early
 from harness.training.strategies.base import ParallelStrategy
 from harness.training.task import OpenedTask

@@ -12,7 +12,7 @@ from harness.errors import plural
 from harness.runs import layout
 from harness.runs.files import read_sealed
 from harness.training.evaluation.sums import Report, is_number
-from harness.training.meter import Window
+from harness.training.measuring.meter import Window
 from harness.training.run import Run
 
 log = logging.getLogger("harness")

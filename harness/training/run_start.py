@@ -96,7 +96,7 @@ class RunStart:
                 stack.enter_context(precision.half_on_cpu(config.precision, runtime.device))
                 if config.model.compile:
                     with runtime.announced("loading the compiler"):
-                        from harness.training import compiled  # late: few runs need it
+                        from harness.training.model import compiled  # late: few runs need it
 
                         stack.enter_context(compiled.fresh_compiler())
                 run = reporter.run = build.build(config, runtime, folder, self._stop)

@@ -10,7 +10,7 @@ from typing import Any
 from harness.config.schema import Config
 from harness.data.shards import Segment
 from harness.errors import plural
-from harness.training.meter import Window
+from harness.training.measuring.meter import Window
 from harness.training.optimizer.schedule import Plateau
 
 

@@ -30,12 +30,12 @@ from harness.data.arrays import Arrays
 from harness.data.batch import Batch, Dataset, described, read
 from harness.data.seeds import row_seed, seeded_torch
 from harness.errors import OwnCodeError, TrainingError, place_of
-from harness.training import model_builder
 from harness.training.evaluation.labels import Columns, SingleLabel
 from harness.training.evaluation.losses import LabelCounts
 from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.prediction_files import RowFiles
 from harness.training.evaluation.sums import Pairs, Report, Sums
+from harness.training.model import model_builder
 
 __all__ = [
     "Arrays", "BaseTask", "Batch", "Classification", "Columns", "Dataset", "ModelSection", "OpenedTask", "Pairs",

@@ -22,7 +22,7 @@ from harness.data.images import ImageTable
 from harness.data.row_labels import ClassLabels
 from harness.data.table.table import open_table
 from harness.errors import REINSTALL_TORCH, ConfigError, DataError, HarnessError
-from harness.training import model_builder, weights
+from harness.training.model import model_builder, weights
 from tests.conftest import ROOT
 from tests.fixtures import write_rows
 

@@ -152,7 +152,7 @@ PLAN = """
 import resource, sys, time
 import numpy as np
 from harness.data.shards import Segment, bounds, shard
-from harness.training.coverage import Coverage
+from harness.training.rows.coverage import Coverage
 
 rows, world = 10**9, 1024
 warm = shard("global", 10**5, 0, 1, 0, 0)[:]  # numpy's own memory

@@ -18,7 +18,7 @@ from harness.data import transforms
 from harness.data.seeds import seeded_torch
 from harness.data.transforms import fitted
 from harness.errors import ConfigError
-from harness.training import mixing
+from harness.training.rows import mixing
 from tests.conftest import ROOT
 from tests.fixtures import make_config, write_photos
 

@@ -19,7 +19,7 @@ from benchmarks.campaign import __main__ as campaign, chain, plan, start
 campaign.preload()
 from harness.distributed.stop import Stop
 from harness.runs.run_dir import RunFolder
-from harness.training import rng
+from harness.training.reproducibility import rng
 
 def lost_random_stream():
     rng.set_state = lambda *arguments: None

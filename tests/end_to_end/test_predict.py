@@ -27,8 +27,8 @@ from harness.runs import trained_run
 from harness.runs.files import read_sealed, write_sealed
 from harness.runs.weights_file import save_weights
 from harness.training.evaluation import predictions
-from harness.training.models import small_cnn
-from harness.training.models.small_cnn import Model as SmallCNN
+from harness.training.model.built_in import small_cnn
+from harness.training.model.built_in.small_cnn import Model as SmallCNN
 from tests.end_to_end.experiment import run, write_config, write_images
 from tests.end_to_end.processes import environment_of, python, start_python, wait_until, without_greetings
 from tests.ranks import free_port, launch_environment, start, wait_for

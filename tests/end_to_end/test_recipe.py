@@ -13,8 +13,8 @@ from torchvision.io import read_image
 
 from harness.data.seeds import Purpose
 from harness.data.shards import shard
-from harness.training import rng
-from harness.training.models.small_cnn import Model
+from harness.training.model.built_in.small_cnn import Model
+from harness.training.reproducibility import rng
 from tests.end_to_end.experiment import NUM_CLASSES, NUM_TRAIN, of_split, train
 from tests.ranks import run_ranks
 

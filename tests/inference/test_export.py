@@ -18,8 +18,8 @@ from harness.inference import export, trained_model
 from harness.inference.formats import base
 from harness.runs.files import write_sealed
 from harness.runs.weights_file import save_weights
-from harness.training import opening
-from harness.training.models import linear
+from harness.training.model.built_in import linear
+from harness.training.rows import opening
 from tests.fixtures import CountingTable, make_config, settings, write_rows, write_yaml
 
 

@@ -13,12 +13,12 @@ import yaml
 from harness import cli
 from harness.runs import ownership
 from harness.runs.weights_file import save_weights
-from harness.training.models.linear import Model as Linear
+from harness.training.model.built_in.linear import Model as Linear
 from tests.fixtures import settings, write_rows
 
 MODULE = """
 import pathlib
-from harness.training.models.linear import Model
+from harness.training.model.built_in.linear import Model
 from harness.tasks.image_csv.config import Task as ImageCsv
 
 pathlib.Path("imported").touch()
@@ -87,7 +87,7 @@ def test_values_of_a_stranger_are_used(folder):
         ({"task": {"tokenizer": {"name": "strange.tokens"}}}, "task.tokenizer.name: imports strange.tokens"),
         ({"model": {"name": "torchvision.models.resnet18"}}, "model.name: imports torchvision.models.resnet18"),
         (
-            {"model": {"name": "harness.training.model_builder.build", "args": BUILD}},
+            {"model": {"name": "harness.training.model.model_builder.build", "args": BUILD}},
             "model.name: imports harness.",
         ),
         ({"task.name": "image_csv", "task": {"name": "strange.Task"}}, "task.name: imports strange.Task"),

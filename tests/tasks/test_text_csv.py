@@ -17,7 +17,7 @@ from harness.config.schema import ModelSection
 from harness.data.table import csv_reader
 from harness.data.texts import Bytes, OwnTokenizer, Words, words_of
 from harness.errors import ConfigError, DataError
-from harness.training.model_builder import build
+from harness.training.model.model_builder import build
 from tests.fixtures import settings, write_yaml
 from tests.ranks import run_ranks
 

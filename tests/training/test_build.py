@@ -20,8 +20,9 @@ from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import ConfigError
 from harness.trackers.metrics_log import MetricsLog
-from harness.training import build, description, division, opening
-from harness.training.checkpoint_writer import CheckpointWriter
+from harness.training import build, description
+from harness.training.checkpoints.checkpoint_writer import CheckpointWriter
+from harness.training.rows import division, opening
 from harness.training.run_start import run_folder
 from tests.fixtures import make_config, write_rows
 from tests.ranks import run_ranks

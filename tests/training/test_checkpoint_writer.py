@@ -22,8 +22,8 @@ from harness.runs import checkpoint
 from harness.runs.checkpoint import damage
 from harness.runs.checkpoints import Checkpoints, read
 from harness.runs.formats import sharded, whole
-from harness.training import checkpoint_writer
-from harness.training.checkpoint_writer import CheckpointWriter, copied
+from harness.training.checkpoints import checkpoint_writer
+from harness.training.checkpoints.checkpoint_writer import CheckpointWriter, copied
 from tests.ranks import run_ranks
 
 

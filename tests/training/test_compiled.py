@@ -13,7 +13,7 @@ from torch import nn
 from harness.apex import amp
 from harness.apex.parallel import DistributedDataParallel
 from harness.errors import TrainingError
-from harness.training import compiled
+from harness.training.model import compiled
 from tests.fixtures import make_config, write_rows
 from tests.ranks import run_ranks
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from harness.distributed.launch_env import detect
 from harness.distributed.process_group import open_runtime
 from harness.distributed.runtime import Runtime
-from harness.training import coverage
-from harness.training.coverage import Coverage, Covered
+from harness.training.rows import coverage
+from harness.training.rows.coverage import Coverage, Covered
 from tests.ranks import run_ranks
 
 

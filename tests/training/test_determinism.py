@@ -17,13 +17,15 @@ from harness.distributed.stop import Stop
 from harness.errors import ConfigError
 from harness.runs.run_dir import RunFolder
 from harness.tools.data import digits
-from harness.training import build, determinism, model_builder
+from harness.training import build
 from harness.training.check import preflight
-from harness.training.determinism import Audit
 from harness.training.exit_report import explained
-from harness.training.models.small_cnn import Model as SmallCNN
-from harness.training.models.small_cnn import quarters
-from harness.training.nondeterministic import OPERATIONS
+from harness.training.model import model_builder
+from harness.training.model.built_in.small_cnn import Model as SmallCNN
+from harness.training.model.built_in.small_cnn import quarters
+from harness.training.reproducibility import determinism
+from harness.training.reproducibility.determinism import Audit
+from harness.training.reproducibility.nondeterministic import OPERATIONS
 from tests import datasets
 from tests.conftest import ROOT
 from tests.end_to_end.processes import drivers

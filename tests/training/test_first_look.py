@@ -10,7 +10,7 @@ from harness.distributed.runtime import Runtime
 from harness.errors import DataError
 from harness.tasks.image_csv.task import ImageCsv
 from harness.training import loop
-from harness.training.first_look import FirstLook
+from harness.training.rows.first_look import FirstLook
 from harness.training.run_start import RunStart
 from tests.fixtures import make_config, write_rows
 

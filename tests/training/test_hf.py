@@ -34,9 +34,11 @@ from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, HarnessError
 from harness.inference import export
 from harness.runs import files, hub_copies, layout
-from harness.training import build, lora, module_names, opening, weights
+from harness.training import build
 from harness.training.check import preflight
+from harness.training.model import lora, module_names, weights
 from harness.training.optimizer.built_in_schedule import BuiltInSchedule
+from harness.training.rows import opening
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import Kill, last_checkpoint, losses, run, run_folder
 from tests.end_to_end.processes import drivers
@@ -866,7 +868,7 @@ def test_a_model_without_matrices_is_no_adapter(make):
 
 def test_a_task_without_names_of_classes_is_exported(bert, tmp_path):
     from harness.inference.formats import huggingface
-    from harness.training.models.libraries import hf
+    from harness.training.model.libraries import hf
 
     inputs, model = torch.ones(2, 4, dtype=torch.long), hf.build(f"hf:{bert}", 3, num_tokens=5).eval()
     there = huggingface.Format().write(subject(model), tmp_path / "out")

@@ -15,8 +15,9 @@ import torch
 
 from harness.config import loader
 from harness.errors import EXIT_OWN_CODE, EXIT_USAGE, ConfigError, HarnessError, TrainingError
-from harness.training import checkpointing, hooks, loop
+from harness.training import hooks, loop
 from harness.training.check import preflight
+from harness.training.checkpoints import checkpointing
 from tests.fixtures import make_config, write_rows
 
 HERE = "tests.training.test_hooks"

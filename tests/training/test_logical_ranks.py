@@ -12,7 +12,7 @@ from torch import nn
 from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
 from harness.errors import TrainingError
-from harness.training.logical_ranks import GradientTree, LogicalRanks
+from harness.training.reproducibility.logical_ranks import GradientTree, LogicalRanks
 from tests.ranks import run_ranks
 
 NUM = 6

@@ -44,7 +44,7 @@ from harness.runs import exit_files
 from harness.runs.run_dir import RunFolder
 from harness.training import description, main, run_start, train_command
 from harness.training.exit_report import ExitReporter, explained, failed_early
-from harness.training.mixing import mixed_loss
+from harness.training.rows.mixing import mixed_loss
 from harness.training.run_start import RunStart
 from harness.training.state import State
 from harness.training.task import BaseTask
@@ -172,8 +172,8 @@ def test_own_exception_is_printed_without_calls_of_the_harness(tmp_path, caplog,
         f"ValueError: wrong\n  -> {tmp_path}/failure.json has the traceback with the calls of the harness"
     )
     assert shown.count("Traceback") == 1
-    assert "harness/training/mixing.py" not in shown
-    assert "harness/training/mixing.py" in "".join(failure["traceback"])
+    assert "harness/training/rows/mixing.py" not in shown
+    assert "harness/training/rows/mixing.py" in "".join(failure["traceback"])
 
 
 def test_lost_peer_is_a_consequence(tmp_path):

@@ -14,8 +14,9 @@ from torch import nn
 
 from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
-from harness.training import build, loop, memory
+from harness.training import build, loop
 from harness.training.exit_report import explained
+from harness.training.measuring import memory
 from tests.fixtures import make_config, write_rows
 
 CPU = torch.device("cpu")
@@ -84,7 +85,7 @@ def test_other_errors_of_memory():
 
 FAULTS = """
 import resource, torch
-from harness.training import memory
+from harness.training.measuring import memory
 memory.keep_freed_memory(torch.device("cpu"))
 for _ in range(2):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

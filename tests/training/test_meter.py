@@ -18,10 +18,10 @@ from harness.distributed.launch_env import Launch, detect
 from harness.distributed.process_group import open_runtime
 from harness.distributed.runtime import Runtime
 from harness.runs.metrics_table import FIELDS, SHARES
-from harness.training.costs import Costs, CostsOfRanks, summed
-from harness.training.logical_ranks import LogicalRanks
-from harness.training.meter import Meter, Used
-from harness.training.step_timer import PHASES, CudaTimer, StepTimer, end_backward_before_exchange
+from harness.training.measuring.costs import Costs, CostsOfRanks, summed
+from harness.training.measuring.meter import Meter, Used
+from harness.training.measuring.step_timer import PHASES, CudaTimer, StepTimer, end_backward_before_exchange
+from harness.training.reproducibility.logical_ranks import LogicalRanks
 from tests.end_to_end.experiment import record, run, write_config, write_images
 from tests.fixtures import make_config, write_rows
 from tests.ranks import run_ranks
@@ -327,7 +327,7 @@ def test_the_machine_is_looked_at_rarely(monkeypatch):
     mine, runtime = Costs(), Runtime()
     for _ in range(20):
         assert "own" not in summed(mine.take(runtime, PHASES_S))
-    monkeypatch.setattr("harness.training.costs.SAMPLE_S", 0.05)
+    monkeypatch.setattr("harness.training.measuring.costs.SAMPLE_S", 0.05)
     until = time.perf_counter() + 0.1
     while time.perf_counter() < until:
         pass

@@ -16,8 +16,8 @@ from torchvision.transforms import v2
 from harness import cli
 from harness.config.schema import TrainSection
 from harness.errors import ConfigError
-from harness.training import mixing
-from harness.training.mixing import mixed, mixed_loss
+from harness.training.rows import mixing
+from harness.training.rows.mixing import mixed, mixed_loss
 from tests import datasets
 from tests.end_to_end.experiment import of_split
 from tests.fixtures import settings, write_rows, write_yaml

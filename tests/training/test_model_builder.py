@@ -12,8 +12,8 @@ from harness.config import plugins
 from harness.data.seeds import Purpose
 from harness.distributed.machine import Memory
 from harness.errors import ConfigError, HarnessError, OwnCodeError
-from harness.training import rng
-from harness.training.model_builder import build
+from harness.training.model.model_builder import build
+from harness.training.reproducibility import rng
 
 KNOWN = {"num_classes": 4, "in_channels": 1}
 GRAY, RGB = torch.zeros(2, 1, 8, 8), torch.zeros(2, 3, 32, 32)

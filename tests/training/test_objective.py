@@ -33,7 +33,7 @@ from harness.training.evaluation.labels import (
 from harness.training.evaluation.losses import LabelCounts
 from harness.training.evaluation.objective import MAX_KEPT, Objective
 from harness.training.evaluation.sums import Sums, reduced
-from harness.training.logical_ranks import LogicalRanks
+from harness.training.reproducibility.logical_ranks import LogicalRanks
 from tests.fixtures import settings, write_rows, write_yaml
 from tests.ranks import run_ranks
 

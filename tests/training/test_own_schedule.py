@@ -12,7 +12,8 @@ from torch.optim import lr_scheduler as of_torch
 
 from harness.config import loader
 from harness.errors import ConfigError, OwnCodeError, TrainingError
-from harness.training import checkpointing, counting, loop
+from harness.training import counting, loop
+from harness.training.checkpoints import checkpointing
 from harness.training.optimizer import own_schedule
 from tests.fixtures import make_config, write_rows
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from harness.errors import ConfigError
-from harness.training import recompute
+from harness.training.model import recompute
 from tests.end_to_end.models import Blocks
 
 

@@ -22,9 +22,10 @@ from harness.runs import checkpoint, trained_run
 from harness.runs.checkpoint import steps
 from harness.runs.checkpoints import Checkpoints
 from harness.runs.weights_file import load_weights
-from harness.training import loop, resuming
-from harness.training.checkpointing import save
-from harness.training.resuming import checkpoint_to_resume, restore, resume, verify
+from harness.training import loop
+from harness.training.checkpoints import resuming
+from harness.training.checkpoints.checkpointing import save
+from harness.training.checkpoints.resuming import checkpoint_to_resume, restore, resume, verify
 from tests.fixtures import make_config, settings, write_rows, write_yaml
 from tests.ranks import run_ranks
 

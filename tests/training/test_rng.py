@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from harness.data.seeds import Purpose
-from harness.training import rng
+from harness.training.reproducibility import rng
 
 CPU = torch.device("cpu")
 

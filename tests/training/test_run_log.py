@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.training import run_log
-from harness.training.coverage import Covered
+from harness.training.rows.coverage import Covered
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,8 @@ def _overflow_in_one_shard(level):
     from harness.config.schema import OptimizerSection
     from harness.distributed.launch_env import Launch
     from harness.distributed.runtime import Runtime
-    from harness.training.logical_ranks import LogicalRanks
     from harness.training.optimizer import optim, precision
+    from harness.training.reproducibility.logical_ranks import LogicalRanks
     from harness.training.strategies.base import strategy_class
 
     torch.manual_seed(0)

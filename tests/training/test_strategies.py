@@ -15,8 +15,8 @@ from harness.config.schema import LarcSection, ParallelSection, PrecisionSection
 from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError
-from harness.training.logical_ranks import LogicalRanks
 from harness.training.optimizer.precision import choose
+from harness.training.reproducibility.logical_ranks import LogicalRanks
 from harness.training.strategies.base import ParallelStrategy, strategy_class
 from tests.ranks import run_ranks
 

@@ -30,7 +30,7 @@ from harness.training import build, loop
 from harness.training.check import preflight
 from harness.training.evaluation import evaluate
 from harness.training.evaluation.task_checks import doubt_of_mean
-from harness.training.opening import open_data
+from harness.training.rows.opening import open_data
 from harness.training.run import Run
 from harness.training.run_start import RunStart
 from harness.training.task import (

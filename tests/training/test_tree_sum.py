@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.training import tree_sum
-from harness.training.tree_sum import Node, TreeSum, block, merge_into, subtrees_of
+from harness.training.reproducibility import tree_sum
+from harness.training.reproducibility.tree_sum import Node, TreeSum, block, merge_into, subtrees_of
 from tests.ranks import run_ranks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

@@ -18,8 +18,8 @@ from harness.config import loader
 from harness.errors import ConfigError
 from harness.runs import fetch
 from harness.runs.files import sha256
-from harness.training import model_builder, weights
-from harness.training.models.libraries import base
+from harness.training.model import model_builder, weights
+from harness.training.model.libraries import base
 from tests.end_to_end.experiment import run, run_folder, train, write_config, write_images
 
 

@@ -54,7 +54,7 @@ def _record_run(resuming: ModuleType) -> None:
 
 actions: dict[str, Callable[[ModuleType], None]] = {
     "torch": _record,
-    "harness.training.resuming": _record_run,
+    "harness.training.checkpoints.resuming": _record_run,
 }
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from harness.data import hub
 from harness.errors import ConfigError
 from harness.inference.formats import base
-from harness.training import lora
-from harness.training.models.libraries import hf
+from harness.training.model import lora
+from harness.training.model.libraries import hf
 
 
 class Format(base.ExportFormat):

@@ -18,9 +18,9 @@ from harness.data import hub
 from harness.errors import ConfigError
 from harness.inference.formats import base, huggingface
 from harness.runs.files import expanded
-from harness.training import lora, module_names
-from harness.training.models.libraries import hf
-from harness.training.models.libraries.base import KEY
+from harness.training.model import lora, module_names
+from harness.training.model.libraries import hf
+from harness.training.model.libraries.base import KEY
 
 _PEFT = "--format peft"
 

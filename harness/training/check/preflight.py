@@ -23,20 +23,12 @@ from harness.errors import (
 )
 from harness.runs import checkpoint, hub_copies, layout, remote
 from harness.trackers import metrics_log
-from harness.training import (
-    build,
-    description,
-    determinism,
-    division,
-    hooks,
-    logical_ranks,
-    lora,
-    opening,
-    recompute,
-    weights,
-)
+from harness.training import build, description, hooks
 from harness.training.check.trial import NO_TRIAL, TrialStep, unexpected
+from harness.training.model import lora, recompute, weights
 from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
+from harness.training.reproducibility import determinism, logical_ranks
+from harness.training.rows import division, opening
 from harness.training.strategies.base import strategy_class
 from harness.training.task import (
     OpenedTask,

@@ -32,12 +32,15 @@ from harness.errors import (
     users_line,
 )
 from harness.runs.console import in_words
-from harness.training import determinism, division, memory, model_builder, recompute
-from harness.training.determinism import Audit, OutOfTime
 from harness.training.evaluation import evaluate
 from harness.training.evaluation.sums import Sums
 from harness.training.evaluation.task_checks import doubt_of_mean, doubt_of_sums, loss_place, require_columns
+from harness.training.measuring import memory
+from harness.training.model import model_builder, recompute
 from harness.training.optimizer import on_gradients
+from harness.training.reproducibility import determinism
+from harness.training.reproducibility.determinism import Audit, OutOfTime
+from harness.training.rows import division
 from harness.training.strategies.base import strategy_class
 from harness.training.task import OpenedTask, SupportsPredictions, require_loss
 

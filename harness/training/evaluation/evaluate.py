@@ -19,10 +19,10 @@ from harness.config.schema import Config
 from harness.data.batch import Dataset, described
 from harness.data.loader import StoppedWaiting
 from harness.errors import DataError, HarnessError, OwnCodeError, TrainingError, users_line
-from harness.training import rng
 from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.sums import Pairs, Report, Rows, Sums, is_number, reduced
 from harness.training.evaluation.task_checks import doubt_of_mean, doubt_of_sums, require_columns
+from harness.training.reproducibility import rng
 from harness.training.run import Run
 from harness.training.run_log import unreadable
 from harness.training.task import BaseTask, OpenedTask, SupportsPredictions, wrong_return

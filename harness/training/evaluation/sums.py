@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.distributed.runtime import Runtime
 from harness.errors import OwnCodeError
-from harness.training.logical_ranks import LogicalRanks
+from harness.training.reproducibility.logical_ranks import LogicalRanks
 
 Pairs = dict[str, tuple[Tensor, Tensor | float]]  # {name: (sum, count)}, of any shape
 Report = Mapping[str, object]  # the numbers of the metrics, and details as JSON

@@ -19,10 +19,10 @@ from torch import nn
 from harness.config import schedules
 from harness.config.schema import Config
 from harness.errors import ConfigError, HarnessError, OwnCodeError, first_line, of_part, place_of
+from harness.training.checkpoints.own_state import require_plain
 from harness.training.optimizer import optim
 from harness.training.optimizer.built_in_schedule import BuiltInSchedule
 from harness.training.optimizer.schedule import Schedule
-from harness.training.own_state import require_plain
 
 _FORESEEN = 100_000  # updates whose rates are computed before the run, in about a second
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harness.config.schema import OptimizerSection
 from harness.errors import ConfigError, plural
-from harness.training import module_names
+from harness.training.model import module_names
 
 log = logging.getLogger("harness")
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from harness.data.rank_data import MicroBatch
-    from harness.training.logical_ranks import LogicalRanks
     from harness.training.optimizer.precision import Precision
+    from harness.training.reproducibility.logical_ranks import LogicalRanks
 
 
 class ParallelStrategy:
@@ -97,7 +97,7 @@ class ParallelStrategy:
 
     def compile(self, mode: str | None) -> None:
         """Compile the wrapped model, whose parameters and their names stay."""
-        from harness.training import compiled
+        from harness.training.model import compiled
 
         compiled.compile_whole(self.module, mode=mode)
 

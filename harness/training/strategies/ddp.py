@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from harness.data.rank_data import MicroBatch
-    from harness.training.logical_ranks import GradientTree
+    from harness.training.reproducibility.logical_ranks import GradientTree
 
 _NO_GRADIENT = (
     "no parameter of the model received a gradient: the loss of this rank depends on none of them",
@@ -35,7 +35,7 @@ class Strategy(ParallelStrategy):
     def wrap(self, model: nn.Module) -> None:
         super().wrap(model)
         if self.section.logical_ranks:
-            from harness.training.logical_ranks import GradientTree
+            from harness.training.reproducibility.logical_ranks import GradientTree
 
             self._tree = GradientTree([param for param in model.parameters() if param.requires_grad], self.ranks)
             self.exchanges = True

@@ -102,7 +102,7 @@ class Strategy(ParallelStrategy):
             self._switch(on)
 
     def compile(self, mode: str | None) -> None:
-        from harness.training import compiled
+        from harness.training.model import compiled
 
         if self.sharded:
             compiled.compile_units(self.model)

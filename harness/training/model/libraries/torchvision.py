@@ -12,7 +12,7 @@ from torch import nn
 
 from harness.config import plugins
 from harness.errors import ConfigError, similar
-from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile, downloaded
+from harness.training.model.libraries.base import KEY, PRETRAINED, WeightsFile, downloaded
 
 _PREFIX = "torchvision:"
 

@@ -11,8 +11,8 @@ from torch import nn
 from harness.config.schema import LoraSection
 from harness.data import hub
 from harness.errors import ConfigError, first_line, plural
-from harness.training import module_names
-from harness.training.module_names import LORA, is_within
+from harness.training.model import module_names
+from harness.training.model.module_names import LORA, is_within
 
 BASE_LAYER = ".base_layer."  # in those of the weights of an adapted layer
 _LINEAR = ("Linear", "Conv1D")  # the latter of transformers, for GPT-2

@@ -1,4 +1,4 @@
-"""What a checkpoint contains, and how it is saved. ``harness.training.resuming`` restores it.
+"""What a checkpoint contains, and how it is saved. ``harness.training.checkpoints.resuming`` restores it.
 
 The life of a checkpoint:
 
@@ -24,9 +24,9 @@ from harness.runs.console import working
 from harness.runs.weights_file import on_host
 from harness.training import hooks
 from harness.training.counting import check_losses, collect_waits
-from harness.training.determinism import kernels
 from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.optim import class_name
+from harness.training.reproducibility.determinism import kernels
 from harness.training.run import Run
 from harness.training.strategies import sharding
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.distributed import stack
 from harness.errors import ConfigError
 from harness.runs import layout
-from harness.training.nondeterministic import OPERATIONS
+from harness.training.reproducibility.nondeterministic import OPERATIONS
 
 log = logging.getLogger("harness")
 
@@ -109,8 +109,8 @@ def require_restorable(model: nn.Module, device: torch.device, level: Level) -> 
     raise ConfigError(
         f"on CUDA, a resume cannot restore {names}, and train.deterministic=true requires an exact one",
         where="train.deterministic",
-        hint="stack modules of one layer with nn.Dropout between them, as harness/training/models/char_gru.py does; or "
-        "set its dropout to 0; or use train.deterministic=warn",
+        hint="stack modules of one layer with nn.Dropout between them, as harness/training/model/built_in/char_gru.py "
+        "does; or set its dropout to 0; or use train.deterministic=warn",
     )
 
 

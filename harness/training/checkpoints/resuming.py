@@ -19,10 +19,10 @@ from harness.distributed.runtime import Runtime
 from harness.errors import CheckpointError, first_line
 from harness.runs import checkpoint, layout
 from harness.runs.files import replacing
-from harness.training import checkpointing
-from harness.training.checkpointing import Content
-from harness.training.determinism import kernels
+from harness.training.checkpoints import checkpointing
+from harness.training.checkpoints.checkpointing import Content
 from harness.training.optimizer.optim import class_name, with_settings_of
+from harness.training.reproducibility.determinism import kernels
 from harness.training.run import Run
 from harness.training.state import State, is_over
 from harness.training.strategies import sharding

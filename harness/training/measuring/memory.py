@@ -17,7 +17,7 @@ from torch.func import functional_call
 from harness.config.schema import Config
 from harness.distributed import stack
 from harness.errors import TrainingError, plural
-from harness.training import recompute
+from harness.training.model import recompute
 from harness.training.run import Run
 from harness.training.strategies.base import strategy_class
 from harness.training.strategies.sharding import local

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.training.costs import Costs, CostsOfRanks, summed
-from harness.training.logical_ranks import LogicalRanks
-from harness.training.step_timer import PHASES, CudaTimer, StepTimer, wait_for_event
+from harness.training.measuring.costs import Costs, CostsOfRanks, summed
+from harness.training.measuring.step_timer import PHASES, CudaTimer, StepTimer, wait_for_event
+from harness.training.reproducibility.logical_ranks import LogicalRanks
 from harness.training.strategies import sharding
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from harness.apex.parallel.buckets import strides_in_buffer
 from harness.distributed.runtime import Runtime
 from harness.errors import TrainingError, plural
-from harness.training import rng
-from harness.training.tree_sum import Node, TreeSum, block, merge_into
+from harness.training.reproducibility import rng
+from harness.training.reproducibility.tree_sum import Node, TreeSum, block, merge_into
 
 _ALIGNMENT = 64  # bytes: kernels may take another path for other offsets
 

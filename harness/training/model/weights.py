@@ -23,8 +23,8 @@ from harness.errors import CheckpointError, ConfigError, did_you_mean, first_lin
 from harness.runs import checkpoint, layout, reader
 from harness.runs.files import expanded, sha256
 from harness.runs.weights_file import load_weights, with_versions
-from harness.training import lora, model_builder, module_names
-from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile, downloaded
+from harness.training.model import lora, model_builder, module_names
+from harness.training.model.libraries.base import KEY, PRETRAINED, WeightsFile, downloaded
 
 log = logging.getLogger("harness")
 

@@ -18,9 +18,9 @@ from harness.config import plugins
 from harness.config.places import HUB
 from harness.distributed import machine
 from harness.errors import ConfigError, argument_at_fault, first_line, of_part, plural, users_line
-from harness.training import determinism
-from harness.training.models.libraries import torchvision
-from harness.training.models.libraries.base import Library
+from harness.training.model.libraries import torchvision
+from harness.training.model.libraries.base import Library
+from harness.training.reproducibility import determinism
 
 _OF_OWN_CODE = RuntimeError, LookupError, ArithmeticError, AttributeError  # in a model of the user's own: its fault
 

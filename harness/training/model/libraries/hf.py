@@ -17,7 +17,7 @@ from harness.data import hub
 from harness.data.hub import HubTokenizer
 from harness.errors import ConfigError, first_line, similar
 from harness.runs.files import read_json
-from harness.training.models.libraries.base import KEY, PRETRAINED, WeightsFile
+from harness.training.model.libraries.base import KEY, PRETRAINED, WeightsFile
 
 PROCESSOR = "preprocessor_config.json"
 _NO_ARGS = {  # what from_pretrained takes: why model.args does not, and what to do

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.errors import ConfigError
-from harness.training import module_names
+from harness.training.model import module_names
 from harness.training.strategies import sharding
 
 _Norm = torch.nn.modules.batchnorm._NormBase  # of batch and instance norms; changes buffers without a new version
