@@ -751,13 +751,14 @@ def test_names_that_are_typed_are_those_that_are_found():
     """Editors and mypy read the imports for types."""
     tree = ast.parse(Path(harness.__file__).read_text())
     (typed,) = [node.body for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
-    places = {}
+    places, modules = {}, {}
     for node in typed:
         if isinstance(node, ast.ImportFrom):
             places |= {alias.asname: (node.module, alias.name) for alias in node.names if alias.asname}
+            modules |= {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         else:
             for target, value in zip(node.targets[0].elts, node.value.elts, strict=True):
-                places[target.id] = (f"harness.training.{value.value.id}", value.attr)
+                places[target.id] = (modules[value.value.id], value.attr)
     assert {*places} == {*harness.__all__} - {"__version__"}
     for name, (module, inside) in places.items():
         assert getattr(harness, name) is getattr(importlib.import_module(module), inside), name
