@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -186,27 +187,31 @@ def predict(
 
     ``run``: a run folder or its URL; its best weights are used. ``rows``: a CSV or Parquet file, a table, or a list of
     dictionaries, with the columns that the run was trained on; labels are optional. Without labels, also a list of
-    values of the only input column, or of tuples of several. ``overrides`` change settings of the run
-    (``["task.root=photos"]`` or ``{"task.root": "photos"}``). ``trust``: import code that a run of someone else names.
-    The columns are those of predictions.csv: ``id``, ``label``, ``prediction``, scores; those of files have the arrays.
-    Labels are strings, as in a file. Raises HarnessError.
+    values of the only input column, or of tuples of several; if it reads images, also an image or a folder of images.
+    ``overrides`` change settings of the run (``["task.root=photos"]`` or ``{"task.root": "photos"}``). ``trust``:
+    import code that a run of someone else names. The columns are those of predictions.csv: ``id``, ``label``,
+    ``prediction``, scores; those of files have the arrays. Labels are strings, as in a file. Raises HarnessError.
     """
     import pandas as pd
 
+    from harness.config.places import IMAGE_SUFFIXES
     from harness.inference import predict as inference
-    from harness.inference.rows import as_file, without_temporary
+    from harness.inference.rows import as_file, images_of, without_temporary
     from harness.runs import fetched, trained_run
     from harness.training.evaluation import prediction_files
 
     here, given, columns = fetched.local_copy(str(run)), _words(overrides), ()
-    if isinstance(rows, list):
+    place = os.fspath(rows) if isinstance(rows, str | os.PathLike) else ""
+    of_images = place.lower().endswith(IMAGE_SUFFIXES) or os.path.isdir(place)
+    if isinstance(rows, list) or of_images:
         task = trained_run.configuration(here, given, trust, OVERRIDES).task
         columns = tuple(getattr(task, "input_columns", ()))
-    with tempfile.TemporaryDirectory(prefix="harness-") as folder, as_file(rows, columns) as (source, cache):
+    wanted: Any = images_of(task, [place], place, Counter())[1] if of_images else rows
+    with tempfile.TemporaryDirectory(prefix="harness-") as folder, as_file(wanted, columns) as (source, cache):
         out = Path(folder, "predictions.parquet")
         words = [*_words({"data.cache_dir": cache} if cache else {}), *given]
         request = inference.PredictRequest(here, source, out, words, trust, OVERRIDES)
-        with _as_before(), without_temporary({str(out): "predictions"}, folder):
+        with _as_before(), without_temporary({re.escape(str(out)): "predictions"}, folder):
             inference.in_this_process(request)
         table = pd.read_parquet(out)
         for column in table if prediction_files.folder_of(out).is_dir() else ():

@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -277,8 +278,14 @@ def test_a_trained_model(path, tmp_path, monkeypatch):
     assert torch.equal(model.preprocess(rows["path"][0]), inputs[:1])
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / rows["path"][0]).rename(tmp_path / "elsewhere" / "new.png")
+    (tmp_path / "elsewhere" / "deep").mkdir()
+    shutil.copy(tmp_path / rows["path"][1], tmp_path / "elsewhere" / "deep" / "a.png")
     monkeypatch.chdir(tmp_path / "elsewhere")  # paths of a caller are also those from the working folder
     assert torch.equal(model.preprocess("new.png"), inputs[:1])
+    for place, ids in (("new.png", ["new.png"]), (tmp_path / "elsewhere", ["deep/a.png", "new.png"])):
+        found = predict(result.folder, place)
+        assert found["id"].tolist() == [str(tmp_path / "elsewhere" / name) for name in ids]
+        assert found["prediction"].iloc[-1] == expected["prediction"][0]
     assert torch.equal(model.preprocess([tmp_path / "elsewhere" / "new.png", rows["path"][1]]), inputs[:2])
     with Image.open("new.png") as image:
         gray = image.convert("L")

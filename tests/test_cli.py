@@ -35,7 +35,7 @@ VERBS = {
     "init": "--model -o --out --root CSV",
     "launch": "-c --config --detach --dry-run --engine --max-restarts --nnodes --nproc key=value",
     "port": "--patch SCRIPT",
-    "predict": "--csv --out --trust --world RUN key=value",
+    "predict": "--csv --images --out --trust --world RUN key=value",
     "report": "-o --json --out --trust RUN_OR_SWEEP",
     "schema": "--of",
     "settings": "--json --markdown WORD",
@@ -46,7 +46,7 @@ VERBS = {
 }
 
 DATA = {
-    "data folder": "--force --no-labels folder out",
+    "data folder": "--force folder out",
     "data mnist": "--from folder",
     "data split": "--by --eval --force --out --seed --stratify source",
 }

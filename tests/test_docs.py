@@ -444,8 +444,6 @@ def for_data(folder: Path) -> None:
         (folder / "photos" / label).mkdir(parents=True)
         for number in range(5):
             write_jpeg(PIXELS, str(folder / "photos" / label / f"{number}.jpg"))
-    (folder / "new_photos").mkdir()
-    write_jpeg(PIXELS, str(folder / "new_photos" / "a b.jpg"))
     write_table(folder / "scans.csv", [(f"{i}.jpg", i % 2, i // 2) for i in range(20)], ("path", "label", "patient"))
     (folder / "shards").mkdir()
     jpeg = bytes(encode_jpeg(PIXELS).numpy())
@@ -454,7 +452,6 @@ def for_data(folder: Path) -> None:
 
 def check_data(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
     assert len(rows_of(folder / "photos.train.csv")) == 8
-    assert rows_of(folder / "new.csv") == [{"path": "a b.jpg"}]
     assert rows_of(folder / "shards.csv") == [{"path": "train-000000.tar/a.jpg", "label": "cat"}]
 
 
@@ -558,12 +555,16 @@ def for_predict(folder: Path) -> None:
     assert code == 0, text
     rows = (folder / "data" / "digits" / "eval.csv").read_text().splitlines()
     (folder / "new.csv").write_text("\n".join(rows[:6]) + "\n")
+    (folder / "photos").mkdir()
+    for row, place in enumerate(("photos/b.png", "a.png"), 1):
+        shutil.copy(folder / "data" / "digits" / rows[row].partition(",")[0], folder / place)
 
 
 def check_predict(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
     with open(folder / "data" / "digits" / "eval.csv") as file:
         first = [row["path"] for row in csv.DictReader(file)][:5]
     assert pd.read_parquet(folder / "predictions.parquet")["id"].tolist() == first
+    assert pd.read_csv(folder / "predictions.csv")["id"].tolist() == ["photos/b.png", "a.png"]
     assert (folder / "runs" / "digits" / "model.onnx").exists()
 
 

@@ -168,7 +168,7 @@ def in_this_process(request: PredictRequest) -> None:
 def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: Stop) -> int:
     start = time.perf_counter()
     task = runtime.patiently("opening the data", lambda: _open(request, config, runtime.rank, runtime.world_size))
-    runtime.all_equal(task.fingerprint, request.source, "give every machine the same file")
+    runtime.all_equal(task.fingerprint, "the rows to predict", "give every machine the same file")
     for note in task.notes:
         log.warning("%s", note)
     opening.copy_files(config, task, runtime, train=False)

@@ -1,25 +1,35 @@
-"""``harness predict``: the predictions of a trained model for the rows of a CSV."""
+"""``harness predict``: the predictions of a trained model for the rows of a CSV, or for images."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 from harness.config import arguments as shared
-from harness.errors import ConfigError
+from harness.errors import ConfigError, plural
 from harness.runs import layout
 
 VERB = "predict"
-HELP = "write a trained model's predictions for the rows of a CSV"
+HELP = "write a trained model's predictions for the rows of a CSV, or for images"
+
+log = logging.getLogger("harness")
 
 _OUT = Path(layout.PREDICTIONS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_run(parser)
-    parser.add_argument(
-        "--csv", required=True, metavar="CSV", help="CSV with rows like the training rows; labels are optional"
+    rows = parser.add_mutually_exclusive_group(required=True)
+    rows.add_argument("--csv", metavar="CSV", help="CSV with rows like the training rows; labels are optional")
+    rows.add_argument(
+        "--images",
+        nargs="+",
+        metavar="PATH",
+        help="instead of a CSV: images, their URLs, or folders, of which all images below are predicted",
     )
     parser.add_argument(
         "--out",
@@ -34,29 +44,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from harness.config.places import is_url
-    from harness.data.table.source import locate
     from harness.distributed.launch_env import detect
-    from harness.runs import fetched, trained_run
 
     launch = detect(os.environ)
-    if launch.alone:  # errors come before the import of torch, unless other ranks must be told
-        folder = fetched.local_copy(arguments.folder)
-        trained_run.configuration(folder, arguments.overrides, arguments.trust)
-        if not is_url(arguments.csv):
-            locate(arguments.csv)
-        _require_free(arguments.out)
-    else:
-        from harness.distributed.meeting import telling_peers
+    with ExitStack() as stack:
+        if launch.alone:  # errors come before the import of torch, unless other ranks must be told
+            request = _request(arguments, launch.alone, stack)
+        else:
+            from harness.distributed.meeting import telling_peers
 
-        with telling_peers(launch):
-            folder = fetched.local_copy(arguments.folder)
-            _require_free(arguments.out)
-    from harness.inference import predict
+            with telling_peers(launch):
+                request = _request(arguments, launch.alone, stack)
+        from harness.inference import predict
 
-    out = arguments.out or _OUT
-    request = predict.PredictRequest(folder, arguments.csv, out, arguments.overrides, arguments.trust)
-    return predict.main(request, arguments.world, os.environ, arguments.words)
+        return predict.main(predict.PredictRequest(*request), arguments.world, os.environ, arguments.words)
+
+
+def _request(arguments: argparse.Namespace, alone: bool, stack: ExitStack) -> tuple[Path, str, Path, list[str], bool]:
+    """Return what a ``PredictRequest`` holds; ``stack`` removes temporary files. ``alone``: see ``Launch``. Raises
+    HarnessError."""
+    from harness.config.merge import typed
+    from harness.config.places import is_url
+    from harness.data.image_folders import skips
+    from harness.data.table.source import locate
+    from harness.inference.rows import images_as_file, images_of
+    from harness.runs import console, fetched, trained_run
+
+    images = arguments.images or []  # argparse takes settings after them for more
+    settings = [word for word in images if "=" in word and not os.path.exists(word)]
+    overrides = [*arguments.overrides, *settings]
+    folder, source = fetched.local_copy(arguments.folder), arguments.csv
+    config = trained_run.configuration(folder, overrides, arguments.trust)
+    if images:
+        skipped = Counter[str]()
+        places = [word for word in images if word not in settings]
+        column, names = images_of(config.task, places, "--images", skipped)
+        source, cache = stack.enter_context(images_as_file(names, column))
+        overrides += typed({"data.cache_dir": cache, "task.root": ""})
+        if alone and skipped:
+            console.to_terminal(0)
+            log.info("%s%s", plural(len(names), "image"), skips(skipped))
+    elif alone and not is_url(source):
+        locate(source)
+    _require_free(arguments.out)
+    return folder, source, arguments.out or _OUT, overrides, arguments.trust
 
 
 def _require_free(out: Path | None) -> None:

@@ -7,18 +7,22 @@ import logging
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.config.places import IMAGE_SUFFIXES, is_url
-from harness.errors import DataError, HarnessError
+from harness.data.image_folders import images_at
+from harness.errors import ConfigError, DataError, HarnessError
 
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
     from PIL import Image
+
+    from harness.config.schema import TaskSection
 
     Picture = str | os.PathLike[str] | Image.Image | np.ndarray
     Rows = Picture | pd.DataFrame | list[Picture] | list[tuple[str, ...]] | list[Mapping[str, object]]
@@ -51,7 +55,7 @@ def as_file(rows: Rows, columns: Sequence[str] = (), of_images: bool = False) ->
         file = str(Path(folder, "rows.csv"))
         table.to_csv(file, index=False, quoting=csv.QUOTE_ALL)  # pandas alone does not quote a carriage return
         try:
-            with without_temporary({file: "the table"}, folder):
+            with without_temporary({re.escape(file): "the table"}, folder):
                 yield file, folder
         except HarnessError as error:
             error.message, error.where = (_of_table(text, file) for text in (error.message, error.where))
@@ -64,6 +68,35 @@ def as_file(rows: Rows, columns: Sequence[str] = (), of_images: bool = False) ->
                 error.hint = (
                     f"{near[0] if near else ''}give {_IMAGES}; paths are relative to the working folder or task.root"
                 )
+            raise
+
+
+def images_of(task: TaskSection, places: Sequence[str], where: str, skipped: Counter[str]) -> tuple[str, list[str]]:
+    """Return (the column of ``task`` with the paths of images, ``images_at(places, skipped)``). Raises DataError, and
+    ConfigError, with ``where``, if the task reads no images."""
+    columns = getattr(task, "input_columns", {})
+    if list(columns.values()) != ["task.path_column"]:
+        what = f"the task {task.name} has no column of paths of images"
+        raise ConfigError(what, where=where, hint=f"give a CSV with {' and '.join(columns) or 'its rows'}: --csv CSV")
+    return next(iter(columns)), images_at(places, skipped)
+
+
+@contextmanager
+def images_as_file(names: Sequence[str], column: str) -> Iterator[tuple[str, str]]:
+    """Context with (a table that has ``names`` in its ``column``, the cache folder for it).
+
+    Errors and the log name images, but no line of it.
+    """
+    with tempfile.TemporaryDirectory(prefix="harness-") as folder:
+        file = str(Path(folder, "images.csv"))
+        with open(file, "w", encoding="utf-8", newline="") as stream:
+            csv.writer(stream, quoting=csv.QUOTE_ALL).writerows([[column], *([name] for name in names)])
+        shown = {rf"{re.escape(file)}:\d+: ": "", rf"{re.escape(file)}(:\d+)?": "--images"}
+        try:
+            with without_temporary(shown, folder):
+                yield file, folder
+        except HarnessError as error:
+            error.message, error.where = (_renamed(text, shown) for text in (error.message, error.where))
             raise
 
 
@@ -122,12 +155,11 @@ def _from_here(value: str) -> str:
 
 @contextmanager
 def without_temporary(names: Mapping[str, str], folder: str) -> Iterator[None]:
-    """Context in which the log has ``names`` in place of temporary files, and no line on others of their ``folder``."""
+    """Context in which the log has ``names``, by pattern, in place of temporary files, and no line on others of their
+    ``folder``."""
 
     def rename(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        for file, name in names.items():
-            text = text.replace(file, name)
+        text = _renamed(record.getMessage(), names)
         record.msg, record.args = text, ()
         return folder not in text or record.levelno > logging.INFO
 
@@ -136,6 +168,12 @@ def without_temporary(names: Mapping[str, str], folder: str) -> Iterator[None]:
         yield
     finally:
         log.removeFilter(rename)
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    for pattern, name in names.items():
+        text = re.sub(pattern, name, text)
+    return text
 
 
 def _of_table(text: str, file: str) -> str:

@@ -232,6 +232,8 @@ def test_killed_predict_leaves_no_process_and_no_file(trained, tmp_path):
             "predictions.csv: this file already exists\n  -> --out predictions.csv replaces it",
         ),
         (["RUN", "--csv", "missing.csv"], 65, "missing.csv: no such annotation file"),
+        (["RUN", "--images", "gone.jpg"], 65, "gone.jpg: there is no such image or folder"),
+        (["RUN", "--images", "fresh"], 65, "fresh: no images; skipped: "),
         (["nope", "--csv", "CSV"], 2, "nope: there is no such folder"),
         (["RUN", "--csv", "CSV", "--out", "x.csv", "model.args.width=5"], 70, "do not fit this model"),
         (["RUN", "--csv", "CSV", "--out", "x.csv", "modle.name=x"], 2, "did you mean model"),
@@ -259,6 +261,41 @@ def test_predictions_have_a_default_name(trained, tmp_path, monkeypatch):
     assert cli.main(["predict", str(folder), "--csv", str(data / "eval.csv")]) == 0
     amp.reset()  # the process of a command ends with it
     assert (tmp_path / "predictions.csv").read_bytes() == (folder / "predictions.csv").read_bytes()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_predictions_of_images_without_a_table(trained, tmp_path, monkeypatch, world):
+    """Images are named as they are found, settings after them are settings, and damaged ones are named."""
+    folder, data = trained
+    monkeypatch.chdir(tmp_path)
+    expected = pd.read_csv(folder / "predictions.csv", index_col="id")["prediction"]
+    places = {"new/deep/1.png": 3, "new/it's, 2.PNG": 4, "one=two.png": 5}
+    (tmp_path / "new" / "deep").mkdir(parents=True)
+    for place, number in places.items():
+        shutil.copy(data / "images" / f"eval{number}.png", place)
+    (tmp_path / "new" / "notes.txt").touch()
+    words = ["--images", "new", "one=two.png", "train.epochs=1"]
+    codes, output = predict(folder, tmp_path / "some.csv", *words, world=world)
+    assert codes == [0] * world, output
+    found = pd.read_csv("some.csv", index_col="id")["prediction"]
+    assert found.to_dict() == {place: expected[f"images/eval{number}.png"] for place, number in places.items()}
+    assert ("3 images; skipped: .txt files (1)\n" in output) == (world == 1)
+    (tmp_path / "new" / "3.png").write_bytes(b"\x89PNG and no more")
+    codes, output = predict(folder, tmp_path / "none.csv", *words, world=world)
+    assert (codes, "image cannot be decoded: new/3.png" in output) == ([65] * world, True), output
+    codes, output = predict(folder, tmp_path / "all.csv", *words, "task.on_bad_row=skip", world=world)
+    assert (codes, "they have no prediction: new/3.png\n" in output) == ([0] * world, True), output
+    assert "harness-" not in output, "no temporary file is named"
+
+
+def test_images_for_a_model_of_texts(trained, tmp_path, capsys):
+    other = shutil.copytree(trained[0], tmp_path / "texts")
+    (other / "config.yaml").write_text(
+        "name: x\ntask: {name: text_csv, train_csv: a.csv, eval_csv: b.csv}\n"
+        "model: {name: text_cnn}\nbatch: {global: 8}\n"
+    )
+    assert cli.main(["predict", str(other), "--images", str(tmp_path)]) == 2
+    assert "give a CSV with text: --csv CSV" in capsys.readouterr().err
 
 
 def test_no_command_replaces_what_it_reads(trained, tmp_path, monkeypatch, capfd):

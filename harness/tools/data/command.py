@@ -14,18 +14,9 @@ _PUBLISHED = ("digits", "mnist", "fashion_mnist", "pet_names")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="dataset", required=True, metavar="WHAT")
-    folder = verbs.add_parser(
-        "folder", help="write a table of images sorted into one folder per class, or of images without labels"
-    )
-    folder.add_argument(
-        "folder",
-        type=Path,
-        help="folder that contains one folder of images per class; with --no-labels, any folder of images",
-    )
+    folder = verbs.add_parser("folder", help="write a table of images sorted into one folder per class")
+    folder.add_argument("folder", type=Path, help="folder that contains one folder of images per class")
     folder.add_argument("out", type=Path, help="table to write: .csv, .csv.gz or .parquet")
-    folder.add_argument(
-        "--no-labels", action="store_true", help="write only the paths of all images in the folder, for harness predict"
-    )
     split = verbs.add_parser("split", help="split a table into NAME.train.csv and NAME.eval.csv")
     split.add_argument("source", type=Path, help="table to split: .csv, .csv.gz or .parquet")
     split.add_argument(
@@ -80,7 +71,7 @@ def _run(given: argparse.Namespace) -> str:
     from harness.tools.data import from_folder, table_file
 
     table_file.suffix_of(given.out)
-    return from_folder.write(given.folder, given.out, not given.no_labels, given.force)
+    return from_folder.write(given.folder, given.out, given.force)
 
 
 def _download(dataset: str, folder: Path, source: str | None) -> str:

@@ -58,13 +58,10 @@ def test_files_in_a_folder_that_only_end_like_images_are_named(tmp_path, capsys)
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_jpeg(PIXELS, str(tmp_path / name)) if name[4] in "12" else (tmp_path / name).write_bytes(b"<html>")
     (tmp_path / "cat" / "0.jpg").touch()
-    (tmp_path / "top.jpg").touch()
     named = "cat/0.jpg (empty), " + ", ".join(f"dog/text{i}.jpg (another kind of file)" for i in range(4))
     assert data("folder", tmp_path, tmp_path / "out.csv") == 0
     told = f"warning: 6 rows of no image: {named} and 1 more; remove them and write the table again, or set task.on_bad"
     assert told in capsys.readouterr().out
-    assert data("folder", tmp_path, tmp_path / "all.csv", "--no-labels") == 0
-    assert "warning: 7 rows of no image: cat/0.jpg (empty), " in capsys.readouterr().out
 
 
 def test_images_of_a_folder_are_opened_at_once(tmp_path, monkeypatch):
@@ -161,8 +158,8 @@ def test_folders_that_make_no_table(tmp_path, capsys):
             65,
             "no images in class folders; skipped: images outside a class folder (1)",
         ),
-        (("folder", tmp_path / "flat", out), 65, f"harness data folder {tmp_path}/flat {out} --no-labels"),
-        (("folder", tmp_path / "my flat", out, "--no-labels"), 65, "my flat: no images\n"),
+        (("folder", tmp_path / "flat", out), 65, f"harness predict RUN --images {tmp_path}/flat\n"),
+        (("folder", tmp_path / "my flat", out), 65, "my flat: no images in class folders\n"),
         (
             ("folder", tmp_path / "my flatt", out),
             65,
@@ -181,12 +178,6 @@ def test_folders_that_make_no_table(tmp_path, capsys):
         assert not out.exists()
     assert data("folder", tmp_path / "splits" / "train", out) == 0
     assert "note: there is only one class" in capsys.readouterr().out
-    for name, paths in (("flat", ["1.jpg"]), ("splits", ["train/cat/1.jpg", "val/cat/1.jpg"])):
-        assert data("folder", tmp_path / name, out, "--no-labels", "--force") == 0
-        assert out.read_text() == "".join(f"{line}\n" for line in ["path", *paths])
-        assert capsys.readouterr().out.endswith(
-            f"\nnext: harness predict RUN --csv {out} task.root={tmp_path / name}\n"
-        )
 
 
 # split

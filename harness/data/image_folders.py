@@ -1,0 +1,88 @@
+"""The images below a folder, by the ends of their names."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from harness.config.places import IMAGE_SUFFIXES, is_url
+from harness.errors import DataError, did_you_mean, reason, remedy
+
+SUFFIXES = f"images are files whose names end with {', '.join(IMAGE_SUFFIXES)}"
+_KINDS = 10  # of skipped files in a message
+
+
+def images_at(places: Sequence[str], skipped: Counter[str]) -> list[str]:
+    """Return the images that ``places`` name, in this order: each is an image or its URL, or a folder of images, also
+    deeper ones. Counts the other files by kind in ``skipped``. Raises DataError if there is no image at a place."""
+    found = list[str]()
+    for place in places:
+        if os.path.isdir(place):
+            inside = [os.path.join(place, name) for name in images_below(Path(place), skipped)]
+            if not inside:
+                raise DataError(f"no images{skips(skipped)}", where=place, hint=SUFFIXES)
+            found += inside
+        elif is_url(place) or os.path.isfile(place):
+            found.append(place)
+        else:
+            raise DataError("there is no such image or folder", where=place, hint=did_you_mean(place))
+    return found
+
+
+def entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what is in ``folder``, sorted. Raises DataError, with the most similar folder if there is none."""
+    try:
+        return sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except FileNotFoundError as error:
+        hint = did_you_mean(folder, os.path.isdir) or "give the folder that has a folder of images for each class"
+        raise DataError(f"the folder cannot be read: {reason(error)}", where=str(folder), hint=hint) from None
+    except OSError as error:
+        raise DataError(f"the folder cannot be read: {reason(error)}", where=str(folder), hint=remedy(error)) from None
+
+
+def holds(kind: Callable[[], bool]) -> bool:
+    """Return what ``kind`` of an entry does; False if it is a link to itself."""
+    try:
+        return kind()
+    except OSError:
+        return False
+
+
+def images_below(folder: Path, skipped: Counter[str]) -> Iterator[str]:
+    """Yield the paths of images below ``folder``, relative to it, sorted. Follows links. Counts other files by kind."""
+    return _images_of(folder, folder, skipped, ())
+
+
+def _images_of(folder: Path, root: Path, skipped: Counter[str], above: tuple[str, ...]) -> Iterator[str]:
+    """Yield ``images_below`` relative to ``root``. ``above``: real paths of the folders above."""
+    here = os.path.realpath(folder)
+    if here in above:
+        skipped["links to a folder above them"] += 1
+        return
+    for entry in entries(folder):
+        if entry.name.startswith("."):
+            skipped["hidden files"] += 1
+        elif holds(entry.is_dir):
+            yield from _images_of(Path(entry.path), root, skipped, (*above, here))
+        elif not entry.name.lower().endswith(IMAGE_SUFFIXES):
+            suffix = os.path.splitext(entry.name)[1].lower()
+            skipped[f"{suffix} files" if suffix else "files without an extension"] += 1
+        elif not holds(entry.is_file):
+            skipped["broken links and special files"] += 1
+        else:
+            name = os.path.relpath(entry.path, root)
+            if any("\ud800" <= letter <= "\udfff" for letter in name):
+                skipped["names that are not UTF-8"] += 1
+            else:
+                yield name
+
+
+def skips(skipped: Counter[str]) -> str:
+    """Return what was skipped, to end a sentence; empty if nothing was."""
+    if not skipped:
+        return ""
+    shown = [f"{kind} ({count})" for kind, count in skipped.most_common(_KINDS)]
+    more = f" and {len(skipped) - _KINDS} more kinds" if len(skipped) > _KINDS else ""
+    return f"; skipped: {', '.join(shown)}{more}"
