@@ -1,5 +1,6 @@
 """The rows of one process, in batches: training steps from any position of an epoch, and evaluation batches.
 
+A *rank* is a logical one here: usually the process; with parallel.logical_ranks, a process computes several in turn.
 This process decides which rows each batch has, and worker processes only load them: resuming at a position needs no
 state of theirs. ``shards`` has the rules for which rows a rank trains on.
 """
@@ -32,13 +33,12 @@ class MicroBatch:
     """Factor of the mean loss, so that the sum over micro-batches, averaged over ranks, is the mean over all rows of
     the step."""
     rows: np.ndarray
-    """Numbers of the rows of this step that are in the batch, each once: no repeated row, no replacement."""
+    """Numbers of the rows of this step that are in the batch, each once: no repeated row, no substitute."""
     num_rows: int
     """How many rows of the batch count; with 0, the pass only takes part in communication."""
     rank: int
-    """The rank of the recipe that it belongs to."""
     ends: bool
-    """Whether it is that rank's last of the step."""
+    """Whether it is the last of its ``rank`` in the step."""
 
     @classmethod
     def of(cls, batch: Batch, planned: Part, weight: float) -> MicroBatch:
@@ -62,8 +62,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainData:
-    """The training rows of one process, in groups: the micro-batches of one optimizer step. It computes ``ranks`` of
-    ``num_ranks`` ranks: usually one, several of parallel.logical_ranks."""
+    """The training rows of one process, which computes ``ranks`` of ``num_ranks``, in groups: the micro-batches of one
+    optimizer step."""
 
     loader: Loader
     rule: Rule
@@ -138,7 +138,8 @@ class TrainData:
             except StoppedWaiting:
                 return
             yield [
-                MicroBatch.of(batch, part, len(part.rows) * self.num_ranks / total)  # exactly 1.0 for equal parts
+                # Averaging over ranks divides by ``num_ranks``. The weight is exactly 1.0 for equal parts.
+                MicroBatch.of(batch, part, len(part.rows) * self.num_ranks / total)
                 for part, batch in zip(parts, group, strict=True)
             ]
         self._passed[:] = [(segments, position), *self._passed][:_PASSES]
@@ -166,7 +167,7 @@ class TrainData:
 
     def _rows_of_all(self, num_left: int, step: int, part: Part) -> int:
         """Return the number of rows in the micro-batch ``part.number`` of ``step`` over all ranks."""
-        short, num_long = divmod(num_left, self.num_ranks)
+        short, num_long = divmod(num_left, self.num_ranks)  # ``num_long`` shards have a row more than ``short``
 
         def rows(length: int) -> int:
             whole, rest = divmod(min(max(length - step * self.per_rank, 0), self.per_rank), part.num)
@@ -201,7 +202,8 @@ class EvalData:
         return -(-longest // self.batch_size) * self.most_ranks
 
     def turns(self) -> Iterator[tuple[int, Batch | None]]:
-        """Yield (rank, batch) ``num_turns`` times, rank by rank; None in place of a batch that another process has."""
+        """Yield (rank, batch), rank by rank, then (rank, None) without end: the caller takes ``num_turns``, as many on
+        every process, so that all take part in the same collectives."""
         asked = {rank: [*self._requests(rank)] for rank in self.ranks}
         batches = self.loader.fetch(BatchRequest(rows, None) for of_rank in asked.values() for rows in of_rank)
         for rank, requests in asked.items():

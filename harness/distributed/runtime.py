@@ -1,6 +1,6 @@
 """What all ranks do in step: who waits for whom, how long, and who raises an error of one of them. The stages:
 
-stage       may be longer than timeout_s  may hold collectives  an error is raised on  several ranks: limited by
+stage       may be longer than timeout_s  may hold collectives  an error is raised on  with several ranks, ended by
 together    no                            no                    all ranks              the ``gather`` at its end
 patiently   yes, up to work_timeout_s     no                    all ranks              ``heartbeats``, which are gathers
 announced   yes, up to work_timeout_s     yes                   this rank              its collectives
@@ -65,7 +65,8 @@ class Runtime(Collectives):
             mine = error
         if self.world_size > 1:
             # An error that an inner stage has raised on several ranks keeps the rank that it comes from, which raises
-            # ``mine``, with the traceback: rank 1 raises its original, though rank 0 comes first with a copy of it.
+            # ``mine``, with the traceback. If rank 1 failed there, all ranks come here with an error of origin 1, and
+            # the first of ``theirs`` is the copy of rank 0: rank 1 raises its original, the others that copy.
             origin = getattr(mine, "origin_rank", None)
             own = None if mine is None else (as_harness_error(mine, doing), self.rank if origin is None else origin)
             theirs = next((error for error in self.gather(own) if error is not None), None)

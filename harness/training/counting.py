@@ -2,10 +2,11 @@
 
 The device must not run out of work. So what only a GPU knows, whether it skipped a step and the numbers of a line, the
 host learns while the next backward pass is queued: before the next update, which needs the learning rate and the moving
-average, and waiting for no later work. The two steps after which a line is written:
+average, and waiting for no later work. Step 1 ends a window, and step 2 does not:
 
-    on a CPU   backward 1, update 1, count 1, line;    backward 2, update 2, count 2
-    on a GPU   queue backward 1, update 1, backward 2; count 1, line; queue update 2, backward 3; count 2
+    on a CPU           backward 1, update 1, count 1, line; backward 2, update 2, count 2
+    on a GPU, fused O1 queue backward 1, update 1, backward 2; count 1, line; queue update 2, backward 3; count 2
+    on a GPU, others   count each step after its update, and write the line after the next backward pass is queued
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
 
 
 def end_window(run: Run) -> None:
-    """End the steps of a log line, which ``count_last_step`` writes. Collective."""
+    """End the steps of a log line, which ``count_last_step`` writes: on a GPU, that of the next step. Collective."""
     collect_waits(run)
     run.meter.end_window(run.precision.next_scale())
     if run.runtime.device.type != "cuda":

@@ -7,10 +7,12 @@
     O0, O3 to O5                    nobody: by default, their scale is constant  never
     O1, not fsdp, fused optimizer   the device, within the update                never; ``counting`` does, later
     O1 otherwise; O2                amp, on the host                             once, at the end of the backward pass
-    each with train.on_nan: skip    ``step``, too, after any other NaN           once more; at O1, it waits for amp, too
+    each with train.on_nan: skip    ``step``, too, after any other NaN or        once more, in ``finite_everywhere``; at
+                                    infinity                                     O1, it waits for amp, too
 
-``counting`` counts a step, and writes a log line, while the device does the next backward pass, and waits for the end
-of that step only. Hooks after a step, a save and the end of an epoch need its count at once.
+Where only the device knows whether it skipped a step, ``counting`` counts that step while the device does the next
+backward pass, and waits for the end of the counted step only. Otherwise, and before hooks, a save and the end of an
+epoch, it counts at once. Log lines follow the same order.
 
 With train.on_nan: stop, a NaN does not stop its own step: unless amp skips it, the update is applied, and the run fails
 at the next log line or save (``health``). ``run.stop.poll``, which evaluations call, too, mostly does not wait either:
@@ -72,7 +74,7 @@ def train_to_end(run: Run) -> bool:
             run.health.result(run.state)
             return True
         else:
-            epoch(run)
+            epoch(run)  # to its end, or to an evaluation in it
             save(run)
     save(run)  # if stopped before the first step; otherwise there is one
     run.writer.wait()
@@ -96,16 +98,16 @@ def epoch(run: Run) -> None:
         run.progress.step()
         run.first_look.poll()  # raises the error of a damaged evaluation row
         if logs:
-            end_window(run)  # of what the next log line says
+            end_window(run)
         if run.stop.poll() or number == end or state.ended:
-            break  # the save comes after the end of the window
+            break  # the save of ``train_to_end`` comes after the end of the window
         if left and run.sizes.save_every and number % run.sizes.save_every == 0:
             count_last_step(run)
             save(run)
     count_last_step(run)
     run.progress.stop()
     if run.meter.steps and (left == 0 or run.evaluation_due()):
-        end_window(run)
+        end_window(run)  # one that is shorter than ``log_every``
         count_last_step(run)
     run.meter.stop_clock()
     if left == 0 or run.finished():
@@ -119,8 +121,8 @@ def epoch(run: Run) -> None:
 def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
     """Take one optimizer step over the micro-batches of ``group``, applied or skipped on all ranks alike. Collective.
 
-    ``measured``: a log line with the gradient norm follows. ``skip``: whether the step is skipped, in a tensor where
-    only the device knows yet: not 0 if so.
+    ``measured``: a log line with the gradient norm follows. ``skip``: whether the step is skipped: a bool where the
+    host knows, a tensor, not 0 if so, where only the device does yet.
     """
     train, precision, timer = run.config.train, run.precision, run.meter.timer
     timer.start()

@@ -61,8 +61,8 @@ class Run:
     parallel: ParallelStrategy  # the model, and how ranks share the work
     optimizer: torch.optim.Optimizer
     sizes: Sizes
-    """Rows of a batch: of a rank (``per_rank``), a forward pass, all ranks. Steps: of an epoch, in all, from one log
-    line (``log_every``) or save to the next, which count from the start of the run. The schedule."""
+    """Rows of a step: ``per_rank``, ``global_batch``; of a forward pass: ``micro_batch``. Numbers of steps: of an epoch,
+    in all, between log lines (``log_every``) and between saves (``save_every``). The schedule."""
     ema: Ema | None  # the moving average of the weights
     gradient_hook: OnGradients | None  # of train.on_gradients
     health: Health  # fails a run that no longer learns
@@ -79,8 +79,8 @@ class Run:
     saved_step: int = -1
     """The step of the newest checkpoint, which may still be on its way (see ``writer.complete``); -1: none."""
     uncounted: tuple[Used, bool | Reading] | None = None
-    """The last step, until ``counting`` counts it: the rows that this process used, and whether it was skipped. Where
-    only the device knows, that is a copy on its way to the host; ``Reading.values`` waits for it."""
+    """The last step, until ``counting`` counts it: the rows that this process used, and whether it was skipped: a bool,
+    or where only the device knows, a copy on its way to the host; ``Reading.values`` waits for it."""
     lr: float = 0.0
     """The learning rate of the last step, for the parameters without a group of their own."""
     loss_text: str = ""
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def ranks(self) -> LogicalRanks:
-        """The ranks of the recipe: ``num`` of them, the range ``own`` by this process, usually one. ``fixed``:
+        """The logical ranks: ``num`` of them, of which this process computes the range ``own``, usually one. ``fixed``:
         parallel.logical_ranks sets ``num``; otherwise it is the number of processes."""
         return self.parallel.ranks
 
@@ -132,8 +132,9 @@ class Run:
 
     def evaluation_due(self) -> bool:
         """Return True if the present step is to be evaluated and is not yet: training is over, or an interval of
-        ``train.evaluate_every`` has ended for the ranks that took that step, which may have been others. Raises
-        TrainingError if more steps are counted than the epoch has."""
+        ``train.evaluate_every`` has ended, also with the last step of the epoch before. Right after a resume on another
+        number of ranks, those that took the step decide that. Raises TrainingError if a loop of the user's own has
+        counted more steps than the epoch has."""
         state = self.state
         by = state.segments[-1] if state.segments else None
         finished, position = self.finished(), self._position(by)

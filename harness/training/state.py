@@ -16,11 +16,13 @@ from harness.training.optimizer.schedule import Plateau
 
 @dataclass
 class State:
-    """Counters of a run, equal on every rank except the times. Epochs and steps count once they are finished."""
+    """Counters of a run, equal on every rank except the times. Epochs and steps count once they are finished; only
+    ``segments`` has the present step already."""
 
     epoch: int = 0
-    segments: list[Segment] = field(default_factory=list)  # the steps of this epoch so far, by the ranks that took them
-    epoch_applied: int = 0  # steps of this epoch
+    # The steps of this epoch so far: how many, by how many ranks, with how many rows of each.
+    segments: list[Segment] = field(default_factory=list)
+    epoch_applied: int = 0  # steps of this epoch that changed the weights
     epoch_skipped: int = 0
     epoch_rows: int = 0  # the rows of the applied ones over all ranks, up to the last log line
     epoch_loss: float = 0.0  # the sum of the losses of these rows
@@ -36,7 +38,7 @@ class State:
     best: float | None = None
     best_step: int = 0
     since_best: int = 0  # evaluations since the best one
-    plateau: Plateau = field(default_factory=Plateau)  # when the schedule ``plateau`` lowers the learning rate
+    plateau: Plateau = field(default_factory=Plateau)  # how often ``schedule: plateau`` has lowered the learning rate
     wall_s: float = 0.0
     train_s: float = 0.0  # the part of ``wall_s`` spent in training, on this rank
     ended: str = ""  # why a hook, or a loop of the user's own, has ended training

@@ -3,13 +3,17 @@
 The life of a checkpoint:
 
 1. ``save`` checks the loss and the weights, and gathers the content on rank 0, but for shards, which each rank writes.
-2. ``CheckpointWriter.write`` waits for the checkpoint before it, copies the content if need be, and starts a thread.
+2. ``CheckpointWriter.write`` (checkpoint_writer.py) copies the content, unless nothing can change it meanwhile,
+   and starts a thread.
 3. The thread, on a rank that has content, lets the format write files to a temporary folder, syncs and hashes them.
 4. That of rank 0 adds the manifest, renames the folder, points `latest` to it (``harness.runs.checkpoint.complete``),
    removes older ones, and starts an upload.
-5. ``writer.wait`` raises the thread's error on all ranks, or sets ``writer.complete``: at once without
-   checkpoint.async_save; else in the next save, for the best weights, and at the end.
+5. ``writer.wait`` raises the thread's error on all ranks, or sets ``writer.complete``. Without checkpoint.async_save,
+   ``write`` calls it at once; else the next save, ``keep_best`` and the end of training do.
 6. A resume verifies the hashes of the one that `latest` names; if it is damaged, of the next older one.
+
+One checkpoint as files is in ``harness.runs.checkpoint``, all of a run in ``harness.runs.checkpoints``, how content
+becomes files in ``harness/runs/formats``.
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ class OfRank(TypedDict):
 
 
 class BesideTheModel(TypedDict):
-    """The parts of a checkpoint that are no tensors of the model's. Those of rank 0 are kept; on the others, only hooks
-    and the times in ``state`` differ."""
+    """What ``harness verify-resume`` compares at each step besides the model. That of rank 0 is kept; on the others,
+    only hooks and the times in ``state`` differ."""
 
     state: dict[str, Any]  # from ``State.to_dict``
     amp: dict[str, Any]  # the loss scale
@@ -70,8 +74,8 @@ class Content(BesideTheModel):
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint of the current step, unless there is one. An error on rank 0 is raised on all ranks.
-    Collective."""
+    """Write a checkpoint of the current step, unless there is one. An error of any rank is raised on all of them, that
+    of a thread that writes by ``writer.wait``. Collective."""
     if run.saved_step == run.state.step:
         return
     start = time.perf_counter()
@@ -116,7 +120,7 @@ def _save(run: Run) -> None:
 
 
 def beside_the_model(run: Run) -> BesideTheModel:
-    """Return these parts of this rank, which ``harness verify-resume`` compares at each step."""
+    """Return these parts of this rank."""
     return {
         "state": run.state.to_dict(),
         "amp": run.precision.state_dict(),

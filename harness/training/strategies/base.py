@@ -35,7 +35,7 @@ class ParallelStrategy:
     shards: ClassVar[bool] = False
     """True if each of several processes holds a part of the weights, as DTensors. ``prepare`` then gets the model on
     the CPU, where only rank 0 needs its values, and moves it to the device. A forward pass, and reading a whole
-    parameter, are collective. Such a strategy needs harness.apex."""
+    parameter, are collective. Such a strategy needs harness.apex, whose amp reads DTensors."""
     recomputes: ClassVar[bool] = True  # model.activation_checkpointing is supported
 
     model: nn.Module  # what training calls
@@ -102,7 +102,8 @@ class ParallelStrategy:
         compiled.compile_whole(self.module, mode=mode)
 
     def backward(self, loss: Tensor, ends: bool) -> None:
-        """Run the backward pass. ``ends``: whether this micro-batch is the last of its logical rank in this step."""
+        """Run the backward pass. ``ends``: whether this micro-batch is the last of its logical rank in this step, whose
+        gradients are then complete; a strategy that adds up those of several logical ranks (ddp) needs it."""
         loss.backward()
 
     def switch_sync(self, on: bool) -> None:
@@ -112,7 +113,7 @@ class ParallelStrategy:
     def micro_batch(self, micro: MicroBatch, last: bool) -> Iterator[None]:
         """Context for forward and ``backward`` of ``micro``, with the random streams and buffers of its logical rank.
         Gradients are averaged only in the ``last`` micro-batch of this process in a step. One without rows only keeps
-        this rank in step: batch norms leave it out of their statistics."""
+        this rank in step: norms over all ranks leave it out (``idle``), and the buffers of others are put back."""
         self.ranks.activate(micro.rank)
         idle, own = ((), ()) if micro.num_rows else (self.sync_norms, self.own_norms)
         for norm in idle:
