@@ -61,8 +61,8 @@ class Run:
     parallel: ParallelStrategy  # the model, and how ranks share the work
     optimizer: torch.optim.Optimizer
     sizes: Sizes
-    """Rows of a step: ``per_rank``, ``global_batch``; of a forward pass: ``micro_batch``. Numbers of steps: of an epoch,
-    in all, between log lines (``log_every``) and between saves (``save_every``). The schedule."""
+    """Rows of a step: ``per_rank``, ``global_batch``; of a forward pass: ``micro_batch``. Numbers of steps: of an
+    epoch, in all, between log lines (``log_every``) and between saves (``save_every``). The schedule."""
     ema: Ema | None  # the moving average of the weights
     gradient_hook: OnGradients | None  # of train.on_gradients
     health: Health  # fails a run that no longer learns
