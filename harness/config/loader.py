@@ -75,6 +75,7 @@ def placed(error: HarnessError, config: Config) -> HarnessError:
         error.where = f"{key}: {error.where}" if key else error.where
     if key and (place := origin_of(key, origins, origins.get("", ""))):
         error.where = f"{place}: {error.where}"
+        error.hint = f"{error.hint}{_of_other_name(key, origins)}".removeprefix("; ")
     return error
 
 

@@ -50,15 +50,17 @@ def find(kind: str, name: str, where: str, built_in: dict[str, Function]) -> Fun
 
 
 def require_parameters(
-    name: str, parameters: Mapping[str, inspect.Parameter], given: Iterable[str], where: str
+    name: str, parameters: Mapping[str, inspect.Parameter], given: Iterable[str], where: str, otherwise: str = ""
 ) -> None:
-    """Raise ConfigError at ``where`` for arguments ``given`` to ``name`` that are not among its ``parameters``."""
+    """Raise ConfigError for arguments ``given`` to ``name`` that are not among its ``parameters``: at ``where``, or at
+    the first one in ``where``, if those are arguments. ``otherwise`` ends the hint."""
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if wrong := [] if takes_all else [str(key) for key in given if key not in parameters]:
         near = similar(wrong[0], parameters)
         takes = f"its arguments are: {', '.join(parameters)}" if parameters else "it has none"
         message = f"{name} has no {'argument' if len(wrong) == 1 else 'arguments'} {', '.join(wrong)}"
-        raise ConfigError(message, where=where, hint=f"did you mean {near}? {takes}" if near else takes)
+        place = f"{where}.{wrong[0]}" if where.endswith(".args") else where
+        raise ConfigError(message, where=place, hint=f"{f'did you mean {near}? ' if near else ''}{takes}{otherwise}")
 
 
 @functools.cache  # so that two configurations that name the same function have the same class and can be compared

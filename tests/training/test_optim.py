@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from harness.config import loader
 from harness.config.schema import OptimizerSection
 from harness.errors import ConfigError, OwnCodeError
 from harness.training.build import require_optimizer
+from harness.training.model import model_builder
 from harness.training.optimizer.optim import (
     build,
     built_in,
@@ -20,6 +22,7 @@ from harness.training.optimizer.optim import (
     start_momentum,
 )
 from tests.config.test_schema import make
+from tests.fixtures import settings, write_yaml
 
 
 def params() -> list[nn.Parameter]:
@@ -176,6 +179,7 @@ def test_fused_by_short_name(name):
         ({"name": "torch.optim.Nope"}, "cannot be imported"),
         ({"name": "pathlib.Path"}, "is not a torch.optim.Optimizer"),
         ({"name": "adam", "momentum": 0.9}, "adam has no argument momentum\n  -> its arguments are: lr, betas"),
+        ({"name": "adam", "momentum": 0.9}, "; to leave it out, set optimizer.momentum=null"),
         ({"args": {"nestrov": True}}, "sgd has no argument nestrov"),
         ({"args": {"nesterov": True}}, "cannot build sgd: Nesterov momentum requires a momentum"),
         ({"args": {"params": []}}, "sgd has no argument params"),
@@ -192,6 +196,33 @@ def test_optimizer_that_cannot_be_built(section, message):
         build(OptimizerSection(**section), params(), 0.1)
     assert any(part in str(caught.value) for part in message.split("|"))
     assert caught.value.where.startswith("optimizer")
+
+
+def test_arguments_in_a_file_for_another_optimizer_or_model(tmp_path):
+    """The override that drops them is named, and works."""
+    sections = {"optimizer": {"name": "adamw", "args": {"amsgrad": True}}, "precision": {"opt_level": "O0"}}
+    sections["model"] = {"name": "resnet18", "args": {"width_per_group": 8}}
+    file = write_yaml(tmp_path / "x.yaml", settings(tmp_path, **sections))
+    named = ["optimizer.name=sgd", "model.name=linear"]
+
+    def problems(*more):
+        config = loader.load(file, [*named, *more])
+        for built in (
+            lambda: build(config.optimizer, params(), 0.1),
+            lambda: model_builder.build(config.model.name, config.model.args, {"num_classes": 2}, torch.zeros(1, 3)),
+        ):
+            try:
+                built()
+            except ConfigError as error:
+                yield str(loader.placed(error, config))
+
+    of_optimizer, of_model = problems()
+    for text, key in ((of_optimizer, "optimizer.args"), (of_model, "model.args")):
+        assert f": {key}." in text
+        assert f"; to drop those of {file}, set {key}=null" in text
+    assert [*problems("optimizer.args=null", "model.args=null")] == []
+    (typed,) = problems("model.args=null", "optimizer.args=null", "optimizer.args={amsgrad: true}")
+    assert "to drop" not in typed
 
 
 @pytest.mark.parametrize("name", sorted(set(built_in()) - {"sparseadam"}))

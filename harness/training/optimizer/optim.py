@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,16 +38,18 @@ def build(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of ``section`` over ``params``, parameters or groups of them. Raises ConfigError."""
     make = find(section.name)
-    given: dict[str, Any] = {"lr": lr, **section.args}
-    for key in ("momentum", "weight_decay"):
-        if (value := getattr(section, key)) is not None:
-            given[key] = value
+    settings = {key: value for key in ("momentum", "weight_decay") if (value := getattr(section, key)) is not None}
+    given: dict[str, Any] = {"lr": lr, **section.args, **settings}
     trained: list[Any] = list(params)
     if _can_be_fused(section, trained):
         given["fused"] = True
-    wanted = [*given, *(["weight_decay"] if any(group.weight_decay is not None for group in section.groups) else [])]
+    decayed = ["weight_decay"] if any(group.weight_decay is not None for group in section.groups) else []
     parameters = {key: parameter for key, parameter in inspect.signature(make).parameters.items() if key != "params"}
-    signatures.require_parameters(section.name, parameters, wanted, "optimizer")
+    require = partial(signatures.require_parameters, section.name, parameters)
+    require(section.args, "optimizer.args")
+    for key in settings:
+        require([key], f"optimizer.{key}", f"; to leave it out, set optimizer.{key}=null")
+    require(["lr", *decayed], "optimizer")
     if "." not in section.name:
         _require_types(section, make)
     try:
