@@ -139,7 +139,7 @@ def read(path: Path) -> Record:
     problems += [str(start["log_damage"]) for start in provenance if start.get("log_damage")]
     if not is_run(path):
         return Record(path, path.name, "unreadable", problems=["this is not a run folder", *problems])
-    if (path / layout.FAILURE).exists():
+    if os.path.exists(path / layout.FAILURE):
         state: RunState = "failed"
     elif is_held(path):
         state = "running"
@@ -169,7 +169,8 @@ def find(paths: Iterable[Path]) -> list[Record]:
 
 def is_run(path: Path) -> bool:
     """Return True if ``path`` has any file of a run."""
-    return any((path / name).is_file() for name in (layout.CONFIG, layout.METRICS, layout.SUMMARY, layout.FAILURE))
+    names = (layout.CONFIG, layout.METRICS, layout.SUMMARY, layout.FAILURE)
+    return any(os.path.isfile(path / name) for name in names)  # Path.is_file raises for a folder one may not enter
 
 
 # Finding
@@ -181,16 +182,16 @@ def _below(path: Path, depth: int = 1) -> Iterator[Record]:
         yield from _trials(found)
     elif is_run(path):
         yield read(path)
-    elif depth and path.is_dir():
+    elif depth and os.path.isdir(path) and os.access(path, os.R_OK):
         for inner in sorted(path.iterdir()):
-            if inner.is_dir():
+            if os.path.isdir(inner):
                 yield from _below(inner, depth - 1)
 
 
 def _trials(sweep: Sweep) -> Iterator[Record]:
     """Return the sweep's runs, by number; all folders if ``sweep.json`` cannot be read."""
     if not sweep.trials:
-        folders = sorted(path for path in sweep.path.glob(f"{layout.TRIALS}/*") if path.is_dir())
+        folders = sorted(path for path in sweep.path.glob(f"{layout.TRIALS}/*") if os.path.isdir(path))
         yield from (replace(read(path), sweep=sweep) for path in folders)
         return
     for trial in sweep.trials:
@@ -213,7 +214,9 @@ def require_folders(paths: Iterable[Path]) -> None:
 
 
 def _no_run(path: Path) -> ConfigError:
-    what = "it contains neither a run nor a sweep" if path.is_dir() else "there is no such folder"
+    what = "it contains neither a run nor a sweep" if os.path.isdir(path) else "there is no such folder"
+    if not os.access(path, os.R_OK | os.X_OK) and os.path.isdir(path):
+        what = "this user may not read it"
     return ConfigError(what, where=str(path), hint=run_hint(path, "a run folder or a sweep folder"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -41,7 +42,7 @@ class Sweep:
 
 def read(path: Path) -> Sweep | None:
     """Return the sweep folder at ``path``; None if it is not one."""
-    if not (path / layout.SWEEP).is_file():
+    if not os.path.isfile(path / layout.SWEEP):  # Path.is_file raises for a folder one may not enter
         return None
     problems: list[str] = []
     content = read_or_empty(path / layout.SWEEP, dict, problems)

@@ -257,6 +257,23 @@ def test_a_run_of_a_sweep_whose_name_is_too_long_is_unreadable(tmp_path):
     assert record.state == "unreadable"
 
 
+def test_a_run_that_only_its_owner_may_enter_hides_no_other(tmp_path, monkeypatch):
+    closed, stat = write_run(tmp_path / "closed"), os.stat
+    write_run(tmp_path / "open")
+
+    def only_owner(path, *args, **kwargs):  # as of a folder of mode 700; the superuser may enter all
+        if closed in Path(os.fsdecode(path)).parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", only_owner)
+    assert [record.path.name for record in reader.find([tmp_path])] == ["open"]
+    assert reader.read(closed).state == "unreadable"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="may not read it"):
+        reader.find([closed])
+
+
 @pytest.mark.parametrize("value", [[], {}, 3])
 def test_a_metric_and_a_direction_of_a_wrong_type_are_ignored(tmp_path, value):
     sweep = write_sweep(tmp_path / "sweep", [])
