@@ -186,6 +186,8 @@ def test_fused_by_short_name(name):
         ({"name": "adam", "args": {"betas": [2, 3]}}, "cannot build adam: Invalid beta"),
         ({"momentum": 0.9, "args": {"nesterov": "yes"}}, "nesterov: sgd takes a value of type bool, not 'yes'"),
         ({"args": {"maximize": "no"}}, "for example maximize: false"),
+        ({"args": {"foreach": "no"}}, "for example foreach: true"),
+        ({"name": "muon", "args": {"adjust_lr_fn": 3}}, "for example adjust_lr_fn: null"),
         ({"name": "rmsprop", "args": {"alpha": True}}, "rmsprop takes a value of type float, not True"),
         ({"name": "adam", "args": {"betas": [0.9]}}, "for example betas: [0.9, 0.999]"),
         ({"name": "fused_adam", "args": {"adam_w_mode": "no"}}, "fused_adam takes a value of type bool, not 'no'"),

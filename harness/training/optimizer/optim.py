@@ -119,10 +119,12 @@ def _require_types(section: OptimizerSection, make: Any) -> None:
             declared.validate_json(json.dumps(section.args[key]))  # of which a list may be a tuple
         except ValidationError:
             kind, example = inspect.formatannotation(parameter.annotation), parameter.default
+            if example is None and "bool" in kind:
+                example = True
             raise ConfigError(
                 f"{section.name} takes a value of type {kind}, not {section.args[key]!r}",
                 where=f"optimizer.args.{key}",
-                hint=f"for example {key}: {json.dumps(True if example is None else example)}",
+                hint=f"for example {key}: {json.dumps(example)}",
             ) from None
 
 
