@@ -6,11 +6,11 @@ import argparse
 import logging
 import os
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from harness.config import arguments as shared
-from harness.errors import ConfigError, plural
+from harness.errors import ConfigError, HarnessError, plural
 from harness.runs import layout
 
 VERB = "predict"
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="a .csv or .parquet file; if it exists, it is replaced at the end "
+        help="a .csv or .parquet file; former predictions in it are replaced at the end "
         "(default: predictions.csv, which must not exist yet)",
     )
     parser.add_argument(
@@ -91,7 +91,17 @@ def _request(arguments: argparse.Namespace, alone: bool, stack: ExitStack) -> tu
 
 
 def _require_free(out: Path | None) -> None:
-    """Raise ConfigError if the output has the default name and exists: only a file that the user names is replaced."""
+    """Raise ConfigError if the output exists, unless the user names it and it is empty or a table of predictions."""
+    from harness.data.table.header import require_header
+
     if out is None and _OUT.exists():
         hint = f"--out {_OUT} replaces it; --out FILE writes another file"
         raise ConfigError("this file already exists", where=str(_OUT), hint=hint)
+    if out is None or not out.is_file() or not out.stat().st_size:
+        return
+    columns = list[str]()
+    with suppress(HarnessError):
+        columns = require_header(out, str(out), {})
+    if columns[:1] != ["id"] or not any(column.startswith("prediction") for column in columns):
+        what = "cannot write the output: it would replace a file that is no table of predictions"
+        raise ConfigError(what, where=str(out), hint="choose another file with --out FILE, or remove this one")

@@ -263,6 +263,16 @@ def test_predictions_have_a_default_name(trained, tmp_path, monkeypatch):
     assert (tmp_path / "predictions.csv").read_bytes() == (folder / "predictions.csv").read_bytes()
 
 
+@pytest.mark.parametrize("former", ["id,prediction\n1,a\n", "", "id,label\n1,a\n", "notes", "\0\n"])
+def test_only_former_predictions_are_replaced(trained, tmp_path, capfd, former):
+    (out := tmp_path / "mine.csv").write_text(former)
+    code = cli.main(["predict", str(trained[0]), "--csv", str(trained[1] / "eval.csv"), "--out", str(out)])
+    amp.reset()
+    may_be_replaced = not former or "prediction" in former
+    assert (code == 0, out.read_text() != former) == (may_be_replaced, may_be_replaced)
+    assert ("it would replace a file that is no table of predictions" in capfd.readouterr().err) != may_be_replaced
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_predictions_of_images_without_a_table(trained, tmp_path, monkeypatch, world):
     """Images are named as they are found, settings after them are settings, and damaged ones are named."""
