@@ -286,6 +286,22 @@ def test_optimizer_state_made_before_initialize_is_kept_in_float32():
 
 
 @pytest.mark.contract("3.5")
+def test_state_made_before_initialize_is_saved_alike_before_and_after_the_first_step():
+    """Or a run that is killed before its first step has another order in its checkpoints for ever after."""
+    model = net()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    first = optimizer.state_dict()["state"]
+    train(model, optimizer, 1)
+    after = optimizer.state_dict()["state"]
+    assert [*first] == [*after]
+    assert len(first) == len([*model.parameters()])
+    assert {value["momentum_buffer"].dtype for value in first.values()} == {torch.float32}
+
+
+@pytest.mark.contract("3.5")
 def test_step_counters_are_not_rounded():
     """A counter has the shape of a scalar parameter; in float16 it would stop at 2048."""
     for level in ("O2", "O3"):

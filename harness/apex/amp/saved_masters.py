@@ -24,8 +24,12 @@ def saving_masters(previous: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(previous)
     def state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
         flags.read_flags()  # which corrects counts of steps
-        plain = previous(*args, **kwargs)
-        return _with_masters(self, plain) if stash_of(self).master_weights else plain
+        stash = stash_of(self)
+        if not stash.master_weights:
+            return previous(*args, **kwargs)
+        stash.create_masters(self)  # first, so that state made before them has the order and dtype that it will have
+        stash.refresh()
+        return _with_masters(self, previous(*args, **kwargs))
 
     return state_dict
 
@@ -65,9 +69,6 @@ def _with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
 
     A plain torch optimizer carries them along there, so they survive being loaded before ``initialize``.
     """
-    stash = stash_of(optimizer)
-    stash.create_masters(optimizer)
-    stash.refresh()
     if len(state_dict.get("param_groups", ())) != len(optimizer.param_groups):
         messages.warn(
             f"{type(optimizer).__name__}.state_dict() returns no param_groups, so it does not hold the master weights: "
@@ -75,7 +76,7 @@ def _with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
             always=True,
         )
         return state_dict
-    masters = {id(master) for master in stash.all_fp32_from_fp16_params}
+    masters = {id(master) for master in stash_of(optimizer).all_fp32_from_fp16_params}
     groups = [
         {**saved, SAVED: [p.detach() if id(p) in masters else None for p in group["params"]]}
         for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
