@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return launch.main(arguments.config, words, arguments.dry_run, arguments.detach)
     except HarnessError as error:
-        exit_files.write_first(None, RankExit.now(None, Cause.ERROR, error.exit_code, message=str(error)))
+        exit_files.write_early(RankExit.now(None, Cause.ERROR, error.exit_code, message=str(error)))
         raise
 
 

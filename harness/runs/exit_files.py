@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+import socket
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 from harness.distributed.launch_env import Launch
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.runs import layout
-from harness.runs.files import identity, read_json, write_atomically
+from harness.runs.files import identity, read_json, temporary_for, write_atomically
 
 EARLY = "HARNESS_EARLY_FAILURE"  # path of the file for a failure before the run folder is claimed; set by a sweep
 
@@ -60,29 +60,29 @@ def from_torch_error_file(text: str) -> tuple[RankExit, int]:
     return RankExit.from_dict(content["exit"]), int(content["world_size"])
 
 
-def write_first(folder: Path | None, first: RankExit) -> RankExit:
-    """Write failure.json unless another rank was first; return the failure in the file. Never raises.
+def write_early(record: RankExit) -> None:
+    """Write a failure before the run folder was claimed to the file of EARLY, over that of an earlier start; a
+    consequence of another failure only if there is none. Never raises."""
+    path = Path(os.environ.get(EARLY, ""))
+    if EARLY in os.environ and not (record.cause in (Cause.PEER_LOST, Cause.LAUNCHER_LOST) and path.exists()):
+        with suppress(OSError):
+            write_atomically(path, record.to_json() + "\n")
 
-    Without a claimed folder, write the file of EARLY, over that of an earlier start; a consequence of another failure
-    only if there is none."""
-    if folder is None:
-        path = Path(os.environ.get(EARLY, ""))
-        if EARLY in os.environ and not (first.cause in (Cause.PEER_LOST, Cause.LAUNCHER_LOST) and path.exists()):
-            with suppress(OSError):
-                write_atomically(path, first.to_json() + "\n")
-        return first
+
+def write_first(folder: Path, first: RankExit) -> RankExit:
+    """Write failure.json unless another rank was first; return the failure in the file. Never raises."""
     path = folder / layout.FAILURE
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(first.to_json() + "\n")
-    except FileExistsError:
-        for _ in range(20):  # another rank may be writing it at this moment
-            if record := read_record(path):
-                return record
-            time.sleep(0.05)
-    except OSError:
-        pass  # a full disk or a missing folder; the log and the terminal show the error
-    return first
+    temporary = temporary_for(path, f"{socket.gethostname()}-{os.getpid()}")
+    with suppress(OSError):  # a full disk or a missing folder; the log and the terminal show the error
+        write_atomically(temporary, first.to_json() + "\n")
+        try:
+            os.link(temporary, path)
+        except OSError:
+            if not path.exists():  # a file system without hard links
+                os.replace(temporary, path)
+    with suppress(OSError):
+        temporary.unlink(missing_ok=True)
+    return read_record(path) or first
 
 
 def read(logs: Path) -> dict[int, RankExit]:

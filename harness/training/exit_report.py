@@ -105,7 +105,10 @@ class ExitReporter:
             return self._write(record)
         reported = missing or record
         first = watchdog.publish_failure(reported) or reported
-        first = exit_files.write_first(self._claimed.path if self._claimed else None, first)
+        if self._claimed:
+            first = exit_files.write_first(self._claimed.path, first)
+        else:
+            exit_files.write_early(first)
         watchdog.stalls.release()
         is_own = first.rank == record.rank and first.cause is Cause.HUNG  # as the other ranks have found
         code = self._write(first if is_own else replace(record, exit_code=first.exit_code))
@@ -149,7 +152,7 @@ def failed_early(launch: Launch, error: BaseException) -> int:
         exit_code_of(shown), **_told(shown),
     )  # fmt: skip
     exit_files.write_for_torch(launch, record)
-    exit_files.write_first(None, record)
+    exit_files.write_early(record)
     if not isinstance(shown, HarnessError) or launch.local_rank == 0 or (shown.unmet and not launch.supervised):
         show(shown, traceback.format_exception(error))
     elif launch.elastic and not launch.orphaned:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
+import os
+import resource
 from dataclasses import asdict, replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -54,24 +56,29 @@ def test_first_failure_is_kept(tmp_path):
 
 
 def test_an_early_failure_replaces_that_of_an_earlier_start(tmp_path, monkeypatch):
-    """What a rank returns is its own; a consequence hides no cause."""
+    """A consequence hides no cause."""
     path = tmp_path / "early.json"
     monkeypatch.setenv(exit_files.EARLY, str(path))
     later, lost = replace(EXIT, exit_code=2, message="bad word"), replace(EXIT, cause=Cause.PEER_LOST)
-    assert [exit_files.write_first(None, exit) for exit in (EXIT, later, lost)] == [EXIT, later, lost]
+    for record in (EXIT, later, lost):
+        exit_files.write_early(record)
     assert exit_files.read_record(path) == later
 
 
-def test_a_failure_that_another_rank_is_writing_is_waited_for(tmp_path):
-    path = tmp_path / "failure.json"
-    path.write_text('{"rank": ')
-    writer = threading.Timer(0.3, path.write_text, [json.dumps(asdict(EXIT))])
-    writer.start()
-    assert exit_files.write_first(tmp_path, replace(EXIT, rank=0)) == EXIT
-    writer.join()
+def test_a_failure_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # as on a full disk
+    try:
+        assert exit_files.write_first(tmp_path, EXIT) == EXIT
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError))  # a file system without hard links
+    assert [exit_files.write_first(tmp_path, exit) for exit in (EXIT, replace(EXIT, rank=0))] == [EXIT] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["failure.json"]
 
 
-def test_a_failure_that_another_rank_is_writing_is_left_alone(tmp_path):
+def test_a_failure_that_cannot_be_read_is_left_alone(tmp_path):
     (tmp_path / "failure.json").write_text('{"rank": ')
     assert exit_files.write_first(tmp_path, EXIT) == EXIT
     assert (tmp_path / "failure.json").read_text() == '{"rank": '
