@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib
 import io
+import symtable
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class ApexScript:
             self.text = data.decode(encoding)
             self.encoding, self.mark = ("utf-8", "\ufeff") if encoding == "utf-8-sig" else (encoding, "")
             self.tree = ast.parse(self.text)
+            self._functions = _functions(symtable.symtable(self.text, str(path), "exec"))
         except OSError as error:
             hint = did_you_mean(path) or remedy(error)
             raise DataError(f"cannot read the script: {reason(error)}", where=str(path), hint=hint) from None
@@ -130,23 +132,40 @@ class ApexScript:
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
             node = node.value
-        if not isinstance(node, ast.Name) or node.id not in self._bound or self._is_parameter(node):
+        if not isinstance(node, ast.Name) or node.id not in self._bound or self._is_local(node):
             return ""
         if not isinstance(node.ctx, ast.Load):  # such as amp = None, after an ImportError
             return ""
         return ".".join([self._bound[node.id], *reversed(parts)])
 
-    def _is_parameter(self, name: ast.Name) -> bool:
-        """Return True if a parameter of a function around ``name`` has that name."""
-        node: ast.AST = name
-        while node in self._above:
-            node = self._above[node]
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                args = node.args
-                names = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
-                if name.id in {each.arg for each in names if each}:
-                    return True
+    def _is_local(self, name: ast.Name) -> bool:
+        """Return True if a function around ``name`` binds it, as a parameter or a variable, and does not import it."""
+        inner: ast.AST = name
+        while inner in self._above:
+            node = self._above[inner]
+            if inner in _body(node):
+                symbols = self._functions[node.lineno, getattr(node, "name", "lambda")]  # type: ignore[attr-defined]
+                if name.id in symbols.get_locals():
+                    return not symbols.lookup(name.id).is_imported()
+            inner = node
         return False
+
+
+def _functions(table: symtable.SymbolTable) -> dict[tuple[int, str], symtable.Function]:
+    """Return {(line, name): symbols} of the functions in ``table``, of several lambdas in a line those of the last."""
+    found = {}
+    if isinstance(table, symtable.Function):
+        found[table.get_lineno(), table.get_name().strip("<>")] = table
+    for inner in table.get_children():
+        found |= _functions(inner)
+    return found
+
+
+def _body(node: ast.AST) -> list[ast.AST]:
+    """Return what is evaluated inside the function ``node``: neither its defaults nor its decorators."""
+    if isinstance(node, ast.Lambda):
+        return [node.body]
+    return [*node.body] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else []
 
 
 def _resolved(path: str, is_import: bool = True) -> str:

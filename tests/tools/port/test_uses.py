@@ -63,6 +63,24 @@ def test_what_harness_apex_does_not_have(tmp_path, text, line, name):
     assert Use(line, name, "") in ApexScript(_write(tmp_path, text)).uses()
 
 
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("from apex import amp\ndef train(model, amp=amp): pass\n", [2]),
+        ("from apex import amp\n@amp.half_function\ndef f(amp): return amp.x\n", [2]),
+        ("import apex\ndef f():\n    apex = 3\n    return apex.x\n", []),
+        ("import apex\ndef f():\n    apex = 3\n    def g(): return apex.x\n    return lambda: apex.y\n", []),
+        ("from apex import amp\nf = lambda amp=amp.init(): amp.initialize(x)\n", [2]),
+        ("def f():\n    try: from apex import amp\n    except ImportError: amp = None\n    amp.init()\n", [4]),
+        ("import apex\ndef f():\n    global apex\n    apex.amp.init()\n    apex = None\n", [4]),
+        ("import apex\nclass A:\n    def f(self, x: apex.amp): return [apex.amp for _ in x]\n", [3]),
+    ],
+)
+def test_names_of_functions(tmp_path, text, lines):
+    """Each function has its own names; its defaults, decorators and annotations have those around it."""
+    assert [line for line, *_ in uses(tmp_path, text)] == lines
+
+
 def _write(folder, text):
     path = folder / "script.py"
     path.write_text(text)
