@@ -176,6 +176,20 @@ def test_what_is_refused(value, message):
         value.encoded("mask", [0, 1])
 
 
+@pytest.mark.parametrize("name", ["", ".", ".."])
+def test_no_column_writes_outside_its_folder(name):
+    with pytest.raises(HarnessError, match="no folder can have"):
+        RowFiles(torch.zeros(1, 3)).encoded(name, [0])
+
+
+def test_a_folder_of_the_user_is_not_removed_where_no_column_has_files(tmp_path):
+    own = tmp_path / "table_files" / "own.txt"
+    own.parent.mkdir()
+    own.touch()
+    FilesFolder(tmp_path / "table.csv").finish()
+    assert own.exists()
+
+
 def test_columns_do_not_overwrite_the_files_of_each_other(monkeypatch):
     monkeypatch.setattr(predictions, "_forward", lambda *_: torch.zeros(2))
     columns = {name: RowFiles(torch.zeros(2, 3)) for name in ("a/b", "a_b")}

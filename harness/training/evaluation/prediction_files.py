@@ -28,7 +28,7 @@ class RowFiles:
     values: Tensor | Sequence[Any]
     kind: Literal["png", "npz"] = "npz"
     """png for uint8 or bool of shape (height, width), (1, height, width) or (3, height, width), such as masks and
-    images; npz for any array, or a dictionary of arrays, such as boxes and scores."""
+    images, bool becoming uint8 of 0 and 255; npz for any array, or a dictionary of arrays, such as boxes and scores."""
 
     def encoded(self, name: str, rows: Sequence[int]) -> dict[str, bytes]:
         """Return {path below the folder: content} of column ``name`` for ``rows``, in their order. Raises
@@ -37,6 +37,8 @@ class RowFiles:
         if len(self.values) != len(rows):
             found = f"{plural(len(self.values), 'array')} for {plural(len(rows), 'row')}"
             raise HarnessError(f"{what} has {found}", hint="return one per row")
+        if name in ("", ".", ".."):
+            raise HarnessError(f"{what} has a name that no folder can have", hint="choose another name")
         if self.kind not in ("png", "npz"):
             raise HarnessError(f"{what} is of kind {self.kind!r}", hint="use png or npz")
         values = self.values.cpu() if isinstance(self.values, Tensor) else self.values  # at once, not row by row
@@ -51,7 +53,9 @@ def folder_of(table: Path) -> Path:
 
 
 class FilesFolder:
-    """The folder of the files beside ``table``, under a temporary name until ``finish``. It replaces an earlier one."""
+    """The folder of the files beside ``table``, under a temporary name until ``finish``.
+
+    It replaces an earlier one. Without files, an earlier one stays: it may be the user's own."""
 
     def __init__(self, table: Path) -> None:
         self._path = folder_of(table)
