@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ _RIGHT, _WRONG = (30, 95, 60), (170, 40, 40)
 def confusion(matrix: LabelPairs) -> np.ndarray:
     """Return a picture, uint8 (3, height, width), with a row for each label and a column for each prediction. The
     darker a cell, the larger the share of its label. With few classes, the cells have their counts."""
-    font, names = _font(), [_short(name) for name in matrix.names]
+    font, names = _font(), short_names(matrix.names)
     numbered = len(names) <= _NUMBERED
     cell = 60 if numbered else 24
     longest = int(max(font.getlength(name) for name in names))
@@ -50,9 +51,11 @@ def _font() -> Any:
         return ImageFont.load_default()
 
 
-def _short(name: str) -> str:
-    cut = name if len(name) <= _LETTERS else f"{name[: _LETTERS - 1]}~"
-    return cut.encode("ascii", "replace").decode()  # the font has no others
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return what is shown of each name: its first letters, with the number of its class where others have the same."""
+    cut = [name if len(name) <= _LETTERS else f"{name[: _LETTERS - 1]}~" for name in names]
+    short = [name.encode("ascii", "replace").decode() for name in cut]  # the font has no others
+    return [f"{name} {number}" if short.count(name) > 1 else name for number, name in enumerate(short)]
 
 
 def _line(text: str, font: Any) -> Image.Image:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from harness.config import loader
-from harness.trackers import metrics_log
+from harness.trackers import metrics_log, pictures
 from harness.trackers.base import LabelPairs, Sample, scalars
 from tests.end_to_end.processes import wait_until
 from tests.fixtures import make_config, write_rows
@@ -129,6 +129,11 @@ def test_tensorboard(tmp_path, start):
     ]
     assert images[4] == "wrong/00 prediction cat, label dog"
     assert fresh.Images(images[1])[0].encoded_image_string.startswith(b"\x89PNG")
+
+
+def test_names_in_a_picture_can_be_told_apart():
+    names = ["猫", "犬", "northern cardinal", "northern cardoon", "dog"]
+    assert pictures.short_names(names) == ["? 0", "? 1", "northern card~ 2", "northern card~ 3", "dog"]
 
 
 def records_of(file: Path) -> Iterator[bytes]:
