@@ -89,6 +89,7 @@ def ended(tmp_path):
     run._tasks = [SimpleNamespace(future=None, place=place, exit=0, lost_at=None)]
     run._folder, run._closing = run_dir.RunFolder(tmp_path / "run"), ExitStack()
     run._topic, run._why_lost, run._stops, run._ended = "topic", "", 0, threading.Event()
+    run._files, run._looked_at, run._failed_at, run._kills = None, 0.0, None, 0
     return run
 
 
@@ -106,6 +107,20 @@ def test_results_of_a_worker_that_is_gone_are_missed(ended):
     ended._files = SimpleNamespace(fetch=lambda workers: None)
     ended._client.nthreads = lambda workers: {}
     assert ended.follow().exits[-1].message.endswith("could not be copied from the workers: worker tcp://w:1 is gone")
+
+
+def test_an_exit_code_that_comes_late_is_asked_for_again(ended, monkeypatch):
+    late = type("Late", (Exception,), {})
+    monkeypatch.setattr(asyncio, "TimeoutError", late)  # which is no TimeoutError on Python 3.10
+    answers = iter([late(), 3])
+
+    def result(timeout):
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    ended._tasks[0].exit, ended._tasks[0].future = None, SimpleNamespace(status="finished", result=result)
+    assert [exit.exit_code for exit in ended.follow().exits] == [3]
 
 
 def test_a_cluster_that_is_busy_with_tasks_of_other_people(ended):

@@ -6,6 +6,7 @@ Training starts once all of them run. ``RunFiles`` copies the run folder if no d
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import sys
@@ -230,14 +231,14 @@ class ClusterRun:
             elif task.future.status != "finished":
                 self._lose([task], "the task of a rank was canceled")
             else:  # usually its event came first; this is for an event that was lost
-                with suppress(OSError, TimeoutError):
+                with suppress(OSError, asyncio.TimeoutError):  # Dask's, which on Python 3.10 is no TimeoutError
                     task.exit = task.future.result(timeout=5)
 
     def _check_workers(self) -> None:
         if time.monotonic() < self._looked_at + _LOOK_S or self._client.status != "running":
             return
         self._looked_at = time.monotonic()
-        with suppress(OSError, TimeoutError, RuntimeError):  # the client's status shows it at the next check
+        with suppress(OSError, asyncio.TimeoutError, RuntimeError):  # the client's status shows it at the next check
             alive = self._alive()
             for task in self._tasks:
                 if task.place and task.place.worker not in alive:

@@ -6,6 +6,7 @@ engine.run(client, "configs/digits.yaml")     # in a notebook, with your distrib
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import sys
@@ -111,7 +112,7 @@ def _connect(job: Job, opened: ExitStack) -> Any:
 
 
 def _close(client: Any) -> None:
-    with suppress(TimeoutError, OSError):  # the scheduler may be gone
+    with suppress(asyncio.TimeoutError, OSError):  # the scheduler may be gone
         client.close(timeout=_CLOSE_S)
 
 
