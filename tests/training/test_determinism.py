@@ -310,12 +310,12 @@ def test_recurrent_dropout_is_reported_before_a_run(tmp_path, monkeypatch):
     write_rows(tmp_path, "train", 12)
     write_rows(tmp_path, "eval", 6)
     path = str(write_yaml(tmp_path / "x.yaml", settings(tmp_path, model={"name": f"{__name__}.Recurrent"})))
-    facts, problems = preflight.examine(path, [], 1)
-    assert problems == []
-    assert "dropout between the layers of GRU" in facts["deterministic"]
+    plan = preflight.examine(path, [], 1)
+    assert plan.errors == []
+    assert "dropout between the layers of GRU" in plan.facts["deterministic"]
     monkeypatch.setattr(preflight.devices, "choose", lambda *_, **__: torch.device("cuda:0"))
-    _, problems = preflight.examine(path, [], 1)
-    assert f"{path}: train.deterministic" in [problem.where for problem in problems]
+    plan = preflight.examine(path, [], 1)
+    assert f"{path}: train.deterministic" in [problem.where for problem in plan.errors]
     runtime = Runtime(device=torch.device("cuda:0"))
     monkeypatch.setattr(determinism, "require", lambda level: None)  # changes the process
     folder = RunFolder(tmp_path / "runs")

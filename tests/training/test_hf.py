@@ -351,16 +351,16 @@ def test_only_matrices_and_the_last_layer_are_trained(make, targets, number):
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     assert {name for name in trained if module_names.LORA not in name} == {"classifier.weight", "classifier.bias"}
     assert len(trained) == 2 * number + 2
-    facts, errors = preflight.examine(str(Path(config.output).parent / "config.yaml"), [], 1, 0.1)
+    plan = preflight.examine(str(Path(config.output).parent / "config.yaml"), [], 1, 0.1)
     count = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    assert not errors
-    assert facts["model"].endswith(f"of which {count:,} are trained")
-    assert facts["lora"].startswith(f"r 3, alpha 16, on {number} layers (")
+    assert not plan.errors
+    assert plan.facts["model"].endswith(f"of which {count:,} are trained")
+    assert plan.facts["lora"].startswith(f"r 3, alpha 16, on {number} layers (")
     if targets == ["query", "value"]:
-        assert facts["lora"].endswith(" (query, value)")
-    loaded, own = re.search(r", (\d+) of (\d+) tensors", facts["weights"]).groups()
+        assert plan.facts["lora"].endswith(" (query, value)")
+    loaded, own = re.search(r", (\d+) of (\d+) tensors", plan.facts["weights"]).groups()
     assert int(own) == len([name for name in model.state_dict() if module_names.LORA not in name]) > int(loaded)
-    assert facts["weights"].endswith(f"; {2 * number} new LoRA matrices")
+    assert plan.facts["weights"].endswith(f"; {2 * number} new LoRA matrices")
 
 
 def test_modules_to_save_are_trained_whole(make):
@@ -724,9 +724,9 @@ def test_a_killed_run_resumes_exactly(make, bert, tmp_path, model, monkeypatch):
     assert any(run(config, 2, kill=Kill(1, 3)))
     (tmp_path / "bert").rename(tmp_path / "moved")
     named = [f"model.name={new}", f"task.tokenizer.name={new}"] if model else []  # else: the copy in the run folder
-    facts, problems = preflight.examine(str(config), named, 2, 1.0)
-    assert not problems
-    assert ("the run resumes from its own copy" in facts.get("warning", "")) is (not model)
+    plan = preflight.examine(str(config), named, 2, 1.0)
+    assert not plan.errors
+    assert ("the run resumes from its own copy" in plan.facts.get("warning", "")) is (not model)
     assert run(config, 2, *named) == [0, 0]
     folder = run_folder(config)
     log = (folder / "logs" / "rank-0.log").read_text()
@@ -1054,16 +1054,16 @@ def test_images(tmp_path, monkeypatch):
     task = {"color": "rgb", "image_size": [16, 16]}
     tree = settings(tmp_path, name="run", task=task, model={"name": "hf:vit"}, precision={"opt_level": "O0"})
     path = write_yaml(tmp_path / "config.yaml", {**tree, "train": {"epochs": 1}})
-    facts, errors = preflight.examine(str(path), [], 1, 0.1)
-    assert not errors
-    assert "5 outputs in the file, 3 here" in facts["weights"]
-    assert "set task.mean=[0.1, 0.1, 0.1] task.std=[0.2, 0.2, 0.2]" in facts["warning"]
+    plan = preflight.examine(str(path), [], 1, 0.1)
+    assert not plan.errors
+    assert "5 outputs in the file, 3 here" in plan.facts["weights"]
+    assert "set task.mean=[0.1, 0.1, 0.1] task.std=[0.2, 0.2, 0.2]" in plan.facts["warning"]
     remedies = {
         "task.color=gray": "-> set task.color=rgb, if the task has this setting, or model.args.num_channels=1",
         "task.image_size=[8,24]": "-> set task.image_size=[16,16]",
     }
     for wrong, message in remedies.items():
-        assert message in str(preflight.examine(str(path), [wrong], 1, 0.1)[1][0])
+        assert message in str(preflight.examine(str(path), [wrong], 1, 0.1).errors[0])
     assert run(path, 1, f"model.name=hf:{tmp_path}/vit") == [0], (tmp_path / "terminal-0.txt").read_text()
     assert main(["export", "runs/run", "--format", "huggingface", "--out", "out"]) == 0
     assert len({file.stat().st_mode for file in Path("out").iterdir()}) == 1
@@ -1088,9 +1088,9 @@ def test_a_bare_model_of_images_gets_a_new_last_layer(tmp_path, name, kind):
     getattr(transformers, f"{name}Model")(config).save_pretrained(tmp_path / "bare")
     task = {"color": "rgb", "image_size": [16, 16], "labels": {"kind": kind}}
     tree = settings(tmp_path, task=task, model={"name": f"hf:{tmp_path}/bare"}, precision={"opt_level": "O0"})
-    facts, errors = preflight.examine(str(write_yaml(tmp_path / "config.yaml", tree)), [], 1, 0.1)
-    assert not errors
-    assert "not in the file, so newly initialized: classifier" in facts["weights"]
+    plan = preflight.examine(str(write_yaml(tmp_path / "config.yaml", tree)), [], 1, 0.1)
+    assert not plan.errors
+    assert "not in the file, so newly initialized: classifier" in plan.facts["weights"]
 
 
 def test_only_a_model_of_transformers_is_exported_so(tmp_path, monkeypatch):

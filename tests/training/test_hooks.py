@@ -230,14 +230,14 @@ def test_check_tries_their_state(tmp_path):
     config = make_config(tmp_path, hooks=names, train={"deterministic": False})
     path = tmp_path / "x.yaml"
     path.write_text(loader.to_text(config))
-    facts, found = preflight.examine(str(path), [], 1, 1.0)
-    (forgets,) = map(str, found)
+    plan = preflight.examine(str(path), [], 1, 1.0)
+    (forgets,) = map(str, plan.errors)
     assert forgets.startswith(f"{path}:")
     assert f"state_dict() of the hook {names[0]} returned None" in forgets
     warned = f"{at('self.valeu}')}before training, the hook {names[1]} fails in state_dict: AttributeError"
-    assert facts["warning"].startswith(warned)
-    assert names[2] not in facts["warning"]
-    assert "the methods of hooks except state_dict" in facts["not tried"]
+    assert plan.facts["warning"].startswith(warned)
+    assert names[2] not in plan.facts["warning"]
+    assert "the methods of hooks except state_dict" in "; ".join(plan.untried)
 
 
 def test_their_state_may_be_no_dict(start):
@@ -283,9 +283,9 @@ def test_what_cannot_be_a_hook(tmp_path, hook, problem):
     path.write_text(loader.to_text(config))
     assert loader.load(path) == config
     assert hooks.build(config.hooks[:1]).all
-    _, errors = preflight.examine(str(path), ["model.name=absent"], 1, 0.0)
-    assert len(errors) == 2, errors
-    assert any(problem.replace("hooks.0", "hooks.1") in str(error) for error in errors)
+    plan = preflight.examine(str(path), ["model.name=absent"], 1, 0.0)
+    assert len(plan.errors) == 2, plan.errors
+    assert any(problem.replace("hooks.0", "hooks.1") in str(error) for error in plan.errors)
 
 
 def test_it_is_refused_before_the_data_is_read(start, tmp_path):

@@ -32,8 +32,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-def examine(folder, *overrides, world=1, **sections):
+def planned(folder, *overrides, world=1, **sections):
     return preflight.examine(str(write_yaml(folder / "x.yaml", settings(folder, **sections))), overrides, world)
+
+
+def examine(folder, *overrides, **options):
+    plan = planned(folder, *overrides, **options)
+    return plan.facts, plan.errors
 
 
 def test_facts(folder):
@@ -134,35 +139,34 @@ def test_duration_at_the_pace_of_a_step_of_the_run(folder, monkeypatch, pace_s, 
     """Of fewer rows, at most that long, if it takes longer than is given. An epoch has no more rows than the data."""
     monkeypatch.setattr(trial, "_PACE_S", pace_s)
     path = write_yaml(folder / "x.yaml", settings(folder))
-    facts, problems = preflight.examine(str(path), [f"batch.global={batch}"], 1, limit_s=1e6)
-    assert problems == []
-    least, rows, pace = re.fullmatch(
-        r"(at most|about) \d+ \w+ for ([\d,]+) training rows per rank, at the pace of (\d+) here", facts["duration"]
-    ).groups()
+    plan = preflight.examine(str(path), [f"batch.global={batch}"], 1, limit_s=1e6)
+    assert plan.errors == []
+    shown = r"(at most|about) \d+ \w+ for ([\d,]+) training rows per rank, at the pace of (\d+) here"
+    least, rows, pace = re.fullmatch(shown, plan.facts["duration"]).groups()
     assert (least, int(pace)) == expected
-    assert int(rows) == min(batch, 20) * facts["steps"]
+    assert int(rows) == min(batch, 20) * plan.facts["steps"]
 
 
 def test_files_and_one_batch(folder):
     """Both splits are sampled, and a few rows take a step and an evaluation."""
-    facts, problems = examine(folder, "optimizer.name=adam", "train.ema_decay=0.9")
-    assert problems == []
-    assert facts["files"] == "training: 20 of 20 images decoded (8x8); validation: 6 of 6 images decoded (8x8)"
-    assert "4 training rows through prepare, model, loss 1." in facts["one batch"]
-    assert "4 validation rows through prepare, model and metrics" in facts["one batch"]
+    plan = planned(folder, "optimizer.name=adam", "train.ema_decay=0.9")
+    assert plan.errors == []
+    assert plan.facts["files"] == "training: 20 of 20 images decoded (8x8); validation: 6 of 6 images decoded (8x8)"
+    assert "4 training rows through prepare, model, loss 1." in plan.facts["one batch"]
+    assert "4 validation rows through prepare, model and metrics" in plan.facts["one batch"]
     for part in ("parameters", "gradients", "optimizer state", "moving average"):
-        assert part in facts["memory"]
-    facts, _ = preflight.examine(str(folder / "x.yaml"), ("optimizer.name=adam",), 1, limit_s=0.0)
-    assert "stopped after 0 s" in facts["one batch"]
-    assert "8 of 20 images" in facts["files"]
-    assert facts["not tried"].startswith(
+        assert part in plan.facts["memory"]
+    plan = preflight.examine(str(folder / "x.yaml"), ("optimizer.name=adam",), 1, limit_s=0.0)
+    assert "stopped after 0 s" in plan.facts["one batch"]
+    assert "8 of 20 images" in plan.facts["files"]
+    assert "; ".join(plan.untried).startswith(
         "a training step and an evaluation (stopped after 0 s, in prepare() of the task"
     )
     for part in (
         " KiB, optimizer state ",
         " KiB of activations for 4 rows at a time (computed from the shapes)",
     ):
-        assert part in facts["memory"]
+        assert part in plan.facts["memory"]
 
 
 def slow_backward(self, outputs, targets):
@@ -179,24 +183,24 @@ def slow_backward(self, outputs, targets):
 
 
 def test_what_was_not_tried_is_named_with_the_reason(folder, monkeypatch):
-    facts, _ = examine(folder, "precision.opt_level=O0")
-    assert "not tried" not in facts
-    facts, _ = examine(folder, "precision.opt_level=O4", "model.compile=true", world=2)
+    plan = planned(folder, "precision.opt_level=O0")
+    assert plan.untried == []
+    plan = planned(folder, "precision.opt_level=O4", "model.compile=true", world=2)
     assert (
-        facts["not tried"]
+        "; ".join(plan.untried)
         == "O4 on cpu (the trial is in float32 on the CPU); 2 ranks (the trial is of one); model.compile"
     )
-    facts, problems = examine(folder, "optimizer.args={nope: 1}")
-    assert len(problems) == 1
-    assert facts["not tried"] == "a training step and an evaluation (because of the errors)"
+    plan = planned(folder, "optimizer.args={nope: 1}")
+    assert len(plan.errors) == 1
+    assert "; ".join(plan.untried) == "a training step and an evaluation (because of the errors)"
     monkeypatch.setattr(ImageCsv, "loss", slow_backward)
-    facts, problems = examine(folder, "precision.opt_level=O0", "optimizer.name=adam")
-    assert problems == []
-    assert facts["not tried"] == (
+    plan = planned(folder, "precision.opt_level=O0", "optimizer.name=adam")
+    assert plan.errors == []
+    assert "; ".join(plan.untried) == (
         "a training step and an evaluation (stopped after 2 s, in the backward pass on the training data)"
     )
-    assert re.search(r"optimizer state [\d.]+ KiB per rank; about [\d.]+ KiB of activations", facts["memory"])
-    assert "measured on 4 rows" in facts["memory"]
+    assert re.search(r"optimizer state [\d.]+ KiB per rank; about [\d.]+ KiB of activations", plan.facts["memory"])
+    assert "measured on 4 rows" in plan.facts["memory"]
 
 
 class Deep(nn.Sequential):
@@ -221,20 +225,20 @@ def test_more_memory_than_the_device_has_is_an_error(folder, monkeypatch, limit_
     words = ("task.image_size=[512,512]", "batch.global=20", "precision.opt_level=O0")
     path = str(write_yaml(folder / "x.yaml", settings(folder, model=model)))
     monkeypatch.setattr(machine, "memory", lambda: machine.Memory(2**27, 2**27))
-    _, problems = preflight.examine(path, words, 1, limit_s)
-    (problem,) = problems
+    plan = preflight.examine(path, words, 1, limit_s)
+    (problem,) = plan.errors
     assert "a rank needs about 2" in problem.message
     assert "MiB are activations of 20 rows, but has 128.0 MiB of memory on cpu here" in problem.message
     assert problem.hint.startswith("use one of: batch.accumulate=2 (10 rows at a time; the same batch size)")
-    assert preflight.examine(path, (*words, "batch.accumulate=5"), 1, limit_s)[1] == []
+    assert preflight.examine(path, (*words, "batch.accumulate=5"), 1, limit_s).errors == []
 
 
 def test_memory_of_a_model_that_needs_values(folder):
     model = {"name": "tests.training.test_preflight.Branches"}
     path = str(write_yaml(folder / "x.yaml", settings(folder, model=model)))
-    facts, problems = preflight.examine(path, (), 1, 0.0)
-    assert problems == []
-    assert "come on top (not known: the model cannot run without values: " in facts["memory"]
+    plan = preflight.examine(path, (), 1, 0.0)
+    assert plan.errors == []
+    assert "come on top (not known: the model cannot run without values: " in plan.facts["memory"]
 
 
 def damaged(folder):

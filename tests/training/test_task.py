@@ -183,7 +183,7 @@ def configured(folder: Path, fault: str) -> str:
 
 
 def checked(folder: Path, fault: str) -> list[HarnessError]:
-    return preflight.examine(configured(folder, fault), (), 1)[1]
+    return preflight.examine(configured(folder, fault), (), 1).errors
 
 
 def train(folder: Path, fault: str) -> Run:
@@ -197,15 +197,15 @@ def train(folder: Path, fault: str) -> Run:
 
 
 def warned(folder: Path, fault: str) -> str:
-    facts, errors = preflight.examine(configured(folder, fault), (), 1)
-    assert errors == []
-    return facts.get("warning", "")
+    plan = preflight.examine(configured(folder, fault), (), 1)
+    assert plan.errors == []
+    return plan.facts.get("warning", "")
 
 
 def test_a_model_may_return_what_the_loss_takes(tmp_path):
-    facts, errors = preflight.examine(configured(tmp_path, "two outputs"), (), 1)
-    assert errors == []
-    assert facts["model"] == "Twice, 2 parameters"  # that of the task, not model.name
+    plan = preflight.examine(configured(tmp_path, "two outputs"), (), 1)
+    assert plan.errors == []
+    assert plan.facts["model"] == "Twice, 2 parameters"  # that of the task, not model.name
     run = train(tmp_path, "two outputs")
     assert json.loads((run.folder.path / "provenance.json").read_text())[-1]["model"]["name"] == "Twice"
 

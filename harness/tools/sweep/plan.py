@@ -126,12 +126,11 @@ def _examine(file: SweepFile, trials: Sequence[PlannedTrial]) -> tuple[dict[str,
     for trial in trials:
         if (key := _preflight_key(trial.config)) in facts:
             continue
-        facts[key], found = preflight.examine(
-            file.base, _words(file, trial.settings), trial.world, written_at=file.origins
-        )
+        checked = preflight.examine(file.base, _words(file, trial.settings), trial.world, written_at=file.origins)
+        facts[key] = checked.facts
         if is_here(trial.config):  # files and devices of another machine cannot be checked from here
-            for problem in found:
-                wrong.setdefault(str(problem), []).append(" ".join(typed(trial.settings)))
+            for error in checked.errors:
+                wrong.setdefault(str(error), []).append(" ".join(typed(trial.settings)))
     return facts, _with_trials(wrong, len(facts))
 
 

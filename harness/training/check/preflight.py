@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,13 +15,7 @@ from harness.config.places import is_url
 from harness.config.schema import Config
 from harness.distributed import devices
 from harness.distributed.runtime import Runtime
-from harness.errors import (
-    DataError,
-    DoubtError,
-    HarnessError,
-    OwnCodeError,
-    plural,
-)
+from harness.errors import DataError, DoubtError, HarnessError, OwnCodeError, plural
 from harness.runs import checkpoint, hub_copies, layout, remote
 from harness.trackers import metrics_log
 from harness.training import build, description, hooks
@@ -30,13 +25,21 @@ from harness.training.optimizer import on_gradients, optim, precision, trained_p
 from harness.training.reproducibility import determinism, logical_ranks
 from harness.training.rows import division, opening
 from harness.training.strategies.base import strategy_class
-from harness.training.task import (
-    OpenedTask,
-    SupportsSample,
-)
+from harness.training.task import OpenedTask, SupportsSample
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@dataclass
+class RunPlan:
+    """What a run would do, as far as the errors of its configuration let it be known."""
+
+    facts: dict[str, Any]
+    """What there is to know of the run, in words or numbers, by what ``harness check`` calls it."""
+    errors: list[HarnessError]
+    untried: list[str]
+    """Parts of the run that nothing here has tried, each with the reason; empty if there is no plan."""
 
 
 def examine(
@@ -45,88 +48,116 @@ def examine(
     world_size: int,
     limit_s: float = opening.FILES_S,
     written_at: Mapping[str, str] | None = None,
-) -> tuple[dict[str, Any], list[HarnessError]]:
-    """Return (facts, errors). A stage is left out only if it needs the result of one that failed. ``limit_s``: for a
-    look for the files that the rows name, for decoding a sample of them, and for a step and an evaluation on a few
-    rows. ``written_at``: as for ``loader.load``."""
+) -> RunPlan:
+    """Return the plan of a configuration, with all errors: a stage is left out only if it needs the result of one that
+    failed. ``limit_s``: for a look for the files that the rows name, for decoding a sample of them, and for a step and
+    an evaluation on a few rows. ``written_at``: as for ``loader.load``."""
     try:
         config = loader.load(path, overrides, written_at)
     except HarnessError as error:
-        return {}, [error]
-    examination = _Examination(config, world_size, limit_s)
-    examination.run()
-    return examination.facts, examination.errors
+        return RunPlan({}, [error], [])
+    return _Examination(config, world_size, limit_s).run()
 
 
 class _Examination:
-    """The stages of ``examine``, and the facts and errors that they have found so far."""
+    """The stages of ``examine``. What a stage could not make, because of an error, is None."""
 
     def __init__(self, config: Config, world_size: int, limit_s: float) -> None:
-        self.config, self.world_size, self.limit_s = config, world_size, limit_s
-        self.facts: dict[str, Any] = {"run folder": f"{config.output.rstrip('/')}/{config.name}"}
-        self.errors: list[HarnessError] = []
+        self.config = config
+        self.world_size = world_size
+        self.limit_s = limit_s
+        self.plan = RunPlan({"run folder": f"{config.output.rstrip('/')}/{config.name}"}, [], [NO_TRIAL])
         self.warnings: list[str] = []
         self.located = config  # with the run's copies of folders of Hugging Face that are gone
         run = Path(config.output, config.name)
         if config.checkpoint.resume == "auto" and checkpoint.steps(run / layout.CHECKPOINTS):
             self.located = hub_copies.with_copies(config, run)
+        self.device: torch.device | None = None
+        self.amp: precision.Precision | None = None
+        self.hooks: hooks.Hooks | None = None
+        self.can_step = True
+        self.task: OpenedTask | None = None
+        self.sizes: division.Sizes | None = None
 
     def attempt(self, stage: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Return the result of ``stage``; None, with its error among ``errors``, if it raises one."""
+        """Return the result of ``stage``; None, with its error among those of the plan, if it raises one. A name that
+        two stages look up is one error."""
         try:
             return stage(*args, **kwargs)
-        except HarnessError as error:
-            self.errors.append(loader.placed(error, self.config))
+        except HarnessError as raised:
+            error = loader.placed(raised, self.config)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # of the user's own task, model or optimizer, which may call sys.exit
-            self.errors.append(unexpected(error, ""))
+        except BaseException as raised:  # of the user's own task, model or optimizer, which may call sys.exit
+            error = unexpected(raised, "")
+        if str(error) not in map(str, self.plan.errors):
+            self.plan.errors.append(error)
         return None
 
-    def run(self) -> None:
+    def run(self) -> RunPlan:
+        names_exist = self._examine_settings()
+        self._examine_data(look_at_files=names_exist)
+        if names_exist:
+            self._examine_model_and_step()
+        else:
+            self._try_optimizer()
+            self.plan = RunPlan({}, self.plan.errors, [])  # facts would hide the errors
+        parallel = self.config.parallel
+        self.attempt(lambda: strategy_class(parallel).check_world(parallel, self.world_size))
+        return self.plan
+
+    def _examine_settings(self) -> bool:
+        """Examine what needs no data. Return False if there is no such optimizer or no such model."""
         config, attempt = self.config, self.attempt
-        device = attempt(devices.choose, config.runtime.device, 0, 1)
-        amp = attempt(precision.choose, config.precision, device, config.needs_our_amp) if device else None
+        self.device = attempt(devices.choose, config.runtime.device, 0, 1)
+        if self.device is not None:
+            self.amp = attempt(precision.choose, config.precision, self.device, config.needs_our_amp)
         attempt(metrics_log.require, config.trackers)
         attempt(_require_output, config)
-        name = config.train.on_gradients
-        has_function = name is None or attempt(on_gradients.find, name) is not None
-        own_hooks = attempt(hooks.build, config.hooks)
-        for hook in own_hooks.all if own_hooks else ():
+        if (name := config.train.on_gradients) is not None:
+            self.can_step = attempt(on_gradients.find, name) is not None
+        self.hooks = attempt(hooks.build, config.hooks)
+        for hook in self.hooks.all if self.hooks else ():
             if not hook.has(hooks.BEFORE_TRAINING):  # which may make its state
                 attempt(self._try_state, hook)
-        num_errors = len(self.errors)
+        num_errors = len(self.plan.errors)
         attempt(build.require_optimizer, config)
         attempt(build.require_model, config)
-        wrong_names = len(self.errors) > num_errors
-        task = self._open_task(look_at_files=not wrong_names)
-        num_ranks = config.parallel.num_ranks(self.world_size)
-        sizes = attempt(division.sizes_of, config, len(task.train), num_ranks) if task else None
-        if wrong_names:
-            self._build_optimizer(None, None)  # which looks at its name again
-            self.errors = [*{str(error): error for error in self.errors}.values()]
-            self.facts = {}  # a plan would hide the errors
-            attempt(lambda: strategy_class(config.parallel).check_world(config.parallel, self.world_size))
+        return len(self.plan.errors) == num_errors
+
+    def _examine_data(self, look_at_files: bool) -> None:
+        limit_s = self.limit_s if look_at_files else None
+        self.task = self.attempt(opening.open_task, self.located, Runtime(), limit_s)
+        if self.task is None:
+            self._add_errors_of_data()
             return
-        model = attempt(build.build_model, self.located, task) if task else None
-        untried = [NO_TRIAL]
-        if model is not None and task is not None:
-            self._examine_model(model, task, device)
+        num_ranks = self.config.parallel.num_ranks(self.world_size)
+        self.sizes = self.attempt(division.sizes_of, self.config, len(self.task.train), num_ranks)
+
+    def _examine_model_and_step(self) -> None:
+        config, attempt, facts = self.config, self.attempt, self.plan.facts
+        task, sizes, device = self.task, self.sizes, self.device
+        if task is None:
+            self._try_optimizer()
+            return
+        model = attempt(build.build_model, self.located, task)
+        if model is not None:
+            self._examine_model(model, task)
         optimizer = self._build_optimizer(model, sizes)
-        if sizes is not None and amp is not None and task is not None and device is not None:
-            self._plan(task, sizes, device, amp.backend)
-            self.facts |= own_hooks.describe() if own_hooks else {}
-            if model is not None:
-                self.facts["same bits"] = _same_bits(config, model, self.world_size)
-                readable_rows = self._sample(task)
-                if optimizer is not None:
-                    trial = TrialStep(config, task, model, optimizer, sizes, device, self.world_size, self.limit_s)
-                    if readable_rows and has_function:
-                        attempt(trial.run, self.facts)
-                    attempt(trial.require_memory, self.facts)
-                    untried = trial.untried
-        attempt(lambda: strategy_class(config.parallel).check_world(config.parallel, self.world_size))
-        self.facts |= {"not tried": "; ".join(untried)} if untried else {}
+        if sizes is None or device is None or self.amp is None:
+            return
+        self._describe(task, sizes, device, self.amp.backend)
+        if model is None:
+            return
+        facts["same bits"] = _same_bits(config, model, self.world_size)
+        can_read = self._sample(task)
+        if optimizer is None:
+            return
+        trial = TrialStep(config, task, model, optimizer, sizes, device, self.world_size, self.limit_s)
+        if can_read and self.can_step:
+            attempt(trial.run, facts)
+        attempt(trial.require_memory, facts)
+        self.plan.untried = trial.untried
 
     def _try_state(self, hook: hooks.Hook) -> None:
         """Call ``state_dict()`` of ``hook``. That it fails is a warning: what it lacks may be made in training."""
@@ -137,32 +168,28 @@ class _Examination:
                 raise
             self.warnings.append(f"{error.where}: before training, {error.message}")
 
-    def _open_task(self, look_at_files: bool) -> OpenedTask | None:
-        task = self.attempt(opening.open_task, self.located, Runtime(), self.limit_s if look_at_files else None)
-        if task is None:  # it stops at the first error of the data
-            section = self.config.task
-            problems = self.attempt(lambda: [*section.problems()]) or []
-            if not problems and isinstance(self.errors[-1], DataError):
-                problems = self.attempt(lambda: [*section.row_problems()]) or []
-            found = {str(error): loader.placed(error, self.config) for error in problems}  # both may be one table
-            doubts = [
-                " ".join(text.split()).replace(" -> ", ": ") for text in found if isinstance(found[text], DoubtError)
-            ]
-            self.facts |= {"warning": "; ".join(doubts)} if doubts else {}
-            found = {text: error for text, error in found.items() if not isinstance(error, DoubtError)}
-            told = {error.where: error for error in self.errors}
-            for error in found.values():
-                if other := told.pop(error.where, None):  # it tells less, but may have a better hint
-                    error.hint = other.hint
-                    self.errors.remove(other)
-            self.errors += found.values()
-        return task
+    def _add_errors_of_data(self) -> None:
+        """Add all errors of the data: opening it has stopped at the first."""
+        section, plan = self.config.task, self.plan
+        problems = self.attempt(lambda: [*section.problems()]) or []
+        if not problems and isinstance(plan.errors[-1], DataError):
+            problems = self.attempt(lambda: [*section.row_problems()]) or []
+        errors = {str(error): loader.placed(error, self.config) for error in problems}  # both may be one table
+        doubts = [text for text, error in errors.items() if isinstance(error, DoubtError)]
+        if doubts:
+            plan.facts["warning"] = "; ".join(" ".join(text.split()).replace(" -> ", ": ") for text in doubts)
+        told = {error.where: error for error in plan.errors}
+        for error in (errors[text] for text in errors if text not in doubts):
+            if other := told.pop(error.where, None):  # it tells less, but may have a better hint
+                error.hint = other.hint
+                plan.errors.remove(other)
+            plan.errors.append(error)
 
-    def _examine_model(self, model: nn.Module, task: OpenedTask, device: torch.device | None) -> None:
-        config, facts, attempt = self.config, self.facts, self.attempt
+    def _examine_model(self, model: nn.Module, task: OpenedTask) -> None:
+        config, facts, attempt = self.config, self.plan.facts, self.attempt
         attempt(build.require_mixable, config, task)
-        if device is not None:
-            attempt(determinism.require_restorable, model, device, config.train.deterministic)
+        if self.device is not None:
+            attempt(determinism.require_restorable, model, self.device, config.train.deterministic)
         facts["model"] = description.describe_model(model)
         if config.model.lora is not None:
             facts["lora"] = lora.summary(model, config.model.lora)
@@ -178,31 +205,37 @@ class _Examination:
             facts["batch norm"] = f"over {rows}"
 
     def _build_optimizer(self, model: nn.Module | None, sizes: division.Sizes | None) -> torch.optim.Optimizer | None:
-        """Return the optimizer of ``model``; if there is none, or nothing to train, look only at its settings."""
         section, attempt = self.config.optimizer, self.attempt
         groups = attempt(trained_parameters.groups, section, model, sizes.lr) if model and sizes else None
         if model is None or sizes is None or not groups:
-            attempt(optim.build, section, [nn.Parameter(torch.zeros(1, 1))], section.lr)
+            self._try_optimizer()
             return None
         optimizer = attempt(optim.build, section, groups, sizes.lr)
-        self.facts |= trained_parameters.describe(optimizer, model) if optimizer else {}
+        self.plan.facts |= trained_parameters.describe(optimizer, model) if optimizer else {}
         return optimizer
 
-    def _plan(self, task: OpenedTask, sizes: division.Sizes, device: torch.device, backend: str) -> None:
-        num_ranks = self.config.parallel.num_ranks(self.world_size)
-        self.facts |= description.describe(self.config, task, sizes, num_ranks, device, backend)
-        slow = precision.warning(self.config.precision, device)
-        gone = "a model's folder is gone: the run resumes from its own copy" if self.located != self.config else ""
-        few = division.doubts(self.config, sizes, len(task.train))
+    def _try_optimizer(self) -> None:
+        """Look for errors in the settings of the optimizer where there is no model, or nothing to train."""
+        section = self.config.optimizer
+        self.attempt(optim.build, section, [nn.Parameter(torch.zeros(1, 1))], section.lr)
+
+    def _describe(self, task: OpenedTask, sizes: division.Sizes, device: torch.device, backend: str) -> None:
+        config, facts = self.config, self.plan.facts
+        num_ranks = config.parallel.num_ranks(self.world_size)
+        facts |= description.describe(config, task, sizes, num_ranks, device, backend)
+        slow = precision.warning(config.precision, device)
+        gone = "a model's folder is gone: the run resumes from its own copy" if self.located != config else ""
+        few = division.doubts(config, sizes, len(task.train))
         warnings = filter(None, [gone, *self.warnings, *task.notes, *few, slow])
-        self.facts |= {"warning": text} if (text := "; ".join(warnings)) else {}
+        facts |= {"warning": text} if (text := "; ".join(warnings)) else {}
+        facts |= self.hooks.describe() if self.hooks else {}
 
     def _sample(self, task: OpenedTask) -> bool:
         """Return False if files of a sample of the rows are damaged."""
         if not isinstance(task, SupportsSample):
             return True
         sampled = self.attempt(task.sample, self.limit_s)
-        self.facts |= {"files": sampled} if sampled else {}
+        self.plan.facts |= {"files": sampled} if sampled else {}
         return sampled is not None
 
 

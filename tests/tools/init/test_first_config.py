@@ -52,8 +52,8 @@ def test_photos_of_mixed_sizes(folder, capsys):
     for reason in ("60 of 60 values", "3 classes: 'a: b', 'no', pür", "place (2 values)", "50 of the first 50 paths",
                    "70x118 to 100x120", "extends: preset:modern", "harness check -c pets.yaml"):  # fmt: skip
         assert reason in text, reason
-    facts, problems = preflight.examine("pets.yaml", ["runtime.device=cpu"], 2)
-    assert (problems, facts["train rows"], facts["eval rows"]) == ([], 60, 12)
+    plan = preflight.examine("pets.yaml", ["runtime.device=cpu"], 2)
+    assert (plan.errors, plan.facts["train rows"], plan.facts["eval rows"]) == ([], 60, 12)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_numbers_of_a_box_are_no_classes(folder, capsys):
     assert "# the numbers of a box, one per image; other columns: none" in capsys.readouterr().out
     labels = loader.load("pets.yaml").task.labels
     assert (labels.kind, labels.column) == ("regression", ("xmin", "ymin", "XMax", "ymax"))
-    facts, problems = preflight.examine("pets.yaml", ["runtime.device=cpu"], 1)
-    assert (problems, facts["train rows"]) == ([], 40)
+    plan = preflight.examine("pets.yaml", ["runtime.device=cpu"], 1)
+    assert (plan.errors, plan.facts["train rows"]) == ([], 40)
     boxes(["x", "y", "w", "h", "kind"], "{0},{1},{2},{3},{4}")
     assert cli.main(["init", "pets", "--out", "kinds.yaml"]) == 0
     assert loader.load("kinds.yaml").task.label_column == "kind"
@@ -193,7 +193,7 @@ def test_other_kinds_of_labels(folder, column, value, setting, reason):
     config = load_config("all.yaml", {"train.max_steps": 2, "runtime.device": "cpu", "data.num_workers": 0})
     found = config.task.labels.model_dump(exclude_defaults=True)
     assert (found, config.task.eval_csv) == (setting, "all.eval.csv")
-    assert preflight.examine("all.yaml", ["runtime.device=cpu"], 2)[1] == []
+    assert preflight.examine("all.yaml", ["runtime.device=cpu"], 2).errors == []
     assert train(config).finished
 
 
@@ -210,7 +210,7 @@ def test_texts(folder):
     written = Path("reviews.yaml").read_text()
     assert "text_column: review  # 4.0 words per row" in written
     assert "label_column: verdict  # 2 classes: buy, 'no'; other columns: id (40 values), place (3 values)" in written
-    assert preflight.examine("reviews.yaml", ["runtime.device=cpu"], 2)[1] == []
+    assert preflight.examine("reviews.yaml", ["runtime.device=cpu"], 2).errors == []
     config = load_config("reviews.yaml", {"train.max_steps": 2, "runtime.device": "cpu", "data.num_workers": 0})
     assert train(config).finished
 
