@@ -9,6 +9,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,6 +60,16 @@ class Hook:
     def has(self, method: str) -> bool:
         return hasattr(self.object, method)
 
+    def plain_attributes(self) -> dict[str, int]:
+        """Return the hashes of the attributes that a checkpoint could hold, but for weights, which it holds anyway."""
+        found = {}
+        for name, value in getattr(self.object, "__dict__", {}).items():
+            with suppress(OwnCodeError, RecursionError):
+                require_plain(value, name, self.where)
+                if "Parameter containing" not in (text := repr(value)):
+                    found[name] = hash(text)
+        return found
+
     def call(self, method: str, *arguments: Any) -> Any:
         """Return what the method returns; its errors name the user's line."""
         try:
@@ -82,6 +93,9 @@ class Hooks:
         self.all = tuple(hooks)
         self.after_step = self._with(AFTER_STEP)
         self._with_state = self._with("state_dict")
+        # What a hook with before_training loses in a resume, that may make again.
+        stateless = (hook for hook in self.all if not (hook.has("state_dict") or hook.has(BEFORE_TRAINING)))
+        self._unsaved = [(hook, hook.plain_attributes()) for hook in stateless]
 
     def _with(self, method: str) -> tuple[Hook, ...]:
         return tuple(hook for hook in self.all if hook.has(method))
@@ -107,7 +121,8 @@ class Hooks:
             log.info("training ends at step %d: %s", run.state.step, run.state.ended)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state of each hook that has one."""
+        """Return the state of each hook that has one, and warn of those that lack one."""
+        self._warn_of_unsaved()
         found = []
         for hook in self._with_state:
             state = hook.call("state_dict")
@@ -117,6 +132,19 @@ class Hooks:
             require_plain(state, f"state_dict() of the hook {hook.name}", hook.where)
             found.append({"name": hook.name, "state": copy.deepcopy(state)})
         return found
+
+    def _warn_of_unsaved(self) -> None:
+        """Warn, once, of each hook with attributes that training has changed, and that are not saved."""
+        for hook, before in list(self._unsaved):
+            now = hook.plain_attributes()
+            if changed := [name for name in now if now[name] != before.get(name)]:
+                self._unsaved.remove((hook, before))
+                state = ", ".join(f"{name!r}: self.{name}" for name in changed)
+                log.warning(
+                    "training changes %s of the hook %s, which no checkpoint holds, so that a resume goes on with the "
+                    "first value; define state_dict(), which returns {%s}, and load_state_dict(state), which sets it",
+                    ", ".join(changed), hook.name, state,
+                )  # fmt: skip
 
     def load_state_dict(self, saved: list[dict[str, Any]]) -> None:
         """Restore the hooks of the same names. A run that starts from another one's checkpoint may have others."""

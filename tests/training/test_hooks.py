@@ -222,6 +222,42 @@ def test_their_state_is_plain_data(start, monkeypatch):
         checkpointing.save(run)
 
 
+class Forgetful:
+    def __init__(self):
+        self.count, self.same, self.weight, self.rows = 0, [1], None, deque()
+
+    def after_step(self, run):
+        self.count += 1
+        self.last = torch.ones(2) * self.count
+        self.weight = next(run.module.parameters())
+        self.rows.append(1)
+
+
+class MakesAgain(Forgetful):
+    def before_training(self, run):
+        self.count = run.state.step
+
+
+class Remembers(Forgetful):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state): ...
+
+
+def test_attributes_that_training_changes_and_no_checkpoint_holds(start, caplog):
+    """Once for each hook, and neither of weights nor of what is not changed."""
+    run = start(*(f"{HERE}.{each}" for each in ("Forgetful", "MakesAgain", "Remembers")), checkpoint={"every": 1})
+    checkpointing.save(run)
+    assert not caplog.messages
+    assert loop.train(run)
+    told = [message for message in caplog.messages if "no checkpoint holds" in message]
+    assert [message.partition(", which no")[0] for message in told] == [
+        f"training changes count, last of the hook {HERE}.Forgetful"
+    ]
+    assert "which returns {'count': self.count, 'last': self.last}, and load_state_dict(state)" in told[0]
+
+
 def test_check_tries_their_state(tmp_path):
     """Unless it may be made when training starts."""
     write_rows(tmp_path, "train", 12)
@@ -266,7 +302,7 @@ def test_an_error_names_the_line(start):
         (f"{HERE}.Misspelled", "which is never called\n  -> did you mean after_step?"),
         (f"{HERE}.OfNoArguments", f"{at('def after_step(self):')}after_step of {HERE}.OfNoArguments cannot be called"),
         (f"{HERE}.HalfState", f"{at('class HalfState')}{HERE}.HalfState has only one of state_dict and "),
-        ({"name": f"{HERE}.Records", "args": {"end": 1}}, "hooks.0.args: tests.training.test_hooks.Records has no arg"),
+        ({"name": f"{HERE}.Records", "args": {"end": 1}}, "hooks.0.args.end: tests.training.test_hooks.Records has"),
         ({"name": "tests.end_to_end.hooks.SavedDrift", "args": {"end": 1, "of": 2}}, "has no argument of"),
         ({"name": f"{HERE}.Fails", "args": {"early": "ValueError"}}, f"{at('raise {')}the hook {HERE}.Fails cannot be"),
     ],
