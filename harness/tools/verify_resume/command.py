@@ -167,7 +167,7 @@ def _of_config(arguments: argparse.Namespace, options: dict[str, Any]) -> tuple[
     engine = [f"launch.engine={arguments.engine}"] if arguments.engine else []
     overrides = [*arguments.overrides, *engine, *(f"launch.nproc={number}" for number in nproc[:1])]
     loader.load(arguments.config, overrides)  # errors come before the import of torch, which takes seconds
-    from harness.tools.compare import verification
+    from harness.tools.verify_resume import verification
 
     options.setdefault("kills", str(_KILLS))
     return verification.request(arguments.config, overrides, nproc, arguments.steps, arguments.full, **options)

@@ -16,10 +16,10 @@ from harness.audit.audit import audit
 from harness.cli import main
 from harness.config import loader
 from harness.errors import HarnessError
-from harness.tools.compare import verification
 from harness.tools.compare.exactness import Difference, TensorDifference, ValueDifference
 from harness.tools.compare.first_difference import FirstDifference
-from harness.tools.compare.verification import Length
+from harness.tools.verify_resume import verification
+from harness.tools.verify_resume.verification import Length
 from tests.conftest import ROOT
 from tests.end_to_end import planted
 from tests.end_to_end.experiment import write_config, write_images
