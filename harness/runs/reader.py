@@ -7,7 +7,6 @@ Incomplete and damaged files are not errors; they are listed in the ``problems``
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,13 +16,11 @@ import pyarrow as pa
 
 from harness.config import merge
 from harness.distributed.rank_exit import Cause
-from harness.errors import ConfigError, did_you_mean, similar
-from harness.runs import exit_files, layout, metrics_table, sweep_folder
+from harness.errors import ConfigError
+from harness.runs import exit_files, hints, layout, metrics_table, sweep_folder
 from harness.runs.files import read_or_empty, read_text
 from harness.runs.locks import is_held
 from harness.runs.sweep_folder import Sweep, Trial
-
-_NAMED = 5  # runs in a hint
 
 RunState = Literal["finished", "running", "stopped", "pruned", "failed", "unfinished", "waiting", "unreadable"]
 """finished: trained to its end · running: a process holds its lock · stopped: on request, with a checkpoint · pruned:
@@ -97,6 +94,17 @@ class Record:
             self.problems.append(problem)
         return table
 
+    def lacking(self, what: str, hint: str) -> ConfigError:
+        """Return the error of a command that needs ``what``, which the run does not have. One that has failed tells
+        why; ``hint`` is for any other."""
+        text = str(self.failure.get("message") or self.failure.get("error") or "").strip()
+        if self.state != "failed" or not text:
+            return ConfigError(f"this run has no {what} yet", where=str(self.path), hint=hint)
+        when = f"at step {step}" if (step := self.failure.get("step")) else "at its start"
+        why = f"this run failed {when} and has no {what}: {text.splitlines()[0]}"
+        mend = str(self.failure.get("hint") or "mend this").splitlines()[0]
+        return ConfigError(why, where=str(self.path), hint=f"{mend}; then start it again with the same command")
+
 
 def ranks(start: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return {"host", "device", "name" of the device} of each rank of a start in provenance.json; empty if it lacks
@@ -127,6 +135,9 @@ def section(content: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+# Reading
+
+
 def read(path: Path) -> Record:
     """Return the run folder at ``path``. Never raises."""
     if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
@@ -152,6 +163,38 @@ def read(path: Path) -> Record:
     return Record(path, str(name), state, config, summary, provenance, failure, problems)
 
 
+def is_run(path: Path) -> bool:
+    """Return True if ``path`` has any file of a run."""
+    names = (layout.CONFIG, layout.METRICS, layout.SUMMARY, layout.FAILURE)
+    return any(os.path.isfile(path / name) for name in names)  # Path.is_file raises for a folder one may not enter
+
+
+_NOT_EVALUATED = {
+    "stopped": ["it was stopped before its first evaluation"],
+    "running": ["it has no evaluation yet"],
+    "unfinished": ["it has no evaluation yet"],
+}
+
+
+def _missing(path: Path, state: RunState) -> list[str]:
+    """Return the files that a run has since its first evaluation and this one lacks, or that it had none; and whether
+    the metrics log ends in mid-line."""
+    names: tuple[str, ...] = (layout.CONFIG, layout.PROVENANCE, layout.METRICS, layout.SUMMARY)
+    why: list[str] = []
+    if not any((path / name).is_file() for name in (layout.SUMMARY, layout.WEIGHTS)):
+        names, why = names[:1], _NOT_EVALUATED.get(state, [])
+    problems = [f"{name} is missing" for name in names if not (path / name).is_file()]
+    return [*problems, *why, *filter(None, [metrics_table.incomplete(path / layout.METRICS)])]
+
+
+def _was_stopped(path: Path) -> bool:
+    first = exit_files.read(path / layout.LOGS).get(0)
+    return first is not None and first.cause is Cause.STOPPED
+
+
+# Finding
+
+
 def find(paths: Iterable[Path]) -> list[Record]:
     """Return the runs at ``paths``, each once. A path is a run folder, a sweep folder, or a folder of these.
 
@@ -161,19 +204,10 @@ def find(paths: Iterable[Path]) -> list[Record]:
     for path in paths:
         records = list(_below(path))
         if not records:
-            raise _no_run(path)
+            raise hints.no_run(path)
         for record in records:
             found.setdefault(record.path.resolve(), record)
     return list(found.values())
-
-
-def is_run(path: Path) -> bool:
-    """Return True if ``path`` has any file of a run."""
-    names = (layout.CONFIG, layout.METRICS, layout.SUMMARY, layout.FAILURE)
-    return any(os.path.isfile(path / name) for name in names)  # Path.is_file raises for a folder one may not enter
-
-
-# Finding
 
 
 def _below(path: Path, depth: int = 1) -> Iterator[Record]:
@@ -204,73 +238,3 @@ def _trials(sweep: Sweep) -> Iterator[Record]:
         elif trial.state == "failed" and state != "finished":
             state = "failed"
         yield replace(record, state=state, sweep=sweep, trial=trial)
-
-
-def require_folders(paths: Iterable[Path]) -> None:
-    """Raise ConfigError if one of ``paths`` is no folder."""
-    for path in paths:
-        if not path.is_dir():
-            raise _no_run(path)
-
-
-def _no_run(path: Path) -> ConfigError:
-    what = "it contains neither a run nor a sweep" if os.path.isdir(path) else "there is no such folder"
-    if not os.access(path, os.R_OK | os.X_OK) and os.path.isdir(path):
-        what = "this user may not read it"
-    return ConfigError(what, where=str(path), hint=run_hint(path, "a run folder or a sweep folder"))
-
-
-def lacking(record: Record, what: str, hint: str) -> ConfigError:
-    """Return the error of a command that needs ``what``, which the run does not have. One that has failed tells why;
-    ``hint`` is for any other."""
-    text = str(record.failure.get("message") or record.failure.get("error") or "").strip()
-    if record.state != "failed" or not text:
-        return ConfigError(f"this run has no {what} yet", where=str(record.path), hint=hint)
-    when = f"at step {step}" if (step := record.failure.get("step")) else "at its start"
-    why = f"this run failed {when} and has no {what}: {text.splitlines()[0]}"
-    mend = str(record.failure.get("hint") or "mend this").splitlines()[0]
-    return ConfigError(why, where=str(record.path), hint=f"{mend}; then start it again with the same command")
-
-
-def run_hint(path: Path, wanted: str = "a run folder") -> str:
-    """Return the hint for ``path``, which is not ``wanted``: a run with a similar name, or else the newest runs below
-    ``runs`` and ``path``, those with weights first."""
-    runs: list[tuple[bool, float, Path]] = []
-    found = [*path.glob(f"*/{layout.CONFIG}"), *Path().glob(f"runs/*/{layout.CONFIG}")]
-    for config in {config.resolve(): config for config in found}.values():
-        results = [file for name in (layout.METRICS, layout.WEIGHTS) if (file := config.with_name(name)).is_file()]
-        if results:
-            newest_change = max(file.stat().st_mtime for file in results)
-            runs.append((config.with_name(layout.WEIGHTS) in results, newest_change, config.parent))
-    named = {run.name: run for *_, run in sorted(runs)}
-    near = named.get(path.name) or named.get(similar(path.name, named) or "")
-    if near:
-        return f"did you mean {shlex.quote(str(near))}?"
-    newest = [shlex.quote(str(run)) for *_, run in sorted(runs, reverse=True)[:_NAMED]]
-    return did_you_mean(path, os.path.isdir) or f"give {wanted}{', such as ' if newest else ''}{', '.join(newest)}"
-
-
-# Reading
-
-
-_NOT_EVALUATED = {
-    "stopped": ["it was stopped before its first evaluation"],
-    "running": ["it has no evaluation yet"],
-    "unfinished": ["it has no evaluation yet"],
-}
-
-
-def _missing(path: Path, state: RunState) -> list[str]:
-    """Return the files that a run has since its first evaluation and this one lacks, or that it had none; and whether
-    the metrics log ends in mid-line."""
-    names: tuple[str, ...] = (layout.CONFIG, layout.PROVENANCE, layout.METRICS, layout.SUMMARY)
-    why: list[str] = []
-    if not any((path / name).is_file() for name in (layout.SUMMARY, layout.WEIGHTS)):
-        names, why = names[:1], _NOT_EVALUATED.get(state, [])
-    problems = [f"{name} is missing" for name in names if not (path / name).is_file()]
-    return [*problems, *why, *filter(None, [metrics_table.incomplete(path / layout.METRICS)])]
-
-
-def _was_stopped(path: Path) -> bool:
-    first = exit_files.read(path / layout.LOGS).get(0)
-    return first is not None and first.cause is Cause.STOPPED

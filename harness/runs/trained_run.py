@@ -16,7 +16,7 @@ from harness.config.schema import Config
 from harness.config.trees import flatten
 from harness.config.trust import require_harmless
 from harness.errors import CheckpointError, ConfigError, plural, reason
-from harness.runs import hub_copies, layout, ownership, reader
+from harness.runs import hints, hub_copies, layout, ownership, reader
 from harness.runs.files import read_sealed
 
 if TYPE_CHECKING:
@@ -33,10 +33,9 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False, writ
     """
     if not (run / layout.CONFIG).is_file():
         what = "this is not a run folder: it has no config.yaml" if run.exists() else "there is no such folder"
-        raise ConfigError(what, where=str(run), hint=reader.run_hint(run))
+        raise ConfigError(what, where=str(run), hint=hints.run_hint(run))
     if not weights_path(run).is_file():
-        raise reader.lacking(
-            reader.read(run),
+        raise reader.read(run).lacking(
             "weights",
             "harness train writes them at its first evaluation, at the end of an epoch; in a training loop of "
             "your own, call harness.training.checkpoints.checkpointing.keep_best(run)",

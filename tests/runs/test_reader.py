@@ -12,7 +12,7 @@ import pytest
 
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.errors import EXIT_STOPPED, ConfigError
-from harness.runs import exit_files, reader, trained_run
+from harness.runs import exit_files, hints, reader, trained_run
 from harness.runs.locks import Lock
 from harness.tools.explain import facts
 
@@ -202,12 +202,12 @@ def test_other_runs_in_place_of_one_that_does_not_exist(tmp_path, monkeypatch):
     (tmp_path / "runs" / "empty" / "config.yaml").write_text("name: empty\n")
     (tmp_path / "photos").mkdir()
     for path in ("photos", "photo", "runs/Photos", "elsewhere/photos"):
-        assert reader.run_hint(Path(path)) == "did you mean runs/photos?"
-    assert reader.run_hint(Path("nope")) == "give a run folder, such as runs/photos, runs/b, runs/c, runs/d, runs/e"
+        assert hints.run_hint(Path(path)) == "did you mean runs/photos?"
+    assert hints.run_hint(Path("nope")) == "give a run folder, such as runs/photos, runs/b, runs/c, runs/d, runs/e"
     (tmp_path / "runs" / "c" / "weights.safetensors").touch()
     os.utime(tmp_path / "runs" / "c" / "weights.safetensors", (1, 1))
     for path in (Path("runs"), Path("runs").resolve()):
-        assert reader.run_hint(path).endswith("such as runs/c, runs/photos, runs/b, runs/d, runs/e")
+        assert hints.run_hint(path).endswith("such as runs/c, runs/photos, runs/b, runs/d, runs/e")
     for command in (
         lambda: facts.read(Path("nope")),
         lambda: trained_run.configuration(Path("nope"), ()),

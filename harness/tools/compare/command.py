@@ -26,11 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison; return 0 if both runs are bitwise equal, else 1. Raises ConfigError (exit code 2) where a
     path holds no run."""
-    from harness.runs import fetched, reader
+    from harness.runs import fetched, hints
     from harness.runs.files import finite
 
     paths = [fetched.local_copy(place, checkpoint=True) for place in (arguments.one, arguments.other)]
-    reader.require_folders(paths)  # errors come before the import of torch, which takes seconds
+    hints.require_folders(paths)  # errors come before the import of torch, which takes seconds
     from harness.tools.compare import comparison
 
     one, other = map(comparison.side, paths)

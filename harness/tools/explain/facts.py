@@ -17,7 +17,7 @@ from typing import Any
 from harness.config.duration import Duration, Unit
 from harness.config.trees import flatten
 from harness.errors import ConfigError
-from harness.runs import layout, reader
+from harness.runs import hints, layout, reader
 from harness.runs.metrics_table import PHASES
 
 _WARM_UP = 4  # log lines, from which on the first is left out: it holds the start of the loaders and of libraries
@@ -174,12 +174,12 @@ def read(path: Path) -> RunFacts:
     record = reader.read(path)
     if record.state == "unreadable":
         what = "this is not a run folder" if path.exists() else "there is no such folder"
-        raise ConfigError(what, where=str(path), hint=reader.run_hint(path))
+        raise ConfigError(what, where=str(path), hint=hints.run_hint(path))
     lines = [line for line in record.metrics().to_pylist() if line.get("cost")]
     train = list(_with_time(line for line in lines if line["split"] == "train"))
     if not train or not sum(line["window_s"] for line in train):
-        raise reader.lacking(
-            record, "training line with the time of each phase",
+        raise record.lacking(
+            "training line with the time of each phase",
             "wait for the first log line (train.log_every steps); runs by older versions lack these times",
         )  # fmt: skip
     start = record.provenance[-1] if record.provenance else {}
