@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -72,9 +73,13 @@ class CommandStarts:
         timeout_s: float,
         grace_s: float = TERM_GRACE_S,
     ) -> None:
-        self._session, self._command, self._resume = session, command, shlex.split(resume)
-        self._environ, self._timeout_s, self._grace_s = environ, timeout_s, grace_s
-        self.limit_s = float("inf")
+        self._session = session
+        self._command = command
+        self._resume = shlex.split(resume)
+        self._environ = environ
+        self._timeout_s = timeout_s
+        self._grace_s = grace_s
+        self.limit_s = math.inf
         """Seconds for one start, even if it makes progress."""
 
     def words(
@@ -144,8 +149,8 @@ class CommandStarts:
                     hint="type it after -- as in a shell, such as -- python train.py; torchrun is also python -m "
                     "torch.distributed.run",
                 ) from None  # fmt: skip
-        how = "" if plan.kill and plan.kill.target != "all" else plan.signal
-        with Watch(launcher, ProcessFamily(launcher.pid, str(path)), records, how) as watch:
+        kill_signal = "" if plan.kill and plan.kill.target != "all" else plan.signal
+        with Watch(launcher, ProcessFamily(launcher.pid, str(path)), records, kill_signal) as watch:
             late = watch.wait(self._timeout_s, self.limit_s, self._grace_s)
         done = CommandStart(name, command, watch.code, time.monotonic() - began, watch.mark(), str(output), late)
         write_atomically(records / "ended.json", json.dumps(asdict(done)) + "\n")
@@ -156,12 +161,22 @@ class CommandStarts:
 class Watch:
     """The processes of a start until none of them is left. An error, such as Ctrl-C, ends them.
 
-    ``how``: the signal that they get when one of them has reached the place of the kill; empty if it kills itself.
+    ``kill_signal``: the signal that they get when one of them has reached the place of the kill, such as KILL; empty if it
+    kills itself.
     """
 
-    def __init__(self, launcher: subprocess.Popen[bytes], family: ProcessFamily, records: Path, how: str) -> None:
-        self._launcher, self._family, self._records, self._how = launcher, family, records, how
+    def __init__(
+        self, launcher: subprocess.Popen[bytes], family: ProcessFamily, records: Path, kill_signal: str
+    ) -> None:
+        self._launcher = launcher
+        self._family = family
+        self._records = records
+        self._kill_signal = kill_signal
         self.code: int | None = None
+        """Exit code of the launcher, or minus a signal; None if it was ended."""
+        self._size = 0  # bytes of the records
+        self._began_at = self._progress_at = time.monotonic()
+        self._killed_at = math.inf  # when the mark of a rank that kills itself was first seen
 
     def __enter__(self) -> Watch:
         return self
@@ -181,40 +196,55 @@ class Watch:
             return content
         return None
 
-    def wait(self, timeout_s: float, limit_s: float, grace_s: float, end_s: float = float("inf")) -> str:
-        """Wait for the kill or the end of all processes, and set ``code``. Returns why they are ended before, if so:
-        they made no progress for ``timeout_s``, or had not ended ``limit_s`` after the start or ``end_s`` after a rank
-        had killed itself."""
-        began = progress = look = time.monotonic()
-        size, killed = 0, float("inf")  # when the mark was first seen
-        while not self._how or self.mark() is None:
-            code, now = self._launcher.poll(), time.monotonic()
-            if self.code is None and code is not None:
-                self.code, progress, look = code, now, now
-            if now >= look:
-                if size != (size := self._size()):
-                    progress = now
-                    if killed == float("inf") and self.mark() is not None:
-                        killed = now
-                if not self._family.alive() and code is not None:
+    def wait(self, timeout_s: float, limit_s: float, grace_s: float, end_s: float = math.inf) -> str:
+        """Wait for the kill or the end of all processes, and set ``code``.
+
+        Returns why they are ended before, if so: they made no progress for ``timeout_s``, or had not ended ``limit_s``
+        after the start or, in the campaign of kills, ``end_s`` after a rank had killed itself. After the signal that
+        kills all, they have ``grace_s`` to end.
+        """
+        look_at = self._began_at
+        while not self._kill_signal or self.mark() is None:
+            if self.code is None and (code := self._launcher.poll()) is not None:
+                self.code = code
+                self._progress_at = look_at = time.monotonic()
+            if (now := time.monotonic()) >= look_at:
+                self._look_for_progress()
+                if not self._family.alive() and self.code is not None:
                     return ""
-                look = now + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - now))
-            quiet_s = now - progress
-            if code is not None and quiet_s > _STRAYS_S:  # a service, or a loader process that was forgotten
-                return ""
-            if quiet_s > timeout_s:
-                return f"it made no progress for {timeout_s:.0f} s"
-            if now - killed > end_s:
-                return f"it had not ended {end_s:.0f} s after the kill"
-            if now - began > limit_s:
-                return f"it had not ended after {limit_s:.0f} s"
+                look_at = now + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - now))
+            if self.code is not None and time.monotonic() - self._progress_at > _STRAYS_S:
+                return ""  # what is left is a service, or a loader process that was forgotten
+            if late := self._late(timeout_s, limit_s, end_s):
+                return late
             time.sleep(_POLL_S)
-        self.code = None if self._how == "KILL" else self._terminate(grace_s)
+        self.code = None if self._kill_signal == "KILL" else self._terminate(grace_s)
+        return ""
+
+    def _look_for_progress(self) -> None:
+        """Note the time if the records have grown, and if that is the mark of the kill."""
+        size = self._records_size()
+        if size == self._size:
+            return
+        self._size = size
+        self._progress_at = time.monotonic()
+        if self._killed_at == math.inf and self.mark() is not None:
+            self._killed_at = self._progress_at
+
+    def _late(self, timeout_s: float, limit_s: float, end_s: float) -> str:
+        """Return why the processes have to be ended now; empty if they may go on."""
+        now = time.monotonic()
+        if now - self._progress_at > timeout_s:
+            return f"it made no progress for {timeout_s:.0f} s"
+        if now - self._killed_at > end_s:
+            return f"it had not ended {end_s:.0f} s after the kill"
+        if now - self._began_at > limit_s:
+            return f"it had not ended after {limit_s:.0f} s"
         return ""
 
     def _terminate(self, grace_s: float) -> int | None:
         """Send the signal, and wait ``grace_s`` seconds for the end. Returns the launcher's exit code if it ended."""
-        self._family.send(signal.Signals[f"SIG{self._how}"])
+        self._family.send(signal.Signals[f"SIG{self._kill_signal}"])
         (self._records / "mark.seen").touch()
         deadline = time.monotonic() + grace_s
         while self._launcher.poll() is None or self._family.alive():
@@ -223,8 +253,7 @@ class Watch:
             time.sleep(_POLL_S)
         return self._launcher.poll()
 
-    def _size(self) -> int:
-        """Return the bytes of the records."""
+    def _records_size(self) -> int:
         size = 0
         for path in self._records.iterdir():
             with suppress(FileNotFoundError):  # a temporary name
