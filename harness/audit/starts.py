@@ -161,8 +161,8 @@ class CommandStarts:
 class Watch:
     """The processes of a start until none of them is left. An error, such as Ctrl-C, ends them.
 
-    ``kill_signal``: the signal that they get when one of them has reached the place of the kill, such as KILL; empty if it
-    kills itself.
+    ``kill_signal``: what they get when one of them has reached the place of the kill, such as KILL; empty if it kills
+    itself.
     """
 
     def __init__(

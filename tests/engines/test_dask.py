@@ -88,8 +88,8 @@ def ended(tmp_path):
     )  # fmt: skip
     run._tasks = [SimpleNamespace(future=None, place=place, exit=0, lost_at=None)]
     run._folder, run._closing = run_dir.RunFolder(tmp_path / "run"), ExitStack()
-    run._topic, run._why_lost, run._stops, run._ended = "topic", "", 0, threading.Event()
-    run._files, run._looked_at, run._failed_at, run._kills = None, 0.0, None, 0
+    run._topic, run._why_lost, run._stop_requested, run._ended = "topic", "", False, threading.Event()
+    run._files, run._looked_at, run._failed_at, run._stops_sent = None, 0.0, None, 0
     return run
 
 
@@ -158,7 +158,7 @@ def test_events_that_come_early(restarted, tmp_path, stripes, monkeypatch):
         return order(task)
 
     monkeypatch.setattr(cluster_run, "_order", order_later)
-    monkeypatch.setattr(cluster_run.ClusterRun, "_start", lambda run, shared: None)
+    monkeypatch.setattr(cluster_run.ClusterRun, "_start_ranks", lambda run, shared: None)
     subscribed = []
 
     def submit(*_, key, **__):
@@ -171,7 +171,7 @@ def test_events_that_come_early(restarted, tmp_path, stripes, monkeypatch):
         subscribe_topic=lambda topic, receive: subscribed.append(receive), nthreads=lambda workers: workers,
     )  # fmt: skip
     job = planned(write_config(tmp_path, stripes), "launch.nproc=2")
-    run = cluster_run.ClusterRun(client, job, ExitStack())
+    run = cluster_run.ClusterRun.start(client, job, ExitStack())
     assert len(run._places) == 2
     assert ("has restarted" in run._why_lost) == restarted
 
@@ -194,7 +194,7 @@ def test_a_lost_connection_is_no_error_of_the_output_folder(tmp_path):
         folder=tmp_path / "run", config=config, url="", world_size=1, settings=SimpleNamespace(engine_settings=settings)
     )
     with pytest.raises(LaunchError, match="tcp://s:1: the ranks could not be placed: Timed out"):
-        cluster_run.ClusterRun(client, job, ExitStack())
+        cluster_run.ClusterRun.start(client, job, ExitStack())
     assert not list(tmp_path.iterdir())
 
 

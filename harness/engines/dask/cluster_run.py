@@ -56,33 +56,45 @@ class _Task:
 
 
 class ClusterRun:
-    """A run on a cluster. ``follow`` and ``stop`` are called from two threads."""
+    """A run on a cluster, which ``start`` begins. ``follow`` and ``stop`` are called from two threads.
+
+    Only ``start`` changes the list of tasks. A task's fields are set by the thread of Dask's events (``_receive``) and by
+    the one that waits, in ``start`` and then in ``follow``; what is set stays.
+    """
 
     def __init__(self, client: Any, job: Job, closing: ExitStack) -> None:
-        """Place all ranks and start them, or raise LaunchError with nothing left on the cluster. ``closing`` is closed
-        at the end."""
-        self._client, self._job, self._closing = client, job, closing
+        """``closing`` is closed at the end of the run."""
+        self._client = client
+        self._job = job
+        self._closing = closing
         self._topic = f"{_PREFIX}{secrets.token_hex(4)}"
         self._where = str(client.scheduler.address)
         self._tasks: list[_Task] = []  # by rank, once all have a place
         self._why_lost = ""
-        self._stops, self._kills = 0, 0
+        self._stop_requested = False
+        self._stops_sent = 0  # to the peers of a failed rank; the first one is gentle
         self._failed_at: float | None = None
         self._looked_at = 0.0
         self._folder = RunFolder(job.folder, job.config.checkpoint.keep)
         self._exit_files = ExitFiles(self._folder.path)
         self._files: RunFiles | None = None
         self._ended = threading.Event()
-        try:
-            shared = self._place()
-            self._start(shared)
-        except BaseException as error:
-            self._clear()
-            if isinstance(error, OSError):  # of the connection to the cluster
-                raise LaunchError(f"the ranks could not be placed: {reason(error)}", where=self._where) from None
-            raise
 
     # Starting
+
+    @classmethod
+    def start(cls, client: Any, job: Job, closing: ExitStack) -> ClusterRun:
+        """Place all ranks on the cluster of ``client`` and start them, which may take minutes. Raises LaunchError with
+        nothing left on the cluster."""
+        run = cls(client, job, closing)
+        try:
+            run._start_ranks(shared=run._place())
+        except BaseException as error:
+            run._clear()
+            if isinstance(error, OSError):  # of the connection to the cluster
+                raise LaunchError(f"the ranks could not be placed: {reason(error)}", where=run._where) from None
+            raise
+        return run
 
     def _place(self) -> bool:
         """Wait until every rank's task runs, and number them. True if all workers share this machine's disk."""
@@ -123,7 +135,7 @@ class ClusterRun:
             hint="start more workers (dask worker ADDRESS --nthreads 1), or request fewer ranks (--nproc N)",
         )
 
-    def _start(self, shared: bool) -> None:
+    def _start_ranks(self, shared: bool) -> None:
         job, places = self._job, self._places
         if copied := not shared and not job.url:
             self._send_files(places)
@@ -131,9 +143,15 @@ class ClusterRun:
         sizes, placed = Counter(groups), Counter[Any]()
         for rank, (task, place, group) in enumerate(zip(self._tasks, places, groups, strict=True)):
             launch = Launch(
-                rank, placed[group], len(groups), sizes[group], _host_of(places[0].worker), places[0].port, BY,
+                rank=rank,
+                local_rank=placed[group],
+                world_size=len(groups),
+                local_world_size=sizes[group],
+                master_addr=_host_of(places[0].worker),
+                master_port=places[0].port,
+                by=BY,
                 supervised=True,
-            )  # fmt: skip
+            )
             placed[group] += 1
             overrides = []
             if copied:
@@ -141,9 +159,14 @@ class ClusterRun:
             elif not job.url:
                 overrides = [f"output={Path(job.config.output).absolute()}"]
             start = on_worker.RankJob(
-                rank, job.environ() | environment(launch), loader.to_text(job.config), tuple(overrides),
-                os.getcwd() if shared else "", job.settings.python, job.settings.grace_s,
-            )  # fmt: skip
+                rank=rank,
+                environ=job.environ() | environment(launch),
+                config=loader.to_text(job.config),
+                overrides=tuple(overrides),
+                working_folder=os.getcwd() if shared else "",
+                python=job.settings.python,
+                grace_s=job.settings.grace_s,
+            )
             print(f"rank {rank}: worker {place.worker} on {place.host}", file=sys.stderr)
             self._client.run(on_worker.tell, task.future.key, start, workers=[place.worker])
 
@@ -164,8 +187,10 @@ class ClusterRun:
     # Following
 
     def follow(self) -> EngineReport:
+        """Wait until every rank has ended, or is lost, and its files are on this machine; leave nothing on the cluster.
+        Returns the exits that this client has seen."""
         copy = Background(self._copy, "harness-fetch")
-        failed: Exception | None = None
+        copy_error: Exception | None = None
         try:
             while any(self._is_running(rank) for rank in range(len(self._tasks))):
                 self._check_tasks()
@@ -175,20 +200,21 @@ class ClusterRun:
         finally:
             self._ended.set()
             try:
-                failed = copy.result()  # of the last copy, after which nothing is needed on the workers
+                copy_error = copy.result()  # of the last copy, after which nothing is needed on the workers
             except Exception as error:
-                failed = error
-            self._clear(keep=failed is not None)
-        if failed:
-            self._why_lost = self._why_lost or f"the results could not be copied from the workers: {failed}"
+                copy_error = error
+            self._clear(keep=copy_error is not None)
+        if copy_error:
+            self._why_lost = self._why_lost or f"the results could not be copied from the workers: {copy_error}"
         exits = [RankExit.from_code(rank, task.exit) for rank, task in enumerate(self._tasks) if task.exit is not None]
         if self._why_lost:
             lost = [rank for rank, task in enumerate(self._tasks) if task.lost_at is not None]
             exits.append(RankExit.lost(self._why_lost, next(iter(lost), None)))
-        return EngineReport(exits, bool(self._stops))
+        return EngineReport(exits, self._stop_requested)
 
     def stop(self) -> None:
-        self._stops += 1
+        """Let all ranks write a checkpoint and exit; the second call kills them."""
+        self._stop_requested = True
         self._stop_ranks()
 
     def _stop_ranks(self) -> None:
@@ -249,8 +275,8 @@ class ClusterRun:
         if not any(task.exit or task.lost_at for task in self._tasks):
             return
         self._failed_at = self._failed_at or time.monotonic()
-        if time.monotonic() - self._failed_at > PEERS_S + KILL_S * self._kills and self._kills < 2:
-            self._kills += 1
+        if time.monotonic() - self._failed_at > PEERS_S + KILL_S * self._stops_sent and self._stops_sent < 2:
+            self._stops_sent += 1
             self._stop_ranks()
 
     def _receive(self, message: tuple[float, dict[str, Any]]) -> None:
@@ -267,10 +293,10 @@ class ClusterRun:
     def _copy(self) -> Exception | None:
         """Copy what is new to this machine until the run has ended, and once more; return the last copy's error."""
         pause_s, ended, warned = _FETCH_S, False, False
-        failed: Exception | None = None
+        last_error: Exception | None = None
         while self._files is not None and not ended:
             ended = self._ended.wait(pause_s)
-            begun, failed = time.monotonic(), None
+            begun, last_error = time.monotonic(), None
             try:
                 alive = self._alive()
                 self._files.fetch([worker for worker in self._workers if worker in alive])
@@ -278,12 +304,12 @@ class ClusterRun:
                 if ended and gone and not self._why_lost:
                     raise ConnectionError(f"worker {gone[0]} is gone")
             except Exception as error:  # a worker went away, or this machine's disk is full
-                failed = error
+                last_error = error
                 if not (warned or ended):
                     tell(f"warning: the results cannot be copied from the workers now: {error}; it will be tried again")
                 warned = True
             pause_s = max(_FETCH_S, 10 * (time.monotonic() - begun))
-        return failed
+        return last_error
 
     # The cluster
 

@@ -50,7 +50,7 @@ def start(job: Job) -> ClusterRun:
     _check(job)
     with ExitStack() as opened:
         client = _connect(job, opened)
-        return ClusterRun(client, job, opened.pop_all())
+        return ClusterRun.start(client, job, opened.pop_all())
 
 
 def run(client: Any, config: str | Path, overrides: Sequence[str] = ()) -> RunOutcome:
@@ -66,7 +66,7 @@ def run(client: Any, config: str | Path, overrides: Sequence[str] = ()) -> RunOu
     job = plan(str(config), [*overrides, "launch.engine=dask"])
     _check(job)
     collector = ExitCollector(job.folder, job.world_size, job.url)
-    outcome = collector.conclude(follow_until_done(lambda: ClusterRun(client, job, ExitStack())))
+    outcome = collector.conclude(follow_until_done(lambda: ClusterRun.start(client, job, ExitStack())))
     print(outcome.text, file=sys.stderr)
     return outcome
 
