@@ -58,8 +58,8 @@ class _Task:
 class ClusterRun:
     """A run on a cluster, which ``start`` begins. ``follow`` and ``stop`` are called from two threads.
 
-    Only ``start`` changes the list of tasks. A task's fields are set by the thread of Dask's events (``_receive``) and by
-    the one that waits, in ``start`` and then in ``follow``; what is set stays.
+    Only ``start`` changes the list of tasks. The fields of a task are set by the thread of Dask's events (``_receive``)
+    and by the one that waits, in ``start`` and then in ``follow``; what is set stays.
     """
 
     def __init__(self, client: Any, job: Job, closing: ExitStack) -> None:
