@@ -104,17 +104,23 @@ def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
     if same:
         yield f"  as good: {', '.join(results.run_name(group.trials[0].number) for group in same)}"
     yield f"  {trial_command(sweep.folder, sweep.name, results.run_folder(sweep.folder, best.number))}"
-    finished = [trial for trial in trials if trial.state == "finished"]
-    runs = [reader.read(results.run_folder(sweep.folder, trial.number)) for trial in finished]
-    what, possible = "", 1 if plan.direction == "maximize" else 0
-    if {trial.value for trial in finished} == {best.value} != {possible} and all(
-        _stays(run, plan.metric) for run in runs
-    ):
-        what = f"all of them have the same {plan.metric}, in all evaluations"
+    if why := _learned_nothing(plan, [trial for trial in trials if trial.state == "finished"]):
+        yield f"warning: no trial seems to have learned anything: {why}; try other values, or longer training"
+
+
+def _learned_nothing(plan: Plan, finished: Sequence[SweepTrial]) -> str:
+    """Return what suggests that none of the ``finished`` trials has learned anything; empty if nothing does."""
+    if len(finished) < 2:
+        return ""
+    runs = [reader.read(results.run_folder(plan.file.spec.folder, trial.number)) for trial in finished]
     if all(map(_gives_one_class, runs)):
-        what = "each gives all rows the same class"
-    if what and len(finished) > 1:
-        yield f"warning: no trial seems to have learned anything: {what}; try other values, or longer training"
+        return "each gives all rows the same class"
+    perfect = 1 if plan.direction == "maximize" else 0
+    value = finished[0].value
+    same = value != perfect and all(trial.value == value for trial in finished)
+    if same and all(_stays(run, plan.metric) for run in runs):
+        return f"all of them have the same {plan.metric}, in all evaluations"
+    return ""
 
 
 def _stays(run: reader.Record, metric: str) -> bool:
