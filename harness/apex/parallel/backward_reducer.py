@@ -107,9 +107,9 @@ class BackwardReducer:
             self._begin(task)
         self._pending[i] = True
         if self._overlap and self.enabled:
-            self._bucket_of[i].missing -= 1
+            self._bucket_of[i].num_missing -= 1
             buckets = self.buckets
-            while self._launched < len(buckets) and buckets[self._launched].missing <= 0:
+            while self._launched < len(buckets) and buckets[self._launched].num_missing <= 0:
                 self._launch(buckets[self._launched])
 
     def _begin(self, task: int) -> None:

@@ -31,9 +31,12 @@ def piece_size(tensors: Sequence[Tensor]) -> int:
 
 
 def strides_in_buffer(tensors: Sequence[Tensor]) -> list[Strides]:
-    """Return the strides that gradients of ``tensors`` have in a flat buffer: their own, for a copy without
-    transposition."""
-    return [torch.empty_like(tensor, device="meta").stride() for tensor in tensors]  # contiguous if they have gaps
+    """Return the strides that gradients of ``tensors`` have in a flat buffer.
+
+    They are the tensors' own, such as channels_last, so that the copy needs no transposition. A tensor with gaps, such
+    as every second column of another, has contiguous ones.
+    """
+    return [torch.empty_like(tensor, device="meta").stride() for tensor in tensors]
 
 
 class CommonStrides:
@@ -47,8 +50,11 @@ class CommonStrides:
         self._strides = strides_in_buffer(parameters) if alike else []
 
     def by_parameter(self, parameters: Sequence[Tensor]) -> dict[Tensor, Strides]:
-        """Return the strides for the ``parameters`` that the model has now; none, for contiguous ones, if a shape has
-        changed: one rank alone cannot know whether the new strides are equal on all."""
+        """Return the strides for the ``parameters`` that the model has now.
+
+        Returns an empty dictionary, which means contiguous gradients, if a shape has changed: one rank alone cannot
+        know whether the new strides are equal on all.
+        """
         if not self._strides or [parameter.shape for parameter in parameters] != self._shapes:
             return {}
         return dict(zip(parameters, self._strides, strict=True))
@@ -92,7 +98,7 @@ class Bucket:
         self.parameters = list(parameters)
         self.dtype = dtype
         self._strides = strides
-        self.missing = len(self.indices)  # gradients of the current backward pass that have not arrived
+        self.num_missing = len(self.indices)  # gradients of the current backward pass that have not arrived
         self._work: dist.Work | None = None
 
     @property
@@ -103,10 +109,10 @@ class Bucket:
     def begin_pass(self) -> None:
         """Prepare for a backward pass, also after one that raised."""
         self._wait()
-        self.missing = len(self.indices)
+        self.num_missing = len(self.indices)
 
     def launch(self, gradients: Sequence[Tensor | None], flagged: Sequence[bool], scaling: Scaling) -> None:
-        """Copy ``gradients``, dense or sparse, in and start the sum over ranks.
+        """Copy ``gradients``, dense or sparse, in and start the sum over ranks. Collective.
 
         An existing gradient contributes even if it is not ``flagged``: it was reduced before, is equal on all ranks,
         and comes out unchanged.
@@ -135,7 +141,8 @@ class Bucket:
         self._work = dist.all_reduce(flat, async_op=True)
 
     def finish(self, flagged: Sequence[bool]) -> list[tuple[int, Tensor]]:
-        """Wait for the sum; return (position in this bucket, sum) of every parameter that some rank flagged.
+        """Wait for the sum that ``launch`` has started on all ranks. Returns (position in this bucket, sum) of every
+        parameter that some rank flagged.
 
         Sums are views of ``flat``, valid until the next ``launch``. Reads the flags back from the device only if this
         rank did not flag everything.
@@ -165,7 +172,10 @@ class Bucket:
 def sums_over_ranks(
     buckets: Sequence[Bucket], values: Sequence[Tensor | None], scaling: Scaling
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield (index, scaled sum over ranks) of every value that some rank has; sums are valid until the next launch."""
+    """Yield (index, scaled sum over ranks) of every value that some rank has; sums are valid until the next launch.
+
+    Collective. All sums start at the first ``next``, and each is waited for when it is yielded: iterate to the end.
+    """
     flags = [[values[i] is not None for i in bucket.indices] for bucket in buckets]
     for bucket, flagged in zip(buckets, flags, strict=True):
         bucket.launch([values[i] for i in bucket.indices], flagged, scaling)
