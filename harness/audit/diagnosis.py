@@ -24,7 +24,7 @@ from harness.audit.differences import (
     not_recorded,
     unequal,
 )
-from harness.audit.matching import FULL, PART, ROUNDED, StepMatch
+from harness.audit.matching import MatchKind, StepMatch
 from harness.audit.records import Process, StartRecord, Step
 from harness.audit.verdict import IN_CHECKPOINT, Finding, StartSummary
 
@@ -86,7 +86,7 @@ def compare(undisturbed: StartRecord, again: StartRecord, killed: StartRecord, r
     found += _some(endings.exit_code(undisturbed, resumed))
     found = list({finding.code: finding for finding in reversed(found)}.values())[::-1]
     found = found or _some(endings.failure(undisturbed, resumed, offset))
-    found = [_located(finding, *matching.lines(killed, resumed)) for finding in found]
+    found = [_located(finding, *matching.save_and_load_lines(killed, resumed)) for finding in found]
     return _some(endings.torn(killed, undisturbed, resumed, found)) or found
 
 
@@ -166,10 +166,10 @@ def _of_rank(
             names = tuple(theirs.steps[0].weights)
             text = f"all weights are those before step 1, though the optimizer's state is not: {named(names)}"
             result.certain = [Finding("weights", text, (loads,), (1,), names)]
-            result.match = StepMatch(loaded or 0, PART, names)
+            result.match = StepMatch(loaded or 0, MatchKind.PART, names)
         result.apart = 0
         return result
-    if match.how != FULL:
+    if match.kind != MatchKind.FULL:
         result.certain.append(_of_weights(ours, theirs, match))
         result.apart = 0
     for index, (one, other) in enumerate(zip(ours.steps[match.offset :], theirs.steps, strict=False)):
@@ -177,10 +177,10 @@ def _of_rank(
         if index == 0 and "gradients" not in parts and _ends_equally(one, other):
             parts = {part: names for part, names in parts.items() if part not in ("inputs", "outputs")}
         harmful = parts.keys() - _HARMLESS
-        if match.how == FULL and not harmful:
+        if match.kind == MatchKind.FULL and not harmful:
             _add_harmless(result, parts, one, other)
             continue
-        if match.how in (FULL, PART, ROUNDED):
+        if match.kind in (MatchKind.FULL, MatchKind.PART, MatchKind.ROUNDED):
             _add_harmful(result, parts, ours, theirs, index, known, ended)
         elif one.state and not other.state:
             result.certain.append(_of_state(parts.get("state", ()), one, other))
@@ -202,18 +202,19 @@ def _ends_equally(one: Step, other: Step) -> bool:
 
 
 def _is_scratch(ours: Process, theirs: Process, match: StepMatch) -> bool:
-    if match.how == FULL:
+    if match.kind == MatchKind.FULL:
         return match.offset == 0
-    first = theirs.steps[0]
-    return match.how not in (PART, ROUNDED) and not theirs.loaded and first.state.keys() == ours.steps[0].state.keys()
+    if match.kind in (MatchKind.PART, MatchKind.ROUNDED) or theirs.loaded:
+        return False
+    return theirs.steps[0].state.keys() == ours.steps[0].state.keys()
 
 
 def _of_weights(ours: Process, theirs: Process, match: StepMatch) -> Finding:
     number, count = match.offset + 1, len({name for step in theirs.steps for name in step.weights})
-    if match.how == ROUNDED:
+    if match.kind == MatchKind.ROUNDED:
         text = f"the weights before step {number} were rounded to {match.rounded_to}: {named(match.names)}"
         return Finding("precision", text, steps=(number,), names=match.names)
-    if match.how == PART:
+    if match.kind == MatchKind.PART:
         text = f"{len(match.names)} of {count} weights are not those before step {number}: {named(match.names)}"
         first = {name: digest for step in reversed(ours.steps) for name, digest in step.weights.items()}
         begun = matching.first_steps(theirs.steps).values()
@@ -221,7 +222,7 @@ def _of_weights(ours: Process, theirs: Process, match: StepMatch) -> Finding:
         evidence = ("they are those before step 1",) if initial else ()
         return Finding("weights", text, evidence, (number,), match.names)
     text = "the weights before the first resumed step are those before no undisturbed step"
-    if match.how == matching.INPUTS:
+    if match.kind == MatchKind.INPUTS:
         evidence = (f"its rows are those of step {number}",)
     else:
         evidence = (f"it should go on with step {number}",) if match.offset else ()
@@ -280,9 +281,9 @@ def _add_harmful(
     if "inputs" in parts:
         finding = row_faults.diagnose(ours, theirs, offset, index, drawn, ended)
         # With other weights, what one network makes for another differs, too.
-        if result.match.how == FULL or finding.code == "rows":
+        if result.match.kind == MatchKind.FULL or finding.code == "rows":
             result.certain.append(finding)
-    elif "outputs" in parts and "weights" not in parts and result.match.how == FULL:
+    elif "outputs" in parts and "weights" not in parts and result.match.kind == MatchKind.FULL:
         finding = _of_outputs(ours, theirs, offset, index, parts, known)
         (result.uncertain if finding.code == "other" else result.certain).append(finding)
     if not result.certain and not result.uncertain and not result.harmless:

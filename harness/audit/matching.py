@@ -7,27 +7,31 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from enum import Enum
+from typing import Any
 
 from harness.audit.records import Process, StartRecord, Step
 
 Names = tuple[str, ...]
-How = Literal["full", "part", "rounded", "inputs", "none"]
-FULL: How = "full"
-PART: How = "part"
-ROUNDED: How = "rounded"
-INPUTS: How = "inputs"
-NONE: How = "none"
+
+
+class MatchKind(Enum):
+    """What is equal before the first resumed step and the step of the undisturbed start that it is matched with."""
+
+    FULL = "all weights"
+    PART = "a part of the weights"
+    ROUNDED = "all weights, after rounding"
+    INPUTS = "the inputs alone"
+    NONE = "nothing: the offset is a guess"
 
 
 @dataclass(frozen=True)
 class StepMatch:
-    """``offset``: steps that the undisturbed start had done at the state of the first resumed step. ``how``: whether
-    all weights are equal, a part of them, all after rounding to ``rounded_to``, only the inputs, or nothing (then the
-    offset is a guess). ``names``: the weights that differ."""
+    """``offset``: steps that the undisturbed start had done at the state of the first resumed step. ``names``: the
+    weights that differ. ``rounded_to``: float16 or bfloat16, if they are equal after that rounding."""
 
     offset: int
-    how: How
+    kind: MatchKind
     names: Names = ()
     rounded_to: str = ""
 
@@ -37,7 +41,7 @@ def loaded_after(killed: StartRecord, resumed: StartRecord) -> int | None:
     return max((after for after, _, _ in _loaded(killed, resumed)), default=None)
 
 
-def lines(killed: StartRecord, resumed: StartRecord) -> tuple[str, str]:
+def save_and_load_lines(killed: StartRecord, resumed: StartRecord) -> tuple[str, str]:
     """Return the lines of the script that save and load this checkpoint, as file:line; empty if they are unknown."""
     for _, file, path in sorted(_loaded(killed, resumed), reverse=True):
         saves = next((each.saves_at[file] for each in killed.processes if each.saves_at.get(file)), "")
@@ -67,12 +71,15 @@ def find(undisturbed: Process, resumed: Process, loaded: int | None) -> StepMatc
 class _Search:
     """The rules of ``find``. A place is the number of steps that the undisturbed start had done.
 
-    ahead: by place, the next step of each optimizer
-    differing: the places before which all optimizers have a step, each with the weights that are not those there
+    ``_ahead[place]`` has the next step of each optimizer. ``_differing[place]`` has the names of the weights whose
+    values there are not those before the first resumed step; only places with a next step of every optimizer that the
+    resumed start uses are in it. Example: {0: ("a", "b"), 1: (), 2: ("b",)} means a full match at place 1.
     """
 
     def __init__(self, undisturbed: Process, resumed: Process, loaded: int | None) -> None:
-        self._undisturbed, self._resumed, self._loaded = undisturbed, resumed, loaded
+        self._undisturbed = undisturbed
+        self._resumed = resumed
+        self._loaded = loaded
         self._first = first = first_steps(resumed.steps)
         self._ahead = list(_ahead(undisturbed.steps, pairing(undisturbed.steps, resumed.steps)))
         self._differing = {
@@ -80,18 +87,23 @@ class _Search:
         }
 
     def by_all_weights(self) -> StepMatch | None:
+        """Match a place where all weights are equal, or the end of the undisturbed start."""
         if full := [place for place, names in self._differing.items() if not names]:
-            return StepMatch(self._best(full), FULL)
-        return StepMatch(len(self._undisturbed.steps), FULL) if _is_end(self._undisturbed, self._first) else None
+            return StepMatch(self._best(full), MatchKind.FULL)
+        return (
+            StepMatch(len(self._undisturbed.steps), MatchKind.FULL) if _is_end(self._undisturbed, self._first) else None
+        )
 
     def by_rounded_weights(self) -> StepMatch | None:
+        """Match a place whose weights, rounded to half precision, are the resumed ones."""
         for kind, rounded in ROUNDINGS.items():
             if fits := [each for each in self._differing if _fits_rounded(self._ahead[each], self._first, rounded)]:
                 place = self._best(fits, lambda place: -len(self._differing[place]))
-                return StepMatch(place, ROUNDED, self._differing[place], kind)
+                return StepMatch(place, MatchKind.ROUNDED, self._differing[place], kind)
         return None
 
     def by_some_weights(self) -> StepMatch | None:
+        """Match the place that was loaded, or else one with most equal weights, of those that training changes."""
         trained = _trained(self._undisturbed.steps)
         total = {name for step in self._first.values() for name in step.weights if name in trained}
         counts = {place: len(total.difference(names)) for place, names in self._differing.items()}
@@ -100,17 +112,18 @@ class _Search:
         if not later:
             return None
         place = self._loaded if self._loaded in later else self._best(later, lambda place: counts[place])
-        return StepMatch(place, PART, self._differing[place])
+        return StepMatch(place, MatchKind.PART, self._differing[place])
 
     def by_inputs(self) -> StepMatch:
+        """Match the place that was loaded, or else one with equal inputs, or else guess the begin."""
         names = next(iter(self._differing.values()), ())
         first = self._resumed.steps[0]
         same = [place for place in self._differing if self._ahead[place][first.optimizer].inputs == first.inputs]
         if self._loaded is not None and self._loaded < len(self._undisturbed.steps):
-            return StepMatch(self._loaded, INPUTS if self._loaded in same else NONE, names)
+            return StepMatch(self._loaded, MatchKind.INPUTS if self._loaded in same else MatchKind.NONE, names)
         if same and first.inputs:
-            return StepMatch(self._best(same), INPUTS, names)
-        return StepMatch(0, NONE, names)
+            return StepMatch(self._best(same), MatchKind.INPUTS, names)
+        return StepMatch(0, MatchKind.NONE, names)
 
     def _best(self, places: Iterable[int], score: Callable[[int], int] = lambda _: 0) -> int:
         def rank(place: int) -> tuple[int, bool, int, int]:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.audit import matching
+from harness.audit.matching import MatchKind
 from tests.audit.synthetic import Starts, Training
 
 
@@ -33,7 +34,7 @@ def test_numbers_beyond_the_range_become_infinite(type_: str):
 
 def test_steps_with_equal_weights_are_told_apart_by_the_checkpoint(tmp_path: Path):
     starts = Starts(Training(skipped=(12, 13)))  # the weights before 12, 13 and 14 are equal
-    assert match(starts, tmp_path) == matching.StepMatch(12, matching.FULL)
+    assert match(starts, tmp_path) == matching.StepMatch(12, MatchKind.FULL)
 
 
 def test_steps_with_equal_weights_are_told_apart_by_their_rows(tmp_path: Path):
@@ -47,7 +48,7 @@ def test_frozen_weights_are_no_evidence(tmp_path: Path):
     starts.apart(13)
     for name in ("undisturbed", "killed", "resumed"):
         starts.from_step(1, lambda step: step["weights"].update(frozen="never trained"), name)
-    assert match(starts, tmp_path).how == matching.INPUTS
+    assert match(starts, tmp_path).kind == MatchKind.INPUTS
 
 
 @pytest.mark.parametrize("begun", [12, 18])
@@ -55,13 +56,13 @@ def test_optimizers_are_paired_by_the_names_of_their_weights(begun, tmp_path: Pa
     """A resume between the steps of two optimizers numbers them in another order."""
     starts = Starts(Training(optimizers=2), checkpoint=begun, kill=20)
     starts.from_step(1, lambda step: step.update(optimizer=1 - step["optimizer"]))
-    assert match(starts, tmp_path) == matching.StepMatch(begun, matching.FULL)
+    assert match(starts, tmp_path) == matching.StepMatch(begun, MatchKind.FULL)
 
 
 def test_a_resume_at_the_end(tmp_path: Path):
     starts = Starts(Training(), checkpoint=24, kill=24)
     starts.resumed = [Training(steps=26).events(begun=24)]
-    assert match(starts, tmp_path) == matching.StepMatch(24, matching.FULL)
+    assert match(starts, tmp_path) == matching.StepMatch(24, MatchKind.FULL)
 
 
 def test_a_folder_that_is_loaded_is_the_checkpoint_of_its_files(tmp_path: Path):
