@@ -32,7 +32,7 @@ def test_built_in_parts_are_found(kind):
             assert getattr(part, "__name__", "").rpartition(".")[2] in held
 
 
-@pytest.mark.parametrize(("kind", "name"), [("engine", "torchrun"), ("model", "linear")])
+@pytest.mark.parametrize(("kind", "name"), [("task", "fashion_mnist"), ("model", "linear")])
 def test_leftover_folder_of_an_earlier_version_is_ignored(tmp_path, monkeypatch, kind, name):
     parts = tmp_path / plugins.KINDS[kind].folder
     (parts / name / "__pycache__").mkdir(parents=True)
