@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -95,6 +95,27 @@ class TextWriter:
             self._digests[2 * i + 1].update(text)
 
 
+class LabelWriter(Protocol):
+    """Writes the labels of a table: ``add`` each batch of rows, then ``finish``, and ``close`` in any case."""
+
+    bad_means: str
+    """What is wrong with the rows in ``bad``, where {column} is their column."""
+    remedy: str
+    """What to do about them."""
+    label: LabelColumns
+    bad: BadRows
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Append the labels of the next rows."""
+        ...
+
+    def finish(self) -> LabelFacts:
+        """Complete the files; return the facts of the labels. Raises DataError if there is nothing to learn."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class CodeWriter:
     """Writes label codes in order of appearance, and at the end replaces them by indices in the sorted vocabulary."""
 
@@ -108,11 +129,9 @@ class CodeWriter:
         self._file = open(path, "wb")  # noqa: SIM115 - closed by close
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Append the labels of the next rows."""
         self._file.write(self.coder.add(batch.column(self.coder.column)).astype("<i4", copy=False).data)
 
     def finish(self) -> LabelFacts:
-        """Return the vocabulary, notes, and the digests of the blocks of each file."""
         self._file.close()
         vocabulary, index, notes = self.coder.finish()
         with open(self.path, "r+b", buffering=0) as file:
@@ -133,7 +152,6 @@ class TagWriter(CodeWriter):
     White space around a label, empty parts (as after a last separator) and repeated labels of a row are left out.
     """
 
-    bad_means = "without a label in column {column}"
     remedy = "fill in the labels, remove the rows, or set task.labels.empty=allow if these rows really have no label"
 
     def __init__(self, path: Path, offsets: Path, label: LabelColumns, where: str, places: Places) -> None:
@@ -186,7 +204,6 @@ class NumberWriter:
         self._file = open(path, "wb")  # noqa: SIM115 - closed by close
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Append the numbers of the next rows."""
         texts = [pc.utf8_trim_whitespace(batch.column(name)) for name in self.label.columns]
         numbers = np.stack([_numbers(text) for text in texts], axis=1)
         wrong = ~(np.abs(numbers) < _LARGEST)  # true for NaN, too
@@ -196,7 +213,7 @@ class NumberWriter:
         self.num_rows += batch.num_rows
 
     def finish(self) -> LabelFacts:
-        """Return the facts of the labels. Sums are exact, so the result is the same on every machine."""
+        """As of ``LabelWriter``. Sums are exact, so the result is the same on every machine."""
         self._file.close()
         numbers = np.memmap(self.path, "<f8", "r").reshape(-1, len(self.label.columns))
         means, deviations, notes = [], [], []
@@ -224,9 +241,6 @@ def _numbers(texts: pa.Array) -> np.ndarray:
 
         numbers = pd.to_numeric(texts.to_pandas(), errors="coerce").to_numpy(np.float64)
     return numbers
-
-
-LabelWriter = CodeWriter | NumberWriter
 
 
 def label_writer(label: LabelColumns, new_file: Callable[[str], Path], where: str, places: Places) -> LabelWriter:
