@@ -82,9 +82,12 @@ class RankExit:
         return cls.from_dict(json.loads(text))
 
     @property
-    def by_rank(self) -> bool:
-        """True if a rank has made this record of itself, or of one that hangs. Of one that is gone, an engine may have
-        seen more."""
+    def made_by_rank(self) -> bool:
+        """True if a rank has made this record, of itself or of one that hangs.
+
+        False for a record that an engine has made, and for one of a rank that is gone: of that the engine may know
+        more, such as the signal that killed it.
+        """
         return bool(self.host)
 
     def to_json(self) -> str:

@@ -23,7 +23,7 @@ from harness.errors import require_posix
 require_posix()  # the names below do not exist elsewhere
 
 REPEAT_S = 1.0  # launchers, shells and terminals may deliver one request several times within this time
-WARNING = signal.SIGUSR1  # sent once by a scheduler before its time limit; the default action would kill the process
+TIME_LIMIT_SIGNAL = signal.SIGUSR1  # sent once by a scheduler; the default action would kill the process
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -37,7 +37,7 @@ def signal_name(number: int) -> str:
 def ended_by(number: int) -> int:
     """Return the exit code of a process that a signal ended, as in shells: 130 for SIGINT, 143 for SIGTERM, and for the
     warning that a scheduler sends before it."""
-    return 128 + (signal.SIGTERM if number == WARNING else number)
+    return 128 + (signal.SIGTERM if number == TIME_LIMIT_SIGNAL else number)
 
 
 def end_now(number: int) -> None:
@@ -59,7 +59,7 @@ class Phase:
 
 
 def _raise_first(number: int) -> None:
-    if number == WARNING or _state.raised is not None:
+    if number == TIME_LIMIT_SIGNAL or _state.raised is not None:
         return
     _state.raised = number
     raise KeyboardInterrupt
@@ -125,7 +125,7 @@ def during(phase: Phase) -> Iterator[None]:
     handlers = {} if _state.old_handlers else {number: signal.signal(number, _received) for number in _obeyed()}
     try:
         if _state.warned:
-            phase.handle(WARNING)
+            phase.handle(TIME_LIMIT_SIGNAL)
         if _state.raised is not None:
             phase.handle(_state.raised)
         yield
@@ -142,7 +142,7 @@ def ending_the_process(doing: str) -> Iterator[None]:
     be in C code. ``doing``: for the message."""
 
     def end(number: int) -> None:
-        if number != WARNING:
+        if number != TIME_LIMIT_SIGNAL:
             _write(f"stopped ({signal_name(number)}) {doing}")
             os._exit(ended_by(number))
 
@@ -180,11 +180,11 @@ def clear_line() -> str:
 def _obeyed() -> list[signal.Signals]:
     """Return the signals to handle; under nohup SIGHUP stays ignored."""
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in (*_REQUESTS, WARNING) if not (ignores_hangup and number == signal.SIGHUP)]
+    return [number for number in (*_REQUESTS, TIME_LIMIT_SIGNAL) if not (ignores_hangup and number == signal.SIGHUP)]
 
 
 def _received(number: int, frame: FrameType | None) -> None:
-    _state.warned = _state.warned or (number == WARNING and bool(_state.old_handlers))
+    _state.warned = _state.warned or (number == TIME_LIMIT_SIGNAL and bool(_state.old_handlers))
     _state.phase.handle(number)
 
 
@@ -194,7 +194,7 @@ def _watch(reader: int) -> None:
     while True:
         for number in os.read(reader, 64):  # every signal with a handler of Python, such as SIGCHLD
             now = time.monotonic()
-            if number == WARNING:
+            if number == TIME_LIMIT_SIGNAL:
                 _state.phase.notice(number)
             elif number in _REQUESTS and first is None:
                 first = now

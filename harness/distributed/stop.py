@@ -96,7 +96,7 @@ def on_signals(
     def notice(number: int) -> None:
         name, left = signals.signal_name(number), unfinished()
         if launch.elastic or not launch.supervised:  # otherwise harness launch has printed it
-            again = "" if number == signals.WARNING else "; Ctrl-C or another signal ends it immediately"
+            again = "" if number == signals.TIME_LIMIT_SIGNAL else "; Ctrl-C or another signal ends it immediately"
             log.info("stopping (%s): %s%s", name, ", ".join(filter(None, (action, left))), again)
         elif left:
             log.info("stopping (%s) %s", name, left)

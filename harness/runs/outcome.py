@@ -79,18 +79,18 @@ def judge(
     An exit has a step if its rank recorded it after this start had claimed the run folder. Without any of these the run
     is done, stopped, or ended before that.
     """
-    own = {exit.rank for exit in exits if exit.by_rank}
-    known = [exit for exit in exits if exit.by_rank or exit.cause is Cause.NODE_LOST or exit.rank not in own]
+    own = {exit.rank for exit in exits if exit.made_by_rank}
+    known = [exit for exit in exits if exit.made_by_rank or exit.cause is Cause.NODE_LOST or exit.rank not in own]
     if (first := _first_failure(known, stopped)) is None:
         codes = {exit.exit_code for exit in known}
         code = signals.ended_by(number or signal.SIGTERM) if stopped else 0
         return _without_failure(codes, code, folder)
     if first.rank is None:
         first = replace(first, rank=next((rank for rank in range(world_size) if rank not in own), 0))
-    if not first.by_rank:  # the records of the other ranks have a step and a host
-        host = next((exit.host for exit in known if exit.by_rank and exit.rank == first.rank), "")
+    if not first.made_by_rank:  # the records of the other ranks have a step and a host
+        host = next((exit.host for exit in known if exit.made_by_rank and exit.rank == first.rank), "")
         first = replace(first, host=host, step=max((exit.step or 0 for exit in known), default=0))
-    known.sort(key=lambda exit: (exit.by_rank, exit.time))  # of several exits of a rank the last one is described
+    known.sort(key=lambda exit: (exit.made_by_rank, exit.time))  # of several exits of a rank the last one is described
     last = {exit.rank: exit for exit in known}
     ranks = {
         str(rank): _describe(last[rank], "" if rank == first.rank else first.message)
@@ -177,11 +177,11 @@ def _failure_text(failure: Mapping[str, Any], folder: str) -> str:
 
 def _describe(exit: RankExit, first_message: str) -> str:
     """Return a line for the report, without the message of the first failure, which all ranks may raise."""
-    if exit.cause is Cause.NODE_LOST or (not exit.by_rank and exit.message):
+    if exit.cause is Cause.NODE_LOST or (not exit.made_by_rank and exit.message):
         return exit.message
     if exit.cause is Cause.SIGNAL:
         return f"killed by {signals.signal_name(-exit.exit_code)}, left no record"
-    if not exit.by_rank:
+    if not exit.made_by_rank:
         return f"exit code {exit.exit_code}, left no record"
     step = "" if exit.step is None else f" at step {exit.step}"
     doing = f", in {exit.doing}" if exit.doing else ""

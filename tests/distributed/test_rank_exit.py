@@ -36,7 +36,7 @@ def test_other_content_is_refused(content):
 )
 def test_cause_of_an_exit_code(code, cause):
     assert RankExit.from_code(3, code) == RankExit(3, cause, code)
-    assert not RankExit.from_code(3, code).by_rank
+    assert not RankExit.from_code(3, code).made_by_rank
 
 
 def test_error_file_for_torch(tmp_path):

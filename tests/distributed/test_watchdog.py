@@ -94,7 +94,7 @@ def test_peer_failure_requests_a_stop_and_ends_a_blocked_rank(quick, caplog):
     assert "this rank is blocked: rank 3 failed" in caplog.text
     assert (mine.exits, mine.causes) == ([EXIT_FAILURE], [Cause.PEER_LOST])
     (record,) = mine.records
-    assert (record.error, record.message, record.by_rank) == ("PeerLost", "rank 3 failed", True)
+    assert (record.error, record.message, record.made_by_rank) == ("PeerLost", "rank 3 failed", True)
     assert record.doing
     assert mine.dog.publish_failure(failure(5)) == failure(3)  # the first failure of the launch
 

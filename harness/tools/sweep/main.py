@@ -146,7 +146,8 @@ def _commands(plan: Plan) -> Iterator[str]:
     if sweep.is_search:
         yield f"# drawn by Optuna (sampler {sweep.sampler}, pruner {sweep.pruner}); examples at the ends of the space:"
     for number, trial in enumerate(plan.trials):
-        words = process.launch(plan.file.base, plan.words(trial.settings), results.run_folder(sweep.folder, number))
+        folder = results.run_folder(sweep.folder, number)
+        words = process.launch_words(plan.file.base, plan.words(trial.settings), folder)
         yield shlex.join(["harness", *words])
 
 

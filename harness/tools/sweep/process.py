@@ -33,14 +33,14 @@ class TrialEnd:
     why: str = ""
 
 
-def launch(base: str, words: Sequence[str], folder: Path) -> list[str]:
+def launch_words(base: str, words: Sequence[str], folder: Path) -> list[str]:
     """Return the words after ``harness`` that train the experiment ``base`` with the settings ``words`` into the run
     folder ``folder``."""
     return ["launch", "-c", base, *words, *typed({"output": str(folder.parent), "name": folder.name})]
 
 
-def command(base: str, words: Sequence[str], folder: Path) -> list[str]:
-    return [sys.executable, "-m", "harness", *launch(base, words, folder)]
+def launch_command(base: str, words: Sequence[str], folder: Path) -> list[str]:
+    return [sys.executable, "-m", "harness", *launch_words(base, words, folder)]
 
 
 class TrialProcess:

@@ -125,7 +125,7 @@ class Runner:
 
     def _start(self, trial: SweepTrial, config: Config, grant: Grant) -> None:
         folder = results.run_folder(self._folder, trial.number)
-        command = process.command(self._plan.file.base, self._plan.words(trial.settings), folder)
+        command = process.launch_command(self._plan.file.base, self._plan.words(trial.settings), folder)
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus)} if grant.gpus else {}
         reader = TrialLogReader(folder, self._plan.metric)
         reader.read()

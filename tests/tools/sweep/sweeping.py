@@ -61,8 +61,8 @@ def _run_command(folder: str, words: tuple[str, ...], machine: Machine, fake: bo
 
     Machine.this = classmethod(lambda cls, visible: machine)  # type: ignore[method-assign,assignment]
     if fake:
-        real = process.command
-        process.command = lambda *args: [sys.executable, "-S", str(FAKE), *real(*args)[4:]]
+        real = process.launch_command
+        process.launch_command = lambda *args: [sys.executable, "-S", str(FAKE), *real(*args)[4:]]
         runner._POLL_S = 0.02
     raise SystemExit(cli.main(words))
 

@@ -86,7 +86,7 @@ def test_an_error_before_the_run_begins_is_the_reason(tmp_path, monkeypatch, wor
     folder.write_text("no folder")
     (tmp_path / "trials" / "0000.failure.json").write_text('{"rank": 0, "cause": "error", "exit_code": 2}')
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    trial = process.TrialProcess(process.command(str(base), [word], folder), folder, environ, [])
+    trial = process.TrialProcess(process.launch_command(str(base), [word], folder), folder, environ, [])
     end = wait_until(trial.ended, 100, "the end of the trial")
     assert end.how == "failed"
     assert why in end.why, "not that of an earlier start"
