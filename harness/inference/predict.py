@@ -49,7 +49,7 @@ from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.prediction_table import UNKNOWN_SHOWN, Totals
 from harness.training.evaluation.predictions import Predictor
 from harness.training.exit_report import ExitReporter, failed_early
-from harness.training.optimizer import optim, precision, trained_parameters
+from harness.training.optimizer import optimizer_builder, precision, trained_parameters
 from harness.training.rows import opening
 from harness.training.run_start import connected
 from harness.training.task import OpenedTask, PredictingTask, Supervised, SupportsNewData
@@ -255,7 +255,7 @@ def _model(
     precision.set_tf32(config.precision)
     chosen = precision.choose(config.precision, device, config.needs_our_amp)
     section = config.optimizer
-    optimizer = optim.build(section, trained_parameters.groups(section, model, section.lr), section.lr)
+    optimizer = optimizer_builder.build(section, trained_parameters.groups(section, model, section.lr), section.lr)
     model, _ = chosen.initialize(model, optimizer)
     if config.model.compile:
         model.compile()

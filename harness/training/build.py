@@ -33,7 +33,7 @@ from harness.training.health import Health
 from harness.training.measuring import memory
 from harness.training.measuring.meter import Meter
 from harness.training.model import model_builder, recompute
-from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
+from harness.training.optimizer import on_gradients, optimizer_builder, precision, registry, trained_parameters
 from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.on_gradients import OnGradients
 from harness.training.reproducibility import determinism, rng
@@ -103,7 +103,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
 
 def require_optimizer(config: Config) -> None:
     """Raise ConfigError if there is no such optimizer, or if the strategy allows none of its kind."""
-    optim.find(config.optimizer.name, strategy_class(config.parallel).shards)
+    registry.find(config.optimizer.name, strategy_class(config.parallel).shards)
 
 
 def require_model(config: Config, weights: bool = True) -> None:
@@ -184,14 +184,14 @@ def with_optimizer(
     with parallel.ranks.runtime.together("building the optimizer"):
         # After ``place``, which makes the parameters that the optimizer holds.
         groups = trained_parameters.groups(config.optimizer, model, sizes.lr)
-        optimizer = optim.build(config.optimizer, groups, sizes.lr)
+        optimizer = optimizer_builder.build(config.optimizer, groups, sizes.lr)
         trained = [param for group in optimizer.param_groups for param in group["params"]]
         if config.optimizer.larc is not None:
             optimizer = amp.larc(optimizer, config.optimizer.larc)
         sizes.schedule.require_momentum(optimizer)
         gradient_hook = on_gradients.build(config, model, optimizer, parallel.device)
         model, optimizer = amp.initialize(model, optimizer)
-        optim.start_momentum(optimizer)
+        optimizer_builder.start_momentum(optimizer)
     # After amp, which changes the types of the weights whose gradients are averaged.
     parallel.wrap(model)
     ema = None
@@ -239,7 +239,8 @@ def rehearse(config: Config, world_size: int) -> None:
     task = opening.open_on_rank(config)
     sizes = sizes_of(config, len(task.train), config.parallel.num_ranks(world_size))
     model = build_model(config, task)
-    optimizer = optim.build(config.optimizer, trained_parameters.groups(config.optimizer, model, sizes.lr), sizes.lr)
+    groups = trained_parameters.groups(config.optimizer, model, sizes.lr)
+    optimizer = optimizer_builder.build(config.optimizer, groups, sizes.lr)
     sizes.schedule.require_momentum(optimizer)
     on_gradients.build(config, model, optimizer, torch.device("cpu"))
     require_mixable(config, task)

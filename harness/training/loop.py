@@ -35,7 +35,7 @@ from harness.training.counting import Losses, count_last_step, end_step, end_win
 from harness.training.evaluation.evaluate import evaluate, prepare, try_evaluation
 from harness.training.hooks import AFTER_EVALUATION, AFTER_STEP, BEFORE_TRAINING
 from harness.training.measuring.step_timer import end_backward_before_exchange
-from harness.training.optimizer.optim import clear_gradients
+from harness.training.optimizer.optimizer_builder import clear_gradients
 from harness.training.rows.mixing import mixed, mixed_loss
 from harness.training.run import Run
 from harness.training.strategies.sharding import full

@@ -101,7 +101,7 @@ def _overflow_in_one_shard(level):
     from harness.config.schema import OptimizerSection
     from harness.distributed.launch_env import Launch
     from harness.distributed.runtime import Runtime
-    from harness.training.optimizer import optim, precision
+    from harness.training.optimizer import optimizer_builder, precision
     from harness.training.reproducibility.logical_ranks import LogicalRanks
     from harness.training.strategies.base import strategy_class
 
@@ -110,7 +110,7 @@ def _overflow_in_one_shard(level):
     amp = precision.choose(PrecisionSection(opt_level=level, loss_scale="dynamic"), runtime.device)
     parallel = strategy_class(section)(section, amp, LogicalRanks(runtime))
     model = parallel.prepare(nn.Linear(3, 2, bias=False))
-    optimizer = optim.build(OptimizerSection(), model.parameters(), 0.1)
+    optimizer = optimizer_builder.build(OptimizerSection(), model.parameters(), 0.1)
     model, optimizer = amp.initialize(model, optimizer)
     parallel.wrap(model)
     verdicts = []

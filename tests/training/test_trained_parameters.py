@@ -8,7 +8,7 @@ from torch import nn
 from harness.config.schema import GroupSection, OptimizerSection
 from harness.errors import ConfigError
 from harness.training.optimizer import trained_parameters
-from harness.training.optimizer.optim import build
+from harness.training.optimizer.optimizer_builder import build
 from tests.training.test_schedule import schedule
 
 

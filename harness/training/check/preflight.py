@@ -21,7 +21,7 @@ from harness.trackers import metrics_log
 from harness.training import build, description, hooks
 from harness.training.check.trial import NO_TRIAL, TrialStep, unexpected
 from harness.training.model import lora, recompute, weights
-from harness.training.optimizer import on_gradients, optim, precision, trained_parameters
+from harness.training.optimizer import on_gradients, optimizer_builder, precision, trained_parameters
 from harness.training.reproducibility import determinism, logical_ranks
 from harness.training.rows import division, opening
 from harness.training.strategies.base import strategy_class
@@ -210,14 +210,14 @@ class _Examination:
         if model is None or sizes is None or not groups:
             self._try_optimizer()
             return None
-        optimizer = attempt(optim.build, section, groups, sizes.lr)
+        optimizer = attempt(optimizer_builder.build, section, groups, sizes.lr)
         self.plan.facts |= trained_parameters.describe(optimizer, model) if optimizer else {}
         return optimizer
 
     def _try_optimizer(self) -> None:
         """Look for errors in the settings of the optimizer where there is no model, or nothing to train."""
         section = self.config.optimizer
-        self.attempt(optim.build, section, [nn.Parameter(torch.zeros(1, 1))], section.lr)
+        self.attempt(optimizer_builder.build, section, [nn.Parameter(torch.zeros(1, 1))], section.lr)
 
     def _describe(self, task: OpenedTask, sizes: division.Sizes, device: torch.device, backend: str) -> None:
         config, facts = self.config, self.plan.facts

@@ -29,7 +29,7 @@ from harness.runs.weights_file import on_host
 from harness.training import hooks
 from harness.training.counting import check_losses, collect_waits
 from harness.training.optimizer.ema import Ema
-from harness.training.optimizer.optim import class_name
+from harness.training.optimizer.registry import class_name
 from harness.training.reproducibility.determinism import kernels
 from harness.training.run import Run
 from harness.training.strategies import sharding

@@ -21,7 +21,8 @@ from harness.runs import checkpoint, layout
 from harness.runs.files import replacing
 from harness.training.checkpoints import checkpointing
 from harness.training.checkpoints.checkpointing import Content
-from harness.training.optimizer.optim import class_name, with_settings_of
+from harness.training.optimizer.loaded_state import with_settings_of
+from harness.training.optimizer.registry import class_name
 from harness.training.reproducibility.determinism import kernels
 from harness.training.run import Run
 from harness.training.state import State, is_over

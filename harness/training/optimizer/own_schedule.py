@@ -20,7 +20,7 @@ from harness.config import schedules
 from harness.config.schema import Config
 from harness.errors import ConfigError, HarnessError, OwnCodeError, first_line, of_part, place_of
 from harness.training.checkpoints.own_state import require_plain
-from harness.training.optimizer import optim
+from harness.training.optimizer import optimizer_builder
 from harness.training.optimizer.built_in_schedule import BuiltInSchedule
 from harness.training.optimizer.schedule import Schedule
 
@@ -36,7 +36,7 @@ def build(config: Config, scale: float, steps_per_epoch: int, total_steps: int) 
         return FunctionSchedule(section, base, scale, steps_per_epoch, total_steps)
 
     def optimizer() -> torch.optim.Optimizer:
-        return optim.build(config.optimizer, [nn.Parameter(torch.zeros(1))], base)
+        return optimizer_builder.build(config.optimizer, [nn.Parameter(torch.zeros(1))], base)
 
     return SchedulerSchedule(section, base, scale, steps_per_epoch, total_steps, optimizer)
 

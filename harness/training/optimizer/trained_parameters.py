@@ -37,8 +37,8 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
 
 
 def groups(section: OptimizerSection, model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """Return the trainable parameters of ``model`` for ``optim.build``: those that no group of ``section`` matches,
-    then the groups in their order. Raises ConfigError if a group matches no parameter."""
+    """Return the trainable parameters of ``model`` for ``optimizer_builder.build``: those that no group of ``section``
+    matches, then the groups in their order. Raises ConfigError if a group matches no parameter."""
     left = {name: param for name, param in model.named_parameters() if param.requires_grad}
     every, found = dict(left), []
     for number, group in enumerate(section.groups):

@@ -13,7 +13,7 @@ from harness.config.schema import Config
 from harness.data.shards import bounds, num_steps
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, DataError, plural
-from harness.training.optimizer import optim, own_schedule
+from harness.training.optimizer import optimizer_builder, own_schedule
 from harness.training.optimizer.schedule import Schedule
 from harness.training.task import OpenedTask
 
@@ -64,7 +64,7 @@ def sizes_of(config: Config, num_rows: int, num_ranks: int) -> Sizes:
         )
     in_epochs = steps * config.train.epochs if config.train.epochs else None
     total_steps = min(filter(None, [in_epochs, config.train.max_steps]))
-    lr = optim.scaled_lr(config.optimizer, per_rank * num_ranks)
+    lr = optimizer_builder.scaled_lr(config.optimizer, per_rank * num_ranks)
     schedule = own_schedule.build(config, lr / config.optimizer.lr, steps, total_steps)
     schedule.require_fit(in_epochs or total_steps)
     schedule.require_call()

@@ -14,7 +14,7 @@ from harness.training.strategies.base import ParallelStrategy
 if TYPE_CHECKING:
     from torch import nn
 
-# Optimizers that need complete parameters, for norms or flat buffers. ``optim.find`` asks one of the user's own.
+# Optimizers that need complete parameters, for norms or flat buffers. ``registry.find`` asks one of the user's own.
 _NEEDS_WHOLE_PARAMETERS = re.compile(
     r"fused_\w+|(harness\.)?apex\.optimizers\.\w+|(torch\.optim\.)?(adafactor|muon|sparseadam)", re.IGNORECASE
 )

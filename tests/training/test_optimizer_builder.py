@@ -14,13 +14,13 @@ from harness.config.schema import OptimizerSection
 from harness.errors import ConfigError, OwnCodeError
 from harness.training.build import require_optimizer
 from harness.training.model import model_builder
-from harness.training.optimizer.optim import (
+from harness.training.optimizer.optimizer_builder import (
     build,
-    built_in,
     clear_gradients,
     scaled_lr,
     start_momentum,
 )
+from harness.training.optimizer.registry import built_in
 from tests.config.test_schema import make
 from tests.fixtures import settings, write_yaml
 
@@ -127,7 +127,7 @@ def test_fused_update_depends_on_neither_threads_nor_a_resume(name):
 
 def test_by_path():
     assert type(build(OptimizerSection(name="torch.optim.Adam"), params(), 0.1)) is torch.optim.Adam
-    own = build(OptimizerSection(name="tests.training.test_optim.Plain", momentum=0.5), params(), 0.1)
+    own = build(OptimizerSection(name="tests.training.test_optimizer_builder.Plain", momentum=0.5), params(), 0.1)
     assert own.param_groups[0]["momentum"] == 0.5
 
 
@@ -137,8 +137,8 @@ class NoStep(torch.optim.Optimizer):
 
 
 def test_one_without_a_step_is_refused():
-    with pytest.raises(OwnCodeError, match=r"test_optim.py:\d+: tests.training.test_optim.NoStep has no step\(\)"):
-        build(OptimizerSection(name="tests.training.test_optim.NoStep"), params(), 0.1)
+    with pytest.raises(OwnCodeError, match=rf"test_optimizer_builder.py:\d+: {__name__}.NoStep has no step\(\)"):
+        build(OptimizerSection(name=f"{__name__}.NoStep"), params(), 0.1)
 
 
 class OfNorms(torch.optim.SGD):
@@ -146,7 +146,7 @@ class OfNorms(torch.optim.SGD):
 
 
 def test_one_that_needs_complete_parameters_is_refused_for_shards():
-    name = "tests.training.test_optim.OfNorms"
+    name = "tests.training.test_optimizer_builder.OfNorms"
     replicated, sharded = (make(parallel={"strategy": each}, optimizer={"name": name}) for each in ("ddp", "fsdp"))
     require_optimizer(replicated)
     with pytest.raises(ConfigError, match="OfNorms needs complete parameters, but each rank holds only a shard"):
@@ -193,7 +193,7 @@ def test_fused_by_short_name(name):
         ({"name": "fused_adam", "args": {"adam_w_mode": "no"}}, "fused_adam takes a value of type bool, not 'no'"),
     ],
 )
-def test_optimizer_that_cannot_be_built(section, message):
+def test_optimizer_builderizer_that_cannot_be_built(section, message):
     with pytest.raises(ConfigError) as caught:
         build(OptimizerSection(**section), params(), 0.1)
     assert any(part in str(caught.value) for part in message.split("|"))

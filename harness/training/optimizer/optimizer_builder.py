@@ -1,4 +1,4 @@
-"""Optimizer by name."""
+"""Build the optimizer of a run, and start its state."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 
-from harness.config import plugins, signatures
+from harness.config import signatures
 from harness.config.schema import OptimizerSection
 from harness.errors import ConfigError, OwnCodeError, place_of, users_line
+from harness.training.optimizer import registry
+from harness.training.optimizer.registry import class_name
 from harness.training.strategies.sharding import local
 
-_WITH_STATE = ("amsgrad", "centered")  # settings of torch's optimizers that keep another average from the first step
 _FUSED = ("sgd", "adam", "adamw")  # whose fused kernels take all dtypes, on CPU and CUDA
 
 
@@ -37,7 +38,7 @@ def build(
     section: OptimizerSection, params: Iterable[nn.Parameter] | list[dict[str, Any]], lr: float
 ) -> torch.optim.Optimizer:
     """Return the optimizer of ``section`` over ``params``, parameters or groups of them. Raises ConfigError."""
-    make = find(section.name)
+    make = registry.find(section.name)
     settings = {key: value for key in ("momentum", "weight_decay") if (value := getattr(section, key)) is not None}
     given: dict[str, Any] = {"lr": lr, **section.args, **settings}
     trained: list[Any] = list(params)
@@ -79,33 +80,14 @@ def start_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
 
-def class_name(optimizer: torch.optim.Optimizer) -> str:
-    """Return the class of ``optimizer``, without the wrapper that LARC is."""
-    return type(getattr(optimizer, "optim", optimizer)).__name__
-
-
-def with_settings_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict ``state`` of another run, with the settings that ``optimizer`` was built with.
-
-    A group holds both: settings are what the constructor takes and what ``trained_parameters.groups`` adds. The rest is
-    state, such as the count of steps of Apex's optimizers. ``Optimizer.load_state_dict`` would take all of it from
-    ``state``. Raises ValueError if a setting needs state that the other run did not have.
-    """
-    saved, built = state["param_groups"], optimizer.param_groups
-    if len(saved) != len(built):
-        return state  # which load_state_dict refuses
-    classes = type(getattr(optimizer, "optim", optimizer)).__mro__
-    made = [vars(one)["__init__"] for one in classes if "__init__" in vars(one)]
-    names = {name for one in made for name in inspect.signature(one).parameters}
-    names = {*names, "match", "lr_scale"} - {"params", "step"}  # FusedMixedPrecisionLamb takes its first step
-    merged = []
-    for old, new in zip(saved, built, strict=True):
-        for name in (*_WITH_STATE, *(["momentum"] if "alpha" in new else [])):  # RMSprop makes its buffers at first
-            if new.get(name) and not old.get(name):
-                raise ValueError(f"the optimizer's {name} needs averages that were not kept without it")
-        kept = {key: value for key, value in old.items() if key not in names}
-        merged.append({**kept, **{key: value for key, value in new.items() if key in names}})
-    return {**state, "param_groups": merged}
+def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.zero_grad()``, without torch's entry in the profiler, which costs 10 us, where it is torch's own."""
+    if "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = None
 
 
 def _require_types(section: OptimizerSection, make: Any) -> None:
@@ -138,45 +120,3 @@ def _can_be_fused(section: OptimizerSection, params: Sequence[Any]) -> bool:
     fits = all(tensor.is_floating_point() and (tensor.is_cuda or local(tensor) is tensor) for tensor in tensors)
     chosen = section.args.keys() & {"fused", "foreach", "capturable", "differentiable", "dampening"}
     return section.name in _FUSED and fits and not chosen
-
-
-def find(name: str, sharded: bool = False) -> Any:
-    """Return the class or function that makes the optimizer ``name``. Raises ConfigError, also if the parameters are
-    ``sharded`` and it needs complete ones."""
-    if "." in name:
-        found = plugins.import_own("optimizer", name, "optimizer.name")
-        if not plugins.makes(found, torch.optim.Optimizer):
-            raise plugins.wrong_kind(name, "torch.optim.Optimizer", "optimizer.name")
-        if sharded and getattr(found, "needs_whole_parameters", False):
-            what = f"{name} needs complete parameters, but each rank holds only a shard"
-            raise ConfigError(what, where="optimizer.name", hint="use sgd, adam or adamw, or parallel.strategy=ddp")
-        return found
-    if name not in (known := built_in()):
-        raise plugins.unknown("optimizer", name, known, "optimizer.name")
-    return known[name]
-
-
-def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """``optimizer.zero_grad()``, without torch's entry in the profiler, which costs 10 us, where it is torch's own."""
-    if "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
-        optimizer.zero_grad(set_to_none=True)
-        return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = None
-
-
-def built_in() -> dict[str, type[torch.optim.Optimizer]]:
-    """torch's optimizers by their names in lower case, and Apex's as fused_NAME."""
-    from harness.apex import optimizers as apex
-
-    classes = {key.lower(): value for key, value in vars(torch.optim).items() if inspect.isclass(value)}
-    found: dict[str, type[torch.optim.Optimizer]] = {
-        key: value for key, value in classes.items() if issubclass(value, torch.optim.Optimizer)
-    }
-    for left_out in ("optimizer", "lbfgs"):  # the base class, and one that calls the model itself, which amp cannot do
-        del found[left_out]
-    for key in apex.__all__:
-        if key != "FusedMixedPrecisionLamb":  # it keeps masters and unscales gradients itself, as amp does
-            found[f"fused_{key.removeprefix('Fused').lower()}"] = getattr(apex, key)
-    return found
