@@ -25,7 +25,7 @@ def named(names: Sequence[str]) -> str:
 
 
 def unequal(one: dict[str, Any], other: dict[str, Any], in_both: bool = False) -> Names:
-    """Return the names whose values differ, and without ``in_both`` those that only one side has."""
+    """Return the names whose values differ. A name that only one side has counts, too, unless ``in_both``."""
     if one == other:
         return ()
     names = one.keys() & other.keys() if in_both else one.keys() | other.keys()
@@ -85,8 +85,10 @@ def _unequal_groups(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any
 
 
 def moving(undisturbed: Process, names: Sequence[str], at: int | None = None) -> Names:
-    """Return those of the random streams that training draws from: if possible those drawn from between step ``at``, an
-    index, and the one before."""
+    """Return those of the random streams ``names`` that training draws from.
+
+    With ``at``, the index of a step, these are only those drawn from between the step before and that one, if any are.
+    """
     steps = undisturbed.steps
     used = tuple(name for name in names if len({step.streams.get(name) for step in steps}) > 1)
     if at is None or not 0 < at < len(steps):

@@ -35,8 +35,11 @@ def failed(start: StartRecord) -> bool:
 
 
 def length(undisturbed: StartRecord, resumed: StartRecord, offset: int, explained: int = 0) -> Finding | None:
-    """Compare the number of steps, if both starts ended by themselves. ``explained``: rows of so many steps are known
-    to be trained again, or left out if it is negative."""
+    """Compare the number of steps, if both starts ended by themselves.
+
+    ``explained``: the steps that another finding accounts for, which are no finding here. Example: 2 if the rows of two
+    steps are trained again, -2 if they are left out.
+    """
     extra = len(resumed.steps) - (len(undisturbed.steps) - offset)
     if not extra or extra == explained or (undisturbed.stopped and extra > 0) or resumed.stopped or failed(resumed):
         return None

@@ -76,9 +76,11 @@ class _Forgotten:
 def explained(
     findings: Sequence[Finding], observed: StartRecord, again: StartRecord, resumed: StartRecord
 ) -> list[Finding]:
-    """Return ``findings``, one of them with a line for each attribute that training changes and that the resumed start
-    does not have as the undisturbed one: the reason, if another one is unknown. ``observed`` and ``again``, both
-    undisturbed, show which attributes are equal in equal starts."""
+    """Return ``findings``, with a likely reason added to one of them.
+
+    It gets a line for each attribute that training changes and whose value in the resumed start is another than in the
+    undisturbed one. ``observed`` and ``again``, both undisturbed, show which attributes are equal in equal starts.
+    """
     place = next((place for place, each in enumerate(findings) if each.code in _DRAWN), 0)
     found = _forgotten(observed, again, resumed)
     return [

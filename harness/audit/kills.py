@@ -61,16 +61,19 @@ class RunShape:
         return self
 
     def usable(self) -> list[int]:
-        """Return the checkpoints that training goes on from."""
+        """Return the steps done at each checkpoint, without one at the end of the run, in order."""
         return sorted(after for after in self.checkpoints if after < self.steps)
 
     def following(self, after: int) -> int:
-        """Return the steps at the checkpoint after this one, or at the end."""
+        """Return the steps done at the first checkpoint later than ``after``; of the run if there is none."""
         return min((other for other in self.checkpoints if other > after), default=self.steps)
 
     def middle_first(self, places: Sequence[int], *preferences: Callable[[int], bool]) -> list[int]:
-        """Sort numbers of steps: by the preferences that they fulfil, the first of them counts most; then by their
-        distance from the middle of the run."""
+        """Return the numbers of steps ``places``, the best first.
+
+        Those that fulfil the first of ``preferences`` come before all others, and so on; of equals, the one nearest to
+        the middle of the run comes first.
+        """
         return sorted(
             places, key=lambda place: (*(not is_good(place) for is_good in preferences), abs(2 * place - self.steps))
         )

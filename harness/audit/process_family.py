@@ -22,10 +22,10 @@ class FamilyMember(NamedTuple):
 
 
 class ProcessFamily:
-    """The launcher, its descendants, and every process whose environment names the ``plan`` of this start. Never this
-    process.
+    """The launcher, its descendants, and every process whose environment names the ``plan`` of this start.
 
-    A process without that environment that outlives its parent is a member if ``alive`` has seen it before.
+    A process without that environment whose parent has ended is a member only if an earlier call of ``alive`` has seen
+    it as a descendant. This process itself is never one.
     """
 
     def __init__(self, launcher: int, plan: str) -> None:

@@ -91,8 +91,10 @@ def _pairs(one: Checkpoint, other: Checkpoint) -> Iterator[tuple[str, str]]:
 
 
 def _kind(path: str, name: str, one: Any, other: Any) -> Literal["counter", "tensor"] | None:
-    """Return "counter" for numbers, "tensor" for digests, and None for what need not be equal: times, texts, random
-    streams, which are compared at each step, and settings."""
+    """Return "counter" for numbers and "tensor" for digests; None for a value that need not be equal.
+
+    These are times, texts, settings, and random streams, which are compared at each step.
+    """
     words = set(re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", f"{os.path.basename(path)} {name}").lower()))
     last = set(re.findall(r"[a-z]+", name.lower().rpartition(".")[2]))
     is_log_offset = {"log", "offset"} <= last  # bytes of a log, which vary with the digits of the times in it
@@ -155,8 +157,10 @@ def beside_the_model(undisturbed: Process, resumed: Process, offset: int, until:
 
 
 def _is_average(undisturbed: Process, pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], name: str) -> bool:
-    """Return True if tensors without a name are as many in both starts wherever both were looked at, which is at least
-    twice, and move in the undisturbed one."""
+    """Return True if tensors without a name can be compared.
+
+    They were looked at in both starts at two steps or more, are equally many there, and change in the undisturbed one.
+    """
     both = [(ours[name], theirs[name]) for ours, theirs in pairs if name in ours and name in theirs]
     seen = [step.others[name] for step in undisturbed.steps if step.others and name in step.others]
     moves = any(value != seen[0] for value in seen)

@@ -103,8 +103,8 @@ class LimitedStore:
 
 
 def pauses(launch: Launch) -> Iterator[None]:
-    """Yield at each round of a poll without an end, with a pause between them that grows. Raises PeersMissing once the
-    launcher is gone: nobody would end this process."""
+    """Yield without an end, after pauses that grow, for a loop that polls. Raises PeersMissing once the launcher is
+    gone, since nobody would end this process then."""
     pause_s, longest_s = _PAUSES_S
     while not launch.orphaned:
         yield
@@ -141,6 +141,14 @@ def open_store(launch: Launch, timeout_s: float) -> TCPStore:
     raise AssertionError("unreachable: the poll has no end")
 
 
+def unanswered(launch: Launch) -> HarnessError:
+    """Return the error of a rank whose store accepts connections and answers no request."""
+    return PeersMissing(
+        f"{address(launch)} accepts connections, but rank 0 does not answer there",
+        hint="if rank 0 has printed that the port is in use, choose another MASTER_PORT; otherwise rank 0 is hung",
+    )
+
+
 def _require_reachable(launch: Launch, hosts: bool, left_s: float) -> None:
     """Raise OSError or UnicodeError unless rank 0 finds the name of its own machine, and others find its open port.
     torch would wait for the former, and print the stack of its C++ code at every attempt of the latter."""
@@ -169,10 +177,8 @@ def _result(future: Future[Value], limit_s: float) -> Value:
 
 
 def _connect(launch: Launch, hosts: bool, limit: timedelta) -> TCPStore:
-    return TCPStore(
-        launch.master_addr, launch.master_port, is_master=hosts, timeout=limit, wait_for_workers=False,
-        multi_tenant=True,
-    )  # fmt: skip
+    host, port = launch.master_addr, launch.master_port
+    return TCPStore(host, port, is_master=hosts, timeout=limit, wait_for_workers=False, multi_tenant=True)
 
 
 def _unreachable(launch: Launch, timeout_s: float, error: Exception) -> HarnessError:
@@ -196,11 +202,3 @@ def _unreachable(launch: Launch, timeout_s: float, error: Exception) -> HarnessE
     )
     found.unmet = True
     return found
-
-
-def unanswered(launch: Launch) -> HarnessError:
-    """Return the error of a rank whose store accepts connections and answers no request."""
-    return PeersMissing(
-        f"{address(launch)} accepts connections, but rank 0 does not answer there",
-        hint="if rank 0 has printed that the port is in use, choose another MASTER_PORT; otherwise rank 0 is hung",
-    )

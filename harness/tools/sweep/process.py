@@ -109,7 +109,8 @@ class TrialLogReader:
     """Follows the log of a run. A resumed run rewrites the end of its log: then everything is read again."""
 
     def __init__(self, run: Path, metric: str) -> None:
-        self._log, self._metric = FollowedFile(run / layout.METRICS, rewritten=self._forget), metric
+        self._log = FollowedFile(run / layout.METRICS, rewritten=self._forget)
+        self._metric = metric
         self._forget()
 
     def _forget(self) -> None:

@@ -79,7 +79,9 @@ class Slots:
     def __init__(self, machine: Machine, most: int) -> None:
         """Grant at most ``most`` trials of any size at once."""
         self._machine = machine
-        self._free_cores, self._free_gpus, self._free_places = machine.cores, list(machine.gpus), most
+        self._free_cores = machine.cores
+        self._free_gpus = list(machine.gpus)
+        self._free_places = most
 
     @property
     def full(self) -> bool:
