@@ -85,27 +85,26 @@ class TrainData:
     def steps_per_epoch(self) -> int:
         return num_steps(self.num_rows, self.num_ranks, self.per_rank, self.tail)
 
-    def steps_left(self, segments: Sequence[Segment], by: Segment | None = None) -> int:
-        """Return the number of steps of an epoch after ``segments``, taken by the ranks of ``by``, by default by the
-        current ones: the same on every rank."""
-        left = num_rows_left(self.num_rows, segments)
-        ranks = by or self
-        return num_steps(left, ranks.num_ranks, ranks.per_rank, self.tail)
+    def steps_left(self, segments: Sequence[Segment], ranks_of: Segment | None = None) -> int:
+        """Return the number of steps of an epoch after ``segments``, taken by the ranks of the segment ``ranks_of``, by
+        default by the current ones: the same on every rank."""
+        ranks = ranks_of or self
+        return num_steps(num_rows_left(self.num_rows, segments), ranks.num_ranks, ranks.per_rank, self.tail)
 
     def advance(self, segments: list[Segment]) -> None:
         """Add one step by the current ranks to ``segments``, in place."""
-        if not segments or not self._ours(segments[-1]):
+        if not segments or not self._is_current(segments[-1]):
             segments.append(Segment(self.num_ranks, self.per_rank, 0))
         segments[-1].steps += 1
 
-    def _ours(self, segment: Segment) -> bool:
+    def _is_current(self, segment: Segment) -> bool:
         return segment.num_ranks == self.num_ranks and segment.per_rank == self.per_rank
 
     def groups(self, epoch: int, segments: Sequence[Segment]) -> Iterator[list[MicroBatch]]:
         """Yield the groups of ``epoch`` after ``segments``: the same number on every rank, fewer only if the loader's
         ``leave`` ended a wait. Raises TrainingError if the list ``segments`` comes back unchanged again and again."""
         position = epoch, sum(segment.steps for segment in segments)
-        passes = sum(before is segments and at == position for before, at in self._passed)
+        passes = sum(epoch_segments is segments and start == position for epoch_segments, start in self._passed)
         if passes == _PASSES:
             raise TrainingError(
                 f"all groups of epoch {epoch + 1} have been used {_PASSES} times, and none was counted: this loop "
@@ -113,14 +112,14 @@ class TrainData:
                 hint="in your loop, call run.train_data.advance(run.state.segments) after each step, and "
                 "run.state.next_epoch() after the last one",
             )
-        done, first = list(segments), 0
-        if done and self._ours(done[-1]):
-            first = done.pop().steps  # the current ranks continue the last segment with the same assignment
+        done, first_step = list(segments), 0
+        if done and self._is_current(done[-1]):
+            first_step = done.pop().steps  # the current ranks continue the last segment with the same assignment
         num_left = num_rows_left(self.num_rows, done)
         shards = {
             rank: shard(self.rule, self.num_rows, rank, self.num_ranks, epoch, self.seed, done) for rank in self.ranks
         }
-        steps = range(first, num_steps(num_left, self.num_ranks, self.per_rank, self.tail))
+        steps = range(first_step, num_steps(num_left, self.num_ranks, self.per_rank, self.tail))
         fillers = {rank: rows[:1] if len(rows) else np.zeros(1, np.int64) for rank, rows in shards.items()}
         requests = (
             BatchRequest(
@@ -150,28 +149,28 @@ class TrainData:
         In the tail, parts are uneven and may be empty. All ranks must run the same number of backward passes, so the
         caller fills an empty part with a row of weight zero.
         """
-        first = step * self.per_rank
-        longest = min(self.per_rank, -(-num_left // self.num_ranks) - first)
+        first_row = step * self.per_rank
+        longest = min(self.per_rank, -(-num_left // self.num_ranks) - first_row)
         num_parts = -(-longest // (self.per_rank // self.accumulate))
         return [
             Part(rank, rows, number, num_parts)
             for rank, order in shards.items()
-            for number, rows in enumerate(np.array_split(order[first : first + self.per_rank], num_parts))
+            for number, rows in enumerate(np.array_split(order[first_row : first_row + self.per_rank], num_parts))
         ]
 
     def _at_least_two(self, rows: np.ndarray, num_left: int, step: int, part: Part) -> np.ndarray:
         """Repeat a single row if batch norm, which rejects one row, would see no other. The mean loss is unchanged."""
-        if len(rows) != 1 or (self.batch_norm_spans_ranks and self._rows_of_all(num_left, step, part) > 1):
+        if len(rows) != 1 or (self.batch_norm_spans_ranks and self._num_rows_of_all(num_left, step, part) > 1):
             return rows
         return np.repeat(rows, 2)
 
-    def _rows_of_all(self, num_left: int, step: int, part: Part) -> int:
+    def _num_rows_of_all(self, num_left: int, step: int, part: Part) -> int:
         """Return the number of rows in the micro-batch ``part.number`` of ``step`` over all ranks."""
         short, num_long = divmod(num_left, self.num_ranks)  # ``num_long`` shards have a row more than ``short``
 
         def rows(length: int) -> int:
-            whole, rest = divmod(min(max(length - step * self.per_rank, 0), self.per_rank), part.num)
-            return whole + (part.number < rest)
+            quotient, remainder = divmod(min(max(length - step * self.per_rank, 0), self.per_rank), part.num)
+            return quotient + (part.number < remainder)
 
         return num_long * rows(short + 1) + (self.num_ranks - num_long) * rows(short)
 
@@ -204,10 +203,10 @@ class EvalData:
     def turns(self) -> Iterator[tuple[int, Batch | None]]:
         """Yield (rank, batch), rank by rank, then (rank, None) without end: the caller takes ``num_turns``, as many on
         every process, so that all take part in the same collectives."""
-        asked = {rank: [*self._requests(rank)] for rank in self.ranks}
-        batches = self.loader.fetch(BatchRequest(rows, None) for of_rank in asked.values() for rows in of_rank)
-        for rank, requests in asked.items():
-            for _ in requests:
+        rows_by_rank = {rank: [*self._requests(rank)] for rank in self.ranks}
+        batches = self.loader.fetch(BatchRequest(rows, None) for rank in self.ranks for rows in rows_by_rank[rank])
+        for rank in self.ranks:
+            for _ in rows_by_rank[rank]:
                 yield rank, next(batches, None)
         while True:
             yield self.ranks.start, None

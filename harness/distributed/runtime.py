@@ -55,26 +55,27 @@ class Runtime(Collectives):
         The body must not contain a collective. The lowest failing rank raises its own error. The others raise a copy,
         with that rank in ``origin_rank``, and what they were ``doing`` if it is no HarnessError.
         """
-        mine: Exception | SystemExit | None = None
+        own_error: Exception | SystemExit | None = None
         process = os.getpid()
         try:
             yield
         except (Exception, SystemExit) as error:  # KeyboardInterrupt ends this rank at once: the others lose it
             if os.getpid() != process:
                 raise  # which ends a forked process: the collectives are those of its parent
-            mine = error
+            own_error = error
         if self.world_size > 1:
             # An error that an inner stage has raised on several ranks keeps the rank that it comes from, which raises
-            # ``mine``, with the traceback. If rank 1 failed there, all ranks come here with an error of origin 1, and
-            # the first of ``theirs`` is the copy of rank 0: rank 1 raises its original, the others that copy.
-            origin = getattr(mine, "origin_rank", None)
-            own = None if mine is None else (as_harness_error(mine, doing), self.rank if origin is None else origin)
-            theirs = next((error for error in self.gather(own) if error is not None), None)
-            if theirs is not None and (mine is None or theirs[1] != self.rank):
-                theirs[0].origin_rank = theirs[1]
-                raise theirs[0]
-        if mine is not None:
-            raise mine
+            # ``own_error``, with the traceback. If rank 1 failed there, all ranks come here with an error of origin 1,
+            # and ``first_failure`` has the copy of rank 0: rank 1 raises its original, the others that copy.
+            origin = getattr(own_error, "origin_rank", None)
+            origin = self.rank if origin is None else origin
+            failure = None if own_error is None else (as_harness_error(own_error, doing), origin)
+            first_failure = next((each for each in self.gather(failure) if each is not None), None)
+            if first_failure is not None and (own_error is None or first_failure[1] != self.rank):
+                first_failure[0].origin_rank = first_failure[1]
+                raise first_failure[0]
+        if own_error is not None:
+            raise own_error
 
     def patiently(self, doing: str, work: Callable[[], Value], limit_s: float | None = None) -> Value:
         """Return ``work()``, which a thread does while the ranks exchange heartbeats: it may take long, but must not
@@ -112,24 +113,24 @@ class Runtime(Collectives):
             with self.limited(doing, self.work_timeout_s):
                 yield
             return
-        before = self.peer_limit_s
+        previous = self.peer_limit_s
         self._set_peer_limit(self.work_timeout_s)
         try:
             yield
             self.barrier()  # a rank must not wait for timeout_s only, while another still does the work
         finally:
-            self._set_peer_limit(before)
+            self._set_peer_limit(previous)
 
     @contextmanager
     def limited(self, doing: str, limit_s: float | None = None) -> Iterator[None]:
         """Enter a stage that the watchdog ends, with the process, if it takes the only rank longer than ``limit_s``, by
         default ``timeout_s``. Of several ranks, the others notice."""
-        before = self.alone_in
+        previous = self.alone_in
         self.alone_in = (doing, self.timeout_s if limit_s is None else limit_s) if self.world_size == 1 else None
         try:
             yield
         finally:
-            self.alone_in = before
+            self.alone_in = previous
 
     def _set_peer_limit(self, limit_s: float) -> None:
         self.peer_limit_s = limit_s

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness.data.rank_data import MicroBatch
 from harness.training import run_log
-from harness.training.measuring.meter import Reading, Used
+from harness.training.measuring.meter import Reading, StepRows
 from harness.training.reproducibility import determinism
 from harness.training.run import Run
 
@@ -27,17 +27,17 @@ Losses = list[tuple[Tensor, MicroBatch]]  # of the micro-batches of a step
 def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
     """Add the losses, on the device, and leave the step to ``count_last_step``. ``skip``: whether it is skipped; a
     tensor where only the device knows, not 0 if so."""
-    first = run.ranks.own.start
-    used = Used([], [0] * len(run.ranks.own), [[] for _ in run.ranks.own])
+    first_rank = run.ranks.own.start
+    step_rows = StepRows([], [0] * len(run.ranks.own), [[] for _ in run.ranks.own])
     for loss, micro in losses:
         if micro.num_rows:  # otherwise it only kept this rank in step
-            used.rows.append(micro.rows)
-            used.num_rows[micro.rank - first] += micro.num_rows
-            used.bad[micro.rank - first] += micro.batch.bad[: micro.num_rows]  # without padding rows
+            step_rows.rows.append(micro.rows)
+            step_rows.num_rows[micro.rank - first_rank] += micro.num_rows
+            step_rows.bad[micro.rank - first_rank] += micro.batch.bad[: micro.num_rows]  # without padding rows
             # With on_nan=stop, a loss that is NaN fails the run, even if its step was skipped; else it must not.
             if run.config.train.on_nan == "stop" or skip is not True:
-                run.meter.add_loss(loss, micro.num_rows, skip, micro.rank - first)
-    run.uncounted = used, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip
+                run.meter.add_loss(loss, micro.num_rows, skip, micro.rank - first_rank)
+    run.uncounted = step_rows, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip
     if not isinstance(skip, Tensor):
         count_last_step(run)
 
@@ -61,13 +61,13 @@ def collect_waits(run: Run) -> None:
 def count_last_step(run: Run) -> None:
     """Count the last step, and write the log line of a window that has ended, if that is not done. Collective."""
     if run.uncounted is not None:
-        (used, skip), run.uncounted = run.uncounted, None
+        (step_rows, skip), run.uncounted = run.uncounted, None
         skipped = skip if isinstance(skip, bool) else skip.values()["skip"] != 0
         if run.ema and not skipped:
             run.ema.update(run.precision.master_params(run.optimizer))
         run.state.add_step(skipped)
-        run.meter.count(used, skipped)
-        for rows in used.rows:
+        run.meter.count(step_rows, skipped)
+        for rows in step_rows.rows:
             run.coverage.add(rows, skipped)
     if run.meter.ended:
         close_window(run)
@@ -79,10 +79,10 @@ def close_window(run: Run) -> None:
     run.this_start.num_threads = determinism.warn_of_threads(run.this_start.num_threads, run.runtime.device)
     run.meter.tick()
     start = time.perf_counter()
-    seen = run.meter.reduce(run.ranks)
-    run.state.add_window(seen)
-    run.health.loss(seen.total, seen.steps, run.state, run.writer.complete)
-    run_log.log_train(run, seen)
+    window = run.meter.reduce(run.ranks)
+    run.state.add_window(window)
+    run.health.loss(window.total, window.steps, run.state, run.writer.complete)
+    run_log.log_train(run, window)
     run.meter.costs.add({"log": time.perf_counter() - start})
 
 

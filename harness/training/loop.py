@@ -86,33 +86,33 @@ def epoch(run: Run) -> None:
     state, data = run.state, run.train_data
     run.parallel.model.train()
     run.meter.restart_clock()
-    left = data.steps_left(state.segments)
+    steps_left = data.steps_left(state.segments)
     run.progress.start(run_log.epoch_of(run, state.epoch + 1), state.step)
-    end = min(state.step + run.steps_to_evaluation(), run.config.train.max_steps or sys.maxsize)
+    last_step = min(state.step + run.steps_to_evaluation(), run.config.train.max_steps or sys.maxsize)
     for number, group in enumerate(data.groups(state.epoch, state.segments), state.step + 1):
-        left -= 1
-        logs = number % run.sizes.log_every == 0
+        steps_left -= 1
+        log_due = number % run.sizes.log_every == 0
         data.advance(state.segments)  # before the step, whose hooks see the position; groups() has a copy of the list
-        with run.compiling("the smaller last step" if left == 0 else "a full step"):
-            step(run, group, measured=logs or number == end or left == 0)
+        with run.compiling("the smaller last step" if steps_left == 0 else "a full step"):
+            step(run, group, measured=log_due or number == last_step or steps_left == 0)
         run.progress.step()
         run.first_look.poll()  # raises the error of a damaged evaluation row
-        if logs:
+        if log_due:
             end_window(run)
-        if run.stop.poll() or number == end or state.ended:
+        if run.stop.poll() or number == last_step or state.ended:
             break  # the save of ``train_to_end`` comes after the end of the window
-        if left and run.sizes.save_every and number % run.sizes.save_every == 0:
+        if steps_left and run.sizes.save_every and number % run.sizes.save_every == 0:
             count_last_step(run)
             save(run)
     count_last_step(run)
     run.progress.stop()
-    if run.meter.steps and (left == 0 or run.evaluation_due()):
+    if run.meter.steps and (steps_left == 0 or run.evaluation_due()):
         end_window(run)  # one that is shorter than ``log_every``
         count_last_step(run)
     run.meter.stop_clock()
-    if left == 0 or run.finished():
+    if steps_left == 0 or run.finished():
         run.health.updates(state, run.writer.complete)
-    if left == 0:
+    if steps_left == 0:
         run_log.log_coverage(run)
         run.coverage.clear()
         state.next_epoch()
@@ -156,19 +156,19 @@ def backward(run: Run, group: list[MicroBatch]) -> Losses:
     loss of each micro-batch: times ``weight``, added up, and averaged over ranks, that of all rows. Collective."""
     timer, losses = run.meter.timer, []
     for number, micro in enumerate(group, 1):
-        last = number == len(group)
-        with run.parallel.micro_batch(micro, last):
+        is_last = number == len(group)
+        with run.parallel.micro_batch(micro, is_last):
             # The inputs on their way to the model, and, with mixup or cutmix, mixed with a ``share`` of other rows.
             inputs, share = mixed(run.config.train, run.config.seed, run.step, prepare(run, micro.batch.inputs))
             outputs = run.parallel.model(inputs)
             loss = mixed_loss(run.task.loss, outputs, micro.batch.targets, share)
             require_loss(run.task, loss)
-            weighted = loss if micro.weight == 1.0 else loss * micro.weight
+            weighted_loss = loss if micro.weight == 1.0 else loss * micro.weight
             timer.end("forward")
-            with run.precision.scale_loss(weighted, run.optimizer, delay_unscale=not last) as scaled:
-                if exchange := last and run.parallel.exchanges:
-                    end_backward_before_exchange(timer, scaled)  # for the times in the log
-                run.parallel.backward(scaled, micro.ends)
+            with run.precision.scale_loss(weighted_loss, run.optimizer, delay_unscale=not is_last) as scaled_loss:
+                if exchange := is_last and run.parallel.exchanges:
+                    end_backward_before_exchange(timer, scaled_loss)  # for the times in the log
+                run.parallel.backward(scaled_loss, micro.ends)
                 timer.end("reduce" if exchange else "backward")
         losses.append((loss, micro))
     return losses
@@ -179,8 +179,8 @@ def finite_everywhere(run: Run, losses: Losses) -> bool:
     overflows, the ranks of a mixed cluster may differ. Collective; the host waits for the device."""
     assert run.meter.norm is not None
     values = [full(run.meter.norm), *(loss.detach() for loss, micro in losses if micro.num_rows)]
-    finite = torch.stack([value.double().reshape(()) for value in values]).isfinite().all()
-    return not run.runtime.sum((~finite).int()).item()
+    all_finite = torch.stack([value.double().reshape(()) for value in values]).isfinite().all()
+    return not run.runtime.sum((~all_finite).int()).item()
 
 
 def evaluation(run: Run) -> Report | None:

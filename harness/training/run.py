@@ -22,7 +22,7 @@ from harness.trackers.metrics_log import MetricsLog
 from harness.training.checkpoints.checkpoint_writer import CheckpointWriter
 from harness.training.health import Health
 from harness.training.hooks import Hooks
-from harness.training.measuring.meter import Meter, Reading, Used
+from harness.training.measuring.meter import Meter, Reading, StepRows
 from harness.training.optimizer.ema import Ema
 from harness.training.optimizer.on_gradients import OnGradients
 from harness.training.optimizer.precision import Precision
@@ -78,7 +78,7 @@ class Run:
     first_look: FirstLook = field(default_factory=FirstLook)  # for damaged evaluation rows, by a thread
     saved_step: int = -1
     """The step of the newest checkpoint, which may still be on its way (see ``writer.complete``); -1: none."""
-    uncounted: tuple[Used, bool | Reading] | None = None
+    uncounted: tuple[StepRows, bool | Reading] | None = None
     """The last step, until ``counting`` counts it: the rows that this process used, and whether it was skipped: a bool,
     or where only the device knows, a copy on its way to the host; ``Reading.values`` waits for it."""
     lr: float = 0.0
@@ -136,8 +136,8 @@ class Run:
         number of ranks, those that took the step decide that. Raises TrainingError if a loop of the user's own has
         counted more steps than the epoch has."""
         state = self.state
-        by = state.segments[-1] if state.segments else None
-        finished, position = self.finished(), self._position(by)
+        last_segment = state.segments[-1] if state.segments else None
+        finished, position = self.finished(), self._position(last_segment)
         counted, (_, _, done, num_steps) = state.epoch_applied + state.epoch_skipped, position
         if counted > num_steps and not finished:
             raise TrainingError(
@@ -153,12 +153,12 @@ class Run:
         steps count from the start of the run."""
         return self.config.train.evaluate_every.steps_left(*self._position())
 
-    def _position(self, by: Segment | None = None) -> tuple[int, int, int, int]:
-        """Return the step, the epoch, the steps in it so far, and all of its steps if the ranks of ``by``, by default
-        the present ones, take the rest."""
+    def _position(self, ranks_of: Segment | None = None) -> tuple[int, int, int, int]:
+        """Return the step, the epoch, the steps in it so far, and all of its steps if the ranks of the segment
+        ``ranks_of``, by default the present ones, take the rest."""
         state = self.state
         done = sum(segment.steps for segment in state.segments)
-        return state.step, state.epoch, done, done + self.train_data.steps_left(state.segments, by)
+        return state.step, state.epoch, done, done + self.train_data.steps_left(state.segments, ranks_of)
 
     def set_lr(self) -> None:
         """Give the optimizer the learning rates of the next step."""

@@ -54,14 +54,14 @@ class State:
             self.epoch_applied += 1
             self.skipped_in_a_row = 0
 
-    def add_window(self, seen: Window) -> None:
+    def add_window(self, window: Window) -> None:
         """Count what was measured between two log lines, and reduced over all ranks."""
-        self.rows += seen.rows
-        self.rows_skipped += seen.rows_skipped
-        self.bad_rows += seen.bad
-        self.epoch_rows += seen.rows - seen.rows_skipped
-        self.epoch_loss += seen.total
-        self.train_s += seen.time_s
+        self.rows += window.rows
+        self.rows_skipped += window.rows_skipped
+        self.bad_rows += window.bad
+        self.epoch_rows += window.rows - window.rows_skipped
+        self.epoch_loss += window.total
+        self.train_s += window.time_s
 
     def add_evaluation(self, metrics: Mapping[str, float], name: str, increases: bool) -> bool:
         """Record the evaluation at this step; return True if its metric ``name`` is the best so far."""
@@ -92,8 +92,8 @@ class State:
         return bool(self.segments)
 
     def to_dict(self) -> dict[str, Any]:
-        parts = {"segments": [asdict(each) for each in self.segments], "plateau": asdict(self.plateau)}
-        return {**vars(self), **parts, "history": [dict(line) for line in self.history]}  # asdict takes 10 us a line
+        nested = {"segments": [asdict(segment) for segment in self.segments], "plateau": asdict(self.plateau)}
+        return {**vars(self), **nested, "history": [dict(line) for line in self.history]}  # asdict takes 10 us a line
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> State:
@@ -103,8 +103,8 @@ class State:
 
 def is_over(config: Config, state: State) -> bool:
     """Return True if training is over in ``state``, by epochs, steps, patience or a hook."""
-    ends = (state.epoch, config.train.epochs), (state.step, config.train.max_steps)
-    return any(end and count >= end for count, end in ends) or bool(why_ended_early(config, state))
+    limits = (state.epoch, config.train.epochs), (state.step, config.train.max_steps)
+    return any(limit and count >= limit for count, limit in limits) or bool(why_ended_early(config, state))
 
 
 def why_ended_early(config: Config, state: State) -> str:
@@ -114,15 +114,15 @@ def why_ended_early(config: Config, state: State) -> str:
         return state.ended
     sign = 1 if config.task.metrics[name] == "max" else -1
     since = _since_gain([sign * line[name] for line in state.history], delta)
-    by = f" by more than {delta:g}" if delta else ""
-    why = f"{name} was not better{by} in the last {plural(since, 'evaluation')} (train.patience)"
-    return why if since >= patience else ""
+    margin = f" by more than {delta:g}" if delta else ""
+    reason = f"{name} was not better{margin} in the last {plural(since, 'evaluation')} (train.patience)"
+    return reason if since >= patience else ""
 
 
 def _since_gain(values: Sequence[float], delta: float) -> int:
     """Return the number of ``values`` after the last gain: one that is more than ``delta`` above the gain before."""
-    gained, place = -math.inf, 0
+    last_gain, last_gain_at = -math.inf, 0
     for number, value in enumerate(values, 1):
-        if math.isfinite(value) and value > gained + delta:
-            gained, place = value, number
-    return len(values) - place
+        if math.isfinite(value) and value > last_gain + delta:
+            last_gain, last_gain_at = value, number
+    return len(values) - last_gain_at

@@ -19,7 +19,7 @@ from harness.distributed.process_group import open_runtime
 from harness.distributed.runtime import Runtime
 from harness.runs.metrics_table import FIELDS, SHARES
 from harness.training.measuring.costs import Costs, CostsOfRanks, summed
-from harness.training.measuring.meter import Meter, Used
+from harness.training.measuring.meter import Meter, StepRows
 from harness.training.measuring.step_timer import PHASES, CudaTimer, StepTimer, end_backward_before_exchange
 from harness.training.reproducibility.logical_ranks import LogicalRanks
 from tests.end_to_end.experiment import record, run, write_config, write_images
@@ -227,7 +227,7 @@ def add(
 ) -> None:
     if not tolerated:
         meter.add_loss(torch.tensor(mean, requires_grad=True), rows, skip)
-    meter.count(Used([], [rows], [[*bad]]), skip)
+    meter.count(StepRows([], [rows], [[*bad]]), skip)
 
 
 def test_loss_is_the_mean_over_rows():

@@ -35,7 +35,7 @@ from harness.training.run import Run
 from harness.training.strategies import sharding
 
 
-class OfRank(TypedDict):
+class RankState(TypedDict):
     """What each rank has of its own."""
 
     rng: dict[str, Any]  # its random streams, from ``rng.Streams.plain``
@@ -63,7 +63,7 @@ class Content(BesideTheModel):
     backend: str  # whose amp it was: ``Precision.backend``
     opt_level: str
     ema: dict[str, Any] | None
-    ranks: list[OfRank]
+    ranks: list[RankState]
     seen: Tensor  # the rows that the epoch has used, from ``Coverage.reduced``
     log_offset: int  # bytes of metrics.jsonl before it
     log_sha256: str
@@ -93,7 +93,7 @@ def _save(run: Run) -> None:
     check_losses(run)  # a model that has diverged must not become the newest checkpoint
     run.health.weights(state, run.writer.complete)
     state.wall_s = run.wall_s()
-    ranks = runtime.gather_to_first(_of_this_process(run))
+    ranks = runtime.gather_to_first(_rank_states(run))
     coverage = run.coverage.reduced(runtime)
     run.writer.wait()  # before the model is gathered, which may need the memory
     shards = run.writer.writes_shards
@@ -106,7 +106,7 @@ def _save(run: Run) -> None:
         "backend": run.precision.backend,
         "opt_level": run.config.precision.opt_level,
         "ema": _state(run, run.ema, shards) if run.ema else None,
-        "ranks": [of_rank for of_process in ranks for of_rank in of_process],
+        "ranks": [state for states in ranks for state in states],
         "seen": coverage,
         "log_offset": log_offset,
         "log_sha256": log_digest,
@@ -147,14 +147,14 @@ def keep_best(run: Run) -> None:
 def _state(run: Run, part: nn.Module | torch.optim.Optimizer | Ema, shards: bool = False) -> dict[str, Any]:
     """Return the state dict of ``part``: with ``shards`` that of this rank, else, on rank 0 only, with sharded tensors
     gathered. Collective."""
-    first = run.runtime.rank == 0
+    is_first = run.runtime.rank == 0
     if run.parallel.sharded and not shards:
-        whole: dict[str, Any] = sharding.whole(part.state_dict(), keep=first)
+        whole: dict[str, Any] = sharding.whole(part.state_dict(), keep=is_first)
         return whole
-    return part.state_dict() if shards or first else {}
+    return part.state_dict() if shards or is_first else {}
 
 
-def _of_this_process(run: Run) -> list[OfRank]:
+def _rank_states(run: Run) -> list[RankState]:
     """Return the state that differs between ranks, of each rank of this process."""
     return [
         {

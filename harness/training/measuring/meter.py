@@ -45,7 +45,7 @@ class Reading:
         return {**self._numbers, **(dict(zip(self._names, self._copy.tolist(), strict=True)) if self._names else {})}
 
 
-class Used(NamedTuple):
+class StepRows(NamedTuple):
     """What a step used on this process, for each of its ranks."""
 
     rows: list[np.ndarray]
@@ -137,10 +137,10 @@ class Meter:
         else:
             total.add_(mean, alpha=0 if skip else rows)
 
-    def count(self, used: Used, skip: bool) -> None:
+    def count(self, step_rows: StepRows, skip: bool) -> None:
         """Count a step and its rows."""
         self.steps += 1
-        for index, (num_rows, bad) in enumerate(zip(used.num_rows, used.bad, strict=True)):
+        for index, (num_rows, bad) in enumerate(zip(step_rows.num_rows, step_rows.bad, strict=True)):
             self.bad[index] += bad
             self.rows_skipped[index] += num_rows * skip
             self.rows[index] += num_rows * (not skip)

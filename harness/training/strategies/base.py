@@ -85,11 +85,11 @@ class ParallelStrategy:
         from torch import nn
 
         self.model = self.module = model
-        norms = (each for each in model.modules() if isinstance(each, nn.modules.batchnorm._NormBase))
+        norms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase))
         self.own_norms = tuple(norm for norm in norms if not hasattr(norm, "process_group"))  # that of SyncBatchNorm
         if self._syncs_norms:
-            kind = self.precision.parallel.SyncBatchNorm
-            self.sync_norms = tuple(module for module in model.modules() if isinstance(module, kind))
+            sync_norm_class = self.precision.parallel.SyncBatchNorm
+            self.sync_norms = tuple(module for module in model.modules() if isinstance(module, sync_norm_class))
 
     @property
     def _syncs_norms(self) -> bool:
@@ -115,10 +115,10 @@ class ParallelStrategy:
         Gradients are averaged only in the ``last`` micro-batch of this process in a step. One without rows only keeps
         this rank in step: norms over all ranks leave it out (``idle``), and the buffers of others are put back."""
         self.ranks.activate(micro.rank)
-        idle, own = ((), ()) if micro.num_rows else (self.sync_norms, self.own_norms)
-        for norm in idle:
+        idle_norms, own_norms = ((), ()) if micro.num_rows else (self.sync_norms, self.own_norms)
+        for norm in idle_norms:
             norm.idle = True
-        before = [(buffer, buffer.clone()) for norm in own for buffer in norm.buffers(recurse=False)]
+        saved_buffers = [(buffer, buffer.clone()) for norm in own_norms for buffer in norm.buffers(recurse=False)]
         if not last and self.exchanges:
             self.switch_sync(False)
         try:
@@ -126,9 +126,9 @@ class ParallelStrategy:
         finally:
             if not last and self.exchanges:
                 self.switch_sync(True)
-            for norm in idle:
+            for norm in idle_norms:
                 norm.idle = False
-            for buffer, value in before:
+            for buffer, value in saved_buffers:
                 buffer.copy_(value)
         if last:
             self.ranks.activate(self.ranks.own.start)
@@ -150,5 +150,5 @@ class ParallelStrategy:
 
 def strategy_class(section: ParallelSection) -> type[ParallelStrategy]:
     """Return the class that ``parallel.strategy`` names. Raises ConfigError."""
-    found: type[ParallelStrategy] = plugins.find("strategy", section.strategy, "parallel.strategy")
-    return found
+    strategy: type[ParallelStrategy] = plugins.find("strategy", section.strategy, "parallel.strategy")
+    return strategy
