@@ -55,11 +55,11 @@ def unknown_option(
     """Return the error for an ``option`` that the verb does not have, with what to type instead."""
     typed, _, value = option.partition("=")
     name, value = typed.lstrip("-").replace("_", "-"), value or _value_after(option, words)
-    near = similar(typed, [each for action in parser._actions for each in action.option_strings])
-    hint = _launch_hint(arguments, name, value, words) or _setting_hint(arguments, name, value, exact=near is not None)
-    if arguments.verb == "init" and near in (None, "--help"):
+    nearest = similar(typed, [each for action in parser._actions for each in action.option_strings])
+    hint = _launch_hint(arguments, name, value, words) or _setting_hint(arguments, name, value, exact=bool(nearest))
+    if arguments.verb == "init" and nearest in (None, "--help"):
         hint = "harness init CSV finds the columns by their contents; correct label_column and others in its YAML file"
-    hint = hint or (f"did you mean {near}?" if near else f"harness {arguments.verb} --help lists its options")
+    hint = hint or (f"did you mean {nearest}?" if nearest else f"harness {arguments.verb} --help lists its options")
     return ConfigError(f"harness {arguments.verb} has no option {typed}", where="command line", hint=hint)
 
 
@@ -87,11 +87,11 @@ def _setting_hint(arguments: argparse.Namespace, name: str, value: str, exact: b
         return None
     from harness.config import hugging_face_names, reference
 
-    key, theirs = reference.key_of(name, exact=exact), name.replace("-", "_")
+    key, their_name = reference.key_of(name, exact=exact), name.replace("-", "_")
     if not key:
         return None
-    if theirs in hugging_face_names.UNITS:
-        return f"settings are written as key=value; {hugging_face_names.hint(theirs)}"
+    if their_name in hugging_face_names.UNITS:
+        return f"settings are written as key=value; {hugging_face_names.hint(their_name)}"
     return f"settings are written as key=value: {key}={value or 'VALUE'}"
 
 

@@ -36,8 +36,8 @@ class Matching:
 
     def check(self, text: str) -> str:
         if not re.fullmatch(self.pattern, text):
-            shown = repr(text) if len(text) <= 100 else f"{text[:50]!r}... ({len(text)} characters)"
-            raise ValueError(f"{shown} is not allowed; {self.allowed}")
+            excerpt = repr(text) if len(text) <= 100 else f"{text[:50]!r}... ({len(text)} characters)"
+            raise ValueError(f"{excerpt} is not allowed; {self.allowed}")
         return text
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -14,8 +14,8 @@ from harness.errors import ConfigError, plural
 def conflicts(config: Config) -> Iterator[Conflict]:
     """Yield every contradiction in ``config``, but for the number of ranks: ``check_world`` of the strategy does."""
     if config.train.epochs is None and config.train.max_steps is None:
-        what = "train.epochs and train.max_steps are null, so training would never end"
-        yield Conflict("train.epochs", what, "set one of them, for example train.epochs=10")
+        message = "train.epochs and train.max_steps are null, so training would never end"
+        yield Conflict("train.epochs", message, "set one of them, for example train.epochs=10")
     yield from _batch(config)
     yield from _optimizer(config)
     yield from _schedule(config)
@@ -25,21 +25,22 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     of_task = [*config.task.conflicts()]
     yield from of_task
     if config.best_metric not in config.task.metrics and "task.metrics" not in {each.key for each in of_task}:
-        near = targets.near(config.best_metric.removeprefix("eval_"), config.task.metrics)  # as Hugging Face calls it
+        metric = config.best_metric.removeprefix("eval_")  # as Hugging Face calls it
+        suggestion = targets.suggestion(metric, config.task.metrics)
         yield Conflict(
             "checkpoint.best_metric",
             f"task {config.task.name} has no metric {config.best_metric!r}",
-            f"{near}use one of: {', '.join(config.task.metrics)}",
+            f"{suggestion}use one of: {', '.join(config.task.metrics)}",
         )
 
 
 def _batch(config: Config) -> Iterator[Conflict]:
     batch = config.batch
     if (batch.global_ is None) == (batch.per_rank is None):
-        seen = "neither is set" if batch.global_ is None else "both are set"
+        state = "neither is set" if batch.global_ is None else "both are set"
         yield Conflict(
             "batch.global",
-            f"set exactly one of batch.global and batch.per_rank; {seen}",
+            f"set exactly one of batch.global and batch.per_rank; {state}",
             "for example batch.global=128 (rows per step over all ranks)",
         )
     size = batch.global_ or batch.per_rank
@@ -119,8 +120,8 @@ def _parallel(config: Config) -> Iterator[Conflict]:
             "remove it (precision.opt_level then sets the dtypes), or use parallel.strategy=fsdp",
         )
     if config.parallel.logical_ranks is not None:
-        for setting, what in needs_of_logical_ranks(config):
-            yield Conflict("parallel.logical_ranks", what, f"use {setting}, or remove parallel.logical_ranks")
+        for setting, reason in needs_of_logical_ranks(config):
+            yield Conflict("parallel.logical_ranks", reason, f"use {setting}, or remove parallel.logical_ranks")
     yield from _checkpoint(config, strategy.shards)
     if config.precision.backend == "apex" and config.needs_our_amp:
         yield Conflict(
@@ -138,15 +139,15 @@ def needs_of_logical_ranks(config: Config) -> Iterator[tuple[str, str]]:
     if parallel.strategy != "ddp":
         yield "parallel.strategy=ddp", f"the sums of {parallel.strategy} have no fixed order"
     if parallel.sync_batchnorm:
-        what = "each logical rank normalizes its own rows, since one process computes several of them in turn"
-        yield "parallel.sync_batchnorm=false", what
+        reason = "each logical rank normalizes its own rows, since one process computes several of them in turn"
+        yield "parallel.sync_batchnorm=false", reason
     if not parallel.delay_allreduce:
         yield "parallel.delay_allreduce=true", "the gradients of logical ranks are summed after their backward passes"
     if config.train.deterministic is not True:
         yield "train.deterministic=true", "operations that are not deterministic have other bits at each start"
     if isinstance(config.model.compile, str):
-        what = f"{config.model.compile} replays CUDA graphs, whose gradients the next logical rank would overwrite"
-        yield "model.compile=true", what
+        reason = f"{config.model.compile} replays CUDA graphs, whose gradients the next logical rank would overwrite"
+        yield "model.compile=true", reason
 
 
 def _compile(config: Config) -> Iterator[Conflict]:

@@ -32,13 +32,13 @@ class Duration:
     def parse(cls, value: Any, bare: Unit, share: bool = False) -> Duration:
         """Return what ``value`` means, if a number without a unit means ``bare``. ``share``: whether it may be a share
         of the run, such as 10%. Raises ValueError."""
-        found = re.fullmatch(_TEXT, value) if isinstance(value, str) else None
+        match = re.fullmatch(_TEXT, value) if isinstance(value, str) else None
         if share and isinstance(value, str):
-            found = found or re.fullmatch(_SHARE, value)
-        unit = _UNITS[found[2]] if found else bare
+            match = match or re.fullmatch(_SHARE, value)
+        unit = _UNITS[match[2]] if match else bare
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if found or is_number:
-            amount = Fraction(found[1] if found else str(value)) / (100 if unit == "share" else 1)
+        if match or is_number:
+            amount = Fraction(match[1] if match else str(value)) / (100 if unit == "share" else 1)
             if amount > 0 and (unit != "steps" or amount.denominator == 1) and (unit != "share" or amount <= 1):
                 return cls(amount, unit, value)
         number = "a whole number of steps" if bare == "steps" else "a number of epochs"

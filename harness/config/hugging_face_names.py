@@ -74,8 +74,8 @@ def hint(key: str) -> str | None:
     Face."""
     name = key.rpartition(".")[2]
     ours, unit = setting(key), UNITS.get(name)
-    if why := ABSENT.get(name):
-        return f"not available: {why}"
+    if reason := ABSENT.get(name):
+        return f"not available: {reason}"
     if ours is None:
         return None
     return f"did you mean {ours}? {unit}" if unit else f"did you mean {ours}?"

@@ -26,9 +26,9 @@ def tree() -> dict[str, Any]:
     schema["title"] = "apex-harness experiment"
     for key, base in (("task", TaskSection), ("schedule", ScheduleSection)):  # the user's own may have any
         name = {"pattern": r"\.", "description": base.model_fields["name"].description}
-        own = {"properties": {"name": name}, "required": ["name"], "type": "object"}
+        own_task = {"properties": {"name": name}, "required": ["name"], "type": "object"}
         schema["properties"][key]["description"] = Config.model_fields[key].description
-        schema["properties"][key]["anyOf"].append(own)
+        schema["properties"][key]["anyOf"].append(own_task)
     settings = "Settings of an engine of your own, under the last word of its name."
     schema["$defs"][engines.__name__]["additionalProperties"] = {"type": "object", "description": settings}
     schema["properties"]["extends"] = {

@@ -70,17 +70,17 @@ def section_class(raw: Any, launching: bool) -> type[LaunchSection]:
     engine = written.get("engine", "local")
     engine = engine if isinstance(engine, str) else "local"  # the schema reports the type
     key = _key(engine)
-    own: Any = None
+    own_class: Any = None
     if "." in engine and launching:
-        own = _of_user(engine)
+        own_class = _of_user(engine)
     elif "." in engine and key in written and not _is_common(key):
-        own = Arguments
-    kinds = {} if own is None else {key: own}
+        own_class = Arguments
+    kinds = {} if own_class is None else {key: own_class}
     built_in = plugins.names("engine settings")
     is_known = all(_is_common(name) or name in kinds or name in built_in for name in written)
-    needed = [name for name in built_in if name in written or name == engine or not is_known]  # maybe misspelled
-    known = {name: plugins.find("engine settings", name, f"launch.{name}") for name in needed}
-    return with_engines(**(known | kinds))
+    names = [name for name in built_in if name in written or name == engine or not is_known]  # maybe misspelled
+    built_in_classes = {name: plugins.find("engine settings", name, f"launch.{name}") for name in names}
+    return with_engines(**(built_in_classes | kinds))
 
 
 @functools.cache  # so that two configurations with the same engines have the same class and can be compared

@@ -51,15 +51,15 @@ def load(
     raw, origins = merged(Path(path), overrides, written_at or {})
     if "task" not in raw and {"base", "space"} <= raw.keys():
         raise ConfigError("this is a sweep file", where=str(path), hint=f"harness sweep -c {path}")
-    cls, problems, own = _class_and_problems(raw, launching, Path(path).parent)
+    cls, problems, own_errors = _class_and_problems(raw, launching, Path(path).parent)
     if any(key == "task.name" for key, _ in problems):
         raw = {**raw, "task": {"name": "unknown.task"}}
-    config, found = _validated(cls, raw)
-    problems += found
+    config, value_problems = _validated(cls, raw)
+    problems += value_problems
     if config is not None and not problems:
         problems = [_as_problem(conflict) for conflict in conflicts(config)] + [*_beside(config, Path(path).parent)]
     if config is None or problems:
-        raise own[0] if len(problems) == len(own) == 1 else _error(problems, origins, str(path))
+        raise own_errors[0] if len(problems) == len(own_errors) == 1 else _error(problems, origins, str(path))
     vars(config)[_ORIGINS] = {**origins, "": str(path)}  # beside the fields: not compared and not written
     return config
 
@@ -68,13 +68,13 @@ def placed(error: HarnessError, config: Config) -> HarnessError:
     """Return ``error``, with the place where ``config`` sets what it is about, if it names that: by the key, or by a
     file that is missing. Only building the parts of a run finds such errors."""
     origins, tree = vars(config).get(_ORIGINS, {}), as_tree(config)
-    named = re.match(r"[\w.]+(?=$|: |=)", error.where)
-    key = named[0] if named and has(tree, named[0]) else ""
+    match = re.match(r"[\w.]+(?=$|: |=)", error.where)
+    key = match[0] if match and has(tree, match[0]) else ""
     if error.where and not key and not os.path.exists(error.where):
         key = next((each for each, value in flatten(tree).items() if value == error.where), "")
         error.where = f"{key}: {error.where}" if key else error.where
-    if key and (place := origin_of(key, origins, origins.get("", ""))):
-        error.where = f"{place}: {error.where}"
+    if key and (position := origin_of(key, origins, origins.get("", ""))):
+        error.where = f"{position}: {error.where}"
         error.hint = f"{error.hint}{_of_other_name(key, origins)}".removeprefix("; ")
     return error
 
@@ -85,8 +85,8 @@ def _beside(config: Config, folder: Path) -> Iterator[Problem]:
     for key, value in flatten({"task": config.task.model_dump(mode="json")}).items():
         is_table = isinstance(value, str) and value.endswith((".csv", ".csv.gz", ".parquet"))
         if is_table and not Path(value).exists() and (folder / value).is_file():
-            what = f"{value} is looked for in the working folder, but is in that of the configuration"
-            yield key, f"{what}\n     -> run the command in {folder}, or set {key}={folder / value}"
+            problem = f"{value} is looked for in the working folder, but is in that of the configuration"
+            yield key, f"{problem}\n     -> run the command in {folder}, or set {key}={folder / value}"
     for key, name in code_names(as_tree(config)):
         if _in_folder(name, folder):
             yield key, f"there is no module {name} in the working folder\n     -> {_IN_FOLDER.format(folder)}"
@@ -110,8 +110,8 @@ def load_as(
     """Return a YAML file of another kind, such as a sweep, checked in the same layers; and the origins of its keys."""
     raw, origins = merged(Path(path), overrides, {})
     if "task" in raw and "base" not in raw:
-        what = "this is the configuration of a run; a sweep file has base: and space:"
-        raise ConfigError(what, where=str(path), hint=f"harness train -c {path}")
+        message = "this is the configuration of a run; a sweep file has base: and space:"
+        raise ConfigError(message, where=str(path), hint=f"harness train -c {path}")
     content, problems = _validated(cls, raw)
     if content is not None and not problems:
         problems = [_as_problem(conflict) for conflict in conflicts_of(content)]
@@ -232,8 +232,8 @@ def _error(problems: Sequence[Problem], origins: dict[str, str], path: str) -> C
         message, _, hint = problems[0][1].partition("\n     -> ")
         return ConfigError(message, where=places[0], hint=hint)
     lines = [
-        f"  {place}: {sentence}{_of_other_name(key, origins) if sentence.startswith('unknown key') else ''}"
-        for place, (key, sentence) in zip(places, problems, strict=True)
+        f"  {position}: {sentence}{_of_other_name(key, origins) if sentence.startswith('unknown key') else ''}"
+        for position, (key, sentence) in zip(places, problems, strict=True)
     ]
     return ConfigError(f"{plural(len(lines), 'problem')} in the configuration\n" + "\n".join(lines), where=path)
 
@@ -242,5 +242,5 @@ def _of_other_name(key: str, origins: dict[str, str]) -> str:
     """Return how to drop the arguments around ``key``, if a file has them and an override, or another file, the name
     of what they are for."""
     section, args, _ = key.partition(".args.")
-    file, other = (origin_of(each, origins, "").rpartition(":")[0] for each in (key, f"{section}.name"))
-    return f"; to drop those of {file}, set {section}.args=null" if args and file not in ("", other) else ""
+    file, named_in = (origin_of(each, origins, "").rpartition(":")[0] for each in (key, f"{section}.name"))
+    return f"; to drop those of {file}, set {section}.args=null" if args and file not in ("", named_in) else ""

@@ -49,8 +49,8 @@ def merged(path: Path, overrides: Sequence[str], written_at: Mapping[str, str] |
     try:
         return OmegaConf.to_container(tree, resolve=True, throw_on_missing=True), origins
     except OmegaConfBaseException as error:
-        known = flatten(OmegaConf.to_container(tree))  # type: ignore[arg-type]
-        raise _unresolved(error, known, origins, str(path)) from None
+        keys = flatten(OmegaConf.to_container(tree))  # type: ignore[arg-type]
+        raise _unresolved(error, keys, origins, str(path)) from None
 
 
 def overridden(tree: Any, override: str, origin: str = COMMAND_LINE) -> tuple[Any, dict[str, Any]]:
@@ -62,15 +62,15 @@ def overridden(tree: Any, override: str, origin: str = COMMAND_LINE) -> tuple[An
         hint = f"type {shlex.quote(override.lstrip('+'))}"
         raise ConfigError(f'{override!r}: a key needs no "+" here, also a new one', where=origin, hint=hint)
     if value.isspace() or (value[:1] not in tuple("\"'[{") and re.search(r"(^|\s)#", value)):
-        found = "is blank" if value.isspace() else "has a #, which starts a comment in YAML"
-        raise ConfigError(f"{override!r}: the value {found}", where=origin, hint=f"quote it: '{key}=\"{value}\"'")
+        problem = "is blank" if value.isspace() else "has a #, which starts a comment in YAML"
+        raise ConfigError(f"{override!r}: the value {problem}", where=origin, hint=f"quote it: '{key}=\"{value}\"'")
     try:
         written = OmegaConf.from_dotlist([override])
         leaves: dict[str, Any] = flatten(OmegaConf.to_container(written))  # type: ignore[arg-type]
-        both: Any = OmegaConf.merge(tree, written)
+        combined: Any = OmegaConf.merge(tree, written)
         if value.strip() == "{}":  # empties a section, to which merging would add nothing
-            OmegaConf.update(both, key, {}, merge=False)
-        return both, leaves
+            OmegaConf.update(combined, key, {}, merge=False)
+        return combined, leaves
     except GrammarParseError as error:
         raise _unresolved(error, (), {}, origin) from None
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
@@ -112,31 +112,31 @@ def _reason(error: Exception) -> str:
 
 
 def _unresolved(
-    error: OmegaConfBaseException, known: Iterable[str], origins: dict[str, str], default: str
+    error: OmegaConfBaseException, keys: Iterable[str], origins: dict[str, str], default: str
 ) -> ConfigError:
-    """Return the error for a reference, ``${...}``, among the settings with the keys ``known``, or for a value
+    """Return the error for a reference, ``${...}``, among the settings with the keys ``keys``, or for a value
     ``???``."""
     text, reason, key = str(error.child_node if error.value is None else error.value), first_line(error), error.full_key
-    what, hint = f"{text!r} cannot be resolved", _REFERENCE
+    problem, hint = f"{text!r} cannot be resolved", _REFERENCE
     if isinstance(error, MissingMandatoryValue):
-        what, hint = "a value is missing: ??? stands for one", "replace ??? by the value"
+        problem, hint = "a value is missing: ??? stands for one", "replace ??? by the value"
     elif isinstance(error, InterpolationKeyError):
-        wanted = found.group(1) if (found := re.search("'([^']+)'", reason)) else text
-        what, near = f"{what}: the configuration does not set {wanted}", similar(wanted, known)
-        hint = f"did you mean ${{{near}}}?" if near else "set it as well: a reference does not see default values"
+        missing_key = match.group(1) if (match := re.search("'([^']+)'", reason)) else text
+        problem, nearest = f"{problem}: the configuration does not set {missing_key}", similar(missing_key, keys)
+        hint = f"did you mean ${{{nearest}}}?" if nearest else "set it as well: a reference does not see default values"
     elif "oc.env:" in text and " variable " in reason:
         hint = "set the environment variable, or give a default: ${oc.env:NAME,DEFAULT}"
     elif "recurs" in reason.lower():
-        what, hint = f"{what}: it refers to itself", "write the value"
-    return ConfigError(f"{key}: {what}", where=origin_of(str(key), origins, default), hint=hint)
+        problem, hint = f"{problem}: it refers to itself", "write the value"
+    return ConfigError(f"{key}: {problem}", where=origin_of(str(key), origins, default), hint=hint)
 
 
 def origin_of(key: str, origins: dict[str, str], default: str) -> str:
     """Return the place where ``key`` was written, or else the nearest section around it, or else a key inside it."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
-        if found := origins.get(".".join(parts[:length])):
-            return found
+        if nearest_origin := origins.get(".".join(parts[:length])):
+            return nearest_origin
     return next((origin for inner, origin in origins.items() if inner.startswith(f"{key}.")), default)
 
 
@@ -162,10 +162,10 @@ def _read(path: Path, parents: tuple[Path, ...], named_at: str = "") -> tuple[An
     result: Any = OmegaConf.create({})
     all_origins: dict[str, str] = {}
     try:
-        at = origins.get("extends", str(path))  # a merged mapping may bring it, without a line
+        position = origins.get("extends", str(path))  # a merged mapping may bring it, without a line
         for base in bases:
-            file = _preset(base, at) or path.parent / base
-            base_tree, base_origins = _read(file, (*parents, path.resolve()), f"{at}: extends: ")
+            file = _preset(base, position) or path.parent / base
+            base_tree, base_origins = _read(file, (*parents, path.resolve()), f"{position}: extends: ")
             result, all_origins = OmegaConf.merge(result, base_tree), all_origins | base_origins
         return OmegaConf.merge(result, tree), all_origins | origins
     except OmegaConfBaseException as error:
@@ -176,12 +176,13 @@ def _preset(name: str, where: str) -> Path | None:
     """Return the file of a preset, if ``name`` is preset:NAME. Raises ConfigError."""
     if not name.startswith(presets.PREFIX):
         return None
-    wanted = name.removeprefix(presets.PREFIX).strip()
-    if wanted not in (known := presets.names()):
-        near = similar(wanted, known)
-        hint = f"did you mean {presets.PREFIX}{near}?" if near else f"use one of preset:{', preset:'.join(known)}"
-        raise ConfigError(f"there is no preset {wanted!r}", where=where, hint=hint)
-    return presets.path(wanted)
+    preset = name.removeprefix(presets.PREFIX).strip()
+    if preset not in (preset_names := presets.names()):
+        nearest = similar(preset, preset_names)
+        all_presets = f"use one of preset:{', preset:'.join(preset_names)}"
+        hint = f"did you mean {presets.PREFIX}{nearest}?" if nearest else all_presets
+        raise ConfigError(f"there is no preset {preset!r}", where=where, hint=hint)
+    return presets.path(preset)
 
 
 def _text(path: Path, named_at: str = "") -> str:
@@ -259,13 +260,13 @@ def _no_sections(path: Path) -> ConfigError:
 
 def _lines(root: yaml.Node | None, path: Path) -> dict[str, str]:
     """Return {dotted key: "file:line"} of every key under ``root``."""
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
 
     def walk(node: yaml.Node | None, prefix: str) -> None:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
-                found[f"{prefix}{key.value}"] = f"{path}:{key.start_mark.line + 1}"
+                lines[f"{prefix}{key.value}"] = f"{path}:{key.start_mark.line + 1}"
                 walk(value, f"{prefix}{key.value}.")
 
     walk(root, "")
-    return found
+    return lines

@@ -59,14 +59,14 @@ def _section(task: str) -> type[Section]:
         return _built_in(task)
     package, _, attribute = task.rpartition(".")
     places = (sys.modules.get(task), "Task"), (sys.modules.get(package), attribute)
-    found = [getattr(module, name, None) for module, name in places]
-    return next((each for each in found if isinstance(each, type) and issubclass(each, TaskSection)), TaskSection)
+    classes = [getattr(module, name, None) for module, name in places]
+    return next((each for each in classes if isinstance(each, type) and issubclass(each, TaskSection)), TaskSection)
 
 
 @functools.cache
 def _built_in(task: str) -> type[Section]:
-    known = task in plugins.names("task")
-    return plugins.find("task", task, "task.name") if known else TaskSection  # type: ignore[no-any-return]
+    is_built_in = task in plugins.names("task")
+    return plugins.find("task", task, "task.name") if is_built_in else TaskSection  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -88,6 +88,6 @@ def _keys(mark: Mark, section: type[Section], prefix: str) -> Iterator[str]:
 
 def recipe_difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return {key: (before, now)} of the settings, in two resolved configurations, that change what is trained."""
-    one, other = flatten(before), flatten(now)
-    found = differences(one, other)
-    return {key: pair for key, pair in found.items() if in_recipe(key, other.get("task.name"))}
+    settings_before, settings_now = flatten(before), flatten(now)
+    changed = differences(settings_before, settings_now)
+    return {key: pair for key, pair in changed.items() if in_recipe(key, settings_now.get("task.name"))}

@@ -77,17 +77,17 @@ class Chapter:
 def chapters() -> list[Chapter]:
     """Return every setting of every built-in part, in the order of the schema."""
     schema = json_schema.tree()
-    found = []
+    result = []
     for key, node in schema["properties"].items():
         settings: dict[tuple[str, str, str], Setting] = {}
         for part, setting in _walk(key, node, schema["$defs"], ""):
-            known = settings.setdefault((setting.key, setting.kind, setting.text), setting)
-            if part and known.parts != (part,):
-                settings[setting.key, setting.kind, setting.text] = replace(known, parts=(*known.parts, part))
+            earlier = settings.setdefault((setting.key, setting.kind, setting.text), setting)
+            if part and earlier.parts != (part,):
+                settings[setting.key, setting.kind, setting.text] = replace(earlier, parts=(*earlier.parts, part))
         count = len(_parts(node, schema["$defs"]))
         unique = [each if len(each.parts) != count else replace(each, parts=()) for each in settings.values()]
-        found.append(Chapter(key, _joined(node.get("description", "")), tuple(unique)))
-    return found
+        result.append(Chapter(key, _joined(node.get("description", "")), tuple(unique)))
+    return result
 
 
 def _parts(node: _Node, defs: dict[str, _Node]) -> list[str]:
@@ -175,8 +175,8 @@ def _fixed_list(node: _Node, defs: dict[str, _Node]) -> str:
 
 def _limits(node: _Node) -> str:
     words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-    found = [f"{word} {_number(node[key])}" for key, word in words.items() if key in node]
-    return f" {', '.join(found)}" if found else ""
+    limits = [f"{word} {_number(node[key])}" for key, word in words.items() if key in node]
+    return f" {', '.join(limits)}" if limits else ""
 
 
 def _number(value: float) -> str:
@@ -202,8 +202,8 @@ def _example(key: str, node: _Node, text: str) -> str:
     value = None if key.startswith("schedule.args.") and "default" in node else _named(node, text)
     if value is None:
         default = node.get("default")
-        others = [each for each in _values(node) if each is not None and each != default]
-        value = _yaml(others[0] if others else default)
+        examples = [each for each in _values(node) if each is not None and each != default]
+        value = _yaml(examples[0] if examples else default)
     word = f"{key}={value}"
     return word if re.fullmatch(r"[\w.=/:,+%@-]+", word) else f"'{word}'"
 
@@ -247,40 +247,40 @@ def search(words: Sequence[str]) -> list[Setting]:
     words = [part for word in words for part in word.lower().split()]
     if not words:
         return settings
-    if len(words) == 2 and words[0] == "own" and (own := _own(words[1], settings)):
-        return [own]
+    if len(words) == 2 and words[0] == "own" and (own_part := _own_setting(words[1], settings)):
+        return [own_part]
     if len(words) == 1 and (
-        found := [each for each in settings if f"{each.key}.".startswith(f"{words[0].rstrip('.')}.")]
+        matches := [each for each in settings if f"{each.key}.".startswith(f"{words[0].rstrip('.')}.")]
     ):
-        return found
-    if found := _called("_".join(words), settings):
-        return found
-    if why := hugging_face_names.ABSENT.get("_".join(words)):
-        raise ConfigError(f"{'_'.join(words)} of Hugging Face is not available", hint=why)
+        return matches
+    if matches := _called("_".join(words), settings):
+        return matches
+    if reason := hugging_face_names.ABSENT.get("_".join(words)):
+        raise ConfigError(f"{'_'.join(words)} of Hugging Face is not available", hint=reason)
     scored = [(_score(each, words), each) for each in settings]
     most = max(count for (count, _), _ in scored)
-    found = [each for (count, _), each in sorted(scored, key=lambda pair: -pair[0][1]) if count == most]
+    matches = [each for (count, _), each in sorted(scored, key=lambda pair: -pair[0][1]) if count == most]
     if not most and "_" in "".join(words):
         return search([word.replace("_", " ") for word in words])
     if not most:
-        known = {word for each in settings for word in re.findall(r"[a-z]{4,}", f"{each.key} {each.text}".lower())}
-        near = next((near for word in words if (near := similar(word, known))), None)
-        hint = f"did you mean {near}?" if near else "try another word; harness settings lists all"
+        vocabulary = {word for each in settings for word in re.findall(r"[a-z]{4,}", f"{each.key} {each.text}".lower())}
+        nearest = next((nearest for word in words if (nearest := similar(word, vocabulary))), None)
+        hint = f"did you mean {nearest}?" if nearest else "try another word; harness settings lists all"
         raise ConfigError(f"no setting mentions {' '.join(words)!r}", hint=hint)
-    return found
+    return matches
 
 
-def _own(part: str, settings: Sequence[Setting]) -> Setting | None:
+def _own_setting(part: str, settings: Sequence[Setting]) -> Setting | None:
     """Return the setting that names a ``part`` of one's own, such as "model", with an example."""
     example = _OWN.get(part) or _OWN.get(part.removesuffix("s"))
     if example is None:
         return None
     key = example.strip("'").partition("=")[0]
-    found = replace(next(each for each in settings if each.key == key), example=example)
+    setting = replace(next(each for each in settings if each.key == key), example=example)
     if key == "task.name":  # the text is that of a built-in task
         text = "Your own module with a class Task, which is a harness.TaskSection."
-        return replace(found, kind="package.module", parts=(), text=text)
-    return replace(found, kind="text", parts=()) if key == "schedule.name" else found
+        return replace(setting, kind="package.module", parts=(), text=text)
+    return replace(setting, kind="text", parts=()) if key == "schedule.name" else setting
 
 
 def _called(word: str, settings: Sequence[Setting]) -> list[Setting]:
@@ -289,9 +289,9 @@ def _called(word: str, settings: Sequence[Setting]) -> list[Setting]:
     if ours := hugging_face_names.setting(word):
         around = [each for each in settings if f"{ours.partition('=')[0]}.".startswith(f"{each.key}.")]
         return [each for each in around if each.key == around[-1].key]
-    found = [each for each in settings if each.key.startswith("schedule.") and word in each.parts]
-    return found and found + [
-        each for each in settings if each not in found and re.search(rf"[._]{re.escape(word)}", each.key)
+    of_schedule = [each for each in settings if each.key.startswith("schedule.") and word in each.parts]
+    return of_schedule and of_schedule + [
+        each for each in settings if each not in of_schedule and re.search(rf"[._]{re.escape(word)}", each.key)
     ]
 
 
@@ -301,11 +301,11 @@ def key_of(name: str, exact: bool = False) -> str | None:
     ``exact``: only a key with this name, or a name of Hugging Face.
     """
     settings = [each for chapter in chapters() for each in chapter.settings if "[]" not in each.key]
-    wanted = name.replace("-", "_")
-    if (ours := hugging_face_names.SETTINGS.get(wanted, "=")) and "=" not in ours:
+    wanted_key = name.replace("-", "_")
+    if (ours := hugging_face_names.SETTINGS.get(wanted_key, "=")) and "=" not in ours:
         return ours
-    if same := [each.key for each in settings if each.key.rpartition(".")[2] == wanted]:
-        return min(same, key=lambda key: key.count("."))
+    if same_name := [each.key for each in settings if each.key.rpartition(".")[2] == wanted_key]:
+        return min(same_name, key=lambda key: key.count("."))
     words = name.split("-")
     fit = [] if exact else [each for each in settings if _score(each, words)[0] == len(words)]
     fit = [each for each in fit if any(word in each.key for word in words)]
@@ -348,9 +348,9 @@ a [sweep file](sweeps.md) is described by `harness schema --of sweep`.
 
 def markdown() -> str:
     """Return ``docs/settings.md``."""
-    found = chapters()
-    links = ", ".join(f"[{each.key}](#{each.key})" for each in found)
-    return "\n".join([_HEAD, f"{links}.\n", *map(_chapter, found)])
+    all_chapters = chapters()
+    links = ", ".join(f"[{each.key}](#{each.key})" for each in all_chapters)
+    return "\n".join([_HEAD, f"{links}.\n", *map(_chapter, all_chapters)])
 
 
 def _chapter(chapter: Chapter) -> str:

@@ -40,19 +40,19 @@ def find(name: str) -> Found:
     if "." not in name:
         function = signatures.find("schedule", name, _KEY, signatures.functions(BUILT_IN))
         return Found(function, tuple(inspect.signature(function).parameters)[:1])
-    found = plugins.import_own("schedule", name, _KEY)
-    if _makes_scheduler(found):
-        if inspect.isclass(found):
-            require_no_metric(found, name)
-        return Found(found, (*list(inspect.signature(found).parameters)[:1], "last_epoch"), True)
-    if not inspect.isfunction(found):
+    factory = plugins.import_own("schedule", name, _KEY)
+    if _makes_scheduler(factory):
+        if inspect.isclass(factory):
+            require_no_metric(factory, name)
+        return Found(factory, (*list(inspect.signature(factory).parameters)[:1], "last_epoch"), True)
+    if not inspect.isfunction(factory):
         raise ConfigError(
             f"the schedule {name!r} is neither a function nor a torch LRScheduler",
             where=_KEY,
             hint="write package.module.NAME, importable from the working folder",
         )
-    parameters = inspect.signature(found).parameters.values()
-    passed = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)][:2]
+    parameters = inspect.signature(factory).parameters.values()
+    passed = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][:2]
     if len(passed) < 2:
         raise ConfigError(
             f"the schedule {name!r} takes {len(passed)} positional arguments, not two",
@@ -60,30 +60,32 @@ def find(name: str) -> Found:
             hint="define it as def schedule(update, total, *, ...), which returns a factor of optimizer.lr; annotate a "
             "function that makes an LRScheduler: def make(optimizer, ...) -> LRScheduler",
         )
-    return Found(found, tuple(passed))
+    return Found(factory, tuple(passed))
 
 
 def section(name: str) -> type[ScheduleSection]:
     """Return ScheduleSection with the arguments of the schedule ``name``. Raises ConfigError."""
     function, passed, makes_scheduler = find(name)
-    made: type[ScheduleSection] = signatures.section_of(
+    section_class: type[ScheduleSection] = signatures.section_of(
         ScheduleSection, name, function, name == "constant", passed, TOTALS if makes_scheduler else ()
     )
-    return made
+    return section_class
 
 
 def require_no_metric(scheduler: Any, name: str) -> None:
     """Raise ConfigError for a class or an object, such as ReduceLROnPlateau, whose ``step`` needs a metric."""
     parameters = list(inspect.signature(scheduler.step).parameters.values())
-    needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    if set(needed) - {"self"}:
+    required = [
+        each.name for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+    ]
+    if set(required) - {"self"}:
         raise ConfigError(
-            f"{name} needs {needed[-1]} at each step, but a schedule follows the updates",
+            f"{name} needs {required[-1]} at each step, but a schedule follows the updates",
             where=_KEY,
             hint="schedule.name=plateau is torch's ReduceLROnPlateau on checkpoint.best_metric",
         )
 
 
-def _makes_scheduler(found: Any) -> bool:
+def _makes_scheduler(factory: Any) -> bool:
     torch = sys.modules.get("torch")  # a module with a scheduler has imported it
-    return torch is not None and plugins.makes(found, torch.optim.lr_scheduler.LRScheduler)
+    return torch is not None and plugins.makes(factory, torch.optim.lr_scheduler.LRScheduler)

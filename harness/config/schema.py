@@ -141,8 +141,8 @@ class ModelSection(Section):
     @property
     def start_weights(self) -> str | None:
         """``weights``, or those of the folder that ``name`` is; None for random ones."""
-        given = self.weights or ("DEFAULT" if self.name.startswith(HUB) else None)
-        return None if given == "random" else given
+        weights = self.weights or ("DEFAULT" if self.name.startswith(HUB) else None)
+        return None if weights == "random" else weights
 
 
 class BatchSection(Section):

@@ -33,7 +33,7 @@ _CLOSING = {"{": "}", "[": "]"}
 def not_yaml(error: Exception, text: str, path: Path) -> ConfigError:
     """Return the error for a file that is not YAML, at the wrong line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
-    line, hint, found = mark.line + 1 if mark else None, "", problem
+    line, hint, bare_problem = mark.line + 1 if mark else None, "", problem
     opened = getattr(error, "context_mark", None)
     if opened is not None and "expected ',' or" in problem:  # YAML notices it only at the next key, or at the end
         bracket = text.splitlines()[opened.line][opened.column]
@@ -58,7 +58,7 @@ def not_yaml(error: Exception, text: str, path: Path) -> ConfigError:
         problem, hint = "the indentation of this line does not fit the lines above", _INDENT
     elif "expansion exceeds" in problem:
         problem, hint = "its aliases expand to more than 10,000 values", "write out what they repeat, or remove them"
-    problem += f" (YAML: {found})" if problem != found else ""
+    problem += f" (YAML: {bare_problem})" if problem != bare_problem else ""
     return ConfigError(f"invalid YAML: {problem}", where=f"{path}:{line}" if line else str(path), hint=hint)
 
 
@@ -74,12 +74,12 @@ def _misplaced_colon(lines: Sequence[str], line: int, column: int) -> tuple[int,
 
 def described(errors: ValidationError, cls: type[BaseModel], raw: Any) -> list[Problem]:
     """Return one problem per key. The errors of the branches of a union are joined into one sentence."""
-    found: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for error in errors.errors(include_url=False):
         path = _path(error["loc"], raw)
         key, sentence = ".".join(path), _sentence(error, path, cls)
-        found[key] = f"{found[key]}; or {sentence}" if key in found else sentence
-    return list(found.items())
+        sentences[key] = f"{sentences[key]}; or {sentence}" if key in sentences else sentence
+    return list(sentences.items())
 
 
 def not_finite(tree: Any, key: str = "") -> list[Problem]:
@@ -91,7 +91,7 @@ def not_finite(tree: Any, key: str = "") -> list[Problem]:
             for problem in not_finite(value, f"{key}.{name}" if key else str(name))
         ]
     if isinstance(tree, list | tuple):
-        return [problem for place, value in enumerate(tree) for problem in not_finite(value, f"{key}.{place}")]
+        return [problem for index, value in enumerate(tree) for problem in not_finite(value, f"{key}.{index}")]
     if isinstance(tree, float) and not math.isfinite(tree):
         return [(key, f"it should be a finite number (found: {tree})")]
     if isinstance(tree, int) and abs(tree) >= 2**1023:
@@ -101,42 +101,43 @@ def not_finite(tree: Any, key: str = "") -> list[Problem]:
 
 def _keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
     """Return every dotted key of a model, each section before its keys."""
-    found: list[str] = []
+    keys: list[str] = []
     for name, field in cls.model_fields.items():
         key = f"{prefix}{field.alias or name}"
-        found.append(key)
+        keys.append(key)
         for inner in (field.annotation, *get_args(field.annotation)):
             kind = get_args(inner)[0] if get_origin(inner) is Annotated else inner
             if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
-                found += _keys(kind, f"{key}.")
-    return found
+                keys += _keys(kind, f"{key}.")
+    return keys
 
 
 def _sentence(error: ErrorDetails, path: list[str], cls: type[BaseModel]) -> str:
     """Return what is wrong with the value at ``path``, what is allowed, and the nearest spelling."""
-    seen, kind, context = error["input"], error["type"], error.get("ctx", {})
+    value, kind, context = error["input"], error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return f"unknown key; {_nearest(path, cls)}"
     if kind == "missing":
         return "required, but not set"
     if "expected" in context and kind == "literal_error":
         allowed = [word.strip("'") for word in context["expected"].replace(" or ", ", ").split(", ")]
-        near = difflib.get_close_matches(str(seen), allowed, n=1)
-        return f"{seen!r} is not allowed; use {context['expected']}" + (f"; did you mean {near[0]}?" if near else "")
+        matches = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"; did you mean {matches[0]}?" if matches else ""
+        return f"{value!r} is not allowed; use {context['expected']}{hint}"
     if kind == "value_error":  # raised by a validator of ours
         return str(error["msg"]).removeprefix("Value error, ")
-    shown = repr(seen) if len(repr(seen)) <= 200 else f"{repr(seen)[:200]}..."
+    excerpt = repr(value) if len(repr(value)) <= 200 else f"{repr(value)[:200]}..."
     if kind in ("model_type", "dict_type"):
-        return f"it should be a section of settings, {{key: value}} (found: {shown})"
-    sentence = f"{_RENAMED.get(kind) or error['msg'].replace('Input should', 'it should')} (found: {shown})"
-    if kind.startswith("int_") and isinstance(seen, str) and re.fullmatch(r"-?\d{1,3}(,\d{3})+", seen):
-        return f"{sentence}: did you mean {seen.replace(',', '')}?"
+        return f"it should be a section of settings, {{key: value}} (found: {excerpt})"
+    sentence = f"{_RENAMED.get(kind) or error['msg'].replace('Input should', 'it should')} (found: {excerpt})"
+    if kind.startswith("int_") and isinstance(value, str) and re.fullmatch(r"-?\d{1,3}(,\d{3})+", value):
+        return f"{sentence}: did you mean {value.replace(',', '')}?"
     if kind.startswith("int_") and (unit := hugging_face_names.UNITS.get(path[-1])):
         return f"{sentence}; {unit}"
-    if kind in ("tuple_type", "list_type") and isinstance(seen, str):
-        return f"{sentence}: write [{seen}], on a command line '{'.'.join(path)}=[{seen}]'"
-    if kind.startswith("float_") and isinstance(seen, str) and re.fullmatch(r"-?\d+,\d+", seen):
-        return f"{sentence}: did you mean {seen.replace(',', '.')}?"
+    if kind in ("tuple_type", "list_type") and isinstance(value, str):
+        return f"{sentence}: write [{value}], on a command line '{'.'.join(path)}=[{value}]'"
+    if kind.startswith("float_") and isinstance(value, str) and re.fullmatch(r"-?\d+,\d+", value):
+        return f"{sentence}: did you mean {value.replace(',', '.')}?"
     return sentence
 
 
@@ -158,20 +159,20 @@ def _nearest(path: list[str], cls: type[BaseModel]) -> str:
     """Return the nearest spelling of an unknown key: in its own section first, then anywhere."""
     if ":" in path[-1]:
         return "write a space after the colon"
-    known = _keys(cls)
+    keys = _keys(cls)
     ours = hugging_face_names.setting(".".join(path))
     if (
         path[-1] in hugging_face_names.ABSENT
         or ours
-        and any(f"{ours.partition('=')[0]}.".startswith(f"{key}.") for key in known)
+        and any(f"{ours.partition('=')[0]}.".startswith(f"{key}.") for key in keys)
     ):
         return str(hugging_face_names.hint(".".join(path)))
     prefix = "".join(f"{part}." for part in path[:-1])
     section = re.sub(r"\.\d+\.", ".", prefix)  # of a list
-    siblings = [key[len(section) :] for key in known if key.startswith(section) and "." not in key[len(section) :]]
-    if near := difflib.get_close_matches(path[-1], siblings, n=1):
-        return f"did you mean {prefix}{near[0]}?"
-    last = {key.rsplit(".", 1)[-1]: key for key in known}
-    if near := difflib.get_close_matches(path[-1], last, n=1, cutoff=0.8):
-        return f"did you mean {last[near[0]]}?"
+    siblings = [key[len(section) :] for key in keys if key.startswith(section) and "." not in key[len(section) :]]
+    if matches := difflib.get_close_matches(path[-1], siblings, n=1):
+        return f"did you mean {prefix}{matches[0]}?"
+    last = {key.rsplit(".", 1)[-1]: key for key in keys}
+    if matches := difflib.get_close_matches(path[-1], last, n=1, cutoff=0.8):
+        return f"did you mean {last[matches[0]]}?"
     return f"known keys: {', '.join(siblings) or 'none'}"

@@ -25,9 +25,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.markdown:
         print(reference.markdown(), end="")
         return EXIT_DONE
-    found = reference.search(arguments.search)
+    settings = reference.search(arguments.search)
     if arguments.json:
-        print(json.dumps([each.as_record() for each in found], indent=2))
+        print(json.dumps([each.as_record() for each in settings], indent=2))
     else:
-        print(reference.as_text(found))
+        print(reference.as_text(settings))
     return EXIT_DONE

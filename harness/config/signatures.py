@@ -42,25 +42,26 @@ def find(kind: str, name: str, where: str, built_in: dict[str, Function]) -> Fun
                 kind, name, built_in, where, f"use one of {', '.join(built_in)}, or your own package.module.function"
             )
         return built_in[name]
-    found = plugins.import_own(kind, name, where)
-    if not inspect.isfunction(found):
+    function = plugins.import_own(kind, name, where)
+    if not inspect.isfunction(function):
         hint = "write package.module.function, importable from the working folder"
         raise ConfigError(f"the {kind} {name!r} is not a function", where=where, hint=hint)
-    return found
+    return function
 
 
 def require_parameters(
-    name: str, parameters: Mapping[str, inspect.Parameter], given: Iterable[str], where: str, otherwise: str = ""
+    name: str, parameters: Mapping[str, inspect.Parameter], names: Iterable[str], where: str, otherwise: str = ""
 ) -> None:
-    """Raise ConfigError for arguments ``given`` to ``name`` that are not among its ``parameters``: at ``where``, or at
+    """Raise ConfigError for arguments ``names`` to ``name`` that are not among its ``parameters``: at ``where``, or at
     the first one in ``where``, if those are arguments. ``otherwise`` ends the hint."""
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if wrong := [] if takes_all else [str(key) for key in given if key not in parameters]:
-        near = similar(wrong[0], parameters)
+    if wrong := [] if takes_all else [str(key) for key in names if key not in parameters]:
+        nearest = similar(wrong[0], parameters)
         takes = f"its arguments are: {', '.join(parameters)}" if parameters else "it has none"
         message = f"{name} has no {'argument' if len(wrong) == 1 else 'arguments'} {', '.join(wrong)}"
         place = f"{where}.{wrong[0]}" if where.endswith(".args") else where
-        raise ConfigError(message, where=place, hint=f"{f'did you mean {near}? ' if near else ''}{takes}{otherwise}")
+        guess = f"did you mean {nearest}? " if nearest else ""
+        raise ConfigError(message, where=place, hint=f"{guess}{takes}{otherwise}")
 
 
 @functools.cache  # so that two configurations that name the same function have the same class and can be compared
@@ -114,7 +115,7 @@ def _arguments(name: str, function: Function, passed: tuple[str, ...], by_run: t
 
 def _hints(function: Function, parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
     """Return the types of ``parameters`` by name. torch imports some of them for type checkers only."""
-    made = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)  # type: ignore[misc]
+    annotated = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)  # type: ignore[misc]
     annotations = {each.name: Any if each.annotation is each.empty else each.annotation for each in parameters}
-    known = {**vars(collections.abc), **getattr(made, "__globals__", {}), "Iterable": list, "Sequence": list}
-    return get_type_hints(SimpleNamespace(__annotations__=annotations), known, include_extras=True)
+    namespace = {**vars(collections.abc), **getattr(annotated, "__globals__", {}), "Iterable": list, "Sequence": list}
+    return get_type_hints(SimpleNamespace(__annotations__=annotations), namespace, include_extras=True)

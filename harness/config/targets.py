@@ -132,9 +132,9 @@ class LossSection(Section):
     @property
     def options(self) -> dict[str, Any]:
         """The settings that only some losses take, of those that are set."""
-        given = {"label_smoothing": self.label_smoothing or None, "class_weights": self.class_weights,
+        options = {"label_smoothing": self.label_smoothing or None, "class_weights": self.class_weights,
                  "gamma": self.gamma, "delta": self.delta, "args": self.args or None}  # fmt: skip
-        return {key: value for key, value in given.items() if value is not None}
+        return {key: value for key, value in options.items() if value is not None}
 
 
 class MetricSection(Section):
@@ -178,11 +178,11 @@ class LabelledTask(TaskSection):
     @property
     def metric_sections(self) -> tuple[MetricSection, ...]:
         """The metrics as sections. The loss, which shows whether training diverges, is always among them."""
-        named = self.chosen_metrics or DEFAULT_METRICS[self.label_kind]
-        found = [MetricSection(name=each) if isinstance(each, str) else each for each in named]
-        if "loss" not in [each.shown for each in found]:
-            found.append(MetricSection(name="loss"))
-        return tuple(found)
+        chosen = self.chosen_metrics or DEFAULT_METRICS[self.label_kind]
+        sections = [MetricSection(name=each) if isinstance(each, str) else each for each in chosen]
+        if "loss" not in [each.shown for each in sections]:
+            sections.append(MetricSection(name="loss"))
+        return tuple(sections)
 
     @property
     def metrics(self) -> dict[str, Better]:  # type: ignore[override]
@@ -252,7 +252,7 @@ def _conflicts(task: LabelledTask) -> Iterator[Conflict]:
             "task.label_column", "label_column and labels.column both set the column", "remove task.label_column"
         )
     suitable = {name: rule.options for name, rule in _LOSSES.items() if kind in rule.kinds}
-    own = "or your own package.module.Class"
+    own_loss = "or your own package.module.Class"
     if "." in loss:
         if refused := sorted(set(task.loss.options) - {"args"}):
             yield Conflict(
@@ -261,8 +261,9 @@ def _conflicts(task: LabelledTask) -> Iterator[Conflict]:
                 "use task.loss.args",
             )
     elif loss not in suitable:
-        what = f"the loss {loss} cannot be used with {kind} labels" if loss in _LOSSES else f"there is no loss {loss!r}"
-        yield Conflict("task.loss.name", what, f"{near(loss, suitable)}use {' or '.join(suitable)}, {own}")
+        misfit = f"the loss {loss} cannot be used with {kind} labels"
+        hint = f"{suggestion(loss, suitable)}use {' or '.join(suitable)}, {own_loss}"
+        yield Conflict("task.loss.name", misfit if loss in _LOSSES else f"there is no loss {loss!r}", hint)
     else:
         for option in sorted(set(task.loss.options) - set(suitable[loss])):
             takes = " and ".join(suitable[loss]) or "no settings"
@@ -290,7 +291,7 @@ def _metric_conflicts(task: LabelledTask, kind: Kind) -> Iterator[Conflict]:
                 )
         elif rule is None:
             hint = (
-                f"{near(each.name, suitable)}use {', '.join(suitable)}, or package.module.Class with "
+                f"{suggestion(each.name, suitable)}use {', '.join(suitable)}, or package.module.Class with "
                 "better: max (or min)"
             )
             yield Conflict("task.metrics", f"there is no metric {each.name!r}", hint)
@@ -310,8 +311,8 @@ def _metric_conflicts(task: LabelledTask, kind: Kind) -> Iterator[Conflict]:
         )
 
 
-def near(name: str, suitable: Collection[str]) -> str:
+def suggestion(name: str, suitable: Collection[str]) -> str:
     """Return a hint with the one of ``suitable`` that ``name`` may mean; empty if there is none."""
-    known = {**{each: each for each in suitable}, **{key: to for key, to in _ELSEWHERE.items() if to in suitable}}
-    found = difflib.get_close_matches(name.lower(), known, n=1)
-    return f"did you mean {known[found[0]]}{_MEANS.get(found[0], '')}? " if found else ""
+    spellings = {**{each: each for each in suitable}, **{key: to for key, to in _ELSEWHERE.items() if to in suitable}}
+    matches = difflib.get_close_matches(name.lower(), spellings, n=1)
+    return f"did you mean {spellings[matches[0]]}{_MEANS.get(matches[0], '')}? " if matches else ""

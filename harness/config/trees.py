@@ -23,7 +23,7 @@ def flatten(tree: dict[str, Any]) -> dict[str, Any]:
 def has(tree: Any, key: str) -> bool:
     """Return True if ``tree`` has the dotted ``key``, in which numbers are places in lists."""
     for part in key.split("."):
-        tree = {str(place): item for place, item in enumerate(tree)} if isinstance(tree, list) else tree
+        tree = {str(index): item for index, item in enumerate(tree)} if isinstance(tree, list) else tree
         if not isinstance(tree, dict) or part not in tree:
             return False
         tree = tree[part]

@@ -26,8 +26,8 @@ def require_harmless(path: Path, overrides: Sequence[str]) -> None:
     """Raise ConfigError if the configuration ``path`` does more than set values. Keys in ``overrides`` ("key=value")
     come from the user."""
     tree = parsed(path)
-    own = {override.partition("=")[0] for override in overrides}
-    problems = [f"  {key}: {problem}" for key, problem in _problems(tree) if key not in own]
+    overridden = {override.partition("=")[0] for override in overrides}
+    problems = [f"  {key}: {problem}" for key, problem in _problems(tree) if key not in overridden]
     if problems:
         raise ConfigError(
             "you did not start this run on this machine, and its configuration does more than set values\n"
@@ -48,8 +48,8 @@ def _problems(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"{value} reads a value from outside this file"
         elif url := next((text for text in texts if is_url(text) and key.startswith(("task.", "model.args."))), None):
             yield key, f"reads {url}, and sends requests there"
-        elif place := next((text for text in texts if text.startswith(HUB)), None):
-            yield key, f"reads {place}, a folder or a download"
+        elif location := next((text for text in texts if text.startswith(HUB)), None):
+            yield key, f"reads {location}, a folder or a download"
         elif recipe.may_name_code(key) and not key.startswith(_OF_TRAINING):
             # A name under ``harness.`` needs trust as well: it may be a function that imports its arguments.
             yield from ((key, f"imports {text}, which runs its code") for text in texts if "." in text)

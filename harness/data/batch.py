@@ -64,9 +64,9 @@ def copied_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Bat
                 batch, failed = None, error
             if more := batch is not None:
                 with torch.cuda.stream(side):
-                    there, event = batch.to(device), torch.cuda.Event()
+                    on_device, event = batch.to(device), torch.cuda.Event()
                     event.record(side)
-                ready.append((there, event))
+                ready.append((on_device, event))
         if ready:
             batch, event = ready.popleft()
             stream = torch.cuda.current_stream(device)
@@ -124,12 +124,12 @@ def read(dataset: Dataset, rows: np.ndarray, epoch: int | None) -> Batch:
         shapes = [tuple(np.shape(part)) for part in (batch.inputs, batch.targets, batch.rows)]
         if len({shape[:1] for shape in shapes}) == 1:
             return batch
-        found = "a Batch with inputs of shape {}, targets of shape {} and rows of shape {}".format(*shapes)
+        description = "a Batch with inputs of shape {}, targets of shape {} and rows of shape {}".format(*shapes)
         hint += ", each with one entry for each row"
     else:
-        found = f"{described(batch)}, not a Batch"
+        description = f"{described(batch)}, not a Batch"
     where = place_of(type(dataset), "batch") or "task.name"
-    raise OwnCodeError(f"{type(dataset).__name__}.batch() returned {found}", where=where, hint=hint)
+    raise OwnCodeError(f"{type(dataset).__name__}.batch() returned {description}", where=where, hint=hint)
 
 
 def described(value: object) -> str:

@@ -37,16 +37,16 @@ _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 def folder(name: str, where: str) -> Path:
     """Return the folder of ``hf:FOLDER_OR_NAME``; of a name, all files but the weights are downloaded into the cache of
     Hugging Face, unless they are there. Raises ConfigError."""
-    place = name.removeprefix(HUB)
-    path = expanded(place)
+    location = name.removeprefix(HUB)
+    path = expanded(location)
     if not path.is_dir():
-        return _downloaded(place, where, _SMALL)
+        return _downloaded(location, where, _SMALL)
     if not (path / CONFIG).is_file():
         inside = sorted(file.parent for file in path.glob(f"*/{CONFIG}"))
         hint = f"did you mean {HUB}{inside[-1]}?" if inside else "give a folder that save_pretrained wrote"
         if (path / layout.CONFIG).is_file():
-            export = f"harness export {place} --format huggingface --out FOLDER"
-            hint = f"it is a run: to start from it, keep model.name and set model.weights={place}; or type {export}"
+            export = f"harness export {location} --format huggingface --out FOLDER"
+            hint = f"it is a run: to start from it, keep model.name and set model.weights={location}; or type {export}"
         if (path / "adapter_config.json").is_file():
             hint = "it is an adapter of peft: give a whole model, as merge_and_unload().save_pretrained writes it"
         raise ConfigError(f"the folder {path} has no {CONFIG}", where=where, hint=hint)
@@ -59,10 +59,10 @@ def keep(name: str, copies: Path, renew: bool) -> None:
     if copies.is_dir() and not renew:
         return
     try:
-        there = folder(name, "model.name")
+        source = folder(name, "model.name")
         copies.parent.mkdir(exist_ok=True)
         with new_folder(copies) as temporary:
-            for file in {file for pattern in _SMALL for file in there.glob(pattern)}:
+            for file in {file for pattern in _SMALL for file in source.glob(pattern)}:
                 if file.is_file() and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, temporary / file.name)
             shutil.rmtree(copies, ignore_errors=True)  # the old ones, once there are new ones
@@ -72,58 +72,58 @@ def keep(name: str, copies: Path, renew: bool) -> None:
 
 def weights(name: str, where: str) -> Path:
     """Return the file with the weights of ``hf:FOLDER_OR_NAME``, or with their index. Raises ConfigError."""
-    place, path = name.removeprefix(HUB), folder(name, where)
+    location, source = name.removeprefix(HUB), folder(name, where)
     for patterns in _WEIGHTS:
-        found = path if expanded(place).is_dir() else _downloaded(place, where, patterns)
-        if file := next((found / file for file in patterns[:2] if (found / file).is_file()), None):
+        weights_folder = source if expanded(location).is_dir() else _downloaded(location, where, patterns)
+        if file := next((weights_folder / file for file in patterns[:2] if (weights_folder / file).is_file()), None):
             return file
     hint = "set model.weights=random to start from random ones, or model.weights=FILE"
     raise ConfigError(
-        f"{place} has no weights: neither model.safetensors nor pytorch_model.bin", where=where, hint=hint
+        f"{location} has no weights: neither model.safetensors nor pytorch_model.bin", where=where, hint=hint
     )
 
 
-def file(place: str, name: str, where: str) -> Path:
-    """Return the file ``name`` of ``place``, OWNER/NAME@REVISION of the hub. Raises ConfigError."""
-    path = _downloaded(place, where, [name]) / name
+def file(repository: str, name: str, where: str) -> Path:
+    """Return the file ``name`` of ``repository``, OWNER/NAME@REVISION of the hub. Raises ConfigError."""
+    path = _downloaded(repository, where, [name]) / name
     if not path.is_file():
-        raise ConfigError(f"the hub's {place} has no {name}", where=where, hint=f"set {where}=FILE")
+        raise ConfigError(f"the hub's {repository} has no {name}", where=where, hint=f"set {where}=FILE")
     return path
 
 
-def _downloaded(place: str, where: str, patterns: Sequence[str]) -> Path:
-    """Return the folder in the cache of Hugging Face with the files ``patterns`` of ``place``. Raises ConfigError."""
-    if not _NAME.fullmatch(place):
-        hint = _nearest(place) or "give a folder with a config.json, or OWNER/NAME of the hub"
-        raise ConfigError(f"there is no folder {place}", where=where, hint=hint)
+def _downloaded(location: str, where: str, patterns: Sequence[str]) -> Path:
+    """Return the folder in the cache of Hugging Face with the files ``patterns`` of a model. Raises ConfigError."""
+    if not _NAME.fullmatch(location):
+        hint = _nearest(location) or "give a folder with a config.json, or OWNER/NAME of the hub"
+        raise ConfigError(f"there is no folder {location}", where=where, hint=hint)
     require("huggingface_hub", where)  # of transformers and of timm
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    name, _, revision = place.partition("@")
+    name, _, revision = location.partition("@")
     try:
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
     except Exception as error:  # of the hub's many kinds
         offline = constants.HF_HUB_OFFLINE
-        why = f"the hub's {place} cannot be had: {first_line(error)}"
+        problem = f"the hub's {location} cannot be had: {first_line(error)}"
         if isinstance(error, LocalEntryNotFoundError):
-            why = f"the hub's {place} is not in the cache" if offline else "the hub cannot be reached"
+            problem = f"the hub's {location} is not in the cache" if offline else "the hub cannot be reached"
         network = "HF_HUB_OFFLINE is set; unset it to download" if offline else "check the name and the network"
         of_hub = f"{network}; or type elsewhere: hf download {name} --local-dir FOLDER, and here {HUB}FOLDER"
         keys = (where, "model.name") if where == "task.tokenizer.name" else (where,)
-        whole = " ".join(f"{key}={HUB}/PATH" for key in keys)
-        hint = f"of a folder that is not in {Path.cwd()}, type the whole path: {whole}; of the hub: {of_hub}"
+        absolute = " ".join(f"{key}={HUB}/PATH" for key in keys)
+        hint = f"of a folder that is not in {Path.cwd()}, type the whole path: {absolute}; of the hub: {of_hub}"
         raise ConfigError(
-            f"there is no folder {place}, and {why}",
+            f"there is no folder {location}, and {problem}",
             where=where,
-            hint=_nearest(place) or (of_hub if "/" in place else hint),
+            hint=_nearest(location) or (of_hub if "/" in location else hint),
         ) from None
 
 
-def _nearest(place: str) -> str:
-    """Return a hint with the folder of a model whose path is most similar to ``place``; empty if there is none."""
-    near = similar_path(expanded(place), lambda path: (path / CONFIG).is_file())
-    return f"did you mean {shlex.quote(f'{HUB}{near}')}?" if near else ""
+def _nearest(location: str) -> str:
+    """Return a hint with the folder of a model whose path is most similar to ``location``; empty if there is none."""
+    nearest = similar_path(expanded(location), lambda path: (path / CONFIG).is_file())
+    return f"did you mean {shlex.quote(f'{HUB}{nearest}')}?" if nearest else ""
 
 
 def require(library: str, where: str) -> None:
@@ -170,10 +170,10 @@ class HubTokenizer(Tokenizer):
     def require_tokens_of(self, model: str, name: str) -> None:
         """Compare the tokens with those of the tokenizer in the model's folder, if there is one."""
         try:
-            own = tokenizer(model) if name != model else self
+            own_tokenizer = tokenizer(model) if name != model else self
         except ConfigError:
             return
-        if own.tokenizer.get_vocab() != self.tokenizer.get_vocab():
+        if own_tokenizer.tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ConfigError(f"{name} has other tokens than {model}", where=SETTING, hint=f"set {SETTING}={model}")
 
 
@@ -185,12 +185,12 @@ def tokenizer(name: str, pairs: bool = False) -> HubTokenizer:
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-        if found.pad_token is None:  # as of GPT-2; the attention mask tells both apart
-            found.pad_token = found.eos_token or found.unk_token
-        made = HubTokenizer(found)
-        made.padded([["a text"], ["another"]][: 1 + pairs], 16, False)
-        if len(found.get_vocab()) <= len(found.all_special_tokens):
+        pretrained = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        if pretrained.pad_token is None:  # as of GPT-2; the attention mask tells both apart
+            pretrained.pad_token = pretrained.eos_token or pretrained.unk_token
+        hub_tokenizer = HubTokenizer(pretrained)
+        hub_tokenizer.padded([["a text"], ["another"]][: 1 + pairs], 16, False)
+        if len(pretrained.get_vocab()) <= len(pretrained.all_special_tokens):
             raise ValueError("it has no words")
     except Exception as error:  # of many types
         raise ConfigError(
@@ -199,21 +199,22 @@ def tokenizer(name: str, pairs: bool = False) -> HubTokenizer:
             hint="give a folder with tokenizer.json or the files of its vocabulary, as tokenizer.save_pretrained "
             "writes them",
         ) from None
-    return made
+    return hub_tokenizer
 
 
-def without_lengths(found: Any) -> Any:
-    """Return the backend of the tokenizer ``found``, if it has one, without the lengths of its last call or file, which
-    each call sets."""
-    backend = getattr(found, "backend_tokenizer", None)
+def without_lengths(tokenizer: Any) -> Any:
+    """Return the backend of the tokenizer, if it has one, without the lengths of its last call or file, which each call
+    sets."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend.no_truncation()
         backend.no_padding()
     return backend
 
 
-def _digest(found: Any, words: dict[str, int]) -> str:
-    backend = without_lengths(found)
+def _digest(tokenizer: Any, words: dict[str, int]) -> str:
+    backend = without_lengths(tokenizer)
     rules = backend.to_str() if backend is not None else json.dumps(words, sort_keys=True)
-    facts = [type(found).__name__, rules, found.special_tokens_map, found.padding_side, found.truncation_side]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    sides = tokenizer.padding_side, tokenizer.truncation_side
+    properties = [type(tokenizer).__name__, rules, tokenizer.special_tokens_map, *sides]
+    return hashlib.sha256(json.dumps(properties, sort_keys=True, default=str).encode()).hexdigest()

@@ -88,8 +88,8 @@ class ImageChecks:
         with ThreadPoolExecutor(_THREADS) as pool:
             until, jobs = time.monotonic() + limit_s, iter(self.images.paths(rows))
             while part := list(islice(jobs, _THREADS)):
-                found = pool.map(self._decoded, *zip(*part, strict=True))
-                for (row, path), image in zip(part, found, strict=True):
+                images = pool.map(self._decoded, *zip(*part, strict=True))
+                for (row, path), image in zip(part, images, strict=True):
                     if isinstance(image, Exception):
                         if of_missing or self._exists(path):
                             bad.append((row, path, image))
@@ -103,7 +103,7 @@ class ImageChecks:
                 if time.monotonic() > until:
                     break
         if bad and (stops or not sizes):
-            bad.sort(key=lambda one: one[0])
+            bad.sort(key=lambda entry: entry[0])
             first = errors.unreadable(*bad[0])
             first.message += f" (unreadable: {len(bad):,} of {plural(len(bad) + sizes.total(), 'image')} looked at)"
             raise errors.with_others(first, [row for row, *_ in bad[1:]], _NAMED_UNREADABLE)
@@ -111,14 +111,14 @@ class ImageChecks:
 
     def _sampled(self, sizes: Counter[tuple[int, ...]], skipped: list[tuple[int, str, Exception]]) -> str:
         """Return how many images of which ``sizes`` were decoded, and which were ``skipped``, in words."""
-        shown = ", ".join(f"{height}x{width}" for height, width in sorted(sizes)[:3])
+        sizes_text = ", ".join(f"{height}x{width}" for height, width in sorted(sizes)[:3])
         of = f", ... in {len(sizes)} sizes" if len(sizes) > 3 else ""
         left_out = "".join(
-            f"; skipped {plural(len(rows), f'{what} image')}: {self.images.errors.named(rows, _NAMED_UNREADABLE)}"
-            for what, is_missing in (("missing", True), ("damaged", False))
+            f"; skipped {plural(len(rows), f'{state} image')}: {self.images.errors.row_names(rows, _NAMED_UNREADABLE)}"
+            for state, is_missing in (("missing", True), ("damaged", False))
             if (rows := sorted(row for row, _, error in skipped if isinstance(error, FileNotFoundError) == is_missing))
         )
-        return f"{sizes.total():,} of {len(self.images):,} images decoded ({shown}{of}){left_out}"
+        return f"{sizes.total():,} of {len(self.images):,} images decoded ({sizes_text}{of}){left_out}"
 
     def _decoded(self, row: int, path: str) -> torch.Tensor | Exception:
         try:
@@ -133,5 +133,5 @@ class ImageChecks:
 def in_order(rows: np.ndarray, first: int) -> np.ndarray:
     """Return ``first`` of ``rows``, evenly spread, and then up to _MOST others in an order that is always the same."""
     start = spread(rows, first)
-    rest = np.setdiff1d(spread(rows, _MOST), start)
-    return np.concatenate([start, np.random.default_rng(0).permutation(rest)])
+    others = np.setdiff1d(spread(rows, _MOST), start)
+    return np.concatenate([start, np.random.default_rng(0).permutation(others)])

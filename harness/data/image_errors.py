@@ -32,20 +32,20 @@ class ImageErrors:
     def unreadable(self, row: int, path: str, error: Exception) -> DataError:
         """Return the error for an image. It finds the line in the CSV by reading it, which is too slow for skipped
         rows."""
-        file, where = self.files.place(path), self.table.where(row)
+        file, where = self.files.locate(path), self.table.where(row)
         if not path.strip():
             hint = f"fill it in or remove the row; {self._skip}"
             return DataError(f"this row has no path in column {self.path_column!r}", where=where, hint=hint)
         is_file = self.files.is_file(path)
         if isinstance(error, FileNotFoundError) and not (is_file and os.path.islink(file)):
             in_archive = not is_file and os.strerror(errno.ENOENT) not in str(error) and "archive" in str(error)
-            what = f" ({error.strerror})" if in_archive else ""
-            near = self._other_spelling(path) if is_file else ""
+            cause = f" ({error.strerror})" if in_archive else ""
+            spelling_hint = self._other_spelling(path) if is_file else ""
             wrong_root = self.wrong_root()
             may_be_root = wrong_root or is_url(file)  # which is not asked for other images
-            hints = [near or (self._other_root(path) if may_be_root else "restore it, or remove the row")]
+            hints = [spelling_hint or (self._other_root(path) if may_be_root else "restore it, or remove the row")]
             hint = "; ".join(hints if wrong_root else [*hints, self._skip])
-            return DataError(f"image not found: {file}{what}", where=where, hint=hint)
+            return DataError(f"image not found: {file}{cause}", where=where, hint=hint)
         if isinstance(error, OSError):
             return DataError(
                 f"image cannot be read: {file}: {error.strerror}", where=where, hint=f"replace it, {self._skip}"
@@ -58,23 +58,23 @@ class ImageErrors:
 
     def unreadable_first(self, row: int, path: str, error: Exception) -> DataError:
         """Return ``unreadable`` for the first such image, with the command that finds the others."""
-        found = self.unreadable(row, path, error)
-        found.hint += "" if self.is_new else "; harness check -c FILE finds the others"
-        return found
+        unreadable = self.unreadable(row, path, error)
+        unreadable.hint += "" if self.is_new else "; harness check -c FILE finds the others"
+        return unreadable
 
     def irreplaceable(self, row: int, tried: int, path: str, error: Exception | None) -> DataError:
         """Return the error for ``row``, for which ``tried`` other rows cannot be read either; of the last, ``path`` is
         the image, and ``error`` the reason."""
         hint = "add readable images to the table"
         if error is not None:
-            others = f"replace {self.files.place(path)} and the others, which are damaged or not images"
-            hint = self._other_root(path) if isinstance(error, FileNotFoundError) else others
-        what = f"the image of this row cannot be read, and no readable image replaces it (rows tried: {tried})"
-        return DataError(what, where=self.table.where(row), hint=hint)
+            replace_hint = f"replace {self.files.locate(path)} and the others, which are damaged or not images"
+            hint = self._other_root(path) if isinstance(error, FileNotFoundError) else replace_hint
+        message = f"the image of this row cannot be read, and no readable image replaces it (rows tried: {tried})"
+        return DataError(message, where=self.table.where(row), hint=hint)
 
-    def differ(self, row: int, size: tuple[int, ...], other: tuple[int, ...]) -> DataError:
+    def differ(self, row: int, first_size: tuple[int, ...], second_size: tuple[int, ...]) -> DataError:
         return DataError(
-            f"images differ in size: {size} and {other} (height, width)",
+            f"images differ in size: {first_size} and {second_size} (height, width)",
             where=self.table.where(row),
             hint="set task.image_size=[height,width], or end task.transforms.train with RandomResizedCrop and "
             "task.transforms.eval with Resize and CenterCrop",
@@ -83,10 +83,10 @@ class ImageErrors:
     def with_others(self, first: DataError, others: Sequence[int], limit: int) -> DataError:
         """Return ``first`` with the line and path of up to ``limit`` of the rows ``others``, and the number of the
         rest."""
-        also = f"; also {self.named(others, limit)}" if limit and others else ""
+        also = f"; also {self.row_names(others, limit)}" if limit and others else ""
         return DataError(f"{first.message}{also}", where=first.where, hint=first.hint)
 
-    def named(self, rows: Sequence[int], limit: int) -> str:
+    def row_names(self, rows: Sequence[int], limit: int) -> str:
         """Return the line and path of up to ``limit`` of ``rows``, and the number of the rest."""
         paths = self.table.strings(self.path_column, np.asarray(rows[:limit], np.int64))
         names = [
@@ -105,18 +105,18 @@ class ImageErrors:
         slashes = path.replace("\\", "/")
         if slashes != path and self.files.exists(slashes):
             return f"write {slashes}, with / for \\, as in all paths of the table"
-        return did_you_mean(self.files.place(path), os.path.isfile)
+        return did_you_mean(self.files.locate(path), os.path.isfile)
 
     def _other_root(self, path: str) -> str:
         """Return the hint for a file that is not below the root, with a folder in which ``path`` is, if that is
         near."""
         root = self.files.root or "the working folder"
         folder = next((place for place in (self.table.folder, ".") if place and self.files.is_below(place, path)), None)
-        found = f"task.root={folder}" if folder else "task.root=FOLDER"
-        return f"paths in the CSV are relative to {root}: set {shlex.quote(found)}"
+        setting = f"task.root={folder}" if folder else "task.root=FOLDER"
+        return f"paths in the CSV are relative to {root}: set {shlex.quote(setting)}"
 
     @property
     def _skip(self) -> str:
         """The hint that leaves unreadable rows out."""
-        what = "leave such rows without a prediction" if self.is_new else "count and replace such rows"
-        return f"or set task.on_bad_row=skip to {what}"
+        effect = "leave such rows without a prediction" if self.is_new else "count and replace such rows"
+        return f"or set task.on_bad_row=skip to {effect}"

@@ -57,7 +57,7 @@ class ImageFiles:
         self._cache = cache_folder(self.cache_dir)
         self._urls = UrlCache(self._cache / "urls", int(self.cache_gib * 2**30))
 
-    def place(self, path: str) -> str:
+    def locate(self, path: str) -> str:
         """Return the file or URL that ``path`` names."""
         if is_url(path):
             return path.removeprefix("file://")
@@ -70,7 +70,7 @@ class ImageFiles:
 
     def is_file(self, path: str) -> bool:
         """Return True if ``path`` names a local file, not a member of an archive or something behind a URL."""
-        return _TAR not in path and not is_url(self.place(path))
+        return _TAR not in path and not is_url(self.locate(path))
 
     def is_below(self, folder: str, path: str) -> bool:
         """Return True if ``path`` would be a file if ``folder`` were the root."""
@@ -79,25 +79,25 @@ class ImageFiles:
     def read(self, path: str) -> torch.Tensor:
         """Return the bytes of ``path``, uint8 (bytes,). Raises OSError or RuntimeError if this file or member cannot be
         read, and DataError if the archive or the server cannot."""
-        place = self.place(path)
+        location = self.locate(path)
         if _TAR in path:
-            return self._member(place)
-        if is_url(place):
-            return self._urls.read(place)
-        require_regular_file(place)
-        return read_file(place)
+            return self._member(location)
+        if is_url(location):
+            return self._urls.read(location)
+        require_regular_file(location)
+        return read_file(location)
 
     def read_ahead(self, paths: Sequence[str]) -> None:
         """Download what ``paths`` name behind URLs, in threads; do not wait for it."""
-        for place in map(self.place, paths):
-            if is_url(place) and _TAR not in place:
-                self._urls.start(place)
+        for location in map(self.locate, paths):
+            if is_url(location) and _TAR not in location:
+                self._urls.start(location)
 
     def archives(self, paths: pa.ChunkedArray) -> set[str]:
         """Return the archives behind URLs of which ``paths`` name members."""
         inside = paths.filter(pc.match_substring(paths, _TAR))
-        named = pc.unique(pc.replace_substring_regex(inside, r"(?s)\.tar/.*", ".tar")).to_pylist()
-        return {place for place in map(self.place, named) if is_url(place)}
+        paths_of_archives = pc.unique(pc.replace_substring_regex(inside, r"(?s)\.tar/.*", ".tar")).to_pylist()
+        return {location for location in map(self.locate, paths_of_archives) if is_url(location)}
 
     def copy_archives(self, urls: Sequence[str]) -> None:
         """Copy archives to the cache of this machine. Raises DataError; one that does not exist is left to ``read``."""
@@ -112,16 +112,17 @@ class ImageFiles:
     def exists(self, path: str) -> bool:
         """Return False if the file does not exist. Of an archive, only the file itself is looked for; URLs are not
         asked."""
-        place = self.place(path)
-        return is_url(place) or os.path.exists(place.partition(_TAR)[0] + ".tar" if _TAR in place else place)
+        location = self.locate(path)
+        file = location.partition(_TAR)[0] + ".tar" if _TAR in location else location
+        return is_url(location) or os.path.exists(file)
 
-    def _member(self, place: str) -> torch.Tensor:
-        """Return the bytes of ``place``, ARCHIVE.tar/MEMBER; of a file, if the archive is in truth a folder."""
-        archive, _, member = place.partition(_TAR)
+    def _member(self, location: str) -> torch.Tensor:
+        """Return the bytes of ``location``, ARCHIVE.tar/MEMBER; of a file, if the archive is in truth a folder."""
+        archive, _, member = location.partition(_TAR)
         archive += ".tar"
         if not is_url(archive) and os.path.isdir(archive):  # a folder whose name ends like an archive's
-            require_regular_file(place)
-            return read_file(place)
+            require_regular_file(location)
+            return read_file(location)
         file = self._urls.file(archive) if is_url(archive) else archive
         from harness.data import tars  # late: few datasets are in archives
 
@@ -172,8 +173,8 @@ class UrlCache:
         it cannot be asked for."""
         copy = self._copy(url)
         with suppress(FileNotFoundError):
-            now, used = time.time(), os.stat(copy).st_mtime
-            if now - used > _USED_S:
+            now, used_at = time.time(), os.stat(copy).st_mtime
+            if now - used_at > _USED_S:
                 os.utime(copy)
             return read_file(str(copy))
         self.start(url)
@@ -216,8 +217,8 @@ class UrlCache:
 
             filesystem, path = fsspec.core.url_to_fs(url)
             limit = {"timeout": fetch.TIMEOUT_S} if filesystem.async_impl else {}
-            found: bytes = filesystem.cat_file(path, **limit)
-            return found
+            content: bytes = filesystem.cat_file(path, **limit)
+            return content
 
         content = fetch.attempted(url, get)
         if self._reserve(len(content)):
@@ -239,9 +240,9 @@ class UrlCache:
             self._room -= num_bytes
             return True
 
-    def _make_room(self, wanted: int) -> int:
-        """Remove old copies to make room for ``wanted`` more bytes; return how many bytes are left in the cache."""
-        now, found, total = time.time(), [], 0
+    def _make_room(self, num_bytes: int) -> int:
+        """Remove old copies to make room for ``num_bytes`` more bytes; return how many bytes are left in the cache."""
+        now, files, total = time.time(), [], 0
         for file in self.folder.glob("??/*"):
             with suppress(OSError):
                 stat = file.stat()
@@ -249,9 +250,9 @@ class UrlCache:
                     file.unlink()
                 elif file.is_file():
                     total += stat.st_size
-                    found.append((stat.st_mtime, stat.st_size, file))
-        for used, size, file in sorted(found):
-            if total + wanted <= self.max_bytes or now - used < _UNUSED_S:
+                    files.append((stat.st_mtime, stat.st_size, file))
+        for used_at, size, file in sorted(files):
+            if total + num_bytes <= self.max_bytes or now - used_at < _UNUSED_S:
                 break
             with suppress(OSError):
                 file.unlink()

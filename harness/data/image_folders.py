@@ -17,18 +17,18 @@ _KINDS = 10  # of skipped files in a message
 def images_at(places: Sequence[str], skipped: Counter[str]) -> list[str]:
     """Return the images that ``places`` name, in this order: each is an image or its URL, or a folder of images, also
     deeper ones. Counts the other files by kind in ``skipped``. Raises DataError if there is no image at a place."""
-    found = list[str]()
+    images = list[str]()
     for place in places:
         if os.path.isdir(place):
             inside = [os.path.join(place, name) for name in images_below(Path(place), skipped)]
             if not inside:
                 raise DataError(f"no images{skips(skipped)}", where=place, hint=SUFFIXES)
-            found += inside
+            images += inside
         elif is_url(place) or os.path.isfile(place):
-            found.append(place)
+            images.append(place)
         else:
             raise DataError("there is no such image or folder", where=place, hint=did_you_mean(place))
-    return found
+    return images
 
 
 def entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -57,15 +57,15 @@ def images_below(folder: Path, skipped: Counter[str]) -> Iterator[str]:
 
 def _images_of(folder: Path, root: Path, skipped: Counter[str], above: tuple[str, ...]) -> Iterator[str]:
     """Yield ``images_below`` relative to ``root``. ``above``: real paths of the folders above."""
-    here = os.path.realpath(folder)
-    if here in above:
+    real_path = os.path.realpath(folder)
+    if real_path in above:
         skipped["links to a folder above them"] += 1
         return
     for entry in entries(folder):
         if entry.name.startswith("."):
             skipped["hidden files"] += 1
         elif holds(entry.is_dir):
-            yield from _images_of(Path(entry.path), root, skipped, (*above, here))
+            yield from _images_of(Path(entry.path), root, skipped, (*above, real_path))
         elif not entry.name.lower().endswith(IMAGE_SUFFIXES):
             suffix = os.path.splitext(entry.name)[1].lower()
             skipped[f"{suffix} files" if suffix else "files without an extension"] += 1
@@ -83,6 +83,6 @@ def skips(skipped: Counter[str]) -> str:
     """Return what was skipped, to end a sentence; empty if nothing was."""
     if not skipped:
         return ""
-    shown = [f"{kind} ({count})" for kind, count in skipped.most_common(_KINDS)]
+    counts = [f"{kind} ({count})" for kind, count in skipped.most_common(_KINDS)]
     more = f" and {len(skipped) - _KINDS} more kinds" if len(skipped) > _KINDS else ""
-    return f"; skipped: {', '.join(shown)}{more}"
+    return f"; skipped: {', '.join(counts)}{more}"

@@ -80,10 +80,10 @@ class ImageTable(TableRows):
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
         """Return these rows in order, transformed as in training in ``epoch``, or as in evaluation if that is None.
         Raises DataError or, from a transform, ConfigError."""
-        images, used, bad, clock = [], [], [], StageClock()
-        wanted = list(self.paths(rows))
-        self.files.read_ahead([path for _, path in wanted])
-        for row, path in wanted:
+        images, used_rows, bad, clock = [], [], [], StageClock()
+        entries = list(self.paths(rows))
+        self.files.read_ahead([path for _, path in entries])
+        for row, path in entries:
             clock.start()
             try:
                 image, transform = self._loaded(row, path, epoch, clock)
@@ -97,15 +97,15 @@ class ImageTable(TableRows):
             clock.start()
             images.append(transform(image))
             clock.end("transform")
-            used.append(row)
-        numbers = np.asarray(used, dtype=np.int64)
+            used_rows.append(row)
+        numbers = np.asarray(used_rows, dtype=np.int64)
         targets = torch.from_numpy(self.labels.targets(numbers))
-        return Batch(self._stack(images, used), targets, numbers, bad, clock.spent_s)
+        return Batch(self._stack(images, used_rows), targets, numbers, bad, clock.spent_s)
 
     def archives(self, start: int, stop: int) -> set[str]:
         """Return the archives behind URLs that rows in [start, stop) name; none if the first row's path is on this
         machine."""
-        if start >= stop or not is_url(self.files.place(self.table.strings(self.path_column, np.array([start]))[0])):
+        if start >= stop or not is_url(self.files.locate(self.table.strings(self.path_column, np.array([start]))[0])):
             return set()  # without reading the whole table
         edges = range(start, stop, _CHUNK_ROWS)
         parts = (self.table.slice(self.path_column, edge, min(edge + _CHUNK_ROWS, stop)) for edge in edges)
@@ -117,8 +117,8 @@ class ImageTable(TableRows):
         content = self.content(row, path)
         clock.end("read")
         try:
-            if self.reduced and (found := self._reduced(content, row, epoch)):
-                return found
+            if self.reduced and (reduced := self._reduced(content, row, epoch)):
+                return reduced
             return self.decoded(content), partial(self.transformed, row=row, epoch=epoch)
         finally:
             clock.end("decode")
@@ -129,8 +129,8 @@ class ImageTable(TableRows):
         try:
             return self.files.read(path)
         except DataError as error:
-            what = f"{error.where}: {error.message}" if error.where else error.message
-            raise DataError(what, where=self.table.where(row), hint=error.hint) from None
+            message = f"{error.where}: {error.message}" if error.where else error.message
+            raise DataError(message, where=self.table.where(row), hint=error.hint) from None
 
     def decoded(self, content: torch.Tensor) -> torch.Tensor:
         """Return the image, uint8 (channels, height, width). Raises RuntimeError."""

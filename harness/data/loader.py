@@ -77,8 +77,8 @@ class _Fetch(torch.utils.data.Dataset[Any]):
         try:
             return pickle_result(self._batch(request))
         except (SystemExit, KeyboardInterrupt) as error:
-            what = f"the dataset raised {type(error).__name__} ({error}) in a loader worker"
-            ended = TrainingError(what, hint="raise an ordinary exception, such as ValueError, instead")
+            message = f"the dataset raised {type(error).__name__} ({error}) in a loader worker"
+            ended = TrainingError(message, hint="raise an ordinary exception, such as ValueError, instead")
             return pickle_result(LoadError.of(ended))
         except Exception as error:
             return pickle_result(LoadError.of(error))
@@ -144,12 +144,12 @@ class Loader:
         """Yield the batches of ``requests`` on the host, pinned for a CUDA device."""
         self._requests.pending = requests
         batches: Iterator[Any] | None = None
-        here = not self._loader.num_workers
+        in_this_process = not self._loader.num_workers
         while True:
             start = self._since = time.perf_counter()
             try:
                 batches = iter(self._loader) if batches is None else batches
-                with self._reading("reading a batch of the dataset") if here else nullcontext():
+                with self._reading("reading a batch of the dataset") if in_this_process else nullcontext():
                     batch = next(batches, None)
             except (RuntimeError, OSError, EOFError) as error:
                 if failure := self._failure_of_workers(error):
@@ -226,9 +226,9 @@ class Loader:
 
     def take_times(self) -> tuple[float, dict[str, float]]:
         """Return (seconds that training waited for data, those that loading took by stage) since the last call."""
-        taken = self.wait_s, self.spent_s
+        times = self.wait_s, self.spent_s
         self.wait_s, self.spent_s = 0.0, {}
-        return taken
+        return times
 
     def close(self) -> None:
         """End the worker processes."""
@@ -241,11 +241,11 @@ class Loader:
 
 
 @functools.cache  # once for both splits
-def _warn_of_float64(what: str) -> None:
+def _warn_of_float64(values: str) -> None:
     log.warning(
         "the dataset returns %s of torch.float64: they take twice the memory, and what is computed from them in "
         "float64 is slow on a GPU and rounded differently; return float32",
-        what,
+        values,
     )
 
 

@@ -84,26 +84,26 @@ class PickledResult:
     content: bytes
 
     def received(self) -> Batch | LoadError:
-        found: Batch | LoadError = pickle.loads(self.content)
-        return found
+        result: Batch | LoadError = pickle.loads(self.content)
+        return result
 
     def pin_memory(self) -> Batch | LoadError:
-        found = self.received()
-        return found.pin_memory() if isinstance(found, Batch) else found
+        result = self.received()
+        return result.pin_memory() if isinstance(result, Batch) else result
 
 
-def pickle_result(found: Batch | LoadError) -> PickledResult:
-    """Return ``found`` pickled, or the error for which it cannot be."""
+def pickle_result(result: Batch | LoadError) -> PickledResult:
+    """Return ``result`` pickled, or the error for which it cannot be."""
     try:
-        return PickledResult(bytes(ForkingPickler.dumps(found)))
+        return PickledResult(bytes(ForkingPickler.dumps(result)))
     except Exception as error:
-        return PickledResult(bytes(ForkingPickler.dumps(LoadError.of(_unsendable(found, error)))))
+        return PickledResult(bytes(ForkingPickler.dumps(LoadError.of(_unsendable(result, error)))))
 
 
-def _unsendable(found: Batch | LoadError, error: Exception) -> Exception:
-    """Return the error of a rank whose worker could not send ``found`` because of ``error``."""
-    if isinstance(found, Batch) and "shared memory" in str(error):
-        return _without_space(found, error)
+def _unsendable(result: Batch | LoadError, error: Exception) -> Exception:
+    """Return the error of a rank whose worker could not send ``result`` because of ``error``."""
+    if isinstance(result, Batch) and "shared memory" in str(error):
+        return _without_space(result, error)
     message = f"a batch of the dataset cannot be sent to the rank: {error}"
     if "AF_UNIX" in str(error):  # of a socket in the folder for temporary files
         return TrainingError(message, hint="export TMPDIR=/tmp, or set data.num_workers=0")
@@ -112,14 +112,14 @@ def _unsendable(found: Batch | LoadError, error: Exception) -> Exception:
 
 def _without_space(batch: Batch, error: Exception) -> TrainingError:
     """Return the error for ``batch``, with its size and the space that there is."""
-    needed = batch.inputs.nbytes + batch.targets.nbytes
+    num_bytes = batch.inputs.nbytes + batch.targets.nbytes
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
         space = f"{usage.free / MIB:.1f} of {usage.total / MIB:.1f} MiB are free"
     except OSError as missing:
         space = str(missing)
     return TrainingError(
-        f"a loader worker could not put a batch of {needed / MIB:.1f} MiB into shared memory: {first_line(error)}",
+        f"a loader worker could not put a batch of {num_bytes / MIB:.1f} MiB into shared memory: {first_line(error)}",
         where=f"{SHARED_MEMORY} ({space})",
         hint=MORE_SHARED_MEMORY,
     )
@@ -128,13 +128,13 @@ def _without_space(batch: Batch, error: Exception) -> TrainingError:
 def require_shared_memory(batch_bytes: float, num_workers: int, num_ranks: int) -> None:
     """Raise ConfigError if ``num_ranks`` ranks on this machine cannot keep all batches of their workers, of
     ``batch_bytes`` bytes each, in shared memory."""
-    needed = batch_bytes * num_ranks * (num_workers * PREFETCH + 1)  # and the batch that the rank works on
+    num_bytes = batch_bytes * num_ranks * (num_workers * PREFETCH + 1)  # and the batch that the rank works on
     if not num_workers or not os.path.isdir(SHARED_MEMORY):
         return
     usage = shutil.disk_usage(SHARED_MEMORY)
-    if usage.free < needed:
+    if usage.free < num_bytes:
         raise ConfigError(
-            f"the loader workers of this machine need up to {needed / MIB:.1f} MiB in {SHARED_MEMORY}, which has "
+            f"the loader workers of this machine need up to {num_bytes / MIB:.1f} MiB in {SHARED_MEMORY}, which has "
             f"{usage.free / MIB:.1f} of {usage.total / MIB:.1f} MiB free",
             where=f"data.num_workers={num_workers}",
             hint=MORE_SHARED_MEMORY,
@@ -165,24 +165,24 @@ class _WatchedIterator(_MultiProcessingDataLoaderIter):
         thread(self._unpack, "harness-unpack").start()
 
     def _try_get_data(self, timeout: float = _POLL_S) -> tuple[bool, Any]:
-        success, found = super()._try_get_data(_POLL_S)
+        success, indexed_result = super()._try_get_data(_POLL_S)
         if not success:
             self._while_waiting()
-        elif isinstance(found, tuple) and isinstance(found[1], PickledResult):
-            self._packed.put(found[1])  # even if the batch is no longer needed: this frees its memory
-            found = (found[0], self._next_unpacked())
-        return success, found
+        elif isinstance(indexed_result, tuple) and isinstance(indexed_result[1], PickledResult):
+            self._packed.put(indexed_result[1])  # even if the batch is no longer needed: this frees its memory
+            indexed_result = (indexed_result[0], self._next_unpacked())
+        return success, indexed_result
 
     def _next_unpacked(self) -> Batch | LoadError:
         while True:
             try:
-                found = self._unpacked.get(timeout=_POLL_S)
+                result = self._unpacked.get(timeout=_POLL_S)
             except Empty:
                 self._while_waiting()
                 continue
-            if isinstance(found, Exception):
-                raise found
-            return found
+            if isinstance(result, Exception):
+                raise result
+            return result
 
     def _unpack(self) -> None:
         while (packed := self._packed.get()) is not None:
@@ -222,15 +222,17 @@ def worker_death(error: Exception, workers: Sequence[BaseProcess] = ()) -> Train
     codes = [worker.exitcode for worker in workers if worker.exitcode is not None]
     if lost is None and not codes:
         return None
-    number = next((one for one in signal.Signals if lost and signal.strsignal(one) == lost[2]), None)
-    number = number or next((signal.Signals(-code) for code in codes if code < 0), None)
-    if number is None:
+    killed_by = next((each for each in signal.Signals if lost and signal.strsignal(each) == lost[2]), None)
+    killed_by = killed_by or next((signal.Signals(-code) for code in codes if code < 0), None)
+    if killed_by is None:
         code = f" with exit code {codes[0]}" if codes else ""
-        how, (cause, hint) = f"exited{code}", ("the dataset, or a library that it uses, ended the process", _CRASH[1])
+        ending = f"exited{code}"
+        cause, hint = "the dataset, or a library that it uses, ended the process", _CRASH[1]
     else:
-        how, (cause, hint) = f"was killed by {number.name}", _DEATHS.get(number, _CRASH)
-    kind = WorkerKilled if number is signal.SIGKILL else TrainingError
-    return kind(f"a loader worker{f' (process {lost[1]})' if lost else ''} {how}: {cause}", hint=hint)
+        ending = f"was killed by {killed_by.name}"
+        cause, hint = _DEATHS.get(killed_by, _CRASH)
+    kind = WorkerKilled if killed_by is signal.SIGKILL else TrainingError
+    return kind(f"a loader worker{f' (process {lost[1]})' if lost else ''} {ending}: {cause}", hint=hint)
 
 
 def in_loader_worker(_: int) -> None:

@@ -82,5 +82,5 @@ def decode_region(file: JpegImageFile, region: Region, channels: int) -> torch.T
         image = upright.resize(region.size[::-1], Image.Resampling[region.filter.upper()], box)
     except OSError:
         return None
-    found = torch.from_numpy(np.array(image)).view(*region.size, -1).permute(2, 0, 1)
-    return found.repeat(channels, 1, 1) if len(found) < channels else found
+    pixels = torch.from_numpy(np.array(image)).view(*region.size, -1).permute(2, 0, 1)
+    return pixels.repeat(channels, 1, 1) if len(pixels) < channels else pixels

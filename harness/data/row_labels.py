@@ -40,8 +40,8 @@ class ClassLabels:
     num_classes: int
 
     def targets(self, rows: np.ndarray) -> np.ndarray:
-        found: np.ndarray = self.index[self.table.labels(rows)]
-        return found
+        class_numbers: np.ndarray = self.index[self.table.labels(rows)]
+        return class_numbers
 
     def counts(self, start: int, stop: int) -> np.ndarray:
         total = np.zeros(self.num_classes, dtype=np.int64)
@@ -149,28 +149,28 @@ def class_indices(table: Table, classes: Sequence[str | int], train: str) -> np.
 
 def _unknown(table: Table, train: str, unknown: Mapping[int, object], classes: Sequence[str | int]) -> DataError:
     """Return the error for the labels ``unknown`` of ``table``, by their codes, at the first row with one of them."""
-    shown = [*unknown.values()][:5]
+    examples = [*unknown.values()][:5]
     spelled = {str(label).lower(): str(label) for label in classes}
-    near = [match for each in shown for match in difflib.get_close_matches(str(each).lower(), spelled, n=1)]
-    hint = f"did you mean {', '.join(repr(spelled[match]) for match in near)}?"
-    hint = hint if near else "evaluate only labels that occur in training, or correct the CSV"
+    matches = [match for each in examples for match in difflib.get_close_matches(str(each).lower(), spelled, n=1)]
+    hint = f"did you mean {', '.join(repr(spelled[match]) for match in matches)}?"
+    hint = hint if matches else "evaluate only labels that occur in training, or correct the CSV"
     if len(unknown) > max(3, len(table) // 2):
         hint = "nearly every row has its own label: set task.label_column, or task.labels.column, to another column"
-    found = (_first_with(table, rows, [*unknown]) for rows in _chunks(0, len(table)))
-    row = next(row for row in found if row is not None)
-    labels = ", ".join(repr(label) for label in shown)
+    first_rows = (_first_with(table, rows, [*unknown]) for rows in _chunks(0, len(table)))
+    row = next(row for row in first_rows if row is not None)
+    labels = ", ".join(repr(label) for label in examples)
     return DataError(
         f"{plural(len(unknown), 'label')} that {train} does not have: {labels}", where=table.where(row), hint=hint
     )
 
 
-def _first_with(table: Table, rows: np.ndarray, wanted: Sequence[int]) -> int | None:
-    """Return the first of ``rows`` that has one of the labels ``wanted``, codes."""
+def _first_with(table: Table, rows: np.ndarray, codes_to_find: Sequence[int]) -> int | None:
+    """Return the first of ``rows`` that has one of the labels ``codes_to_find``, codes."""
     if table.label is not None:
-        places = np.flatnonzero(np.isin(table.labels(rows), wanted))
+        places = np.flatnonzero(np.isin(table.labels(rows), codes_to_find))
     else:
         counts, codes = table.tags(rows)
-        places = np.repeat(np.arange(len(rows)), counts)[np.isin(codes, wanted)]
+        places = np.repeat(np.arange(len(rows)), counts)[np.isin(codes, codes_to_find)]
     return int(rows[places[0]]) if len(places) else None
 
 

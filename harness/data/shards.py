@@ -55,10 +55,11 @@ def shard(
     it have left. Shards are disjoint, and together they have all of these."""
     if rule not in RULES:
         raise ConfigError(f"there is no shard rule {rule!r}", hint=f"give one of {', '.join(RULES)}")
-    left = RowOrder(num_rows, permutation(num_rows, (_ORDER, seed, epoch)) if rule == "global" else lambda index: index)
+    order = permutation(num_rows, (_ORDER, seed, epoch)) if rule == "global" else lambda index: index
+    remaining = RowOrder(num_rows, order)
     for index, segment in enumerate(segments):
-        left = _left(rule, left, segment, (seed, epoch, index))
-    return _share(rule, left, rank, num_ranks, (seed, epoch, len(segments)))
+        remaining = _remaining(rule, remaining, segment, (seed, epoch, index))
+    return _share(rule, remaining, rank, num_ranks, (seed, epoch, len(segments)))
 
 
 def _share(rule: Rule, rows: RowOrder, rank: int, num_ranks: int, key: tuple[int, int, int]) -> RowOrder:
@@ -74,7 +75,7 @@ def _share(rule: Rule, rows: RowOrder, rank: int, num_ranks: int, key: tuple[int
     return RowOrder(length, lambda index: rows.at(start + order(index)))
 
 
-def _left(rule: Rule, rows: RowOrder, segment: Segment, key: tuple[int, int, int]) -> RowOrder:
+def _remaining(rule: Rule, rows: RowOrder, segment: Segment, key: tuple[int, int, int]) -> RowOrder:
     """Return the rows that ``segment`` has not used, in the order in which they are assigned next: what is left of the
     permutation (global), or of each rank in turn.
 
@@ -82,18 +83,18 @@ def _left(rule: Rule, rows: RowOrder, segment: Segment, key: tuple[int, int, int
     shard: ``ends`` is [3, 6], ``firsts`` [0, 3], and row 4 of what is left is row 4 - 3 + 1 of the shard of rank 1."""
     most = segment.steps * segment.per_rank
     if rule == "global":
-        used = min(most * segment.num_ranks, len(rows))
-        return RowOrder(len(rows) - used, lambda index: rows.at(used + index))
+        num_used = min(most * segment.num_ranks, len(rows))
+        return RowOrder(len(rows) - num_used, lambda index: rows.at(num_used + index))
     shards = [_share(rule, rows, rank, segment.num_ranks, key) for rank in range(segment.num_ranks)]
-    ends = np.cumsum([max(len(of_rank) - most, 0) for of_rank in shards])
+    ends = np.cumsum([max(len(rank_rows) - most, 0) for rank_rows in shards])
     firsts = np.concatenate([[0], ends[:-1]])
 
     def at(index: np.ndarray) -> np.ndarray:
-        owner, found = np.searchsorted(ends, index, side="right"), np.empty(len(index), np.int64)
+        owner, result = np.searchsorted(ends, index, side="right"), np.empty(len(index), np.int64)
         for rank in np.unique(owner).tolist():
-            of_rank = owner == rank
-            found[of_rank] = shards[rank].at(index[of_rank] - firsts[rank] + most)
-        return found
+            is_owned = owner == rank
+            result[is_owned] = shards[rank].at(index[is_owned] - firsts[rank] + most)
+        return result
 
     return RowOrder(int(ends[-1]), at)
 

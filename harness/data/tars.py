@@ -45,10 +45,10 @@ def read(file: str, member: str, cache: Path, name: str) -> torch.Tensor:
     try:
         index = _index(file, _version(os.fstat(descriptor)), cache, name)
         key = np.uint64(_hash(member.removeprefix("./")))  # NumPy would convert the index to float64 for an int
-        at = int(np.searchsorted(index["hash"], key))
-        if at == len(index) or index["hash"][at] != key:
+        position = int(np.searchsorted(index["hash"], key))
+        if position == len(index) or index["hash"][position] != key:
             raise FileNotFoundError(errno.ENOENT, f"the archive {name} has no member {member}")
-        size, offset = int(index["size"][at]), int(index["offset"][at])
+        size, offset = int(index["size"][position]), int(index["offset"][position])
         content = bytearray(size)
         part = memoryview(content)
         while part:  # Linux reads at most 2 GiB at once
@@ -93,9 +93,9 @@ def members(file: str, name: str) -> Iterator[tuple[str, int, int]]:
             raise _truncated(name, "it has no end marker")
 
 
-def _truncated(name: str, what: str) -> DataError:
+def _truncated(name: str, reason: str) -> DataError:
     hint = f"copy it again; if only the marker is missing, add it: head -c 1024 /dev/zero >> {shlex.quote(name)}"
-    return DataError(f"the archive is not complete ({what})", where=name, hint=hint)
+    return DataError(f"the archive is not complete ({reason})", where=name, hint=hint)
 
 
 def _version(stat: os.stat_result) -> tuple[int, ...]:
@@ -108,17 +108,17 @@ def _index(file: str, version: tuple[int, ...], cache: Path, name: str) -> np.nd
     place = os.path.realpath(file)
     folder = cache / f"{Path(place).stem[:40]}-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
     path = folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:24]}.index"
-    if (found := _load(path)) is None:
+    if (index := _load(path)) is None:
         with made_once(folder / "index", passes=(FileNotFoundError,)):
-            if (found := _load(path)) is None:
+            if (index := _load(path)) is None:
                 if path.exists():
                     log.warning("%s: the index of the archive in the cache is damaged; making it again", name)
                 _write_index(file, path, name)
-                found = _load(path)
-    if found is None:
+                index = _load(path)
+    if index is None:
         hint = "set data.cache_dir to a folder on another disk, and run the same command again"
         raise DataError(f"the index of the archive is damaged as soon as it is written: {path}", where=name, hint=hint)
-    return found
+    return index
 
 
 def _load(path: Path) -> np.ndarray | None:
@@ -141,9 +141,9 @@ def _write_index(file: str, path: Path, name: str) -> None:
     entries.sort(order="hash")
     if (twice := np.flatnonzero(np.diff(entries["hash"].view(np.int64)) == 0)).size:
         key = int(entries["hash"][twice[0]])
-        named = next(member for member, _, _ in members(file, name) if _hash(member) == key)
+        duplicate = next(member for member, _, _ in members(file, name) if _hash(member) == key)
         hint = "give each sample a unique name"
-        raise DataError(f"the archive has two members named {named}", where=name, hint=hint)
+        raise DataError(f"the archive has two members named {duplicate}", where=name, hint=hint)
     for old in path.parent.glob("*.index"):
         if old != path:
             old.unlink(missing_ok=True)

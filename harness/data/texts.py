@@ -156,13 +156,13 @@ def own_tokenizer(name: str, args: Mapping[str, Any], num_tokens: int) -> OwnTok
             function = function(**args)
         elif args:
             function = functools.partial(function, **args)
-        own = OwnTokenizer(name, function, num_tokens)
-        own.encode(["", "A sample text with two sentences. Ünïcode."])
+        tokenizer = OwnTokenizer(name, function, num_tokens)
+        tokenizer.encode(["", "A sample text with two sentences. Ünïcode."])
     except Exception as error:  # of the user's own code
-        what = f"the tokenizer {name} fails: {type(error).__name__}: {first_line(error)}"
+        message = f"the tokenizer {name} fails: {type(error).__name__}: {first_line(error)}"
         hint = "it is called with a text, and returns a list of ids from 0 to task.tokenizer.num_tokens - 1"
-        raise ConfigError(what, where=SETTING, hint=hint) from error
-    return own
+        raise ConfigError(message, where=SETTING, hint=hint) from error
+    return tokenizer
 
 
 def words_of(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
@@ -197,13 +197,13 @@ def learn_words(table: Table, column: str, max_words: int, cache_dir: Path | Non
 
 def learned_words(facts: Mapping[str, Any]) -> Words:
     """Return the vocabulary in ``facts``, the content of task.json. Raises ConfigError."""
-    found = facts.get("vocabulary")
-    if not (isinstance(found, list) and found and all(isinstance(word, str) for word in found)):
+    words = facts.get("vocabulary")
+    if not (isinstance(words, list) and words and all(isinstance(word, str) for word in words)):
         raise ConfigError(
             "the run's task.json does not hold the words of the training data",
             hint="start the run again to write the file: harness train -c RUN/config.yaml",
         )
-    return Words(found)
+    return Words(words)
 
 
 def _most_frequent(table: Table, column: str, max_words: int) -> list[str]:
@@ -212,8 +212,8 @@ def _most_frequent(table: Table, column: str, max_words: int) -> list[str]:
     with working(f"counting the words of {table.name}", "rows", len(table)) as work:
         for work.done in range(0, len(table), _CHUNK_ROWS):
             for chunk in table.slice(column, work.done, work.done + _CHUNK_ROWS).chunks:
-                found = words_of(chunk)[0].value_counts()
-                words, numbers = found.field("values").to_pylist(), found.field("counts").to_pylist()
+                value_counts = words_of(chunk)[0].value_counts()
+                words, numbers = value_counts.field("values").to_pylist(), value_counts.field("counts").to_pylist()
                 counts.update(dict(zip(words, numbers, strict=True)))
     if not counts:
         raise DataError(

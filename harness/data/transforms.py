@@ -50,7 +50,7 @@ def v2_classes() -> dict[str, Any]:
     """Return the classes of torchvision.transforms.v2, by name. Its import takes long, so only lists with entries need
     it."""
     v2 = vision.torchvision("transforms.v2")
-    return {name: one for name, one in vars(v2).items() if inspect.isclass(one) and issubclass(one, v2.Transform)}
+    return {name: each for name, each in vars(v2).items() if inspect.isclass(each) and issubclass(each, v2.Transform)}
 
 
 def build(section: TransformsSection, size: tuple[int, int] | None, channels: int) -> tuple[Pipeline, Pipeline]:
@@ -127,13 +127,13 @@ class Pipeline:
     def _faster(self) -> dict[str, Transform]:
         """{place: what gives the same pixels as the transform there}. The layout in memory, which it changes, must not
         matter to the transforms after it."""
-        found: dict[str, Transform] = {}
+        faster_steps: dict[str, Transform] = {}
         for where, step in reversed(self.steps.items()):
             if _kind(step) == _RESIZED_CROP:
-                found[where] = partial(_resized_crop, step)
+                faster_steps[where] = partial(_resized_crop, step)
             elif _kind(step) not in _ANY_LAYOUT:
                 break
-        return found
+        return faster_steps
 
     def _applied(self, where: str, step: Transform, image: Any, call: Transform | None = None) -> Any:
         try:
@@ -152,18 +152,18 @@ class Pipeline:
         """Return ``image`` if a batch can be made of it. Raises ConfigError."""
         if not isinstance(image, Tensor):
             kind = type(image)
-            found, hint = f"a {kind.__module__}.{kind.__name__}, not a tensor", "add PILToTensor at the end"
+            description, hint = f"a {kind.__module__}.{kind.__name__}, not a tensor", "add PILToTensor at the end"
         elif image.dim() != 3 or not (image.dtype == torch.uint8 or image.is_floating_point()):
-            found = f"a tensor {tuple(image.shape)} of {str(image.dtype).removeprefix('torch.')}"
+            description = f"a tensor {tuple(image.shape)} of {str(image.dtype).removeprefix('torch.')}"
             hint = "return uint8 or float32 (channels, height, width)"
         elif len(image) != self.channels:
-            found = f"an image with {plural(len(image), 'channel')} instead of {self.channels}"
+            description = f"an image with {plural(len(image), 'channel')} instead of {self.channels}"
             hint = "leave out the transform that changes the channels; for image_csv, task.color chooses rgb or gray"
         else:
             plain = image.as_subclass(Tensor)
             return plain.float() if plain.is_floating_point() else plain
         split = next(iter(self.steps)).rpartition(".")[0]
-        raise ConfigError(f"the last transform returns {found}", where=split, hint=hint)
+        raise ConfigError(f"the last transform returns {description}", where=split, hint=hint)
 
 
 def fitted(image: Tensor, size: tuple[int, int]) -> Tensor:
@@ -262,10 +262,10 @@ class _Own:
 
 def _steps(entries: Sequence[Any], where: str, problems: list[ConfigError]) -> dict[str, Transform]:
     """Return {place: transform}; what is wrong is added to ``problems``."""
-    made: dict[str, Transform] = {}
+    transforms: dict[str, Transform] = {}
     for number, entry in enumerate(entries):
         try:
-            step = made[f"{where}.{number}"] = _made(entry, f"{where}.{number}")
+            step = transforms[f"{where}.{number}"] = _built(entry, f"{where}.{number}")
             floats = any("." in name or name in _TO_FLOAT for name, _ in map(name_and_arguments, entries[:number]))
             if type(step).__name__ == "RandomErasing" and step.value is None and not floats:  # type: ignore[attr-defined]
                 raise ConfigError(
@@ -275,52 +275,54 @@ def _steps(entries: Sequence[Any], where: str, problems: list[ConfigError]) -> d
                 )
         except ConfigError as error:
             problems.append(error)
-    return made
+    return transforms
 
 
-def _made(entry: str | dict[str, Any], where: str) -> Transform:
+def _built(entry: str | dict[str, Any], where: str) -> Transform:
     """Return the transform of one entry. Raises ConfigError."""
-    name, given = name_and_arguments(entry)
-    found = _find(name, where)
-    is_function = inspect.isroutine(found)
-    parameters = dict(inspect.signature(found).parameters)
+    name, arguments = name_and_arguments(entry)
+    factory = _find(name, where)
+    is_function = inspect.isroutine(factory)
+    parameters = dict(inspect.signature(factory).parameters)
     if is_function:
         parameters.pop(next(iter(parameters), ""), None)  # the image
-    if given is None:
-        given = {}
-    elif not isinstance(given, dict):
-        given = {next(iter(parameters), "value"): given}  # CenterCrop: 224
-    signatures.require_parameters(name, parameters, given, where)
-    hints = _hints(found)
-    given = {key: _converted(key, value, hints.get(key), where) for key, value in given.items()}
+    if arguments is None:
+        arguments = {}
+    elif not isinstance(arguments, dict):
+        arguments = {next(iter(parameters), "value"): arguments}  # CenterCrop: 224
+    signatures.require_parameters(name, parameters, arguments, where)
+    hints = _hints(factory)
+    arguments = {key: _converted(key, value, hints.get(key), where) for key, value in arguments.items()}
     try:
-        transform = partial(found, **given) if is_function else found(**given)
+        transform = partial(factory, **arguments) if is_function else factory(**arguments)
     except Exception as error:  # of many types
-        shown = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         hint = f"its arguments are: {', '.join(parameters)}"
-        raise of_part(f"cannot build {name}({shown}): {first_line(error)}", error, where, hint, making=True) from error
+        message = f"cannot build {name}({listed}): {first_line(error)}"
+        raise of_part(message, error, where, hint, making=True) from error
     return _Own(transform) if "." in name else transform
 
 
 def _find(name: str, where: str) -> Any:
     if "." in name:
-        found = plugins.import_own("transform", name, where)
-        if inspect.isroutine(found) or inspect.isclass(found) and "__call__" in dir(found):
-            return found
+        factory = plugins.import_own("transform", name, where)
+        if inspect.isroutine(factory) or inspect.isclass(factory) and "__call__" in dir(factory):
+            return factory
         hint = "name a function that takes an image, or a class whose instances can be called with one"
         raise ConfigError(f"{name} is not a transform", where=where, hint=hint)
     if name in _NOT_FOR_LISTS:
         raise ConfigError(f"{name} cannot be used here", where=where, hint=_NOT_FOR_LISTS[name])
     if name not in v2_classes():
-        near = similar(name, v2_classes().keys() - _NOT_FOR_LISTS.keys())
-        hint = f"did you mean {near}?" if near else "use a class of torchvision.transforms.v2, or package.module.Class"
+        nearest = similar(name, v2_classes().keys() - _NOT_FOR_LISTS.keys())
+        hint = "use a class of torchvision.transforms.v2, or package.module.Class"
+        hint = f"did you mean {nearest}?" if nearest else hint
         raise ConfigError(f"unknown transform {name!r}", where=where, hint=hint)
     return v2_classes()[name]
 
 
-def _hints(found: Any) -> dict[str, Any]:
+def _hints(factory: Any) -> dict[str, Any]:
     try:
-        return get_type_hints(found.__init__ if inspect.isclass(found) else found)
+        return get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
     except Exception:  # an annotation may be any text
         return {}
 
@@ -329,7 +331,7 @@ def _converted(key: str, value: Any, hint: Any, where: str) -> Any:
     """Return ``value`` as the parameter ``key`` wants it: texts as members of an Enum or as a torch.dtype, entries as
     transforms."""
     if key == "transforms" and isinstance(value, list | tuple):
-        return [_made(entry, f"{where}.{key}.{number}") for number, entry in enumerate(value)]
+        return [_built(entry, f"{where}.{key}.{number}") for number, entry in enumerate(value)]
     if not isinstance(value, str):
         return value
     for kind in (hint, *get_args(hint)):
@@ -343,6 +345,6 @@ def _converted(key: str, value: Any, hint: Any, where: str) -> Any:
 def _chosen(key: str, value: str, allowed: dict[str, Any], where: str) -> Any:
     if value in allowed:
         return allowed[value]
-    near = get_close_matches(value, allowed, n=1)
-    hint = (f"did you mean {near[0]}? " if near else "") + f"use {', '.join(allowed)}"
+    matches = get_close_matches(value, allowed, n=1)
+    hint = (f"did you mean {matches[0]}? " if matches else "") + f"use {', '.join(allowed)}"
     raise ConfigError(f"{key}={value!r} is not allowed", where=where, hint=hint)

@@ -102,8 +102,8 @@ def torchvision(module: str) -> Any:
 
 
 def _load_decoder() -> None:
-    found = importlib.util.find_spec("torchvision")
-    for folder in (found.submodule_search_locations or ()) if found else ():
+    spec = importlib.util.find_spec("torchvision")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
         for file in [*Path(folder).glob("image*.so"), *Path(folder).glob("image*.pyd")]:
             try:
                 torch.ops.load_library(file)

@@ -23,19 +23,19 @@ class Facts:
     """A rank that lacks a name does not differ from the others."""
 
 
-def disagreement(facts: Mapping[int, Sequence[Facts]], hosts: Mapping[int, str]) -> LaunchError | None:
+def disagreement(gathered: Mapping[int, Sequence[Facts]], hosts: Mapping[int, str]) -> LaunchError | None:
     """Return the error that lists what differs between the ranks, with their hosts; None if they agree."""
-    names = {(name, fact.remedy): fact.partial for rank in facts for fact in facts[rank] for name in fact.values}
+    names = {(name, fact.remedy): fact.partial for rank in gathered for fact in gathered[rank] for name in fact.values}
     values = {
-        rank: {(name, fact.remedy): value for fact in facts[rank] for name, value in fact.values.items()}
-        for rank in sorted(facts)
+        rank: {(name, fact.remedy): value for fact in gathered[rank] for name, value in fact.values.items()}
+        for rank in sorted(gathered)
     }
     lines, remedies = [], []
     for (name, remedy), partial in names.items():
         ranks: dict[str, list[int]] = {}
-        for rank, own in values.items():
-            if (name, remedy) in own:
-                text = json.dumps(own[name, remedy], sort_keys=True, default=str)
+        for rank, rank_values in values.items():
+            if (name, remedy) in rank_values:
+                text = json.dumps(rank_values[name, remedy], sort_keys=True, default=str)
                 ranks.setdefault(text, []).append(rank)
             elif not partial:
                 ranks.setdefault(_ABSENT, []).append(rank)
@@ -61,8 +61,8 @@ def rank_names(ranks: Iterable[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    text = ", ".join(shown[:_SHOWN]) + (", ..." if len(runs) > _SHOWN else "")
+    ranges = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    text = ", ".join(ranges[:_SHOWN]) + (", ..." if len(runs) > _SHOWN else "")
     return f"rank{'' if len(runs) == 1 and runs[0][0] == runs[0][1] else 's'} {text}"
 
 

@@ -105,17 +105,17 @@ class Collectives:
 
         return answer
 
-    def all_equal(self, value: Any, what: str, hint: str) -> None:
-        """Raise LaunchError unless every rank holds the same ``value`` for ``what``. Collective."""
-        self.all_agree([Facts(hint, {what: value})])
+    def all_equal(self, value: Any, name: str, hint: str) -> None:
+        """Raise LaunchError unless every rank holds the same ``value`` for ``name``. Collective."""
+        self.all_agree([Facts(hint, {name: value})])
 
     def all_agree(self, facts: Sequence[Facts]) -> None:
         """Raise LaunchError, which lists what differs, unless all ranks have the same ``facts``. Collective."""
-        theirs = self.gather(facts)
-        if theirs.count(facts) < len(theirs):  # quick, also for a thousand ranks
+        gathered = self.gather(facts)
+        if gathered.count(facts) < len(gathered):  # quick, also for a thousand ranks
             hosts = {rank: process.host for rank, process in enumerate(self.peers)}
-            if found := disagreement(dict(enumerate(theirs)), hosts):
-                raise found
+            if error := disagreement(dict(enumerate(gathered)), hosts):
+                raise error
 
 
 def new_group(limit_s: float) -> dist.ProcessGroup:

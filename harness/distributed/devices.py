@@ -30,16 +30,16 @@ _OPENS_S = 60.0
 CPU_RANKS = 2  # enough to show how ranks work together, on any machine
 
 
-def choose(wanted: str, local_rank: int, local_world_size: int, may_be_isolated: bool = False) -> torch.device:
-    """Return the CUDA device of ``local_rank`` if CUDA is available, else the CPU. ``wanted`` is auto, cpu or cuda.
+def choose(device_name: str, local_rank: int, local_world_size: int, may_be_isolated: bool = False) -> torch.device:
+    """Return the CUDA device of ``local_rank`` if CUDA is available, else the CPU. ``device_name``: auto, cpu or cuda.
 
     ``may_be_isolated``: the launcher may show each rank only its own device, as ``srun --gpus-per-task=1`` does; then a
     single visible device is this rank's. Raises LaunchError for too few devices, and for auto where this machine has a
     device that does not work.
     """
-    if wanted == "cpu":
+    if device_name == "cpu":
         return torch.device("cpu")
-    if (count := _usable(wanted)) == 0:
+    if (count := _usable(device_name)) == 0:
         return torch.device("cpu")
     if may_be_isolated and count == 1:
         return torch.device("cuda", 0)
@@ -52,20 +52,20 @@ def choose(wanted: str, local_rank: int, local_world_size: int, may_be_isolated:
     return torch.device("cuda", local_rank)
 
 
-def _usable(wanted: str) -> int:
+def _usable(device_name: str) -> int:
     """Return the number of CUDA devices. Raises LaunchError if there are none because of a fault, or, for the device
     cuda, for any other reason; otherwise the reason is one line in the log."""
     count, warning = count_devices()
     if count:
         return count
-    found = why_none(warning, os.environ)
-    if wanted == "cuda" or found.reason is Reason.BROKEN:
+    cause = why_none(warning, os.environ)
+    if device_name == "cuda" or cause.reason is Reason.BROKEN:
         raise LaunchError(
-            f"torch can use no CUDA device: {found.text}",
-            hint="; or ".join((*found.remedies, "set runtime.device=cpu to train on the CPU")),
+            f"torch can use no CUDA device: {cause.text}",
+            hint="; or ".join((*cause.remedies, "set runtime.device=cpu to train on the CPU")),
         )
-    if found.reason is not Reason.NO_DRIVER:
-        log.info("%s: training runs on the CPU", found.text)
+    if cause.reason is not Reason.NO_DRIVER:
+        log.info("%s: training runs on the CPU", cause.text)
     return 0
 
 
@@ -87,9 +87,9 @@ def fitting_ranks(most: int | None = None, on_cpu: bool = False) -> int:
 
 def visible_names() -> list[str]:
     """Return the CUDA devices of this machine as CUDA_VISIBLE_DEVICES names them: those that it names, else all."""
-    shown = os.environ.get(_VISIBLE)
-    if shown is not None:
-        return list(takewhile(lambda name: name and name[0] != "-", map(str.strip, shown.split(","))))  # as CUDA does
+    visible = os.environ.get(_VISIBLE)
+    if visible is not None:
+        return list(takewhile(lambda name: name and name[0] != "-", map(str.strip, visible.split(","))))  # as CUDA does
     return [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
@@ -104,11 +104,11 @@ def working_names(names: Sequence[str]) -> list[str]:
         )
         for name in names
     }  # fmt: skip
-    found = []
+    working = []
     for name, probe in probes.items():
         try:
             if probe.wait(max(deadline - time.monotonic(), 0.0)) == 0:
-                found.append(name)
+                working.append(name)
         except subprocess.TimeoutExpired:
             probe.kill()  # without a wait: it may be blocked in the driver
-    return found
+    return working

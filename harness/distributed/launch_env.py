@@ -68,8 +68,8 @@ def detect(environ: Mapping[str, str], local_rank: int | None = None, parent: in
     Raises LaunchError for an incomplete set, a number out of range or a contradiction.
     """
     in_slurm = "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ
-    found = [name for name in _TORCH if name in environ and not (in_slurm and name.startswith("MASTER"))]
-    if found:
+    present = [name for name in _TORCH if name in environ and not (in_slurm and name.startswith("MASTER"))]
+    if present:
         if local_rank is not None and "LOCAL_RANK" not in environ:
             environ = {**environ, "LOCAL_RANK": str(local_rank)}
         launch = _from_torch(environ)
@@ -116,9 +116,9 @@ def _from_torch(environ: Mapping[str, str]) -> Launch:
     """Return the launch of torch's variables. Raises LaunchError if one of them is missing."""
     missing = [name for name in _TORCH if not environ.get(name)]
     if missing:
-        found = ", ".join(f"{name}={environ[name]}" for name in _TORCH if name in environ)
+        present = ", ".join(f"{name}={environ[name]}" for name in _TORCH if name in environ)
         raise LaunchError(
-            f"the launch environment is incomplete: found {found}; missing {', '.join(missing)}", hint=_HINT
+            f"the launch environment is incomplete: found {present}; missing {', '.join(missing)}", hint=_HINT
         )
     elastic = "TORCHELASTIC_RUN_ID" in environ
     world_size = _number(environ, "WORLD_SIZE", 1)
@@ -165,8 +165,8 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
 
 def _expanded(counts: str) -> list[int]:
     """Return Slurm's number of tasks of each node: "4(x2),3" is 4, 4, 3."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    return [int(number) for number, times in found for _ in range(int(times or 1))] or [1]
+    matches = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(number) for number, times in matches for _ in range(int(times or 1))] or [1]
 
 
 def first_host(nodelist: str) -> str:

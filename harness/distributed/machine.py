@@ -59,21 +59,21 @@ def run_queue_s(path: str = "/proc/self/schedstat") -> float:
 def memory_limits(root: Path) -> list[tuple[int, int]]:
     """Return (bytes that it allows, bytes of them that are free) of each cgroup of this process that has a limit.
     Cached files count as free: the system drops them before it refuses memory."""
-    found = []
+    limits = []
     for group in _cgroups(root, "memory"):
         limit = _text(group / "memory.max") or _text(group / "memory.limit_in_bytes")
         used = _text(group / "memory.current") or _text(group / "memory.usage_in_bytes")
         if limit.isdecimal() and int(limit) < _NO_LIMIT_BYTES:
-            found.append((int(limit), int(limit) - max(int(used or 0) - _cached(group), 0)))
-    return found
+            limits.append((int(limit), int(limit) - max(int(used or 0) - _cached(group), 0)))
+    return limits
 
 
 def _cached(group: Path) -> int:
     """Return the bytes of cached files of a cgroup and its children."""
-    facts = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines())
+    statistics = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines())
     names = ("inactive_file", "active_file")
     # Version 1 counts the children under other names.
-    return sum(int(facts.get(f"total_{name}", facts.get(name, 0))) for name in names)
+    return sum(int(statistics.get(f"total_{name}", statistics.get(name, 0))) for name in names)
 
 
 def _text(file: Path) -> str:
@@ -83,19 +83,19 @@ def _text(file: Path) -> str:
 
 def _cgroups(root: Path, controller: str) -> list[Path]:
     """Return the folders of this process's cgroup and all its parents, for cgroup versions 1 and 2."""
-    found = []
-    own = root / "proc/self/cgroup"
-    for line in own.read_text(encoding="utf-8").splitlines() if own.is_file() else []:
+    groups = []
+    membership = root / "proc/self/cgroup"
+    for line in membership.read_text(encoding="utf-8").splitlines() if membership.is_file() else []:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = top / path.strip("/")  # may be invisible in a container, unlike its parents
-        for each in [group, *group.parents]:
-            found.append(each)
-            if each == top:
+        for folder in [group, *group.parents]:
+            groups.append(folder)
+            if folder == top:
                 break
-    return found
+    return groups
 
 
 def _memory(root: Path) -> tuple[int, int]:

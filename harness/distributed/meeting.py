@@ -132,12 +132,12 @@ class _Meeting:
 
     def run(self, device: str, failed: BaseException | None) -> HarnessError | None:
         """Return the error that ends this start; None if all ranks agree."""
-        mine = self._arrive(device, failed)
-        verdict = self._verdict(mine)
+        arrival = self._arrive(device, failed)
+        verdict = self._verdict(arrival)
         if verdict.error:
             _wait_until_heard(self.launch, self.store, len(_arrivals(self.store)), time.monotonic() + _GRACE_S)
             return verdict.error.to_error()
-        return _problem({0: verdict.decided_by, mine.rank: mine})  # of a rank that came after the verdict
+        return _problem({0: verdict.decided_by, arrival.rank: arrival})  # of a rank that came after the verdict
 
     def _arrive(self, device: str, failed: BaseException | None) -> _Arrival:
         """Publish that this rank has come. Raises LaunchError if another process has the same number."""
@@ -146,25 +146,25 @@ class _Meeting:
             zip(_REMEDIES, (self.launch.world_size, device, torch.__version__), strict=True)
         )
         error = _failure(failed, f"rank {rank} on {host}") if failed else None
-        mine, process = _Arrival(rank, host, values, error), f"process {os.getpid()} on {host}"
-        there = self.store.compare_set(f"meeting/member/{rank}", "", process)
-        if there != process:
+        arrival, process = _Arrival(rank, host, values, error), f"process {os.getpid()} on {host}"
+        present = self.store.compare_set(f"meeting/member/{rank}", "", process)
+        if present != process:
             twice = LaunchError(
-                f"two processes have RANK={rank}: {there} and {process}",
+                f"two processes have RANK={rank}: {present} and {process}",
                 hint="give each process its own RANK, and each run its own MASTER_PORT",
             )
-            self._publish(_Verdict(mine, _failure(twice)))
+            self._publish(_Verdict(arrival, _failure(twice)))
             raise twice
-        self.store.append(_ARRIVED, f"{json.dumps(asdict(mine))}\n")
-        return mine
+        self.store.append(_ARRIVED, f"{json.dumps(asdict(arrival))}\n")
+        return arrival
 
-    def _verdict(self, mine: _Arrival) -> _Verdict:
+    def _verdict(self, own_arrival: _Arrival) -> _Verdict:
         """Return the verdict of rank 0; of this rank, if there is none at its limit."""
         for _ in pauses(self.launch):
             if verdict := self.store.find(_VERDICT):
                 return _AS_VERDICT.validate_python(json.loads(verdict))
             late = time.monotonic() > self.until
-            if mine.rank > 0 and not late:
+            if own_arrival.rank > 0 and not late:
                 continue
             arrivals = _arrivals(self.store)
             problem = _problem(arrivals)
@@ -172,7 +172,7 @@ class _Meeting:
             if late or (len(arrivals) >= self.launch.world_size and len(counts) == 1):
                 if missing := set(range(self.launch.world_size)) - arrivals.keys():
                     problem = problem or self._missing(missing)
-                return self._publish(_Verdict(mine, _failure(problem) if problem else None))
+                return self._publish(_Verdict(own_arrival, _failure(problem) if problem else None))
             if problem:
                 self.until = min(self.until, time.monotonic() + _GRACE_S)
         raise AssertionError("unreachable: the poll has no end")
@@ -183,8 +183,8 @@ class _Meeting:
         return _AS_VERDICT.validate_python(json.loads(published))
 
     def _missing(self, ranks: set[int]) -> PeersMissing:
-        who, place = f"{agreement.rank_names(ranks)} of {self.launch.world_size}", store.address(self.launch)
-        return PeersMissing(f"{who} did not connect at {place} within {self.timeout_s:g} s", hint=HINT)
+        who, address = f"{agreement.rank_names(ranks)} of {self.launch.world_size}", store.address(self.launch)
+        return PeersMissing(f"{who} did not connect at {address} within {self.timeout_s:g} s", hint=HINT)
 
 
 def _arrivals(meeting_store: LimitedStore) -> dict[int, _Arrival]:
@@ -198,11 +198,11 @@ def _problem(arrivals: dict[int, _Arrival]) -> HarnessError | None:
     for rank in sorted(arrivals):
         if error := arrivals[rank].error:
             return error.to_error()
-    facts: dict[int, Sequence[Facts]] = {
+    facts_by_rank: dict[int, Sequence[Facts]] = {
         rank: [Facts(_REMEDIES[name], {name: value}) for name, value in arrival.values.items()]
         for rank, arrival in arrivals.items()
     }
-    return agreement.disagreement(facts, {rank: arrival.host for rank, arrival in arrivals.items()})
+    return agreement.disagreement(facts_by_rank, {rank: arrival.host for rank, arrival in arrivals.items()})
 
 
 def _wait_until_heard(launch: Launch, meeting_store: LimitedStore, num_ranks: int, until: float) -> None:

@@ -60,9 +60,9 @@ def follow_until_done(start: Callable[[], LaunchedRun], stopping: str = _STOPPIN
         while wait([following], _POLL_S).not_done:
             if (count := len(requests.numbers)) > handled:
                 handled = count
-                what = f"killing all ranks ({signals.signal_name(requests.numbers[-1])})"
+                message = f"killing all ranks ({signals.signal_name(requests.numbers[-1])})"
                 if count == 1:
-                    what = f"stopping ({signals.signal_name(requests.numbers[0])}): {stopping}"
-                tell(f"{signals.clear_line()}{what}")
+                    message = f"stopping ({signals.signal_name(requests.numbers[0])}): {stopping}"
+                tell(f"{signals.clear_line()}{message}")
                 run.stop()
         return replace(following.result(), signal=next(iter(requests.numbers), 0))

@@ -21,8 +21,8 @@ def interface_towards(host: str, outward: bool = False) -> str | None:
     """
     name = _interface_of(_own_address_towards(host))
     if outward and name and is_loopback(address_of(name)):
-        others = [other for other, address in interfaces().items() if not is_loopback(address)]
-        return _interface_of(_own_address_towards(_ANYWHERE)) or next(iter(others), name)
+        candidates = [interface for interface, address in interfaces().items() if not is_loopback(address)]
+        return _interface_of(_own_address_towards(_ANYWHERE)) or next(iter(candidates), name)
     return name
 
 
@@ -74,8 +74,8 @@ def require_address(interface: str) -> str:
 
 def no_route(message: str, where: str = "launch.interface") -> LaunchError:
     """Return an error that lists the interfaces to choose from."""
-    known = ", ".join(f"{name} ({address})" for name, address in interfaces().items())
-    return LaunchError(message, where=where, hint=f"set launch.interface to one of: {known}")
+    listed = ", ".join(f"{name} ({address})" for name, address in interfaces().items())
+    return LaunchError(message, where=where, hint=f"set launch.interface to one of: {listed}")
 
 
 def address_of(interface: str) -> str | None:

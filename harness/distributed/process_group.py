@@ -52,7 +52,7 @@ def open_runtime(
         target = devices.choose(device, launch.local_rank, launch.local_world_size, may_be_isolated=launch.by == "srun")
         if target.type == "cuda":
             torch.cuda.set_device(target)
-        own = facts(target) if launch.world_size > 1 else ()
+        own_facts = facts(target) if launch.world_size > 1 else ()
     if launch.world_size == 1:
         yield Runtime(launch, target, None, timeout_s, work_timeout_s)
         return
@@ -60,7 +60,7 @@ def open_runtime(
     runtime = _connect(launch, target, store, timeout_s, work_timeout_s)
     try:
         runtime.peers = runtime.gather(Identity.of_this_process())
-        runtime.all_agree(own)
+        runtime.all_agree(own_facts)
         yield runtime
     finally:
         _close(target, failed=sys.exc_info()[0] is not None or runtime.failed)
@@ -95,8 +95,8 @@ def _connect(
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or "of the default route"
         names = "GLOO_SOCKET_IFNAME" if target.type == "cpu" else "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         hint = f"check that the interface {interface} reaches the other machines ({names}; launch.interface)"
-        what = f"the ranks met at {address(launch)}, but could not all connect to each other: {first_line(error)}"
-        raise PeersMissing(what, hint=hint) from None
+        message = f"the ranks met at {address(launch)}, but could not all connect to each other: {first_line(error)}"
+        raise PeersMissing(message, hint=hint) from None
     return Runtime(launch, target, LimitedStore(store), timeout_s, work_timeout_s, group=control)
 
 

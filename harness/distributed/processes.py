@@ -45,20 +45,20 @@ def adopt_orphans() -> set[int]:
     return _children()
 
 
-def end_orphans(known: set[int], grace_s: float) -> None:
-    """End all children of this process that are not in ``known``: SIGTERM, then SIGKILL after ``grace_s``."""
-    orphans = _children() - known
+def end_orphans(before: set[int], grace_s: float) -> None:
+    """End all children of this process that are not in ``before``: SIGTERM, then SIGKILL after ``grace_s``."""
+    orphans = _children() - before
     send(signal.SIGTERM, orphans)
-    kill_after(grace_s, lambda: _reaped(_children() - known))
+    kill_after(grace_s, lambda: _reaped(_children() - before))
 
 
 def kill_after(grace_s: float, alive: Callable[[], Collection[int]]) -> None:
     """Wait until ``alive()`` returns no process id; after ``grace_s`` send those SIGKILL. One that is blocked in the
     kernel then stays: nobody waits for it any longer."""
     deadline = time.monotonic() + max(grace_s, 0.0)  # none is left where another limit has passed
-    while (left := alive()) and time.monotonic() < deadline + _KILLED_S:
+    while (remaining := alive()) and time.monotonic() < deadline + _KILLED_S:
         if time.monotonic() > deadline:
-            send(signal.SIGKILL, left)
+            send(signal.SIGKILL, remaining)
         time.sleep(_POLL_S)
 
 
@@ -88,19 +88,19 @@ class Identity:
 
     @classmethod
     def of_this_process(cls) -> Identity:
-        return cls(socket.gethostname(), os.getpid(), _stat(os.getpid())[1], _place())
+        return cls(socket.gethostname(), os.getpid(), _stat(os.getpid())[1], _namespace_of_processes())
 
     def state(self) -> str:
         """Return the letter of proc(5), such as "S" (sleeping) or "T" (stopped by a signal); "X" if the process has
         ended. Empty if it cannot be determined: on another machine or in another container, or without Linux's
         /proc."""
-        if not self.started or self.place != _place():
+        if not self.started or self.place != _namespace_of_processes():
             return ""
         state, started = _stat(self.pid)
         return state if started == self.started and state != "Z" else "X"
 
 
-def _place() -> str:
+def _namespace_of_processes() -> str:
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
@@ -117,11 +117,11 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 def _children() -> set[int]:
-    found: set[int] = set()
+    children: set[int] = set()
     for listed in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
-            found |= set(map(int, listed.read_text().split()))
-    return found
+            children |= set(map(int, listed.read_text().split()))
+    return children
 
 
 def _reaped(children: set[int]) -> set[int]:

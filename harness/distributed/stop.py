@@ -94,12 +94,12 @@ def on_signals(
         stop.request(signals.signal_name(number))
 
     def notice(number: int) -> None:
-        name, left = signals.signal_name(number), unfinished()
+        name, remaining = signals.signal_name(number), unfinished()
         if launch.elastic or not launch.supervised:  # otherwise harness launch has printed it
             again = "" if number == signals.TIME_LIMIT_SIGNAL else "; Ctrl-C or another signal ends it immediately"
-            log.info("stopping (%s): %s%s", name, ", ".join(filter(None, (action, left))), again)
-        elif left:
-            log.info("stopping (%s) %s", name, left)
+            log.info("stopping (%s): %s%s", name, ", ".join(filter(None, (action, remaining))), again)
+        elif remaining:
+            log.info("stopping (%s) %s", name, remaining)
 
     with signals.during(signals.Phase(request, notice)):
         yield

@@ -59,8 +59,8 @@ class LimitedStore:
 
     def find(self, key: str) -> str:
         """Return the value of ``key``; empty if it does not exist."""
-        found = self.compare_set(key, _ABSENT, _ABSENT)  # which returns what it expects of a key that does not exist
-        return "" if found == _ABSENT else found
+        value = self.compare_set(key, _ABSENT, _ABSENT)  # which returns what it expects of a key that does not exist
+        return "" if value == _ABSENT else value
 
     def set(self, key: str, value: str) -> None:
         self._ask(lambda: self._store.set(key, value))
@@ -152,13 +152,13 @@ def unanswered(launch: Launch) -> HarnessError:
 def _require_reachable(launch: Launch, hosts: bool, left_s: float) -> None:
     """Raise OSError or UnicodeError unless rank 0 finds the name of its own machine, and others find its open port.
     torch would wait for the former, and print the stack of its C++ code at every attempt of the latter."""
-    place = launch.master_addr, launch.master_port
+    address = launch.master_addr, launch.master_port
 
     def look() -> None:
         if hosts:
-            socket.getaddrinfo(*place)
+            socket.getaddrinfo(*address)
         else:
-            socket.create_connection(place, min(2.0, left_s)).close()
+            socket.create_connection(address, min(2.0, left_s)).close()
 
     try:
         _result(Background(look, "harness-store"), left_s + _ANSWER_S)
@@ -195,10 +195,10 @@ def _unreachable(launch: Launch, timeout_s: float, error: Exception) -> HarnessE
             f"rank 0 cannot resolve MASTER_ADDR={launch.master_addr}, where the other ranks reach it: {reason}",
             hint="set MASTER_ADDR to the name or address of the machine of rank 0",
         )
-    found = (LaunchError if wrong_name else PeersMissing)(
+    launch_error = (LaunchError if wrong_name else PeersMissing)(
         f"rank {launch.rank} of {launch.world_size} could not reach rank 0 at {address(launch)} within "
         f"{timeout_s:g} s: {reason}",
         hint=HINT,
     )
-    found.unmet = True
-    return found
+    launch_error.unmet = True
+    return launch_error

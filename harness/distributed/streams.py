@@ -104,8 +104,8 @@ def _cut_off(code: int) -> NoReturn:
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.main_thread() and (frame := frames.get(thread.ident or 0)):
-            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            print(f"warning: thread {thread.name} is still running at {place}; exiting without it", file=sys.stderr)
+            location = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            print(f"warning: thread {thread.name} is still running at {location}; exiting without it", file=sys.stderr)
     _end(code)
 
 

@@ -109,10 +109,10 @@ class Watchdog:
         self._learn_of_failure()
         if self.first_failure:
             return self._published
-        found = self.stalls.missing(doing, timed_out)
-        if found is None and self._wait_for([_KEY], ANSWER_S + NEWS_S):
+        culprit = self.stalls.missing(doing, timed_out)
+        if culprit is None and self._wait_for([_KEY], ANSWER_S + NEWS_S):
             self._learn_of_failure()
-        return found
+        return culprit
 
     def _wait_for(self, keys: Sequence[str], limit_s: float) -> bool:
         """Return True once the store has all ``keys``; False after ``limit_s``, or if the store does not answer."""
@@ -195,11 +195,11 @@ class Watchdog:
             return ""
         if LIMIT_S <= silent_s < limit_s:  # the store may be late, or its holder frozen
             return ""
-        found = self.stalls.missing(stack.main_thread_at(), timed_out=False)
-        if found is None:
+        culprit = self.stalls.missing(stack.main_thread_at(), timed_out=False)
+        if culprit is None:
             return _STORE_LOST if silent_s >= limit_s else ""
-        self.first_failure = self.publish_failure(found) or found
-        self._published = found if self.first_failure == found else None
+        self.first_failure = self.publish_failure(culprit) or culprit
+        self._published = culprit if self.first_failure == culprit else None
         return f"rank {self.first_failure.rank} failed: {self.first_failure.message}"
 
     def _end(self, record: RankExit) -> None:
@@ -271,11 +271,11 @@ class Stalls:
     def answer(self) -> None:
         """Publish where this rank is, if another rank has asked."""
         store = self._runtime.store
-        if store is None or self._runtime.world_size == 1 or (asked := store.find(_ASKED)) in ("", self._answered):
+        if store is None or self._runtime.world_size == 1 or (question := store.find(_ASKED)) in ("", self._answered):
             return
         position = self._position(self._waited_in or stack.main_thread_at())
-        store.set(_answer_of(self._runtime.rank, asked), json.dumps(asdict(position)))
-        self._answered = asked
+        store.set(_answer_of(self._runtime.rank, question), json.dumps(asdict(position)))
+        self._answered = question
 
     def missing(self, doing: str, timed_out: bool) -> RankExit | None:
         """Return the rank for which this one waited in ``doing``: HUNG, or NODE_LOST if it is gone or out of reach.
@@ -291,17 +291,17 @@ class Stalls:
         question = f"{rank}:{secrets.token_hex(4)}"
         with self._asking:
             try:
-                asked = store.compare_set(_ASKED, "", question)
-                if asked != question and (asked.partition(":")[0] == str(rank) or self._is_old(asked)):
-                    asked = store.compare_set(_ASKED, asked, question)
-                if asked != question:
+                current = store.compare_set(_ASKED, "", question)
+                if current != question and (current.partition(":")[0] == str(rank) or self._is_old(current)):
+                    current = store.compare_set(_ASKED, current, question)
+                if current != question:
                     return None
                 positions = self._ask(store, question, {rank: self._position(doing)})
-                left = [rank for rank in self._others(positions) if store.find(_leaves(rank))]
-                found = self._silent([*positions, *left]) or self._behind(positions, timed_out)
-                if found is None:
+                leaving = [rank for rank in self._others(positions) if store.find(_leaves(rank))]
+                culprit = self._silent([*positions, *leaving]) or self._behind(positions, timed_out)
+                if culprit is None:
                     store.set(_ASKED, "")
-                return found
+                return culprit
             except (StoreTimeout, RuntimeError):  # the store does not respond, or is closed
                 # A launcher that is frozen harms no rank; a rank that is frozen does. The store runs in a thread of its
                 # own, which also a busy rank 0 does not hold up, so that its silence alone is no reason to accuse it.
@@ -310,10 +310,10 @@ class Stalls:
                     return self._silent(range(1, self._runtime.world_size))
                 return None
 
-    def _is_old(self, asked: str) -> bool:
-        """Return True if the question ``asked`` has been open for so long that the rank that asked it must be gone."""
-        if asked != self._open[0]:
-            self._open = asked, time.monotonic()
+    def _is_old(self, question: str) -> bool:
+        """Return True if ``question`` has been open for so long that the rank that asked it must be gone."""
+        if question != self._open[0]:
+            self._open = question, time.monotonic()
         return time.monotonic() - self._open[1] > 2 * ANSWER_S
 
     def release(self) -> None:
@@ -333,8 +333,8 @@ class Stalls:
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline:
             for rank in (silent := self._others(positions)):
-                if answer := store.find(_answer_of(rank, question)):
-                    positions[rank] = Position(**json.loads(answer))
+                if text := store.find(_answer_of(rank, question)):
+                    positions[rank] = Position(**json.loads(text))
             if all(self._runtime.peers[rank].state() in _CANNOT_ANSWER for rank in silent if rank not in positions):
                 break
             time.sleep(_POLL_S)
@@ -363,7 +363,7 @@ class Stalls:
     def _behind(self, positions: Mapping[int, Position], timed_out: bool) -> RankExit | None:
         """Return the rank that has started fewer collectives than one that has waited for the whole timeout."""
         groups = sorted({group for position in positions.values() for group in position.started})
-        counts = {rank: [at.started.get(group, 0) for group in groups] for rank, at in positions.items()}
+        counts = {rank: [position.started.get(group, 0) for group in groups] for rank, position in positions.items()}
         least, most = (list(map(pick, *counts.values())) for pick in (min, max))
         ahead = {
             rank for rank, count in counts.items()
@@ -379,21 +379,29 @@ class Stalls:
         # Each one is ahead in some group: they wait in different collectives. The odd one out is named.
         common = Counter(map(tuple, counts.values()))
         rank = min(counts, key=lambda rank: (common[tuple(counts[rank])], -rank))
-        other = next(other for other in sorted(counts) if counts[other] != counts[rank])
-        reason = f"its collective, in {positions[rank].doing}, does not match that of rank {other}"
-        return self._record(rank, Cause.HUNG, f"{reason}, in {positions[other].doing}", positions[rank])
+        mismatched = next(mismatched for mismatched in sorted(counts) if counts[mismatched] != counts[rank])
+        reason = f"its collective, in {positions[rank].doing}, does not match that of rank {mismatched}"
+        return self._record(rank, Cause.HUNG, f"{reason}, in {positions[mismatched].doing}", positions[rank])
 
-    def _record(self, rank: int, cause: Cause, message: str, at: Position | None = None) -> RankExit:
+    def _record(self, rank: int, cause: Cause, message: str, position: Position | None = None) -> RankExit:
         host = self._runtime.peers[rank].host
         if cause is not Cause.HUNG:  # an engine may have seen more
             text = f"{message} (on {host})"
             return RankExit(rank, cause, EXIT_FAILURE, step=self.step(), error="Lost", message=text, time=time.time())
         message = f"it did not join the other ranks within {self._runtime.peer_limit_s:g} s: {message}"
-        at = at or Position(self.step(), {}, "", [], 0.0)
+        position = position or Position(self.step(), {}, "", [], 0.0)
         return RankExit(
-            rank, cause, EXIT_FAILURE, host, at.step, "Hung", message, doing=at.doing, traceback=at.stack,
+            rank,
+            cause,
+            EXIT_FAILURE,
+            host,
+            position.step,
+            error="Hung",
+            message=message,
+            doing=position.doing,
+            traceback=position.stack,
             time=time.time(),
-        )  # fmt: skip
+        )
 
 
 def _answer_of(rank: int, question: str) -> str:

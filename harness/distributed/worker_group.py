@@ -155,12 +155,13 @@ class LocalRun(WorkerGroup):
     so that it outlives every rank. ``environ``: of this launch; ``by``: name of the launcher, for the ranks' log."""
 
     def __init__(
-        self, command: Sequence[str], world_size: int, environ: Mapping[str, str], grace_s: float, by: str
+        self, command: Sequence[str], world_size: int, environ: Mapping[str, str], grace_s: float, launched_by: str
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:  # at a port that the system picks
             port = listening.getsockname()[1] if world_size > 1 else 0
-            places = {rank: local_environment(rank, world_size, port, by) for rank in range(world_size)}
-            super().__init__({rank: Worker(command, {**environ, **place}) for rank, place in places.items()}, grace_s)
+            variables = [local_environment(rank, world_size, port, launched_by) for rank in range(world_size)]
+            workers = {rank: Worker(command, {**environ, **variables[rank]}) for rank in range(world_size)}
+            super().__init__(workers, grace_s)
             try:  # ranks that are early wait; meanwhile, this process imports torch
                 self._store = _store(listening) if world_size > 1 else None
             except BaseException:

@@ -84,8 +84,9 @@ def plan(path: str, overrides: Sequence[str]) -> Job:
     fewest = {name: getattr(job.settings.engine_settings, least, None) for name, least in RANGES.items()}
     for name, number in fewest.items():
         if (number or 0) > (most := getattr(job.settings, name)):
-            own = f"launch.{job.settings.engine.rpartition('.')[2]}.{RANGES[name]}={number}"
-            raise job.error(f"{own} is more than launch.{name}={most}", f"use --{name} MIN:MAX, which sets both")
+            own_setting = f"launch.{job.settings.engine.rpartition('.')[2]}.{RANGES[name]}={number}"
+            message = f"{own_setting} is more than launch.{name}={most}"
+            raise job.error(message, f"use --{name} MIN:MAX, which sets both")
     if not any(fewest.values()):  # otherwise fewer may be started
         strategy = plugins.find("strategy", job.config.parallel.strategy, "parallel.strategy")
         strategy.check_world(job.config.parallel, job.world_size)

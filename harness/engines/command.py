@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         if count.least:
             engine, least = config.launch.engine, RANGES[name]
             if not hasattr(config.launch.engine_settings, least):
-                what = f"--{name} MIN:MAX is not for engine {engine}, which has no setting {least}"
-                raise LaunchError(what, hint="give one number")
+                message = f"--{name} MIN:MAX is not for engine {engine}, which has no setting {least}"
+                raise LaunchError(message, hint="give one number")
             words.append(f"launch.{engine.rpartition('.')[2]}.{least}={count.least}")
     try:
         return launch.main(arguments.config, words, arguments.dry_run, arguments.detach)
@@ -89,8 +89,8 @@ def _fitting(config: Any, most: int | None) -> int:
     """Return the number of ranks that fit this machine."""
     engine = config.launch.engine
     if not getattr(plugins.find("engine", engine, "launch.engine"), "ON_THIS_MACHINE", False):
-        what = f"--nproc auto counts the GPUs of this machine, and engine {engine} starts ranks elsewhere"
-        raise LaunchError(what, hint="give one number")
+        message = f"--nproc auto counts the GPUs of this machine, and engine {engine} starts ranks elsewhere"
+        raise LaunchError(message, hint="give one number")
     from harness.distributed import devices
 
     return devices.fitting_ranks(most, on_cpu=config.runtime.device == "cpu")

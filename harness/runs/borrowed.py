@@ -19,20 +19,20 @@ from harness.runs.url_store import UrlStore
 def borrow(config: Config) -> Path:
     """Return the local folder of the checkpoint that ``checkpoint.resume`` names; one at a URL is downloaded. Raises
     ConfigError if there is none, CheckpointError if it is damaged."""
-    wanted = config.checkpoint.resume
-    if is_url(wanted):
-        path = working_folder(wanted, config.data.cache_dir, "borrowed")
-        problem = _borrow(UrlStore(wanted), path)
+    source = config.checkpoint.resume
+    if is_url(source):
+        path = working_folder(source, config.data.cache_dir, "borrowed")
+        problem = _borrow(UrlStore(source), path)
     else:
-        path = Path(wanted)
+        path = Path(source)
         if not path.is_dir():
             hint = did_you_mean(path, os.path.isdir) or (
                 "give a checkpoint folder, such as runs/digits/checkpoints/step-100, or use auto or never"
             )
-            raise ConfigError(f"there is no checkpoint folder {wanted}", where="checkpoint.resume", hint=hint)
+            raise ConfigError(f"there is no checkpoint folder {source}", where="checkpoint.resume", hint=hint)
         problem = damage(path)
     if problem:
-        raise CheckpointError(problem, where=wanted, hint="choose another, or use checkpoint.resume=auto")
+        raise CheckpointError(problem, where=source, hint="choose another, or use checkpoint.resume=auto")
     return path
 
 

@@ -48,8 +48,8 @@ def complete(folder: Path, step: int, format_name: str, files: dict[str, Any]) -
 
 def steps(folder: Path) -> dict[int, Path]:
     """Return the checkpoints in ``folder`` by step, complete or not."""
-    found = {layout.step_number(path.name): path for path in folder.glob("*") if path.is_dir()}
-    return {step: path for step, path in found.items() if step is not None}
+    folders = {layout.step_number(path.name): path for path in folder.glob("*") if path.is_dir()}
+    return {step: path for step, path in folders.items() if step is not None}
 
 
 def digest(path: Path) -> str:
@@ -71,7 +71,10 @@ def damage(path: Path) -> str | None:
         return (
             f"its version is {version}, but this version of the harness reads {VERSION}: use the version that wrote it"
         )
-    return next(filter(None, (_damage_of(path / name, facts) for name, facts in manifest["files"].items())), None)
+    return next(
+        filter(None, (_damage_of(path / name, entry) for name, entry in manifest["files"].items())),
+        None,
+    )
 
 
 def manifest_of(path: Path) -> dict[str, Any]:

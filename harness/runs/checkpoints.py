@@ -63,14 +63,14 @@ class Checkpoints:
             of_ranks = ranks.gather(files)
             with ranks.together("saving"), self._writing(step):
                 if first:
-                    whole = {name: facts for rank in of_ranks for name, facts in rank.items()}
-                    if len(whole) < sum(map(len, of_ranks)):
+                    all_files = {name: entry for rank in of_ranks for name, entry in rank.items()}
+                    if len(all_files) < sum(map(len, of_ranks)):
                         raise CheckpointError(
-                            f"several ranks wrote the same file of a checkpoint: {', '.join(sorted(whole))}",
+                            f"several ranks wrote the same file of a checkpoint: {', '.join(sorted(all_files))}",
                             where=f"checkpoint.format={self.format_name}",
                             hint="write() returns the names of the files of its own rank: put the rank into them",
                         )
-                    complete(folder, step, self.format_name, whole)
+                    complete(folder, step, self.format_name, all_files)
         except Exception:
             if first:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -124,12 +124,14 @@ class Checkpoints:
         Raises CheckpointError if all are damaged, since starting from scratch would replace the results of this run, or
         if a newer one is of another version of the harness.
         """
-        found, named = steps(self.folder), self.named(layout.LATEST)
-        if named and found and not (self.folder / named).exists():
-            log.warning("checkpoint rejected: %s: it is missing", self.folder / named)
+        folders, latest = steps(self.folder), self.named(layout.LATEST)
+        if latest and folders and not (self.folder / latest).exists():
+            log.warning("checkpoint rejected: %s: it is missing", self.folder / latest)
         refused: dict[str, str] = {}  # {name: problem}
         # The one `latest` names comes first: those with higher numbers were abandoned by a resume from an earlier one.
-        for path in sorted((found[step] for step in sorted(found, reverse=True)), key=lambda path: path.name != named):
+        for path in sorted(
+            (folders[step] for step in sorted(folders, reverse=True)), key=lambda path: path.name != latest
+        ):
             problem = damage(path)
             if problem is None:
                 newer = next((name for name in refused if _is_of_other_version(self.folder / name)), None)
@@ -144,10 +146,10 @@ class Checkpoints:
                 )
             log.warning("checkpoint rejected: %s: %s", path, problem)
             refused[path.name] = problem
-        if not found:
-            if named is None:
+        if not folders:
+            if latest is None:
                 return None
-            refused = {named: "it is missing"}
+            refused = {latest: "it is missing"}
         lines = [f"  {name}: {problem}" for name, problem in refused.items()]
         more = [f"  and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
         raise CheckpointError(
@@ -177,8 +179,8 @@ class Checkpoints:
     def pinned(self) -> Iterator[dict[str, str]]:
         """Yield {pointer: checkpoint} for `best` and `latest`; neither checkpoint is removed until the block ends."""
         with self._lock:
-            named = {pointer: self.named(pointer) for pointer in (layout.BEST, layout.LATEST)}
-            names = {pointer: name for pointer, name in named.items() if name and (self.folder / name).is_dir()}
+            name_of = {pointer: self.named(pointer) for pointer in (layout.BEST, layout.LATEST)}
+            names = {pointer: name for pointer, name in name_of.items() if name and (self.folder / name).is_dir()}
             self._pinned = {self.folder / name for name in names.values()}
         try:
             yield names
@@ -189,7 +191,7 @@ class Checkpoints:
         """Remove all but the best and the newest ``keep``, and what a crash left incomplete. Nothing is removed while
         it is unknown which is the best."""
         with self._lock:
-            found = steps(self.folder)
+            folders = steps(self.folder)
             try:
                 latest, best = (
                     layout.step_number(self.named(pointer) or "") for pointer in (layout.LATEST, layout.BEST)
@@ -197,9 +199,9 @@ class Checkpoints:
             except CheckpointError as error:
                 log.warning("older checkpoints are not removed: %s", error)
                 return
-            for step in outdated(found, latest, best, self.keep):
-                if found[step] not in self._pinned:
-                    shutil.rmtree(found[step], ignore_errors=True)
+            for step in outdated(folders, latest, best, self.keep):
+                if folders[step] not in self._pinned:
+                    shutil.rmtree(folders[step], ignore_errors=True)
         for path in self.folder.glob("*.tmp"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -245,9 +247,9 @@ def _refusal(error: Exception) -> str:
     """Return why torch refuses a file that holds more than data, without torch's advice to load it nevertheless."""
     if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in str(error):
         return ""
-    found = _GLOBAL.search(str(error))
-    what = f"it refers to {found[1]}" if found else "it holds something else, or is damaged"
-    return f"the checkpoint is rejected: it may hold only tensors and plain data, but {what}"
+    match = _GLOBAL.search(str(error))
+    problem = f"it refers to {match[1]}" if match else "it holds something else, or is damaged"
+    return f"the checkpoint is rejected: it may hold only tensors and plain data, but {problem}"
 
 
 def _is_of_other_version(path: Path) -> bool:
@@ -269,9 +271,9 @@ def outdated(steps: Iterable[int], latest: int | None, best: int | None, keep: i
     """Return the checkpoints among ``steps`` to remove: all but the newest ``keep``, the ``latest`` and the
     ``best``."""
     # Steps beyond the latest were abandoned by a resume from an earlier one, and do not count as the newest.
-    found = sorted(steps)
-    current = [step for step in found if latest is None or latest not in found or step <= latest]
-    return [step for step in found if step not in (*current[-keep:], latest, best)]
+    ordered = sorted(steps)
+    current = [step for step in ordered if latest is None or latest not in ordered or step <= latest]
+    return [step for step in ordered if step not in (*current[-keep:], latest, best)]
 
 
 def _free(folder: Path) -> str:

@@ -106,10 +106,10 @@ class Work:
 
 
 @contextmanager
-def working(what: str, unit: str = "", total: int = 0, measure: Callable[[], int] | None = None) -> Iterator[Work]:
-    """Show that ``what`` is done in this context, and how far it is, if that takes longer than WORK_S: as a bar on a
+def working(doing: str, unit: str = "", total: int = 0, measure: Callable[[], int] | None = None) -> Iterator[Work]:
+    """Show that ``doing`` is done in this context, and how far it is, if that takes longer than WORK_S: as a bar on a
     terminal, otherwise as a line and then one every SILENT_S. The body adds to ``done``, or ``measure`` returns it."""
-    work, ended = Work(what, unit, 0, total), threading.Event()
+    work, ended = Work(doing, unit, 0, total), threading.Event()
     if os.getpid() != _shown_by:
         yield work
         return
@@ -125,7 +125,7 @@ def working(what: str, unit: str = "", total: int = 0, measure: Callable[[], int
                 if bar is None:
                     shape = _BAR if work.total else "{desc}"
                     bar = tqdm(total=work.total, leave=False, file=sys.stderr, bar_format=shape, ncols=_columns())
-                bar.set_description_str(what if work.total else text, refresh=False)
+                bar.set_description_str(doing if work.total else text, refresh=False)
                 bar.n = work.done
                 bar.refresh()
                 pause = _REDRAWN_S
@@ -164,19 +164,19 @@ def to_file(folder: Path, rank: int) -> None:
     warnings.propagate = False
     warnings.handlers = [handler]
     if rank == 0:
-        shown, process, known = _ProgressBarHandler(), os.getpid(), set[str]()
+        bar_handler, process, locations = _ProgressBarHandler(), os.getpid(), set[str]()
 
         def is_new(record: logging.LogRecord) -> bool:
             """Return True for the first warning of a line, FILE:LINE: KIND: TEXT, but not in a loader worker."""
-            place = record.getMessage().split(": ", 1)[0]
-            if os.getpid() != process or place in known or not is_users(place):
+            location = record.getMessage().split(": ", 1)[0]
+            if os.getpid() != process or location in locations or not is_users(location):
                 return False
-            known.add(place)
+            locations.add(location)
             return True
 
-        shown.addFilter(is_new)
-        shown.setFormatter(_Line())
-        warnings.addHandler(shown)
+        bar_handler.addFilter(is_new)
+        bar_handler.setFormatter(_Line())
+        warnings.addHandler(bar_handler)
 
 
 class ProgressBar:
@@ -248,11 +248,11 @@ class ProgressBar:
         if mark is None:
             return ""
         spent = time.monotonic() - mark
-        whole = self._lasted.get(unit, 0.0)
-        if max(spent, whole) < LONG_S:
+        total = self._lasted.get(unit, 0.0)
+        if max(spent, total) < LONG_S:
             return ""
-        left = f"about {in_words(whole - spent)}" if spent < whole else f"{in_words(spent)} so far"
-        return f"after this {unit} ({left})"
+        time_text = f"about {in_words(total - spent)}" if spent < total else f"{in_words(spent)} so far"
+        return f"after this {unit} ({time_text})"
 
     def stop(self) -> None:
         if self._bar is not None:
@@ -266,10 +266,10 @@ class ProgressBar:
         self._written = self._written or self._unit == "step"
 
     def _described(self, now: float) -> str:
-        left = self._left_s(now)
-        shown = "" if left is None else f"{in_words(left)} left"
+        left_s = self._left_s(now)
+        left_text = "" if left_s is None else f"{in_words(left_s)} left"
         text = "" if self._unit != "step" or self._written else self._text
-        return "  ".join(filter(None, (text, shown)))
+        return "  ".join(filter(None, (text, left_text)))
 
     def _left_s(self, now: float) -> float | None:
         """Return the seconds left of the run at this process's pace so far, evaluations and checkpoints included."""

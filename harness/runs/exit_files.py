@@ -88,8 +88,8 @@ def write_first(folder: Path, first: RankExit) -> RankExit:
 def read(logs: Path) -> dict[int, RankExit]:
     """Return the records in ``logs``, by rank."""
     records = map(read_record, logs.glob(layout.RANK_EXITS))
-    found = {record.rank: record for record in records if record and record.rank is not None}
-    return dict(sorted(found.items()))
+    exits = {record.rank: record for record in records if record and record.rank is not None}
+    return dict(sorted(exits.items()))
 
 
 def read_record(path: Path) -> RankExit | None:

@@ -116,8 +116,8 @@ def attempted(url: str, work: Callable[[], Value]) -> Value:
 def unreachable(url: str, error: Exception) -> DataError:
     """Return the error for a URL whose server, network or credentials fail."""
     name = type(error).__name__
-    what = f"no answer within {TIMEOUT_S:g} s" if "Timeout" in name else f"{name}: {reason(error)}"
-    return DataError(f"the file cannot be read: {what}", where=url, hint=remedy_for(url, error, "read"))
+    problem = f"no answer within {TIMEOUT_S:g} s" if "Timeout" in name else f"{name}: {reason(error)}"
+    return DataError(f"the file cannot be read: {problem}", where=url, hint=remedy_for(url, error, "read"))
 
 
 def remedy_for(url: str, error: Exception, access: str = "list, read, write and delete") -> str:
@@ -126,8 +126,8 @@ def remedy_for(url: str, error: Exception, access: str = "list, read, write and 
 
     protocol = url.partition("://")[0] if is_url(url) else "file"
     if isinstance(error, ImportError):
-        known = known_implementations.get(protocol, {}).get("err", f"the package for {protocol}:// is missing")
-        return f"pip install {_PACKAGES[protocol]}" if protocol in _PACKAGES else str(known)
+        message = known_implementations.get(protocol, {}).get("err", f"the package for {protocol}:// is missing")
+        return f"pip install {_PACKAGES[protocol]}" if protocol in _PACKAGES else str(message)
     if isinstance(error, ValueError) and protocol not in available_protocols():
         return "use a folder, or a URL such as s3://BUCKET/runs; fsspec supports s3, gs, abfs, sftp, file and others"
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -140,8 +140,8 @@ def remedy_for(url: str, error: Exception, access: str = "list, read, write and 
     if isinstance(error, PermissionError) or "redential" in f"{type(error).__name__} {error}":
         keys = " (such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)" if protocol in ("s3", "s3a") else ""
         return f"give every node credentials{keys} with permission to {access} there"
-    other = "; for another S3 server, set AWS_ENDPOINT_URL" if protocol in ("s3", "s3a") else ""
-    return f"check the address and the network{other}"
+    server_hint = "; for another S3 server, set AWS_ENDPOINT_URL" if protocol in ("s3", "s3a") else ""
+    return f"check the address and the network{server_hint}"
 
 
 def _transfer(url: str, target: Path, accept: Callable[[int], None]) -> None:
@@ -162,10 +162,10 @@ def _transfer(url: str, target: Path, accept: Callable[[int], None]) -> None:
 def _transfer_http(url: str, target: Path, accept: Callable[[int], None]) -> int | None:
     """Return the size that the server announces, if it does."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer, open(target, "wb") as file:
-            size: int | None = answer.length
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response, open(target, "wb") as file:
+            size: int | None = response.length
             accept(size or 0)
-            shutil.copyfileobj(answer, file, 1 << 20)
+            shutil.copyfileobj(response, file, 1 << 20)
             return size
     except urllib.error.HTTPError as error:
         if error.code in _GONE:

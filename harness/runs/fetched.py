@@ -17,15 +17,15 @@ _ATTEMPTS = 3  # to find a moment at which no other start takes the run over
 _LATEST = layout.pointer(layout.LATEST)
 
 
-def local_copy(place: str, checkpoint: bool = False) -> Path:
-    """Return ``place`` itself if it is a folder; for a URL, a copy of its results, with the newest ``checkpoint`` on
-    request.
+def local_copy(path_or_url: str, checkpoint: bool = False) -> Path:
+    """Return ``path_or_url`` itself if it is a folder; for a URL, a copy of its results, with the newest ``checkpoint``
+    on request.
 
     Downloads only what has changed since the last call. Raises ConfigError if the URL cannot be read or holds no run.
     """
-    if not is_url(place):
-        return Path(place)
-    store = UrlStore(place)
+    if not is_url(path_or_url):
+        return Path(path_or_url)
+    store = UrlStore(path_or_url)
     # Two commands may read at the same time: one that needs no checkpoint must not remove that of the other.
     folder = working_folder(store.where, None, "read-checkpoint" if checkpoint else "read")
     with made_once(folder):
@@ -39,7 +39,7 @@ def local_copy(place: str, checkpoint: bool = False) -> Path:
                 return folder
     raise ConfigError(
         "the run changed while it was being downloaded",
-        where=place,
+        where=path_or_url,
         hint="run the same command again, or wait until the run has ended",
     )
 
@@ -77,7 +77,7 @@ def _fetch(store: UrlStore, folder: Path, newest: str) -> None:
     write_atomically(marks, json.dumps(copied) + "\n")
 
 
-def require_out(place: str, out: Path | None, example: str) -> None:
+def require_out(run: str, out: Path | None, example: str) -> None:
     """Raise ConfigError if a command would write its result into a run at a URL."""
-    if out is None and is_url(place):
-        raise ConfigError("results cannot be written to a run at a URL", where=place, hint=f"add --out {example}")
+    if out is None and is_url(run):
+        raise ConfigError("results cannot be written to a run at a URL", where=run, hint=f"add --out {example}")

@@ -132,7 +132,7 @@ def require_output(out: Path, inputs: Iterable[str | Path], also: str = "", fold
     if folder and (out.exists() or out.is_symlink()):
         hint = "remove it, or choose another folder with --out FOLDER"
         raise ConfigError("cannot write the output: it exists already", where=str(out), hint=hint)
-    if problem := _no_output(out, written, [place for place in map(str, inputs) if place]):
+    if problem := _no_output(out, written, [name for name in map(str, inputs) if name]):
         make = _OTHER_OUTPUT if out.parent.exists() else f"mkdir -p {shlex.quote(str(out.parent))}"
         hint = did_you_mean(out.parent, os.path.isdir) or make
         raise ConfigError(f"cannot write the output: {problem}", where=str(out), hint=hint)
@@ -156,8 +156,8 @@ def _no_output(out: Path, written: list[Path], inputs: list[str]) -> str:
     if out.exists() and not out.is_file():
         return "it is a device or a pipe; the output must be a regular file"
     for path in written:
-        if same := next((place for place in inputs if _is_same(path, place)), None):
-            return f"it would replace {same}, which this command reads"
+        if replaced := next((name for name in inputs if _is_same(path, name)), None):
+            return f"it would replace {replaced}, which this command reads"
         for folder in path.resolve().parents:
             part = path.resolve().relative_to(folder).parts[0]
             of_run = part in layout.OF_TRAINING and (folder / layout.CHECKPOINTS).is_dir()
@@ -166,9 +166,9 @@ def _no_output(out: Path, written: list[Path], inputs: list[str]) -> str:
     return ""
 
 
-def _is_same(path: Path, place: str) -> bool:
+def _is_same(path: Path, name: str) -> bool:
     try:
-        return path.exists() and os.path.samefile(path, place)
+        return path.exists() and os.path.samefile(path, name)
     except (OSError, ValueError):
         return False
 
@@ -255,10 +255,10 @@ def finite(value: Any) -> Any:
 def identity(path: Path) -> tuple[int, int] | None:
     """Return inode and modification time, to notice later that ``path`` was replaced; None if there is no file."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path:
@@ -293,16 +293,18 @@ def default_cache_dir() -> Path:
     return _temporary_cache(f"{existing} cannot be written")
 
 
-def _temporary_cache(why: str) -> Path:
+def _temporary_cache(reason: str) -> Path:
     path = Path(tempfile.gettempdir(), f"apex-harness-{os.getuid()}")
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         # The cache has a list of trusted runs, and anyone who writes it can make this user run code.
         hint = "set APEX_HARNESS_CACHE to a folder that only you can write to"
-        raise ConfigError(f"{why}, and others can write to the folder for temporary files", where=str(path), hint=hint)
-    if why not in _reported:
-        _reported.add(why)
-        log.warning("%s: the cache is in %s; set APEX_HARNESS_CACHE to keep it", why, path)
+        raise ConfigError(
+            f"{reason}, and others can write to the folder for temporary files", where=str(path), hint=hint
+        )
+    if reason not in _reported:
+        _reported.add(reason)
+        log.warning("%s: the cache is in %s; set APEX_HARNESS_CACHE to keep it", reason, path)
     return path

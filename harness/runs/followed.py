@@ -48,7 +48,7 @@ class FollowedFile:
 def read_entry(line: bytes) -> dict[str, Any] | None:
     """Return the entry of the metrics log in ``line``; None if the line is damaged."""
     try:
-        found = parse_json(line)
+        entry = parse_json(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("step", 0), int) else None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step", 0), int) else None

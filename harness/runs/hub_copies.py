@@ -29,20 +29,20 @@ def of_start(run: Path, config: Config) -> list[str]:
         start = Path(read_json(run / layout.PROVENANCE)[-1]["folder"])
     except (OSError, ValueError, TypeError, LookupError):
         return []
-    found = _copies(run, config)
-    for key, place in places_of_hub(config).items():
-        if not expanded(place).is_dir() and (start / place).is_dir():
-            found[key] = start / place
-    return merge.typed({key: f"{HUB}{there}" for key, there in found.items()})
+    folders = _copies(run, config)
+    for key, name in places_of_hub(config).items():
+        if not expanded(name).is_dir() and (start / name).is_dir():
+            folders[key] = start / name
+    return merge.typed({key: f"{HUB}{folder}" for key, folder in folders.items()})
 
 
 def _copies(run: Path, config: Config) -> dict[str, Path]:
     """Return the copies in ``run``, by their settings, of the folders of Hugging Face that are neither in the working
     folder nor in the cache."""
-    places = {key: place for key, place in places_of_hub(config).items() if key in KEPT}
-    found = {key: run.absolute() / layout.of_hub(place) for key, place in places.items()}
-    gone = {key for key, place in places.items() if not (expanded(place).is_dir() or _in_cache(place))}
-    return {key: copy for key, copy in found.items() if key in gone and copy.is_dir()}
+    places = {key: name for key, name in places_of_hub(config).items() if key in KEPT}
+    copies = {key: run.absolute() / layout.of_hub(name) for key, name in places.items()}
+    missing = {key for key, name in places.items() if not (expanded(name).is_dir() or _in_cache(name))}
+    return {key: copy for key, copy in copies.items() if key in missing and copy.is_dir()}
 
 
 def with_copies(config: Config, run: Path) -> Config:
@@ -64,23 +64,23 @@ def is_same_folder(run: Path, starts: Sequence[Mapping[str, Any]], was: object, 
     """Return whether two values of a setting of KEPT name folders of Hugging Face with the same files, by the copy in
     ``run`` of the first and the digest of the weights it started from, which the second may lack. ``starts``: its
     provenance.json, empty if its weights are not from there."""
-    copy, there = (run / layout.of_hub(str(was).removeprefix(HUB)), expanded(str(now).removeprefix(HUB)))
+    copy, folder = (run / layout.of_hub(str(was).removeprefix(HUB)), expanded(str(now).removeprefix(HUB)))
     files = [file.name for file in copy.iterdir()] if copy.is_dir() and str(now).startswith(HUB) else []
-    if not files or filecmp.cmpfiles(copy, there, files, shallow=False)[0] != files:
+    if not files or filecmp.cmpfiles(copy, folder, files, shallow=False)[0] != files:
         return False
     of_start: dict[str, Any] = next((start["weights"] for start in starts if "weights" in start), {})
-    weights = sorted(there.glob("model.safetensors*")) or sorted(there.glob("pytorch_model.bin*"))
+    weights = sorted(folder.glob("model.safetensors*")) or sorted(folder.glob("pytorch_model.bin*"))
     return not of_start or not weights or sha256(weights[0]) == of_start["sha256"]
 
 
-def _in_cache(place: str) -> bool:
-    """Return whether the cache of Hugging Face has ``place``, a name of the hub."""
+def _in_cache(location: str) -> bool:
+    """Return whether the cache of Hugging Face has ``location``, a name of the hub."""
     if importlib.util.find_spec("huggingface_hub") is None:
         return False
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    name, _, revision = place.partition("@")
+    name, _, revision = location.partition("@")
     try:
         return isinstance(try_to_load_from_cache(name, "config.json", revision=revision or None), str)
     except HFValidationError:  # a path
@@ -89,10 +89,10 @@ def _in_cache(place: str) -> bool:
 
 def places_of_hub(config: Config) -> dict[str, str]:
     """Return the folders and names of Hugging Face in ``config``, by their settings."""
-    named = {key: str(value) for key, value in flatten(loader.as_tree(config)).items() if str(value).startswith(HUB)}
-    return {key: value.removeprefix(HUB) for key, value in named.items()}
+    values = {key: str(value) for key, value in flatten(loader.as_tree(config)).items() if str(value).startswith(HUB)}
+    return {key: value.removeprefix(HUB) for key, value in values.items()}
 
 
 def kept_places(config: Config) -> set[str]:
     """Return the folders and names of Hugging Face whose files are copied into the run folder."""
-    return {place for key, place in places_of_hub(config).items() if key in KEPT}
+    return {name for key, name in places_of_hub(config).items() if key in KEPT}

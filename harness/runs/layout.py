@@ -62,9 +62,9 @@ _STEP = re.compile(r"step-(\d+)")
 OF_HUB = "huggingface/"  # the folder of the copies of ``of_hub``
 
 
-def of_hub(place: str) -> str:
+def of_hub(name: str) -> str:
     """Return the folder with copies of the small files of ``hf:PLACE``, for uses of the run without them."""
-    return f"{OF_HUB}{Path(place).name}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+    return f"{OF_HUB}{Path(name).name}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def step_name(step: int) -> str:
@@ -74,8 +74,8 @@ def step_name(step: int) -> str:
 
 def step_number(name: str) -> int | None:
     """Return the step of a checkpoint's folder name; None for any other name."""
-    found = _STEP.fullmatch(name.strip())
-    return int(found[1]) if found else None
+    match = _STEP.fullmatch(name.strip())
+    return int(match[1]) if match else None
 
 
 OF_RANKS = "rank-*"  # in LOGS: logs and exit records

@@ -137,8 +137,8 @@ class Lock:
         marker = self._marker_path
         if marker.parent not in _reported:
             _reported.add(marker.parent)
-            why = f"no locks on this file system ({reason(missing)})"
-            log.warning("%s: %s; a file *%s names the process that uses it", marker.parent, why, MARKER_SUFFIX)
+            problem = f"no locks on this file system ({reason(missing)})"
+            log.warning("%s: %s; a file *%s names the process that uses it", marker.parent, problem, MARKER_SUFFIX)
         lock = filelock.SoftFileLock(marker, thread_local=False)
         try:
             lock.acquire(timeout=0)

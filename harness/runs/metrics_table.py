@@ -80,8 +80,8 @@ def read(path: Path) -> tuple[pa.Table, str]:
     except OSError as error:
         return _KNOWN.empty_table(), f"metrics.jsonl cannot be read: {error.strerror}"
     *lines, last = text.split(b"\n")
-    whole = not last or isinstance(_line(last), dict)
-    return _table([*lines, last] if whole else lines, [] if whole else [_HALF])
+    is_complete = not last or isinstance(_line(last), dict)
+    return _table([*lines, last] if is_complete else lines, [] if is_complete else [_HALF])
 
 
 def incomplete(path: Path) -> str:

@@ -79,19 +79,23 @@ def judge(
     An exit has a step if its rank recorded it after this start had claimed the run folder. Without any of these the run
     is done, stopped, or ended before that.
     """
-    own = {exit.rank for exit in exits if exit.made_by_rank}
-    known = [exit for exit in exits if exit.made_by_rank or exit.cause is Cause.NODE_LOST or exit.rank not in own]
-    if (first := _first_failure(known, stopped)) is None:
-        codes = {exit.exit_code for exit in known}
+    recorded = {exit.rank for exit in exits if exit.made_by_rank}
+    counted = [
+        exit for exit in exits if exit.made_by_rank or exit.cause is Cause.NODE_LOST or exit.rank not in recorded
+    ]
+    if (first := _first_failure(counted, stopped)) is None:
+        codes = {exit.exit_code for exit in counted}
         code = signals.ended_by(number or signal.SIGTERM) if stopped else 0
         return _without_failure(codes, code, folder)
     if first.rank is None:
-        first = replace(first, rank=next((rank for rank in range(world_size) if rank not in own), 0))
+        first = replace(first, rank=next((rank for rank in range(world_size) if rank not in recorded), 0))
     if not first.made_by_rank:  # the records of the other ranks have a step and a host
-        host = next((exit.host for exit in known if exit.made_by_rank and exit.rank == first.rank), "")
-        first = replace(first, host=host, step=max((exit.step or 0 for exit in known), default=0))
-    known.sort(key=lambda exit: (exit.made_by_rank, exit.time))  # of several exits of a rank the last one is described
-    last = {exit.rank: exit for exit in known}
+        host = next((exit.host for exit in counted if exit.made_by_rank and exit.rank == first.rank), "")
+        first = replace(first, host=host, step=max((exit.step or 0 for exit in counted), default=0))
+    counted.sort(
+        key=lambda exit: (exit.made_by_rank, exit.time)
+    )  # of several exits of a rank the last one is described
+    last = {exit.rank: exit for exit in counted}
     ranks = {
         str(rank): _describe(last[rank], "" if rank == first.rank else first.message)
         for rank in sorted(rank for rank in last if rank is not None)
@@ -104,7 +108,7 @@ def judge(
 def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
     """Return the cause of the failure, by the order that ``judge`` documents."""
     in_the_run = [exit for exit in exits if exit.step is not None]
-    seen = [exit for exit in exits if exit.step is None]  # by the engine, or of ranks that ended before the run began
+    early = [exit for exit in exits if exit.step is None]  # by the engine, or of ranks that ended before the run began
 
     def first(among: Sequence[RankExit], *causes: Cause) -> RankExit | None:
         return next((exit for exit in among if exit.cause in causes), None)
@@ -113,13 +117,13 @@ def _first_failure(exits: Sequence[RankExit], stopped: bool) -> RankExit | None:
         return error
     consequence = first(in_the_run, Cause.PEER_LOST, Cause.LAUNCHER_LOST)
     # The engine itself kills the others after a rank that ended without a record, which then comes before them.
-    killed = first(seen, Cause.SIGNAL, Cause.ERROR)
+    killed = first(early, Cause.SIGNAL, Cause.ERROR)
     is_requested = stopped and consequence is None  # a rank that does not stop in time is killed
     if killed is not None and killed.cause is Cause.SIGNAL and not is_requested:
         reason = _SIGNALS.get(-killed.exit_code, "see its log")
         message = f"the process received {signals.signal_name(-killed.exit_code)} ({reason})"
         return replace(killed, error="Killed", message=message, exit_code=EXIT_FAILURE)
-    if lost := first(seen, Cause.NODE_LOST) or first(in_the_run, Cause.NODE_LOST):
+    if lost := first(early, Cause.NODE_LOST) or first(in_the_run, Cause.NODE_LOST):
         return replace(lost, error="Lost")
     return consequence
 
@@ -163,13 +167,13 @@ def _failure_text(failure: Mapping[str, Any], folder: str) -> str:
     # Without the traceback and the hint: the rank printed them, and failure.json has them.
     host = f" on {failure['host']}" if failure.get("host") else ""
     message = next(iter(str(failure["message"]).strip().splitlines()), "")
-    others: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, text in failure["ranks"].items():
         if int(rank) != failure["rank"]:
-            others.setdefault(text, []).append(int(rank))
+            ranks_by_text.setdefault(text, []).append(int(rank))
     lines = [
         f"failed: rank {failure['rank']}{host} at step {failure['step']}: {failure['error']}: {message}",
-        *(f"  {rank_names(ranks)}: {text}" for text, ranks in others.items()),
+        *(f"  {rank_names(ranks)}: {text}" for text, ranks in ranks_by_text.items()),
         f"logs: {folder}/{layout.LOGS}; report: {folder}/{layout.FAILURE}",
     ]
     return "\n".join(lines)
@@ -224,12 +228,12 @@ class ExitCollector:
 
     def _judge(self, report: EngineReport) -> tuple[RunOutcome, bool]:
         """Return the outcome, and whether this start has written at the URL."""
-        with TemporaryDirectory(prefix="harness-exits-") as place:
-            at_url = ExitFiles(copy := Path(place))
+        with TemporaryDirectory(prefix="harness-exits-") as folder:
+            at_url = ExitFiles(copy := Path(folder))
             is_at_url = self._fetch(copy)
-            own = {**at_url.read(), **self._exit_files.read()}.values()
+            recorded = {**at_url.read(), **self._exit_files.read()}.values()
             first = self._exit_files.first() or at_url.first()  # on which the ranks have agreed, if they could
-        exits = [*([first] if first else []), *sorted(own, key=lambda exit: exit.time), *report.exits]
+        exits = [*([first] if first else []), *sorted(recorded, key=lambda exit: exit.time), *report.exits]
         world_size = report.world_size or self._world_size
         return judge(exits, report.stopped, world_size, self._shown, report.signal), is_at_url
 

@@ -53,7 +53,7 @@ def facts(config: Config) -> list[Facts]:
     if settings["checkpoint.resume"] not in ("auto", "never"):
         settings["checkpoint.resume"] = "a checkpoint"  # its place may differ, as that of ``output``
     packages = {f"version of {name}": version(name) for name in _COMPARED}
-    own = {
+    own_modules = {
         f"source code of {name}": _digest(file)
         for modules in own_code(config).values()
         for name, file in modules.items()
@@ -63,27 +63,27 @@ def facts(config: Config) -> list[Facts]:
         Facts(
             _SAME_SOFTWARE, {"version of harness": __version__, "source code of harness": harness_source(), **packages}
         ),
-        Facts(_SAME_CODE, own, partial=True),  # a module may be loaded on some ranks only
+        Facts(_SAME_CODE, own_modules, partial=True),  # a module may be loaded on some ranks only
     ]
 
 
 def own_code(config: Config) -> OwnCode:
     """Return the modules of the parts with dotted names, such as the model, and all that are loaded from the same
     folders. Of an installed package, only its own modules."""
-    found: OwnCode = {}
+    digests: OwnCode = {}
     for key, name in code_names(loader.as_tree(config)):
         top = name.partition(".")[0]
         if top not in (*_COMPARED, "harness"):
             plugins.import_own("part", name, key)
             if (folder := _folder(sys.modules[top])) is not None:
-                found[folder] = found.get(folder, {}) | dict(_loaded(folder, top))
-    return found
+                digests[folder] = digests.get(folder, {}) | dict(_loaded(folder, top))
+    return digests
 
 
 def _folder(module: Any) -> Path | None:
     """Return the folder from which the top-level ``module`` is imported."""
-    place = next(iter(getattr(module, "__path__", None) or ()), None) or getattr(module, "__file__", None)
-    return Path(place).parent if place else None
+    location = next(iter(getattr(module, "__path__", None) or ()), None) or getattr(module, "__file__", None)
+    return Path(location).parent if location else None
 
 
 def _loaded(folder: Path, top: str) -> Iterator[tuple[str, Path]]:
@@ -92,8 +92,8 @@ def _loaded(folder: Path, top: str) -> Iterator[tuple[str, Path]]:
         if not isinstance(file, str) or not (path := Path(file)).is_relative_to(folder):
             continue
         package = name.partition(".")[0]
-        others = {"harness", "__main__", "__mp_main__"} | sys.stdlib_module_names
-        if package == top or not (_is_installed(path) or package in others):
+        not_own = {"harness", "__main__", "__mp_main__"} | sys.stdlib_module_names
+        if package == top or not (_is_installed(path) or package in not_own):
             yield name, path
 
 
@@ -104,10 +104,10 @@ def _is_installed(path: Path) -> bool:
 @functools.cache
 def harness_source() -> str:
     """Return a digest of the harness's own code."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(_HARNESS.rglob("*.py")):
-        whole.update(f"{path.relative_to(_HARNESS).as_posix()} {_digest(path)}\n".encode())
-    return whole.hexdigest()[:12]
+        digest.update(f"{path.relative_to(_HARNESS).as_posix()} {_digest(path)}\n".encode())
+    return digest.hexdigest()[:12]
 
 
 def _digest(path: Path) -> str | None:
@@ -192,11 +192,11 @@ def _git(folder: Path, until: float, *words: str) -> str | None:
     except OSError:
         return None
     try:
-        answer, _ = process.communicate(timeout=max(0.0, until - time.monotonic()))
+        output, _ = process.communicate(timeout=max(0.0, until - time.monotonic()))
     except (subprocess.TimeoutExpired, ValueError):
         processes.kill_session(process.pid)  # without a wait for its end, which a file system that hangs can delay
         return None
-    return answer.strip() if process.returncode == 0 else None
+    return output.strip() if process.returncode == 0 else None
 
 
 # Differences between two starts of a run
@@ -205,9 +205,9 @@ def _git(folder: Path, until: float, *words: str) -> str | None:
 def warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return why the start ``now`` may give other results than if the start ``before`` had continued."""
     then, threads = before.get("threads"), now["threads"]
-    found = []
+    texts = []
     if now["cuda"] is None and then not in (None, threads):
-        found.append(
+        texts.append(
             f"this run last used {plural(then, 'CPU thread')} per rank and now uses {threads}: sums are rounded "
             "differently, so its results will not be bit-identical to those of an uninterrupted run; set "
             f"OMP_NUM_THREADS={then} to resume exactly"
@@ -218,27 +218,27 @@ def warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
     if changed:
         more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
-        found.append(
+        texts.append(
             f"since the last start of this run, these have changed: {', '.join(changed[:8])}{more}. The run continues, "
             "but its results may differ from those of an uninterrupted run"
         )
-    return found
+    return texts
 
 
 def _identity(start: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that determine a result, by name, if ``start`` has them: an older version recorded fewer."""
-    harness, packages, own = (_dict(start.get(key)) for key in ("harness", "packages", "own_code"))
-    found = {
+    harness, packages, folders = (_dict(start.get(key)) for key in ("harness", "packages", "own_code"))
+    values = {
         "harness": harness.get("version"),
         "source code of harness": harness.get("source"),
         "amp": start.get("amp"),
     }
-    found |= {name: packages.get(name) for name in (*_COMPARED, *_IN_SOME_RUNS)} | {"Python": start.get("python")}
+    values |= {name: packages.get(name) for name in (*_COMPARED, *_IN_SOME_RUNS)} | {"Python": start.get("python")}
     kinds = {rank.get("processor", rank.get("name")) for rank in start.get("ranks", ()) if isinstance(rank, dict)}
-    found["device"] = ", ".join(sorted(map(str, kinds))) or None
-    for folder in own.values():
-        found |= {f"source code of {name}": digest for name, digest in _dict(_dict(folder).get("source")).items()}
-    return {name: value for name, value in found.items() if value is not None}
+    values["device"] = ", ".join(sorted(map(str, kinds))) or None
+    for folder in folders.values():
+        values |= {f"source code of {name}": digest for name, digest in _dict(_dict(folder).get("source")).items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _dict(value: Any) -> dict[str, Any]:

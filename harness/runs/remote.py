@@ -90,8 +90,8 @@ class RemoteRunFolder(RunFolder):
                 text = self._take_over()
                 newest = self._download()
             # Other files are uploaded again: the older start may have been in the middle of replacing one.
-            kept = (layout.CONFIG, f"{layout.CHECKPOINTS}/")
-            self._uploaded = {name: mark for name, mark in self._scratch.files().items() if name.startswith(kept)}
+            prefixes = (layout.CONFIG, f"{layout.CHECKPOINTS}/")
+            self._uploaded = {name: mark for name, mark in self._scratch.files().items() if name.startswith(prefixes)}
             self._uploaded[layout.pointer(layout.LATEST)] = newest
             self.start = Start(text, newest)
         return note
@@ -151,8 +151,8 @@ class RemoteRunFolder(RunFolder):
                 self.logs.mkdir(parents=True)
                 self.checkpoints.folder.mkdir()
                 if newest and (problem := self._download_checkpoint(newest)):
-                    place = f"{self.where}/{layout.CHECKPOINTS}/{newest}"
-                    raise CheckpointError(problem, where=place, hint="run the same command again")
+                    url = f"{self.where}/{layout.CHECKPOINTS}/{newest}"
+                    raise CheckpointError(problem, where=url, hint="run the same command again")
                 copy_run(self.store, self._scratch, _copies_of_hub(self.store.files()))
                 self._scratch.write(layout.START, text)
             name = f"{layout.LOGS}/{layout.rank_log(rank)}"
@@ -181,8 +181,8 @@ class RemoteRunFolder(RunFolder):
         """Mirror what has changed: the files of rank 0, and the newest and the best checkpoint."""
         self._check_owner()
         with self.checkpoints.pinned() as pointers:
-            found = self._scratch.files().items()
-            files = {name: mark for name, mark in found if self._is_uploaded(name, pointers.values())}
+            scratch_files = self._scratch.files().items()
+            files = {name: mark for name, mark in scratch_files if self._is_uploaded(name, pointers.values())}
             copy_run(self._scratch, self.store, files, copied=self._uploaded)
             self._check_owner()  # again: a checkpoint takes long
             copy_run(self._scratch, self.store, {}, pointers, self._uploaded)
@@ -191,8 +191,8 @@ class RemoteRunFolder(RunFolder):
     def _prune(self, pointers: Mapping[str, str]) -> None:
         """Remove outdated and incomplete checkpoints from the URL, where ``pointers`` were just written."""
         # The best checkpoint may be at the URL only, or not be uploaded yet; then the URL still names the one before.
-        named = pointers.get(layout.BEST) or self.store.read(layout.pointer(layout.BEST))
-        latest, best = (layout.step_number(name) for name in (pointers.get(layout.LATEST, ""), named))
+        best_name = pointers.get(layout.BEST) or self.store.read(layout.pointer(layout.BEST))
+        latest, best = (layout.step_number(name) for name in (pointers.get(layout.LATEST, ""), best_name))
         files: dict[int, list[str]] = {}
         for name in self.store.files():
             top, _, rest = name.partition("/")
@@ -252,8 +252,8 @@ class RemoteRunFolder(RunFolder):
                 uploaded = self._uploader.wait(limit_s)
                 done = done and uploaded
                 if not (uploaded or self._uploader.taken_over):
-                    kept = f"until the next start they are in {self.path}"
-                    log.warning("the last results were not uploaded to %s within %.0f s; %s", self.where, limit_s, kept)
+                    note = f"until the next start they are in {self.path}"
+                    log.warning("the last results were not uploaded to %s within %.0f s; %s", self.where, limit_s, note)
             self._check_owner()
             for name in (layout.rank_log(rank), layout.rank_exit(rank)):
                 if (self.logs / name).exists():

@@ -41,9 +41,9 @@ def cannot_write(path: Path, error: OSError) -> ConfigError:
     )
 
 
-def _taken(path: Path, why: str) -> ConfigError:
+def _name_taken(path: Path, reason: str) -> ConfigError:
     hint = "move it away and run the same command again, or rename this run with name=NAME"
-    return ConfigError(f"the run cannot use this name: {why}", where=str(path), hint=hint)
+    return ConfigError(f"the run cannot use this name: {reason}", where=str(path), hint=hint)
 
 
 def own_checkpoint(resume: str) -> ConfigError:
@@ -121,9 +121,9 @@ class RunFolder:
         run.
         """
         self._require_files()
-        named = config.checkpoint.named
-        if named and not is_url(named) and self.path.resolve() in Path(named).resolve().parents:
-            raise own_checkpoint(named)
+        source = config.checkpoint.named
+        if source and not is_url(source) and self.path.resolve() in Path(source).resolve().parents:
+            raise own_checkpoint(source)
         note = self._resume_or_move(config, rehearse)
         last = exit_files.read(self.logs).get(0)
         self.done_at = last.step if last and last.cause is Cause.DONE else None
@@ -161,12 +161,12 @@ class RunFolder:
                 require_regular_file(path)
             except (FileNotFoundError, NotADirectoryError) as error:
                 if path.is_symlink():
-                    raise _taken(path, str(error.strerror)) from None
+                    raise _name_taken(path, str(error.strerror)) from None
             except OSError as error:
-                raise _taken(path, reason(error)) from None
+                raise _name_taken(path, reason(error)) from None
         for folder in (self.checkpoints.folder, self.logs):
             if os.path.lexists(folder) and not folder.is_dir():
-                raise _taken(folder, "it is not a folder")
+                raise _name_taken(folder, "it is not a folder")
 
     def forget_end(self) -> None:
         """Remove the files about how an earlier start ended."""
@@ -174,50 +174,50 @@ class RunFolder:
         exit_files.remove(self.logs)
 
     def _resume_or_move(self, config: Config, rehearse: Callable[[], None]) -> str:
-        held, scratch = self._held(), config.checkpoint.resume == "never"
-        if not held:
+        names, scratch = self._held(), config.checkpoint.resume == "never"
+        if not names:
             return ""
-        shown = ", ".join(sorted(held))
-        if layout.SWEEP in held or not self._is_run():
+        listed = ", ".join(sorted(names))
+        if layout.SWEEP in names or not self._is_run():
             raise ConfigError(
-                f"this is not a run folder, but it contains files that a run would overwrite: {shown}",
+                f"this is not a run folder, but it contains files that a run would overwrite: {listed}",
                 where=self.where,
                 hint="choose another folder with name=NAME or output=FOLDER, or move these files",
             )
-        if layout.CONFIG not in held and not scratch:
+        if layout.CONFIG not in names and not scratch:
             raise ConfigError(
-                f"config.yaml is missing, so the recipe that produced the results in this folder ({shown}) is unknown",
+                f"config.yaml is missing, so the recipe that produced the results in this folder ({listed}) is unknown",
                 where=self.where,
                 hint=f"restore config.yaml; or {FROM_SCRATCH}",
             )
         saved = {} if scratch else _saved_tree(self.path / layout.CONFIG, config)
         changed, starts = recipe_difference(saved, loader.as_tree(config)), self._starts()
-        given = {"model.name": starts if not (saved.get("model") or {}).get("weights") else []}
-        kept = [key for key in hub_copies.KEPT if key in changed]
-        moved = [key for key in kept if hub_copies.is_same_folder(self.path, given.get(key, []), *changed[key])]
+        earlier = {"model.name": starts if not (saved.get("model") or {}).get("weights") else []}
+        hub_keys = [key for key in hub_copies.KEPT if key in changed]
+        moved = [key for key in hub_keys if hub_copies.is_same_folder(self.path, earlier.get(key, []), *changed[key])]
         if scratch:
-            why = "checkpoint.resume=never"
+            reason = "checkpoint.resume=never"
         elif difference := {key: pair for key, pair in changed.items() if key not in moved}:
-            if held <= {layout.CONFIG, layout.METRICS} and not self._has_log():
+            if names <= {layout.CONFIG, layout.METRICS} and not self._has_log():
                 (self.path / layout.CONFIG).unlink()  # of a start that failed before its first step
                 return ""
             changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in list(difference.items())[:4])
             changes += f" and {len(difference) - 4} more" if len(difference) > 4 else ""
-            why = f"its recipe differs ({changes})"
-        elif _NEWEST in held:
-            same = [f"{key} {changed[key][0]} -> {changed[key][1]} has the same files" for key in moved]
-            return "; ".join(filter(None, [*same, _new_length(saved.get("train") or {}, config)]))
-        elif held & _OF_EVALUATION:
-            why = "it has results, but no checkpoint to resume from"
+            reason = f"its recipe differs ({changes})"
+        elif _NEWEST in names:
+            notes = [f"{key} {changed[key][0]} -> {changed[key][1]} has the same files" for key in moved]
+            return "; ".join(filter(None, [*notes, _new_length(saved.get("train") or {}, config)]))
+        elif names & _OF_EVALUATION:
+            reason = "it has results, but no checkpoint to resume from"
         else:
             return ""
         rehearse()
-        return f"the earlier run was moved to {self._move_aside()}: {why}"
+        return f"the earlier run was moved to {self._move_aside()}: {reason}"
 
     def _held(self) -> set[str]:
         """Return the files in the folder that a start would replace or continue."""
-        held = {name for name in (*layout.RESULTS, layout.CONFIG) if os.path.lexists(self.path / name)}
-        return held | {_NEWEST} if self.checkpoints.exist() else held
+        names = {name for name in (*layout.RESULTS, layout.CONFIG) if os.path.lexists(self.path / name)}
+        return names | {_NEWEST} if self.checkpoints.exist() else names
 
     def _has_log(self) -> bool:
         return self.metrics.exists() and self.metrics.stat().st_size > 0
@@ -297,9 +297,9 @@ class RunFolder:
                 warnings.append(f"{name} is written again {when}: {reason(error)}")
         return warnings
 
-    def learned(self, facts: Mapping[str, object]) -> None:
+    def learned(self, learned: Mapping[str, object]) -> None:
         """``task.json``: what the task took from the training data, for predictions without them."""
-        write_sealed(self.path / layout.TASK, dict(facts))
+        write_sealed(self.path / layout.TASK, dict(learned))
 
     def summary(self, values: dict[str, Any]) -> None:
         write_sealed(self.path / layout.SUMMARY, finite(values))

@@ -88,15 +88,15 @@ class LocalStore:
         self.folder, self.where = folder, str(folder)
 
     def files(self) -> dict[str, str]:
-        found = {}
+        marks = {}
         for folder, _, names in os.walk(self.folder):
             for path in (Path(folder, name) for name in names):
                 name = path.relative_to(self.folder).as_posix()
                 with suppress(FileNotFoundError):
                     if not path.is_symlink() and ".tmp" not in {part[-4:] for part in name.split("/")}:
                         stat = path.stat()
-                        found[name] = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
-        return found
+                        marks[name] = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+        return marks
 
     def read(self, name: str) -> str:
         try:

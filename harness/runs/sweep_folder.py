@@ -55,19 +55,19 @@ def read(path: Path) -> Sweep | None:
         metric if isinstance(metric, str) else None,
         directions.get(str(content.get("direction"))),
         space if isinstance(space, dict) else {},
-        [_trial(path, entry, place) for place, entry in enumerate(entries)],
+        [_trial(path, entry, index) for index, entry in enumerate(entries)],
         problems,
     )
 
 
-def _trial(sweep: Path, entry: dict[str, Any], place: int) -> Trial:
+def _trial(sweep: Path, entry: dict[str, Any], index: int) -> Trial:
     """Return an entry of ``sweep.json``; values of the wrong type are ignored."""
     run = Path(str(entry.get("run")))
     if run.is_absolute() or ".." in run.parts:  # written by someone else, about a run that is not of this sweep
         run = Path(layout.TRIALS, run.name)
     number, params, world, state, value = (entry.get(key) for key in ("number", "params", "world", "state", "value"))
     return Trial(
-        number if isinstance(number, int) else place,
+        number if isinstance(number, int) else index,
         params if isinstance(params, dict) else {},
         world if isinstance(world, int) else None,
         state if state in get_args(TrialState) else None,

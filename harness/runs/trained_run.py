@@ -32,8 +32,8 @@ def configuration(run: Path, overrides: Sequence[str], trust: bool = False, writ
     values, such as to name a model of its own; ``trust`` allows that.
     """
     if not (run / layout.CONFIG).is_file():
-        what = "this is not a run folder: it has no config.yaml" if run.exists() else "there is no such folder"
-        raise ConfigError(what, where=str(run), hint=hints.run_hint(run))
+        problem = "this is not a run folder: it has no config.yaml" if run.exists() else "there is no such folder"
+        raise ConfigError(problem, where=str(run), hint=hints.run_hint(run))
     if not weights_path(run).is_file():
         raise reader.read(run).lacking(
             "weights",
@@ -88,8 +88,8 @@ def unfinished(run: Path, config: Config) -> str:
 
 def warn_if_unfinished(run: Path, config: Config) -> None:
     """Warn, before a use of the best weights, that a later evaluation may find better ones."""
-    if told := unfinished(run, config):
-        log.warning("%s: %s", run, told)
+    if warning := unfinished(run, config):
+        log.warning("%s: %s", run, warning)
 
 
 def task_facts(run: Path) -> dict[str, Any]:

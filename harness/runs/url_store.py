@@ -55,14 +55,14 @@ class UrlStore:
         with _explaining(self.where):
             self._fs.invalidate_cache()
             try:
-                found: dict[str, dict[str, Any]] = self._fs.find(self._path, detail=True)
+                details: dict[str, dict[str, Any]] = self._fs.find(self._path, detail=True)
             except FileNotFoundError:
                 return {}
         start = f"{self._path}/"
         return {
-            path.removeprefix(start): hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
-            for path, facts in found.items()
-            if facts.get("type") == "file"
+            path.removeprefix(start): hashlib.sha256(repr(sorted(detail.items())).encode()).hexdigest()
+            for path, detail in details.items()
+            if detail.get("type") == "file"
             and path.startswith(start)
             and path.endswith(".part") == unfinished
             and ".." not in path.split("/")  # which an object may be named, but no file of a run
@@ -90,9 +90,9 @@ class UrlStore:
         source.stat()  # a FileNotFoundError about the store's side means something else
         self._place(name, lambda path: self._fs.put_file(str(source), path))
 
-    def copy(self, name: str, other: UrlStore) -> None:
-        """Copy a file to ``other``, inside the storage service if it can."""
-        other._place(name, lambda path: self._copy(self._path_of(name), path))
+    def copy(self, name: str, target: UrlStore) -> None:
+        """Copy a file to ``target``, inside the storage service if it can."""
+        target._place(name, lambda path: self._copy(self._path_of(name), path))
 
     def _copy(self, path: str, target: str) -> None:
         try:

@@ -27,9 +27,9 @@ _METADATA, _DIGEST = "harness", "sha256"
 def with_versions(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return ``weights`` with the versions that the modules of ``model`` have, for ``load_state_dict``. A file of
     tensors holds none, and a module with versions would convert weights that are current, or refuse them."""
-    found = OrderedDict(weights)
-    found._metadata = getattr(model.state_dict(), "_metadata", {})  # type: ignore[attr-defined]
-    return found
+    versioned = OrderedDict(weights)
+    versioned._metadata = getattr(model.state_dict(), "_metadata", {})  # type: ignore[attr-defined]
+    return versioned
 
 
 def on_host(weights: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -56,13 +56,13 @@ def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 def load_weights(path: Path, of_run: bool = True) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file on the CPU, verified by its digest. ``of_run``: it must have one, as
     every file of ``save_weights``. Raises CheckpointError."""
-    what = "the best weights" if of_run else "it"
+    subject = "the best weights" if of_run else "it"
     try:
         with safe_open(path, "pt") as file:
             metadata = weights_metadata(file)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
     except (OSError, SafetensorError) as error:
-        raise _weights_error(path, f"{what} cannot be read: {reason(error)}") from None
+        raise _weights_error(path, f"{subject} cannot be read: {reason(error)}") from None
     recorded = metadata.pop(_DIGEST, None)
     if recorded is None and of_run:
         raise _weights_error(path, "the best weights have no digest: the file is damaged, or of another program")
@@ -75,18 +75,18 @@ def weights_metadata(file: Any) -> dict[str, str]:
     """Return what ``save_weights`` recorded in the open safetensors ``file``; empty if another program wrote it, or if
     it is damaged."""
     with suppress(ValueError):
-        found = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
-        return found if isinstance(found, dict) else {}
+        metadata = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
+        return metadata if isinstance(metadata, dict) else {}
     return {}
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """Return the SHA-256 of ``metadata`` and of the names, types, shapes and bytes of ``tensors``."""
     kinds = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in sorted(tensors.items())]
-    found = hashlib.sha256(json.dumps([sorted(metadata.items()), kinds]).encode())
+    digest = hashlib.sha256(json.dumps([sorted(metadata.items()), kinds]).encode())
     for name, _, _ in kinds:
-        found.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    return found.hexdigest()
+        digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return digest.hexdigest()
 
 
 def _weights_error(path: Path, message: str) -> CheckpointError:

@@ -92,12 +92,12 @@ class Forwarder:
         text = f"{type(error).__name__}: {reason} (metrics.jsonl is complete)"
         self._turn_off(f"is off until the next start: {text}", error)
 
-    def _turn_off(self, why: str, error: Exception | None = None) -> None:
+    def _turn_off(self, reason: str, error: Exception | None = None) -> None:
         """Log the warning before setting ``_off``: a thread that finds it set may exit at once."""
         with self._turning_off:
             if self._off.is_set():
                 return
-            log.warning("tracker %s %s", self.name, why)
+            log.warning("tracker %s %s", self.name, reason)
             log.debug("exception of tracker %s", self.name, exc_info=error)
             self._off.set()
         with self._calls.mutex:

@@ -38,9 +38,9 @@ def require(names: Sequence[str]) -> None:
     imported or is not a tracker."""
     for name in names:
         if "." in name:
-            found = plugins.find("tracker", name, "trackers")
+            tracker = plugins.find("tracker", name, "trackers")
             members = [member for member in vars(Tracker) if not member.startswith("_")]
-            if not inspect.isclass(found) or any(not callable(getattr(found, member, None)) for member in members):
+            if not inspect.isclass(tracker) or any(not callable(getattr(tracker, member, None)) for member in members):
                 hint = f"a tracker is a class with {', '.join(members)}; see harness.trackers.base.Tracker"
                 raise ConfigError(f"{name} is not a tracker", where="trackers", hint=hint)
             continue
@@ -70,8 +70,8 @@ def _run_info(folder: Path, config: Config, config_yaml: str) -> RunInfo:
     """Return the run's identity in the trackers, kept in trackers.json across resumes."""
     path = folder / layout.TRACKERS
     try:
-        kept = read_json(path)
-        run_id, started = str(kept["id"]), float(kept["started"])
+        saved = read_json(path)
+        run_id, started = str(saved["id"]), float(saved["started"])
     except (OSError, ValueError, KeyError, TypeError):
         run_id, started = secrets.token_hex(8), time.time()
         write_atomically(path, json.dumps({"id": run_id, "started": started}) + "\n")
@@ -163,21 +163,22 @@ class MetricsLog:
         assert self._path is not None
         assert self._file is not None
         entries = [entry for line in before.split(b"\n") if (entry := read_entry(line)) is not None]
-        num_lines, found = len(entries), {entry.get("step") for entry in entries if entry.get("split") == "eval"}
-        missing = [{"split": "eval", **entry} for entry in evaluations if entry["step"] not in found]
+        num_lines = len(entries)
+        evaluated_steps = {entry.get("step") for entry in entries if entry.get("split") == "eval"}
+        missing = [{"split": "eval", **entry} for entry in evaluations if entry["step"] not in evaluated_steps]
         for entry in missing:
-            later = (place for place, other in enumerate(entries) if other.get("step", 0) > entry["step"])
+            later = (index for index, later_entry in enumerate(entries) if later_entry.get("step", 0) > entry["step"])
             entries.insert(next(later, len(entries)), entry)
-        kept = f"{self._path.name}.damaged"
+        damaged_name = f"{self._path.name}.damaged"
         self._file.close()
-        os.replace(self._path, self._path.with_name(kept))
+        os.replace(self._path, self._path.with_name(damaged_name))
         text = "".join(json.dumps(finite(entry)) + "\n" for entry in entries).encode()
         write_atomically(self._path, text)
         self._file, self._hash = _open(self._path), hashlib.sha256(text)
         self.damage = (
             f"{self._path.name} was damaged before the run was resumed: {len(before)} of the {offset} bytes that the "
             f"checkpoint relies on were left, with {num_lines} readable lines, whose values may be wrong; "
-            f"{len(missing)} evaluations were restored from the checkpoint; the damaged file is {kept}"
+            f"{len(missing)} evaluations were restored from the checkpoint; the damaged file is {damaged_name}"
         )
         log.warning("%s", self.damage)
         return len(text)

@@ -36,12 +36,12 @@ class Tracker:
         numbers, are not sent again."""
         for name in ("alembic", "mlflow.store.db.utils"):  # they log every table that they create
             logging.getLogger(name).setLevel(logging.WARNING)
-        own, server = info.output.resolve(), os.environ.get("MLFLOW_TRACKING_URI")
-        uri = server or f"sqlite:///{own / 'mlflow.db'}"
+        folder, server = info.output.resolve(), os.environ.get("MLFLOW_TRACKING_URI")
+        uri = server or f"sqlite:///{folder / 'mlflow.db'}"
         # Two runs that start at once must not both create the tables.
-        with contextlib.nullcontext() if server else locked(own / "mlflow.db.lock", _LOCK_S):
+        with contextlib.nullcontext() if server else locked(folder / "mlflow.db.lock", _LOCK_S):
             self._client = MlflowClient(uri)
-            self._run_id = self._find(info, None if server else (own / "mlartifacts").as_uri())
+            self._run_id = self._find(info, None if server else (folder / "mlartifacts").as_uri())
         self._times = EntryTimes(info.started)
         self._sent = self._last_steps()
         for entry in entries:
@@ -80,7 +80,7 @@ class Tracker:
         """Return {split: the last step that MLflow has}."""
         names = [name for name in self._client.get_run(self._run_id).data.metrics if name.endswith("/epoch")]
         history = {name: self._client.get_metric_history(self._run_id, name) for name in names}
-        return {name.partition("/")[0]: max(metric.step for metric in found) for name, found in history.items()}
+        return {name.partition("/")[0]: max(metric.step for metric in samples) for name, samples in history.items()}
 
     def log(self, entry: Entry) -> None:
         now, step = int(self._times.time(entry) * 1000), entry["step"]

@@ -26,8 +26,8 @@ class Tracker:
         """On this machine, replace what an earlier start wrote with a replay of the log. Elsewhere, where nothing can
         be removed, resume the run: steps that it has are not sent again, but for the last, which may lack a part."""
         project, name = os.environ.get("TRACKIO_PROJECT") or PROJECT, f"{info.name}-{info.id}"
-        place = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
-        if not place:
+        server = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
+        if not server:
             runs: list[Any] = []
             with contextlib.suppress(ValueError):  # there is no such project yet
                 runs += trackio.Api().runs(project)
@@ -37,13 +37,13 @@ class Tracker:
         with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the command
             self._run: Any = trackio.init(
                 project=project, name=name, group=info.name, config=info.settings, embed=False,
-                resume="allow" if place else "never",
+                resume="allow" if server else "never",
             )  # fmt: skip
-        self._first = self._run._next_step - 1 if place else 0  # it has no public name
+        self._first = self._run._next_step - 1 if server else 0  # it has no public name
         self._step = 0
         for entry in entries:
             self.log(entry)
-        return f"view at {place}" if place else f"view with: trackio show --project {project}"
+        return f"view at {server}" if server else f"view with: trackio show --project {project}"
 
     def log(self, entry: Entry) -> None:
         self._step = entry["step"]
@@ -54,10 +54,10 @@ class Tracker:
         table = pd.DataFrame(sample.rows, columns=sample.columns)
         if sample.images is not None:
             table.insert(1, "image", [_image(image) for image in sample.images])
-        shown: dict[str, Any] = {sample.name: trackio.Table(dataframe=table)}
+        content: dict[str, Any] = {sample.name: trackio.Table(dataframe=table)}
         if sample.confusion is not None:
-            shown["confusion"] = _image(pictures.confusion(sample.confusion))
-        self._run.log(shown, step=self._step)
+            content["confusion"] = _image(pictures.confusion(sample.confusion))
+        self._run.log(content, step=self._step)
 
     def finish(self, files: list[Path], done: bool) -> None:
         with contextlib.redirect_stdout(sys.stderr):

@@ -54,8 +54,8 @@ class Tracker:
             return f"view at {self._run.url}"
         if not offline:
             return f"WANDB_MODE={mode}"
-        why = "" if os.environ.get("WANDB_MODE") else "no API key is configured, so nothing is uploaded; "
-        return f"{why}upload with: wandb sync {Path(self._run.dir).parent}"
+        note = "" if os.environ.get("WANDB_MODE") else "no API key is configured, so nothing is uploaded; "
+        return f"{note}upload with: wandb sync {Path(self._run.dir).parent}"
 
     def log(self, entry: Entry) -> None:
         counter = f"{entry['split']}/step"
@@ -69,10 +69,10 @@ class Tracker:
             images = [wandb.Image(np.moveaxis(image, 0, -1).squeeze()) for image in sample.images]
             rows = [[row[0], image, *row[1:]] for row, image in zip(sample.rows, images, strict=True)]
             table = wandb.Table(columns=[sample.columns[0], "image", *sample.columns[1:]], data=rows)
-        shown: dict[str, Any] = {sample.name: table}
+        content: dict[str, Any] = {sample.name: table}
         if sample.confusion is not None:
-            shown["confusion"] = wandb.Image(np.moveaxis(pictures.confusion(sample.confusion), 0, -1))
-        self._run.log(shown)
+            content["confusion"] = wandb.Image(np.moveaxis(pictures.confusion(sample.confusion), 0, -1))
+        self._run.log(content)
 
     def finish(self, files: list[Path], done: bool) -> None:
         self._run.finish(exit_code=0 if done else 1)

@@ -400,6 +400,6 @@ def test_file_systems_in_memory_and_missing_roots(folder, expected):
 
 def test_names_are_quoted_below_a_web_server_only():
     for name, quoted in (("a#b.png", "a%23b.png"), ("a?.png", "a%3F.png"), ("50%41.png", "50%2541.png")):
-        assert ImageFiles("https://host/x").place(name) == f"https://host/x/{quoted}"
-        assert ImageFiles("s3://host/x").place(name) == f"s3://host/x/{name}"
-    assert ImageFiles("https://host").place("a#.tar/b#.png") == "https://host/a%23.tar/b#.png"
+        assert ImageFiles("https://host/x").locate(name) == f"https://host/x/{quoted}"
+        assert ImageFiles("s3://host/x").locate(name) == f"s3://host/x/{name}"
+    assert ImageFiles("https://host").locate("a#.tar/b#.png") == "https://host/a%23.tar/b#.png"

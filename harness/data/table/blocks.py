@@ -72,8 +72,8 @@ class _Blocks:
         if not self._unchecked[block]:
             return
         start, stop = self._edges[block], self._edges[block + 1]
-        place = block * _DIGEST_BYTES
-        if _hash(self.content[start:stop]).digest() != self._digests[place : place + _DIGEST_BYTES]:
+        offset = block * _DIGEST_BYTES
+        if _hash(self.content[start:stop]).digest() != self._digests[offset : offset + _DIGEST_BYTES]:
             raise DamagedError(f"{self._path.name} is damaged between bytes {start} and {stop}")
         self._unchecked[block] = False
         self._num_unchecked -= 1
@@ -82,8 +82,8 @@ class _Blocks:
 class CheckedFile(_Blocks):
     """A mapped file that a BlockWriter has written."""
 
-    def __init__(self, path: Path, found: dict[str, Any]) -> None:
-        super().__init__(path, _mapped(path, "u1"), np.asarray(found["edges"], np.int64), found["digests"])
+    def __init__(self, path: Path, index: dict[str, Any]) -> None:
+        super().__init__(path, _mapped(path, "u1"), np.asarray(index["edges"], np.int64), index["digests"])
 
 
 class CheckedArray(_Blocks):
@@ -103,8 +103,8 @@ class CheckedArray(_Blocks):
             blocks = rows // self._block_rows
             for block in np.unique(blocks[self._unchecked[blocks]]).tolist():
                 self.require(block)
-        found: np.ndarray = self.array[rows]
-        return found
+        values: np.ndarray = self.array[rows]
+        return values
 
 
 def _block_rows(row_bytes: int) -> int:

@@ -98,10 +98,10 @@ class CacheEntry:
         """
         try:
             manifest: Manifest = read_sealed(self.file("json"))
-            whole = all(self.file(kind).stat().st_size == size for kind, size in manifest["bytes"].items())
+            is_complete = all(self.file(kind).stat().st_size == size for kind, size in manifest["bytes"].items())
         except (OSError, ValueError):
             return None
-        return manifest if whole else None
+        return manifest if is_complete else None
 
     def discard(self) -> None:
         """Remove a damaged conversion, not the download. Processes keep the files that they have mapped."""
@@ -225,9 +225,9 @@ def _read_ahead(batches: Generator[pa.RecordBatch, None, None]) -> Generator[pa.
 
 def _manifest(texts: TextWriter, labels: LabelWriter | None, columns: list[str], num_rows: int, kind: str) -> Manifest:
     """Return the facts about the rows. ``digest`` depends on the content only, not on how or where it is stored."""
-    facts = LabelFacts(vocabulary=[], notes=[], blocks={}, mean=[], std=[]) if labels is None else labels.finish()
+    label_facts = LabelFacts(vocabulary=[], notes=[], blocks={}, mean=[], std=[]) if labels is None else labels.finish()
     manifest = Manifest(
-        **facts, columns=columns, num_rows=num_rows, label=None if labels is None else labels.label.key,
+        **label_facts, columns=columns, num_rows=num_rows, label=None if labels is None else labels.label.key,
         text_digest=texts.finish(), batch_rows=texts.batch_rows, kind=kind, digest="", bytes={},
     )  # fmt: skip
     parts = [manifest["columns"], num_rows, manifest["label"], manifest["vocabulary"], manifest["blocks"]]
@@ -246,11 +246,11 @@ def _require_labels(
         return
     lines = lines_of([row for row, _ in bad.first])
     places = _places(lines, [row for row, _ in bad.first])
-    shown = ", ".join(place + found for place, (_, found) in zip(places, bad.first, strict=True))
+    examples = ", ".join(place + text for place, (_, text) in zip(places, bad.first, strict=True))
     more = ", …" if bad.count > len(bad.first) else ""
     means = labels.bad_means.format(column=" or ".join(map(repr, labels.label.columns)))
     raise DataError(
-        f"rows {means} ({bad.count} of {num_rows}): {shown}{more}",
+        f"rows {means} ({bad.count} of {num_rows}): {examples}{more}",
         where=f"{name}:{lines[0]}" if lines else name,
         hint=labels.remedy if lines else f"{labels.remedy}; rows are counted from 0",
     )

@@ -135,7 +135,7 @@ def _read(path: Path, name: str, columns: list[str], block_bytes: int) -> Genera
         uneven.append(row.text)
         return "error"
 
-    held: pa.RecordBatch | None = None
+    previous: pa.RecordBatch | None = None
     separator, header = _header_of(path)
     as_text = pa.csv.ConvertOptions(column_types=dict.fromkeys(header, pa.string()))  # of a column without a name, too
     try:
@@ -144,9 +144,9 @@ def _read(path: Path, name: str, columns: list[str], block_bytes: int) -> Genera
             options = pa.csv.ParseOptions(delimiter=separator, newlines_in_values=True, invalid_row_handler=on_uneven)
             for batch in _open(_Ended(stream, ending.encode()), block_bytes, columns, options, as_text):
                 if batch.num_rows:
-                    if held is not None:
-                        yield held
-                    held = batch
+                    if previous is not None:
+                        yield previous
+                    previous = batch
     except _NulByte:
         hint = f"copy the file again, or remove the bytes: tr -d '\\000' < {shlex.quote(name)} > without_nul.csv"
         raise DataError("the file has a NUL byte (0x00)", where=f"{name}:{_nul_line(path)}", hint=hint) from None
@@ -154,11 +154,11 @@ def _read(path: Path, name: str, columns: list[str], block_bytes: int) -> Genera
         raise _diagnose(path, name, columns, str(error), bool(uneven)) from error
     except BROKEN as error:
         raise _broken(error, name) from error
-    last = held.slice(held.num_rows - 1).to_pylist()[0] if held is not None else {}
-    if held is None or set(last.values()) != {mark}:
+    last = previous.slice(previous.num_rows - 1).to_pylist()[0] if previous is not None else {}
+    if previous is None or set(last.values()) != {mark}:
         _check_quotes(path, name, columns)
         raise DataError("the end of the file cannot be parsed", where=name, hint="check for a missing quote")
-    yield held.slice(0, held.num_rows - 1)
+    yield previous.slice(0, previous.num_rows - 1)
 
 
 def _open(
@@ -189,9 +189,9 @@ def _diagnose(path: Path, name: str, columns: list[str], message: str, uneven: b
     count, first = _uneven_records(path, len(columns), limit=5) if uneven else (0, [])
     if not count:
         return DataError(f"the CSV cannot be parsed: {message}", where=name)
-    seen = ", ".join(f"line {line} has {fields}" for line, fields in first)
+    examples = ", ".join(f"line {line} has {fields}" for line, fields in first)
     return DataError(
-        f"{plural(count, 'row')} with more or fewer fields than the header's {len(columns)}: {seen}"
+        f"{plural(count, 'row')} with more or fewer fields than the header's {len(columns)}: {examples}"
         + (", …" if count > len(first) else ""),
         where=f"{name}:{first[0][0]}",
         hint=f"put a field that contains {_header_of(path)[0]!r} into double quotes; leave a missing field empty",
@@ -219,9 +219,9 @@ def _broken(error: Exception, name: str) -> DataError:
 
 
 def _not_utf8(path: Path, name: str) -> DataError:
-    line, what = _bad_utf8(path) or (0, "it has an invalid byte")
+    line, problem = _bad_utf8(path) or (0, "it has an invalid byte")
     return DataError(
-        f"the file is not UTF-8: {what}",
+        f"the file is not UTF-8: {problem}",
         where=f"{name}:{line}" if line else name,
         hint=f"convert it: iconv -f LATIN1 -t UTF-8 {shlex.quote(name)} > utf8.csv",
     )
@@ -233,14 +233,14 @@ def _not_utf8(path: Path, name: str) -> DataError:
 def lines_of(path: Path, rows: Sequence[int]) -> list[int]:
     """Return the 1-based line on which each data row (0-based, ascending) starts; shorter if the file has fewer
     rows."""
-    found, wanted = list[int](), set(rows)
+    lines, row_numbers = list[int](), set(rows)
     with _records(path) as records:
         for row, (line, _) in enumerate(records, start=-1):  # the first record is the header
-            if row in wanted:
-                found.append(line)
-                if len(found) == len(wanted):
+            if row in row_numbers:
+                lines.append(line)
+                if len(lines) == len(row_numbers):
                     break
-    return found
+    return lines
 
 
 def _uneven_records(path: Path, num_columns: int, limit: int) -> tuple[int, list[tuple[int, int]]]:
@@ -292,11 +292,11 @@ def _header_of(path: Path) -> tuple[str, list[str]]:
     """
     with open_bytes(path) as stream:
         head = stream.read(MAX_HEADER_BYTES)
-    whole = max(head.rfind(b"\n"), head.rfind(b"\r")) + 1 if len(head) == MAX_HEADER_BYTES else len(head)
-    if head and not whole:
+    length = max(head.rfind(b"\n"), head.rfind(b"\r")) + 1 if len(head) == MAX_HEADER_BYTES else len(head)
+    if head and not length:
         raise OverflowError
     with _any_field_size():
-        text = head[:whole].decode("utf-8-sig").replace("\0", "")
+        text = head[:length].decode("utf-8-sig").replace("\0", "")
         for separator in SEPARATORS:
             rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
             if len(fields := next(filter(None, rows), [])) > 1:

@@ -17,8 +17,8 @@ Text = Sequence[str] | Mapping[str, str]  # columns of text, perhaps each with t
 
 def needed_columns(text: Text, label: LabelColumns | None) -> dict[str, str]:
     """Return {column: the setting that names it, or ""}."""
-    named = text if isinstance(text, Mapping) else dict.fromkeys(text, "")
-    return {**named, **dict.fromkeys(label.columns if label else (), label.setting if label else "")}
+    column_settings = text if isinstance(text, Mapping) else dict.fromkeys(text, "")
+    return {**column_settings, **dict.fromkeys(label.columns if label else (), label.setting if label else "")}
 
 
 def problems(places: Iterable[str], needed: Mapping[str, str], root: str = "") -> Iterator[DataError]:
@@ -70,13 +70,13 @@ def require_columns(columns: Sequence[str], needed: Mapping[str, str], name: str
 
 def _instead(column: str, columns: Sequence[str], needed: Mapping[str, str]) -> str:
     """Return the hint for ``column``, which does not exist; empty if there is nothing to suggest."""
-    setting, near = needed[column], similar(column, columns)
+    setting, nearest = needed[column], similar(column, columns)
     if not setting or list(needed.values()).count(setting) > 1:  # a list of columns
-        meant = f"did you mean {near!r}? " if near else ""
+        meant = f"did you mean {nearest!r}? " if nearest else ""
         return f"{meant}{setting} names the columns" if setting else meant.strip()
-    taken = {*needed, *(similar(other, columns) for other in needed if other not in columns)}
-    left = [other for other in columns if other not in taken]
-    word = near or (left[0] if len(left) == 1 else "NAME")
+    used_columns = {*needed, *(similar(other, columns) for other in needed if other not in columns)}
+    unused = [other for other in columns if other not in used_columns]
+    word = nearest or (unused[0] if len(unused) == 1 else "NAME")
     option = setting.startswith("--")
     typed = f"{setting} {shlex.quote(word)}" if option else shlex.quote(f"{setting}={word}")
-    return f"did you mean {typed}?" if near else f"{'use' if option else 'set'} {typed}"
+    return f"did you mean {typed}?" if nearest else f"{'use' if option else 'set'} {typed}"

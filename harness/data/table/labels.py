@@ -77,8 +77,8 @@ class BadRows:
     def add(self, rows: np.ndarray, texts: Sequence[str] = ()) -> None:
         """Add row numbers in ascending order. ``texts``: the content of the first five, if it is to be shown."""
         self.count += len(rows)
-        for place, row in enumerate(rows[: max(0, 5 - len(self.first))].tolist()):
-            self.first.append((row, f": {texts[place]!r:.60}" if texts else ""))
+        for index, row in enumerate(rows[: max(0, 5 - len(self.first))].tolist()):
+            self.first.append((row, f": {texts[index]!r:.60}" if texts else ""))
 
 
 class LabelCoder:
@@ -105,8 +105,8 @@ class LabelCoder:
         if owners is not None:
             first = owners[first]
         counts = np.bincount(indices, minlength=len(words)).tolist()
-        found = (self._code(*each) for each in zip(words, first.tolist(), counts, strict=True))
-        codes = np.fromiter(found, np.int32, len(words))
+        codes_of_words = (self._code(*each) for each in zip(words, first.tolist(), counts, strict=True))
+        codes = np.fromiter(codes_of_words, np.int32, len(words))
         self._note_blanks(words, indices)
         self.num_rows += len(indices) if owners is None else num_rows
         code_of_row: np.ndarray = codes[indices]
@@ -144,9 +144,9 @@ class LabelCoder:
         else:
             order = sorted(range(len(words)), key=words.__getitem__)
             vocabulary = [words[i] for i in order]
-        place = np.empty(len(words), dtype=np.int32)
-        place[order] = np.arange(len(words), dtype=np.int32)
-        return vocabulary, place, [*self._notes(words, integers), *self._misspelled(words)]
+        rank_of_code = np.empty(len(words), dtype=np.int32)
+        rank_of_code[order] = np.arange(len(words), dtype=np.int32)
+        return vocabulary, rank_of_code, [*self._notes(words, integers), *self._misspelled(words)]
 
     def _refuse_twins(self, words: list[str]) -> None:
         stripped: dict[str, str] = {}
@@ -202,17 +202,17 @@ def misspelled(count: Mapping[str, int], num_rows: int) -> Iterator[tuple[str, s
     yield from islice(pairs, _MAX_NOTES)
 
 
-def _alike(one: str, other: str) -> bool:
+def _alike(first: str, second: str) -> bool:
     """Return True for labels that differ only by case, white space or one edit that is not of a digit."""
-    one, other = ("".join(label.split()).casefold() for label in (one, other))
-    if one == other:
+    first, second = ("".join(label.split()).casefold() for label in (first, second))
+    if first == second:
         return True
-    if min(len(one), len(other)) < _MIN_LETTERS:
+    if min(len(first), len(second)) < _MIN_LETTERS:
         return False
-    same = len(os.path.commonprefix([one, other]))
-    one, other = one[same:], other[same:]
-    is_number = one[:1].isdigit() or other[:1].isdigit()
-    return not is_number and (one[1:] in (other, other[1:]) or one == other[1:])
+    common = len(os.path.commonprefix([first, second]))
+    first, second = first[common:], second[common:]
+    is_number = first[:1].isdigit() or second[:1].isdigit()
+    return not is_number and (first[1:] in (second, second[1:]) or first == second[1:])
 
 
 def _is_number(word: str) -> bool:

@@ -28,11 +28,11 @@ def read_header(path: Path, name: str, needed: Iterable[str] = ()) -> list[str]:
         schema = file.schema_arrow
     columns = [field.name for field in schema if _can_be_text(field.type)]
     if twice := sorted(column for column, count in Counter(columns).items() if count > 1):
-        what = f"the file names a column twice: {listed(twice)}"
-        raise DataError(what, where=name, hint="give every column a unique name")
+        message = f"the file names a column twice: {listed(twice)}"
+        raise DataError(message, where=name, hint="give every column a unique name")
     if not columns:
-        what = f"no column has text or numbers; the columns are {listed(schema.names)}"
-        raise DataError(what, where=name, hint="store each label, and each path, as text or a number")
+        message = f"no column has text or numbers; the columns are {listed(schema.names)}"
+        raise DataError(message, where=name, hint="store each label, and each path, as text or a number")
     types = {field.name: field.type for field in schema}
     for column in needed:
         if column in types and column not in columns:

@@ -90,8 +90,8 @@ def locate(source: str | os.PathLike[str]) -> Source:
             raise DataError(f"no such annotation file: {error.strerror}", where=name) from None
         raise DataError("no such annotation file", where=name, hint=_nearest_file(Path(name))) from None
     except OSError as error:
-        what = f"the annotation file cannot be read: {error.strerror}"
-        raise DataError(what, where=name, hint=remedy(error)) from error
+        message = f"the annotation file cannot be read: {error.strerror}"
+        raise DataError(message, where=name, hint=remedy(error)) from error
     if stat.st_size == 0:
         raise _empty(name)
     path = os.path.realpath(name)
@@ -106,10 +106,10 @@ def require_root(root: str) -> None:
     not asked."""
     folder = root.removeprefix("file://")
     if folder and not is_url(folder) and not os.path.isdir(folder):
-        found = f"{folder} is not a folder" if os.path.exists(folder) else f"the folder {folder} does not exist"
+        problem = f"{folder} is not a folder" if os.path.exists(folder) else f"the folder {folder} does not exist"
         meaning = "image paths are relative to task.root, which is itself relative to the working folder"
         hint = f"{did_you_mean(folder, os.path.isdir)} {meaning}".strip()
-        raise DataError(found, where="task.root", hint=hint)
+        raise DataError(problem, where="task.root", hint=hint)
 
 
 def kind_of(path: Path, name: str) -> str:
@@ -118,8 +118,8 @@ def kind_of(path: Path, name: str) -> str:
         with open(path, "rb") as stream:
             head = stream.read(8)
     except OSError as error:
-        what = f"the annotation file cannot be read: {error.strerror}"
-        raise DataError(what, where=name, hint=remedy(error)) from error
+        message = f"the annotation file cannot be read: {error.strerror}"
+        raise DataError(message, where=name, hint=remedy(error)) from error
     for magic, kind in _KINDS.items():
         if head.startswith(magic):
             return kind
@@ -163,8 +163,8 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def _nearest_file(path: Path) -> str:
-    if near := did_you_mean(path):
-        return near
+    if hint := did_you_mean(path):
+        return hint
     if not path.parent.is_dir():
         demo = f"; harness data digits {path.parent} writes the digits" if path.parent.name == "digits" else ""
         return f"the folder {path.parent} does not exist either; relative paths are resolved against {Path.cwd()}{demo}"

@@ -47,11 +47,11 @@ def open_table(
     """
     text = (text,) if isinstance(text, str) else text
     label = LabelColumns("class", (label,)) if isinstance(label, str) else label
-    found = locate(source)
-    entry = CacheEntry.of(found, label, cache_dir)
-    manifest = converted(found, entry, text, label)
-    require_columns(manifest["columns"], needed_columns(text, label), found.name)
-    return Table(found, entry, manifest, label)
+    located = locate(source)
+    entry = CacheEntry.of(located, label, cache_dir)
+    manifest = converted(located, entry, text, label)
+    require_columns(manifest["columns"], needed_columns(text, label), located.name)
+    return Table(located, entry, manifest, label)
 
 
 class Table:
@@ -190,10 +190,10 @@ class Table:
         if not (remote or self._source.is_current()):
             return {}
         if unknown := sorted(set(rows) - self._lines.keys()):
-            wanted = unknown if self.num_rows > _FEW_ROWS else range(self.num_rows)
+            searched = unknown if self.num_rows > _FEW_ROWS else range(self.num_rows)
             path = self._entry.download if remote else Path(self._source.identity)
             with suppress(OSError, EOFError):
-                self._lines |= zip(wanted, reader_of(self._manifest["kind"]).lines_of(path, wanted), strict=False)
+                self._lines |= zip(searched, reader_of(self._manifest["kind"]).lines_of(path, searched), strict=False)
         return self._lines
 
     def _batch(self, index: int) -> pa.RecordBatch:

@@ -66,7 +66,7 @@ def experiment(config: FlyteFile, overrides: list[str] = []) -> Results:  # noqa
 def render(job: Job) -> str:
     settings, machine = job.settings, job.settings.engine_settings
     several = settings.nnodes > 1
-    asked = {"cpu": machine.cpu, "mem": machine.memory, "gpu": str(machine.gpu or "") or None}
+    resources = {"cpu": machine.cpu, "mem": machine.memory, "gpu": str(machine.gpu or "") or None}
     elastic = f"Elastic(nnodes={settings.nnodes}, nproc_per_node={settings.nproc}, monitor_interval=1)"
     workflow, config, *overrides = (shlex.join(pair) for pair in _inputs(job))
     words = [f"{FILE} {workflow} {config}", *overrides]
@@ -75,7 +75,7 @@ def render(job: Job) -> str:
         remote=" \\\n    ".join(["pyflyte run --remote -p PROJECT -d DOMAIN", *words]),
         elastic_import="from flytekitplugins.kfpytorch import Elastic\n" if several else "",
         body="train_rank" if several else "train_node",
-        resources=", ".join(f'{name}="{amount}"' for name, amount in asked.items() if amount),
+        resources=", ".join(f'{name}="{amount}"' for name, amount in resources.items() if amount),
         task_config=f"\n    task_config={elastic}," if several else "",
         image=f'"{machine.image}"' if machine.image else None,
         retries=settings.max_restarts,

@@ -79,14 +79,14 @@ def train_node(path: str, overrides: Sequence[str]) -> Results:
 def train_rank(path: str, overrides: Sequence[str]) -> Results | None:
     """Train ``path`` as the rank that torch's elastic agent made of this process. Every rank calls it; the task returns
     the result of rank 0. Raises as ``train_node`` does."""
-    place = detect(os.environ)
-    job = _job(path, overrides, f"launch.nproc={place.world_size}")  # whatever the source was written for
+    launch = detect(os.environ)
+    job = _job(path, overrides, f"launch.nproc={launch.world_size}")  # whatever the source was written for
     worker = Worker(job.command(), {**os.environ, **job.environ()})
-    report = follow_until_done(lambda: WorkerGroup({place.rank: worker}, job.settings.grace_s), _STOPPING)
+    report = follow_until_done(lambda: WorkerGroup({launch.rank: worker}, job.settings.grace_s), _STOPPING)
     code = report.exits[0].exit_code
     if code != EXIT_DONE:
         raise _error(code, f"a rank ended with exit code {code}{_first_failure(job.folder)}")
-    return _results(job) if place.rank == 0 else None  # other machines may not have the run folder
+    return _results(job) if launch.rank == 0 else None  # other machines may not have the run folder
 
 
 def _end_with_engine() -> None:
@@ -143,10 +143,10 @@ def _report(run: str, page: Path) -> Path | None:
 
 def _restore(folder: Path) -> None:
     """Restore the run folder that an earlier attempt of this task handed to Flyte, unless the disk still has it."""
-    kept = current_context().checkpoint
-    if kept.prev_exists() and not folder.exists():
+    checkpoint = current_context().checkpoint
+    if checkpoint.prev_exists() and not folder.exists():
         folder.mkdir(parents=True)
-        kept.restore(folder)
+        checkpoint.restore(folder)
 
 
 def _keep(folder: Path) -> None:

@@ -81,8 +81,8 @@ def _check(job: Job) -> None:
 
 
 def _min_ranks(job: Job) -> int:
-    own: Settings = job.settings.engine_settings
-    return own.min_ranks or job.settings.nproc
+    local_settings: Settings = job.settings.engine_settings
+    return local_settings.min_ranks or job.settings.nproc
 
 
 class RestartedRun:
@@ -135,8 +135,8 @@ class RestartedRun:
             tell(f"not started again: launch.max_restarts={settings.max_restarts} is used up")
             return False
         num_killed = sum(exit.cause is Cause.SIGNAL for exit in report.exits)
-        left = self._growth.left(self._size - max(num_killed, 1))
-        size = next((size for size in range(left, 0, -1) if fits(self._job, size)), 0)
+        remaining = self._growth.left(self._size - max(num_killed, 1))
+        size = next((size for size in range(remaining, 0, -1) if fits(self._job, size)), 0)
         if size < (least := _min_ranks(self._job)):
             tell(
                 f"not started again: machine and batch allow {plural(size, 'rank')}, and launch.local.min_ranks is "
@@ -209,10 +209,10 @@ class _Growth:
         ``launch.local.min_ranks``."""
         from harness.distributed import devices  # late: it imports torch
 
-        wanted = self._job.config.runtime.device
-        if wanted != "cpu" and (names := devices.visible_names()):
+        device = self._job.config.runtime.device
+        if device != "cpu" and (names := devices.visible_names()):
             self.visible = devices.working_names(names)[: self._job.world_size]
-            if self.visible or wanted == "cuda":
+            if self.visible or device == "cuda":
                 return len(self.visible)
         return max(survivors, _min_ranks(self._job))
 

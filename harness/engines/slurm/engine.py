@@ -105,12 +105,12 @@ def submit(job: Job) -> str:
     """Submit the run without following it; return the job id."""
     text = render(job)
     output = settings_of(job).output
-    place = Path(output).parent
-    if "%" not in str(place) and not place.is_dir():
+    folder = Path(output).parent
+    if "%" not in str(folder) and not folder.is_dir():
         raise job.error(
             f"launch.slurm.output={output}: the folder does not exist, and Slurm would end the job "
             "without an error message",
-            f"mkdir -p {shlex.quote(str(place))}",
+            f"mkdir -p {shlex.quote(str(folder))}",
         )
     if running := _same_run(job):
         raise LaunchError(
@@ -200,8 +200,8 @@ class SlurmRun:
     def _print(self, state: JobState) -> None:
         """Print why the job is pending, if it is."""
         again = f", resumes at {state.start_time}" if state.restarts and state.start_time[:1].isdigit() else ""
-        why = f" ({state.reason.replace('_', ' ')})" if state.reason else ""
-        line = f"job {self._number} is pending{why}{again}" if state.name == "PENDING" else ""
+        reason = f" ({state.reason.replace('_', ' ')})" if state.reason else ""
+        line = f"job {self._number} is pending{reason}{again}" if state.name == "PENDING" else ""
         if line and line != self._printed:
             tell(line)
         self._printed = line
@@ -212,9 +212,9 @@ class SlurmRun:
 
     def _lost(self, state: JobState | None, nodes: str) -> str:
         """Return the reason why some ranks left no record, if the job was not stopped on request."""
-        known = self._exit_files.read()
+        recorded = self._exit_files.read()
         num_nodes = self._output.num_nodes or self._job.settings.nnodes
-        silent = [rank for rank in range(num_nodes * self._job.settings.nproc) if rank not in known]
+        silent = [rank for rank in range(num_nodes * self._job.settings.nproc) if rank not in recorded]
         if self._num_stops or not silent:
             return ""
         lost = self._output.lost
@@ -226,8 +226,8 @@ class SlurmRun:
         elif state is not None and state.over and state.name not in ("COMPLETED", "FAILED"):
             lost = lost or f"Slurm ended job {self._number}: {state.name}"
         lost = lost or self._output.killed
-        if (state is None or state.name != "COMPLETED") and (gone := down(nodes)):
-            lost = "; ".join(filter(None, (lost, f"nodes that Slurm has lost: {gone}")))
+        if (state is None or state.name != "COMPLETED") and (lost_nodes := down(nodes)):
+            lost = "; ".join(filter(None, (lost, f"nodes that Slurm has lost: {lost_nodes}")))
         return lost
 
 
@@ -301,9 +301,9 @@ def _command(job: Job) -> str:
     """Return the command of each rank, without the places of this machine where the job can find them otherwise. It
     runs in the working folder, with the environment of this process."""
     python, *words = job.command()
-    place = Path(job.path)
-    if place.is_absolute() and place.is_relative_to(Path.cwd()):
-        words[words.index("-c") + 1] = str(place.relative_to(Path.cwd()))
+    path = Path(job.path)
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        words[words.index("-c") + 1] = str(path.relative_to(Path.cwd()))
     return f"{_python(job, python)} {shlex.join(words)}"
 
 
@@ -428,9 +428,9 @@ class JobOutput:
         """Print the new whole lines, and with ``last`` also an unfinished one. Return True if there were any."""
         if self._followed is None and self.path:
             self._followed = FollowedFile(Path(self.path))
-        shown = False
+        any_shown = False
         while self._followed and (lines := self._followed.read(last)):
-            shown = True
+            any_shown = True
             for text in (line.decode(errors="replace") for line in lines):
                 if text.startswith(RECORD):
                     with suppress(ValueError, TypeError, KeyError):  # cut off in the middle, or by another program
@@ -438,7 +438,7 @@ class JobOutput:
                 else:
                     tell(text)
                     self._parse(text)
-        return shown
+        return any_shown
 
     def _read(self, record: dict[str, int]) -> None:
         """Take over what the script has recorded: a start, or the end."""
@@ -453,17 +453,17 @@ class JobOutput:
 
     def _parse(self, line: str) -> None:
         """Read srun's own messages, which have no other form."""
-        if found := _NODE.match(line):
-            self.lost = found.group(1)
-        elif (found := _TASKS.match(line)) and (code := _code(found.group(2))) is not None:
-            for rank in _numbers(found.group(1)):
+        if match := _NODE.match(line):
+            self.lost = match.group(1)
+        elif (match := _TASKS.match(line)) and (code := _code(match.group(2))) is not None:
+            for rank in _numbers(match.group(1)):
                 self.exits.setdefault(rank, code)
 
 
 def _code(text: str) -> int | None:
     """Return the exit code, or minus the signal number, in srun's report on a task; None for any other text."""
-    if found := re.match(r"Exited with exit code (\d+)", text):
-        return int(found.group(1))
+    if match := re.match(r"Exited with exit code (\d+)", text):
+        return int(match.group(1))
     return _SIGNALS.get(text.partition(" (core")[0])
 
 
@@ -514,8 +514,8 @@ def parse(line: str) -> JobState:
     """Return the state in one line of ``scontrol show job -o``."""
 
     def value(key: str) -> str:
-        found = re.search(rf"(?:^| ){key}=(.*?)(?= \S+=| *$)", line)  # a path may contain blanks
-        return "" if found is None or found.group(1) in ("(null)", "None") else found.group(1)
+        match = re.search(rf"(?:^| ){key}=(.*?)(?= \S+=| *$)", line)  # a path may contain blanks
+        return "" if match is None or match.group(1) in ("(null)", "None") else match.group(1)
 
     return JobState(
         value("JobState"), value("Reason"), value("NodeList"), int(value("Restarts") or 0), value("StdOut"),

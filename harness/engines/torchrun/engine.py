@@ -127,14 +127,14 @@ class TorchrunRun:
         # All ranks finish together, and a rank of this machine that was refused has printed why.
         if code == 0 or codes == {EXIT_DONE} or EXIT_USAGE in codes:
             return ""
-        known = {exit.rank for exit in exits} | self._exit_files.read().keys()
-        silent = [str(rank) for rank in range(world_size) if rank not in known]
+        recorded = {exit.rank for exit in exits} | self._exit_files.read().keys()
+        silent = [str(rank) for rank in range(world_size) if rank not in recorded]
         if not silent or (stopped and codes <= {EXIT_DONE, EXIT_STOPPED, *EXITS_BY_SIGNAL, -signal.SIGTERM}):
             return ""
         if code < 0 and self._agent.deadline == float("inf"):
             return f"its launcher on {socket.gethostname()} was killed by signal {-code}"
-        others = f" (nor did rank{'s' * (len(silent) > 2)} {', '.join(silent[1:])})" if silent[1:] else ""
-        return f"it left no record{others}: it was killed, or its machine was lost"
+        other_ranks = f" (nor did rank{'s' * (len(silent) > 2)} {', '.join(silent[1:])})" if silent[1:] else ""
+        return f"it left no record{other_ranks}: it was killed, or its machine was lost"
 
 
 def _command(job: Job, where: Rendezvous, errors: str) -> list[str]:
@@ -189,9 +189,9 @@ def attempts(folder: Path) -> dict[int, Path]:
 def rank_processes(folder: Path) -> list[int]:
     """Return the ids of the ranks' processes and of those that they started. Linux only; elsewhere none."""
     mark = f"={folder}{os.sep}".encode()
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if mark in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids

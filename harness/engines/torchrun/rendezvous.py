@@ -101,38 +101,38 @@ class _Meeting(_SeveralMachines):
 def rendezvous_of(job: Job) -> Rendezvous:
     """Return the rendezvous that the settings of ``job`` describe, as seen from this machine. Raises LaunchError."""
     settings = job.settings
-    own: Settings = settings.engine_settings
-    least = own.min_nodes or settings.nnodes
+    torchrun_settings: Settings = settings.engine_settings
+    least = torchrun_settings.min_nodes or settings.nnodes
     _check(job, least)
     if settings.nnodes == 1:
         return Rendezvous()
-    assert own.rendezvous is not None
-    host, _, port = own.rendezvous.rpartition(":")
-    known = settings.nnodes, least, host, int(port), _own_address(job, host), math.ceil(own.join_s)
-    if own.node_rank is not None:
-        return _Numbered(*known, own.node_rank)
-    return _Meeting(*known, re.sub(r"[^\w.-]", "-", job.config.name))
+    assert torchrun_settings.rendezvous is not None
+    host, _, port = torchrun_settings.rendezvous.rpartition(":")
+    arguments = settings.nnodes, least, host, int(port), _own_address(job, host), math.ceil(torchrun_settings.join_s)
+    if torchrun_settings.node_rank is not None:
+        return _Numbered(*arguments, torchrun_settings.node_rank)
+    return _Meeting(*arguments, re.sub(r"[^\w.-]", "-", job.config.name))
 
 
 def _check(job: Job, least: int) -> None:
     """Raise LaunchError for settings that are missing or contradict each other."""
     settings = job.settings
-    own: Settings = settings.engine_settings
+    torchrun_settings: Settings = settings.engine_settings
     if settings.nnodes == 1:
-        for key, value in (("rendezvous", own.rendezvous), ("node_rank", own.node_rank)):
+        for key, value in (("rendezvous", torchrun_settings.rendezvous), ("node_rank", torchrun_settings.node_rank)):
             if value is not None:
-                what = f"launch.torchrun.{key} needs several machines, but launch.nnodes is 1"
-                raise job.error(what, "add --nnodes N, or remove it")
+                message = f"launch.torchrun.{key} needs several machines, but launch.nnodes is 1"
+                raise job.error(message, "add --nnodes N, or remove it")
         return
-    if own.rendezvous is None:
+    if torchrun_settings.rendezvous is None:
         raise job.error(
             f"{settings.nnodes} machines need a rendezvous address",
             "add launch.torchrun.rendezvous=HOST:PORT, with the address of the first machine",
         )
-    if own.node_rank is not None:
-        if own.node_rank >= settings.nnodes:
+    if torchrun_settings.node_rank is not None:
+        if torchrun_settings.node_rank >= settings.nnodes:
             raise job.error(
-                f"launch.torchrun.node_rank={own.node_rank} is out of range",
+                f"launch.torchrun.node_rank={torchrun_settings.node_rank} is out of range",
                 f"use a number from 0 to {settings.nnodes - 1}",
             )
         if settings.max_restarts:

@@ -69,11 +69,11 @@ def _split(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     slashes."""
     from torch.distributed.tensor import DTensor
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
     def plain(value: Any, path: str) -> Any:
         if isinstance(value, DTensor):
-            found[path] = value
+            tensors[path] = value
             return {_MARK: path}
         if isinstance(value, dict):
             return {key: plain(item, f"{path}/{key}" if path else str(key)) for key, item in value.items()}
@@ -81,7 +81,7 @@ def _split(tree: Any) -> tuple[Any, dict[str, Tensor]]:
             return type(value)(plain(item, f"{path}/{number}") for number, item in enumerate(value))
         return value
 
-    return plain(tree, ""), found
+    return plain(tree, ""), tensors
 
 
 def _save(folder: Path, tensors: dict[str, Tensor], group: Any) -> None:
@@ -113,13 +113,15 @@ def _filled(folder: Path, content: Any, own: base.Own) -> Any:
     def replaced(value: Any) -> Any:
         if isinstance(value, dict):
             if value.keys() == {_MARK}:
-                key, found = value[_MARK], metadata().state_dict_metadata[value[_MARK]]
-                if not isinstance(found, TensorStorageMetadata):
+                key, saved = value[_MARK], metadata().state_dict_metadata[value[_MARK]]
+                if not isinstance(saved, TensorStorageMetadata):
                     raise ValueError(f"{key} is not a tensor")
-                mine = own(key, found.size)
-                dtype = found.properties.dtype
+                template = own(key, saved.size)
+                dtype = saved.properties.dtype
                 tensors[key] = (
-                    torch.empty(found.size, dtype=dtype) if mine is None else torch.empty_like(mine, dtype=dtype)
+                    torch.empty(saved.size, dtype=dtype)
+                    if template is None
+                    else torch.empty_like(template, dtype=dtype)
                 )
                 return tensors[key]
             return {key: replaced(item) for key, item in value.items()}
@@ -143,10 +145,10 @@ def _metadata(folder: Path) -> Any:
     from torch.distributed.checkpoint.metadata import Metadata
 
     with open(folder / _INDEX, "rb") as file:
-        found = _Unpickler(file).load()
-    if not isinstance(found, Metadata):
+        loaded = _Unpickler(file).load()
+    if not isinstance(loaded, Metadata):
         raise pickle.UnpicklingError(".metadata was not written by torch.distributed.checkpoint")
-    return found
+    return loaded
 
 
 class _Unpickler(pickle.Unpickler):

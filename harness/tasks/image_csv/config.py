@@ -21,8 +21,8 @@ _CHANNELS = {"rgb": 3, "gray": 1}
 def _require_two_sides(value: Any) -> Any:
     sides = [value] if type(value) is int else value
     if isinstance(sides, list | tuple) and len(sides) != 2:
-        found = f"it should be a list of two numbers, [height, width] (found: {value})"
-        raise ValueError(found + (f": use task.image_size=[{sides[0]},{sides[0]}]" if len(sides) == 1 else ""))
+        message = f"it should be a list of two numbers, [height, width] (found: {value})"
+        raise ValueError(message + (f": use task.image_size=[{sides[0]},{sides[0]}]" if len(sides) == 1 else ""))
     return value
 
 

@@ -138,12 +138,12 @@ class ImageCsv(Supervised):
         if self.train is self.eval or max(map(len, tables)) > _COMPARED_ROWS:
             return
         paths, validation = (table.slice(column, 0, len(table)) for table in tables)
-        given = validation.filter(pc.not_equal(pc.utf8_trim_whitespace(validation), ""))
-        rows = np.flatnonzero(pc.is_in(paths, value_set=given).to_numpy())
+        images = validation.filter(pc.not_equal(pc.utf8_trim_whitespace(validation), ""))
+        rows = np.flatnonzero(pc.is_in(paths, value_set=images).to_numpy())
         if len(rows):
-            what = f"{plural(len(rows), 'training row')} {'has an image' if len(rows) == 1 else 'have images'}"
+            subject = f"{plural(len(rows), 'training row')} {'has an image' if len(rows) == 1 else 'have images'}"
             yield (
-                f"{tables[0].where(int(rows[0]))}: {what} that {self.options.eval_csv} has too; the metrics of "
+                f"{tables[0].where(int(rows[0]))}: {subject} that {self.options.eval_csv} has too; the metrics of "
                 "validation will be too good"
             )
 
@@ -192,21 +192,21 @@ class ImageCsv(Supervised):
     def _of_both(self, look: Callable[[ImageTable, int | None], Found]) -> dict[str, Found]:
         """Return the results of ``look`` for each split, or for new rows, which are both, as for validation. Raises one
         DataError for the errors of both."""
-        found: dict[str, Found] = {}
+        results: dict[str, Found] = {}
         errors = []
         splits = ("training", self.train, 0), ("validation", self.eval, None)
         for split, images, epoch in splits[self.train is self.eval :]:
             try:
-                found[split] = look(images, epoch)
+                results[split] = look(images, epoch)
             except DataError as error:
                 errors.append(error)
         if errors and errors[0].where != errors[-1].where:
-            first, other = errors
-            message = f"{first.message}; in the validation data, {other.where}: {other.message}"
+            first, second = errors
+            message = f"{first.message}; in the validation data, {second.where}: {second.message}"
             raise DataError(message, where=first.where, hint=first.hint)
         if errors:
             raise errors[0]
-        return found
+        return results
 
     def label_counts(self, start: int, stop: int) -> np.ndarray | None:
         return self.train.labels.counts(start, stop)
@@ -237,8 +237,8 @@ class ImageCsv(Supervised):
 
     def model(self, section: ModelSection) -> nn.Module:
         outputs, example = len(self.objective.labels.names), self._example(self.image_size)
-        known = {"num_classes": outputs, "in_channels": self.options.channels}
-        model = model_builder.build(section.name, section.args, known, example, outputs, self.options)
+        arguments = {"num_classes": outputs, "in_channels": self.options.channels}
+        model = model_builder.build(section.name, section.args, arguments, example, outputs, self.options)
         if self.learned_size is None and self._first[0].shape != self._first[1].shape:
             model_builder.try_batch(
                 model, section.name, self._example(self._first[0].shape[-2:]), outputs, self.options
@@ -281,14 +281,14 @@ class ImageCsv(Supervised):
             first = self.eval.for_evaluation(torch.zeros(options.channels, *size, dtype=torch.uint8))
         else:
             first = self._first[1]
-        facts = transforms.describe(options.transforms, first, mean, std)
+        details = transforms.describe(options.transforms, first, mean, std)
         if options.image_size:
-            facts["resize"] = "the largest centered part with the aspect ratio of size, bilinear with antialiasing"
+            details["resize"] = "the largest centered part with the aspect ratio of size, bilinear with antialiasing"
         if options.decode == "reduced":
-            facts["decode"] = (
+            details["decode"] = (
                 "JPEGs at 1/2, 1/4 or 1/8 of their size if the first transform scales them down by at least that"
             )
-        return {"color": options.color, **facts}
+        return {"color": options.color, **details}
 
 
 @lru_cache  # creating a tensor on a GPU makes the host wait for the copy

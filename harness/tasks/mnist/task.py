@@ -58,8 +58,8 @@ class Images(Classification):
 
     def model(self, section: ModelSection) -> nn.Module:
         outputs, example = len(self.classes), torch.zeros(2, *self.train.inputs.shape[1:])
-        known = {"num_classes": outputs, "in_channels": 1}
-        return model_builder.build(section.name, section.args, known, example, outputs, self.options)
+        arguments = {"num_classes": outputs, "in_channels": 1}
+        return model_builder.build(section.name, section.args, arguments, example, outputs, self.options)
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """Return uint8 (batch, 1, height, width) as normalized float32; float32 as it is."""
@@ -73,5 +73,5 @@ class Images(Classification):
     @property
     def signature(self) -> dict[str, Any]:
         first = self.eval.batch(np.zeros(1, np.int64), None).inputs[0]
-        facts = transforms.describe(self.options.transforms, first, [self.options.mean], [self.options.std])
-        return {"input": "images", **self.objective.labels.signature, "preprocessing": {"color": "gray", **facts}}
+        description = transforms.describe(self.options.transforms, first, [self.options.mean], [self.options.std])
+        return {"input": "images", **self.objective.labels.signature, "preprocessing": {"color": "gray", **description}}

@@ -81,8 +81,8 @@ def windows(names: Sequence[str], window: int) -> CodeRows:
     stream, starts, lengths = _stream(names, window)
     # A name of n characters has n + 1 windows; the first starts at its first BLANK, each next one a code later.
     first = np.repeat(starts - np.concatenate([[0], np.cumsum(lengths + 1)[:-1]]), lengths + 1)
-    each = first + np.arange(len(first))
-    return CodeRows(stream, each, np.full(len(each), window + 1, dtype=np.int64))
+    rows = first + np.arange(len(first))
+    return CodeRows(stream, rows, np.full(len(rows), window + 1, dtype=np.int64))
 
 
 def whole(names: Sequence[str]) -> CodeRows:

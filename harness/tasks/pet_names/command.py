@@ -42,9 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
     trained_run.configuration(folder, (), arguments.trust)  # errors come before the import of torch
     from harness.tasks.pet_names import generate
 
-    wanted = generate.NameRequest(
+    request = generate.NameRequest(
         arguments.num, arguments.temperature, arguments.seed, arguments.start, arguments.keep_existing, arguments.trust
     )
-    for name in generate.names(folder, wanted):
+    for name in generate.names(folder, request):
         print(name, flush=True)
     return EXIT_DONE

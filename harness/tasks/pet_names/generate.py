@@ -92,8 +92,8 @@ def _checked(request: NameRequest) -> str:
             hint="use letters a-z, space, hyphen and period",
         )
     if len(start) >= MAX_LENGTH:
-        what = f"{len(start)} characters, but a name has at most {MAX_LENGTH}"
-        raise ConfigError(what, where="--start", hint=f"use fewer than {MAX_LENGTH} characters")
+        problem = f"{len(start)} characters, but a name has at most {MAX_LENGTH}"
+        raise ConfigError(problem, where="--start", hint=f"use fewer than {MAX_LENGTH} characters")
     return start
 
 

@@ -24,11 +24,11 @@ from harness.training.task import BaseTask, Batch, ModelSection, Pairs, model_bu
 def open_data(task: Task, seed: int, cache_dir: Path | None) -> PetNames:
     """Read and split the names of ``task.names``. Raises DataError."""
     hint = "type: harness data pet_names data/pet_names, or set task.names to a text file with one name per line"
-    found, num_skipped = read(Path(task.names), hint)
-    train, validation = split(found)
+    names, num_skipped = read(Path(task.names), hint)
+    train, validation = split(names)
     if not train or not validation:
         raise DataError(
-            f"too few distinct names for a training and a validation set: {len(set(found))}",
+            f"too few distinct names for a training and a validation set: {len(set(names))}",
             where=task.names,
             hint=hint,
         )
@@ -51,8 +51,8 @@ def context(task: Task, prefixes: Tensor) -> Tensor:
 def build_model(task: Task, section: ModelSection) -> nn.Module:
     """Build the model, which does not depend on the names. Raises ConfigError."""
     example = torch.full((2, task.window), BLANK_CODE)
-    known, outputs = {"num_characters": len(ALPHABET)}, (task.window, len(ALPHABET))
-    return model_builder.build(section.name, section.args, known, example, outputs)
+    arguments, outputs = {"num_characters": len(ALPHABET)}, (task.window, len(ALPHABET))
+    return model_builder.build(section.name, section.args, arguments, example, outputs)
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,12 @@ class TokenizerSection(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> TokenizerSection:
-        own = "." in self.name and not self.of_hub
-        if own and self.num_tokens is None:
+        is_own = "." in self.name and not self.of_hub
+        if is_own and self.num_tokens is None:
             raise ValueError(f"{self.name} needs num_tokens, its largest id plus one")
-        if not own and self.num_tokens is not None:
+        if not is_own and self.num_tokens is not None:
             raise ValueError(f"num_tokens is for a tokenizer of your own; the tokenizer {self.name} sets it itself")
-        if self.args and not own:
+        if self.args and not is_own:
             raise ValueError(f"the tokenizer {self.name} takes no args")
         if self.name != "words" and self.max_words != _MAX_WORDS:
             raise ValueError(f"max_words is for the tokenizer words, not for {self.name}; remove it")
@@ -99,8 +99,8 @@ class Task(TableTask):
                 f"text_column {list(self.text_columns)}: the tokenizer {self.tokenizer.name} takes "
                 + ("one column, or a list of two different ones" if most == 2 else "one; hf:FOLDER_OR_NAME takes pairs")
             )
-        if both := set(self.text_columns) & set(self.label_columns):
-            raise ValueError(f"column {min(both)!r} is in text_column and is that of the labels; name another")
+        if in_both := set(self.text_columns) & set(self.label_columns):
+            raise ValueError(f"column {min(in_both)!r} is in text_column and is that of the labels; name another")
         return self
 
     @property

@@ -80,8 +80,8 @@ class TextCsv(Supervised):
     @property
     def summary(self) -> dict[str, Any]:
         options = self.options.tokenizer
-        shown = f"{options.name}, {self.tokenizer.num_tokens:,} distinct; at most {options.max_length} per row"
-        tokens = "; ".join(filter(None, [shown, self.train.lengths]))
+        description = f"{options.name}, {self.tokenizer.num_tokens:,} distinct; at most {options.max_length} per row"
+        tokens = "; ".join(filter(None, [description, self.train.lengths]))
         rows = {"train rows": len(self.train), "eval rows": len(self.eval), "tokens": tokens}
         return rows | self.objective.summary(len(self.eval))
 
@@ -100,11 +100,11 @@ class TextCsv(Supervised):
     @property
     def _pair_warnings(self) -> list[str]:
         """A list with a warning if both texts of a pair become one."""
-        first, *others = self.options.text_columns
-        if not others or self.tokenizer.separates_pairs:
+        first, *other_columns = self.options.text_columns
+        if not other_columns or self.tokenizer.separates_pairs:
             return []
-        what = f"{self.options.tokenizer.name} has no token between both texts of a pair"
-        return [f"{what}: end the texts of column {first!r} with one, such as its eos_token"]
+        problem = f"{self.options.tokenizer.name} has no token between both texts of a pair"
+        return [f"{problem}: end the texts of column {first!r} with one, such as its eos_token"]
 
     @property
     def fingerprint(self) -> str:
@@ -122,11 +122,11 @@ class TextCsv(Supervised):
         options = self.options.tokenizer
         if section.name.startswith(HUB) and section.start_weights:
             self.tokenizer.require_tokens_of(section.name, options.name)
-        whole = options.pad == "max_length" or section.name.startswith(HUB)  # whose places are limited
-        length = options.max_length if whole else min(_EXAMPLE_TOKENS, options.max_length)
+        fixed_length = options.pad == "max_length" or section.name.startswith(HUB)  # whose places are limited
+        length = options.max_length if fixed_length else min(_EXAMPLE_TOKENS, options.max_length)
         outputs = len(self.objective.labels.names)
-        known = {"num_classes": outputs, "num_tokens": self.tokenizer.num_tokens, **self.tokenizer.known}
-        return model_builder.build(section.name, section.args, known, self.tokenizer.example(length), outputs)
+        arguments = {"num_classes": outputs, "num_tokens": self.tokenizer.num_tokens, **self.tokenizer.known}
+        return model_builder.build(section.name, section.args, arguments, self.tokenizer.example(length), outputs)
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """Return int64 ids (batch, positions) as they are."""
@@ -135,8 +135,8 @@ class TextCsv(Supervised):
     def known(self, rows: np.ndarray) -> dict[str, Any]:
         known = {"id": rows.tolist(), **self.eval.labels.known(rows)}
         for column in self.options.text_columns:
-            taken = column in known or column in ("prediction", "label")
-            known[f"text_{column}" if taken else column] = [
+            is_taken = column in known or column in ("prediction", "label")
+            known[f"text_{column}" if is_taken else column] = [
                 text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…" for text in self.eval.table.strings(column, rows)
             ]
         return known
@@ -144,6 +144,6 @@ class TextCsv(Supervised):
     @property
     def signature(self) -> dict[str, Any]:
         options = self.options.tokenizer
-        facts = {"tokenizer": options.name, "max_length": options.max_length, **self.tokenizer.signature}
+        preprocessing = {"tokenizer": options.name, "max_length": options.max_length, **self.tokenizer.signature}
         lengths = {"max_length": options.max_length} if options.pad == "batch" and options.max_length > 1 else {}
-        return {"input": "tokens", **self.objective.labels.signature, **lengths, "preprocessing": facts}
+        return {"input": "tokens", **self.objective.labels.signature, **lengths, "preprocessing": preprocessing}

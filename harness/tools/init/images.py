@@ -35,7 +35,7 @@ def root(rows: Annotations, path_column: str, given: str | None) -> tuple[str, G
         if found[best] == len(paths):
             break
     fit = (place for place in found if found[place] == found[best] > 0)
-    same = {os.path.realpath(ImageFiles(place).place(paths[0])): place for place in fit}
+    same = {os.path.realpath(ImageFiles(place).locate(paths[0])): place for place in fit}
     if len(same) > 1:
         raise ConfigError(
             f"its paths exist below several folders: {', '.join(same.values())}",
