@@ -84,7 +84,7 @@ def _yaml(key: str, value: Any) -> str:
     except (TypeError, ValueError) as error:
         where, hint = f"{OVERRIDES}: {key}", "give a number, a text, a path, a bool, None, a list or dictionary"
         raise ConfigError(f"{type(value).__name__} is no type of the YAML: {error}", where=where, hint=hint) from None
-    return re.sub(r"[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    return re.sub(r"[\x7f-\uffff]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def train(config: Config | str | os.PathLike[str], overrides: Sequence[str] | Mapping[str, Any] = ()) -> TrainResult:
@@ -166,14 +166,14 @@ def _warn_of_own_loop(run: Run) -> None:
 
     config, defaults = run.config, TrainSection()
     names = ("clip_norm", "on_gradients", "on_nan", "mixup", "cutmix", "ema_decay")
-    left = [f"train.{name}" for name in names if getattr(config.train, name) != getattr(defaults, name)]
-    left += ["checkpoint.every"] if config.checkpoint.every is not None else []
-    left += [f"{AFTER_STEP} of {hook.name}" for hook in run.hooks.all if hook.has(AFTER_STEP)]
-    if left:
+    ignored = [f"train.{name}" for name in names if getattr(config.train, name) != getattr(defaults, name)]
+    ignored += ["checkpoint.every"] if config.checkpoint.every is not None else []
+    ignored += [f"{AFTER_STEP} of {hook.name}" for hook in run.hooks.all if hook.has(AFTER_STEP)]
+    if ignored:
         log.warning(
             "these are left to your loop, and not done unless it does them: %s, and train lines in metrics.jsonl "
             "(run.tracker.log)",
-            ", ".join(left),
+            ", ".join(ignored),
         )
 
 
@@ -200,17 +200,17 @@ def predict(
     from harness.runs import fetched, trained_run
     from harness.training.evaluation import prediction_files
 
-    here, given, columns = fetched.local_copy(str(run)), _words(overrides), ()
-    place = os.fspath(rows) if isinstance(rows, str | os.PathLike) else ""
-    of_images = place.lower().endswith(IMAGE_SUFFIXES) or os.path.isdir(place)
+    run_folder, override_words, columns = fetched.local_copy(str(run)), _words(overrides), ()
+    rows_path = os.fspath(rows) if isinstance(rows, str | os.PathLike) else ""
+    of_images = rows_path.lower().endswith(IMAGE_SUFFIXES) or os.path.isdir(rows_path)
     if isinstance(rows, list) or of_images:
-        task = trained_run.configuration(here, given, trust, OVERRIDES).task
+        task = trained_run.configuration(run_folder, override_words, trust, OVERRIDES).task
         columns = tuple(getattr(task, "input_columns", ()))
-    wanted: Any = images_of(task, [place], place, Counter())[1] if of_images else rows
-    with tempfile.TemporaryDirectory(prefix="harness-") as folder, as_file(wanted, columns) as (source, cache):
+    source_rows: Any = images_of(task, [rows_path], rows_path, Counter())[1] if of_images else rows
+    with tempfile.TemporaryDirectory(prefix="harness-") as folder, as_file(source_rows, columns) as (source, cache):
         out = Path(folder, "predictions.parquet")
-        words = [*_words({"data.cache_dir": cache} if cache else {}), *given]
-        request = inference.PredictRequest(here, source, out, words, trust, OVERRIDES)
+        words = [*_words({"data.cache_dir": cache} if cache else {}), *override_words]
+        request = inference.PredictRequest(run_folder, source, out, words, trust, OVERRIDES)
         with _as_before(), without_temporary({re.escape(str(out)): "predictions"}, folder):
             inference.in_this_process(request)
         table = pd.read_parquet(out)
@@ -245,10 +245,10 @@ def _loaded(config: Config | str | os.PathLike[str], overrides: Sequence[str] | 
         return load_config(config, overrides)
     if isinstance(config, Config) and not overrides:
         return config
-    known = isinstance(config, Config)
-    found = "a loaded Config takes none" if known else f"a {type(config).__name__} is neither a Config nor a path"
+    is_loaded = isinstance(config, Config)
+    problem = "a loaded Config takes none" if is_loaded else f"a {type(config).__name__} is neither a Config nor a path"
     hint = "pass the path of a YAML file, and overrides if there are any: 'FILE.yaml', {'optimizer.lr': 0.1}"
-    raise ConfigError(found, where=OVERRIDES if known else "config", hint=hint)
+    raise ConfigError(problem, where=OVERRIDES if is_loaded else "config", hint=hint)
 
 
 @contextmanager
@@ -273,10 +273,10 @@ def _started(config: Config) -> Iterator[RunStart]:
             start = run_start.RunStart(config, runtime, shown=False)
             yield start
         except (Exception, SystemExit) as error:
-            shown = explained(error, start.run if start else None)
-            if shown is error:
+            explanation = explained(error, start.run if start else None)
+            if explanation is error:
                 raise
-            raise shown from error
+            raise explanation from error
 
 
 @contextmanager
@@ -295,14 +295,14 @@ def _as_before() -> Iterator[None]:
             after.callback(_set_variable, name, os.environ.get(name))
         after.callback(torch.set_num_threads, torch.get_num_threads())
         cudnn, matmul, deterministic = torch.backends.cudnn, torch.backends.cuda.matmul, torch.utils.deterministic
-        for place in determinism.tf32_places():
-            after.callback(setattr, place, "fp32_precision", place.fp32_precision)
-        for place, name in (
+        for backend in determinism.tf32_places():
+            after.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+        for backend, name in (
             (cudnn, "benchmark"), (cudnn, "allow_tf32"), (matmul, "allow_tf32"),
             (deterministic, "fill_uninitialized_memory"),
         ):  # fmt: skip
             with suppress(RuntimeError):  # of allow_tf32, if the caller has set fp32_precision
-                after.callback(setattr, place, name, getattr(place, name))
+                after.callback(setattr, backend, name, getattr(backend, name))
         after.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
         if torch.cuda.is_initialized():
             after.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())

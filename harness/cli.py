@@ -96,21 +96,21 @@ def _run(words: list[str]) -> int:
 
 def _parsed(parser: argparse.ArgumentParser, words: list[str], takes_program: bool) -> argparse.Namespace:
     """Return the arguments of a command, which the words after "--" follow if it ``takes_program``."""
-    own, program = words, None
+    own_words, program = words, None
     if takes_program and "--" in words:
-        own, program = words[: words.index("--")], words[words.index("--") + 1 :]
-    arguments, rest = parser.parse_known_args(own)
+        own_words, program = words[: words.index("--")], words[words.index("--") + 1 :]
+    arguments, unparsed = parser.parse_known_args(own_words)
     arguments.program, arguments.words = program, words
     # argparse does not collect overrides that stand between or after the options of a sub-command.
-    unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+    unknown = [word for word in unparsed if word.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown and unknown[0].startswith("--"):
         if takes_program and program is None and len(arguments.overrides) > 1:  # perhaps an option of a command
             find_config(arguments, arguments.parser, takes_program=True)
         raise unknown_option(arguments, arguments.parser, unknown[0], words)
     if unknown:
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if rest:
-        arguments.overrides += rest
+    if unparsed:
+        arguments.overrides += unparsed
     if program is None and (not takes_program or arguments.overrides):
         find_config(arguments, arguments.parser, takes_program)
     return arguments
@@ -149,19 +149,19 @@ def _require_working_folder() -> None:
         message = f"the working folder cannot be used: {error.strerror} (it was deleted, or moved)"
         raise ConfigError(message, hint="change to a folder that exists, such as cd ~") from None
     for name in ("harness/__init__.py", "harness.py"):
-        other = Path(name)
-        if other.is_file() and not other.samefile(Path(__file__).with_name("__init__.py")):
+        local_file = Path(name)
+        if local_file.is_file() and not local_file.samefile(Path(__file__).with_name("__init__.py")):
             raise ConfigError(
                 f"this folder has another package named harness, which hides {Path(__file__).parent}",
-                where=str(other.absolute()),
+                where=str(local_file.absolute()),
                 hint="rename it, or run the command in another folder",
             )
 
 
 def _parser(words: Sequence[str], commands: dict[str, Command]) -> argparse.ArgumentParser:
     """Return the parser of all ``commands``. Raises ConfigError for a misspelled one in ``words``."""
-    if words and words[0] not in commands and (near := similar(words[0], commands)):
-        raise ConfigError(f"there is no command {words[0]!r}", hint=f"did you mean harness {near}?")
+    if words and words[0] not in commands and (nearest := similar(words[0], commands)):
+        raise ConfigError(f"there is no command {words[0]!r}", hint=f"did you mean harness {nearest}?")
     parser = _Parser(
         prog="harness",
         description="Train PyTorch models from YAML files, then compare, report, predict and export.",
@@ -182,8 +182,8 @@ class _Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.option_strings and action.choices is not None and value not in action.choices:
-            near = similar(str(value), action.choices)
-            hint = f"did you mean {near}?" if near else f"use one of {', '.join(action.choices)}"
+            nearest = similar(str(value), action.choices)
+            hint = f"did you mean {nearest}?" if nearest else f"use one of {', '.join(action.choices)}"
             raise ConfigError(f"{action.option_strings[0]} cannot be {value!r}", where="command line", hint=hint)
         super()._check_value(action, value)
 
@@ -202,13 +202,13 @@ class _Version(argparse.Action):
 
 def _commands(words: Sequence[str]) -> dict[str, Command]:
     """Return {verb: command module} of all built-in verbs, and of the user's own verb if ``words`` starts with one."""
-    here = Path(__file__).parent
-    files = [file for pattern in ("*/*command.py", "*/*/*command.py") for file in here.glob(pattern)]
-    names = [".".join(("harness", *file.relative_to(here).with_suffix("").parts)) for file in files]
-    found = {module.VERB: module for module in (cast(Command, importlib.import_module(name)) for name in names)}
+    package = Path(__file__).parent
+    files = [file for pattern in ("*/*command.py", "*/*/*command.py") for file in package.glob(pattern)]
+    names = [".".join(("harness", *file.relative_to(package).with_suffix("").parts)) for file in files]
+    commands = {module.VERB: module for module in (cast(Command, importlib.import_module(name)) for name in names)}
     if words and "." in words[0] and not words[0].startswith("-"):
-        found[words[0]] = plugins.import_own("verb", words[0], "harness")
-    return found
+        commands[words[0]] = plugins.import_own("verb", words[0], "harness")
+    return commands
 
 
 def command(argv: Sequence[str] | None = None) -> NoReturn:

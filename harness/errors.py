@@ -58,9 +58,9 @@ def readable(error: BaseException) -> BaseException:
         str(error)
         return error
     except Exception as problem:
-        other = RuntimeError(f"{type(error).__name__}, whose text cannot be read: {type(problem).__name__}")
-        other.__cause__ = error
-        return other.with_traceback(error.__traceback__)
+        replacement = RuntimeError(f"{type(error).__name__}, whose text cannot be read: {type(problem).__name__}")
+        replacement.__cause__ = error
+        return replacement.with_traceback(error.__traceback__)
 
 
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
@@ -73,14 +73,14 @@ def users_line(error: BaseException) -> str:
     script that calls the harness did not lead to an error that the harness made by itself."""
     if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
         return f"{os.path.relpath(error.filename)}:{error.lineno}"
-    found, trace, in_harness = "", error.__traceback__, False
+    line, trace, in_harness = "", error.__traceback__, False
     while trace is not None:
         if is_users(file := trace.tb_frame.f_code.co_filename):
-            found = f"{os.path.relpath(file)}:{trace.tb_lineno}"
+            line = f"{os.path.relpath(file)}:{trace.tb_lineno}"
         elif file.startswith(_PACKAGE) and not in_harness:
-            found, in_harness = "", True
+            line, in_harness = "", True
         trace = trace.tb_next
-    return found or getattr(error.__cause__, "users_line", "")  # of an error that comes from another process
+    return line or getattr(error.__cause__, "users_line", "")  # of an error that comes from another process
 
 
 def without_harness(trace: Iterable[str]) -> list[str]:
@@ -160,25 +160,25 @@ def system_error(error: BaseException) -> OSError | None:
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno:
             return cause
-        if found := _ERRNO.search(str(cause)):
-            return OSError(int(found[1]), os.strerror(int(found[1])))
+        if match := _ERRNO.search(str(cause)):
+            return OSError(int(match[1]), os.strerror(int(match[1])))
         cause = cause.__cause__ or cause.__context__
     return None
 
 
 def reason(error: BaseException) -> str:
     """Return the system's message behind ``error``, such as "No space left on device", or else its own first line."""
-    found = system_error(error)
-    return (found.strerror if found else None) or first_line(error)
+    cause = system_error(error)
+    return (cause.strerror if cause else None) or first_line(error)
 
 
 def remedy(error: BaseException, then: str = "") -> str:
     """Return a hint that fits the failed system call behind ``error``, if it is a known one, and ``then``."""
-    found = system_error(error)
-    known = _REMEDIES.get(found.errno or 0) if found else None
-    if known is None:
+    cause = system_error(error)
+    text = _REMEDIES.get(cause.errno or 0) if cause else None
+    if text is None:
         return then.removeprefix("or ")
-    return f"{known}; {then}" if then else known
+    return f"{text}; {then}" if then else text
 
 
 def is_of_machine(error: BaseException) -> bool:
@@ -215,14 +215,14 @@ def similar(name: str, names: Iterable[str]) -> str | None:
 
     Names with other numbers are left out: img_0001.png and img_0002.png are two files, not two spellings of one.
     """
-    wanted = name.lower().strip()
+    spelling = name.lower().strip()
     spellings = {
-        other.lower().strip(): other
-        for other in names
-        if other != name and (not (_numbers(other) and _numbers(name)) or _numbers(other) == _numbers(name))
+        candidate.lower().strip(): candidate
+        for candidate in names
+        if candidate != name and (not (_numbers(candidate) and _numbers(name)) or _numbers(candidate) == _numbers(name))
     }
-    found = difflib.get_close_matches(wanted, spellings, n=1)
-    return spellings[found[0]] if found else None
+    matches = difflib.get_close_matches(spelling, spellings, n=1)
+    return spellings[matches[0]] if matches else None
 
 
 def similar_path(path: str | os.PathLike[str], wanted: Callable[[Path], bool] = os.path.exists) -> Path | None:
@@ -236,20 +236,20 @@ def similar_path(path: str | os.PathLike[str], wanted: Callable[[Path], bool] = 
     keep = wanted if wrong == path else os.path.isdir
     try:
         with os.scandir(wrong.parent) as entries:
-            there = [entry.name for entry in islice(entries, _MAX_NAMES) if keep(Path(entry.path))]
+            names = [entry.name for entry in islice(entries, _MAX_NAMES) if keep(Path(entry.path))]
     except OSError:
         return None
-    near = similar(wrong.name, there)
-    if near is None or (Path(near).suffix == wrong.suffix and not similar(wrong.stem, [Path(near).stem])):
+    nearest = similar(wrong.name, names)
+    if nearest is None or (Path(nearest).suffix == wrong.suffix and not similar(wrong.stem, [Path(nearest).stem])):
         return None  # wrong.csv and train.csv are alike only in their ends
-    found = wrong.with_name(near) / path.relative_to(wrong)
-    return found if os.path.exists(found) else similar_path(found, wanted)
+    corrected = wrong.with_name(nearest) / path.relative_to(wrong)
+    return corrected if os.path.exists(corrected) else similar_path(corrected, wanted)
 
 
 def did_you_mean(path: str | os.PathLike[str], wanted: Callable[[Path], bool] = os.path.exists) -> str:
     """Return a hint with ``similar_path``, quoted for a shell; empty if there is none."""
-    near = similar_path(path, wanted)
-    return f"did you mean {shlex.quote(str(near))}?" if near else ""
+    nearest = similar_path(path, wanted)
+    return f"did you mean {shlex.quote(str(nearest))}?" if nearest else ""
 
 
 def _numbers(name: str) -> list[int]:
@@ -282,14 +282,14 @@ def portable(error: Exception) -> Exception:
         pass
     if not isinstance(error, HarnessError):
         return RuntimeError(f"{type(error).__name__}: {error}")
-    own = next(kind for kind in type(error).__mro__ if kind.__module__ == __name__)
-    return own(error.message, where=error.where, hint=error.hint)
+    public_class = next(kind for kind in type(error).__mro__ if kind.__module__ == __name__)
+    return public_class(error.message, where=error.where, hint=error.hint)
 
 
 def as_harness_error(error: BaseException, doing: str) -> HarnessError:
     """Return ``error`` as a HarnessError that can be pickled, with what was ``doing`` if it is none."""
-    if isinstance(error, HarnessError) and isinstance(known := portable(error), HarnessError):
-        return known
+    if isinstance(error, HarnessError) and isinstance(portable_error := portable(error), HarnessError):
+        return portable_error
     text, where = f"{doing}: {type(error).__name__}: {readable(error)}", users_line(error)
     return OwnCodeError(text, where=where) if where and not is_of_machine(error) else HarnessError(text)
 

@@ -92,8 +92,8 @@ def _record_start(run: Run, start: dict[str, Any]) -> None:
         start["weights"] = run.this_start.weights
     for warning in [*run.folder.repair(run.finished()), *run.folder.add_start(start)]:
         log.warning("%s", warning)
-    for place in hub_copies.kept_places(config):
-        hub.keep(f"{HUB}{place}", run.folder.path / layout.of_hub(place), renew=run.saved_step < 0)
+    for name in hub_copies.kept_places(config):
+        hub.keep(f"{HUB}{name}", run.folder.path / layout.of_hub(name), renew=run.saved_step < 0)
     run.folder.learned(run.task.learned if isinstance(run.task, SupportsLearned) else {})
 
 
@@ -105,10 +105,10 @@ def _log_nothing_left(run: Run) -> None:
         f"train.{key}=N with N above {now} (now {end})" for key, end, now in ends if end is not None and now >= end
     ]
     longer = f"to train longer, type {' and '.join(reached)}; for a new run, type name=NAME"
-    if why := run.ended_early():
-        longer = f"it ended early: {why}; for a new run, type name=NAME"
-    what = "do" if run.this_start.done_at == state.step else "train"
-    log.info("nothing left to %s: step %d was the last; %s", what, state.step, longer)
+    if reason := run.ended_early():
+        longer = f"it ended early: {reason}; for a new run, type name=NAME"
+    verb = "do" if run.this_start.done_at == state.step else "train"
+    log.info("nothing left to %s: step %d was the last; %s", verb, state.step, longer)
 
 
 def conclude(run: Run, done: bool) -> None:
@@ -127,12 +127,13 @@ def conclude(run: Run, done: bool) -> None:
             state.step,
         )
         return
-    if not state.ended and (why := run.ended_early()):  # the reason of a hook or of an own loop is in the log already
-        log.info("training ended early, at step %d: %s", state.step, why)
+    # The reason of a hook or of an own loop is in the log already.
+    if not state.ended and (reason := run.ended_early()):
+        log.info("training ended early, at step %d: %s", state.step, reason)
     if state.history:
         last = state.history[-1]
-        shown = "  ".join(f"{key} {value:.4f}" for key, value in last.items() if key in config.task.metrics)
-        log.info("last validation, at step %d: %s", last["step"], shown)
+        metrics = "  ".join(f"{key} {value:.4f}" for key, value in last.items() if key in config.task.metrics)
+        log.info("last validation, at step %d: %s", last["step"], metrics)
     if state.best is not None:
         where = "weights.safetensors has the weights of this step"
         log.info("best %s %.4f at step %d; %s", config.best_metric, state.best, state.best_step, where)

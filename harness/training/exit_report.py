@@ -73,10 +73,10 @@ class ExitReporter:
     def _claimed(self) -> RunFolder | None:
         return self.folder if self.folder and self.folder.claimed else None
 
-    def ended(self, done: bool, why: str) -> int:
+    def ended(self, done: bool, reason: str) -> int:
         """Report that training is done or was stopped; return the exit code."""
         cause, code = (Cause.DONE, EXIT_DONE) if done else (Cause.STOPPED, EXIT_STOPPED)
-        return self._write(self._record(cause, code, message=why))
+        return self._write(self._record(cause, code, message=reason))
 
     def blocked(self, record: RankExit, first: RankExit | None) -> None:
         """Write ``record``, with which the watchdog is about to end this rank. ``first``: the launch's first failure,
@@ -93,12 +93,12 @@ class ExitReporter:
         self._runtime.failed, error = True, readable(error)
         lost = lost_peer(error)
         missing = watchdog.missing(stack.raised_at(error), lost.fault is Fault.TIMEOUT) if lost else None
-        shown = TrainingError(f"lost contact with rank {missing.rank}") if missing else explained(error, self.run)
+        failure = TrainingError(f"lost contact with rank {missing.rank}") if missing else explained(error, self.run)
         by_peer = isinstance(error, HarnessError) and error.origin_rank not in (None, self._runtime.rank)
         record = self._record(
             Cause.PEER_LOST if by_peer or lost else Cause.ERROR,
-            exit_code_of(shown),
-            doing=stack.raised_at(error), traceback=traceback.format_exception(error), **_told(shown),
+            exit_code_of(failure),
+            doing=stack.raised_at(error), traceback=traceback.format_exception(error), **_told(failure),
         )  # fmt: skip
         if by_peer:  # all ranks raise this error, and the rank that it comes from reports it
             watchdog.acknowledge()
@@ -117,7 +117,7 @@ class ExitReporter:
             log.info("exiting: rank %s failed first%s", first.rank, see, extra=console.OF_NODE)
             return code
         if self._shown:
-            self._show(reported, shown)
+            self._show(reported, failure)
         watchdog.linger()
         return code
 
@@ -146,23 +146,23 @@ def failed_early(launch: Launch, error: BaseException) -> int:
     """Report an error before the ranks have connected; return the exit code. A HarnessError occurs on every local rank;
     only local rank 0 prints it, and a rank that may have been started without one."""
     error = readable(error)
-    shown = explained(error)
+    failure = explained(error)
     record = RankExit.now(
         launch.rank, Cause.PEER_LOST if lost_peer(error) or isinstance(error, PeersMissing) else Cause.ERROR,
-        exit_code_of(shown), **_told(shown),
+        exit_code_of(failure), **_told(failure),
     )  # fmt: skip
     exit_files.write_for_torch(launch, record)
     exit_files.write_early(record)
-    if not isinstance(shown, HarnessError) or launch.local_rank == 0 or (shown.unmet and not launch.supervised):
-        show(shown, traceback.format_exception(error))
+    if not isinstance(failure, HarnessError) or launch.local_rank == 0 or (failure.unmet and not launch.supervised):
+        show(failure, traceback.format_exception(error))
     elif launch.elastic and not launch.orphaned:
         time.sleep(_PRINT_S)  # the launcher ends all ranks at the first exit, also local rank 0 before it has printed
     return record.exit_code
 
 
-def show(error: BaseException, trace: Sequence[str], whole: str = "") -> None:
+def show(error: BaseException, trace: Sequence[str], log_file: str = "") -> None:
     """Print ``error``, and its traceback ``trace`` unless its text explains it. Of an error in the user's own code, the
-    first line names its place, and calls within the harness are left to the file ``whole``, if there is one."""
+    first line names its place, and calls within the harness are left to the file ``log_file``, if there is one."""
     if isinstance(error, HarnessError):
         cause = error.__cause__ if isinstance(error, OwnCodeError) else None
         led = without_harness(traceback.format_exception(cause)) if cause else ()
@@ -171,10 +171,10 @@ def show(error: BaseException, trace: Sequence[str], whole: str = "") -> None:
     else:
         trace = getattr(error.__cause__, "worker_trace", trace)  # which alone has calls of the user's
         where = users_line(error)
-        place = f"error: {where}: {type(error).__name__}: {first_line(error, '')}\n" if where else ""
-        calls = without_harness(trace) if place and whole else trace
-        more = f"\n  -> {whole} has the traceback with the calls of the harness" if len(calls) < len(trace) else ""
-        log.error("%s%s%s", place, "".join(calls).rstrip(), more)
+        heading = f"error: {where}: {type(error).__name__}: {first_line(error, '')}\n" if where else ""
+        calls = without_harness(trace) if heading and log_file else trace
+        more = f"\n  -> {log_file} has the traceback with the calls of the harness" if len(calls) < len(trace) else ""
+        log.error("%s%s%s", heading, "".join(calls).rstrip(), more)
 
 
 def _told(error: BaseException) -> dict[str, str]:
@@ -201,14 +201,14 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
             f"lost contact with the other ranks: {failure.text}",
             hint=failure.hint or "see the log of the rank that ended first; a rank that was killed leaves no message",
         )
-    if found := memory.explained(error, run) or determinism.explained(error):
-        return found
+    if explanation := memory.explained(error, run) or determinism.explained(error):
+        return explanation
     if isinstance(error, OSError) and has_remedy(error):
-        own = "" if is_of_machine(error) else users_line(error)
+        own_line = "" if is_of_machine(error) else users_line(error)
         text = f"{type(error).__name__}: {first_line(error)}"
-        return (OwnCodeError if own else TrainingError)(
-            text if own else f"a file could not be read or written: {reason(error)}",
-            where=own or str(error.filename or ""),
+        return (OwnCodeError if own_line else TrainingError)(
+            text if own_line else f"a file could not be read or written: {reason(error)}",
+            where=own_line or str(error.filename or ""),
             hint=remedy(
                 error, "run the same command again; training resumes from its newest checkpoint, if there is one"
             ),

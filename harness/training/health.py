@@ -63,8 +63,8 @@ class Health:
             when = "in the last step" if steps == 1 else f"within the last {steps} steps"
             self._fail(f"the loss became {total} {when}", state, saved_step, batches=True)
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            what = f"{state.skipped_in_a_row} steps in a row were skipped because their gradients were not finite"
-            self._fail(what, state, saved_step)
+            problem = f"{state.skipped_in_a_row} steps in a row were skipped because their gradients were not finite"
+            self._fail(problem, state, saved_step)
 
     def weights(self, state: State, saved_step: int) -> None:
         """Check the weights, their moving average, the buffers and the optimizer's state on every rank, and that ranks
@@ -73,8 +73,8 @@ class Health:
             self._fail("the weights are no longer finite", state, saved_step)
         # An infinite second moment freezes its weight, which stays finite.
         bad = _not_finite(_peaks_of_this_rank(self._optimizer_state()))
-        if found := [name for of_rank in self.runtime.gather(bad[:1]) for name in of_rank]:
-            self._fail(f"the optimizer's {found[0]} is no longer finite", state, saved_step)
+        if names := [name for rank_names in self.runtime.gather(bad[:1]) for name in rank_names]:
+            self._fail(f"the optimizer's {names[0]} is no longer finite", state, saved_step)
 
     def updates(self, state: State, saved_step: int) -> None:
         """At the end of an epoch, check that it updated the weights. Collective.
@@ -83,8 +83,8 @@ class Health:
         only if the scale cannot fall any further.
         """
         if state.epoch_skipped and not state.epoch_applied and not self.precision.can_lower_scale():
-            what = f"no step of epoch {state.epoch + 1} updated the weights ({state.epoch_skipped} skipped)"
-            self._fail(f"{what}: their gradients were not finite", state, saved_step)
+            problem = f"no step of epoch {state.epoch + 1} updated the weights ({state.epoch_skipped} skipped)"
+            self._fail(f"{problem}: their gradients were not finite", state, saved_step)
 
     def validation(self, metrics: dict[str, float], state: State) -> None:
         """Check the validation loss. Collective.
@@ -140,28 +140,28 @@ class Health:
     def _peaks_of_all_ranks(self, equal: bool = False) -> dict[str, float]:
         """Return the largest absolute value of each tensor over all ranks, NaN if it has one. ``equal``: see
         ``_require_equal``. Collective."""
-        found = _peaks_of_this_rank(self._tensors())
-        mine = {name: peak for name, peak in found.items() if name not in self._unchecked}
-        of_ranks = np.array(self.runtime.gather(list(mine.values())))
+        peaks = _peaks_of_this_rank(self._tensors())
+        checked_peaks = {name: peak for name, peak in peaks.items() if name not in self._unchecked}
+        of_ranks = np.array(self.runtime.gather(list(checked_peaks.values())))
         if equal:
-            self._require_equal(dict(zip(mine, of_ranks.T, strict=True)))
-        return dict(zip(mine, np.max(of_ranks, axis=0).tolist(), strict=True))
+            self._require_equal(dict(zip(checked_peaks, of_ranks.T, strict=True)))
+        return dict(zip(checked_peaks, np.max(of_ranks, axis=0).tolist(), strict=True))
 
     def _require_equal(self, peaks: dict[str, np.ndarray]) -> None:
         """Raise TrainingError, or warn unless train.deterministic, if the largest value of a weight that each rank has
         whole differs between ranks. Peaks are exact, however a rank computes them, and gathered anyway."""
         for name, param in self.module.named_parameters():
             of_ranks = peaks.get(name, np.zeros(1))
-            other = int(np.argmax(of_ranks != of_ranks[0]))
-            if other and param.requires_grad and local(param) is param and np.isfinite(of_ranks).all():
-                ends = f"{of_ranks[0]:.9g} on rank 0, {of_ranks[other]:.9g} on rank {other}"
+            differing_rank = int(np.argmax(of_ranks != of_ranks[0]))
+            if differing_rank and param.requires_grad and local(param) is param and np.isfinite(of_ranks).all():
+                ends = f"{of_ranks[0]:.9g} on rank 0, {of_ranks[differing_rank]:.9g} on rank {differing_rank}"
                 text = f"the weights differ between ranks: {name} is up to {ends}"
                 if self.config.train.deterministic is True:
                     raise TrainingError(text, where=self.where, hint=_ON_ALL_RANKS)
                 log.warning("%s; %s", text, _ON_ALL_RANKS)
                 return
 
-    def _fail(self, what: str, state: State, good_step: int, batches: bool = False) -> NoReturn:
+    def _fail(self, problem: str, state: State, good_step: int, batches: bool = False) -> NoReturn:
         """Raise TrainingError with the first layer that is not finite, what to try, and the step to continue from.
 
         ``batches``: single batches may be the cause. Collective.
@@ -173,9 +173,9 @@ class Health:
             name = max(peaks, key=lambda key: peaks[key], default="none")
             layer = f"all weights are finite; the largest is in {name} ({peaks.get(name, 0.0):.3g})"
         epoch = state.epoch + state.in_epoch  # counted from 1, as in the log
-        place = f"step {state.step}, epoch {epoch}, loss scale {self.precision.loss_scale():g}"
+        position = f"step {state.step}, epoch {epoch}, loss scale {self.precision.loss_scale():g}"
         raise TrainingError(
-            f"{what} ({place}); {layer}",
+            f"{problem} ({position}); {layer}",
             where=self.where,
             hint=f"{_remedies(config, batches and not bad, good_step <= 0)}\n     {self._continuation(good_step)}",
         )
@@ -195,17 +195,17 @@ class Health:
 def _remedies(config: Config, batches: bool, from_scratch: bool) -> str:
     """Return the settings to try. ``batches``: single batches may be the cause. ``from_scratch``: no checkpoint is left
     to continue from. A run that continues from one keeps its opt level, and its warm-up is over."""
-    found = [f"lower optimizer.lr (now {config.optimizer.lr:g})"]
+    remedies = [f"lower optimizer.lr (now {config.optimizer.lr:g})"]
     if config.train.clip_norm is None:
-        found.append("set train.clip_norm=1")
+        remedies.append("set train.clip_norm=1")
     schedule = config.schedule
     if from_scratch and not (schedule.warmup or schedule.name == "one_cycle"):
-        found.append("set schedule.warmup=1")
+        remedies.append("set schedule.warmup=1")
     if from_scratch and config.precision.opt_level in ("O1", "O2", "O3"):
-        found.append("use precision.opt_level=O4 (bfloat16)")
+        remedies.append("use precision.opt_level=O4 (bfloat16)")
     if batches and config.train.on_nan == "stop":
-        found.append("use train.on_nan=skip if individual batches cause it")
-    return ", or ".join(found)
+        remedies.append("use train.on_nan=skip if individual batches cause it")
+    return ", or ".join(remedies)
 
 
 @torch.no_grad()

@@ -103,13 +103,15 @@ def save(checkpoints: Checkpoints, step: int, parts: Mapping[str, Stateful], ran
     ranks = ranks or Runtime()
     with ranks.together("saving"):
         _require_stateful(parts)
-        buffers = {name: {key: each.cpu() for key, each in own.items()} for name, own in _buffers(parts).items()}
+        buffers = {
+            name: {key: each.cpu() for key, each in tensors.items()} for name, tensors in _buffers(parts).items()
+        }
         states = _own_states(parts)
         small = {name: tree_map_only(Tensor, Tensor.cpu, state) for name, state in states.items() if _is_small(state)}
-        own = {"rng": rng.get_state(ranks.device).plain(), "buffers": buffers, "parts": small}
+        rank_state = {"rng": rng.get_state(ranks.device).plain(), "buffers": buffers, "parts": small}
         if ranks.rank == 0:
             states |= {name: _bare(part).state_dict() for name, part in parts.items() if name not in states}
-    of_ranks = ranks.gather_to_first(own)
+    of_ranks = ranks.gather_to_first(rank_state)
 
     def write() -> None:
         if ranks.rank == 0:
@@ -134,21 +136,23 @@ def load(checkpoints: Checkpoints, parts: Mapping[str, Stateful], ranks: Runtime
     with ranks.together("restoring"):
         if missing := sorted(parts.keys() - content["parts"].keys()):
             saved = ", ".join(content["parts"])
-            what = f"the checkpoint has no part {' or '.join(missing)}; it has {saved}"
-            raise CheckpointError(what, where=str(path), hint="name the parts as they were saved")
-        if left := sorted(content["parts"].keys() - parts.keys()):
-            log.warning("%s also holds %s, which is not restored; add it to parts to restore it", path, ", ".join(left))
-        same = len(content["ranks"]) == ranks.world_size
-        own = content["ranks"][ranks.rank if same else 0]
-        states = {**content["parts"], **own.get("parts", {})}
+            message = f"the checkpoint has no part {' or '.join(missing)}; it has {saved}"
+            raise CheckpointError(message, where=str(path), hint="name the parts as they were saved")
+        if unused := sorted(content["parts"].keys() - parts.keys()):
+            log.warning(
+                "%s also holds %s, which is not restored; add it to parts to restore it", path, ", ".join(unused)
+            )
+        same_world_size = len(content["ranks"]) == ranks.world_size
+        rank_state = content["ranks"][ranks.rank if same_world_size else 0]
+        states = {**content["parts"], **rank_state.get("parts", {})}
         for name, part in parts.items():
             _bare(part).load_state_dict(_without_wrapper(states[name], part))
-        if same:
+        if same_world_size:
             for name, buffers in _buffers(parts).items():
-                kept = _without_wrapper(own["buffers"][name], parts[name])
+                saved_buffers = _without_wrapper(rank_state["buffers"][name], parts[name])
                 for key, buffer in buffers.items():
-                    buffer.copy_(kept[key])
-            rng.set_state(rng.Streams.from_plain(own["rng"]), ranks.device)
+                    buffer.copy_(saved_buffers[key])
+            rng.set_state(rng.Streams.from_plain(rank_state["rng"]), ranks.device)
         else:
             log.info(
                 "number of ranks: %d in %s, %d now; random streams go on as they are, and parts are those of rank 0",

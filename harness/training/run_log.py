@@ -18,24 +18,24 @@ from harness.training.run import Run
 log = logging.getLogger("harness")
 
 
-def log_train(run: Run, seen: Window) -> None:
+def log_train(run: Run, window: Window) -> None:
     """Write a training entry; its loss is the mean over the rows of all ranks in the steps applied since the last."""
     state, lr = run.state, run.lr
-    rows_per_s = seen.rows / seen.time_s if seen.time_s else None
-    which = f"step {state.step}" if seen.steps == 1 else f"steps {state.step - seen.steps + 1}-{state.step}"
-    run.loss_text = f"loss {seen.loss:.4f} ({which})" if math.isfinite(seen.loss) else ""
+    rows_per_s = window.rows / window.time_s if window.time_s else None
+    which = f"step {state.step}" if window.steps == 1 else f"steps {state.step - window.steps + 1}-{state.step}"
+    run.loss_text = f"loss {window.loss:.4f} ({which})" if math.isfinite(window.loss) else ""
     run.tracker.log(
         "train",
-        {"step": state.step, "epoch": state.epoch + 1, "loss": seen.loss, "lr": lr, **_group_rates(run),
-         "grad_norm": seen.norm, "loss_scale": seen.scale, "skipped": state.skipped, "samples": state.rows,
+        {"step": state.step, "epoch": state.epoch + 1, "loss": window.loss, "lr": lr, **_group_rates(run),
+         "grad_norm": window.norm, "loss_scale": window.scale, "skipped": state.skipped, "samples": state.rows,
          "samples_skipped": state.rows_skipped, "samples_per_s": rows_per_s,
-         **unreadable(run.task.train, seen.bad_rows), "memory_mib": run.meter.peak_mib(), "data_wait": seen.waited,
-         **{f"time_{phase}": round(share, 6) for phase, share in seen.shares.items()}, "cost": seen.cost,
+         **unreadable(run.task.train, window.bad_rows), "memory_mib": run.meter.peak_mib(), "data_wait": window.waited,
+         **{f"time_{phase}": round(share, 6) for phase, share in window.shares.items()}, "cost": window.cost,
          "wall_s": run.wall_s()},
     )  # fmt: skip
-    all_skipped = f"skipped: all of {which}, loss scale {seen.scale:g}"
-    shown = run.loss_text if seen.rows > seen.rows_skipped else all_skipped
-    run.progress.show(f"{shown}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
+    all_skipped = f"skipped: all of {which}, loss scale {window.scale:g}"
+    loss_text = run.loss_text if window.rows > window.rows_skipped else all_skipped
+    run.progress.show(f"{loss_text}  lr {lr:.3g}  {rows_per_s or 0.0:.0f} rows/s")
 
 
 def _group_rates(run: Run) -> dict[str, float]:
@@ -60,9 +60,9 @@ def log_coverage(run: Run) -> None:
     text = f"{loss}{covered.used} of {rows} rows used"
     if state.epoch_skipped:
         steps = plural(state.epoch_skipped, "step")
-        why = "because of overflow" + (" or NaN" if run.config.train.on_nan != "stop" else "")
+        cause = "because of overflow" + (" or NaN" if run.config.train.on_nan != "stop" else "")
         text += f"; {covered.updated} of them updated the weights, "
-        text += f"and {covered.skipped} belonged to {steps} skipped {why}"
+        text += f"and {covered.skipped} belonged to {steps} skipped {cause}"
     if covered.repeated:
         text += f"; {plural(covered.repeated, 'more use')} of rows that were used before"
     if covered.missing and run.config.data.tail == "use":
@@ -108,9 +108,9 @@ def show_evaluation(run: Run, report: Report, metrics: Mapping[str, float], bett
     """Log the ``metrics`` of ``report``, and whether they are ``better`` than before."""
     state, name = run.state, run.config.best_metric
     best = "best so far" if better or state.best is None else f"best: {state.best:.4f} at step {state.best_step}"
-    shown = "  ".join(f"{key} {number:.4f}{f' ({best})' if key == name else ''}" for key, number in metrics.items())
+    values = "  ".join(f"{key} {number:.4f}{f' ({best})' if key == name else ''}" for key, number in metrics.items())
     rows = f"{report['rows_used']} of {report['rows']} rows"
-    log.info("%s  validation on %s: %s", position(run, state.epoch + state.in_epoch), rows, shown)
+    log.info("%s  validation on %s: %s", position(run, state.epoch + state.in_epoch), rows, values)
 
 
 def write_summary(run: Run, evaluation: Report) -> None:
@@ -135,4 +135,4 @@ def unreadable(dataset: Dataset, rows: Iterable[int]) -> dict[str, list[str]]:
     """Return the field of metrics.jsonl that names the ``rows`` of ``dataset`` that could not be read; none without.
     Equal runs write the same: no place of a table on this machine."""
     name = getattr(dataset, "row_key", row_namer(dataset))  # of images
-    return {"unreadable": found} if (found := list(map(name, rows))) else {}
+    return {"unreadable": names} if (names := list(map(name, rows))) else {}

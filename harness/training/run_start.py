@@ -54,11 +54,11 @@ def facts(config: Config, device: torch.device) -> list[Facts]:
     amp: dict[str, Any] = {"amp": chosen.backend}
     if device.type == "cuda" and config.precision.opt_level in ("O4", "O5"):
         amp["bfloat16 support of the GPU"] = torch.cuda.is_bf16_supported(including_emulation=False)
-    same = (
+    hint = (
         "install the same Apex on every machine, or set precision.backend=harness; use GPUs that support the same "
         "dtypes"
     )
-    return [*provenance.facts(config), Facts(same, amp)]
+    return [*provenance.facts(config), Facts(hint, amp)]
 
 
 class RunStart:

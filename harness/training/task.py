@@ -250,8 +250,8 @@ class BaseTask:
     def model(self, section: ModelSection) -> nn.Module:
         """Build the configured model. It gets ``num_outputs`` as its ``num_classes``, if it takes that."""
         example = self.prepare(read(copy.copy(self.train), np.arange(min(2, len(self.train))), 0).inputs)
-        known = {} if self.num_outputs is None else {"num_classes": self.num_outputs}
-        return model_builder.build(section.name, section.args, known, example, self.num_outputs)
+        arguments = {} if self.num_outputs is None else {"num_classes": self.num_outputs}
+        return model_builder.build(section.name, section.args, arguments, example, self.num_outputs)
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """Return the inputs as they are."""
@@ -347,17 +347,17 @@ def require_loss(task: BaseTask | OpenedTask, loss: object, trains: bool = True)
     at, for which the host would wait."""
     hint = "return the mean over the rows, one number, as torch's functions compute it from the outputs"
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = described(loss)
+        description = described(loss)
     elif trains and not loss.requires_grad:
-        found = "a number without a gradient"
+        description = "a number without a gradient"
         hint = "remove .detach(), .item(), torch.tensor() or torch.no_grad() from loss() or the model"
     else:
         return
-    raise wrong_return(task, "loss", found, hint)
+    raise wrong_return(task, "loss", description, hint)
 
 
-def wrong_return(task: BaseTask | OpenedTask, method: str, found: str, hint: str) -> TrainingError:
-    """Return the error for ``found``, which ``method`` of ``task`` returned: of the user's own code, if that is."""
+def wrong_return(task: BaseTask | OpenedTask, method: str, returned: str, hint: str) -> TrainingError:
+    """Return the error for ``returned``, which ``method`` of ``task`` returned: of the user's own code, if that is."""
     where = place_of(type(task), method)
     kind = OwnCodeError if where else TrainingError
-    return kind(f"{type(task).__name__}.{method}() returned {found}", where=where or "task", hint=hint)
+    return kind(f"{type(task).__name__}.{method}() returned {returned}", where=where or "task", hint=hint)

@@ -102,12 +102,12 @@ def copied(tree: Any, before: Any, pinned: bool = True) -> Any:
 
 
 def _copied_tensor(tensor: Tensor, before: Any, pinned: bool) -> Tensor:
-    here = sharding.local(tensor)
-    there = sharding.local(before) if isinstance(before, Tensor) else None
-    if there is None or there.shape != here.shape or there.dtype != here.dtype or there.stride() != here.stride():
-        there = torch.empty_like(here, device="cpu", pin_memory=pinned and here.is_cuda)
-    there.copy_(here, non_blocking=True)
-    return sharding.wrapped_like(tensor, there)
+    source = sharding.local(tensor)
+    copy = sharding.local(before) if isinstance(before, Tensor) else None
+    if copy is None or copy.shape != source.shape or copy.dtype != source.dtype or copy.stride() != source.stride():
+        copy = torch.empty_like(source, device="cpu", pin_memory=pinned and source.is_cuda)
+    copy.copy_(source, non_blocking=True)
+    return sharding.wrapped_like(tensor, copy)
 
 
 def _synchronize(content: Any) -> None:

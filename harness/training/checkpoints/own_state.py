@@ -15,20 +15,20 @@ _PLAIN = frozenset(
 )
 
 
-def require_plain(state: Any, what: str, where: str) -> None:
+def require_plain(state: Any, path: str, where: str) -> None:
     """Raise OwnCodeError if ``state`` holds anything that a checkpoint could not restore."""
     if type(state) in _PLAIN:
         return
     if type(state) in (dict, OrderedDict, Counter) and all(type(key) in _PLAIN for key in state):
         for key, value in state.items():
-            require_plain(value, f"{what}[{key!r}]", where)
+            require_plain(value, f"{path}[{key!r}]", where)
     elif type(state) in (list, tuple, set):
-        for place, value in enumerate(state):
-            require_plain(value, f"{what}[{place}]", where)
+        for index, value in enumerate(state):
+            require_plain(value, f"{path}[{index}]", where)
     else:
         kind = f"{type(state).__module__}.{type(state).__qualname__}".removeprefix("builtins.")
         raise OwnCodeError(
-            f"{what} is a {kind}, which a checkpoint cannot hold",
+            f"{path} is a {kind}, which a checkpoint cannot hold",
             where=where,
             hint="return tensors, numbers, texts, lists, tuples, sets and dicts, for example int(value) or list(names)",
         )

@@ -92,10 +92,10 @@ def _keep_results(run: Run, log_before: LogBefore) -> None:
     if is_over(run.config, last):  # otherwise it is to train longer
         run.state, run.this_start.done_at = last, before.step
     elif step == before.step and not run.evaluation_due():
-        kept = run.folder.path / layout.FORMER_WEIGHTS
-        runtime.patiently("keeping the best weights", lambda: _copy_file(runtime, run.folder.weights, kept))
+        former_weights = run.folder.path / layout.FORMER_WEIGHTS
+        runtime.patiently("keeping the best weights", lambda: _copy_file(runtime, run.folder.weights, former_weights))
         text = "%s %.4f, the best so far, was that of the former end, step %d, which a longer run does not evaluate: "
-        log.warning(text + "its weights are kept as %s", run.config.best_metric, best, step, kept)
+        log.warning(text + "its weights are kept as %s", run.config.best_metric, best, step, former_weights)
 
 
 def _copy_file(runtime: Runtime, source: Path, target: Path) -> None:
@@ -155,9 +155,9 @@ def restore(run: Run, path: Path, is_own: bool = True) -> LogBefore:
     A new moving average starts from the masters, so it follows the optimizer. Random streams come last: what is
     restored before may draw from them.
     """
-    own = sharding.own_shards(run.module, run.optimizer, run.ema.average if run.ema else ())
+    own_shards = sharding.own_shards(run.module, run.optimizer, run.ema.average if run.ema else ())
     mapped = run.parallel.sharded  # each rank then reads only its shard
-    content = cast(Content, run.checkpoints.read(path, mapped, own))
+    content = cast(Content, run.checkpoints.read(path, mapped, own_shards))
     _check_fit(run, content, path)
     try:
         state = State.from_dict(content["state"])
@@ -207,12 +207,12 @@ def _check_fit(run: Run, content: Content, path: Path) -> None:
         )
     changed = [f"{key}={value}" for key, value in content["order"].items() if value != checkpointing.order(run)[key]]
     if changed and content["state"]["segments"]:
-        kept = " ".join(changed)
+        settings = " ".join(changed)
         raise CheckpointError(
-            f"it was written within an epoch, whose rows are in the order of {kept}; this run would use some of them "
-            "twice and others not at all",
+            f"it was written within an epoch, whose rows are in the order of {settings}; this run would use some of "
+            "them twice and others not at all",
             where=str(path),
-            hint=f"use {kept}, or resume from a checkpoint at the end of an epoch",
+            hint=f"use {settings}, or resume from a checkpoint at the end of an epoch",
         )
     _check_kernels(run, content, path)
     if content["data"] != run.task.fingerprint:
@@ -250,13 +250,14 @@ def _restore_ranks(run: Run, content: Content) -> None:
         return
     log.info("number of ranks: %d in the checkpoint, %d now; random streams get new seeds", len(saved), ranks.num)
     ranks.start(run.module, run.parallel.devices(), Purpose.TRAINING, run.config.seed, run.state.step)
-    if all(of_rank["buffers"] for of_rank in saved):
-        names = set.intersection(*(set(of_rank["buffers"]) for of_rank in saved))  # a model may have deleted others
-        several = {name: torch.stack([of_rank["buffers"][name] for of_rank in saved]) for name in names}
+    if all(rank_state["buffers"] for rank_state in saved):
+        buffer_names = (set(rank_state["buffers"]) for rank_state in saved)
+        names = set.intersection(*buffer_names)  # a model may have deleted others
+        several = {name: torch.stack([rank_state["buffers"][name] for rank_state in saved]) for name in names}
         ranks.set_buffers({name: b.double().mean(0) for name, b in several.items() if b.is_floating_point()})
     # Sums do not depend on which rank holds them: rank 0 gets those of all. ``steps`` is the same on each, not a sum.
-    meters = [of_rank["meter"] for of_rank in saved]
+    meters = [rank_state["meter"] for rank_state in saved]
     nothing = {key: type(value)() for key, value in meters[0].items()}
-    whole = {key: sum((meter[key] for meter in meters), start=nothing[key]) for key in meters[0]}
+    total = {key: sum((meter[key] for meter in meters), start=nothing[key]) for key in meters[0]}
     steps = {"steps": meters[0]["steps"]}
-    run.meter.load_state([(whole if rank == 0 else nothing) | steps for rank in ranks.own])
+    run.meter.load_state([(total if rank == 0 else nothing) | steps for rank in ranks.own])

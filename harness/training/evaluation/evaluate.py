@@ -85,9 +85,9 @@ def _whole_report(run: Run, sums: list[Sums], rows: int, bad: list[int], start: 
             where="task",
             hint="check the paths of the validation data; task.on_bad_row=stop shows the first unreadable file",
         )
-    named = sorted(chain(*run.runtime.gather(bad))) if unread else []  # by all ranks or none
+    bad_rows = sorted(chain(*run.runtime.gather(bad))) if unread else []  # by all ranks or none
     metrics = {**report(run, total), "rows_used": counted, "rows": data.num_rows, "bad_rows": unread}
-    metrics |= unreadable(run.task.eval, named)
+    metrics |= unreadable(run.task.eval, bad_rows)
     return {**metrics, "samples_per_s": counted / (time.perf_counter() - start)}
 
 
@@ -123,25 +123,26 @@ def try_evaluation(run: Run) -> None:
         for doubt in filter(None, (doubt_of_mean(config.task, task, *rows), doubt_of_sums(task, *rows))):
             log.warning("%s", doubt)
         try:
-            numbers(task, sums.on_cpu(), config.task.metrics, whole=False)
+            numbers(task, sums.on_cpu(), config.task.metrics, complete=False)
         except Exception as error:
             if isinstance(error, TrainingError) and error.__cause__ is None:  # of what was returned, wrong for any rows
                 raise
             where, text = users_line(error), f"{type(error).__name__}: {error}"
-            found = error if isinstance(error, HarnessError) else f"{where}: {text}" if where else text
-            log.warning("report() of the task fails on the first validation batch, and perhaps on all: %s", found)
+            problem = error if isinstance(error, HarnessError) else f"{where}: {text}" if where else text
+            log.warning("report() of the task fails on the first validation batch, and perhaps on all: %s", problem)
 
 
 def _copy(run: Run) -> OpenedTask:
     """Return a copy of the task whose losses and metrics are copies, too, if it has them itself: they may count. Its
     data, and the model if it has that, are the same."""
     task, models = run.task, (run.module, run.parallel.eval_model)
-    same = {id(part): part for part in (task.train, task.eval, *(each for model in models for each in model.modules()))}
-    found = copy.copy(task)
-    for name, part in vars(found).items():
+    modules = (module for model in models for module in model.modules())
+    shared = {id(part): part for part in (task.train, task.eval, *modules)}
+    copied = copy.copy(task)
+    for name, part in vars(copied).items():
         if isinstance(part, nn.Module | Objective):
-            object.__setattr__(found, name, copy.deepcopy(part, same))
-    return found
+            object.__setattr__(copied, name, copy.deepcopy(part, shared))
+    return copied
 
 
 @contextmanager
@@ -150,15 +151,15 @@ def _without_a_trace(run: Run) -> Iterator[None]:
     module, devices = run.parallel.eval_model, run.parallel.devices()
     streams = rng.get_state(*devices)
     buffers = [
-        (each, name, buffer, buffer.clone())
-        for each in module.modules()
-        for name, buffer in each.named_buffers(recurse=False)
+        (owner, name, buffer, buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
     ]
     try:
         yield
     finally:
-        for each, name, buffer, before in buffers:
-            each._buffers[name] = buffer.copy_(before)
+        for owner, name, buffer, before in buffers:
+            owner._buffers[name] = buffer.copy_(before)
         module.train()
         rng.set_state(streams, *devices)
 
@@ -168,8 +169,8 @@ def report(run: Run, total: Sums) -> Report:
     a metric may sample rows, or round differently on another processor. Collective; an error on any rank is raised on
     all."""
     with run.runtime.together("computing the metrics"):
-        found = numbers(run.task, total, run.config.task.metrics)
-    return {**found, **run.runtime.from_first({key: value for key, value in found.items() if is_number(value)})}
+        metrics = numbers(run.task, total, run.config.task.metrics)
+    return {**metrics, **run.runtime.from_first({key: value for key, value in metrics.items() if is_number(value)})}
 
 
 def add_pairs(sums: Sums, task: OpenedTask, outputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -193,15 +194,15 @@ def _wrong(pairs: object, sums: Sums) -> str:
                 pass
             case _:
                 return f"{described(pair)} for {name!r}"
-        for new, known in zip(pair, sums.pairs.get(name, ()), strict=False):
-            if isinstance(new, torch.Tensor) and new.numel() != known.numel():
-                return f"{described(new)} for {name!r}, after one of shape {tuple(known.shape)} for another batch"
+        for new, previous in zip(pair, sums.pairs.get(name, ()), strict=False):
+            if isinstance(new, torch.Tensor) and new.numel() != previous.numel():
+                return f"{described(new)} for {name!r}, after one of shape {tuple(previous.shape)} for another batch"
     return ""
 
 
-def numbers(task: OpenedTask, sums: Sums, names: Iterable[str], whole: bool = True) -> Report:
+def numbers(task: OpenedTask, sums: Sums, names: Iterable[str], complete: bool = True) -> Report:
     """Return the task's report on ``sums``, with a number for each of the metrics ``names``. Raises TrainingError.
-    ``whole``: of all rows; of a batch, a metric may be missing, if no other name is there that is not declared."""
+    ``complete``: of all rows; of a batch, a metric may be missing, if no other name is there that is not declared."""
     try:
         report: Report = task.report(sums)
     except OwnCodeError as error:  # of Sums.ratio, which does not know the task
@@ -214,16 +215,16 @@ def numbers(task: OpenedTask, sums: Sums, names: Iterable[str], whole: bool = Tr
         if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             value = value.item()
         if not is_number(value):
-            found = f"{value!r:.80} for metric {name!r}"
+            returned = f"{value!r:.80} for metric {name!r}"
             if name not in report:
-                found = f"no metric {name!r}, only {', '.join(map(repr, report)) or 'an empty dictionary'}"
-                if not whole and report and report.keys() <= set(names):
-                    log.warning("the first validation batch has %s; if all have none, the evaluation fails", found)
+                returned = f"no metric {name!r}, only {', '.join(map(repr, report)) or 'an empty dictionary'}"
+                if not complete and report and report.keys() <= set(names):
+                    log.warning("the first validation batch has %s; if all have none, the evaluation fails", returned)
                     continue
                 if type(task).report is BaseTask.report:
                     declared = f"return a (sum, count) for each metric that the task declares: {', '.join(names)}"
-                    raise wrong_return(task, "evaluate", found, declared)
-            raise wrong_return(task, "report", found, hint)
+                    raise wrong_return(task, "evaluate", returned, declared)
+            raise wrong_return(task, "report", returned, hint)
         report = {**report, name: value}
     return report
 

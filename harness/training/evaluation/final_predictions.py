@@ -54,10 +54,10 @@ def samples(dataset: Dataset, totals: Totals) -> Iterator[Sample]:
     names = sorted({name for pair in totals.pairs for name in pair}, key=lambda name: (len(name), name))
     matrix = None
     if 2 <= len(names) <= MAX_CONFUSION:
-        place = {name: index for index, name in enumerate(names)}
+        position = {name: index for index, name in enumerate(names)}
         counts = np.zeros((len(names), len(names)), np.int64)
         for (label, prediction), count in totals.pairs.items():
-            counts[place[label], place[prediction]] = count
+            counts[position[label], position[prediction]] = count
         matrix = LabelPairs(names, counts)
     if (some := totals.some.table()) is not None:
         yield _sample(dataset, some, "predictions", matrix)

@@ -168,9 +168,9 @@ class SingleLabel(Labels):
         return list(zip(self.names, right.tolist(), predicted.tolist(), true.tolist(), strict=True))
 
     def targets(self, texts: Sequence[Sequence[str]], empty: bool) -> tuple[list[int], Tensor]:
-        index = {str(name): place for place, name in enumerate(self.names)}
-        known = [row for row, text in enumerate(texts[0]) if text in index]
-        return known, torch.tensor([index[texts[0][row]] for row in known], dtype=torch.int64)
+        index = {str(name): position for position, name in enumerate(self.names)}
+        usable = [row for row, text in enumerate(texts[0]) if text in index]
+        return usable, torch.tensor([index[texts[0][row]] for row in usable], dtype=torch.int64)
 
     def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.softmax(dim=1), targets
@@ -214,18 +214,18 @@ class MultiLabel(Labels):
 
     def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str], confusion: bool = True) -> Pairs:
         predicted, true = outputs > 0, targets > 0
-        both, num_predicted, num_true = (flags.sum(dim=0) for flags in (predicted & true, predicted, true))
+        num_correct, num_predicted, num_true = (flags.sum(dim=0) for flags in (predicted & true, predicted, true))
         rows = torch.full((), float(len(targets)), device=outputs.device)
         return {
-            "precision": (both, num_predicted),
-            "recall": (both, num_true),
+            "precision": (num_correct, num_predicted),
+            "recall": (num_correct, num_true),
             "exact_match": ((predicted == true).all(dim=1).sum(), rows),
         }
 
     def report(self, sums: Sums) -> Report:
         """Return the metrics, and precision, recall and F1 by label."""
-        (both, num_predicted), (_, num_true) = sums.pairs["precision"], sums.pairs["recall"]
-        doubled, count = 2 * both, num_predicted + num_true
+        (num_correct, num_predicted), (_, num_true) = sums.pairs["precision"], sums.pairs["recall"]
+        doubled, count = 2 * num_correct, num_predicted + num_true
         report: dict[str, object] = {
             "exact_match": sums.ratio("exact_match"),
             "micro_f1": _f1(doubled.sum(), count.sum()),
@@ -243,17 +243,17 @@ class MultiLabel(Labels):
         return report
 
     def per_label(self, sums: Sums) -> list[tuple[str | int, float, float, float]]:
-        (both, predicted), (_, true) = sums.pairs["precision"], sums.pairs["recall"]
-        return list(zip(self.names, both.tolist(), predicted.tolist(), true.tolist(), strict=True))
+        (num_correct, predicted), (_, true) = sums.pairs["precision"], sums.pairs["recall"]
+        return list(zip(self.names, num_correct.tolist(), predicted.tolist(), true.tolist(), strict=True))
 
     def targets(self, texts: Sequence[Sequence[str]], empty: bool) -> tuple[list[int], Tensor]:
-        index = {str(name): place for place, name in enumerate(self.names)}
+        index = {str(name): position for position, name in enumerate(self.names)}
         parts = [[name for part in text.split(self.separator) if (name := part.strip())] for text in texts[0]]
-        known = [row for row, names in enumerate(parts) if (names or empty) and all(name in index for name in names)]
-        hot = torch.zeros(len(known), len(self.names), dtype=torch.uint8)
-        for place, row in enumerate(known):
-            hot[place, [index[name] for name in parts[row]]] = 1
-        return known, hot
+        usable = [row for row, names in enumerate(parts) if (names or empty) and all(name in index for name in names)]
+        hot = torch.zeros(len(usable), len(self.names), dtype=torch.uint8)
+        for position, row in enumerate(usable):
+            hot[position, [index[name] for name in parts[row]]] = 1
+        return usable, hot
 
     def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.sigmoid(), targets.long()
@@ -322,8 +322,8 @@ class Regression(Labels):
         by_metric = {"rmse": np.sqrt(squares / rows) * std, "mae": absolutes / rows * std, "r2": r2}
         report: dict[str, object] = {name: float(values.mean()) for name, values in by_metric.items()}
         report["by_column"] = {
-            str(column): {name: float(values[place]) for name, values in by_metric.items()}
-            for place, column in enumerate(self.names)
+            str(column): {name: float(values[column_number]) for name, values in by_metric.items()}
+            for column_number, column in enumerate(self.names)
         }
         return report
 
@@ -331,9 +331,9 @@ class Regression(Labels):
         import pandas as pd  # late: training does not need it here
 
         numbers = np.stack([pd.to_numeric(pd.Series(each), errors="coerce").to_numpy(float) for each in texts], axis=1)
-        known = np.isfinite(numbers).all(axis=1).nonzero()[0]
-        scaled = (numbers[known] - np.asarray(self.mean)) / np.asarray(self.std)
-        return known.tolist(), torch.from_numpy(scaled.astype(np.float32))
+        usable = np.isfinite(numbers).all(axis=1).nonzero()[0]
+        scaled = (numbers[usable] - np.asarray(self.mean)) / np.asarray(self.std)
+        return usable.tolist(), torch.from_numpy(scaled.astype(np.float32))
 
     def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         numbers, true = (self._numbers(scaled) for scaled in (outputs, targets))
@@ -355,8 +355,8 @@ class Regression(Labels):
 
 def learned_labels(kind: Kind, facts: Mapping[str, object], separator: str) -> Labels:
     """Return the reverse of ``Labels.learned``, from a file that anybody may have edited. Raises ConfigError."""
-    found = [facts.get(key, []) for key in ("columns" if kind == "regression" else "classes", "mean", "std")]
-    lists: list[list[Any]] = [value if isinstance(value, list) else [None] for value in found]
+    values = [facts.get(key, []) for key in ("columns" if kind == "regression" else "classes", "mean", "std")]
+    lists: list[list[Any]] = [value if isinstance(value, list) else [None] for value in values]
     names, mean, std = lists
     if not (
         names
@@ -378,15 +378,15 @@ def _counted(indices: Tensor, size: int, which: Tensor | None = None) -> Tensor:
     return indices.new_zeros(size).index_add_(0, indices, ones)
 
 
-def _f1(doubled: Tensor, both: Tensor) -> float:
+def _f1(doubled: Tensor, count: Tensor) -> float:
     """Return F1; 0 if there is nothing to find and nothing was predicted."""
-    return (doubled / both).item() if both else 0.0
+    return (doubled / count).item() if count else 0.0
 
 
 def _mean_ratio(sums: Tensor, counts: Tensor) -> float:
     """Return the mean of sum / count over the labels that were counted."""
-    seen = counts > 0
-    return (sums[seen] / counts[seen]).mean().item()
+    occurs = counts > 0
+    return (sums[occurs] / counts[occurs]).mean().item()
 
 
 def _by_label(scores: Tensor, labels: Sequence[str | int]) -> dict[str, Tensor]:
@@ -396,6 +396,6 @@ def _by_label(scores: Tensor, labels: Sequence[str | int]) -> dict[str, Tensor]:
 def _best(scores: Tensor, labels: Sequence[str | int], name: str = "label") -> Columns:
     """Return the five labels with the highest scores, and these."""
     best, table = scores.topk(5, dim=1), dict[str, Sequence[object] | Tensor]()
-    for place, (values, indices) in enumerate(zip(best.values.T, best.indices.T, strict=True), start=1):
-        table |= {f"{name}_{place}": [labels[index] for index in indices.tolist()], f"score_{place}": values}
+    for rank, (values, indices) in enumerate(zip(best.values.T, best.indices.T, strict=True), start=1):
+        table |= {f"{name}_{rank}": [labels[index] for index in indices.tolist()], f"score_{rank}": values}
     return table

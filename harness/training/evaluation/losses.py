@@ -53,9 +53,9 @@ class Loss:
                 self._call.to(self._device)
         loss = self._call(outputs.float(), targets)
         if not (isinstance(loss, Tensor) and (loss.shape == targets.shape[:1] or loss.numel() == 1)):
-            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            description = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise ConfigError(
-                f"the loss {self.name} returns an object of {found}, not one number",
+                f"the loss {self.name} returns an object of {description}, not one number",
                 where="task.loss.name",
                 hint="return the mean over the rows (in torch: reduction='mean'), or the loss of each row",
             )
@@ -172,9 +172,9 @@ def _own_loss(name: str, section: LossSection) -> Callable[[Tensor, Tensor], obj
 
 def _loss_failed(name: str, error: Exception, args: Iterable[str], where: str, making: bool = False) -> HarnessError:
     where = argument_at_fault(error, args, "task.loss.args") or where
-    what = f"the loss {name} fails: {type(error).__name__}: {first_line(error)}"
+    message = f"the loss {name} fails: {type(error).__name__}: {first_line(error)}"
     hint = "it is called with outputs and targets of a batch; docs/targets.md lists their shapes"
-    return of_part(what, error, where, hint, making)
+    return of_part(message, error, where, hint, making)
 
 
 def _class_weights(
@@ -189,17 +189,17 @@ def _class_weights(
         return None
     if isinstance(setting, str):  # "balanced"
         assert counts is not None  # only a task opened on new data lacks them, which computes no loss
-        found = counts()
-        if found.by_label is None:
+        label_counts = counts()
+        if label_counts.by_label is None:
             hint = "add label_counts(start, stop) to it, or give a weight for each label"
             raise ConfigError("the task does not count the training rows with each label", where=where, hint=hint)
-        return torch.from_numpy(_balanced(found.by_label, found.rows, sigmoid)).float()
+        return torch.from_numpy(_balanced(label_counts.by_label, label_counts.rows, sigmoid)).float()
     if isinstance(setting, dict):
-        known = [str(label) for label in labels]
-        if unknown := [label for label in setting if label not in known]:
-            hint = f"use labels of the training table, such as {', '.join(known[:10])}"
+        label_names = [str(label) for label in labels]
+        if unknown := [label for label in setting if label not in label_names]:
+            hint = f"use labels of the training table, such as {', '.join(label_names[:10])}"
             raise ConfigError(f"there is no label {unknown[0]!r}", where=where, hint=hint)
-        weights = [float(setting.get(label, 1.0)) for label in known]
+        weights = [float(setting.get(label, 1.0)) for label in label_names]
     else:
         weights = [float(weight) for weight in setting]
     if len(weights) != len(labels):

@@ -63,12 +63,12 @@ class Objective:
 
     def report(self, sums: Sums) -> Report:
         """Return {metric: value} of the reduced pairs; details by label or column; the confusion matrix as counts."""
-        found: dict[str, object] = {"loss": sums.ratio("loss")} if "loss" in sums.pairs else {}
-        found |= self.labels.report(sums)
+        metrics: dict[str, object] = {"loss": sums.ratio("loss")} if "loss" in sums.pairs else {}
+        metrics |= self.labels.report(sums)
         for metric in self._own_metrics:
-            found[metric.key] = metric.value(sums)
-        details = {name: value for name, value in found.items() if not isinstance(value, int | float)}
-        return {name: found[name] for name in self._metric_names if name in found} | details
+            metrics[metric.key] = metric.value(sums)
+        details = {name: value for name, value in metrics.items() if not isinstance(value, int | float)}
+        return {name: metrics[name] for name in self._metric_names if name in metrics} | details
 
     @property
     def label_columns(self) -> list[str]:
@@ -85,8 +85,8 @@ class Objective:
         rows, targets = self.labels.targets(texts, empty)
         if outputs.dim() != 2:
             raise ConfigError(f"the model's outputs have the shape {tuple(outputs.shape)}, not (rows, outputs)")
-        others = set(range(len(texts[0]))) - set(rows)
-        blank = sum(not all(str(column[row]).strip() for column in texts) for row in others)
+        left_out = set(range(len(texts[0]))) - set(rows)
+        blank = sum(not all(str(column[row]).strip() for column in texts) for row in left_out)
         counts: Pairs = {ROWS_OF_FILE: (torch.tensor([len(rows), blank]), len(texts[0]))}
         return counts | (self.evaluate(outputs.cpu()[rows], targets, confusion=False) if rows else {})
 
@@ -103,11 +103,11 @@ class Objective:
             "that could not be read": num_rows - read,
         }
         lines = [f"rows evaluated: {evaluated:,} of {num_rows:,}"]
-        lines += [f"rows left out, {why}: {count:,}" for why, count in left_out.items() if count]
+        lines += [f"rows left out, {reason}: {count:,}" for reason, count in left_out.items() if count]
         if not evaluated:
             return lines
-        found = self.report(sums)
-        lines += [f"{name}: {found[name]:.4f}" for name in self._metric_names if name in found]
+        metrics = self.report(sums)
+        lines += [f"{name}: {metrics[name]:.4f}" for name in self._metric_names if name in metrics]
         rows = [
             (name, hit / predicted if predicted else 0.0, hit / true if true else 0.0,
              2 * hit / (predicted + true) if predicted + true else 0.0, int(true))
@@ -138,9 +138,9 @@ class Objective:
         """Raise ConfigError if the loss or a metric cannot be computed on these labels, before anything is trained.
         ``num_rows``: of the evaluation."""
         number = len(self.labels.names)
-        if (kept := self._kept(num_rows)) > MAX_KEPT:
+        if (num_kept := self._kept(num_rows)) > MAX_KEPT:
             raise ConfigError(
-                f"{', '.join(self._keeping)} would keep {kept:,} outputs of the evaluation on each rank",
+                f"{', '.join(self._keeping)} would keep {num_kept:,} outputs of the evaluation on each rank",
                 where="task.metrics",
                 hint="choose metrics that can be summed over batches, such as task.metrics=[macro_f1]",
             )
@@ -152,9 +152,9 @@ class Objective:
                 hint=f"use top1, which picks the best checkpoint, before {deciding}",
             )
         if "f1" in self._metric_names and number != 2:
-            shown = ", ".join([*map(repr, self.labels.names[:5]), *["..."] * (number > 5)])
+            examples = ", ".join([*map(repr, self.labels.names[:5]), *["..."] * (number > 5)])
             raise ConfigError(
-                f"f1 is for two classes, and there are {number}: {shown}",
+                f"f1 is for two classes, and there are {number}: {examples}",
                 where="task.metrics",
                 hint="use macro_f1, the mean of the F1 of each class, or mcc",
             )

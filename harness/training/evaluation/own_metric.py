@@ -33,8 +33,8 @@ class OwnMetric:
         self.key, self.name, self._shown = section.shown, section.name, labels.shown
         self._hint = "check its args; docs/targets.md lists the shapes of what it is called with"
         if labels.kind == "single_label" and ".Binary" in section.name:
-            other = section.name.replace(".Binary", ".Multiclass")
-            self._hint = f"use {other}: it is called with the probability of each class"
+            multiclass = section.name.replace(".Binary", ".Multiclass")
+            self._hint = f"use {multiclass}: it is called with the probability of each class"
         try:
             part = plugins.import_own("metric", section.name, "task.metrics")
         except ConfigError as error:
@@ -45,8 +45,8 @@ class OwnMetric:
         with self._explained(making=True):
             if inspect.isclass(part):
                 takes_number = labels.known in inspect.signature(part).parameters
-                known = {labels.known: len(labels.names)} if takes_number else {}
-                self._metric = part(**known | section.args)
+                arguments = {labels.known: len(labels.names)} if takes_number else {}
+                self._metric = part(**arguments | section.args)
                 self._metric.sync_on_compute = False  # the states are reduced here
             self._function = functools.partial(part, **section.args)
         reductions = getattr(self._metric, "_reductions", {})
@@ -70,9 +70,9 @@ class OwnMetric:
         with self._explained():
             result = self._of_rows(sums.all_rows(_ROWS)) if self.needs_rows else self._of_states(sums)
         if isinstance(result, Tensor) and result.numel() != 1 or not hasattr(result, "__float__"):
-            found = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"{result!r:.80}"
+            value = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"{result!r:.80}"
             hint = "average it: for torchmetrics, set args: {average: macro}"
-            raise ConfigError(f"the metric {self.name} returns {found}, not a number", where="task.metrics", hint=hint)
+            raise ConfigError(f"the metric {self.name} returns {value}, not a number", where="task.metrics", hint=hint)
         return float(result)
 
     def _of_states(self, sums: Sums) -> Any:
@@ -103,8 +103,8 @@ class OwnMetric:
         except (HarnessError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            what = f"the metric {self.name} fails: {type(error).__name__}: {first_line(error)}"
-            raise of_part(what, error, "task.metrics", self._hint, making) from error
+            message = f"the metric {self.name} fails: {type(error).__name__}: {first_line(error)}"
+            raise of_part(message, error, "task.metrics", self._hint, making) from error
 
     def require_value(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise ConfigError if the metric fails on made-up rows."""

@@ -59,15 +59,15 @@ class Totals:
         if total := sum(labelled.values()):
             right = sum(count for (label, prediction), count in labelled.items() if label == prediction)
             return f"{right:,} of {total:,} predictions are correct ({right / total:.4f})"
-        found = [f"{name} {math.sqrt(total / rows):.5g}" for name, (total, rows) in self.squares.items() if rows]
-        return f"root mean square error of {', '.join(found)}" if found else ""
+        errors = [f"{name} {math.sqrt(total / rows):.5g}" for name, (total, rows) in self.squares.items() if rows]
+        return f"root mean square error of {', '.join(errors)}" if errors else ""
 
     def unknown_labels(self, classes: Sequence[str | int], separator: str) -> dict[str, int]:
         """Return how many rows have each label that is not among ``classes``, in the order of their first rows."""
-        known, unknown = set(map(str, classes)), Counter[str]()
+        known_labels, unknown = set(map(str, classes)), Counter[str]()
         for (label, _), count in self.pairs.items():
             names = label.split(separator) if separator else [label]
-            if label.strip() and not {name.strip() if separator else name for name in names} <= known | {""}:
+            if label.strip() and not {name.strip() if separator else name for name in names} <= known_labels | {""}:
                 unknown[label] += count
         return {label: unknown[label] for label in sorted(unknown, key=lambda label: self.first[label])}
 
@@ -76,18 +76,18 @@ class Totals:
     ) -> None:
         """Warn of the labels ``unknown``, and ``where`` the first are; the model predicts only ``classes``."""
         if unknown:
-            shown = [f"{label!r} ({where(self.first[label])})" for label in list(unknown)[:UNKNOWN_SHOWN]]
-            others = len(unknown) - UNKNOWN_SHOWN
-            more = f", and {others:,} others" if others > 0 else ""
+            examples = [f"{label!r} ({where(self.first[label])})" for label in list(unknown)[:UNKNOWN_SHOWN]]
+            num_others = len(unknown) - UNKNOWN_SHOWN
+            more = f", and {num_others:,} others" if num_others > 0 else ""
             log.warning(
                 "%s with labels that the model was not trained on, and never predicts: %s; it predicts %s",
-                plural(sum(unknown.values()), "row"), ", ".join(shown) + more, listed(list(map(str, classes)), 5),
+                plural(sum(unknown.values()), "row"), ", ".join(examples) + more, listed(list(map(str, classes)), 5),
             )  # fmt: skip
 
     def warn_of_one_class(self) -> None:
         """Warn if all rows are predicted alike, though they have several labels: the weights have learned nothing."""
         labelled = {pair: count for pair, count in self.pairs.items() if pair[0].strip()}
-        labels, predicted = ({pair[place] for pair in labelled} for place in (0, 1))
+        labels, predicted = ({pair[side] for pair in labelled} for side in (0, 1))
         if len(predicted) == 1 < len(labels) and sum(labelled.values()) >= _FEW_ROWS:
             log.warning(
                 "the model predicts %r for every row, but there are %d labels: it has learned nothing that tells them "
@@ -107,15 +107,15 @@ class SomeRows:
 
     def add(self, rows: pa.Table, classes: Sequence[str | None]) -> None:
         """Add the next ``rows``, with the class of each."""
-        kept = []
+        taken = []
         for row, name in enumerate(classes):
-            place = self._seen[name]
+            position = self._seen[name]
             self._seen[name] += 1
-            if place < -(-SAMPLE_ROWS // len(self._seen)):
-                kept.append(row)
-                self._places.append(place)
-        if kept:
-            self._kept.append(rows.take(kept))
+            if position < -(-SAMPLE_ROWS // len(self._seen)):
+                taken.append(row)
+                self._places.append(position)
+        if taken:
+            self._kept.append(rows.take(taken))
 
     def table(self) -> pa.Table | None:
         """Return them in the order of the table; None if there are none."""
@@ -123,7 +123,7 @@ class SomeRows:
             return None
         order = sorted(range(len(self._places)), key=lambda row: (self._places[row], row))
         if len(self._seen) > SAMPLE_ROWS:  # the first row of each comes first
-            order = [order[at] for at in np.linspace(0, len(self._seen) - 1, SAMPLE_ROWS).round().astype(int)]
+            order = [order[i] for i in np.linspace(0, len(self._seen) - 1, SAMPLE_ROWS).round().astype(int)]
         return pa.concat_tables(self._kept).take(sorted(order[:SAMPLE_ROWS]))
 
 

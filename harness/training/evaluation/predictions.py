@@ -71,34 +71,34 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path, progress:
     """
     runtime, size, num_rows = predictor.runtime, block_rows(predictor.config), len(loader.dataset)
     num_blocks, compiles = -(-num_rows // size), predictor.config.model.compile
-    mine = range(runtime.rank, num_blocks, runtime.world_size)
-    asked = [np.arange(block * size, min((block + 1) * size, num_rows)) for block in mine]
-    batches = loader.fetch(BatchRequest(rows, None) for rows in asked)
+    own_blocks = range(runtime.rank, num_blocks, runtime.world_size)
+    rows_of_blocks = [np.arange(block * size, min((block + 1) * size, num_rows)) for block in own_blocks]
+    batches = loader.fetch(BatchRequest(rows, None) for rows in rows_of_blocks)
     table, failures = PredictionFile(out) if runtime.rank == 0 else None, list[Exception]()
     turns = -(-num_blocks // runtime.world_size)
 
     @contextmanager
-    def noting(why: str) -> Iterator[None]:
-        """Context in which an error is kept until all ranks have stopped because of ``why``."""
+    def noting(reason: str) -> Iterator[None]:
+        """Context in which an error is kept until all ranks have stopped because of ``reason``."""
         try:
             yield
         except StoppedWaiting:
             raise
         except Exception as error:
             failures.append(error)
-            stop.request(why)
+            stop.request(reason)
 
     progress.open(out.name, "batch", 0, turns)
     try:
         for turn in range(turns):
             if stop.poll():
                 break
-            ready, found = None, None
+            ready, new_block = None, None
             with runtime.announced("compiling the model") if compiles and turn == 0 else nullcontext():
                 try:
                     with noting("a prediction failed"):
-                        if not failures and turn < len(mine):
-                            ready = next(batches), _known(predictor.task, asked[turn])
+                        if not failures and turn < len(own_blocks):
+                            ready = next(batches), _known(predictor.task, rows_of_blocks[turn])
                 except StoppedWaiting:
                     continue
                 idle = None
@@ -106,10 +106,10 @@ def write(predictor: Predictor, loader: Loader, stop: Stop, out: Path, progress:
                     ready, idle = _agreed(runtime, loader, ready, bool(failures))
                 with noting("a prediction failed"):
                     if ready is not None:
-                        found = _block(predictor, *ready, asked[turn], size, folder_of(out).name)
+                        new_block = _block(predictor, *ready, rows_of_blocks[turn], size, folder_of(out).name)
                     if idle is not None:
                         _forward(predictor, idle, size)
-            blocks = runtime.gather_to_first(found)
+            blocks = runtime.gather_to_first(new_block)
             with noting("the table could not be written"), _table_errors(out):
                 if table is not None and not failures:
                     for block in filter(None, blocks):
@@ -173,7 +173,7 @@ def _block(
     why_not = ""
     if len(batch):
         outputs = _forward(predictor, batch, size)
-        places = {row: place for place, row in enumerate(batch.rows.tolist())}
+        places = {row: position for position, row in enumerate(batch.rows.tolist())}
         if predictor.objective is not None:
             try:
                 read = pa.array(np.searchsorted(rows, batch.rows))
@@ -187,27 +187,27 @@ def _block(
             if isinstance(values, RowFiles):
                 encoded = values.encoded(name, batch.rows.tolist())
                 if twins := files.keys() & encoded.keys():
-                    what = f"the task's predictions()[{name!r}] and another column both write {min(twins)}"
-                    raise HarnessError(what, hint="rename one of them; in the name of a file, / becomes _")
+                    message = f"the task's predictions()[{name!r}] and another column both write {min(twins)}"
+                    raise HarnessError(message, hint="rename one of them; in the name of a file, / becomes _")
                 files |= encoded
                 values = [f"{folder}/{file}" for file in encoded]
             columns[name] = column(predictor.task, "predictions", name, values, len(batch)).take(place_of)
         if isinstance(predictor.task, SupportsErrors):
-            known = {name: values.to_numpy(zero_copy_only=False) for name, values in columns.items()}
-            columns |= {name: pa.array(values) for name, values in predictor.task.errors(known).items()}
+            arrays = {name: values.to_numpy(zero_copy_only=False) for name, values in columns.items()}
+            columns |= {name: pa.array(values) for name, values in predictor.task.errors(arrays).items()}
     names = [name for name in FIRST_COLUMNS if name in columns]
     names += [name for name in columns if name not in FIRST_COLUMNS]
     return Block(pa.table({name: columns[name] for name in names}), list(batch.bad), files, pairs, why_not)
 
 
 def _pairs(
-    objective: Objective | PredictingTask, outputs: Tensor, targets: Tensor, known: dict[str, pa.Array]
+    objective: Objective | PredictingTask, outputs: Tensor, targets: Tensor, columns: dict[str, pa.Array]
 ) -> Pairs:
-    """Return what the rows of ``outputs`` with labels add to the metrics, on the CPU. ``known``: their columns."""
+    """Return what the rows of ``outputs`` with labels add to the metrics, on the CPU. ``columns``: their columns."""
     if isinstance(objective, Objective):
-        texts = [known[name].to_pylist() for name in objective.label_columns if name in known]
+        texts = [columns[name].to_pylist() for name in objective.label_columns if name in columns]
         return objective.pairs_of_new(outputs, texts)
-    labels = known["label"].to_pylist() if "label" in known else []
+    labels = columns["label"].to_pylist() if "label" in columns else []
     rows = [row for row, label in enumerate(labels) if label not in (None, "") and label == label]
     if not rows:
         return {}
@@ -230,9 +230,9 @@ def shown_metrics(predictor: Predictor, totals: Totals) -> list[str]:
     if objective is None or ROWS_OF_FILE not in totals.sums.pairs:
         return []
     evaluated = int(totals.sums.pairs.pop(ROWS_OF_FILE)[0])
-    found = numbers(objective, totals.sums, names)
+    metrics = numbers(objective, totals.sums, names)
     lines = [f"rows evaluated: {evaluated:,} of {totals.rows:,}"]
-    return lines + [f"{name}: {found[name]:.4f}" for name in names]
+    return lines + [f"{name}: {metrics[name]:.4f}" for name in names]
 
 
 def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:

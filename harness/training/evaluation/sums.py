@@ -56,7 +56,7 @@ class Sums:
         return Rows(*(torch.cat(parts) for parts in zip(*self.rows[name], strict=True)))
 
     def on_cpu(self) -> Sums:
-        rows = {name: [Rows(*(part.cpu() for part in each)) for each in kept] for name, kept in self.rows.items()}
+        rows = {name: [Rows(*(t.cpu() for t in each)) for each in batches] for name, batches in self.rows.items()}
         return Sums({name: (total.cpu(), count.cpu()) for name, (total, count) in self.pairs.items()}, rows)
 
     def over(self, runtime: Runtime) -> Sums:
@@ -67,8 +67,8 @@ class Sums:
         """Return sum / count; NaN if nothing was counted. Raises OwnCodeError if that is not one number."""
         total, count = self.pairs[name]
         if total.numel() != 1 or count.numel() != 1:
-            found = f"a sum of shape {tuple(total.shape)} and a count of shape {tuple(count.shape)} for {name!r}"
-            raise OwnCodeError(found, hint=_ADD_UP)
+            problem = f"a sum of shape {tuple(total.shape)} and a count of shape {tuple(count.shape)} for {name!r}"
+            raise OwnCodeError(problem, hint=_ADD_UP)
         return (total / count).item()
 
 
@@ -80,27 +80,27 @@ def reduced(parts: Sequence[Sums], ranks: LogicalRanks) -> Sums:
     """Sum the pairs of ``parts``, one for each rank of this process, over all ranks; a rank that added nothing counts
     as zero. The result is on the CPU: the host waits for the device here, once. Collective; raises OwnCodeError on all
     ranks if a sum is longer on one than on another."""
-    own = [{name: (total.shape, count.shape) for name, (total, count) in part.pairs.items()} for part in parts]
-    shapes = _common_shapes(chain(*ranks.runtime.gather(own)))
-    kept = _gathered(parts, ranks.runtime)
+    own_shapes = [{name: (total.shape, count.shape) for name, (total, count) in part.pairs.items()} for part in parts]
+    shapes = _common_shapes(chain(*ranks.runtime.gather(own_shapes)))
+    gathered_rows = _gathered(parts, ranks.runtime)
     sizes = [shape for name in sorted(shapes) for shape in shapes[name]]
     if not sizes:
-        return Sums({}, kept)
+        return Sums({}, gathered_rows)
     flat = ranks.sum([_flat(part, shapes, ranks.runtime.device) for part in parts]).cpu()
     split = flat.split([shape.numel() for shape in sizes])
     values = iter([value.view(shape) for value, shape in zip(split, sizes, strict=True)])
-    return Sums({name: (next(values), next(values)) for name in sorted(shapes)}, kept)
+    return Sums({name: (next(values), next(values)) for name in sorted(shapes)}, gathered_rows)
 
 
 def _common_shapes(of_ranks: Iterable[Shapes]) -> Shapes:
-    found: Shapes = {}
+    common: Shapes = {}
     for shapes in of_ranks:
         for name, pair in shapes.items():
-            for shape, other in zip(pair, found.setdefault(name, pair), strict=True):
-                if shape.numel() != other.numel():
-                    what = f"sums of shape {tuple(shape)} and {tuple(other)} for {name!r} on different ranks"
-                    raise OwnCodeError(what, hint=_ADD_UP)
-    return found
+            for shape, expected in zip(pair, common.setdefault(name, pair), strict=True):
+                if shape.numel() != expected.numel():
+                    message = f"sums of shape {tuple(shape)} and {tuple(expected)} for {name!r} on different ranks"
+                    raise OwnCodeError(message, hint=_ADD_UP)
+    return common
 
 
 def _flat(part: Sums, shapes: Shapes, device: torch.device) -> Tensor:
@@ -114,15 +114,15 @@ def _flat(part: Sums, shapes: Shapes, device: torch.device) -> Tensor:
 
 def _gathered(parts: Sequence[Sums], runtime: Runtime) -> dict[str, list[Rows]]:
     """Return the kept rows of all ranks, in their order, on the CPU. Collective."""
-    mine = [
+    own_rows = [
         {
             name: tuple(torch.cat(tensors).cpu().numpy() for tensors in zip(*rows, strict=True))
             for name, rows in part.rows.items()
         }
         for part in parts
     ]
-    kept: dict[str, list[Rows]] = {}
-    for of_rank in (of_rank for of_process in runtime.gather(mine) for of_rank in of_process):
-        for name, arrays in of_rank.items():
-            kept.setdefault(name, []).append(Rows(*map(torch.from_numpy, arrays)))
-    return kept
+    all_rows: dict[str, list[Rows]] = {}
+    for rank_rows in (rank_rows for process_rows in runtime.gather(own_rows) for rank_rows in process_rows):
+        for name, arrays in rank_rows.items():
+            all_rows.setdefault(name, []).append(Rows(*map(torch.from_numpy, arrays)))
+    return all_rows

@@ -62,30 +62,30 @@ def open_new_table(
 def label_problems(task: TableTask, train: Table, eval_: Table) -> Iterator[DataError]:
     """Yield an error for the rows of each table without a label, one for those with a label that no training row has,
     and a DoubtError for each label of the training rows that may be misspelled. The tables come without labels."""
-    known = set[str]()
+    known_labels = set[str]()
     for table in (train, eval_) if task.label_kind != "regression" else ():
         texts = table.slice(task.label_columns[0], 0, len(table)).combine_chunks().dictionary_encode()
         codes, separator = texts.indices.to_numpy(zero_copy_only=False), task.labels.separator
         split = (text.split(separator) if separator else [text] for text in texts.dictionary.to_pylist())
         names = [{name.strip() for name in parts} - {""} for parts in split]
-        known = known or set().union(*names)
-        unknown, count = sorted(set().union(*names) - known), Counter[str]()
-        for found, rows_with in zip(names, np.bincount(codes, minlength=len(names)).tolist(), strict=True):
-            count.update(dict.fromkeys(found, rows_with))
+        known_labels = known_labels or set().union(*names)
+        unknown, count = sorted(set().union(*names) - known_labels), Counter[str]()
+        for labels, rows_with in zip(names, np.bincount(codes, minlength=len(names)).tolist(), strict=True):
+            count.update(dict.fromkeys(labels, rows_with))
         allowed = task.labels.empty == "allow"
-        blank, new = [not (found or allowed) for found in names], [bool(found - known) for found in names]
+        blank, new = [not (labels or allowed) for labels in names], [bool(labels - known_labels) for labels in names]
         lacking = f"with a label that {task.train_csv} does not have ({listed(unknown, _NAMED)})"
         checks: list[tuple[type[DataError], str, list[bool], str]] = [
             (DataError, "without a label", blank, "fill in the labels or remove the rows; no setting skips them"),
             (DataError, lacking, new, "correct the labels, or remove the rows"),
         ]
-        for word, other in misspelled(count, len(table)) if table is train else ():
-            what = f"with the label {word!r}, {count[other]:,} with {other!r}"
+        for word, similar_label in misspelled(count, len(table)) if table is train else ():
+            problem = f"with the label {word!r}, {count[similar_label]:,} with {similar_label!r}"
             hint = "if it is a misspelling, correct it, or it stays a class of its own"
-            checks.append((DoubtError, what, [word in found for found in names], hint))
-        for kind, what, is_bad, hint in checks:
+            checks.append((DoubtError, problem, [word in labels for labels in names], hint))
+        for kind, problem, is_bad, hint in checks:
             rows = np.flatnonzero(np.asarray(is_bad)[codes]).tolist()
             if rows:
                 first, *others = [table.where(row) for row in rows[:_NAMED]]
                 also = f"; also {', '.join(others)}{', …' if len(rows) > _NAMED else ''}" if others else ""
-                yield kind(f"{plural(len(rows), 'row')} {what}{also}", where=first, hint=hint)
+                yield kind(f"{plural(len(rows), 'row')} {problem}{also}", where=first, hint=hint)

@@ -22,32 +22,32 @@ from harness.training.task import OpenedTask, wrong_return
 def doubt_of_mean(section: TaskSection, task: OpenedTask, outputs: Tensor, targets: Tensor) -> str:
     """Return, in words, that the loss is twice as large for the same rows twice, or, of the user's own, that it is not
     the mean of those of two halves; empty otherwise. Draws from no stream of the CPU."""
-    both = outputs, targets
-    if not all(isinstance(part, Tensor) and part.dim() and len(part) == len(outputs) for part in both):
+    arguments = outputs, targets
+    if not all(isinstance(part, Tensor) and part.dim() and len(part) == len(outputs) for part in arguments):
         return ""
     with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
-        few = [part[:4].float() if part.is_floating_point() else part[:4] for part in both]
+        few = [part[:4].float() if part.is_floating_point() else part[:4] for part in arguments]
 
         def loss(*parts: slice) -> float:
             return task.loss(*(torch.cat([part[each] for each in parts]) for part in few)).item()
 
         rows, every = len(few[0]), slice(None)
-        whole, twice, place = loss(every), loss(every, every), loss_place(section, task)
-        if whole and abs(twice / whole - 2) < 1e-3:
+        once, twice, where = loss(every), loss(every, every), loss_place(section, task)
+        if once and abs(twice / once - 2) < 1e-3:
             return (
-                f"{place}: loss() is {whole:.4g} for {plural(rows, 'row')} and {twice:.4g} for the same rows twice, so "
+                f"{where}: loss() is {once:.4g} for {plural(rows, 'row')} and {twice:.4g} for the same rows twice, so "
                 "it is a sum; return the mean over the rows, or the learning rate depends on the size of the batch"
             )
         half = rows // 2
         if not half or not _is_own_loss(section, task):
             return ""
         halves = (half * loss(slice(half)) + (rows - half) * loss(slice(half, None))) / rows
-        if abs(halves - whole) > 1e-4 * abs(whole) and loss(every) == whole:  # not one that draws or counts
+        if abs(halves - once) > 1e-4 * abs(once) and loss(every) == once:  # not one that draws or counts
             shapes = [tuple(part.shape) for part in few]
             alike = shapes[0] != shapes[1] and few[0].numel() == few[1].numel()
             cause = f", perhaps by a broadcast of shapes {shapes[0]} and {shapes[1]}" if alike else ""
             return (
-                f"{place}: loss() mixes rows{cause}: it is {whole:.4g} for {rows} rows, and {halves:.4g} as the mean "
+                f"{where}: loss() mixes rows{cause}: it is {once:.4g} for {rows} rows, and {halves:.4g} as the mean "
                 "over two halves; contrastive, weighted and masked losses do this on purpose"
             )
     return ""
@@ -56,11 +56,11 @@ def doubt_of_mean(section: TaskSection, task: OpenedTask, outputs: Tensor, targe
 def doubt_of_sums(task: OpenedTask, outputs: Tensor, targets: Tensor) -> str:
     """Return, in words, that ``evaluate`` of the user's own returns a mean with a count of rows, which is then divided
     twice; empty otherwise."""
-    where, both = place_of(type(task), "evaluate"), (outputs, targets)
-    if not where or not all(isinstance(part, Tensor) and part.dim() and len(part) == len(outputs) for part in both):
+    where, batch = place_of(type(task), "evaluate"), (outputs, targets)
+    if not where or not all(isinstance(part, Tensor) and part.dim() and len(part) == len(outputs) for part in batch):
         return ""
     with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
-        once, twice = task.evaluate(*both), task.evaluate(*(torch.cat([part, part]) for part in both))
+        once, twice = task.evaluate(*batch), task.evaluate(*(torch.cat([part, part]) for part in batch))
         for name in (name for name, pair in once.items() if isinstance(pair, tuple)):
             (total, count), (more, rows) = (map(float, pairs[name]) for pairs in (once, twice))
             if total and rows == 2 * count and abs(more / total - 1) < 1e-3:
@@ -73,8 +73,8 @@ def doubt_of_sums(task: OpenedTask, outputs: Tensor, targets: Tensor) -> str:
 
 def _is_own_loss(section: TaskSection, task: OpenedTask) -> bool:
     """Return True unless the harness made the loss, which may weight classes."""
-    found = getattr(type(task), "loss", None)
-    return "." in getattr(section, "loss_name", "") or not getattr(found, "__module__", "").startswith("harness.")
+    method = getattr(type(task), "loss", None)
+    return "." in getattr(section, "loss_name", "") or not getattr(method, "__module__", "").startswith("harness.")
 
 
 def loss_place(section: TaskSection, task: OpenedTask) -> str:
@@ -91,12 +91,12 @@ def column(task: OpenedTask, method: str, name: str, values: object, num_rows: i
     try:
         array = pa.array(values.cpu().numpy() if isinstance(values, Tensor) else values)
     except pa.ArrowInvalid as error:
-        found = f"{described(values)} for {name!r}: {first_line(error)}"
+        problem = f"{described(values)} for {name!r}: {first_line(error)}"
     else:
         if len(array) == num_rows:
             return array
-        found = f"{plural(len(array), 'value')} of {name!r} for {plural(num_rows, 'row')}"
-    raise wrong_return(task, method, found, "return one value for each row")
+        problem = f"{plural(len(array), 'value')} of {name!r} for {plural(num_rows, 'row')}"
+    raise wrong_return(task, method, problem, "return one value for each row")
 
 
 def require_columns(task: OpenedTask, method: str, argument: object, rows: np.ndarray) -> None:

@@ -41,9 +41,9 @@ class Costs:
         """Return this rank's costs. Resets the counters."""
         self.add(self._machine.sample(runtime.launch.local_rank == 0))
         spent_s, self.spent_s = self.spent_s, dict.fromkeys(_SUMS, 0.0)
-        own, data = [0.0] * runtime.world_size, [0.0] * runtime.world_size
-        own[runtime.rank], data[runtime.rank] = sum(phases.values()) - phases["reduce"], phases["data"]
-        return CostsOfRanks(spent_s, own, data)
+        own_s, data_s = [0.0] * runtime.world_size, [0.0] * runtime.world_size
+        own_s[runtime.rank], data_s[runtime.rank] = sum(phases.values()) - phases["reduce"], phases["data"]
+        return CostsOfRanks(spent_s, own_s, data_s)
 
 
 class CostsOfRanks(NamedTuple):
@@ -61,8 +61,8 @@ class CostsOfRanks(NamedTuple):
     @classmethod
     def of(cls, vector: Sequence[float]) -> CostsOfRanks:
         slots = vector[len(_SUMS) :]
-        own, data = slots[: len(slots) // 2], slots[len(slots) // 2 :]
-        return cls(dict(zip(_SUMS, vector[: len(_SUMS)], strict=True)), own, data)
+        own_s, data_s = slots[: len(slots) // 2], slots[len(slots) // 2 :]
+        return cls(dict(zip(_SUMS, vector[: len(_SUMS)], strict=True)), own_s, data_s)
 
 
 def summed(costs: CostsOfRanks) -> dict[str, float]:
@@ -71,12 +71,12 @@ def summed(costs: CostsOfRanks) -> dict[str, float]:
     slowest, wait, slowest_data: with several ranks, the one with the most time of its own; the seconds that the others
     waited for it, summed over them; and how much longer than the median rank it waited for data
     """
-    spent_s, own, data = costs
+    spent_s, own_s, data_s = costs
     cost = {name: round(value, 6) for name, value in spent_s.items() if value}
-    if len(own) > 1:
-        slowest = own.index(max(own))
-        more = data[slowest] - sorted(data)[(len(own) - 1) // 2]
-        cost |= {"slowest": slowest, "wait": round(sum(own[slowest] - s for s in own), 6)}
+    if len(own_s) > 1:
+        slowest = own_s.index(max(own_s))
+        more = data_s[slowest] - sorted(data_s)[(len(own_s) - 1) // 2]
+        cost |= {"slowest": slowest, "wait": round(sum(own_s[slowest] - s for s in own_s), 6)}
         cost |= {"slowest_data": round(more, 6)}
     return cost
 
@@ -93,21 +93,21 @@ class _Machine:
         now = time.perf_counter()
         if now - self._mark < SAMPLE_S:
             return {}
-        seen, before, elapsed = self._read(first_of_machine), self._seen, now - self._mark
-        self._mark, self._seen = now, seen
-        spent = {name: max(0.0, seen[name] - before[name]) for name in seen.keys() & before.keys()}
-        known = "busy" in spent
-        return {**spent, "sampled_ranks": elapsed, "sampled": elapsed if known else 0.0}
+        reading, before, elapsed = self._read(first_of_machine), self._seen, now - self._mark
+        self._mark, self._seen = now, reading
+        spent = {name: max(0.0, reading[name] - before[name]) for name in reading.keys() & before.keys()}
+        has_busy = "busy" in spent
+        return {**spent, "sampled_ranks": elapsed, "sampled": elapsed if has_busy else 0.0}
 
     def _read(self, first_of_machine: bool) -> dict[str, float]:
-        found = {"own": time.process_time()}
+        reading = {"own": time.process_time()}
         with suppress(OSError, ValueError, IndexError):  # not Linux, or a kernel without these files
-            found["starved"] = run_queue_s()
+            reading["starved"] = run_queue_s()
             tasks = os.listdir("/proc/self/task")
-            found["threads_starved"] = sum(run_queue_s(f"/proc/self/task/{task}/schedstat") for task in tasks)
+            reading["threads_starved"] = sum(run_queue_s(f"/proc/self/task/{task}/schedstat") for task in tasks)
         if first_of_machine:
             with suppress(OSError, ValueError, IndexError):
                 ticks = [int(word) for word in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
                 idle = ticks[3] + ticks[4]  # the second is idle time while a disk works
-                found["busy"] = (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
-        return found
+                reading["busy"] = (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
+        return reading

@@ -35,8 +35,8 @@ def keep_freed_memory(device: torch.device) -> None:
     Every training step frees its activations. By default, glibc then returns most of them, and the kernel has to map
     and clear the same pages again in the next step. Settings of malloc in the environment take precedence.
     """
-    own = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    if device.type == "cpu" and sys.platform == "linux" and not own:
+    is_configured = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if device.type == "cpu" and sys.platform == "linux" and not is_configured:
         set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
         if set_option is not None:
             set_option(_MMAP_THRESHOLD, _LARGEST_KEPT)
@@ -91,11 +91,11 @@ def kept_of_shapes(model: nn.Module, inputs: Tensor, num_rows: int) -> KeptForBa
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         state: dict[str, Tensor] = {name: mode.from_tensor(each, static_shapes=True) for name, each in tensors.items()}
-        kept = KeptForBackward(num_rows, state.values())
+        saved = KeptForBackward(num_rows, state.values())
         rows = torch.zeros(num_rows, *inputs.shape[1:], dtype=inputs.dtype)
-        with kept:
+        with saved:
             functional_call(model.train(), state, (rows,))
-    return kept
+    return saved
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
@@ -107,20 +107,20 @@ def explained(error: BaseException, run: Run | None) -> TrainingError | None:
     text = str(error)
     if not isinstance(error, RuntimeError) or isinstance(error, torch.distributed.DistError) or not _OUT.search(text):
         return None
-    wanted = re.search(r"[Tt]ried to allocate ([\d.]+ (?:\w+))", text)
+    match = re.search(r"[Tt]ried to allocate ([\d.]+ (?:\w+))", text)
     free = re.search(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", text)
-    what = f"tried to allocate {wanted[1]}" if wanted else "an allocation failed"
-    what += f"; {free[2]} of {free[1]} is free" if free else ""
+    problem = f"tried to allocate {match[1]}" if match else "an allocation failed"
+    problem += f"; {free[2]} of {free[1]} is free" if free else ""
     if run is None:
         return TrainingError(
-            f"out of memory while the run was being built: {what} ({stack.raised_at(error)})",
+            f"out of memory while the run was being built: {problem} ({stack.raised_at(error)})",
             hint="check with nvidia-smi whether another process is using this device; or use a smaller model "
             "(model.args)",
         )
     when = "training" if run.module.training else "evaluation"
     has_blocks = bool(recompute.repeated_blocks(run.module))
     return TrainingError(
-        f"out of memory on {run.runtime.device} during {when}: {what}. Largest: {'; '.join(_largest(run, when))}",
+        f"out of memory on {run.runtime.device} during {when}: {problem}. Largest: {'; '.join(_largest(run, when))}",
         hint=remedies(run.config, run.runtime.world_size, when, has_blocks),
     )
 

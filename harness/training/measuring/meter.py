@@ -180,20 +180,20 @@ class Meter:
         if self._ended is None:
             self.end_window()
         assert self._ended is not None
-        seen, spent = self._ended.values(), self.spent_s()
-        own = [
+        readings, spent = self._ended.values(), self.spent_s()
+        rank_sums = [
             self.wait_s,
             *spent.values(),
             *self.costs.take(ranks.runtime, spent).vector(),
         ]  # of the process
         parts = [
-            [seen[f"loss {index}"], self.rows[index], self.rows_skipped[index], len(self.bad[index])]
-            + (own if index == 0 else [0.0] * len(own))
+            [readings[f"loss {index}"], self.rows[index], self.rows_skipped[index], len(self.bad[index])]
+            + (rank_sums if index == 0 else [0.0] * len(rank_sums))
             for index in range(len(self.losses))
         ]
         sums = ranks.sum([torch.tensor(part, dtype=torch.float64) for part in parts], on_host=True).tolist()
-        total, rows, skipped, bad, wait_s, *rest = sums
-        times, costs = rest[: len(spent)], rest[len(spent) :]
+        total, rows, skipped, bad, wait_s, *phase_sums = sums
+        times, costs = phase_sums[: len(spent)], phase_sums[len(spent) :]
         bad_rows = ranks.runtime.gather([*chain(*self.bad)]) if bad else []  # by all or none: ``bad`` is reduced
         time_s = sum(times) or math.inf  # without time all shares are zero
         window = Window(
@@ -206,8 +206,8 @@ class Meter:
             waited=wait_s / time_s,
             shares={phase: seconds / time_s for phase, seconds in zip(spent, times, strict=True)},
             cost=summed(CostsOfRanks.of(costs)),
-            norm=seen.get("norm"),
-            scale=seen["scale"],
+            norm=readings.get("norm"),
+            scale=readings["scale"],
             steps=self.steps,
             time_s=self.time_s,
         )
@@ -217,8 +217,8 @@ class Meter:
     def _clear(self) -> None:
         """Start a new window."""
         self._ended = None
-        for of_rank in self.losses:
-            of_rank.zero_()
+        for loss in self.losses:
+            loss.zero_()
         self.rows, self.rows_skipped = ([0] * len(self.losses) for _ in range(2))
         self.bad = [[] for _ in self.losses]
         self.steps = 0
@@ -241,11 +241,11 @@ class Meter:
 
     def load_state(self, ranks: Sequence[dict[str, Any]]) -> None:
         """Continue from what the ranks of this process had measured."""
-        for loss, of_rank in zip(self.losses, ranks, strict=True):
-            loss.fill_(of_rank["loss"])
+        for loss, rank_state in zip(self.losses, ranks, strict=True):
+            loss.fill_(rank_state["loss"])
         self.steps = ranks[0]["steps"]
-        self.rows, self.rows_skipped = ([of_rank[key] for of_rank in ranks] for key in ("rows", "rows_skipped"))
-        self.bad = [[*of_rank["bad"]] for of_rank in ranks]
-        times = {key: sum(of_rank[key] for of_rank in ranks) for key in ranks[0] if key.endswith("_s")}
+        self.rows, self.rows_skipped = ([rank_state[key] for rank_state in ranks] for key in ("rows", "rows_skipped"))
+        self.bad = [[*rank_state["bad"]] for rank_state in ranks]
+        times = {key: sum(rank_state[key] for rank_state in ranks) for key in ranks[0] if key.endswith("_s")}
         self.wait_s, self.time_s = times["wait_s"], times["time_s"]
         self.timer.spent_s = {phase: times[f"{phase}_s"] for phase in PHASES}

@@ -33,16 +33,16 @@ def apply(model: nn.Module, section: LoraSection) -> None:
     chosen = {name for target in section.targets for name in _matching(target, layers, "targets")} or {*plain}
     chosen = {name for name in chosen if not is_within(name, saved)}
     if not chosen:
-        what = "it has no linear layers to adapt but the last ones and those of modules_to_save"
+        message = "it has no linear layers to adapt but the last ones and those of modules_to_save"
         hint = f"name its layers in model.lora.targets, such as {', '.join([*layers][:5])}"
-        raise ConfigError(what, where="model.lora", hint=hint)
+        raise ConfigError(message, where="model.lora", hint=hint)
     try:
-        wanted = LoraConfig(
+        lora_config = LoraConfig(
             r=section.r, lora_alpha=section.alpha, lora_dropout=section.dropout,  # type: ignore[arg-type]
             use_rslora=section.use_rslora, use_dora=section.use_dora,
             target_modules="|".join(map(re.escape, sorted(chosen))),
         )  # fmt: skip
-        inject_adapter_in_model(wanted, model)
+        inject_adapter_in_model(lora_config, model)
     except ValueError as error:
         raise ConfigError(f"peft cannot adapt this model: {first_line(error)}", where="model.lora") from None
     for name, param in model.named_parameters():
@@ -53,9 +53,9 @@ def summary(model: nn.Module, section: LoraSection) -> str:
     """Return what ``apply`` did to ``model``."""
     layers = adapted(model)
     ends = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
-    shown = ", ".join(ends if len(ends) <= 6 else [*ends[:5], "..."])
+    listed = ", ".join(ends if len(ends) <= 6 else [*ends[:5], "..."])
     kind = ", rsLoRA" * section.use_rslora + ", DoRA" * section.use_dora
-    return f"r {section.r}, alpha {section.alpha:g}{kind}, on {plural(len(layers), 'layer')} ({shown})"
+    return f"r {section.r}, alpha {section.alpha:g}{kind}, on {plural(len(layers), 'layer')} ({listed})"
 
 
 def start_norms(model: nn.Module, given: Collection[str]) -> None:

@@ -48,25 +48,25 @@ def build(
     make, library = find(name)
     accepted = inspect.signature(make).parameters
     by_task = library.arguments(known) if library else {key: known[key] for key in known if key in accepted}
-    given = {**by_task, **args}
+    arguments = {**by_task, **args}
     takes = ", ".join(key for key in accepted if key not in ("args", "kwargs", "self"))
     built_in = library is not None or "." not in name
     try:
-        inspect.signature(make).bind(**given)
+        inspect.signature(make).bind(**arguments)
         with _parameters_in_memory(name):
-            model = make(**given)
+            model = make(**arguments)
     except (TypeError, ValueError, AssertionError, MemoryError, *_OF_OWN_CODE) as error:
         if isinstance(error, _OF_OWN_CODE) and not built_in and not _is_allocation(error):
             raise  # with its traceback: a fault in the user's own code
-        shown = f" with {', '.join(f'{key}={value!r}' for key, value in args.items())}" if args else ""
+        with_arguments = f" with {', '.join(f'{key}={value!r}' for key, value in args.items())}" if args else ""
         raise ConfigError(
-            f"cannot build model {name}{shown}: {_reason(error)}",
+            f"cannot build model {name}{with_arguments}: {_reason(error)}",
             where=users_line(error) or argument_at_fault(error, args, "model.args") or "model.args",
             hint=f"it takes: {takes}",
         ) from None
     if not isinstance(model, nn.Module):
-        what = f"{name} returns an object of type {type(model).__name__}, not a torch.nn.Module"
-        raise ConfigError(what, where="model.name", hint="return a torch.nn.Module from it")
+        message = f"{name} returns an object of type {type(model).__name__}, not a torch.nn.Module"
+        raise ConfigError(message, where="model.name", hint="return a torch.nn.Module from it")
     try_batch(model, name, example, outputs, task)
     _NAMES[model] = name
     return model
@@ -132,22 +132,22 @@ def try_batch(
         example = example.to("meta")
     try:
         with torch.no_grad():
-            found = model.eval()(example)
+            returned = model.eval()(example)
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError) as error:
         places = _places(model) if name.startswith(HUB) and not example.is_floating_point() else None
-        why = f"it has {places} positions" if places and places < example.shape[1] else _reason(error)
-        what = f"model {name} cannot process a batch of shape {tuple(example.shape)}: {why}"
+        reason = f"it has {places} positions" if places and places < example.shape[1] else _reason(error)
+        problem = f"model {name} cannot process a batch of shape {tuple(example.shape)}: {reason}"
         hint = _of_configuration(model, name, error) or _remedy(model, example, name, task)
-        raise determinism.explained(error) or of_part(what, error, "model.name", hint) from error
+        raise determinism.explained(error) or of_part(problem, error, "model.name", hint) from error
     finally:
         model.train()
-    shape = tuple(found.shape) if isinstance(found, Tensor) else f"an object of type {type(found).__name__}"
+    shape = tuple(returned.shape) if isinstance(returned, Tensor) else f"an object of type {type(returned).__name__}"
     row = outputs if isinstance(outputs, tuple) else (outputs,)
     if outputs is not None and shape != (len(example), *row):
-        wanted = plural(outputs, "output") if isinstance(outputs, int) else f"outputs of shape {outputs}"
+        expected = plural(outputs, "output") if isinstance(outputs, int) else f"outputs of shape {outputs}"
         argument = "num_classes" if isinstance(outputs, int) else "num_characters"
         raise ConfigError(
-            f"model {name} returns {shape} for {plural(len(example), 'row')}, not {wanted} for each",
+            f"model {name} returns {shape} for {plural(len(example), 'row')}, not {expected} for each",
             where="model.name",
             hint=f"add an argument {argument} to your model (the harness sets it), or set the number in model.args",
         )
@@ -215,20 +215,20 @@ def find(name: str) -> tuple[Callable[..., nn.Module], Library | None]:
     if Path(name, "config.json").is_file():
         hint = f"use model.name={HUB}{name}, if this folder is a model of Hugging Face"
         raise ConfigError(f"unknown model {name!r}", where="model.name", hint=hint)
-    other = (
+    other_kinds = (
         f"use one of {', '.join(built_in)}, a torchvision model such as resnet18, timm:NAME, hf:FOLDER_OR_NAME, "
         "or package.module.Class"
     )
     if "/" in name or "-" in name:
-        other = f"a model of Hugging Face is model.name={HUB}{name}; or {other}"
-    raise plugins.unknown("model", name, [*built_in, *torchvision.names()], "model.name", other)
+        other_kinds = f"a model of Hugging Face is model.name={HUB}{name}; or {other_kinds}"
+    raise plugins.unknown("model", name, [*built_in, *torchvision.names()], "model.name", other_kinds)
 
 
 def library_of(name: str) -> Library | None:
     """Return the library of the model ``name``, torchvision without a prefix; None for ours and the user's own."""
     prefix, colon, _ = name.partition(":")
     if colon and prefix in plugins.names("model library"):
-        found: Library = plugins.find("model library", prefix, "model.name")
-        return found
+        library: Library = plugins.find("model library", prefix, "model.name")
+        return library
     of_torchvision = "." not in name and name not in plugins.names("model") and name in torchvision.names()
     return torchvision if of_torchvision else None

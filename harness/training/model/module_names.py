@@ -18,15 +18,15 @@ def matching(pattern: str, names: Collection[str], where: str, kind: str) -> lis
     """Return those of ``names`` that ``pattern`` matches: the whole name or, if there is none, the end or a glob of the
     name, of it or of a module that it is in. Raises ConfigError for the setting ``where`` if no ``kind`` matches."""
     exact = [name for name in names if is_within(name, [pattern])]
-    found = exact or [name for name in names if _matches(pattern, name)]
-    if not found:
+    matches = exact or [name for name in names if _matches(pattern, name)]
+    if not matches:
         parts = dict.fromkeys(part for name in names for part in name.split(".") if not part.isdigit())
-        near = similar(pattern, [*names, *parts])
-        shown = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names))
-        some = ", ".join([*shown[:_SHOWN], *["..."] * (len(shown) > _SHOWN)])
-        hint = f"did you mean {near}?" if near else f"the model has {some}"
+        nearest = similar(pattern, [*names, *parts])
+        patterns = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names))
+        some = ", ".join([*patterns[:_SHOWN], *["..."] * (len(patterns) > _SHOWN)])
+        hint = f"did you mean {nearest}?" if nearest else f"the model has {some}"
         raise ConfigError(f"no {kind} matches {pattern!r}", where=where, hint=hint)
-    return found
+    return matches
 
 
 def is_within(name: str, modules: Collection[str]) -> bool:

@@ -23,26 +23,26 @@ _Norm = torch.nn.modules.batchnorm._NormBase  # of batch and instance norms; cha
 _KEY = "model.activation_checkpointing"
 
 
-def apply(model: nn.Module, wanted: bool | Sequence[str]) -> list[str]:
-    """Make the ``wanted`` modules of ``model`` run again in the backward pass; return their names. Only for training:
+def apply(model: nn.Module, patterns: bool | Sequence[str]) -> list[str]:
+    """Make the ``patterns`` modules of ``model`` run again in the backward pass; return their names. Only for training:
     to export the model or to copy it to other devices, build it without.
 
     ``True``: its ``repeated_blocks``; patterns: the outermost modules whose names match one. Names of parameters stay
     as they are. Raises ConfigError if there is no such module.
     """
-    if not wanted:
+    if not patterns:
         return []
     names = {module: name for name, module in model.named_modules() if name}
-    found = repeated_blocks(model) if isinstance(wanted, bool) else _outermost(names, wanted)
-    if wanted is True and not found:
+    modules = repeated_blocks(model) if isinstance(patterns, bool) else _outermost(names, patterns)
+    if patterns is True and not modules:
         raise ConfigError(
             "the model has no blocks: no element of a Sequential, ModuleList or ModuleDict has submodules",
             where=_KEY,
             hint=f"name the modules to run again, such as {_KEY}=[{next(iter(names.values()), 'layers')}]",
         )
-    for module in found:
+    for module in modules:
         module.forward = _Recomputed(module)  # type: ignore[assignment]
-    return [names[module] for module in found]
+    return [names[module] for module in modules]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -53,22 +53,22 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         if len(list(module.modules())) > 2 and next(module.parameters(), None) is not None
     ]  # fmt: skip
     kinds = Counter(map(type, elements))
-    found: dict[nn.Module, None] = {}
+    blocks: dict[nn.Module, None] = {}
     inside: set[nn.Module] = set()
     for module in reversed(elements):  # outer before inner
         parts = set(module.modules()) - {module}
         if module not in inside and (kinds[type(module)] > 1 or not parts.intersection(elements)):
-            found[module] = None
+            blocks[module] = None
             inside |= parts
-    return list(reversed(found))
+    return list(reversed(blocks))
 
 
 def _outermost(names: dict[nn.Module, str], patterns: Sequence[str]) -> list[nn.Module]:
     modules = {name: module for module, name in names.items()}
     matching = [module_names.matching(pattern, modules, _KEY, "module of the model") for pattern in patterns]
-    found = {modules[name] for each in matching for name in each}
-    inside = {part for module in found for part in list(module.modules())[1:]}
-    return [module for module in names if module in found and module not in inside]
+    matched = {modules[name] for each in matching for name in each}
+    inside = {part for module in matched for part in list(module.modules())[1:]}
+    return [module for module in names if module in matched and module not in inside]
 
 
 class _Recomputed:

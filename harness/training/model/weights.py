@@ -44,11 +44,11 @@ def start(model: nn.Module, config: Config, runtime: Runtime, checkpoints: Path,
     def loaded() -> dict[str, Any]:
         if runtime.rank or config.checkpoint.named or checkpoint.steps(checkpoints):
             return {}
-        facts = load(model, config, task)
-        log.info("%14s: %s", "weights", facts["summary"])
-        if facts["warning"]:
-            log.warning("%s", facts["warning"])
-        return facts
+        loading = load(model, config, task)
+        log.info("%14s: %s", "weights", loading["summary"])
+        if loading["warning"]:
+            log.warning("%s", loading["warning"])
+        return loading
 
     return runtime.from_first(runtime.patiently("reading the weights to start from", loaded))
 
@@ -63,27 +63,29 @@ def load(model: nn.Module, config: Config, task: object = None) -> dict[str, Any
     section = config.model
     assert section.start_weights is not None
     source = find(section.start_weights, section.name)
-    given, part = _matched(source.read(model) if source.read else read(source), model, source)
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    heads, note = _other_head(given, own, model)
+    weights, part = _matched(source.read(model) if source.read else read(source), model, source)
+    own_state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    heads, note = _other_head(weights, own_state, model)
     if not heads:
-        heads, note = _by_classes(given, model, source.classes, getattr(task, "signature", {}).get("classes", ()))
+        heads, note = _by_classes(weights, model, source.classes, getattr(task, "signature", {}).get("classes", ()))
     # Of a folder of Hugging Face the last layers may be new.
     may_lack = section.name.startswith(HUB) and section.start_weights in (*PRETRAINED, section.name)
-    missing = [name for name in own if name not in given and module_names.LORA not in name]
-    unexpected = [name for name in given if name not in own]
-    wanted = {name: value for name, value in own.items() if name in given or module_names.LORA not in name}
-    _require_fit(given, wanted, heads, section.strict and not may_lack, source)
-    usable = {name: value for name, value in given.items() if name in own and name not in heads}
-    if bad := [name for name, value in usable.items() if not value.isfinite().all() and own[name].isfinite().all()]:
+    missing = [name for name in own_state if name not in weights and module_names.LORA not in name]
+    unexpected = [name for name in weights if name not in own_state]
+    expected = {name: value for name, value in own_state.items() if name in weights or module_names.LORA not in name}
+    _require_fit(weights, expected, heads, section.strict and not may_lack, source)
+    usable = {name: value for name, value in weights.items() if name in own_state and name not in heads}
+    if bad := [
+        name for name, value in usable.items() if not value.isfinite().all() and own_state[name].isfinite().all()
+    ]:
         raise ConfigError(
             f"the weights are infinite or NaN in {bad[0]} ({len(bad)} of {len(usable)} tensors)",
             where=f"{KEY}: {source.name}", hint="use other weights: the training that wrote these diverged",
         )  # fmt: skip
     model.load_state_dict(with_versions(usable, model), strict=False)
     lora.start_norms(model, usable)
-    new = [name for name in own if module_names.LORA in name and name not in usable]
-    summary = f"{source.name}{part}, {len(usable)} of {len(own) - len(new)} tensors"
+    new = [name for name in own_state if module_names.LORA in name and name not in usable]
+    summary = f"{source.name}{part}, {len(usable)} of {len(own_state) - len(new)} tensors"
     if heads:
         summary += f"; the last layer ({_listed(heads)}) is not loaded but newly initialized"
     summary += note
@@ -158,11 +160,12 @@ def read(source: WeightsFile) -> Mapping[str, Any]:
     except CheckpointError as error:
         raise ConfigError(error.message, where=f"{KEY}: {source.name}", hint="copy or download it again") from None
     except Exception as error:
-        what, hint = f"it cannot be read: {first_line(error)}", "use a .safetensors file, or one that torch.save wrote"
+        message = f"it cannot be read: {first_line(error)}"
+        hint = "use a .safetensors file, or one that torch.save wrote"
         if "weights_only" in str(error):
-            what = "it is damaged, or it holds more than tensors and plain data and could run code"
+            message = "it is damaged, or it holds more than tensors and plain data and could run code"
             hint = "if you trust it, write its weights to another file: torch.save(model.state_dict(), FILE)"
-        raise ConfigError(what, where=f"{KEY}: {source.name}", hint=hint) from None
+        raise ConfigError(message, where=f"{KEY}: {source.name}", hint=hint) from None
     if not isinstance(content, Mapping):
         raise ConfigError(
             f"it holds an object of type {type(content).__name__}, not a dictionary of weights",
@@ -178,39 +181,39 @@ def _matched(content: Mapping[str, Any], model: nn.Module, source: WeightsFile) 
     ``model``. So the prefix is replaced with which the most names and shapes agree.
     """
     part = next((key for key in _NESTED if _has_tensors(content.get(key))), None)
-    found = {key: value for key, value in (content[part] if part else content).items() if isinstance(value, Tensor)}
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    own |= {name.replace(lora.BASE_LAYER, "."): value for name, value in own.items()}  # by the names before
-    theirs, ours = _prefixes(found, own)
-    moved = {name: ours + name.removeprefix(theirs) for name in found if name.startswith(theirs)}
-    if theirs or ours:
-        found.pop("n_averaged", None)  # of torch's AveragedModel
-        found = {moved[name] if moved.get(name) in own else name: value for name, value in found.items()}
+    weights = {key: value for key, value in (content[part] if part else content).items() if isinstance(value, Tensor)}
+    own_state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    own_state |= {name.replace(lora.BASE_LAYER, "."): value for name, value in own_state.items()}  # names before LoRA
+    file_prefix, own_prefix = _prefixes(weights, own_state)
+    moved = {name: own_prefix + name.removeprefix(file_prefix) for name in weights if name.startswith(file_prefix)}
+    if file_prefix or own_prefix:
+        weights.pop("n_averaged", None)  # of torch's AveragedModel
+        weights = {moved[name] if moved.get(name) in own_state else name: value for name, value in weights.items()}
     adapted = {name.replace(lora.BASE_LAYER, "."): name for name in model.state_dict() if lora.BASE_LAYER in name}
-    found = {adapted.get(name, name): value for name, value in found.items()}
-    if not own.keys() & found.keys():
-        names = _listed(list(found)) if found else f"no tensors; its keys are {_listed(list(map(str, content)))}"
+    weights = {adapted.get(name, name): value for name, value in weights.items()}
+    if not own_state.keys() & weights.keys():
+        names = _listed(list(weights)) if weights else f"no tensors; its keys are {_listed(list(map(str, content)))}"
         raise ConfigError(
             f"it contains none of this model's weights: it has {names}", where=f"{KEY}: {source.name}",
-            hint=f"this model has {_listed(list(own))}; check model.name and model.args",
+            hint=f"this model has {_listed(list(own_state))}; check model.name and model.args",
         )  # fmt: skip
-    notes = [part if part and "ema" in part else "", f"{theirs}* as {ours}*" if ours else ""]
-    return found, "".join(f" ({note})" for note in notes if note)
+    notes = [part if part and "ema" in part else "", f"{file_prefix}* as {own_prefix}*" if own_prefix else ""]
+    return weights, "".join(f" ({note})" for note in notes if note)
 
 
-def _prefixes(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[str, str]:
-    """Return (prefix in the file, what stands for it in the model) with which the most names of ``found`` are in
-    ``own``, with the same shape; both empty if the names as they are agree best."""
+def _prefixes(weights: Mapping[str, Tensor], own_state: Mapping[str, Tensor]) -> tuple[str, str]:
+    """Return (prefix in the file, what stands for it in the model) with which the most names of ``weights`` are in
+    ``own_state``, with the same shape; both empty if the names as they are agree best."""
     ends: dict[str, list[str]] = {}
-    for name in own:
+    for name in own_state:
         for end in _ends(name):
             ends.setdefault(end, []).append(name)
     votes = Counter({("", ""): 0})
-    for name, value in found.items():
+    for name, value in weights.items():
         shared = next((end for end in _ends(name) if end in ends), "")
-        for other in ends.get(shared, ()):
-            if own[other].shape == value.shape:
-                votes[name.removesuffix(shared), other.removesuffix(shared)] += 1
+        for candidate in ends.get(shared, ()):
+            if own_state[candidate].shape == value.shape:
+                votes[name.removesuffix(shared), candidate.removesuffix(shared)] += 1
     return votes.most_common(1)[0][0]  # of equally many, the names as they are
 
 
@@ -225,37 +228,38 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, Mapping) and any(isinstance(item, Tensor) for item in value.values())
 
 
-def _other_head(given: dict[str, Tensor], own: dict[str, Tensor], model: nn.Module) -> tuple[list[str], str]:
+def _other_head(weights: dict[str, Tensor], own_state: dict[str, Tensor], model: nn.Module) -> tuple[list[str], str]:
     """Return (the names of a last layer with another number of outputs, what the user is told of them)."""
     last = next(reversed([name.rpartition(".")[0] for name, _ in model.named_parameters()]), "")
     heads = {
-        name: (len(given[name]), len(own[name])) for name in own
-        if name in given and given[name].shape != own[name].shape
-        and given[name].dim() and own[name].dim() and given[name].shape[1:] == own[name].shape[1:]
+        name: (len(weights[name]), len(own_state[name])) for name in own_state
+        if name in weights and weights[name].shape != own_state[name].shape
+        and weights[name].dim() and own_state[name].dim() and weights[name].shape[1:] == own_state[name].shape[1:]
         and _gives_outputs(model, name.rpartition(".")[0], last)
     }  # fmt: skip
     if len(set(heads.values())) != 1:
         return [], ""
-    there, here = next(iter(heads.values()))
-    return [*heads], f": {there} outputs in the file, {here} here"
+    num_in_file, num_here = next(iter(heads.values()))
+    return [*heads], f": {num_in_file} outputs in the file, {num_here} here"
 
 
 def _by_classes(
-    given: dict[str, Tensor], model: nn.Module, classes: Sequence[str], labels: Sequence[str | int]
+    weights: dict[str, Tensor], model: nn.Module, classes: Sequence[str], labels: Sequence[str | int]
 ) -> tuple[list[str], str]:
-    """Put the outputs of the last layers in ``given``, which are for ``classes``, in the order of ``labels``. Return
+    """Put the outputs of the last layers in ``weights``, which are for ``classes``, in the order of ``labels``. Return
     (the names of these layers if the classes are others, what the user is told)."""
-    theirs, ours = list(classes), [*map(str, labels)]
-    if theirs == ours or len(theirs) != len(ours):
+    file_classes, own_classes = list(classes), [*map(str, labels)]
+    if file_classes == own_classes or len(file_classes) != len(own_classes):
         return [], ""
-    last, order = lora.last_layers(model), {label: place for place, label in enumerate(theirs)}
-    heads = [name for name in given if given[name].shape[:1] == (len(ours),) and module_names.is_within(name, last)]
-    if order.keys() == {*ours}:
-        given |= {name: given[name][[order[label] for label in ours]] for name in heads}
-        return [], f"; its classes {_listed(theirs)} are put in the order {_listed(ours)}" if heads else ""
-    if ours == [*map(str, range(len(ours)))]:
-        return [], f"; its classes {_listed(theirs)} are taken for {_listed(ours)}" if heads else ""
-    return heads, f": the classes are {_listed(theirs)} in the file, {_listed(ours)} here"
+    last, order = lora.last_layers(model), {label: index for index, label in enumerate(file_classes)}
+    rows = (len(own_classes),)
+    heads = [name for name in weights if weights[name].shape[:1] == rows and module_names.is_within(name, last)]
+    if order.keys() == {*own_classes}:
+        weights |= {name: weights[name][[order[label] for label in own_classes]] for name in heads}
+        return [], f"; its classes {_listed(file_classes)} are put in the order {_listed(own_classes)}" if heads else ""
+    if own_classes == [*map(str, range(len(own_classes)))]:
+        return [], f"; its classes {_listed(file_classes)} are taken for {_listed(own_classes)}" if heads else ""
+    return heads, f": the classes are {_listed(file_classes)} in the file, {_listed(own_classes)} here"
 
 
 def _gives_outputs(model: nn.Module, layer: str, last: str) -> bool:
@@ -267,25 +271,29 @@ def _gives_outputs(model: nn.Module, layer: str, last: str) -> bool:
 
 
 def _require_fit(
-    given: Mapping[str, Tensor], own: Mapping[str, Tensor], heads: Collection[str], strict: bool, source: WeightsFile
+    weights: Mapping[str, Tensor],
+    own_state: Mapping[str, Tensor],
+    heads: Collection[str],
+    strict: bool,
+    source: WeightsFile,
 ) -> None:
     """Raise ConfigError if weights other than ``heads`` differ in their shape, or, if ``strict``, in their names."""
-    unexpected = [name for name in given if name not in own]
+    unexpected = [name for name in weights if name not in own_state]
     lines, has_shapes = list[str](), False
-    for name, value in own.items():
-        if name not in given:
-            near = similar(name, unexpected) if len(lines) < _MAX_LISTED else None
-            lines.append(f"missing: {name}" + (f" (the file has {near})" if near else ""))
-            unexpected = [other for other in unexpected if other != near]
-        elif name not in heads and given[name].shape != value.shape:
-            lines.append(f"{name}: {tuple(given[name].shape)} in the file, {tuple(value.shape)} here")
+    for name, value in own_state.items():
+        if name not in weights:
+            nearest = similar(name, unexpected) if len(lines) < _MAX_LISTED else None
+            lines.append(f"missing: {name}" + (f" (the file has {nearest})" if nearest else ""))
+            unexpected = [name for name in unexpected if name != nearest]
+        elif name not in heads and weights[name].shape != value.shape:
+            lines.append(f"{name}: {tuple(weights[name].shape)} in the file, {tuple(value.shape)} here")
             has_shapes = True
     if not (has_shapes or (strict and (lines or unexpected))):
         return
-    fitting = len(own) - len(lines)
-    what = f"{fitting} of this model's {len(own)} weights are in the file with the same name and shape"
+    fitting = len(own_state) - len(lines)
+    message = f"{fitting} of this model's {len(own_state)} weights are in the file with the same name and shape"
     hint = "check model.name and model.args; "
-    if 2 * fitting < len(own):
+    if 2 * fitting < len(own_state):
         hint = "it seems to be of another model: set model.name and model.args to those that it was trained with, or "
         hint += "give weights of this one"
     elif has_shapes:
@@ -293,7 +301,7 @@ def _require_fit(
     else:
         hint += "or set model.strict=false to initialize what is missing"
     lines += [f"unexpected: {name}" for name in unexpected]
-    raise ConfigError("\n  ".join([what, *_shortened(lines)]), where=f"{KEY}: {source.name}", hint=hint)
+    raise ConfigError("\n  ".join([message, *_shortened(lines)]), where=f"{KEY}: {source.name}", hint=hint)
 
 
 def _other_statistics(source: WeightsFile, task: Any) -> str:

@@ -58,11 +58,11 @@ class Audit(TorchDispatchMode):
         schema = func._schema
         name = schema.name.partition("::")[2]
         self.seen.add(name)
-        for known, operation in OPERATIONS.items():
+        for operation_name, operation in OPERATIONS.items():
             if {name, f"{name}.{schema.overload_name}"} & set(operation.aten.split()):
-                named = dict(zip([argument.name for argument in schema.arguments], args, strict=False))
-                if operation.when(named | (kwargs or {})):
-                    self.found.add(known)
+                arguments = dict(zip([argument.name for argument in schema.arguments], args, strict=False))
+                if operation.when(arguments | (kwargs or {})):
+                    self.found.add(operation_name)
         return func(*args, **(kwargs or {}))
 
 
@@ -100,9 +100,9 @@ def unrestorable(model: nn.Module) -> set[str]:
 
 def require_restorable(model: nn.Module, device: torch.device, level: Level) -> None:
     """Raise ConfigError, or warn at the level "warn", if a resume of ``model`` on ``device`` could not be exact."""
-    if device.type != "cuda" or not level or not torch.backends.cudnn.enabled or not (found := unrestorable(model)):
+    if device.type != "cuda" or not level or not torch.backends.cudnn.enabled or not (modules := unrestorable(model)):
         return
-    names = ", ".join(sorted(found))
+    names = ", ".join(sorted(modules))
     if level == "warn":
         log.warning("a resume will not be exact: on CUDA, it cannot restore %s", names)
         return
@@ -147,18 +147,19 @@ def explained(error: BaseException) -> ConfigError | None:
     name = text.partition(f" {_RAISED}")[0]  # of a kernel, such as max_unpooling2d_forward_out
     kernel = name.strip("_").replace("unpooling", "unpool")
     operations = {
-        known
-        for known, operation in OPERATIONS.items()
+        operation_name
+        for operation_name, operation in OPERATIONS.items()
         if any(kernel.startswith(aten.partition(".")[0].strip("_")) for aten in operation.aten.split())
     }
-    place = stack.raised_at(error)
-    return _error(f"torch has no deterministic implementation of {name}{f' (in {place})' if place else ''}", operations)
+    location = stack.raised_at(error)
+    where = f" (in {location})" if location else ""
+    return _error(f"torch has no deterministic implementation of {name}{where}", operations)
 
 
-def _error(what: str, operations: set[str]) -> ConfigError:
+def _error(problem: str, operations: set[str]) -> ConfigError:
     instead = [f"{name}: {OPERATIONS[name].instead}" for name in sorted(operations) if OPERATIONS[name].instead]
     return ConfigError(
-        f"{what}, and train.deterministic=true requires one for an exact resume",
+        f"{problem}, and train.deterministic=true requires one for an exact resume",
         where="train.deterministic",
         hint="use train.deterministic=warn (a resume may then differ in the last bits) or false"
         + (f"; or use another operation ({'; '.join(instead)})" if instead else ""),
@@ -168,16 +169,16 @@ def _error(what: str, operations: set[str]) -> ConfigError:
 def kernels(device: torch.device) -> dict[str, Any]:
     """Return what the last bits of a result depend on, besides the code and the numbers: it must not change within a
     run."""
-    facts: dict[str, Any] = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
+    description: dict[str, Any] = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
     if device.type == "cuda":
-        facts["device"] = torch.cuda.get_device_name(device)
-        facts["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-        matmul, conv, rnn = (place.fp32_precision == "tf32" for place in tf32_places())
-        facts["tf32"] = [matmul, conv] if conv == rnn else [matmul, conv, rnn]
+        description["device"] = torch.cuda.get_device_name(device)
+        description["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        matmul, conv, rnn = (backend.fp32_precision == "tf32" for backend in tf32_places())
+        description["tf32"] = [matmul, conv] if conv == rnn else [matmul, conv, rnn]
     else:
-        facts["processor"] = processor()
-        facts["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
-    return facts
+        description["processor"] = processor()
+        description["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    return description
 
 
 def tf32_places() -> list[Any]:
@@ -190,8 +191,8 @@ def processor() -> str:
     """Return the model of the CPU, and the vector instructions that torch uses."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        model = next(named, platform.machine())
+        models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        model = next(models, platform.machine())
     except OSError:
         model = platform.processor() or platform.machine()
     return f"{model}, {torch.backends.cpu.get_cpu_capability()}"

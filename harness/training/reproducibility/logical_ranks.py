@@ -94,8 +94,11 @@ class LogicalRanks:
         """Return what each of this process's ranks owns: its random streams and, if there are several ranks, buffers.
         Loads with ``weights_only=True``."""
         return [
-            {"rng": of_rank.rng.plain(), "buffers": {name: buffer.clone() for name, buffer in of_rank.buffers.items()}}
-            for of_rank in (self._of_active() if rank == self.active else self._others[rank] for rank in self.own)
+            {
+                "rng": state.rng.plain(),
+                "buffers": {name: buffer.clone() for name, buffer in state.buffers.items()},
+            }
+            for state in (self._of_active() if rank == self.active else self._others[rank] for rank in self.own)
         ]
 
     def load_state(self, ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -111,16 +114,18 @@ class LogicalRanks:
         rank, to their mean over ranks, on all of them. Collective."""
         if self.num == 1 or not self._places:
             return
-        found = [{name: b for name, b in of_rank.items() if b.is_floating_point()} for of_rank in self.buffers()]
-        kinds = [{(name, tuple(b.shape)) for name, b in of_rank.items()} for of_rank in found]
+        float_buffers = [
+            {name: b for name, b in buffers.items() if b.is_floating_point()} for buffers in self.buffers()
+        ]
+        kinds = [{(name, tuple(b.shape)) for name, b in buffers.items()} for buffers in float_buffers]
         names = sorted(name for name, _ in set.intersection(*self.runtime.gather(set.intersection(*kinds))))
-        own = [[of_rank[name] for name in names] for of_rank in found]
+        sorted_buffers = [[buffers[name] for name in names] for buffers in float_buffers]
         if not names:
             return
-        flat = [torch.cat([buffer.double().reshape(-1) for buffer in of_rank]) for of_rank in own]
-        means = (self.sum(flat) / self.num).split([buffer.numel() for buffer in own[0]])
-        for of_rank in own:
-            for buffer, mean in zip(of_rank, means, strict=True):
+        flat = [torch.cat([buffer.double().reshape(-1) for buffer in buffers]) for buffers in sorted_buffers]
+        means = (self.sum(flat) / self.num).split([buffer.numel() for buffer in sorted_buffers[0]])
+        for buffers in sorted_buffers:
+            for buffer, mean in zip(buffers, means, strict=True):
                 buffer.copy_(mean.view_as(buffer))
 
     def set_buffers(self, values: dict[str, Tensor]) -> None:
@@ -150,8 +155,8 @@ class LogicalRanks:
     def _buffers(self) -> dict[str, Tensor]:
         """The buffers of the active rank, for which a model may assign other tensors at any time, also of other
         shapes. One that it sets to None or deletes is gone for all ranks of this process."""
-        found = {name: owner._buffers.get(key) for name, (owner, key) in self._places.items()}
-        return {name: buffer for name, buffer in found.items() if buffer is not None}
+        buffers = {name: owner._buffers.get(key) for name, (owner, key) in self._places.items()}
+        return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
     def _of_active(self) -> _Owned:
         buffers = {name: buffer.clone() for name, buffer in self._buffers.items()} if self.num > 1 else {}
@@ -177,8 +182,8 @@ class _Owned(NamedTuple):
 def _assign(targets: dict[str, Tensor], values: dict[str, Tensor]) -> None:
     """Copy ``values`` into the tensors of ``targets`` of the same names and shapes. With fixed ranks, a checkpoint
     holds integers, too, of which other runs keep no copies."""
-    kept = [name for name, value in values.items() if name in targets and targets[name].shape == value.shape]
-    pairs = [(targets[name], values[name]) for name in kept]
+    fitting = [name for name, value in values.items() if name in targets and targets[name].shape == value.shape]
+    pairs = [(targets[name], values[name]) for name in fitting]
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
 
@@ -218,10 +223,10 @@ Gradients = list[Tensor | None]
 def _merged(left: Gradients, right: Gradients) -> Gradients:
     """Return ``left`` plus ``right``, in the memory of either. An absent gradient counts as zeros: adding them makes
     0.0 of -0.0."""
-    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-    if len(both) == len(left):
+    common = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    if common:
+        torch._foreach_add_([a for a, _ in common], [b for _, b in common])
+    if len(common) == len(left):
         return left
     for a, b in zip(left, right, strict=True):
         alone = a if b is None else b if a is None else None
@@ -275,10 +280,10 @@ class _Layout:
     def assign(self, total: Tensor, factor: float) -> None:
         """Give the parameters ``total`` times ``factor`` as gradients. The host waits for the device if a rank of this
         process had no gradient for one of them."""
-        used = [True] * len(self.parameters) if self._all_present else (total[self._length :] != 0).tolist()
+        flags = [True] * len(self.parameters) if self._all_present else (total[self._length :] != 0).tolist()
         self._all_present = True
         total.mul_(factor)
-        for parameter, view, is_used in zip(self.parameters, self._views(total), used, strict=True):
+        for parameter, view, is_used in zip(self.parameters, self._views(total), flags, strict=True):
             parameter.grad = view if is_used else None
 
     def _views(self, flat: Tensor) -> list[Tensor]:

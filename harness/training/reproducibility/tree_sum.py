@@ -49,17 +49,17 @@ def block(num_leaves: int, process: int, num_processes: int) -> range:
 def merge_into(nodes: list[Node[T]], new: Node[T], num_leaves: int, add: Callable[[T, T], T]) -> None:
     """Append ``new`` to ``nodes``, the roots of subtrees from left to right, and merge what is complete. ``add(left,
     right)`` may reuse the memory of ``left``."""
-    level, place, value = new.level, new.place, new.value
+    level, index, value = new.level, new.place, new.value
     height = (num_leaves - 1).bit_length()
     while level < height:
-        if place % 2:
-            if not nodes or (nodes[-1].level, nodes[-1].place) != (level, place - 1):
+        if index % 2:
+            if not nodes or (nodes[-1].level, nodes[-1].place) != (level, index - 1):
                 break  # another process has the left one
             value = add(nodes.pop().value, value)
-        elif (place + 1) << level < num_leaves:
+        elif (index + 1) << level < num_leaves:
             break
-        level, place = level + 1, place // 2
-    nodes.append(Node(level, place, value))
+        level, index = level + 1, index // 2
+    nodes.append(Node(level, index, value))
 
 
 def subtrees_of(num_leaves: int, process: int, num_processes: int) -> list[Node[None]]:
@@ -106,33 +106,33 @@ def sum_by_pieces(roots: Sequence[Tensor], num_leaves: int, num_processes: int, 
     """Return the sum over all logical ranks, where ``roots``, flat tensors, are what this process can add up alone.
     Every process completes the tree for one piece. Collective."""
     plans = [subtrees_of(num_leaves, process, num_processes) for process in range(num_processes)]
-    same = all(len(of_process) == len(roots) for of_process in plans)
-    if same and roots[0].nbytes * len(roots) * num_processes <= _SMALL_BYTES:
+    equal_plans = all(len(of_process) == len(roots) for of_process in plans)
+    if equal_plans and roots[0].nbytes * len(roots) * num_processes <= _SMALL_BYTES:
         return _sum_gathered(roots, plans, num_leaves, group)
     length, dtype_bytes = len(roots[0]), roots[0].element_size()
     longest = -(-length // num_processes)
     firsts = range(0, longest * num_processes, longest)
     pieces = [root[first : first + longest] for first in firsts for root in roots]
-    own = roots[0] if len(roots) == 1 else torch.cat(pieces)
-    received = own.new_empty(sum(map(len, plans)), len(pieces[dist.get_rank(group) * len(roots)]))
+    own_values = roots[0] if len(roots) == 1 else torch.cat(pieces)
+    received = own_values.new_empty(sum(map(len, plans)), len(pieces[dist.get_rank(group) * len(roots)]))
     dist.all_to_all_single(
         _bytes(received),
-        _bytes(own),
+        _bytes(own_values),
         [len(of_process) * received.shape[1] * dtype_bytes for of_process in plans],
         [len(piece) * len(roots) * dtype_bytes for piece in pieces[:: len(roots)]],
         group=group,
     )
     total = nn.functional.pad(_sum_of_nodes(plans, received, num_leaves), (0, longest - received.shape[1]))
-    gathered = own.new_empty(num_processes * longest)
+    gathered = own_values.new_empty(num_processes * longest)
     dist.all_gather(list(_bytes(gathered).view(num_processes, -1)), _bytes(total), group=group)
     return gathered[:length]
 
 
 def _sum_gathered(roots: Sequence[Tensor], plans: Sequence[list[Node[None]]], num_leaves: int, group: Group) -> Tensor:
     """Return ``sum_by_pieces`` of few numbers, for which one message of all of them is quicker than two of pieces."""
-    own = roots[0] if len(roots) == 1 else torch.cat(list(roots))
-    received = own.new_empty(len(plans) * len(roots), len(roots[0]))
-    dist.all_gather(list(_bytes(received).view(len(plans), -1)), _bytes(own), group=group)
+    own_values = roots[0] if len(roots) == 1 else torch.cat(list(roots))
+    received = own_values.new_empty(len(plans) * len(roots), len(roots[0]))
+    dist.all_gather(list(_bytes(received).view(len(plans), -1)), _bytes(own_values), group=group)
     return _sum_of_nodes(plans, received, num_leaves)
 
 

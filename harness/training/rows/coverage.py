@@ -69,8 +69,8 @@ class Coverage:
         """Return what all ranks have used; ``name`` gives rows their names. Collective."""
         reduced = self.reduced(runtime)
         uses, skipped = reduced[:2].tolist()
-        used, missing = self._record.covered(reduced[2:].numpy(), runtime, name)
-        return Covered(used, uses - used, skipped, missing)
+        num_used, missing = self._record.covered(reduced[2:].numpy(), runtime, name)
+        return Covered(num_used, uses - num_used, skipped, missing)
 
     def clear(self) -> None:
         """Start the next epoch."""
@@ -159,15 +159,18 @@ class HashedBlocks:
         sizes[-1] = self._num_rows - self._width * (len(counts) - 1)
         lacks = self._sums(runtime) - sums  # the hash of the missing row, if it is only one
         partial = np.flatnonzero((counts != sizes) | (lacks != 0))
-        used, missing = self._num_rows, list[str]()
+        num_used, missing = self._num_rows, list[str]()
         for block in partial.tolist():
             first, size, count = block * self._width, int(sizes[block]), int(counts[block])
-            used -= max(size - count, 1)
+            num_used -= max(size - count, 1)
             if len(missing) < 3:
                 rows = np.arange(first, first + size)
-                one = rows[self._hashes(rows) == lacks[block]] if count == size - 1 else rows[:0]
-                missing.append(name(int(one[0])) if len(one) else f"some of {name(first)} to {name(first + size - 1)}")
-        return used, missing
+                missing_row = rows[self._hashes(rows) == lacks[block]] if count == size - 1 else rows[:0]
+                if len(missing_row):
+                    missing.append(name(int(missing_row[0])))
+                else:
+                    missing.append(f"some of {name(first)} to {name(first + size - 1)}")
+        return num_used, missing
 
     def clear(self) -> None:
         self._pending.clear()
@@ -176,13 +179,13 @@ class HashedBlocks:
     def _sums(self, runtime: Runtime) -> np.ndarray:
         """Return the sums of complete blocks, of which each rank computes a part, once per run. Collective."""
         if self._whole is None:
-            found, at_once = np.zeros_like(self._counts_and_sums[0]), max(_CHUNK // self._width, 1)
-            first, stop = bounds(len(found), runtime.rank, runtime.world_size)
+            sums, at_once = np.zeros_like(self._counts_and_sums[0]), max(_CHUNK // self._width, 1)
+            first, stop = bounds(len(sums), runtime.rank, runtime.world_size)
             for block in range(first, stop, at_once):
                 end = min(block + at_once, stop)
                 rows = np.arange(block * self._width, min(end * self._width, self._num_rows))
-                found[block:end] = np.add.reduceat(self._hashes(rows), np.arange(0, len(rows), self._width))
-            self._whole = runtime.sum_on_host(torch.from_numpy(found.view(np.int64))).numpy().view(np.uint64)
+                sums[block:end] = np.add.reduceat(self._hashes(rows), np.arange(0, len(rows), self._width))
+            self._whole = runtime.sum_on_host(torch.from_numpy(sums.view(np.int64))).numpy().view(np.uint64)
         return self._whole
 
     def _hashes(self, rows: np.ndarray) -> np.ndarray:

@@ -121,13 +121,13 @@ def warn_of_skew(config: Config, task: OpenedTask, runtime: Runtime) -> None:
     if config.data.shard != "contiguous" or runtime.world_size == 1:
         return
     part = bounds(len(task.train), runtime.rank, runtime.world_size)
-    mine = runtime.patiently("counting labels", lambda: task.label_counts(*part))
-    shards = [shard for shard in runtime.gather(mine) if shard is not None]
+    own_counts = runtime.patiently("counting labels", lambda: task.label_counts(*part))
+    shards = [shard for shard in runtime.gather(own_counts) if shard is not None]
     if len(shards) < runtime.world_size:
         return  # the task has no labels
     counts = np.stack(shards).astype(float)
-    whole = counts.sum(0) / max(1.0, counts.sum())
-    distance = np.abs(counts / np.maximum(1.0, counts.sum(1, keepdims=True)) - whole).sum(1) / 2
+    overall = counts.sum(0) / max(1.0, counts.sum())
+    distance = np.abs(counts / np.maximum(1.0, counts.sum(1, keepdims=True)) - overall).sum(1) / 2
     if distance.max() >= SKEWED:
         log.warning(
             "the labels of rank %d differ strongly from the rest (distance %.2f out of 1): the CSV seems to be "

@@ -29,22 +29,22 @@ def mixed(train: TrainSection, seed: int, step: int, inputs: Tensor) -> tuple[Te
         return inputs, 1.0
     rng = np.random.default_rng(derive(Purpose.MIXING, seed, step))
     name, alpha = kinds[rng.integers(len(kinds))]
-    own, center = float(rng.beta(alpha, alpha)), rng.random(2)
+    own_share, center = float(rng.beta(alpha, alpha)), rng.random(2)
     if name == "mixup":
-        return inputs.lerp(inputs.roll(1, 0), 1 - own), own
-    rows, columns = (_side(size, place, own) for size, place in zip(inputs.shape[-2:], center, strict=True))
+        return inputs.lerp(inputs.roll(1, 0), 1 - own_share), own_share
+    rows, columns = (_side(size, position, own_share) for size, position in zip(inputs.shape[-2:], center, strict=True))
     cut = inputs.clone()
     cut[..., rows, columns] = inputs.roll(1, 0)[..., rows, columns]
     area = (rows.stop - rows.start) * (columns.stop - columns.start)
     return cut, 1 - area / (inputs.shape[-2] * inputs.shape[-1])
 
 
-def mixed_loss(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor, own: float) -> Tensor:
+def mixed_loss(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor, own_share: float) -> Tensor:
     """Return the loss of ``outputs`` for the targets of both rows that each input was mixed from, weighted by their
     shares."""
-    if own == 1.0:
+    if own_share == 1.0:
         return loss(outputs, targets)
-    return own * loss(outputs, targets) + (1 - own) * loss(outputs, targets.roll(1, 0))
+    return own_share * loss(outputs, targets) + (1 - own_share) * loss(outputs, targets.roll(1, 0))
 
 
 def require(train: TrainSection, inputs: Tensor) -> None:
@@ -60,7 +60,7 @@ def require(train: TrainSection, inputs: Tensor) -> None:
         )
 
 
-def _side(size: int, place: float, own: float) -> slice:
-    """Return one side of the box that is cut, around ``place`` (0 to 1), as far as it is inside the image."""
-    middle, half = int(place * size), int(0.5 * math.sqrt(1 - own) * size)
+def _side(size: int, position: float, own_share: float) -> slice:
+    """Return one side of the box that is cut, around ``position`` (0 to 1), as far as it is inside the image."""
+    middle, half = int(position * size), int(0.5 * math.sqrt(1 - own_share) * size)
     return slice(max(0, middle - half), min(size, middle + half))

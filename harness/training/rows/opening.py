@@ -65,8 +65,8 @@ def open_data(section: TaskSection, seed: int, cache_dir: Path | None) -> Opened
     try:
         opened = section.open(seed, cache_dir)
     except FileNotFoundError as error:
-        given = [str(value) for value in vars(section).values() if isinstance(value, str | Path)]
-        if not error.filename or (name := str(error.filename)) not in given:
+        paths = [str(value) for value in vars(section).values() if isinstance(value, str | Path)]
+        if not error.filename or (name := str(error.filename)) not in paths:
             raise
         raise DataError("no such file", where=name, hint=did_you_mean(name)) from error
     members = [member for member in vars(OpenedTask) if not member.startswith("_")]
@@ -92,7 +92,7 @@ def _require_dataset(section: TaskSection, split: str, dataset: object) -> None:
     if not all(has.values()):
         raise ConfigError(
             f"{split} of the task {section.name} is of type {kind.__name__}, which has no "
-            f"{' and no '.join(method for method, there in has.items() if not there)}",
+            f"{' and no '.join(method for method, is_there in has.items() if not is_there)}",
             where=place_of(kind) or "task.name",
             hint="a dataset has __len__(), the number of all rows, and batch(rows, epoch), which returns a Batch; "
             "docs/add_a_task.md and harness/data/arrays.py have an example",

@@ -42,15 +42,15 @@ def blocks(model: nn.Module, at_least: int = MIN_BLOCK) -> list[nn.Module]:
     of a shortcut. An element that shares parameters with the rest of the model (tied weights) stays with the root.
     """
     uses = _uses(model)
-    found: dict[nn.Module, None] = {}
-    taken: set[int] = set()
+    wrapped: dict[nn.Module, None] = {}
+    assigned: set[int] = set()
     for element in elements(model):
-        left = {id(param): param.numel() for param in element.parameters() if id(param) not in taken}
+        remaining = {id(param): param.numel() for param in element.parameters() if id(param) not in assigned}
         tied = any(uses[key] != count for key, count in _uses(element).items())
-        if not tied and sum(left.values()) >= at_least:
-            found[element] = None
-            taken |= left.keys()
-    return list(found)
+        if not tied and sum(remaining.values()) >= at_least:
+            wrapped[element] = None
+            assigned |= remaining.keys()
+    return list(wrapped)
 
 
 def _uses(model: nn.Module) -> Counter[int]:
@@ -131,23 +131,23 @@ def _place(tensors: Iterable[Tensor], device: torch.device, holders: Mapping[int
 def without_values() -> Iterator[None]:
     """Context in which a model is built without memory for its weights and buffers: each goes to the meta device when a
     module registers it. Weights of a class of their own stay on the CPU."""
-    made: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()  # a tied weight is registered twice
+    replacements: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()  # a tied weight is registered twice
 
     def on_meta(module: nn.Module, name: str, tensor: Any) -> Any:
         if tensor is None or tensor.is_meta:
             return tensor
-        if tensor not in made:
+        if tensor not in replacements:
             if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
                 kind: Any = type(tensor)
-                made[tensor] = kind(tensor.requires_grad, device="meta", dtype=tensor.dtype)
+                replacements[tensor] = kind(tensor.requires_grad, device="meta", dtype=tensor.dtype)
             elif type(tensor) is nn.Parameter:
-                made[tensor] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+                replacements[tensor] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
             elif type(tensor) is Tensor:
-                made[tensor] = torch.empty_like(tensor, device="meta")
+                replacements[tensor] = torch.empty_like(tensor, device="meta")
             else:
                 return tensor
-            vars(made[tensor]).update(vars(tensor))
-        return made[tensor]
+            vars(replacements[tensor]).update(vars(tensor))
+        return replacements[tensor]
 
     replace: Any = on_meta  # torch's annotation of hooks leaves out that they may return another tensor
     hooks = [register_module_parameter_registration_hook(replace), register_module_buffer_registration_hook(replace)]
@@ -161,8 +161,8 @@ def without_values() -> Iterator[None]:
 def layout(model: nn.Module) -> str:
     """Return a digest of the names, shapes and dtypes of the weights and buffers of ``model``."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    facts = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors]
-    return sha256(repr(facts).encode()).hexdigest()[:12]
+    description = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors]
+    return sha256(repr(description).encode()).hexdigest()[:12]
 
 
 def replicate(model: nn.Module) -> None:
@@ -210,13 +210,13 @@ def own_shards(model: nn.Module, optimizer: torch.optim.Optimizer, average: Sequ
     state = model.state_dict()
 
     def own(key: str, size: torch.Size) -> Tensor | None:
-        top, _, rest = key.partition("/")
+        top, _, path = key.partition("/")
         like: Any = None
         if top == "model":
-            like = state.get(rest)
-        elif top == "optimizer" and (index := rest.split("/")[1]).isdigit() and int(index) < len(params):
+            like = state.get(path)
+        elif top == "optimizer" and (index := path.split("/")[1]).isdigit() and int(index) < len(params):
             like = params[int(index)]
-        elif top == "ema" and (index := rest.split("/")[-1]).isdigit() and int(index) < len(average):
+        elif top == "ema" and (index := path.split("/")[-1]).isdigit() and int(index) < len(average):
             like = average[int(index)]
         return like.detach() if _is_sharded(like) and like.shape == size else None
 
@@ -242,16 +242,16 @@ def part_like(like: Any, value: Any) -> Any:
     if _is_sharded(like) and isinstance(value, Tensor) and value.shape == like.shape:
         from torch.distributed.tensor import distribute_tensor
 
-        here = value.to(like.device)
+        on_device = value.to(like.device)
         # A copy, since a slice of a memory-mapped file would keep the file open.
-        return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None).clone()
+        return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None).clone()
     return value
 
 
 def model_parts(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Return a whole state dict, cut to this rank's shards for ``model.load_state_dict``."""
-    own = model.state_dict()
-    return with_versions({name: part_like(own.get(name), value) for name, value in state.items()}, model)
+    own_state = model.state_dict()
+    return with_versions({name: part_like(own_state.get(name), value) for name, value in state.items()}, model)
 
 
 def optimizer_parts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -38,14 +38,14 @@ class OneTensor(nn.Module):
     token_inputs: tuple[str, ...] = ()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        named = {"pixel_values": inputs}
+        keyword_inputs = {"pixel_values": inputs}
         if not inputs.is_floating_point():
-            named = dict(zip(self.token_inputs, inputs.unbind(-1), strict=True)) if inputs.dim() == 3 else {
+            keyword_inputs = dict(zip(self.token_inputs, inputs.unbind(-1), strict=True)) if inputs.dim() == 3 else {
                 "input_ids": inputs, "attention_mask": (inputs != 0).long()
             }  # fmt: skip
             accepted = inspect.signature(super().forward).parameters
-            named = {name: value for name, value in named.items() if name in accepted}
-        logits: Tensor = super().forward(**named).logits
+            keyword_inputs = {name: value for name, value in keyword_inputs.items() if name in accepted}
+        logits: Tensor = super().forward(**keyword_inputs).logits
         return logits
 
 
@@ -71,14 +71,14 @@ def build(
     import transformers
 
     config = _configuration(name, num_classes, args)
-    what, kinds = ("texts", transformers.AutoModelForSequenceClassification)
+    inputs, kinds = ("texts", transformers.AutoModelForSequenceClassification)
     if num_tokens is None:
-        what, kinds = ("images", transformers.AutoModelForImageClassification)
+        inputs, kinds = ("images", transformers.AutoModelForImageClassification)
     if type(config) not in kinds._model_mapping:
         raise ConfigError(
-            f"{name} is a model of type {config.model_type}, for which transformers has no classification of {what}",
+            f"{name} is a model of type {config.model_type}, for which transformers has no classification of {inputs}",
             where="model.name",
-            hint=f"use a model for {what}, such as one of type {'bert' if num_tokens else 'vit'}",
+            hint=f"use a model for {inputs}, such as one of type {'bert' if num_tokens else 'vit'}",
         )
     if tokenizer is not None:  # where a decoder finds the last token; its file may have none, or another
         config.pad_token_id = tokenizer.tokenizer.pad_token_id
@@ -100,8 +100,8 @@ def build(
             if missing
             else "harness doctor shows the versions that are installed",
         ) from error
-    known = {"token_inputs": tokenizer.inputs if tokenizer else (), "__module__": type(model).__module__}
-    model.__class__ = type(type(model).__name__, (OneTensor, type(model)), known)
+    attributes = {"token_inputs": tokenizer.inputs if tokenizer else (), "__module__": type(model).__module__}
+    model.__class__ = type(type(model).__name__, (OneTensor, type(model)), attributes)
     built: nn.Module = model.train()
     return built
 
@@ -111,8 +111,8 @@ def _configuration(name: str, num_classes: int, args: Mapping[str, Any]) -> Any:
 
     path = hub.folder(name, "model.name")
     for key in _NO_ARGS.keys() & args.keys():
-        why, hint = _NO_ARGS[key]
-        raise ConfigError(f"{key} {why}", where=f"model.args.{key}", hint=hint)
+        reason, hint = _NO_ARGS[key]
+        raise ConfigError(f"{key} {reason}", where=f"model.args.{key}", hint=hint)
     try:
         with quiet():  # about other names of classes
             config, unknown = AutoConfig.from_pretrained(
@@ -126,8 +126,8 @@ def _configuration(name: str, num_classes: int, args: Mapping[str, Any]) -> Any:
         ) from None
     if unknown:
         key, settings = next(iter(unknown)), config.to_dict()
-        near = similar(key, settings)
-        hint = f"did you mean {near}?" if near else f"it has {', '.join(sorted(settings))}"
+        nearest = similar(key, settings)
+        hint = f"did you mean {nearest}?" if nearest else f"it has {', '.join(sorted(settings))}"
         raise ConfigError(f"{type(config).__name__} has no setting {key}", where=f"model.args.{key}", hint=hint)
     return config
 
@@ -170,36 +170,38 @@ def weights_in(file: Path, model: nn.Module) -> dict[str, Tensor]:
     transformers reads them, which knows the names of older versions. Weights of another shape are without values.
     Raises ConfigError.
     """
-    own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, OneTensor))
+    model_class: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, OneTensor))
     try:
         with quiet():
-            there, found = own.from_pretrained(
+            pretrained, loading = model_class.from_pretrained(
                 str(file.parent), config=model.config, dtype=torch.float32, output_loading_info=True,
                 ignore_mismatched_sizes=True, use_safetensors="safetensors" in file.name, local_files_only=True,
             )  # fmt: skip
     except Exception as error:  # of many types
         hint = "copy or download it again, or set model.weights=FILE"
-        why = "they hold more than tensors and could run code" if "weights_only" in str(error) else first_line(error)
-        raise ConfigError(f"its weights cannot be read: {why}", where=str(file), hint=hint) from None
-    other = {key: torch.empty(shape, device="meta") for key, shape, _ in found["mismatched_keys"]}
-    return {key: other.get(key, t) for key, t in there.state_dict().items() if key not in found["missing_keys"]}
+        is_code = "weights_only" in str(error)
+        problem = "they hold more than tensors and could run code" if is_code else first_line(error)
+        raise ConfigError(f"its weights cannot be read: {problem}", where=str(file), hint=hint) from None
+    mismatched = {key: torch.empty(shape, device="meta") for key, shape, _ in loading["mismatched_keys"]}
+    state, missing = pretrained.state_dict(), loading["missing_keys"]
+    return {key: mismatched.get(key, value) for key, value in state.items() if key not in missing}
 
 
 def classes(name: str) -> list[str]:
     """Return the names of the model's outputs; empty if it has none but generic ones."""
     try:
-        found = read_json(hub.folder(name, "model.name") / hub.CONFIG)["id2label"]
-        names = [str(found[str(place)]) for place in range(len(found))]
+        labels = read_json(hub.folder(name, "model.name") / hub.CONFIG)["id2label"]
+        names = [str(labels[str(number)]) for number in range(len(labels))]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    return [] if all(each in (f"LABEL_{place}", str(place)) for place, each in enumerate(names)) else names
+    return [] if all(each in (f"LABEL_{number}", str(number)) for number, each in enumerate(names)) else names
 
 
 def statistics(name: str) -> tuple[Any, Any] | None:
     """Return the mean and the standard deviation of the images that the model expects; None if they are not known."""
     try:
-        facts = read_json(hub.folder(name, "model.name") / PROCESSOR)
-        return facts["image_mean"], facts["image_std"]
+        processor = read_json(hub.folder(name, "model.name") / PROCESSOR)
+        return processor["image_mean"], processor["image_std"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

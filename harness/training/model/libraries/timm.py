@@ -22,27 +22,27 @@ def _models(name: str) -> Any:
     try:
         import timm
     except ImportError:
-        what, hint = f"model {name} needs timm, which is not installed", "pip install 'apex-harness[timm]'"
-        raise ConfigError(what, where="model.name", hint=hint) from None
+        message, hint = f"model {name} needs timm, which is not installed", "pip install 'apex-harness[timm]'"
+        raise ConfigError(message, where="model.name", hint=hint) from None
     return timm
 
 
 def maker(name: str) -> Callable[..., nn.Module]:
     timm = _models(name)
-    wanted = name.removeprefix(_PREFIX)
-    kind, _, tag = wanted.partition(".")
-    if not timm.is_model(wanted):
-        near = similar(kind, timm.list_models())
-        hint = f"did you mean {_PREFIX}{near}?" if near else "timm.list_models() lists them"
-        raise ConfigError(f"timm has no model {wanted!r}", where="model.name", hint=hint)
+    timm_name = name.removeprefix(_PREFIX)
+    kind, _, tag = timm_name.partition(".")
+    if not timm.is_model(timm_name):
+        nearest = similar(kind, timm.list_models())
+        hint = f"did you mean {_PREFIX}{nearest}?" if nearest else "timm.list_models() lists them"
+        raise ConfigError(f"timm has no model {timm_name!r}", where="model.name", hint=hint)
     try:
-        timm.models.get_pretrained_cfg(wanted)
+        timm.models.get_pretrained_cfg(timm_name)
     except RuntimeError:  # of its tag
-        there = timm.list_pretrained(f"{kind}.*")
-        near = similar(wanted, there)
-        hint = f"did you mean {_PREFIX}{near}?" if near else f"use {_PREFIX}{kind}, or one of {', '.join(there)}"
+        tags = timm.list_pretrained(f"{kind}.*")
+        nearest = similar(timm_name, tags)
+        hint = f"did you mean {_PREFIX}{nearest}?" if nearest else f"use {_PREFIX}{kind}, or one of {', '.join(tags)}"
         raise ConfigError(f"timm has no weights {tag!r} of {kind}", where="model.name", hint=hint) from None
-    return partial(timm.create_model, wanted)
+    return partial(timm.create_model, timm_name)
 
 
 def arguments(known: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,16 +50,16 @@ def arguments(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published(weights: str, name: str) -> Callable[[], WeightsFile]:
-    known = _models(name).models.get_pretrained_cfg(name.removeprefix(_PREFIX), allow_unregistered=False)
-    hub_id, url = (str(known.hf_hub_id or ""), str(known.url or "")) if known else ("", "")
-    if weights not in PRETRAINED or known is None or not (hub_id or url):
-        what = "timm has no pretrained weights for this model" if weights in PRETRAINED else f"no such file: {weights}"
+    config = _models(name).models.get_pretrained_cfg(name.removeprefix(_PREFIX), allow_unregistered=False)
+    hub_id, url = (str(config.hf_hub_id or ""), str(config.url or "")) if config else ("", "")
+    if weights not in PRETRAINED or config is None or not (hub_id or url):
+        error = "timm has no pretrained weights for this model" if weights in PRETRAINED else f"no such file: {weights}"
         hint = "use pretrained, a file, a run folder or a URL; timm.list_pretrained() lists models"
-        raise ConfigError(what, where=KEY, hint=hint)
+        raise ConfigError(error, where=KEY, hint=hint)
 
     def get() -> WeightsFile:
-        file = known.hf_hub_filename or "model.safetensors"
+        file = config.hf_hub_filename or "model.safetensors"
         path = hub.file(hub_id, file, KEY) if hub_id else downloaded(url, Path(urlsplit(url).path).name)
-        return WeightsFile(f"{name} {hub_id or url}", path, (known.mean, known.std))
+        return WeightsFile(f"{name} {hub_id or url}", path, (config.mean, config.std))
 
     return get

@@ -25,15 +25,15 @@ def _models() -> Any:
 
 def names() -> list[str]:
     """Return the names of all models."""
-    found: list[str] = _models().list_models()
-    return found
+    models: list[str] = _models().list_models()
+    return models
 
 
 def maker(name: str) -> Callable[..., nn.Module]:
-    wanted = name.removeprefix(_PREFIX)
-    if wanted not in names():
-        raise plugins.unknown("model", wanted, names(), "model.name", "torchvision.models.list_models() lists them")
-    builder: Callable[..., nn.Module] = _models().get_model_builder(wanted)
+    model_name = name.removeprefix(_PREFIX)
+    if model_name not in names():
+        raise plugins.unknown("model", model_name, names(), "model.name", "torchvision.models.list_models() lists them")
+    builder: Callable[..., nn.Module] = _models().get_model_builder(model_name)
     return builder
 
 
@@ -42,13 +42,13 @@ def arguments(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published(weights: str, name: str) -> Callable[[], WeightsFile]:
-    known = _models().get_model_weights(name.removeprefix(_PREFIX))
-    wanted = "DEFAULT" if weights in PRETRAINED else weights
-    if wanted not in known.__members__:
-        near = similar(wanted, list(known.__members__))
-        hint = f"did you mean {near}?" if near else f"use one of {', '.join(known.__members__)}, or a file"
-        raise ConfigError(f"torchvision has no weights {wanted} for {name}", where=KEY, hint=hint)
-    chosen = known[wanted]
+    all_weights = _models().get_model_weights(name.removeprefix(_PREFIX))
+    weights_name = "DEFAULT" if weights in PRETRAINED else weights
+    if weights_name not in all_weights.__members__:
+        nearest = similar(weights_name, list(all_weights.__members__))
+        hint = f"did you mean {nearest}?" if nearest else f"use one of {', '.join(all_weights.__members__)}, or a file"
+        raise ConfigError(f"torchvision has no weights {weights_name} for {name}", where=KEY, hint=hint)
+    chosen = all_weights[weights_name]
     file = Path(urlsplit(chosen.url).path).name
     digest = Path(file).stem.rpartition("-")[2]  # the first digits of the SHA-256, by torchvision's rule
     transforms = chosen.transforms()
