@@ -33,12 +33,12 @@ def run(arguments: argparse.Namespace) -> int:
     hints.require_folders(paths)  # errors come before the import of torch, which takes seconds
     from harness.tools.compare import comparison
 
-    one, other = map(comparison.side, paths)
-    found = comparison.compare(one, other, arguments.trust)
+    side_a, side_b = map(comparison.side, paths)
+    result = comparison.compare(side_a, side_b, arguments.trust)
     if arguments.json:
-        print(json.dumps(finite(found.as_json()), indent=1, default=str))
+        print(json.dumps(finite(result.as_json()), indent=1, default=str))
     else:
         from harness.tools.compare import text
 
-        print(text.render(found), end="")
-    return EXIT_DONE if found.same else EXIT_DIFFERENT
+        print(text.render(result), end="")
+    return EXIT_DONE if result.same else EXIT_DIFFERENT

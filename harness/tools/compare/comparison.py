@@ -198,9 +198,9 @@ class GroupComparison:
         }
 
 
-def _sides_and_settings(found: RunComparison | GroupComparison) -> dict[str, object]:
-    sides = {"one": found.one.as_json(), "other": found.other.as_json()}
-    return {"same": found.same, **sides, "settings": asdict(found.settings)}
+def _sides_and_settings(comparison: RunComparison | GroupComparison) -> dict[str, object]:
+    sides = {"one": comparison.one.as_json(), "other": comparison.other.as_json()}
+    return {"same": comparison.same, **sides, "settings": asdict(comparison.settings)}
 
 
 def seed(record: Record) -> object:
@@ -229,7 +229,7 @@ def side(path: Path) -> Side:
 
 
 def _require_one_recipe(path: Path, runs: list[Record]) -> None:
-    first, seen = runs[0], {seed(runs[0]): runs[0]}
+    first, run_of_seed = runs[0], {seed(runs[0]): runs[0]}
     for run in runs[1:]:
         keys = [key for key in config_differences(first, run)[0] if key != "seed"]
         if first.world_size_text != run.world_size_text:
@@ -241,13 +241,13 @@ def _require_one_recipe(path: Path, runs: list[Record]) -> None:
                 where=str(path),
                 hint="give two of its runs, or a folder whose runs differ only in seed",
             )
-        if seed(run) in seen:
+        if seed(run) in run_of_seed:
             raise ConfigError(
-                f"{seen[seed(run)].path.name} and {run.path.name} have the same seed, {seed(run)}",
+                f"{run_of_seed[seed(run)].path.name} and {run.path.name} have the same seed, {seed(run)}",
                 where=str(path),
                 hint="keep only one of them in this folder, so that no seed counts twice",
             )
-        seen[seed(run)] = run
+        run_of_seed[seed(run)] = run
 
 
 def _earlier_predictions(*runs: Record) -> str:
@@ -260,45 +260,45 @@ def _earlier_predictions(*runs: Record) -> str:
     return f"{' and '.join(early)} resumed after writing predictions.csv" if early else ""
 
 
-def compare(one: Side, other: Side, trust: bool = False) -> RunComparison | GroupComparison:
+def compare(side_a: Side, side_b: Side, trust: bool = False) -> RunComparison | GroupComparison:
     """Compare two runs; or the metrics of two groups over their seeds. ``trust``: import checkpoint formats that a run
     of someone else names."""
-    first, second = one.runs[0], other.runs[0]
+    first, second = side_a.runs[0], side_b.runs[0]
     settings = compare_settings(first, second)
-    if len(one.runs) > 1 or len(other.runs) > 1:
-        mine, theirs = ([evaluations(run) for run in side.runs] for side in (one, other))
-        found = {of: spreads(mine, theirs, best=of == "best") for of in ("best", "final")}
-        return GroupComparison(one, other, settings, found)
+    if len(side_a.runs) > 1 or len(side_b.runs) > 1:
+        evaluations_a, evaluations_b = ([evaluations(run) for run in side.runs] for side in (side_a, side_b))
+        spreads_of = {of: spreads(evaluations_a, evaluations_b, best=of == "best") for of in ("best", "final")}
+        return GroupComparison(side_a, side_b, settings, spreads_of)
     results = evaluations(first), evaluations(second)
     early = _earlier_predictions(first, second)
-    predictions, why = (None, early) if early else paired_predictions(first.path, second.path)
+    predictions, reason = (None, early) if early else paired_predictions(first.path, second.path)
     return RunComparison(
-        one,
-        other,
+        side_a,
+        side_b,
         settings,
         equality=compare_files(first, second, trust),
         evaluations=results,
         throughput=(throughput(first), throughput(second)),
         metrics=metrics(*results),
         predictions=predictions,
-        why_no_predictions=why,
+        why_no_predictions=reason,
     )
 
 
-def compare_files(one: Record, other: Record, trust: bool = False) -> Equality:
+def compare_files(run_a: Record, run_b: Record, trust: bool = False) -> Equality:
     """Compare checkpoints, weights, logs and predictions of two runs bit for bit."""
     from harness.runs import checkpoint
     from harness.tools.compare import exactness, first_difference  # both import torch, which takes seconds
 
-    found = exactness.differences(one.path, other.path, trust=trust)
-    saved = [checkpoint.steps(run.path / layout.CHECKPOINTS).keys() for run in (one, other)]
-    complete = one.state == other.state == "finished"
+    file_differences = exactness.differences(run_a.path, run_b.path, trust=trust)
+    saved = [checkpoint.steps(run.path / layout.CHECKPOINTS).keys() for run in (run_a, run_b)]
+    complete = run_a.state == run_b.state == "finished"
     if not complete:  # the last line may still be being written
-        half = {_half_line(run.path / layout.METRICS) for run in (one, other)}
-        found = [item for item in found if item.file not in half]
-    first = first_difference.FirstDifference(found, sorted(saved[0] & saved[1]))
+        half = {_half_line(run.path / layout.METRICS) for run in (run_a, run_b)}
+        file_differences = [item for item in file_differences if item.file not in half]
+    first = first_difference.FirstDifference(file_differences, sorted(saved[0] & saved[1]))
     verdict: Verdict = "different"
-    if first.step is None and not (found and complete):
+    if first.step is None and not (file_differences and complete):
         verdict = "equal" if complete else "equal so far"
     return Equality(verdict, first.step, list(first.lines()))
 
@@ -312,43 +312,43 @@ def _half_line(path: Path) -> str:
 # Settings
 
 
-def compare_settings(one: Record, other: Record) -> SettingsComparison:
-    recipe, rest = config_differences(one, other) if one.config and other.config else (None, None)
+def compare_settings(run_a: Record, run_b: Record) -> SettingsComparison:
+    recipe, remaining = config_differences(run_a, run_b) if run_a.config and run_b.config else (None, None)
     missing = [
         f"{label} has no {name} that can be read"
-        for label, record in (("A", one), ("B", other))
+        for label, record in (("A", run_a), ("B", run_b))
         for name, content in ((layout.CONFIG, record.config), (layout.PROVENANCE, record.provenance))
         if not content
     ]
-    if not (one.provenance and other.provenance):
-        return SettingsComparison(recipe, rest, None, None, None, missing)
-    starts = one.provenance, other.provenance
+    if not (run_a.provenance and run_b.provenance):
+        return SettingsComparison(recipe, remaining, None, None, None, missing)
+    starts = run_a.provenance, run_b.provenance
     packages = differences(*map(_packages, starts))
     topology = differences(*map(_topology, starts))
-    return SettingsComparison(recipe, rest, _code(*starts), packages, topology, missing)
+    return SettingsComparison(recipe, remaining, _code(*starts), packages, topology, missing)
 
 
-def config_differences(one: Record, other: Record) -> tuple[Differences, Differences]:
+def config_differences(run_a: Record, run_b: Record) -> tuple[Differences, Differences]:
     """Return (differences that change what is trained, and its length; differences that do not)."""
-    rest = differences(*(flatten(run.config) | _lengths(run) for run in (one, other)))
-    recipe = recipe_difference(one.config, other.config) | {key: rest[key] for key in LENGTH if key in rest}
-    return recipe, {key: pair for key, pair in rest.items() if key not in recipe}
+    changed = differences(*(flatten(run.config) | _lengths(run) for run in (run_a, run_b)))
+    recipe = recipe_difference(run_a.config, run_b.config) | {key: changed[key] for key in LENGTH if key in changed}
+    return recipe, {key: pair for key, pair in changed.items() if key not in recipe}
 
 
 def _lengths(run: Record) -> dict[str, str]:
     """Return {key: "8 until step 120, then 12"} of the settings of the length that changed at a resume."""
-    found = {}
+    texts = {}
     for key, values in run.lengths.items():
-        shown = ["null" if value is None else str(value) for _, value in values]
+        lengths = ["null" if value is None else str(value) for _, value in values]
         ends = [f" until step {step}, then " for step, _ in values[1:]]
         if ends:
-            found[key] = "".join(f"{value}{end}" for value, end in zip(shown, [*ends, ""], strict=True))
-    return found
+            texts[key] = "".join(f"{value}{end}" for value, end in zip(lengths, [*ends, ""], strict=True))
+    return texts
 
 
 def _topology(starts: Sequence[Start]) -> dict[str, object]:
-    shown = [{**start, "ranks": machine(start)} for start in starts]
-    return {key: over_starts(start.get(key) for start in shown) for key in _TOPOLOGY}
+    described = [{**start, "ranks": machine(start)} for start in starts]
+    return {key: over_starts(start.get(key) for start in described) for key in _TOPOLOGY}
 
 
 def _packages(starts: Sequence[Start]) -> dict[str, object]:
@@ -357,16 +357,16 @@ def _packages(starts: Sequence[Start]) -> dict[str, object]:
     return {name: over_starts(start.get(name) for start in flat) for name in names}
 
 
-def _code(one: Sequence[Start], other: Sequence[Start]) -> Code:
-    git = [[section(start, "git") for start in starts] for starts in (one, other)]
+def _code(starts_a: Sequence[Start], starts_b: Sequence[Start]) -> Code:
+    git = [[section(start, "git") for start in starts] for starts in (starts_a, starts_b)]
     commits = [changes((commit := start.get("commit")) and str(commit) for start in starts) for starts in git]
     changed = [any(bool(start.get("changed")) for start in starts) for starts in git]
     equal = commits[0] == commits[1]
     undecided = equal and (any(changed) or None in commits[0])
-    digests = [[_sources(start) for start in starts] for starts in (one, other)]
+    digests = [[_sources(start) for start in starts] for starts in (starts_a, starts_b)]
     names = sorted(set.intersection(*({name for start in side for name in start} for side in digests)))
-    shown = [{name: over_starts(start.get(name) for start in side) for name in names} for side in digests]
-    sources = differences(*shown) if names else None
+    module_digests = [{name: over_starts(start.get(name) for start in side) for name in names} for side in digests]
+    sources = differences(*module_digests) if names else None
     same = False if sources else None if undecided else equal
     return Code((commits[0], commits[1]), (changed[0], changed[1]), same, sources)
 
@@ -406,66 +406,65 @@ def _metrics(row: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-def metrics(one: Evaluations, other: Evaluations) -> list[Metric]:
+def metrics(a: Evaluations, b: Evaluations) -> list[Metric]:
     """Every metric of either run in the order of the logs, the metric that selects the best weights first."""
-    names = dict.fromkeys([*one.final, *other.final])
-    order = sorted(names, key=lambda name: name not in (one.best_metric, other.best_metric))
+    names = dict.fromkeys([*a.final, *b.final])
+    order = sorted(names, key=lambda name: name not in (a.best_metric, b.best_metric))
     return [
-        Metric(name, (one.final.get(name), other.final.get(name)), (one.best.get(name), other.best.get(name)))
-        for name in order
+        Metric(name, (a.final.get(name), b.final.get(name)), (a.best.get(name), b.best.get(name))) for name in order
     ]
 
 
-def paired_predictions(one: Path, other: Path) -> tuple[PairedPredictions | None, str]:
+def paired_predictions(folder_a: Path, folder_b: Path) -> tuple[PairedPredictions | None, str]:
     """Pair predictions.csv of two run folders row by row; or the reason why this is impossible."""
     tables = []
-    for label, folder in (("A", one), ("B", other)):
+    for label, folder in (("A", folder_a), ("B", folder_b)):
         table = read_predictions(folder / layout.PREDICTIONS)
         if table is None or "id" not in table.column_names:
             return None, f"{label} has no predictions.csv with ids, predictions and labels"
         tables.append(table)
     if any("error" in table.column_names or _has_fractions(table) for table in tables):
         return None, "they are numbers, not classes; see the error metrics above"
-    mine, theirs = tables = [table.select(["id", "prediction", "label"]) for table in tables]
-    if mine.select(["id", "label"]) != theirs.select(["id", "label"]):
+    table_a, table_b = tables = [table.select(["id", "prediction", "label"]) for table in tables]
+    if table_a.select(["id", "label"]) != table_b.select(["id", "label"]):
         if any(len(pc.unique(table["id"])) < len(table) for table in tables):
             return None, "their predictions.csv files contain different rows"
-        mine = mine.join(theirs, ["id", "label"], right_suffix="_other", join_type="inner").combine_chunks()
+        table_a = table_a.join(table_b, ["id", "label"], right_suffix="_other", join_type="inner").combine_chunks()
     else:
-        mine = mine.append_column("prediction_other", theirs["prediction"])
-    mine = mine.drop_null()
-    if not len(mine):
+        table_a = table_a.append_column("prediction_other", table_b["prediction"])
+    table_a = table_a.drop_null()
+    if not len(table_a):
         return None, "their predictions.csv files have no row in common"
-    right, other_right = pc.equal(mine["prediction"], mine["label"]), pc.equal(mine["prediction_other"], mine["label"])
+    correct_a = pc.equal(table_a["prediction"], table_a["label"])
+    correct_b = pc.equal(table_a["prediction_other"], table_a["label"])
     both, only_one, only_other = (
         pc.sum(pc.and_(*pair)).as_py()
-        for pair in ((right, other_right), (right, pc.invert(other_right)), (pc.invert(right), other_right))
+        for pair in ((correct_a, correct_b), (correct_a, pc.invert(correct_b)), (pc.invert(correct_a), correct_b))
     )
-    counts = both, only_one, only_other, len(mine) - both - only_one - only_other
+    counts = both, only_one, only_other, len(table_a) - both - only_one - only_other
     interval, p = significance.paired_interval(*counts), significance.mcnemar(only_one, only_other)
-    return PairedPredictions(len(mine), *counts, (only_other - only_one) / len(mine), interval, p), ""
+    return PairedPredictions(len(table_a), *counts, (only_other - only_one) / len(table_a), interval, p), ""
 
 
 def _has_fractions(table: pa.Table) -> bool:
     """Return True if predictions and labels are numbers and a prediction with a fraction is no label: those of a task
     of the user's own, which has no column of errors."""
     try:
-        shown = {name: {float(text) for text in pc.unique(table[name].drop_null()).to_pylist()} for name in _GUESSES}
+        distinct = {name: {float(text) for text in pc.unique(table[name].drop_null()).to_pylist()} for name in _GUESSES}
     except ValueError:
         return False
-    return any(not value.is_integer() and value not in shown["label"] for value in shown["prediction"])
+    return any(not value.is_integer() and value not in distinct["label"] for value in distinct["prediction"])
 
 
-def spreads(one: Sequence[Evaluations], other: Sequence[Evaluations], best: bool) -> list[Spread]:
+def spreads(group_a: Sequence[Evaluations], group_b: Sequence[Evaluations], best: bool) -> list[Spread]:
     """Metrics that all runs of both groups have, over their seeds, of the best evaluations or of the newest."""
-    groups = [[run.best if best else run.final for run in group] for group in (one, other)]
+    groups = [[run.best if best else run.final for run in group] for group in (group_a, group_b)]
     names = [name for name in groups[0][0] if all(name in run for group in groups for run in group)]
-    deciding = one[0].best_metric
-    found = []
+    deciding = group_a[0].best_metric
+    result = []
     for name in sorted(names, key=lambda name: name != deciding):
-        mine, theirs = ([run[name] for run in group] for group in groups)
-        errors = significance.standard_error(mine), significance.standard_error(theirs)
-        found.append(
-            Spread(name, (mine, theirs), (fmean(mine), fmean(theirs)), errors, significance.welch(mine, theirs))
-        )
-    return found
+        values_a, values_b = ([run[name] for run in group] for group in groups)
+        errors = significance.standard_error(values_a), significance.standard_error(values_b)
+        means, interval = (fmean(values_a), fmean(values_b)), significance.welch(values_a, values_b)
+        result.append(Spread(name, (values_a, values_b), means, errors, interval))
+    return result

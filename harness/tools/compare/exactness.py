@@ -69,7 +69,7 @@ class Difference:
         )
 
 
-def differences(one: Path, other: Path, *, trust: bool = False) -> list[Difference]:
+def differences(folder_a: Path, folder_b: Path, *, trust: bool = False) -> list[Difference]:
     """Return every difference between two run folders; empty if one repeats the other bit for bit.
 
     Times and the names of the runs do not count, nor do checkpoints that only one folder has kept, unless it is the
@@ -77,19 +77,24 @@ def differences(one: Path, other: Path, *, trust: bool = False) -> list[Differen
     Reads all checkpoints that both have. Folders without a log or checkpoint are different, even if both lack it.
     ``trust``: import the checkpoint format that a run of someone else names.
     """
-    return [*_logs(one, other), *_checkpoints(one, other, trust), *_summaries(one, other), *_files(one, other)]
+    return [
+        *_logs(folder_a, folder_b),
+        *_checkpoints(folder_a, folder_b, trust),
+        *_summaries(folder_a, folder_b),
+        *_files(folder_a, folder_b),
+    ]
 
 
-def _logs(one: Path, other: Path) -> Iterator[Difference]:
-    mine, theirs = _lines(one), _lines(other)
-    if not mine and not theirs:
+def _logs(folder_a: Path, folder_b: Path) -> Iterator[Difference]:
+    lines_a, lines_b = _lines(folder_a), _lines(folder_b)
+    if not lines_a and not lines_b:
         yield _plain(layout.METRICS, "lines", (ABSENT, ABSENT))
-    for number, (line, partner) in enumerate(zip(mine, theirs, strict=False), 1):
+    for number, (line, partner) in enumerate(zip(lines_a, lines_b, strict=False), 1):
         name = f"{line.get('split')} entry of step {line.get('step')}"
-        for what in differing(name, line, partner):
-            yield Difference(f"{layout.METRICS}:{number}", what, line.get("step"))
-    if len(mine) != len(theirs):
-        yield _plain(layout.METRICS, "number of lines", (len(mine), len(theirs)))
+        for difference in differing(name, line, partner):
+            yield Difference(f"{layout.METRICS}:{number}", difference, line.get("step"))
+    if len(lines_a) != len(lines_b):
+        yield _plain(layout.METRICS, "number of lines", (len(lines_a), len(lines_b)))
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
@@ -116,54 +121,63 @@ def _without_times(value: Any) -> Any:
     return value
 
 
-def _checkpoints(one: Path, other: Path, trust: bool) -> Iterator[Difference]:
-    folders = one / layout.CHECKPOINTS, other / layout.CHECKPOINTS
+def _checkpoints(folder_a: Path, folder_b: Path, trust: bool) -> Iterator[Difference]:
+    folders = folder_a / layout.CHECKPOINTS, folder_b / layout.CHECKPOINTS
     for pointer in _POINTERS:
         names = [_text(folder / pointer) for folder in folders]
         if names[0] != names[1] or (pointer == layout.LATEST and names[0] == ABSENT):
             yield _plain(layout.CHECKPOINTS, pointer, names)
-    mine, theirs = map(checkpoint.steps, folders)
-    for step in sorted(mine.keys() & theirs.keys()):
+    paths_a, paths_b = map(checkpoint.steps, folders)
+    for step in sorted(paths_a.keys() & paths_b.keys()):
         file = f"{layout.CHECKPOINTS}/{layout.step_name(step)}"
-        problems = [checkpoint.damage(path) for path in (mine[step], theirs[step])]
+        problems = [checkpoint.damage(path) for path in (paths_a[step], paths_b[step])]
         if any(problems):
             yield _plain(file, "state", [problem or "intact" for problem in problems], step)
             continue
         try:
-            yield from (Difference(file, what, step) for what in _between(mine[step], theirs[step], trust))
+            yield from (
+                Difference(file, difference, step) for difference in _between(paths_a[step], paths_b[step], trust)
+            )
         except (CheckpointError, AttributeError, KeyError, TypeError) as error:
             yield _plain(file, "state", ("cannot be compared", first_line(error)), step)
 
 
-def _summaries(one: Path, other: Path) -> Iterator[Difference]:
-    pair = [_text(folder / layout.SUMMARY) for folder in (one, other)]
+def _summaries(folder_a: Path, folder_b: Path) -> Iterator[Difference]:
+    pair = [_text(folder / layout.SUMMARY) for folder in (folder_a, folder_b)]
     contents = [ABSENT if text == ABSENT else {**_without_times(_parsed(text)), "name": ""} for text in pair]
-    yield from (Difference(layout.SUMMARY, what) for what in differing("summary", *contents))
+    yield from (Difference(layout.SUMMARY, difference) for difference in differing("summary", *contents))
 
 
-def _files(one: Path, other: Path) -> Iterator[Difference]:
-    arrays = {path.relative_to(folder) for folder in (one, other) for path in (folder / layout.PREDICTED).glob("*/*.*")}
+def _files(folder_a: Path, folder_b: Path) -> Iterator[Difference]:
+    arrays = {
+        path.relative_to(folder)
+        for folder in (folder_a, folder_b)
+        for path in (folder / layout.PREDICTED).glob("*/*.*")
+    }
     for name in (*_FILES, *map(str, sorted(arrays))):
-        pair = [_content(folder / name) for folder in (one, other)]
+        pair = [_content(folder / name) for folder in (folder_a, folder_b)]
         if pair[0] == pair[1]:
             continue
-        tensor = _weights(one / name, other / name) if name == layout.WEIGHTS else None
+        tensor = _weights(folder_a / name, folder_b / name) if name == layout.WEIGHTS else None
         yield Difference(name, tensor) if tensor else _plain(name, "first difference", _first_lines(*pair))
 
 
-def _first_lines(one: bytes | None, other: bytes | None) -> tuple[str, str]:
+def _first_lines(content_a: bytes | None, content_b: bytes | None) -> tuple[str, str]:
     """Return the first line that differs in two texts, a part of a long one; the first byte in other files."""
-    if one is None or other is None:
-        return ("present", ABSENT) if other is None else (ABSENT, "present")
-    place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    start = one.rfind(b"\n", 0, place) + 1
+    if content_a is None or content_b is None:
+        return ("present", ABSENT) if content_b is None else (ABSENT, "present")
+    position = next(
+        (i for i, (a, b) in enumerate(zip(content_a, content_b, strict=False)) if a != b),
+        min(len(content_a), len(content_b)),
+    )
+    start = content_a.rfind(b"\n", 0, position) + 1
     try:
-        texts = [(content[start:].splitlines() or [b""])[0].decode() for content in (one, other)]
+        texts = [(content[start:].splitlines() or [b""])[0].decode() for content in (content_a, content_b)]
     except UnicodeDecodeError:
-        return f"{len(one)} bytes", f"{len(other)} bytes, first difference at byte {place}"
+        return f"{len(content_a)} bytes", f"{len(content_b)} bytes, first difference at byte {position}"
     first = max(0, len(os.path.commonprefix(texts)) - 50)
-    mine, theirs = ("..." * bool(first) + text[first : first + 100] for text in texts)
-    return mine, theirs
+    line_a, line_b = ("..." * bool(first) + text[first : first + 100] for text in texts)
+    return line_a, line_b
 
 
 def _content(path: Path) -> bytes | None:
@@ -186,13 +200,13 @@ def _plain(file: str, name: str, values: Sequence[Any], step: int | None = None)
 # Checkpoints and weights
 
 
-def _weights(one: Path, other: Path) -> StateDifference | None:
+def _weights(file_a: Path, file_b: Path) -> StateDifference | None:
     """Return the first difference between two files of weights; None if they cannot be read, or only their steps
     differ."""
     try:
-        with safe_open(one, "pt") as mine, safe_open(other, "pt") as theirs:
-            for name in sorted({*mine.keys(), *theirs.keys()}):
-                pair = [file.get_tensor(name) if name in file.keys() else ABSENT for file in (mine, theirs)]  # noqa: SIM118
+        with safe_open(file_a, "pt") as tensors_a, safe_open(file_b, "pt") as tensors_b:
+            for name in sorted({*tensors_a.keys(), *tensors_b.keys()}):
+                pair = [file.get_tensor(name) if name in file.keys() else ABSENT for file in (tensors_a, tensors_b)]  # noqa: SIM118
                 if first := next(differing(name, *pair), None):
                     return first
     except (SafetensorError, OSError):
@@ -200,16 +214,16 @@ def _weights(one: Path, other: Path) -> StateDifference | None:
     return None
 
 
-def _between(one: Path, other: Path, trust: bool = False) -> Iterator[StateDifference]:
+def _between(path_a: Path, path_b: Path, trust: bool = False) -> Iterator[StateDifference]:
     """Yield every difference between two checkpoint folders, weights first. Times do not count, nor does what only a
     run with parallel.logical_ranks records. Raises CheckpointError."""
-    mine, theirs = (checkpoints.read(path, mapped=True, trust=trust) for path in (one, other))
-    same_world = mine.get("num_ranks") == theirs.get("num_ranks")
-    ignored = {*_OF_TIMES, "kernels"} if {} in (mine.get("kernels"), theirs.get("kernels")) else _OF_TIMES
-    names = [name for name in dict.fromkeys((*_FIRST, *sorted({*mine, *theirs}))) if name not in ignored]
+    content_a, content_b = (checkpoints.read(path, mapped=True, trust=trust) for path in (path_a, path_b))
+    same_world = content_a.get("num_ranks") == content_b.get("num_ranks")
+    ignored = {*_OF_TIMES, "kernels"} if {} in (content_a.get("kernels"), content_b.get("kernels")) else _OF_TIMES
+    names = [name for name in dict.fromkeys((*_FIRST, *sorted({*content_a, *content_b}))) if name not in ignored]
     for name in names:
         if same_world or name not in _PER_WORLD_SIZE:
-            pair = [without_clocks(name, content.get(name, ABSENT), same_world) for content in (mine, theirs)]
+            pair = [without_clocks(name, content.get(name, ABSENT), same_world) for content in (content_a, content_b)]
             yield from differing(name, *pair)
 
 
@@ -228,39 +242,39 @@ def _without_seconds(part: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in part.items() if not key.endswith("_s")}
 
 
-def differing(name: str, one: Any, other: Any) -> Iterator[StateDifference]:
+def differing(name: str, a: Any, b: Any) -> Iterator[StateDifference]:
     """Yield each place under ``name`` where nested plain data and tensors differ in a bit, in order. NaN equals NaN."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if not _same_bits(one, other):
-            yield TensorDifference(name, _max_difference(one, other))
-    elif isinstance(one, dict) and isinstance(other, dict):
-        for key in dict.fromkeys((*one, *other)):
-            yield from differing(f"{name}.{key}", one.get(key, ABSENT), other.get(key, ABSENT))
-    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
-        for index, pair in enumerate(zip(one, other, strict=True)):
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if not _same_bits(a, b):
+            yield TensorDifference(name, _max_difference(a, b))
+    elif isinstance(a, dict) and isinstance(b, dict):
+        for key in dict.fromkeys((*a, *b)):
+            yield from differing(f"{name}.{key}", a.get(key, ABSENT), b.get(key, ABSENT))
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        for index, pair in enumerate(zip(a, b, strict=True)):
             yield from differing(f"{name}[{index}]", *pair)
-    elif not _same_value(one, other):
-        yield ValueDifference(name, (_short(one), _short(other)))
+    elif not _same_value(a, b):
+        yield ValueDifference(name, (_short(a), _short(b)))
 
 
-def _same_value(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return one.hex() == other.hex()  # 0.0 == -0.0, and NaN != NaN
-    return type(one) is type(other) and one == other
+def _same_value(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return a.hex() == b.hex()  # 0.0 == -0.0, and NaN != NaN
+    return type(a) is type(b) and a == b
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)] if one.numel() else []
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)] if a.numel() else []
     return not bits or torch.equal(*bits)
 
 
-def _max_difference(one: Tensor, other: Tensor) -> float | None:
-    if one.shape != other.shape:
+def _max_difference(a: Tensor, b: Tensor) -> float | None:
+    if a.shape != b.shape:
         return None
-    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
-    return float((one.to(wide) - other.to(wide)).abs().max()) if one.numel() else 0.0
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    return float((a.to(wide) - b.to(wide)).abs().max()) if a.numel() else 0.0
 
 
 def _short(value: Any) -> Any:

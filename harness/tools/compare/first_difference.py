@@ -18,10 +18,12 @@ _NAMED = 4  # entries of a part
 class FirstDifference:
     """``step``: the first at which a log line or a checkpoint differs; None if only other files do."""
 
-    def __init__(self, found: Sequence[Difference], checkpoints: Sequence[int]) -> None:
-        self._log = [item for item in found if item.file.startswith(layout.METRICS)]
-        self._saved = [item for item in found if item.file.startswith(f"{layout.CHECKPOINTS}/")]
-        self._others = [item for item in found if not item.file.startswith((layout.METRICS, f"{layout.CHECKPOINTS}/"))]
+    def __init__(self, differences: Sequence[Difference], checkpoints: Sequence[int]) -> None:
+        self._log = [item for item in differences if item.file.startswith(layout.METRICS)]
+        self._saved = [item for item in differences if item.file.startswith(f"{layout.CHECKPOINTS}/")]
+        self._others = [
+            item for item in differences if not item.file.startswith((layout.METRICS, f"{layout.CHECKPOINTS}/"))
+        ]
         steps = [item.step for item in (*self._log, *self._saved) if item.step is not None]
         self.step = min(steps, default=None)
         self.equal = [step for step in checkpoints if self.step is None or step < self.step]
@@ -39,24 +41,26 @@ class FirstDifference:
         yield from (str(item) for item in self._others[: _NAMED if self._log or self._saved else None])
 
 
-def _parts(found: Sequence[Difference]) -> Iterator[str]:
-    counts = Counter(_part(item) for item in found)
+def _parts(differences: Sequence[Difference]) -> Iterator[str]:
+    counts = Counter(_part(item) for item in differences)
     for part, count in counts.items():
-        mine = [item.what for item in found if _part(item) == part]
-        sides = [sum(isinstance(what, ValueDifference) and what.values[n] == ABSENT for what in mine) for n in (1, 0)]
+        of_part = [item.what for item in differences if _part(item) == part]
+        sides = [
+            sum(isinstance(each, ValueDifference) and each.values[n] == ABSENT for each in of_part) for n in (1, 0)
+        ]
         if part == "model" and any(sides):
-            both = count - sum(sides)
-            yield f"  weights: other names: {sides[0]} only in A, {sides[1]} only in B; {both} in both differ"
+            num_in_both = count - sum(sides)
+            yield f"  weights: other names: {sides[0]} only in A, {sides[1]} only in B; {num_in_both} in both differ"
             continue
-        named = ", ".join(what.name.removeprefix(f"{part}.") + _amount(what) for what in mine[:_NAMED])
+        examples = ", ".join(each.name.removeprefix(f"{part}.") + _amount(each) for each in of_part[:_NAMED])
         more = f" and {count - _NAMED} more" if count > _NAMED else ""
-        yield f"  {_PARTS.get(part, part)}: {named}{more}"
+        yield f"  {_PARTS.get(part, part)}: {examples}{more}"
 
 
-def _amount(what: StateDifference) -> str:
-    if isinstance(what, ValueDifference):
-        return f" ({what.values[0]}, {what.values[1]})"
-    return "" if what.by is None else f" (up to {what.by:.2g})"
+def _amount(difference: StateDifference) -> str:
+    if isinstance(difference, ValueDifference):
+        return f" ({difference.values[0]}, {difference.values[1]})"
+    return "" if difference.by is None else f" (up to {difference.by:.2g})"
 
 
 def _part(item: Difference) -> str:

@@ -60,18 +60,18 @@ def standard_error(values: Sequence[float]) -> float | None:
     return math.sqrt(variance(values) / len(values)) if len(values) > 1 else None
 
 
-def welch(one: Sequence[float], other: Sequence[float]) -> tuple[float, float] | None:
+def welch(values_a: Sequence[float], values_b: Sequence[float]) -> tuple[float, float] | None:
     """Welch's interval of the other mean minus the first; None if a side has a single value.
 
     Degrees of freedom are rounded down, which makes the interval slightly wider.
     """
-    squares = [variance(values) / len(values) for values in (one, other) if len(values) > 1]
+    squares = [variance(values) / len(values) for values in (values_a, values_b) if len(values) > 1]
     if len(squares) < 2:
         return None
-    difference, total = fmean(other) - fmean(one), sum(squares)
+    difference, total = fmean(values_b) - fmean(values_a), sum(squares)
     if not total:
         return difference, difference
-    freedom = total**2 / sum(square**2 / (len(v) - 1) for square, v in zip(squares, (one, other), strict=True))
+    freedom = total**2 / sum(square**2 / (len(v) - 1) for square, v in zip(squares, (values_a, values_b), strict=True))
     half = student(max(1, math.floor(freedom + 1e-9))) * math.sqrt(total)
     return difference - half, difference + half
 

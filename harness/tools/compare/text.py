@@ -28,18 +28,18 @@ VERDICTS = {
 _SHOWN_ELSEWHERE = ("name", "output", "launch")  # as paths, and as the ranks of the topology
 
 
-def render(found: RunComparison | GroupComparison) -> str:
+def render(comparison: RunComparison | GroupComparison) -> str:
     """Sides, results, recipe, circumstances and equality, separated by empty lines."""
-    settings = [_recipe(found.settings), _circumstances(found.settings)]
-    if isinstance(found, RunComparison):
-        parts = [_sides(found), _pair_results(found), *settings, _equality(found)]
+    settings = [_recipe(comparison.settings), _circumstances(comparison.settings)]
+    if isinstance(comparison, RunComparison):
+        parts = [_sides(comparison), _pair_results(comparison), *settings, _equality(comparison)]
     else:
-        parts = [_sides(found), _group_results(found), *settings]
+        parts = [_sides(comparison), _group_results(comparison), *settings]
     return "\n\n".join("\n".join(part) for part in map(list, parts) if part) + "\n"
 
 
-def _sides(found: RunComparison | GroupComparison) -> Iterator[str]:
-    for label, side in (("A", found.one), ("B", found.other)):
+def _sides(comparison: RunComparison | GroupComparison) -> Iterator[str]:
+    for label, side in (("A", comparison.one), ("B", comparison.other)):
         if len(side.runs) == 1:
             yield f"{label}  {side.runs[0].path}  ({_state(side.runs[0])})"
         else:
@@ -54,33 +54,33 @@ def _state(record: Record) -> str:
 # Equality
 
 
-def _equality(found: RunComparison) -> Iterator[str]:
-    pair = found.equality
-    predicts = (found.one.runs[0].path / layout.PREDICTIONS).is_file()
-    rest = "log and predictions" if predicts else "log; neither run has predictions"
-    since = f" They differ from step {pair.step} on." if pair.step is not None else ""
-    yield VERDICTS[pair.verdict].format(rest) + since
-    yield from (f"  {line}" for line in pair.lines)
-    yield from _world_sizes(found)
+def _equality(comparison: RunComparison) -> Iterator[str]:
+    equality = comparison.equality
+    predicts = (comparison.one.runs[0].path / layout.PREDICTIONS).is_file()
+    contents = "log and predictions" if predicts else "log; neither run has predictions"
+    since = f" They differ from step {equality.step} on." if equality.step is not None else ""
+    yield VERDICTS[equality.verdict].format(contents) + since
+    yield from (f"  {line}" for line in equality.lines)
+    yield from _world_sizes(comparison)
 
 
-def _world_sizes(found: RunComparison) -> Iterator[str]:
+def _world_sizes(comparison: RunComparison) -> Iterator[str]:
     """The reasons why runs with different numbers of ranks differ."""
-    one, other = found.one.runs[0].world_size_text, found.other.runs[0].world_size_text
-    if found.equality.verdict != "different" or not one or not other or one == other:
+    ranks_a, ranks_b = comparison.one.runs[0].world_size_text, comparison.other.runs[0].world_size_text
+    if comparison.equality.verdict != "different" or not ranks_a or not ranks_b or ranks_a == ranks_b:
         return
-    parallel = [side.runs[0].config.get("parallel") for side in (found.one, found.other)]
+    parallel = [side.runs[0].config.get("parallel") for side in (comparison.one, comparison.other)]
     logical = [isinstance(section, dict) and section.get("logical_ranks") for section in parallel]
     if logical[0] and logical[0] == logical[1]:
         yield f"  With parallel.logical_ranks={logical[0]}, the number of processes does not explain it. A value that"
         yield "  your code logs from one process may, or another kind of machine, code or data."
         return
     yield (
-        f"  On {one} and on {formatting.ranks(other)}, sums are computed in different orders, which changes the last "
-        "digits."
+        f"  On {ranks_a} and on {formatting.ranks(ranks_b)}, sums are computed in different orders, which changes the "
+        "last digits."
     )
     yield "  Each rank has its own random stream and batch norm statistics: with dropout or batch norm, more differs."
-    shards = [side.runs[0].config.get("data") for side in (found.one, found.other)]
+    shards = [side.runs[0].config.get("data") for side in (comparison.one, comparison.other)]
     if any(not isinstance(data, dict) or data.get("shard") != "global" for data in shards):
         yield "  The batches hold different rows, too; data.shard=global makes them equal for any number of ranks."
 
@@ -102,11 +102,11 @@ def _recipe(settings: SettingsComparison) -> Iterator[str]:
 
 def _circumstances(settings: SettingsComparison) -> Iterator[str]:
     yield "Circumstances"
-    other = settings.other
-    if other is not None:
-        other = {key: pair for key, pair in other.items() if key.split(".")[0] not in _SHOWN_ELSEWHERE}
+    others = settings.other
+    if others is not None:
+        others = {key: pair for key, pair in others.items() if key.split(".")[0] not in _SHOWN_ELSEWHERE}
     rows: list[Sequence[str]] = [("", "", "A", "B")]
-    rows += _differences("other settings", other)
+    rows += _differences("other settings", others)
     rows += _differences("packages", settings.packages)
     rows += _differences("topology", settings.topology)
     yield from formatting.table(rows, "  ")
@@ -141,21 +141,21 @@ def _code(code: Code) -> str:
 # Results
 
 
-def _pair_results(found: RunComparison) -> Iterator[str]:
+def _pair_results(comparison: RunComparison) -> Iterator[str]:
     yield "Results"
-    one, other = found.evaluations
-    missing = [label for label, run in (("A", one), ("B", other)) if not run.final]
+    evaluations_a, evaluations_b = comparison.evaluations
+    missing = [label for label, run in (("A", evaluations_a), ("B", evaluations_b)) if not run.final]
     if missing:
         yield f"  no metrics to compare: {' and '.join(missing)} {'has' if len(missing) == 1 else 'have'} no evaluation"
     else:
-        yield f"  newest evaluation (A: step {one.step}, B: step {other.step})"
-        yield from _metrics((metric.name, metric.final) for metric in found.metrics)
-        if one.best_step is not None and other.best_step is not None:
-            yield f"  best evaluation (A: step {one.best_step}, B: step {other.best_step})"
-            yield from _metrics((metric.name, metric.best) for metric in found.metrics)
-    if found.predictions or not found.same:
-        yield from _predictions(found.predictions, found.why_no_predictions)
-    yield from _throughput(*found.throughput)
+        yield f"  newest evaluation (A: step {evaluations_a.step}, B: step {evaluations_b.step})"
+        yield from _metrics((metric.name, metric.final) for metric in comparison.metrics)
+        if evaluations_a.best_step is not None and evaluations_b.best_step is not None:
+            yield f"  best evaluation (A: step {evaluations_a.best_step}, B: step {evaluations_b.best_step})"
+            yield from _metrics((metric.name, metric.best) for metric in comparison.metrics)
+    if comparison.predictions or not comparison.same:
+        yield from _predictions(comparison.predictions, comparison.why_no_predictions)
+    yield from _throughput(*comparison.throughput)
     yield (
         "  A single run on each side does not show how much the seed changes these numbers: compare folders with "
         "runs of several seeds."
@@ -164,40 +164,40 @@ def _pair_results(found: RunComparison) -> Iterator[str]:
 
 def _metrics(values: Iterable[tuple[str, tuple[float | None, float | None]]]) -> Iterator[str]:
     rows = [("", "A", "B", "B - A")]
-    for name, (one, other) in values:
-        gap = other - one if one is not None and other is not None else None
-        rows.append((name, formatting.number(one, 6), formatting.number(other, 6), formatting.signed(gap)))
+    for name, (a, b) in values:
+        gap = b - a if a is not None and b is not None else None
+        rows.append((name, formatting.number(a, 6), formatting.number(b, 6), formatting.signed(gap)))
     yield from formatting.table(rows, "    ")
 
 
-def _predictions(found: PairedPredictions | None, why: str) -> Iterator[str]:
-    if found is None:
-        yield f"  predictions of the best weights cannot be compared: {why}"
+def _predictions(paired: PairedPredictions | None, reason: str) -> Iterator[str]:
+    if paired is None:
+        yield f"  predictions of the best weights cannot be compared: {reason}"
         return
-    low, high = found.interval
+    low, high = paired.interval
     yield (
-        f"  predictions of the best weights, {plural(found.rows, 'row')}: {found.both} correct in both, "
-        f"{found.only_one} only in A, {found.only_other} only in B, {found.neither} in neither"
+        f"  predictions of the best weights, {plural(paired.rows, 'row')}: {paired.both} correct in both, "
+        f"{paired.only_one} only in A, {paired.only_other} only in B, {paired.neither} in neither"
     )
-    chance = ": these rows do not show a difference" if found.p >= 1 - LEVEL else ""
+    chance = ": these rows do not show a difference" if paired.p >= 1 - LEVEL else ""
     yield (
-        f"    accuracy, B - A: {found.difference:+.4f}, {LEVEL:.0%} interval {low:+.4f} to {high:+.4f}; "
-        f"McNemar's exact test: p = {found.p:.3g}{chance}"
+        f"    accuracy, B - A: {paired.difference:+.4f}, {LEVEL:.0%} interval {low:+.4f} to {high:+.4f}; "
+        f"McNemar's exact test: p = {paired.p:.3g}{chance}"
     )
 
 
-def _throughput(one: Throughput, other: Throughput) -> Iterator[str]:
-    rows = (("total seconds", one.wall_s, other.wall_s), ("rows per second", one.rows_per_s, other.rows_per_s))
+def _throughput(a: Throughput, b: Throughput) -> Iterator[str]:
+    rows = (("total seconds", a.wall_s, b.wall_s), ("rows per second", a.rows_per_s, b.rows_per_s))
     yield "  time"
     cells = [(name, *map(formatting.number, values)) for name, *values in rows]
     yield from formatting.table([("", "A", "B"), *cells], "    ")
 
 
-def _group_results(found: GroupComparison) -> Iterator[str]:
-    yield f"Results over seeds (A: {len(found.one.runs)}, B: {len(found.other.runs)}): mean ± standard error"
-    if not found.spreads["final"]:
+def _group_results(comparison: GroupComparison) -> Iterator[str]:
+    yield f"Results over seeds (A: {len(comparison.one.runs)}, B: {len(comparison.other.runs)}): mean ± standard error"
+    if not comparison.spreads["final"]:
         yield "  nothing to compare: no metric is in all of the runs"
-    for title, spreads in found.spreads.items():
+    for title, spreads in comparison.spreads.items():
         if spreads:
             yield f"  {'newest' if title == 'final' else title} evaluation of each run"
             header = ("", "A", "B", "B - A", f"{LEVEL:.0%} interval (Welch)")

@@ -61,17 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _run(given: argparse.Namespace) -> str:
-    if given.dataset in _PUBLISHED:
-        return _download(given.dataset, given.folder, given.source)
-    if given.dataset == "split":
+def _run(args: argparse.Namespace) -> str:
+    if args.dataset in _PUBLISHED:
+        return _download(args.dataset, args.folder, args.source)
+    if args.dataset == "split":
         from harness.tools.data import split
 
-        return split.split(given.source, given.eval, given.by, given.stratify, given.seed, given.out, given.force)
+        return split.split(args.source, args.eval, args.by, args.stratify, args.seed, args.out, args.force)
     from harness.tools.data import from_folder, table_file
 
-    table_file.suffix_of(given.out)
-    return from_folder.write(given.folder, given.out, given.force)
+    table_file.suffix_of(args.out)
+    return from_folder.write(args.folder, args.out, args.force)
 
 
 def _download(dataset: str, folder: Path, source: str | None) -> str:

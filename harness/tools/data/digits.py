@@ -57,8 +57,8 @@ def write_config(folder: Path) -> str:
     text = Path(__file__).with_name("digits.yaml").read_text()
     if not path.exists():
         try:
-            own = re.sub(r"(?<=: )data/digits(\S*)", lambda place: json.dumps(f"{folder}{place[1]}"), text)
-            write_atomically(path, own)
+            config = re.sub(r"(?<=: )data/digits(\S*)", lambda match: json.dumps(f"{folder}{match[1]}"), text)
+            write_atomically(path, config)
         except OSError as error:
             raise DataError(f"it cannot be written: {reason(error)}", where=str(path), hint=remedy(error)) from None
     return shlex.quote(str(path))

@@ -30,7 +30,7 @@ def write(folder: Path, out: Path, force: bool = False) -> str:
     require_new([out], force)
     _require_classes(folder, classes)
     skipped: Counter[str] = Counter()
-    found: Counter[str] = Counter()
+    count_of_class: Counter[str] = Counter()
     wrong = list[str]()
 
     def names() -> Iterator[str]:
@@ -39,7 +39,7 @@ def write(folder: Path, out: Path, force: bool = False) -> str:
             if label == name:
                 skipped["images outside a class folder"] += 1
                 continue
-            found[label] += 1
+            count_of_class[label] += 1
             yield name
 
     def rows() -> Iterator[tuple[str, str]]:
@@ -55,17 +55,17 @@ def write(folder: Path, out: Path, force: bool = False) -> str:
         hint += f"; to predict images without labels: {command}" if outside else ""
         raise DataError(f"no images in class folders{image_folders.skips(skipped)}", where=str(folder), hint=hint)
     root = shlex.quote(f"task.root={folder}")
-    what = f"{plural(count, 'row')} of {plural(len(found), 'class')}"
-    lines = [f"wrote {what} to {out}{image_folders.skips(skipped)}"]
+    contents = f"{plural(count, 'row')} of {plural(len(count_of_class), 'class')}"
+    lines = [f"wrote {contents} to {out}{image_folders.skips(skipped)}"]
     if any(kind.startswith(".") for kind in skipped):
         lines.append(f"note: {image_folders.SUFFIXES}")
     if wrong:
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         remedy = "remove them and write the table again, or set task.on_bad_row=skip"
         lines.append(f"warning: {plural(len(wrong), 'row')} of no image: {', '.join(wrong[:_NAMED])}{more}; {remedy}")
-    if empty := sorted(classes - set(found)):
+    if empty := sorted(classes - set(count_of_class)):
         lines.append(f"note: left out {plural(len(empty), 'folder')} without images: {', '.join(empty[:_NAMED])}")
-    if len(found) == 1:
+    if len(count_of_class) == 1:
         lines.append("note: there is only one class, so there is nothing to learn")
     split = shlex.join(["harness", "data", "split", str(out), "--eval", "0.2", "--stratify", "label"])
     init = shlex.join(["harness", "init", str(out), "--root", str(folder)])
@@ -74,8 +74,8 @@ def write(folder: Path, out: Path, force: bool = False) -> str:
 
 def _folders(folder: Path) -> set[str]:
     """Return the names of the folders in ``folder``. Raises DataError."""
-    found = (entry.name for entry in image_folders.entries(folder) if image_folders.holds(entry.is_dir))
-    return {name for name in found if not name.startswith(".")}
+    names = (entry.name for entry in image_folders.entries(folder) if image_folders.holds(entry.is_dir))
+    return {name for name in names if not name.startswith(".")}
 
 
 def _require_classes(folder: Path, names: set[str]) -> None:

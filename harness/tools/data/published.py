@@ -70,15 +70,15 @@ def fashion_mnist(folder: Path, source: str | None) -> str:
 def pet_names(folder: Path, source: str | None) -> str:
     """Store the names of Seattle's licensed pets as ``folder/names.txt``, one per line."""
     either = (PET_LICENSES, PET_NAMES)
-    kept = [file for file in either if file.is_intact(folder / file.name)]
-    wanted = kept[0] if kept else PET_LICENSES if source is None else _offered(source)
-    places = _places(wanted.name, source) if source else [wanted.url]
+    intact = [file for file in either if file.is_intact(folder / file.name)]
+    source_file = intact[0] if intact else PET_LICENSES if source is None else _offered(source)
+    places = _places(source_file.name, source) if source else [source_file.url]
     choice = "\n       or, instead of it,\n       ".join(map(str, either))
-    _store(wanted.name, folder, wanted.is_intact, places, "pet_names", folder, choice)
-    content = (folder / wanted.name).read_bytes()
-    found = _names_of_json(content) if wanted is PET_NAMES else _names_of_csv(content)
-    write_atomically(folder / "names.txt", "".join(f"{name}\n" for name in found).encode())
-    return f"{folder} has {len(found)} names, {len(set(found))} of them distinct\n{_NOTICE}"
+    _store(source_file.name, folder, source_file.is_intact, places, "pet_names", folder, choice)
+    content = (folder / source_file.name).read_bytes()
+    names = _names_of_json(content) if source_file is PET_NAMES else _names_of_csv(content)
+    write_atomically(folder / "names.txt", "".join(f"{name}\n" for name in names).encode())
+    return f"{folder} has {len(names)} names, {len(set(names))} of them distinct\n{_NOTICE}"
 
 
 def _offered(source: str) -> Original:
@@ -98,7 +98,7 @@ def _names_of_csv(content: bytes) -> list[str]:
 
 def _names_of_json(content: bytes) -> list[str]:
     """Return the cleaned names of a JSON list, in order."""
-    return [name for given in json.loads(content) if (name := clean(given))]
+    return [name for text in json.loads(content) if (name := clean(text))]
 
 
 def _idx(name: str, kind_name: str, folder: Path, source: str | None) -> str:
@@ -125,13 +125,13 @@ def _store(
     """Put ``file`` into the folder ``target``, from the first of ``places`` that has it, unless it is there. Raises
     DataError, with a hint to type the command for the dataset ``name`` again with the files ``choice``."""
     failures = []
-    for place in places:
+    for location in places:
         try:
-            fetched(place, target / file, is_intact)
+            fetched(location, target / file, is_intact)
             return
         except (DataError, FileNotFoundError) as error:
-            what = error.message if isinstance(error, DataError) else "no such file"
-            failures.append(f"{place}: {what}")
+            reason = error.message if isinstance(error, DataError) else "no such file"
+            failures.append(f"{location}: {reason}")
     command = f"harness data {name} {shlex.quote(str(folder))} --from FOLDER"
     hint = f"put these files into a folder and run {command}\n       {choice}"
     raise DataError(f"could not get {file}: {'; '.join(failures)}", where=str(target), hint=hint)

@@ -45,14 +45,14 @@ def split(
     rows = len(table)
     if not rows:
         raise DataError("the file has a header but no rows", where=str(source))
-    wanted = round(rows * fraction)
-    if not 0 < wanted < rows:
+    num_eval = round(rows * fraction)
+    if not 0 < num_eval < rows:
         raise ConfigError(
-            f"{fraction:g} of {plural(rows, 'row')} is {wanted}: one part would be empty",
+            f"{fraction:g} of {plural(rows, 'row')} is {num_eval}: one part would be empty",
             where="--eval",
             hint="choose a share that leaves at least one row in each file, such as 0.5",
         )
-    chosen, notes = _chosen(table, by, stratify, wanted, seed, [out.name for out in outs])
+    chosen, notes = _chosen(table, by, stratify, num_eval, seed, [out.name for out in outs])
     with ExitStack() as stack:
         work = stack.enter_context(working(f"writing {outs[0].name} and {outs[1].name}", "rows", rows))
         for out, mask in zip(outs, (~chosen, chosen), strict=True):
@@ -64,65 +64,67 @@ def split(
     tables = outs if folder else [source]  # init finds both beside the source
     root = source.with_name(stem)  # as after harness data folder photos photos.csv
     first = (os.path.join(root, value) for value in table.slice(0, 1).to_pylist()[0].values() if isinstance(value, str))
-    given = ["--root", root] if root.is_dir() and any(map(os.path.isfile, first)) else []
-    return "\n".join([done, *notes, f"next: harness init {shlex.join(map(str, [*tables, *given]))}"])
+    root_option = ["--root", root] if root.is_dir() and any(map(os.path.isfile, first)) else []
+    return "\n".join([done, *notes, f"next: harness init {shlex.join(map(str, [*tables, *root_option]))}"])
 
 
 def _chosen(
-    table: pa.Table, by: str | None, stratify: str | None, wanted: int, seed: int, names: Sequence[str]
+    table: pa.Table, by: str | None, stratify: str | None, num_eval: int, seed: int, names: Sequence[str]
 ) -> tuple[np.ndarray, list[str]]:
     """Return (True for each evaluation row, notes on the values in the files ``names``). Raises ConfigError."""
     generator = np.random.default_rng(seed)
     strata, labels = _codes(table, stratify) if stratify else (np.zeros(len(table), np.int32), [])
     groups, values = _codes(table, by) if by else (strata, [])
-    chosen = _of_groups(groups, strata, wanted, generator) if by else _of_rows(strata, wanted, generator)
+    chosen = _of_groups(groups, strata, num_eval, generator) if by else _of_rows(strata, num_eval, generator)
     if not chosen.any() or chosen.all():
-        what = f"column {by!r} has {plural(len(values), 'value')}, so one part would be empty" if by else "too few rows"
-        raise ConfigError(what, where="--by" if by else "--stratify", hint="choose another column or another --eval")
+        message = (
+            f"column {by!r} has {plural(len(values), 'value')}, so one part would be empty" if by else "too few rows"
+        )
+        raise ConfigError(message, where="--by" if by else "--stratify", hint="choose another column or another --eval")
     notes = []
     if by:
         notes.append(f"values of {by} in {names[1]}: {len(np.unique(groups[chosen]))} of {len(values)}")
     if stratify and len(lacking := np.setdiff1d(strata, strata[chosen])):
-        named = ", ".join(labels[code].strip() or "(blank)" for code in lacking[:_NAMED])
+        examples = ", ".join(labels[code].strip() or "(blank)" for code in lacking[:_NAMED])
         more = ", ..." if len(lacking) > _NAMED else ""
         notes.append(
             f"note: {plural(len(lacking), 'value')} of {stratify} found only in {names[0]}, not in {names[1]}: "
-            f"{named}{more}"
+            f"{examples}{more}"
         )
     return chosen, notes
 
 
-def _of_rows(strata: np.ndarray, wanted: int, generator: np.random.Generator) -> np.ndarray:
-    """Return True for ``wanted`` rows, spread over the strata by largest remainder; one row of each stratum stays
+def _of_rows(strata: np.ndarray, num_eval: int, generator: np.random.Generator) -> np.ndarray:
+    """Return True for ``num_eval`` rows, spread over the strata by largest remainder; one row of each stratum stays
     False."""
     sizes = np.bincount(strata)
-    exact = sizes * (wanted / len(strata))
+    exact = sizes * (num_eval / len(strata))
     take = np.minimum(exact.astype(np.int64), np.maximum(sizes - 1, 0))
-    for stratum in np.lexsort((generator.random(len(sizes)), take - exact))[: max(0, wanted - take.sum())]:
+    for stratum in np.lexsort((generator.random(len(sizes)), take - exact))[: max(0, num_eval - take.sum())]:
         take[stratum] += take[stratum] + 1 < sizes[stratum] or (len(sizes) == 1)
     order = np.lexsort((generator.random(len(strata)), strata))
     first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    place = np.empty(len(strata), np.int64)
-    place[order] = np.arange(len(strata)) - first[strata[order]]
-    chosen: np.ndarray = place < take[strata]
+    position = np.empty(len(strata), np.int64)
+    position[order] = np.arange(len(strata)) - first[strata[order]]
+    chosen: np.ndarray = position < take[strata]
     return chosen
 
 
-def _of_groups(groups: np.ndarray, strata: np.ndarray, wanted: int, generator: np.random.Generator) -> np.ndarray:
-    """Return True for whole groups, about ``wanted`` rows. A group is taken if that brings the number of rows of its
+def _of_groups(groups: np.ndarray, strata: np.ndarray, num_eval: int, generator: np.random.Generator) -> np.ndarray:
+    """Return True for whole groups, about ``num_eval`` rows. A group is taken if that brings the number of rows of its
     strata closer to their shares, and leaves rows of each of them."""
     sizes = np.bincount(strata)
-    left, current, share = sizes.astype(float), np.zeros(len(sizes)), sizes * (wanted / len(groups))
+    remaining, current, share = sizes.astype(float), np.zeros(len(sizes)), sizes * (num_eval / len(groups))
     order = np.argsort(groups, kind="stable")
     parts = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
     chosen = np.zeros(len(groups), bool)
     for number in generator.permutation(len(parts)):
-        found, counts = np.unique(strata[parts[number]], return_counts=True)
-        gain = np.abs(share[found] - current[found]) - np.abs(share[found] - current[found] - counts)
-        if gain.sum() > 0 and (left[found] > counts).all():
+        present, counts = np.unique(strata[parts[number]], return_counts=True)
+        gain = np.abs(share[present] - current[present]) - np.abs(share[present] - current[present] - counts)
+        if gain.sum() > 0 and (remaining[present] > counts).all():
             chosen[parts[number]] = True
-            current[found] += counts
-            left[found] -= counts
+            current[present] += counts
+            remaining[present] -= counts
     return chosen
 
 

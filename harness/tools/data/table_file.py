@@ -68,8 +68,8 @@ def writing(out: Path, schema: pa.Schema) -> Iterator[Callable[[pa.RecordBatch],
             lines.writerow(schema.names)
             yield lambda batch: lines.writerows(zip(*(column.to_pylist() for column in batch.columns), strict=True))
     except OSError as error:
-        what = f"the table cannot be written: {reason(error)}"
-        raise DataError(what, where=str(out), hint=remedy(error, "or choose another folder")) from None
+        message = f"the table cannot be written: {reason(error)}"
+        raise DataError(message, where=str(out), hint=remedy(error, "or choose another folder")) from None
 
 
 def write_rows(out: Path, columns: Sequence[str], rows: Iterable[tuple[str, ...]]) -> int:

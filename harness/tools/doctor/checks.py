@@ -67,9 +67,9 @@ def packages(system: System) -> Iterator[Finding]:
         yield Finding("packages", "note", text, ("python -m pip install -e .",))
         return
     others = set(importlib.metadata.packages_distributions().get("harness", [])) - {DISTRIBUTION}
-    for other in sorted(others):
-        text = f"{other} installs a package named harness too, so their files overwrite each other"
-        yield Finding("packages", "problem", text, (f"python -m pip uninstall {other}", "install apex-harness again"))
+    for package in sorted(others):
+        text = f"{package} installs a package named harness too, so their files overwrite each other"
+        yield Finding("packages", "problem", text, (f"python -m pip uninstall {package}", "install apex-harness again"))
     wrong, fine = [], 0
     for name, oldest in (_parse(line) for line in required if ";" not in line):
         try:
@@ -82,8 +82,8 @@ def packages(system: System) -> Iterator[Finding]:
         else:
             fine += 1
     for name, oldest, text in wrong:
-        wanted = f"'{name}>={oldest}'" if oldest else name
-        yield Finding("packages", "problem", text, (f"python -m pip install {wanted}",))
+        requirement = f"'{name}>={oldest}'" if oldest else name
+        yield Finding("packages", "problem", text, (f"python -m pip install {requirement}",))
     if not wrong:
         yield Finding("packages", "ok", f"all {fine} required packages are installed")
 
@@ -96,8 +96,8 @@ def extras(system: System) -> Iterator[Finding]:
             if extra := re.search(r"extra == ['\"]([\w-]+)", line):
                 is_there = any(importlib.metadata.distributions(name=_parse(line)[0]))
                 installed[extra[1]] = installed.get(extra[1], True) and is_there
-    found, others = (", ".join(name for name in installed if installed[name] is there) for there in (True, False))
-    text = f"installed: {found or 'none'}; not installed: {others or 'none'}" if installed else "unknown"
+    present, absent = (", ".join(name for name in installed if installed[name] is there) for there in (True, False))
+    text = f"installed: {present or 'none'}; not installed: {absent or 'none'}" if installed else "unknown"
     yield Finding("extras", "ok", text)
 
 
@@ -105,11 +105,11 @@ def torch(system: System) -> Iterator[Finding]:
     """Yield the versions of torch and torchvision, or why one of them cannot be imported."""
     for name in ("torch", "torchvision"):
         try:
-            found = importlib.import_module(name)
+            module = importlib.import_module(name)
         except (ImportError, OSError, RuntimeError) as error:  # a library is missing; built for another torch
             yield Finding("torch", "problem", f"{name} cannot be imported: {error}", (REINSTALL_TORCH,))
             return
-        yield Finding("torch", "ok", f"{name} {found.__version__}")
+        yield Finding("torch", "ok", f"{name} {module.__version__}")
 
 
 def _parse(requirement: str) -> tuple[str, str]:
@@ -179,20 +179,20 @@ def cuda(system: System) -> Iterator[Finding]:
         for index in range(count):
             yield _device(torch.cuda, index)
     else:
-        found = no_cuda.why_none(warning, system.variables, system.root)
-        then = "does not start" if found.reason is Reason.BROKEN else "runs on the CPU"
-        text = f"{found.text}: training {then}"
-        yield Finding("cuda", marks.get(found.reason, "problem"), text, found.remedies)
+        cause = no_cuda.why_none(warning, system.variables, system.root)
+        then = "does not start" if cause.reason is Reason.BROKEN else "runs on the CPU"
+        text = f"{cause.text}: training {then}"
+        yield Finding("cuda", marks.get(cause.reason, "problem"), text, cause.remedies)
 
 
 def _device(torch_cuda: Any, index: int) -> Finding:
     """Return what the device ``index`` is, and whether this torch has code for it."""
     from harness.distributed.no_cuda import PREVIOUS_VERSIONS
 
-    it = torch_cuda.get_device_properties(index)
-    text = f"cuda:{index} {it.name}, {it.total_memory / GIB:.1f} GiB, compute capability {it.major}.{it.minor}"
+    device = torch_cuda.get_device_properties(index)
+    text = f"cuda:{index} {device.name}, {device.total_memory / GIB:.1f} GiB, compute capability {device.major}.{device.minor}"
     architectures = torch_cuda.get_arch_list()
-    if architectures and not _runs_on(it.major, it.minor, architectures):
+    if architectures and not _runs_on(device.major, device.minor, architectures):
         text += f", for which this torch has no kernels ({' '.join(architectures)})"
         return Finding("cuda", "problem", text, (f"install another build: {PREVIOUS_VERSIONS}",))
     return Finding("cuda", "ok", text)
@@ -326,12 +326,12 @@ def main(environ: Mapping[str, str], as_json: bool, checks: Sequence[Check] = CH
     checks = [*checks, environment] if as_json else checks
     findings = [finding for check in checks for finding in run_check(check, System(environ), TIMEOUT_S)]
     problems, notes = (sum(finding.mark == mark for finding in findings) for mark in ("problem", "note"))
-    facts = {"harness": __version__, "host": platform.node(), "system": platform.platform()}
+    header = {"harness": __version__, "host": platform.node(), "system": platform.platform()}
     if as_json:
-        report = {**facts, "problems": problems, "findings": [asdict(finding) for finding in findings]}
+        report = {**header, "problems": problems, "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(report, indent=2))
     else:
-        print(f"apex-harness {facts['harness']} on {facts['host']} ({facts['system']})\n")
+        print(f"apex-harness {header['harness']} on {header['host']} ({header['system']})\n")
         width = max((len(finding.check) for finding in findings), default=0)
         for finding in findings:
             print(f"{finding.mark:<7}  {finding.check:<{width}}  {finding.text}")

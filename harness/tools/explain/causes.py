@@ -49,8 +49,8 @@ class SlowCause:
 
 def seconds_by_stage(facts: RunFacts) -> dict[str, float]:
     """Return the seconds of loading by stage."""
-    known = {name: facts.load[name] for name in ("read", "decode", "transform")}
-    return {**known, "collate": max(0.0, facts.load["load"] - sum(known.values()))}
+    measured = {name: facts.load[name] for name in ("read", "decode", "transform")}
+    return {**measured, "collate": max(0.0, facts.load["load"] - sum(measured.values()))}
 
 
 def needed_workers(facts: RunFacts) -> int | None:
@@ -239,8 +239,8 @@ def optimizer_change(facts: RunFacts) -> Change:
 def slow_rank_text(facts: RunFacts) -> str:
     slow = slowest(facts)
     since = "from the start" if slow.step is None else f"since step {slow.step}"
-    why = "which waits for its data" if slow.by_data > 0.5 else "which computes more slowly"
-    return f"waits for rank {slow.rank}, {why}, {since}"
+    reason = "which waits for its data" if slow.by_data > 0.5 else "which computes more slowly"
+    return f"waits for rank {slow.rank}, {reason}, {since}"
 
 
 def slow_rank_change(facts: RunFacts) -> Change:
@@ -254,8 +254,8 @@ def slow_rank_change(facts: RunFacts) -> Change:
 
 
 def bandwidths(facts: RunFacts) -> str:
-    found = facts.exchanged_bytes / (facts.exchange_s or math.inf)
-    return f"{found / 1e6:.0f} MB/s, expected {expected_bandwidth(facts) / 1e6:.0f} MB/s"
+    bandwidth = facts.exchanged_bytes / (facts.exchange_s or math.inf)
+    return f"{bandwidth / 1e6:.0f} MB/s, expected {expected_bandwidth(facts) / 1e6:.0f} MB/s"
 
 
 def larger_batch(facts: RunFacts, factor: int) -> tuple[str, Any]:
@@ -283,8 +283,8 @@ def accumulate_change(facts: RunFacts) -> Change:
 
 
 def evaluate_change(facts: RunFacts) -> Change:
-    each, epoch_s = facts.spent["evaluation"] / max(1, facts.evaluations), facts.train_s / facts.epochs
-    every = max(2, math.ceil(each / (_KEPT * epoch_s)))
+    evaluation_s, epoch_s = facts.spent["evaluation"] / max(1, facts.evaluations), facts.train_s / facts.epochs
+    every = max(2, math.ceil(evaluation_s / (_KEPT * epoch_s)))
     now = facts.setting("train.evaluate_every", 1)
     gain = facts.steps_of("train.evaluate_every", 1, "epochs") * facts.epochs / facts.steps / every
     return Change(f"Set train.evaluate_every={every} (now {now})", {"train.evaluate_every": every}, gain)
@@ -456,10 +456,10 @@ class Explanation:
     """The other causes that count, the largest first."""
 
     def as_json(self) -> dict[str, Any]:
-        facts = {name: value for name, value in asdict(self.facts).items() if name not in ("settings", "measure")}
+        run_facts = {name: value for name, value in asdict(self.facts).items() if name not in ("settings", "measure")}
         shares = {name: self.facts.share(name) for name in self.facts.spent}
-        return {"run": str(self.facts.path), **self._answer(), "then": [other._answer() for other in self.then],
-                "shares": shares, "facts": {**facts, "path": str(self.facts.path)}}  # fmt: skip
+        return {"run": str(self.facts.path), **self._answer(), "then": [each._answer() for each in self.then],
+                "shares": shares, "facts": {**run_facts, "path": str(self.facts.path)}}  # fmt: skip
 
     def _answer(self) -> dict[str, Any]:
         return {"cause": self.cause, "share": self.share, "gain": self.gain, "text": self.text, "set": self.settings}
@@ -467,11 +467,11 @@ class Explanation:
 
 def explain(facts: RunFacts) -> Explanation:
     """Return the explanation of a run by its main cause, with the others that count."""
-    found = [(min(cause.share(facts), 1.0), cause) for cause in CAUSES]
-    found = sorted(((share, cause) for share, cause in found if share >= cause.limit), key=lambda pair: -pair[0])
-    if not found:
+    shares = [(min(cause.share(facts), 1.0), cause) for cause in CAUSES]
+    shares = sorted(((share, cause) for share, cause in shares if share >= cause.limit), key=lambda pair: -pair[0])
+    if not shares:
         return Explanation(None, 0.0, 1.0, _not_slow(facts), {}, facts)
-    first, *rest = (_explained(cause, share, facts) for share, cause in found)
+    first, *rest = (_explained(cause, share, facts) for share, cause in shares)
     return Explanation(first.cause, first.share, first.gain, first.text, first.settings, facts, tuple(rest))
 
 

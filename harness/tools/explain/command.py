@@ -21,6 +21,6 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.runs.files import finite
     from harness.tools.explain import causes, facts
 
-    found = causes.explain(facts.read(fetched.local_copy(arguments.run_folder)))
-    print(json.dumps(finite(found.as_json()), indent=1) if arguments.json else found.text)
+    explanation = causes.explain(facts.read(fetched.local_copy(arguments.run_folder)))
+    print(json.dumps(finite(explanation.as_json()), indent=1) if arguments.json else explanation.text)
     return EXIT_DONE

@@ -173,8 +173,8 @@ def read(path: Path) -> RunFacts:
     """Return the facts of the run folder ``path``. Raises ConfigError if it is no run or has too few log lines."""
     record = reader.read(path)
     if record.state == "unreadable":
-        what = "this is not a run folder" if path.exists() else "there is no such folder"
-        raise ConfigError(what, where=str(path), hint=hints.run_hint(path))
+        problem = "this is not a run folder" if path.exists() else "there is no such folder"
+        raise ConfigError(problem, where=str(path), hint=hints.run_hint(path))
     lines = [line for line in record.metrics().to_pylist() if line.get("cost")]
     train = list(_with_time(line for line in lines if line["split"] == "train"))
     if not train or not sum(line["window_s"] for line in train):
@@ -217,7 +217,7 @@ def _facts(path: Path, train: list[Line], evals: list[Line], record: reader.Reco
     # What is neither training nor evaluation is saving, at the end of an epoch.
     spent |= parts | {"evaluation": evaluation_s, "between": total_s - train_s - evaluation_s}
     hosts = Counter(rank["host"] for rank in reader.ranks(start)) or {"": world}
-    own = cost["own"] + (cost["cpu"] if settings.get("data.num_workers", 2) else 0.0)
+    own_s = cost["own"] + (cost["cpu"] if settings.get("data.num_workers", 2) else 0.0)
     machine_s = cost["sampled"] or math.inf
     model = reader.section(start, "model")
     return RunFacts(
@@ -228,8 +228,8 @@ def _facts(path: Path, train: list[Line], evals: list[Line], record: reader.Reco
         eval_row_s=evaluation_s / max(1, sum(line.get("rows_used") or 0 for line in evals)),
         load={name: cost[name] / world for name in ("read", "decode", "transform", "load", "cpu", "load_starved")},
         slow_rank=_slow_rank(train, world), waited_s=cost["wait"] / world,
-        late_data_s=max(0.0, cost["slowest_data"]) / world, own=own / machine_s,
-        others=max(0.0, cost["busy"] - own) / machine_s,
+        late_data_s=max(0.0, cost["slowest_data"]) / world, own=own_s / machine_s,
+        others=max(0.0, cost["busy"] - own_s) / machine_s,
         starved=cost["starved"] / (cost["sampled_ranks"] or math.inf),
         threads_starved=cost["threads_starved"] / (cost["sampled_ranks"] or math.inf),
         tracker_s=cost["tracker"], local_ranks=max(hosts.values()), cores=start.get("cores") or 1,

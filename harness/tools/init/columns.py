@@ -60,12 +60,12 @@ class Annotations:
 
 def read(source: str) -> Annotations:
     """Return the first rows of ``source``. Raises DataError."""
-    found = locate(source)
-    if found.is_remote:
+    located = locate(source)
+    if located.is_remote:
         raise ConfigError(
             "this is a URL", where=source, hint="download the file first; the YAML file can still use the URL"
         )
-    path = Path(found.identity)
+    path = Path(located.identity)
     reader = reader_of(kind_of(path, source))
     names = reader.read_header(path, source)
     columns: dict[str, list[str]] = {name: [] for name in names}
@@ -126,47 +126,47 @@ def text_columns(rows: Annotations) -> dict[str, float]:
 
 def labels(rows: Annotations, inputs: Collection[str]) -> Guess:
     """Return the setting for the column with the labels, and which others there are. Raises ConfigError."""
-    others = {name: values for name, values in rows.columns.items() if name not in inputs}
-    packed = [name for name, values in others.items() if "box" in name.lower() and all(map(_PACKED.fullmatch, values))]
-    box = _box(others)
-    found = {
+    columns = {name: values for name, values in rows.columns.items() if name not in inputs}
+    packed = [name for name, values in columns.items() if "box" in name.lower() and all(map(_PACKED.fullmatch, values))]
+    box = _box(columns)
+    kinds = {
         name: kind
-        for name, values in others.items()
+        for name, values in columns.items()
         if name not in (*box, *packed) and (kind := _kind(values, name.lower() in _LABEL_NAMES))
     }
-    counts = {name: len(set(values)) for name, values in others.items()}
-    shown = {name: f"{name} ({plural(counts[name], 'value')})" for name in others}
-    if not found and box:
-        why = f"the numbers of a box, one per image{_rest(shown, box)}"
-        return Guess(f"labels: {{kind: regression, column: {plain(list(box))}}}", why)
-    if not found:
+    counts = {name: len(set(values)) for name, values in columns.items()}
+    descriptions = {name: f"{name} ({plural(counts[name], 'value')})" for name in columns}
+    if not kinds and box:
+        reason = f"the numbers of a box, one per image{_other_columns(descriptions, box)}"
+        return Guess(f"labels: {{kind: regression, column: {plain(list(box))}}}", reason)
+    if not kinds:
         raise ConfigError(
             f"no column looks like labels; columns other than {', '.join(inputs)}: "
-            f"{', '.join(shown.values()) or 'none'}; {plural(rows.num_rows, 'row')}",
+            f"{', '.join(descriptions.values()) or 'none'}; {plural(rows.num_rows, 'row')}",
             where=rows.source,
             hint=f"the four numbers in {packed[0]} need a column each, such as xmin, ymin, xmax and ymax"
             if packed
             else "add a column such as label that holds one class, several labels or a number in each row",
         )
     names = list(rows.columns)
-    best = min(found, key=lambda name: (
+    best = min(kinds, key=lambda name: (
         _LABEL_NAMES.index(name.lower()) if name.lower() in _LABEL_NAMES else len(_LABEL_NAMES),
-        found[name] != "classes", names.index(name) < max(map(names.index, inputs)), names.index(name),
+        kinds[name] != "classes", names.index(name) < max(map(names.index, inputs)), names.index(name),
     ))  # fmt: skip
-    rest = _rest(shown, [best])
-    if found[best] == "numbers":
-        values = [float(value) for value in others[best]]
-        why = f"numbers from {min(values):g} to {max(values):g}{rest}"
-        return Guess(f"labels: {{kind: regression, column: {plain(best)}}}", why)
-    separator = "" if found[best] == "classes" else found[best]
-    by_value = {value: _labels(value, separator) for value in set(others[best])}
+    rest = _other_columns(descriptions, [best])
+    if kinds[best] == "numbers":
+        values = [float(value) for value in columns[best]]
+        reason = f"numbers from {min(values):g} to {max(values):g}{rest}"
+        return Guess(f"labels: {{kind: regression, column: {plain(best)}}}", reason)
+    separator = "" if kinds[best] == "classes" else kinds[best]
+    by_value = {value: _labels(value, separator) for value in set(columns[best])}
     names = sorted(set().union(*by_value.values()))
     few = ", ".join(plain(label) for label in names[:3]) + (", ..." if len(names) > 3 else "")
     if separator:
         empty = ", empty: allow" if not all(by_value.values()) else ""
         setting = f"labels: {{column: {plain(best)}, separator: {plain(separator)}{empty}}}"
-        why = f"several of {len(names)} labels per row{', or none' if empty else ''}: {few}{rest}"
-        return Guess(setting, why)
+        reason = f"several of {len(names)} labels per row{', or none' if empty else ''}: {few}{rest}"
+        return Guess(setting, reason)
     return Guess(f"label_column: {plain(best)}", f"{len(names)} classes: {few}{rest}")
 
 
@@ -180,9 +180,9 @@ def _box(columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     return ()
 
 
-def _rest(shown: Mapping[str, str], used: Collection[str]) -> str:
+def _other_columns(descriptions: Mapping[str, str], used: Collection[str]) -> str:
     """Return the end of a reason: the columns that are not ``used``."""
-    return f"; other columns: {', '.join(text for name, text in shown.items() if name not in used) or 'none'}"
+    return f"; other columns: {', '.join(text for name, text in descriptions.items() if name not in used) or 'none'}"
 
 
 def _labels(value: str, separator: str) -> set[str]:
@@ -190,9 +190,9 @@ def _labels(value: str, separator: str) -> set[str]:
     return {label.strip() for label in (value.split(separator) if separator else [value])} - {""}
 
 
-def _kind(values: Sequence[str], named: bool) -> _Kind:
+def _kind(values: Sequence[str], is_label_name: bool) -> _Kind:
     """Return the likely content of a column: ``classes``, ``numbers``, the separator of several labels per row, or
-    nothing. ``named``: it has the name of a label."""
+    nothing. ``is_label_name``: it has the name of a label."""
     distinct = set(values)
     for separator in _SEPARATORS:
         several = [value for value in values if separator in value]
@@ -204,7 +204,7 @@ def _kind(values: Sequence[str], named: bool) -> _Kind:
         ):
             return separator
     if all(map(_NUMBER.fullmatch, distinct)) and (
-        any("." in value for value in distinct) or (named and len(distinct) > max(20, len(values) / 2))
+        any("." in value for value in distinct) or (is_label_name and len(distinct) > max(20, len(values) / 2))
     ):
         return "numbers"
     return "classes" if 2 <= len(distinct) <= max(2, len(values) / 2) else ""

@@ -55,9 +55,9 @@ def write(sources: Sequence[str], out: Path | None, model: str | None = None, ro
         raise ConfigError(f"cannot write: {reason(error)}", where=str(out), hint=remedy(error)) from None
     wrong = [f"warning: {str(line).lstrip()}" for line in lines if isinstance(line, Guess) and line.doubt]
     if len(sources) < 2 and re.search("(?<![a-z])test(?![a-z])", Path(evaluation.source).name):
-        other = f"rm {file}; harness data split {shlex.quote(train.source)} --eval 0.1"
+        split = f"rm {file}; harness data split {shlex.quote(train.source)} --eval 0.1"
         wrong.insert(
-            0, f"warning: {evaluation.source} will choose the best weights; for other rows than test rows: {other}"
+            0, f"warning: {evaluation.source} will choose the best weights; for other rows than test rows: {split}"
         )
     commands = [f"  harness {verb} -c {file}" for verb in ("check", "train")]
     if model and model.startswith(HUB):
@@ -82,22 +82,22 @@ def _pair(sources: Sequence[str]) -> tuple[str, str]:
     """Return the training and the validation file."""
     if len(sources) > 2:
         raise ConfigError(f"expected at most 2 files, found {len(sources)}", hint="use harness init TRAIN.csv EVAL.csv")
-    given = [str(_in_folder(Path(source))) if not is_url(source) else source for source in sources or ["."]]
-    if len(given) == 2:
-        return given[0], given[1]
-    train = Path(given[0])
-    if not is_url(given[0]) and train.is_file():
+    paths = [str(_in_folder(Path(source))) if not is_url(source) else source for source in sources or ["."]]
+    if len(paths) == 2:
+        return paths[0], paths[1]
+    train = Path(paths[0])
+    if not is_url(paths[0]) and train.is_file():
         part = re.sub(r"(\.csv|\.csv\.gz|\.parquet)$", r".train\1", train.name, flags=re.IGNORECASE)
         for first in (train.with_name(part), train):  # the split of harness data split comes first
             for word in _EVAL:
-                other = first.with_name(re.sub("train(ing)?(?!.*train)", word, first.name))
-                if other != first and other.is_file() and first.is_file():
-                    return str(first), str(other)
-    locate(given[0])  # raises DataError if there is none
-    file = shlex.quote(given[0])
+                counterpart = first.with_name(re.sub("train(ing)?(?!.*train)", word, first.name))
+                if counterpart != first and counterpart.is_file() and first.is_file():
+                    return str(first), str(counterpart)
+    locate(paths[0])  # raises DataError if there is none
+    file = shlex.quote(paths[0])
     raise ConfigError(
         "there is no file with validation rows next to it",
-        where=given[0],
+        where=paths[0],
         hint=f"set some aside: harness data split {file} --eval 0.1; or harness init {file} EVAL.csv",
     )
 
@@ -106,10 +106,10 @@ def _in_folder(path: Path) -> Path:
     """Return ``path``, or the training file in it if it is a folder. Raises ConfigError if there is none."""
     if not path.is_dir():
         return path
-    found = [file for file in sorted(path.iterdir()) if file.suffix in (".csv", ".parquet", ".gz") and file.is_file()]
-    if train := [file for file in found if re.match("train", file.name)]:
+    tables = [file for file in sorted(path.iterdir()) if file.suffix in (".csv", ".parquet", ".gz") and file.is_file()]
+    if train := [file for file in tables if re.match("train", file.name)]:
         return train[0]
-    if len(train := [file for file in found if ".train." in file.name]) == 1:  # as harness data split names it
+    if len(train := [file for file in tables if ".train." in file.name]) == 1:  # as harness data split names it
         return train[0]
     command = shlex.join(["harness", "data", "folder", str(path), f"{path.resolve().name}.csv"])
     raise ConfigError(
@@ -178,21 +178,21 @@ def _task(train: Annotations, evaluation: Annotations, model: str | None, root: 
 
 
 def _images(
-    train: Annotations, files: str, path_column: str, why: str, model: str | None, given: str | None
+    train: Annotations, files: str, path_column: str, reason: str, model: str | None, given_root: str | None
 ) -> Iterator[str | Guess]:
-    """Yield the lines for the images whose paths are in ``path_column``, relative to the folder ``given``, if any."""
+    """Yield the lines for the images whose paths are in ``path_column``, relative to the folder ``given_root``."""
     labels = columns.labels(train, [path_column])
-    folder, root = images.root(train, path_column, given)
+    folder, root = images.root(train, path_column, given_root)
     paths = train.columns[path_column]
     size, gray, shorter, why_size = images.image_size(folder, paths)
-    if taken := _image_size(model):
-        size, why_size = taken, f"[height, width] of the images that {model} takes"
+    if fixed_size := _image_size(model):
+        size, why_size = fixed_size, f"[height, width] of the images that {model} takes"
     unread = size is None and not root.doubt
     sides = plain(list(size or (images.TYPICAL, images.TYPICAL)))
     small = size is not None and max(size) <= _SMALL
     yield f"task:\n  name: image_csv  # an image and a label per row\n{files}"
     yield root
-    yield Guess(f"path_column: {plain(path_column)}", why)
+    yield Guess(f"path_column: {plain(path_column)}", reason)
     yield labels
     yield Guess(f"image_size: {sides}", f"{images.WRONG * unread}{why_size}", unread)
     if size and shorter >= 2 * max(size) and any(path.lower().endswith(JPEG_SUFFIXES) for path in paths):
@@ -221,29 +221,29 @@ def _texts(
     """Yield the lines for ``texts``, one column or two that are a pair, each with its words per row."""
     labels = columns.labels(train, texts)
     of_hub, names = model is not None and model.startswith(HUB), list(texts)
-    taken = names if of_hub else [max(texts, key=texts.__getitem__)]  # others take one column
-    why = f"{' and '.join(f'{texts[name]:.1f}' for name in taken)} words per row"
-    if len(taken) < len(names):
-        left = ", ".join(name for name in names if name not in taken)
-        why += f"; not used: {left}: for both texts of a pair, add --model {HUB}FOLDER_OR_NAME to harness init"
-    kind = "a text pair" if len(taken) > 1 else "a text"
+    used = names if of_hub else [max(texts, key=texts.__getitem__)]  # others take one column
+    reason = f"{' and '.join(f'{texts[name]:.1f}' for name in used)} words per row"
+    if len(used) < len(names):
+        unused = ", ".join(name for name in names if name not in used)
+        reason += f"; not used: {unused}: for both texts of a pair, add --model {HUB}FOLDER_OR_NAME to harness init"
+    kind = "a text pair" if len(used) > 1 else "a text"
     yield f"task:\n  name: text_csv  # {kind} and a label per row\n{files}"
-    yield Guess(f"text_column: {plain(taken if len(taken) > 1 else taken[0])}", why, doubt=len(taken) < len(names))
+    yield Guess(f"text_column: {plain(used if len(used) > 1 else used[0])}", reason, doubt=len(used) < len(names))
     yield labels
     if of_hub:
-        letters = max(map(sum, zip(*(map(len, train.columns[name]) for name in taken), strict=True)))
+        letters = max(map(sum, zip(*(map(len, train.columns[name]) for name in used), strict=True)))
         length = min(_positions(str(model)), max(16, 1 << (letters // 3 + 2).bit_length()))
         tokenizer = {"name": model, "max_length": length}
         yield f"  tokenizer: {plain(tokenizer)}  # tokens per row at most; the rest is cut off"
     if model is not None:
         yield _model(model)
         return
-    place = f"{HUB}FOLDER_OR_NAME"
+    model_name = f"{HUB}FOLDER_OR_NAME"
     again = shlex.join(["harness", "init", train.source, evaluation.source, "--model"])
     yield "model: {name: text_cnn}"
-    yield f"# {_model(place)}"
+    yield f"# {_model(model_name)}"
     tokenizer_name = "tokenizer for the pair" if len(names) > 1 else "tokenizer"
-    yield f"#   and its {tokenizer_name} are written by: {comment(again)} {place}"
+    yield f"#   and its {tokenizer_name} are written by: {comment(again)} {model_name}"
 
 
 def _positions(model: str) -> int:
@@ -274,5 +274,5 @@ def _content(model: str | None, file: str) -> dict[str, Any]:
 
 def _model(name: str) -> str:
     """Return the line for the model ``name``."""
-    why = f"  # all weights; with small matrices (LoRA), to save memory: {_LORA}" if name.startswith(HUB) else ""
-    return f"model: {{name: {plain(name)}}}{why}"
+    note = f"  # all weights; with small matrices (LoRA), to save memory: {_LORA}" if name.startswith(HUB) else ""
+    return f"model: {{name: {plain(name)}}}{note}"

@@ -21,42 +21,42 @@ _IMAGES = 32  # decoded
 WRONG = "correct it: "  # starts the reason of a guess that cannot be right
 
 
-def root(rows: Annotations, path_column: str, given: str | None) -> tuple[str, Guess]:
-    """Return the folder ``given``, or that below which most of the first paths exist, and the setting with how many.
+def root(rows: Annotations, path_column: str, given_root: str | None) -> tuple[str, Guess]:
+    """Return the folder ``given_root``, or that below which most of the first paths exist, and the setting.
     Raises ConfigError if there are several."""
     from harness.data.image_files import ImageFiles  # late: imports torch, which takes seconds, and errors come before
 
     paths, folder, files = rows.columns[path_column][:_PATHS], Path(rows.source).parent, ImageFiles("")
     above = Path(os.path.normpath(folder / ".."))
-    found, best = dict[str, int](), ""
-    for places in ([given],) if given else ((folder,), (Path(), *_folders_in(folder), *_folders_in(above))):
-        found |= {str(place): sum(files.is_below(str(place), path) for path in paths) for place in places}
-        best = max(found, key=lambda place: found[place])
-        if found[best] == len(paths):
+    num_below, best = dict[str, int](), ""
+    for places in ([given_root],) if given_root else ((folder,), (Path(), *_folders_in(folder), *_folders_in(above))):
+        num_below |= {str(place): sum(files.is_below(str(place), path) for path in paths) for place in places}
+        best = max(num_below, key=lambda place: num_below[place])
+        if num_below[best] == len(paths):
             break
-    fit = (place for place in found if found[place] == found[best] > 0)
-    same = {os.path.realpath(ImageFiles(place).locate(paths[0])): place for place in fit}
-    if len(same) > 1:
+    fit = (place for place in num_below if num_below[place] == num_below[best] > 0)
+    folders = {os.path.realpath(ImageFiles(place).locate(paths[0])): place for place in fit}
+    if len(folders) > 1:
         raise ConfigError(
-            f"its paths exist below several folders: {', '.join(same.values())}",
+            f"its paths exist below several folders: {', '.join(folders.values())}",
             where=rows.source,
             hint=f"say which: add --root {shlex.quote(best)} to the command",
         )
-    why = f"{found[best]} of the first {len(paths)} paths exist below this folder"
-    why = "not looked at" if is_url(best) else why
-    if not found[best]:
-        best, why = (
-            given or str(folder),
+    reason = f"{num_below[best]} of the first {len(paths)} paths exist below this folder"
+    reason = "not looked at" if is_url(best) else reason
+    if not num_below[best]:
+        best, reason = (
+            given_root or str(folder),
             f"{WRONG}none of the first {len(paths)} paths, such as {paths[0]}, exists here",
         )
-    return best, Guess(f"root: {plain(best)}", why, doubt=not found[best])
+    return best, Guess(f"root: {plain(best)}", reason, doubt=not num_below[best])
 
 
 def _folders_in(folder: Path) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
-            found = (entry.path for entry in entries if entry.is_dir())
-            return [Path(path) for path in sorted(itertools.islice(found, _FOLDERS))]
+            paths = (entry.path for entry in entries if entry.is_dir())
+            return [Path(path) for path in sorted(itertools.islice(paths, _FOLDERS))]
     except OSError:
         return []
 
@@ -69,7 +69,7 @@ def image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None,
     from harness.data.image_files import ImageFiles
     from harness.data.vision import decode
 
-    most, why = (TYPICAL, "") if torch.cuda.is_available() else (_WITHOUT_GPU, f"; {TYPICAL} on a GPU")
+    most, without_gpu = (TYPICAL, "") if torch.cuda.is_available() else (_WITHOUT_GPU, f"; {TYPICAL} on a GPU")
     files, shapes = ImageFiles(root), []
     for path in paths[:: -(-len(paths) // _IMAGES)]:
         try:
@@ -80,7 +80,7 @@ def image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None,
     if not shapes:
         return None, False, 0, "[height, width]; no image could be read"
     heights, widths = sorted(shape[1] for shape in shapes), sorted(shape[2] for shape in shapes)
-    seen = f"{heights[0]}x{widths[0]}"
+    sizes = f"{heights[0]}x{widths[0]}"
     gray = all(shape[0] == 1 for shape in shapes)
     shorter = int(statistics.median(min(shape[1:]) for shape in shapes))
     if heights[0] == heights[-1] and widths[0] == widths[-1]:
@@ -88,8 +88,8 @@ def image_size(root: str, paths: Sequence[str]) -> tuple[tuple[int, int] | None,
         if max(size) <= most:
             return size, gray, shorter, f"[height, width] of the {plural(len(shapes), 'image')} examined"
     else:
-        seen += f" to {heights[-1]}x{widths[-1]}"
+        sizes += f" to {heights[-1]}x{widths[-1]}"
     side = most if shorter >= most else max(32, shorter // 32 * 32)
     if side == most:
-        seen += why
-    return (side, side), gray, shorter, f"[height, width]; {plural(len(shapes), 'image')} examined, {seen}"
+        sizes += without_gpu
+    return (side, side), gray, shorter, f"[height, width]; {plural(len(shapes), 'image')} examined, {sizes}"

@@ -23,10 +23,10 @@ def rewritten(script: ApexScript) -> str:
     harness.apex does not have stays as it is."""
     lines = [line.encode() for line in re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", script.text)]
     statements: dict[Import, list[Imported]] = {}
-    for each in script.imports:
-        statements.setdefault(each.statement, []).append(each)
+    for imported in script.imports:
+        statements.setdefault(imported.statement, []).append(imported)
     for statement in sorted(statements, key=lambda node: (node.lineno, node.col_offset), reverse=True):
-        if all(each.is_known for each in statements[statement]):
+        if all(imported.is_known for imported in statements[statement]):
             _replace(lines, statement, "; ".join(_new(statement, statements[statement])))
     return b"".join(lines).decode()
 
@@ -42,11 +42,11 @@ def _new(statement: Import, imported: list[Imported]) -> list[str]:
     """Return the statements that import from harness.apex what ``statement`` imports from Apex."""
     if isinstance(statement, ast.ImportFrom):
         modules: dict[str, list[str]] = {}
-        for each in imported:
-            module = each.path if each.alias.name == "*" else each.path.rpartition(".")[0]
-            modules.setdefault(module, []).append(ast.unparse(each.alias))
+        for one_import in imported:
+            module = one_import.path if one_import.alias.name == "*" else one_import.path.rpartition(".")[0]
+            modules.setdefault(module, []).append(ast.unparse(one_import.alias))
         return [f"from harness.{module} import {', '.join(names)}" for module, names in modules.items()]
-    ours = {id(each.alias): each.path for each in imported}
+    ours = {id(one_import.alias): one_import.path for one_import in imported}
     lines = []
     for alias in statement.names:
         path = ours.get(id(alias))

@@ -44,46 +44,49 @@ def choose(runs: RunSet) -> list[CurveLine]:
     drawn = [of_line for group in runs.seed_groups if (of_line := _drawn(group))][:MAX_LINES]
     recipes = list(dict.fromkeys(of_line[0].recipe for of_line in drawn))
     worlds = sorted({of_line[0].record.world_size_text for of_line in drawn}, key=lambda ranks: (len(ranks), ranks))
-    found = []
+    lines = []
     for of_line in drawn:
         run = of_line[0]
-        place = recipes.index(run.recipe)
-        dash = worlds.index(run.record.world_size_text) + place // NUM_COLORS
+        number = recipes.index(run.recipe)
+        dash = worlds.index(run.record.world_size_text) + number // NUM_COLORS
         label = run.label if len(of_line) == 1 else _label(runs, of_line)
-        color, symbol = place % NUM_COLORS, SYMBOLS[place % len(SYMBOLS)]
-        found.append(CurveLine(label, of_line, color, DASHES[dash % len(DASHES)], symbol))
-    return found
+        color, symbol = number % NUM_COLORS, SYMBOLS[number % len(SYMBOLS)]
+        lines.append(CurveLine(label, of_line, color, DASHES[dash % len(DASHES)], symbol))
+    return lines
 
 
 def _drawn(group: SeedGroup) -> list[ReportedRun]:
     """Return the runs with points; if some of them have finished, only these."""
     for some in (group.finished, group.runs):
-        if found := [run for run in some if len(run.history.train) or len(run.history.validation)]:
-            return found
+        if drawn := [run for run in some if len(run.history.train) or len(run.history.validation)]:
+            return drawn
     return []
 
 
 def _label(runs: RunSet, of_line: Sequence[ReportedRun]) -> str:
     run = of_line[0]
-    several = len({other.ranks for other in runs.runs}) > 1
+    several = len({run_of_set.ranks for run_of_set in runs.runs}) > 1
     ranks = f" · {run.ranks}" if several and run.ranks else ""
     return f"{runs.describe(run)}{ranks} · mean of {size_of(of_line)}"
 
 
 def points(line: CurveLine) -> dict[str, Any]:
     """Return the line for the page: {train, validation: {at: {axis: [...]}, values, low, high: {name: [...]}}}."""
-    found: dict[str, Any] = {"label": line.label, "color": line.color, "dash": line.dash, "symbol": line.symbol}
+    values: dict[str, Any] = {"label": line.label, "color": line.color, "dash": line.dash, "symbol": line.symbol}
     for part in ("train", "validation"):
         curves = [getattr(run.history, part) for run in line.runs]
-        found[part] = _band([curve for curve in curves if len(curve) and curve.values])
-    return found
+        values[part] = _band([curve for curve in curves if len(curve) and curve.values])
+    return values
 
 
 def _band(curves: Sequence[Curve]) -> dict[str, Any]:
     if len(curves) < 2:
         curve = curves[0] if curves else None
         at = {axis: rounded(curve.at[axis]) for axis in AXES} if curve else {}
-        return {"at": at, "values": {name: rounded(values) for name, values in curve.values.items()} if curve else {}}
+        return {
+            "at": at,
+            "values": {name: rounded(values) for name, values in curve.values.items()} if curve else {},
+        }
     last = min(curve.steps[-1] for curve in curves)
     grid = curves[0].steps[curves[0].steps <= last]
     if len(grid) > _BAND_POINTS:
@@ -110,9 +113,9 @@ def rounded(values: np.ndarray) -> list[float | None]:
 def axes(lines: Sequence[CurveLine]) -> list[tuple[str, str]]:
     """Return (key, title) of the horizontal axes, the first of which is chosen. A run that has not finished an epoch
     does not know its length: all its points are at epoch 0."""
-    found = [("epoch", "Epochs"), ("samples", "Samples"), ("seconds", "Seconds")]
+    all_axes = [("epoch", "Epochs"), ("samples", "Samples"), ("seconds", "Seconds")]
     past = [part.at["epoch"] for line in lines for part in (line.first.history.train, line.first.history.validation)]
-    return found if any((epochs > 0).any() for epochs in past) else [*found[1:], found[0]]
+    return all_axes if any((epochs > 0).any() for epochs in past) else [*all_axes[1:], all_axes[0]]
 
 
 def quantities(lines: Sequence[CurveLine]) -> list[tuple[str, str]]:
@@ -133,5 +136,5 @@ def undrawn(runs: RunSet, lines: Sequence[CurveLine]) -> str:
     hidden = len(runs.runs) - sum(len(line.runs) for line in lines)
     if not hidden or not lines:
         return ""
-    others = f"{plural(hidden, 'other run')} {'is' if hidden == 1 else 'are'}"
-    return f"The figures show only the best {plural(len(lines), 'line')}; {others} in the table of all runs."
+    hidden_text = f"{plural(hidden, 'other run')} {'is' if hidden == 1 else 'are'}"
+    return f"The figures show only the best {plural(len(lines), 'line')}; {hidden_text} in the table of all runs."

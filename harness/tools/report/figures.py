@@ -46,19 +46,19 @@ def plain(text: Any) -> str:
 
 def where_time_went(lines: Sequence[CurveLine]) -> Chart | None:
     """Stacked bars of the shares of training time."""
-    shown = [line for line in lines if line.first.history.shares]
-    if not shown:
+    measured = [line for line in lines if line.first.history.shares]
+    if not measured:
         return None
     shares = []
-    for line in shown:
+    for line in measured:
         of_runs = [run.history.shares for run in line.runs if run.history.shares]
         shares.append({phase: statistics.fmean(share.get(phase, 0.0) for share in of_runs) for phase in PHASES})
     data: list[Trace] = [
-        {"type": "bar", "orientation": "h", "name": PHASES[phase], "y": [plain(line.label) for line in shown],
-          "x": [share[phase] for share in shares], "marker": _filled(place), "textposition": "inside",
+        {"type": "bar", "orientation": "h", "name": PHASES[phase], "y": [plain(line.label) for line in measured],
+          "x": [share[phase] for share in shares], "marker": _filled(number), "textposition": "inside",
           "text": [f"{share[phase]:.0%}" if share[phase] >= 0.045 else "" for share in shares],
           "insidetextanchor": "middle", "textangle": 0, "hovertemplate": "%{x:.1%}"}
-        for place, phase in enumerate(PHASES)
+        for number, phase in enumerate(PHASES)
     ]  # fmt: skip
     layout = {
         "barmode": "stack",
@@ -69,39 +69,39 @@ def where_time_went(lines: Sequence[CurveLine]) -> Chart | None:
     }
     largest = max(PHASES, key=lambda phase: shares[0][phase])
     share = formatting.percent(shares[0][largest])
-    summary = f"The largest share of the training time of {shown[0].label} is {PHASES[largest]}: {share}."
-    return Chart("time", "Where training time went", summary, data, layout, height=110 + 42 * len(shown))
+    summary = f"The largest share of the training time of {measured[0].label} is {PHASES[largest]}: {share}."
+    return Chart("time", "Where training time went", summary, data, layout, height=110 + 42 * len(measured))
 
 
-def _filled(place: int) -> dict[str, Any]:
+def _filled(number: int) -> dict[str, Any]:
     """Return a color and a pattern."""
-    color = f"@c{place}"
-    pattern: dict[str, Any] = {"shape": PATTERNS[place % len(PATTERNS)], "bgcolor": color, "fgcolor": "@surface"}
+    color = f"@c{number}"
+    pattern: dict[str, Any] = {"shape": PATTERNS[number % len(PATTERNS)], "bgcolor": color, "fgcolor": "@surface"}
     pattern |= {"fgopacity": 0.4, "size": 7, "solidity": 0.12}
     return {"color": color, "pattern": pattern, "line": {"color": "@surface", "width": 1}}
 
 
-def confusion(found: Confusion, label: str) -> Chart | None:
+def confusion(matrix: Confusion, label: str) -> Chart | None:
     """Return the matrix, each row colored by its share of the true class; None if it has too many classes to be
     legible."""
-    if len(found.classes) > MAX_CLASSES:
+    if len(matrix.classes) > MAX_CLASSES:
         return None
-    totals = [sum(line) or 1 for line in found.counts]
-    shares = [[count / total for count in line] for line, total in zip(found.counts, totals, strict=True)]
-    names = [plain(name) for name in found.classes]
+    totals = [sum(line) or 1 for line in matrix.counts]
+    shares = [[count / total for count in line] for line, total in zip(matrix.counts, totals, strict=True)]
+    names = [plain(name) for name in matrix.classes]
     heat: Trace = {
-        "type": "heatmap", "z": shares, "x": names, "y": names, "customdata": found.counts, "zmin": 0, "zmax": 1,
+        "type": "heatmap", "z": shares, "x": names, "y": names, "customdata": matrix.counts, "zmin": 0, "zmax": 1,
         "colorscale": [[0, "@heat0"], [1, "@heat1"]], "showscale": False, "xgap": 1, "ygap": 1,
         "hovertemplate": "label %{y}, prediction %{x}: %{customdata}<extra></extra>",
     }  # fmt: skip
     if len(names) <= 20:
-        heat |= {"text": [[str(n) if n else "" for n in line] for line in found.counts], "texttemplate": "%{text}",
+        heat |= {"text": [[str(n) if n else "" for n in line] for line in matrix.counts], "texttemplate": "%{text}",
                  "textfont": {"color": "@ink"}}  # fmt: skip
     layout = {
         "xaxis": {"title": {"text": "prediction"}, "type": "category", "showgrid": False, "side": "top"},
         "yaxis": {"title": {"text": "label"}, "type": "category", "autorange": "reversed", "showgrid": False},
         "margin": {"b": 12},
     }
-    summary = f"Confusion matrix of {label}: {len(names)} classes, {plural(sum(map(sum, found.counts)), 'row')}."
+    summary = f"Confusion matrix of {label}: {len(names)} classes, {plural(sum(map(sum, matrix.counts)), 'row')}."
     height, min_width = 130 + 30 * min(len(names), 20), 28 * len(names) if len(names) > 12 else 0
     return Chart("confusion", "Confusion matrix", summary, [heat], layout, height, min_width, max_width=760)

@@ -61,8 +61,8 @@ def table(rows: Sequence[Sequence[str]], indent: str = "", right: Collection[int
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [
         [
-            cell.rjust(size) if place in right else cell.ljust(size)
-            for place, (cell, size) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(size) if index in right else cell.ljust(size)
+            for index, (cell, size) in enumerate(zip(row, widths, strict=True))
         ]
         for row in rows
     ]
@@ -90,8 +90,8 @@ def duration(seconds: float | None) -> str:
         return NOTHING
     if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{minutes} min {remainder:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def ranks(numbers: str) -> str:
@@ -118,10 +118,10 @@ def setting(value: Any, digits: int = 6) -> str:
     return "null" if value is None else f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
-def path(place: Path) -> str:
-    """Return ``place`` relative to the working folder if it is inside."""
-    inside = os.path.relpath(place)
-    return str(place) if inside.startswith("..") else inside
+def path(file: Path) -> str:
+    """Return ``file`` relative to the working folder if it is inside."""
+    inside = os.path.relpath(file)
+    return str(file) if inside.startswith("..") else inside
 
 
 def without_working_folder(text: str) -> str:

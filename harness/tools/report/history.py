@@ -35,11 +35,11 @@ class Curve:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def take(self, kept: np.ndarray) -> Curve:
+    def take(self, mask: np.ndarray) -> Curve:
         return Curve(
-            self.steps[kept],
-            {axis: values[kept] for axis, values in self.at.items()},
-            {name: values[kept] for name, values in self.values.items()},
+            self.steps[mask],
+            {axis: values[mask] for axis, values in self.at.items()},
+            {name: values[mask] for name, values in self.values.items()},
         )
 
 
@@ -88,17 +88,17 @@ def read(record: Record, metric: str | None, direction: Direction) -> History:
 def _numbers(table: pa.Table) -> pd.DataFrame:
     """Return the columns of numbers as float64, with NaN where there is no finite number."""
     kinds = {field.name: field.type for field in table.schema}
-    found = [name for name, kind in kinds.items() if pa.types.is_floating(kind) or pa.types.is_integer(kind)]
-    log = table.select(found).to_pandas().astype(float)
+    names = [name for name, kind in kinds.items() if pa.types.is_floating(kind) or pa.types.is_integer(kind)]
+    log = table.select(names).to_pandas().astype(float)
     return log.where(np.isfinite(log))
 
 
 def _ends_of_epochs(epochs: pd.DataFrame, evals: pd.DataFrame) -> pd.Series:
     """Return {step: number of finished epochs}, ascending, from 0. A run may end, and evaluate, within an epoch: that
     number of epochs was finished at an earlier step."""
-    found = pd.concat([entries.set_index("step")["epoch"] for entries in (epochs, evals)])
-    found = found[(found > 0) & (found.index > 0)].groupby(level=0).last()
-    return pd.concat([pd.Series({0.0: 0.0}), found[found > found.cummax().shift(fill_value=0.0)]])
+    ends = pd.concat([entries.set_index("step")["epoch"] for entries in (epochs, evals)])
+    ends = ends[(ends > 0) & (ends.index > 0)].groupby(level=0).last()
+    return pd.concat([pd.Series({0.0: 0.0}), ends[ends > ends.cummax().shift(fill_value=0.0)]])
 
 
 def _epochs(entries: pd.DataFrame, ends: pd.Series) -> np.ndarray:
@@ -114,10 +114,10 @@ def _epochs(entries: pd.DataFrame, ends: pd.Series) -> np.ndarray:
 def _curve(entries: pd.DataFrame, epochs: Any, train: pd.DataFrame, names: list[str]) -> Curve:
     """Return the columns ``names`` of ``entries``. Samples are interpolated, because only entries of training have
     them."""
-    steps, known = entries["step"].to_numpy(), train.dropna(subset="samples")
-    samples = np.interp(steps, known["step"], known["samples"]) if len(known) else np.full(len(steps), np.nan)
-    at = {"epoch": np.asarray(epochs), "samples": samples, "seconds": entries["wall_s"].to_numpy()}
-    return Curve(steps, at, {name: entries[name].to_numpy() for name in names})
+    steps, counted = entries["step"].to_numpy(), train.dropna(subset="samples")
+    samples = np.interp(steps, counted["step"], counted["samples"]) if len(counted) else np.full(len(steps), np.nan)
+    axis_values = {"epoch": np.asarray(epochs), "samples": samples, "seconds": entries["wall_s"].to_numpy()}
+    return Curve(steps, axis_values, {name: entries[name].to_numpy() for name in names})
 
 
 def _improvements(evaluated: Curve, metric: str | None, direction: Direction) -> Curve:
@@ -125,8 +125,8 @@ def _improvements(evaluated: Curve, metric: str | None, direction: Direction) ->
         return no_curve()
     values = pd.Series(evaluated.values[metric])
     signed = (values if direction == "max" else -values).fillna(-np.inf)
-    found = evaluated.take(np.flatnonzero(signed > signed.cummax().shift(fill_value=-np.inf)))
-    return Curve(found.steps, found.at, {"value": found.values[metric]})
+    best_so_far = evaluated.take(np.flatnonzero(signed > signed.cummax().shift(fill_value=-np.inf)))
+    return Curve(best_so_far.steps, best_so_far.at, {"value": best_so_far.values[metric]})
 
 
 def _windows(train: pd.DataFrame) -> pd.DataFrame:
@@ -145,10 +145,10 @@ def _speed(windows: pd.DataFrame) -> float | None:
 def _shares(train: pd.DataFrame, seconds: pd.Series) -> dict[str, float]:
     """Shares of the training time by phase: entries weighted by their duration."""
     phases = train[[f"time_{phase}" for phase in PHASES]]
-    known = (seconds > 0) & phases.notna().any(axis=1)
-    if not known.any():
+    has_phases = (seconds > 0) & phases.notna().any(axis=1)
+    if not has_phases.any():
         return {}
-    weighted = phases[known].fillna(0.0).mul(seconds[known] / seconds[known].sum(), axis=0).sum()
+    weighted = phases[has_phases].fillna(0.0).mul(seconds[has_phases] / seconds[has_phases].sum(), axis=0).sum()
     return {phase: float(weighted[f"time_{phase}"]) for phase in PHASES}
 
 
@@ -158,8 +158,8 @@ def _known(value: float) -> float | None:
 
 def _count(values: pd.Series) -> int | None:
     """Return the last number."""
-    known = values.dropna()
-    return int(known.iloc[-1]) if len(known) else None
+    counted = values.dropna()
+    return int(counted.iloc[-1]) if len(counted) else None
 
 
 def downsample(series: Sequence[np.ndarray], limit: int) -> np.ndarray:

@@ -35,9 +35,9 @@ def image_finder(run: ReportedRun) -> Callable[[str], str]:
     def find(name: str) -> str:
         if Path(name).suffix.lower() not in Image.registered_extensions():
             return ""
-        for place in _places(run):
+        for folder in _places(run):
             try:
-                if (path := _inside(place / root, name)) is None:
+                if (path := _inside(folder / root, name)) is None:
                     continue
                 with Image.open(path) as image:
                     image.draft("RGB", (_PIXELS, _PIXELS))
@@ -69,14 +69,14 @@ def _places(run: ReportedRun) -> Iterator[Path]:
 
 def _published(run: ReportedRun, path: Path) -> np.ndarray | None:
     """Memory-mapped images of an IDX file, (rows, height, width); None if it is missing or incomplete."""
-    for place in _places(run):
+    for folder in _places(run):
         try:
-            if not (place / path).is_file():
+            if not (folder / path).is_file():
                 continue
-            header = np.fromfile(place / path, dtype=">u4", count=4)
+            header = np.fromfile(folder / path, dtype=">u4", count=4)
             shape = tuple(int(number) for number in header[1:])
-            if len(header) == 4 and (place / path).stat().st_size == 16 + math.prod(shape):
-                return np.memmap(place / path, dtype=np.uint8, mode="r", offset=16, shape=shape)
+            if len(header) == 4 and (folder / path).stat().st_size == 16 + math.prod(shape):
+                return np.memmap(folder / path, dtype=np.uint8, mode="r", offset=16, shape=shape)
         except (OSError, ValueError):
             continue
     return None

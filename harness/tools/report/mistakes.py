@@ -90,9 +90,9 @@ def _counted(table: pa.Table | None, classes: list[str]) -> list[list[int]] | No
     """Return the confusion matrix of ``table``; None if it has no rows, or other classes."""
     if table is None:
         return None
-    known = table.filter(pc.and_(pc.is_valid(table["label"]), pc.is_valid(table["prediction"])))
-    true, predicted = (pc.index_in(known[name], pa.array(classes)) for name in ("label", "prediction"))
-    if not len(known) or true.null_count or predicted.null_count:
+    complete = table.filter(pc.and_(pc.is_valid(table["label"]), pc.is_valid(table["prediction"])))
+    true, predicted = (pc.index_in(complete[name], pa.array(classes)) for name in ("label", "prediction"))
+    if not len(complete) or true.null_count or predicted.null_count:
         return None
     cells = true.to_numpy().astype(np.int64) * len(classes) + predicted.to_numpy()
     counts: list[list[int]] = np.bincount(cells, minlength=len(classes) ** 2).reshape(len(classes), -1).tolist()
@@ -113,7 +113,7 @@ def most_confident(run: ReportedRun, with_images: bool = True) -> Mistakes:
     order = np.argsort(-np.abs(scores), kind="stable")[:MAX_SHOWN]
     find = image_finder(run) if with_images else lambda name: ""
     columns = [column for column in _text_columns(run) if column in wrong.column_names]
-    shown = []
+    mistakes = []
     for row, score in zip(wrong.take(pa.array(order)).to_pylist(), scores[order].tolist(), strict=True):
         name = str(row.get("id", ""))
         texts = [str(row[column]) for column in columns if row[column] is not None]
@@ -126,8 +126,8 @@ def most_confident(run: ReportedRun, with_images: bool = True) -> Mistakes:
             is_number="error" in row,
             is_text=bool(columns),
         )
-        shown.append(mistake)
-    return Mistakes(shown, len(wrong), len(table))
+        mistakes.append(mistake)
+    return Mistakes(mistakes, len(wrong), len(table))
 
 
 def _rounded(text: Any) -> str:
@@ -172,19 +172,19 @@ def read_predictions(path: Path) -> pa.Table | None:
     return table
 
 
-def by_class(found: Confusion) -> ReportTable:
+def by_class(matrix: Confusion) -> ReportTable:
     """Return precision, recall and F1 of each class of a matrix."""
-    counts = np.array(found.counts)
+    counts = np.array(matrix.counts)
     right, rows, predicted = counts.diagonal(), counts.sum(axis=1), counts.sum(axis=0)
     with np.errstate(invalid="ignore"):  # a class without rows, or that is never predicted, has no share
         shares = np.stack([2 * right / (rows + predicted), right / predicted, right / rows], axis=1)
     wrong = counts - np.diag(right)
     lines = []
-    for place in np.argsort(shares[:, 0], kind="stable").tolist():  # NaN comes last
-        taken = int(wrong[place].argmax())
-        other = f"{found.classes[taken]} ({wrong[place, taken]})" if wrong[place].any() else NOTHING
-        metrics = [tables.number(float(share), number) for share in shares[place]]
-        lines.append([Cell(found.classes[place]), *metrics, tables.number(int(rows[place]), count), Cell(other)])
+    for index in np.argsort(shares[:, 0], kind="stable").tolist():  # NaN comes last
+        mistaken_for = int(wrong[index].argmax())
+        most_often = f"{matrix.classes[mistaken_for]} ({wrong[index, mistaken_for]})" if wrong[index].any() else NOTHING
+        metrics = [tables.number(float(share), number) for share in shares[index]]
+        lines.append([Cell(matrix.classes[index]), *metrics, tables.number(int(rows[index]), count), Cell(most_often)])
     return _worst("class", ["F1", "precision", "recall", "rows", "most often taken for"], lines)
 
 
@@ -192,21 +192,21 @@ def by_name(run: ReportedRun) -> ReportTable | None:
     """Return the metrics of each label or column of the newest evaluation; None if there are none."""
     evaluation = run.record.summary.get("evaluation")
     for key, title, worst in (("by_label", "label", "f1"), ("by_column", "column", "r2")):
-        found = evaluation.get(key) if isinstance(evaluation, dict) else None
-        if not (isinstance(found, dict) and found and all(isinstance(each, dict) for each in found.values())):
+        metrics = evaluation.get(key) if isinstance(evaluation, dict) else None
+        if not (isinstance(metrics, dict) and metrics and all(isinstance(values, dict) for values in metrics.values())):
             continue
-        names = list(next(iter(found.values())))
-        numbers = {name: [_real(each.get(metric)) for metric in names] for name, each in found.items()}
-        place = names.index(worst) if worst in names else 0
-        order = sorted(numbers, key=lambda name: _nan_last(numbers[name][place]))
+        names = list(next(iter(metrics.values())))
+        numbers = {name: [_real(values.get(metric)) for metric in names] for name, values in metrics.items()}
+        column = names.index(worst) if worst in names else 0
+        order = sorted(numbers, key=lambda name: _nan_last(numbers[name][column]))
         rows = [[Cell(name), *(tables.number(value, number) for value in numbers[name])] for name in order]
         return _worst(title, names, rows)
     return None
 
 
 def _worst(title: str, names: list[str], rows: list[list[Cell]]) -> ReportTable:
-    shown = f"the {MAX_SHOWN} worst of {len(rows)}" if len(rows) > MAX_SHOWN else "the worst first"
-    return ReportTable(f"By {title}, {shown}", [title, *names], rows[:MAX_SHOWN])
+    which = f"the {MAX_SHOWN} worst of {len(rows)}" if len(rows) > MAX_SHOWN else "the worst first"
+    return ReportTable(f"By {title}, {which}", [title, *names], rows[:MAX_SHOWN])
 
 
 def _real(value: Any) -> float:

@@ -150,18 +150,18 @@ def _config(best: ReportedRun) -> str:
 
 def _links(runs: RunSet, lines: Sequence[CurveLine], groups: Sequence[sections.ReportSection]) -> list[tuple[str, str]]:
     """Return (key, title) of the sections, for the navigation bar."""
-    found = [("best", "Best run" if len(runs.runs) > 1 else "Run")] if runs.best else []
+    links = [("best", "Best run" if len(runs.runs) > 1 else "Run")] if runs.best else []
     if runs.failed_starts or any(tables.has_problem(run) for run in runs.runs):
-        found.append(("problems", "Problems"))
-    found += [("curves", "Curves")] if lines else []
-    found += [(group.key, group.title) for group in groups]
-    return [*found, ("runs", "All runs"), ("provenance", "Provenance")]
+        links.append(("problems", "Problems"))
+    links += [("curves", "Curves")] if lines else []
+    links += [(group.key, group.title) for group in groups]
+    return [*links, ("runs", "All runs"), ("provenance", "Provenance")]
 
 
 # The file
 
 
-def _data(runs: RunSet, lines: Sequence[CurveLine], shown: Sequence[Chart]) -> dict[str, Any]:
+def _data(runs: RunSet, lines: Sequence[CurveLine], drawn: Sequence[Chart]) -> dict[str, Any]:
     """Return the data that the page's script draws."""
     parts: dict[str, dict[str, Any]] = {
         "validation": {"part": "validation", "choice": "metric", "value": runs.metric},
@@ -172,7 +172,7 @@ def _data(runs: RunSet, lines: Sequence[CurveLine], shown: Sequence[Chart]) -> d
         parts["validation"]["value"] = metrics[0]
     return {
         "lines": [curves.points(line) | {"shown": figures.plain(line.label)} for line in lines],
-        "charts": {chart.key: parts.get(chart.key) or {"data": chart.data, "layout": chart.layout} for chart in shown},
+        "charts": {chart.key: parts.get(chart.key) or {"data": chart.data, "layout": chart.layout} for chart in drawn},
         "names": {name: figures.plain(formatting.metric(name)) for name in metrics}
         | {"lr": "learning rate", "loss_scale": "loss scale", "loss": "loss"},
     }

@@ -49,12 +49,12 @@ def _train_command(run: ReportedRun, words: list[str]) -> str:
     settings = "".join(f" {shlex.quote(word)}" for word in words)
     sizes = [*Counter(rank["host"] for rank in ranks(_newest(run))).values()]
     if len(sizes) > 1:
-        nproc, own = str(sizes[0]), f"its NODE_RANK, 0 to {len(sizes) - 1}"
+        nproc, node_variables = str(sizes[0]), f"its NODE_RANK, 0 to {len(sizes) - 1}"
         if len({*sizes}) > 1:
-            nproc, own = "NPROC", f"{own}, and NPROC: {', '.join(map(str, sizes))}"
+            nproc, node_variables = "NPROC", f"{node_variables}, and NPROC: {', '.join(map(str, sizes))}"
         nodes = f"--nnodes={len(sizes)} --node-rank=NODE_RANK --master-addr=NODE0 --master-port=PORT"
         start = f"torchrun {nodes} --nproc-per-node={nproc} -m harness.train"
-        return f"{start} {config}{settings}   # on each node, with {own}"
+        return f"{start} {config}{settings}   # on each node, with {node_variables}"
     world = (run.record.world_sizes or [1])[-1]
     return f"harness launch {config} --nproc {world}{settings}" if world > 1 else f"harness train {config}{settings}"
 
@@ -62,37 +62,37 @@ def _train_command(run: ReportedRun, words: list[str]) -> str:
 def trial_command(sweep: Path, name: str, run: Path) -> str:
     """Return the command that trains the trial at ``run`` again, with its ranks, threads and engine, into a folder next
     to the sweep: a sweep folder holds only its own trials."""
-    own = [f"output={formatting.path(sweep.parent)}", f"name={name}-{run.name}"]
-    return shlex.join(["harness", "launch", "-c", formatting.path(run / layout.CONFIG), *own])
+    own_settings = [f"output={formatting.path(sweep.parent)}", f"name={name}-{run.name}"]
+    return shlex.join(["harness", "launch", "-c", formatting.path(run / layout.CONFIG), *own_settings])
 
 
 def caveats(run: ReportedRun) -> list[str]:
     """Reasons why these commands may give other numbers."""
     start = _newest(run)
-    found = []
+    notes = []
     git = start.get("git")
     if not isinstance(git, dict) or not git.get("commit"):
         if any((folder / ".git").exists() for folder in run.record.path.absolute().parents):
-            found.append("The commit is unknown.")
+            notes.append("The commit is unknown.")
     elif any(_commit(start) != _commit(before) for before in run.record.provenance):
-        found.append(f"The code changed when the run was resumed ({commit(run)}); these commands use the last commit.")
+        notes.append(f"The code changed when the run was resumed ({commit(run)}); these commands use the last commit.")
     elif git.get("changed"):
-        found.append("The code had uncommitted changes, so the commit may give different numbers.")
+        notes.append("The code had uncommitted changes, so the commit may give different numbers.")
     if len(run.record.provenance) > 1:
         text = f"The run was resumed from a checkpoint ({plural(len(run.record.provenance), 'start')})"
         changed = len(run.record.world_sizes) > 1
-        found.append(f"{text}, on {run.ranks}; these commands use the last number." if changed else f"{text}.")
-    found += [
+        notes.append(f"{text}, on {run.ranks}; these commands use the last number." if changed else f"{text}.")
+    notes += [
         f"{key} changed when the run was resumed; these commands use the last value for the whole run."
         for key, lengths in run.record.lengths.items() if len(lengths) > 1
     ]  # fmt: skip
     on_gpu = set(devices(run.record)) != {"cpu"}
     if on_gpu and (level := run.settings.get("train.deterministic")) in (False, "warn"):
-        found.append(
+        notes.append(
             f"Training was not deterministic (train.deterministic: {str(level).lower()}): expect similar numbers, not "
             "equal ones."
         )
-    return found
+    return notes
 
 
 def provenance(run: ReportedRun) -> list[tuple[str, str]]:
@@ -101,11 +101,11 @@ def provenance(run: ReportedRun) -> list[tuple[str, str]]:
     if not start:
         return []
     first = f" (the first of {len(starts)}: {_when(starts[0].get('started'))})" if len(starts) > 1 else ""
-    facts = {"started": _when(start.get("started")) + first, "command": _command(start.get("command"))}
-    facts |= _over_starts(map(_facts, starts)) | {"ranks": run.record.world_size_text or formatting.NOTHING}
+    entries = {"started": _when(start.get("started")) + first, "command": _command(start.get("command"))}
+    entries |= _over_starts(map(_facts, starts)) | {"ranks": run.record.world_size_text or formatting.NOTHING}
     packages = _over_starts(map(_packages, starts))
-    facts["packages"] = "; ".join(f"{name} {version}" for name, version in packages.items())
-    return list(facts.items())
+    entries["packages"] = "; ".join(f"{name} {version}" for name, version in packages.items())
+    return list(entries.items())
 
 
 def _facts(start: dict[str, Any]) -> dict[str, str]:
@@ -123,9 +123,9 @@ def _facts(start: dict[str, Any]) -> dict[str, str]:
 
 
 def _over_starts(starts: Iterable[dict[str, str]]) -> dict[str, str]:
-    found = list(starts)
-    titles = dict.fromkeys(title for facts in found for title in facts)
-    return {title: str(over_starts(facts.get(title, formatting.NOTHING) for facts in found)) for title in titles}
+    start_facts = list(starts)
+    titles = dict.fromkeys(title for facts in start_facts for title in facts)
+    return {title: str(over_starts(facts.get(title, formatting.NOTHING) for facts in start_facts)) for title in titles}
 
 
 def commit(run: ReportedRun) -> str:
@@ -152,9 +152,11 @@ def _harness(start: dict[str, Any]) -> str:
 
 
 def _own_code(start: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    own = start.get("own_code")
+    folders = start.get("own_code")
     return (
-        [(folder, entry) for folder, entry in own.items() if isinstance(entry, dict)] if isinstance(own, dict) else []
+        [(folder, entry) for folder, entry in folders.items() if isinstance(entry, dict)]
+        if isinstance(folders, dict)
+        else []
     )
 
 
@@ -174,11 +176,11 @@ def _command(command: Any) -> str:
 def machine(start: dict[str, Any]) -> str:
     """ "2 × host: cuda (NVIDIA H100)" """
     kinds = Counter((rank["host"], rank["device"].partition(":")[0], rank["name"]) for rank in ranks(start))
-    shown = (
+    parts = (
         f"{count} × {host}: {device}" + (f" ({name})" if name != device else "")
         for (host, device, name), count in kinds.items()
     )
-    return ", ".join(shown) or formatting.NOTHING
+    return ", ".join(parts) or formatting.NOTHING
 
 
 def _packages(start: dict[str, Any]) -> dict[str, str]:

@@ -131,9 +131,9 @@ class RunSet:
         sign = -1.0 if self.direction == "max" else 1.0
 
         def order(run: ReportedRun) -> tuple[bool, float, float]:
-            shown = float(f"{run.best or 0.0:.{formatting.BEST_DIGITS}g}")
+            rounded = float(f"{run.best or 0.0:.{formatting.BEST_DIGITS}g}")
             seconds = run.at_best("seconds")
-            return run.best is None, sign * shown, math.inf if seconds is None else seconds
+            return run.best is None, sign * rounded, math.inf if seconds is None else seconds
 
         return sorted(self.runs, key=order)
 
@@ -144,10 +144,10 @@ class RunSet:
     @cached_property
     def seed_groups(self) -> list[SeedGroup]:
         """All runs, the group with the best run first."""
-        found: dict[tuple[str, str], list[ReportedRun]] = {}
+        groups: dict[tuple[str, str], list[ReportedRun]] = {}
         for run in self.ranked:
-            found.setdefault((run.recipe, run.record.world_size_text), []).append(run)
-        return [SeedGroup(runs) for runs in found.values()]
+            groups.setdefault((run.recipe, run.record.world_size_text), []).append(run)
+        return [SeedGroup(runs) for runs in groups.values()]
 
     def describe(self, run: ReportedRun, without: Sequence[str] = ("seed",)) -> str:
         """Return the varied settings of ``run``; its label if that is too long or others look equal, its name if
@@ -197,11 +197,11 @@ def _best(past: History) -> float | None:
 def _title(records: Sequence[Record]) -> str:
     """Return the first three names; the number of the other runs, or of all runs if these share their names."""
     names = [record.sweep.name if record.sweep else record.name for record in records]
-    shown = list(dict.fromkeys(names))[:3]
-    if others := sum(name not in shown for name in names):
-        return f"{', '.join(shown)} and {plural(others, 'more run')}"
+    listed = list(dict.fromkeys(names))[:3]
+    if num_others := sum(name not in listed for name in names):
+        return f"{', '.join(listed)} and {plural(num_others, 'more run')}"
     swept = all(record.sweep for record in records)
-    return ", ".join(shown) + (f" ({len(names)} runs)" if len(shown) < len(names) and not swept else "")
+    return ", ".join(listed) + (f" ({len(names)} runs)" if len(listed) < len(names) and not swept else "")
 
 
 # The metric that decides
@@ -210,14 +210,14 @@ def _title(records: Sequence[Record]) -> str:
 def deciding_metric(records: Sequence[Record]) -> str | None:
     """Return the metric of the sweep, or the one that most runs chose their best weights by."""
     of_sweeps = Counter(record.sweep.metric for record in records if record.sweep and record.sweep.metric)
-    found = of_sweeps or Counter(name for record in records for name in _own_metrics(record))
-    return found.most_common(1)[0][0] if found else None
+    votes = of_sweeps or Counter(name for record in records for name in _own_metrics(record))
+    return votes.most_common(1)[0][0] if votes else None
 
 
 def _own_metrics(record: Record) -> list[str]:
-    named = [str(name) for name in reader.section(record.summary, "best") if name != "step"]
+    best_names = [str(name) for name in reader.section(record.summary, "best") if name != "step"]
     configured = reader.section(record.config, "checkpoint").get("best_metric")
-    return named[:1] or ([configured] if isinstance(configured, str) else [])
+    return best_names[:1] or ([configured] if isinstance(configured, str) else [])
 
 
 def direction_of(metric: str | None, records: Sequence[Record]) -> Direction:
@@ -230,9 +230,9 @@ def direction_of(metric: str | None, records: Sequence[Record]) -> Direction:
         best, past = record.summary.get("best"), record.summary.get("history")
         if isinstance(best, dict) and isinstance(past, list):
             values = [entry.get(metric) for entry in past if isinstance(entry, dict)]
-            known = [value for value in values if isinstance(value, int | float)]
-            if len(set(known)) > 1 and best.get(metric) in (max(known), min(known)):
-                votes["max" if best[metric] == max(known) else "min"] += 1
+            numbers = [value for value in values if isinstance(value, int | float)]
+            if len(set(numbers)) > 1 and best.get(metric) in (max(numbers), min(numbers)):
+                votes["max" if best[metric] == max(numbers) else "min"] += 1
     if votes:
         return votes.most_common(1)[0][0]
     return "min" if _SMALLER_IS_BETTER.search(metric or "") else "max"
@@ -242,9 +242,9 @@ def direction_of(metric: str | None, records: Sequence[Record]) -> Direction:
 
 
 def global_batch(settings: dict[str, Any], world: int | None) -> int | None:
-    whole, share = settings.get("batch.global"), settings.get("batch.per_rank")
-    if isinstance(whole, int):
-        return whole
+    global_rows, share = settings.get("batch.global"), settings.get("batch.per_rank")
+    if isinstance(global_rows, int):
+        return global_rows
     return share * world if isinstance(share, int) and world else None
 
 
@@ -253,12 +253,12 @@ def recipe(record: Record, settings: dict[str, Any]) -> str:
     and world size. Batches count over all ranks."""
     if not settings:
         return str(record.path)
-    kept = {key: value for key, value in settings.items() if _is_recipe(key, settings) and key != "seed"}
-    if whole := global_batch(settings, record.world_size):
-        kept["batch.global"], kept["batch.per_rank"] = whole, None
-    kept["devices"] = sorted(set(devices(record)))
-    kept["lengths"] = {key: values for key, values in record.lengths.items() if len(values) > 1}
-    return json.dumps(kept, sort_keys=True, default=str)
+    recipe_settings = {key: value for key, value in settings.items() if _is_recipe(key, settings) and key != "seed"}
+    if global_rows := global_batch(settings, record.world_size):
+        recipe_settings["batch.global"], recipe_settings["batch.per_rank"] = global_rows, None
+    recipe_settings["devices"] = sorted(set(devices(record)))
+    recipe_settings["lengths"] = {key: values for key, values in record.lengths.items() if len(values) > 1}
+    return json.dumps(recipe_settings, sort_keys=True, default=str)
 
 
 def devices(record: Record) -> list[str]:
@@ -273,11 +273,11 @@ def _is_recipe(key: str, settings: Mapping[str, Any]) -> bool:
 def varied_settings(records: Sequence[Record], flat: Sequence[dict[str, Any]]) -> list[str]:
     """Return the keys for which the runs have different values; those that a sweep searched come first."""
     searched = list(dict.fromkeys(key for record in records if record.trial for key in record.trial.params))
-    known = [settings for settings in flat if settings]
-    keys = dict.fromkeys([*searched, *(key for settings in known for key in settings)])
+    recorded = [settings for settings in flat if settings]
+    keys = dict.fromkeys([*searched, *(key for settings in recorded for key in settings)])
     return [
         key for key in keys
-        if len({str(settings[key]) for settings in known if key in settings and _is_recipe(key, settings)}) > 1
+        if len({str(settings[key]) for settings in recorded if key in settings and _is_recipe(key, settings)}) > 1
     ]  # fmt: skip
 
 
@@ -296,19 +296,19 @@ def describe(settings: dict[str, Any], keys: Iterable[str]) -> str:
 def _labels(records: Sequence[Record], flat: Sequence[dict[str, Any]], varied: list[str]) -> list[str]:
     """Return a short unique name for each run: its own, if no two have the same and none is of a sweep, or else its
     settings, the number of ranks if that differs, its folder."""
-    named = len({record.name for record in records if not record.sweep}) == len(records)
+    names_differ = len({record.name for record in records if not record.sweep}) == len(records)
     worlds = {record.world_size_text for record in records}
     labels = []
     for record, settings in zip(records, flat, strict=True):
-        label = describe(settings, varied) if settings and not named else ""
+        label = describe(settings, varied) if settings and not names_differ else ""
         if label and len(worlds) > 1 and record.world_size_text:
             label += f" · {formatting.ranks(record.world_size_text)}"
         labels.append(label or _name(record))
     for distinction in (_name, lambda record: formatting.path(record.path)):
-        seen = Counter(labels)
-        for place, record in enumerate(records):
-            if seen[label := labels[place]] > 1:
-                labels[place] = distinction(record) if label == _name(record) else f"{label} ({distinction(record)})"
+        counts = Counter(labels)
+        for index, record in enumerate(records):
+            if counts[label := labels[index]] > 1:
+                labels[index] = distinction(record) if label == _name(record) else f"{label} ({distinction(record)})"
     return labels
 
 

@@ -82,7 +82,7 @@ def _time(lines: Sequence[CurveLine], left_out: list[str]) -> ReportSection | No
 
 def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
     ways = ((run, mistakes.confusion(run), mistakes.by_name(run)) for run in runs.ranked)
-    run, found, table = next((each for each in ways if each[1] or each[2]), (None, None, None))
+    run, matrix, table = next((each for each in ways if each[1] or each[2]), (None, None, None))
     if run is None:
         left_out.append("Mistakes: no run has a confusion matrix, or metrics by label or column.")
         return None
@@ -94,7 +94,7 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
             "this disk. To show the images, add --trust."
         )
     best = "its best weights" + ("" if run.record.state == "finished" else " as of the last time it finished")
-    if found and found.of_best:
+    if matrix and matrix.of_best:
         origin = f"All below is of {best}."
     else:
         origin = "The metrics are from its newest evaluation" + (f", the list of {best}." if wrong.num_rows else ".")
@@ -102,7 +102,7 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
     if wrong.num_rows and not (table and table.header[0] == "column"):
         share = f"{formatting.count(wrong.number)} of {formatting.count(wrong.num_rows)}"
         notes.append(f"Wrong predictions: {share} validation rows.")
-    chart = figures.confusion(found, run.label) if found else None
-    if found and not table:
-        table = mistakes.by_class(found)
+    chart = figures.confusion(matrix, run.label) if matrix else None
+    if matrix and not table:
+        table = mistakes.by_class(matrix)
     return ReportSection("mistakes", "Mistakes", notes, chart, table, wrong.shown)

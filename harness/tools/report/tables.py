@@ -69,9 +69,9 @@ def _common_settings(runs: RunSet) -> set[str]:
     return {key for key, count in counts.items() if 2 * count > len(runs.runs)}
 
 
-def number(value: float | None, shown: Callable[[float | None], str]) -> Cell:
+def number(value: float | None, text: Callable[[float | None], str]) -> Cell:
     """Return the cell of a number, which is sorted by its value."""
-    return Cell(shown(value), "" if value is None or value != value else value)
+    return Cell(text(value), "" if value is None or value != value else value)
 
 
 def _setting(value: Any) -> Cell:
@@ -83,12 +83,12 @@ def _setting(value: Any) -> Cell:
 def speed_up(runs: RunSet) -> ReportTable:
     """The finished runs of a recipe at each number of ranks, compared with its smallest number. Of several runs the
     mean speed."""
-    found: dict[str, dict[int, list[ReportedRun]]] = {}
+    runs_of_recipe: dict[str, dict[int, list[ReportedRun]]] = {}
     for run in runs.ranked:
         if run.world_size and run.record.state == "finished" and run.history.rows_per_s:
-            found.setdefault(run.recipe, {}).setdefault(run.world_size, []).append(run)
+            runs_of_recipe.setdefault(run.recipe, {}).setdefault(run.world_size, []).append(run)
     rows = []
-    for by_world in (by_world for by_world in found.values() if len(by_world) > 1):
+    for by_world in (by_world for by_world in runs_of_recipe.values() if len(by_world) > 1):
         label = runs.describe(next(iter(by_world.values()))[0], without=("seed", "batch.per_rank"))
         speeds = {
             world: statistics.fmean(run.history.rows_per_s or 0.0 for run in by_world[world])
