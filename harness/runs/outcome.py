@@ -80,22 +80,18 @@ def judge(
     is done, stopped, or ended before that.
     """
     recorded = {exit.rank for exit in exits if exit.made_by_rank}
-    counted = [
-        exit for exit in exits if exit.made_by_rank or exit.cause is Cause.NODE_LOST or exit.rank not in recorded
-    ]
-    if (first := _first_failure(counted, stopped)) is None:
-        codes = {exit.exit_code for exit in counted}
+    usable = [exit for exit in exits if exit.made_by_rank or exit.cause is Cause.NODE_LOST or exit.rank not in recorded]
+    if (first := _first_failure(usable, stopped)) is None:
+        codes = {exit.exit_code for exit in usable}
         code = signals.ended_by(number or signal.SIGTERM) if stopped else 0
         return _without_failure(codes, code, folder)
     if first.rank is None:
         first = replace(first, rank=next((rank for rank in range(world_size) if rank not in recorded), 0))
     if not first.made_by_rank:  # the records of the other ranks have a step and a host
-        host = next((exit.host for exit in counted if exit.made_by_rank and exit.rank == first.rank), "")
-        first = replace(first, host=host, step=max((exit.step or 0 for exit in counted), default=0))
-    counted.sort(
-        key=lambda exit: (exit.made_by_rank, exit.time)
-    )  # of several exits of a rank the last one is described
-    last = {exit.rank: exit for exit in counted}
+        host = next((exit.host for exit in usable if exit.made_by_rank and exit.rank == first.rank), "")
+        first = replace(first, host=host, step=max((exit.step or 0 for exit in usable), default=0))
+    usable.sort(key=lambda exit: (exit.made_by_rank, exit.time))  # of several exits of a rank the last one is described
+    last = {exit.rank: exit for exit in usable}
     ranks = {
         str(rank): _describe(last[rank], "" if rank == first.rank else first.message)
         for rank in sorted(rank for rank in last if rank is not None)

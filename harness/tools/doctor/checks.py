@@ -190,7 +190,8 @@ def _device(torch_cuda: Any, index: int) -> Finding:
     from harness.distributed.no_cuda import PREVIOUS_VERSIONS
 
     device = torch_cuda.get_device_properties(index)
-    text = f"cuda:{index} {device.name}, {device.total_memory / GIB:.1f} GiB, compute capability {device.major}.{device.minor}"
+    capability = f"compute capability {device.major}.{device.minor}"
+    text = f"cuda:{index} {device.name}, {device.total_memory / GIB:.1f} GiB, {capability}"
     architectures = torch_cuda.get_arch_list()
     if architectures and not _runs_on(device.major, device.minor, architectures):
         text += f", for which this torch has no kernels ({' '.join(architectures)})"
