@@ -49,7 +49,8 @@ class SavedFiles:
         self.torn: dict[Path, int] = {}
         """{path: place among the files that were begun} of those that are not complete"""
         self._before_step = 0  # files that were completed before the newest step
-        begun, weights = 0, _saved_weights(events)
+        begun = 0
+        weights = _saved_weights(events)
         for event in events:
             if event["event"] == "step":
                 self._before_step = len(self.all)
@@ -105,16 +106,17 @@ def newest(
     undisturbed run, and gave them their final names. Files with weights come before others. ``torn``: if there is no
     complete one, return the newest that was begun.
     """
-    files, wanted = SavedFiles(killed.get(0, ())), _moments(SavedFiles(undisturbed.get(0, ())))
-    got = _moments(files)
+    files = SavedFiles(killed.get(0, ()))
+    num_written = _moments(files)
+    num_expected = _moments(SavedFiles(undisturbed.get(0, ())))
     complete = [
         file
         for file in files.present.values()
-        if file.within(folders) and got[file.after] >= wanted[file.after] and file.path.exists()
+        if file.within(folders) and num_written[file.after] >= num_expected[file.after] and file.path.exists()
     ]
     if not complete:
         begun = [path for path in files.torn if torn and path.exists() and any(map(path.is_relative_to, folders))]
-        return begun[-1] if begun else None
+        return max(begun, key=files.torn.__getitem__, default=None)
     everything = [file for rank in (*killed.values(), *undisturbed.values()) for file in SavedFiles(rank).all]
     last = max(complete, key=lambda file: (file.has_weights, file.number))
     return _with_its_folder(last, everything, folders)
@@ -140,8 +142,10 @@ def _with_its_folder(file: SavedFile, everything: Sequence[SavedFile], folders: 
 
 def newest_match(pattern: str, work: Path, out: Path) -> Path | None:
     """Return the match of a glob pattern, relative to ``work``, that was changed last; ``{out}`` stands for ``out``."""
-    matches = glob.glob(str(work / pattern.replace("{out}", str(out))), recursive=True)
-    return Path(max(matches, key=lambda path: os.stat(path).st_mtime_ns)) if matches else None
+    escaped = Path(glob.escape(str(work)), pattern.replace("{out}", glob.escape(str(out))))
+    matches = filter(os.path.exists, glob.iglob(str(escaped), recursive=True))  # not a link to a missing file
+    path = max(matches, key=lambda path: os.stat(path).st_mtime_ns, default=None)
+    return None if path is None else Path(path)
 
 
 def outside_file(events: Events, folders: Sequence[Path]) -> Path | None:

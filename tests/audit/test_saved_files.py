@@ -122,6 +122,9 @@ def test_a_file_that_is_overwritten_is_torn(out):
     saves = Saves(out).save(5, "last.pt").write("last.pt")
     assert newest(out, saves, undisturbed) is None
     assert newest(out, saves, undisturbed, torn=True) == "last.pt"
+    saves.write("previous.pt")
+    assert newest(out, saves, undisturbed, torn=True) == "previous.pt"
+    assert newest(out, saves.write("last.pt"), undisturbed, torn=True) == "last.pt"
 
 
 def test_a_file_under_its_temporary_name_is_left_out(out):
@@ -160,6 +163,17 @@ def test_newest_match(out, tmp_path):
     assert saved_files.newest_match("{out}/**/*.pt", tmp_path / "work", out) == out / "a" / "x.pt"
     assert saved_files.newest_match("*.pt", tmp_path / "work", out) == tmp_path / "work" / "y.pt"
     assert saved_files.newest_match("*.ckpt", tmp_path / "work", out) is None
+
+
+def test_newest_match_in_folders_with_brackets_and_dangling_links(tmp_path):
+    work, out = tmp_path / "work[1]", tmp_path / "run[1]"
+    for folder in (work, out):
+        folder.mkdir()
+        (folder / "latest.pt").symlink_to("missing.pt")
+        assert saved_files.newest_match("*.pt" if folder == work else "{out}/*.pt", work, out) is None
+        (folder / "5.pt").touch()
+    assert saved_files.newest_match("*.pt", work, out) == work / "5.pt"
+    assert saved_files.newest_match("{out}/*.pt", work, out) == out / "5.pt"
 
 
 def test_events_of_the_process_that_trains(tmp_path):
