@@ -152,7 +152,7 @@ class WorkerGroup:
 
 class LocalRun(WorkerGroup):
     """The ``world_size`` ranks of ``command`` on this machine. This process holds the store through which they connect,
-    so that it outlives every rank. ``environ``: of this launch; ``by``: name of the launcher, for the ranks' log."""
+    so that it outlives every rank. ``environ``: of this launch; ``launched_by``: name of the launcher, for the log."""
 
     def __init__(
         self, command: Sequence[str], world_size: int, environ: Mapping[str, str], grace_s: float, launched_by: str
