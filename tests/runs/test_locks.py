@@ -163,6 +163,7 @@ def test_the_lock_stays_with_the_name_when_the_earlier_run_is_moved_aside(tmp_pa
 
 def test_a_lock_notices_that_its_file_was_replaced(tmp_path):
     lock = Lock(tmp_path / "lock")
+    assert not lock.is_current()
     assert lock.try_acquire()
     assert lock.is_current()
     lock.path.unlink()
