@@ -71,7 +71,7 @@ def _request(arguments: argparse.Namespace, alone: bool, stack: ExitStack) -> tu
     from harness.runs import console, fetched, trained_run
 
     images = arguments.images or []  # argparse takes settings after them for more
-    settings = [word for word in images if "=" in word and not os.path.exists(word)]
+    settings = [word for word in images if _is_setting(word)]
     overrides = [*arguments.overrides, *settings]
     folder, source = fetched.local_copy(arguments.folder), arguments.csv
     config = trained_run.configuration(folder, overrides, arguments.trust)
@@ -88,6 +88,11 @@ def _request(arguments: argparse.Namespace, alone: bool, stack: ExitStack) -> tu
         locate(source)
     _require_free(arguments.out)
     return folder, source, arguments.out or _OUT, overrides, arguments.trust
+
+
+def _is_setting(word: str) -> bool:
+    """Return True for ``key=value``, False for an image: its path or URL may have a = too."""
+    return "/" not in word.partition("=")[0] and "=" in word and not os.path.exists(word)
 
 
 def _require_free(out: Path | None) -> None:

@@ -146,12 +146,11 @@ def load(checkpoints: Checkpoints, parts: Mapping[str, Stateful], ranks: Runtime
         rank_state = content["ranks"][ranks.rank if same_world_size else 0]
         states = {**content["parts"], **rank_state.get("parts", {})}
         for name, part in parts.items():
-            _bare(part).load_state_dict(_without_wrapper(states[name], part))
+            _bare(part).load_state_dict(states[name])
         if same_world_size:
             for name, buffers in _buffers(parts).items():
-                saved_buffers = _without_wrapper(rank_state["buffers"][name], parts[name])
                 for key, buffer in buffers.items():
-                    buffer.copy_(saved_buffers[key])
+                    buffer.copy_(rank_state["buffers"][name][key])
             rng.set_state(rng.Streams.from_plain(rank_state["rng"]), ranks.device)
         else:
             log.info(
@@ -192,10 +191,3 @@ def _bare(part: Any) -> Any:
     while isinstance(part, _WRAPPERS):
         part = part.module
     return part
-
-
-def _without_wrapper(saved: Any, part: Any) -> Any:
-    """Return ``saved``, tensors by name, with the names of the bare model if those of its wrapper were written."""
-    if not isinstance(part, nn.Module) or saved.keys() & _bare(part).state_dict().keys():
-        return saved
-    return {key.removeprefix("module."): value for key, value in saved.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import shutil
 import time
@@ -25,6 +26,7 @@ from harness.data.images import ImageTable
 from harness.data.loader import BatchRequest, Loader
 from harness.data.row_labels import ClassLabels
 from harness.data.table.table import open_table
+from harness.data.url_cache import UrlCache
 from harness.errors import DataError
 from harness.runs import fetch
 from tests.end_to_end.experiment import train
@@ -281,6 +283,48 @@ def test_a_full_cache_is_not_an_error(folder, server, expected, monkeypatch):
     assert 3 <= len(copies) <= 6
     assert old not in copies
     assert len(server.asked) == 2 * ROWS - len(copies)
+
+
+def test_a_worker_keeps_no_image_that_it_has_read(folder, server):
+    files = ImageFiles(server.url, folder / "cache")
+    files.read_ahead(PATHS)
+    concurrent.futures.wait(files._urls._started.values(), timeout=60)
+    assert [len(files.read(path)) > 0 for path in PATHS] == [True] * ROWS
+    assert not files._urls._started
+    assert len(server.asked) == ROWS
+
+
+def test_a_copy_of_another_user(folder, server, monkeypatch):
+    """Its time cannot be set."""
+    cache = UrlCache(folder / "urls", 1 << 20)
+    content = cache.read(f"{server.url}/0.png")
+    for copy in (folder / "urls").glob("??/*"):
+        os.utime(copy, (0, 0))
+
+    def utime(*_):
+        raise PermissionError("Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", utime)
+    assert torch.equal(cache.read(f"{server.url}/0.png"), content)
+
+
+def test_an_archive_in_use_stays_in_a_full_cache(folder, server, shards):
+    """Though it is old; and its index stays valid."""
+    for archive in (folder / "my shards").iterdir():
+        shutil.copy(archive, folder / "train_images")
+    files = ImageFiles(server.url, folder / "cache")
+    files.copy_archives([files.locate("0.tar"), files.locate("1.tar")])
+    for copy in (folder / "cache" / "urls").glob("??/*"):
+        os.utime(copy, (0, 0))
+    files.read(shards[0])
+    index = list((folder / "cache" / "tars").glob("*/*.index"))
+    ImageFiles(server.url, folder / "cache", cache_gib=1e-9).read("0.png")
+    server.asked.clear()
+    files.read(shards[0])
+    assert not server.asked
+    assert list((folder / "cache" / "tars").glob("*/*.index")) == index
+    files.copy_archives([files.locate("1.tar")])
+    assert server.asked == ["/1.tar"]
 
 
 def test_failures_of_a_url(folder, server, monkeypatch):

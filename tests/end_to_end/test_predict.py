@@ -233,6 +233,8 @@ def test_killed_predict_leaves_no_process_and_no_file(trained, tmp_path):
         ),
         (["RUN", "--csv", "missing.csv"], 65, "missing.csv: no such annotation file"),
         (["RUN", "--images", "gone.jpg"], 65, "gone.jpg: there is no such image or folder"),
+        (["RUN", "--images", "gone/day=1.jpg"], 65, "gone/day=1.jpg: there is no such image or folder"),
+        (["RUN", "--out", "x.csv", "--images", "file:///gone/a.jpg?b=c"], 65, "image not found: /gone/a.jpg?b=c"),
         (["RUN", "--images", "fresh"], 65, "fresh: no images; skipped: "),
         (["nope", "--csv", "CSV"], 2, "nope: there is no such folder"),
         (["RUN", "--csv", "CSV", "--out", "x.csv", "model.args.width=5"], 70, "do not fit this model"),
