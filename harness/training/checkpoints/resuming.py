@@ -54,6 +54,10 @@ def resume(run: Run) -> None:
             run.checkpoints.sweep()  # a kill may have come after the checkpoint, before the removal of older ones
         return before
 
+    log_before = run.runtime.patiently("restoring", work)
+    if is_own:
+        _use_results(run, log_before)
+
     def rewind() -> None:
         if run.this_start.done_at == run.state.step:
             run.tracker.rewind(run.tracker.offset())
@@ -62,9 +66,6 @@ def resume(run: Run) -> None:
         else:
             run.tracker.rewind(0)
 
-    log_before = run.runtime.patiently("restoring", work)
-    if is_own:
-        _keep_results(run, log_before)
     run.runtime.patiently("opening the log", rewind)
     if path is not None and is_own:
         run.writer.complete = run.state.step
@@ -73,29 +74,37 @@ def resume(run: Run) -> None:
         run.saved_step = -1
 
 
-def _keep_results(run: Run, log_before: LogBefore) -> None:
-    """Set ``this_start.done_at`` if an earlier start has finished the run: its last evaluation, which comes after the
-    checkpoint, then is in its summary. Collective."""
-    before, runtime = run.state, run.runtime
+def _use_results(run: Run, log_before: LogBefore) -> None:
+    """Use the results of an earlier start that ended at the checkpoint: its last evaluation, which comes after the
+    checkpoint, is only in its summary. If the run is still over, ``this_start.done_at`` is set; if it is to train
+    longer, best weights of an evaluation that it does not repeat are kept in another file. Collective."""
+    runtime = run.runtime
 
     def work() -> dict[str, Any]:
         if runtime.rank or not run.tracker.goes_on(*log_before):
             return {}
-        return run.folder.results(before.step, isinstance(run.task, SupportsPredictions))
+        return run.folder.results(run.state.step, isinstance(run.task, SupportsPredictions))
 
     summary = runtime.from_first(runtime.patiently("looking for results", work))
-    if not summary or (best := summary["best"].get(run.config.best_metric)) is None:
+    if not summary or summary["best"].get(run.config.best_metric) is None:
         return
-    step, history = summary["best"]["step"], summary["history"]
-    later = sum(entry["step"] > step for entry in history)
-    last = replace(before, evaluated=before.step, history=history, best=best, best_step=step, since_best=later)
-    if is_over(run.config, last):  # otherwise it is to train longer
-        run.state, run.this_start.done_at = last, before.step
-    elif step == before.step and not run.evaluation_due():
-        former_weights = run.folder.path / layout.FORMER_WEIGHTS
-        runtime.patiently("keeping the best weights", lambda: _copy_file(runtime, run.folder.weights, former_weights))
+    finished = _finished_state(run, summary)
+    if is_over(run.config, finished):
+        run.state, run.this_start.done_at = finished, finished.step
+    elif finished.best_step == finished.step and not run.evaluation_due():
+        target = run.folder.path / layout.FORMER_WEIGHTS
+        runtime.patiently("keeping the best weights", lambda: _copy_file(runtime, run.folder.weights, target))
         text = "%s %.4f, the best so far, was that of the former end, step %d, which a longer run does not evaluate: "
-        log.warning(text + "its weights are kept as %s", run.config.best_metric, best, step, former_weights)
+        text += "its weights are kept as %s"
+        log.warning(text, run.config.best_metric, finished.best, finished.best_step, target)
+
+
+def _finished_state(run: Run, summary: dict[str, Any]) -> State:
+    """Return the state of ``run`` after the evaluations in ``summary``."""
+    best, history = summary["best"], summary["history"]
+    later = sum(entry["step"] > best["step"] for entry in history)
+    after = {"evaluated": run.state.step, "best": best[run.config.best_metric], "best_step": best["step"]}
+    return replace(run.state, history=history, since_best=later, **after)
 
 
 def _copy_file(runtime: Runtime, source: Path, target: Path) -> None:
