@@ -44,7 +44,7 @@ def uninstall() -> None:
 
     Modules imported meanwhile stay usable. Calling it again does nothing.
     """
-    patches.undo()
+    patches.close()
     _finder.trusts_checkpoints = _finder.extends_load = False
     if _finder not in sys.meta_path:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FunctionType
 from typing import Any
 
@@ -13,14 +14,11 @@ Replacement = tuple[Any, str, Any]  # owner, attribute, new value
 _MISSING = object()
 
 
-class Patches:
-    """Replaced attributes, with their original values."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], Any]] = []
+class Patches(ExitStack):
+    """Replaced attributes, with their original values, which ``close`` restores, in reverse order."""
 
     def set(self, owner: Any, name: str, value: Any, *, yields: bool = False) -> None:
-        """Set ``owner.name`` until ``undo``. ``yields``: if other code has set it since, ``undo`` leaves it."""
+        """Set ``owner.name`` until ``close``. ``yields``: if other code has set it since, ``close`` leaves it."""
         before = vars(owner).get(name, _MISSING)
         setattr(owner, name, value)
 
@@ -32,10 +30,10 @@ class Patches:
             elif name in vars(owner):
                 delattr(owner, name)  # it was inherited or absent
 
-        self._undo.append(restore)
+        self.callback(restore)
 
     def replace(self, owner: Any, name: str, function: Any) -> None:
-        """Set ``owner.name``, a function of torch or of another library, to ``function`` until ``undo``."""
+        """Set ``owner.name``, a function of torch or of another library, to ``function`` until ``close``."""
         if is_imported("torch"):
             builtins = sys.modules["torch.jit._builtins"]
             original = vars(owner).get(name)
@@ -48,18 +46,9 @@ class Patches:
         self.set(owner, name, function)
 
     def set_item(self, mapping: dict[Any, Any], key: Any, value: Any) -> None:
-        """Set ``mapping[key]``, which must be a new key, until ``undo``."""
+        """Set ``mapping[key]``, which must be a new key, until ``close``."""
         mapping[key] = value
-        self._undo.append(lambda: mapping.pop(key, None))
-
-    def on_undo(self, restore: Callable[[], Any]) -> None:
-        """Have ``undo`` call ``restore``."""
-        self._undo.append(restore)
-
-    def undo(self) -> None:
-        """Restore everything, in reverse order."""
-        while self._undo:
-            self._undo.pop()()
+        self.callback(mapping.pop, key, None)
 
 
 def around(original: Any, replacement: Callable[..., Any]) -> Any:

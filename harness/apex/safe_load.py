@@ -39,7 +39,7 @@ def extend_load(trusts_files: Callable[[], bool]) -> None:
     for owner in (sys.modules["torch"], sys.modules["torch.serialization"]):
         patches.set(owner, "load", around(vars(owner)["load"], functools.partial(_load, trusts_files)))
     added = [each for each in unpickler._get_safe_globals() if each not in before]
-    patches.on_undo(functools.partial(unpickler._remove_safe_globals, added))
+    patches.callback(unpickler._remove_safe_globals, added)
 
 
 def _plain_classes() -> list[Any]:

@@ -314,13 +314,13 @@ def test_patches_are_undone_in_reverse():
     patches.set(Owner, "method", None)
     patches.set_item(mapping, "key", 1)
     assert (Owner.name, Owner.method, mapping) == (2, None, {"key": 1})
-    patches.undo()
+    patches.close()
     assert dict(vars(Owner)) == before
     assert Owner.name == "inherited"
     assert not mapping
     patches.set(Owner, "name", 1, yields=True)
     Owner.name = 3
-    patches.undo()
+    patches.close()
     assert Owner.name == 3
 
 

@@ -122,7 +122,7 @@ class CastEngine:
         torch.set_autocast_cache_enabled(self._cache_before)
         if self._report is not None:
             self._report.close()
-        self._patches.undo()
+        self._patches.close()
         self._libraries, self._before, self.dtype, self._report = {}, {}, None, None
 
 

@@ -24,7 +24,7 @@ def modernize() -> None:
         return
     call_counter.reset(call_counter.MODERNIZE)
     sys.meta_path.insert(0, _finder)
-    patches.on_undo(lambda: sys.meta_path.remove(_finder))
+    patches.callback(sys.meta_path.remove, _finder)
     for name in _MODULES:
         if is_imported(name):
             _apply(name)
@@ -66,7 +66,7 @@ class _RemovedModule(Loader):
             sys.modules.pop(name, None)
             vars(sys.modules.get(parent, module)).pop(child, None)
 
-        patches.on_undo(remove)
+        patches.callback(remove)
         _apply(name)
 
 

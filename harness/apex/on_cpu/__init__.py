@@ -30,4 +30,4 @@ def redirect_cuda() -> None:
     modules = (placement, device_arguments, torch_cuda, distributed)
     for owner, name, replacement in [row for module in modules for row in module.replacements()]:
         patches.replace(owner, name, replacement)
-    patches.on_undo(half_kernels.register(half_kernels.slow_dtypes())._destroy)
+    patches.callback(half_kernels.register(half_kernels.slow_dtypes())._destroy)
