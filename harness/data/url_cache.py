@@ -138,11 +138,8 @@ class UrlCache:
         return content
 
     def _reserve(self, num_bytes: int) -> bool:
-        """Reserve space for a copy of this size, which the caller then keeps; return False if there is none.
-
-        Measuring the cache lists all its files. So it is measured once for ``_room`` bytes, which this process may then
-        write. When it is full, it is not measured until ``_full_until``.
-        """
+        """Reserve space for a copy of this size, which the caller then keeps; return False if there is none. Measuring
+        the cache lists all its files, so this is done once for ``_room`` bytes, and if it is full, once a minute."""
         with self._lock:
             if num_bytes > self._room and time.monotonic() > self._full_until:
                 free = self.max_bytes - self._make_room(num_bytes)

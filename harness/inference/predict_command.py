@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -71,7 +72,7 @@ def _request(arguments: argparse.Namespace, alone: bool, stack: ExitStack) -> tu
     from harness.runs import console, fetched, trained_run
 
     images = arguments.images or []  # argparse takes settings after them for more
-    settings = [word for word in images if _is_setting(word)]
+    settings = [word for word in images if re.match("[^/=]+=", word) and not os.path.exists(word)]
     overrides = [*arguments.overrides, *settings]
     folder, source = fetched.local_copy(arguments.folder), arguments.csv
     config = trained_run.configuration(folder, overrides, arguments.trust)
@@ -88,11 +89,6 @@ def _request(arguments: argparse.Namespace, alone: bool, stack: ExitStack) -> tu
         locate(source)
     _require_free(arguments.out)
     return folder, source, arguments.out or _OUT, overrides, arguments.trust
-
-
-def _is_setting(word: str) -> bool:
-    """Return True for ``key=value``, False for an image: its path or URL may have a = too."""
-    return "/" not in word.partition("=")[0] and "=" in word and not os.path.exists(word)
 
 
 def _require_free(out: Path | None) -> None:

@@ -131,7 +131,7 @@ def divide(config: Config, task: OpenedTask, runtime: Runtime) -> tuple[LogicalR
         )
     for doubt in doubts(config, sizes, len(task.train)):
         log.warning("%s", doubt)
-    warn_of_skew(config, task, runtime)
+    warn_of_skew(config, task, ranks)
     return ranks, sizes
 
 

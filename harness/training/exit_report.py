@@ -201,7 +201,7 @@ def explained(error: BaseException, run: Run | None = None) -> BaseException:
             f"lost contact with the other ranks: {failure.text}",
             hint=failure.hint or "see the log of the rank that ended first; a rank that was killed leaves no message",
         )
-    if explanation := memory.explained(error, run) or determinism.explained(error):
+    if explanation := memory.out_of_memory_error(error, run) or determinism.explained(error):
         return explanation
     if isinstance(error, OSError) and has_remedy(error):
         own_line = "" if is_of_machine(error) else users_line(error)

@@ -22,21 +22,26 @@ from harness.errors import ConfigError
 from harness.trackers.metrics_log import MetricsLog
 from harness.training import build, description
 from harness.training.checkpoints.checkpoint_writer import CheckpointWriter
+from harness.training.reproducibility.logical_ranks import LogicalRanks
 from harness.training.rows import division, opening
 from harness.training.run_start import run_folder
 from tests.fixtures import make_config, write_rows
 from tests.ranks import run_ranks
 
 
-def _warned(without_labels: tuple[int, ...]) -> list[str]:
-    """The warnings about shards with one label each, and none on the ranks ``without_labels``."""
+def _warned(without_labels: tuple[int, ...], logical_ranks: int | None = None) -> list[str]:
+    """The warnings about sorted labels, of which there are none on the processes ``without_labels``."""
     warnings: list[str] = []
     with open_runtime(detect(os.environ), "cpu", 10.0) as runtime, pytest.MonkeyPatch.context() as patch:
         patch.setattr(division.log, "warning", lambda text, *args: warnings.append(text % args))
-        counts = None if runtime.rank in without_labels else np.eye(2, dtype=int)[runtime.rank] * 4
-        task: Any = SimpleNamespace(train=range(8), label_counts=lambda start, stop: counts)
+
+        def counts(start: int, stop: int) -> np.ndarray | None:
+            labels = np.arange(start, stop) // 4
+            return None if runtime.rank in without_labels else np.bincount(labels, minlength=2)
+
+        task: Any = SimpleNamespace(train=range(8), label_counts=counts)
         config: Any = SimpleNamespace(data=SimpleNamespace(shard="contiguous"))
-        division.warn_of_skew(config, task, runtime)
+        division.warn_of_skew(config, task, LogicalRanks(runtime, logical_ranks))
         runtime.barrier()  # fails if the ranks are not at the same place
     return warnings
 
@@ -44,6 +49,11 @@ def _warned(without_labels: tuple[int, ...]) -> list[str]:
 @pytest.mark.parametrize(("without_labels", "expected"), [((), 1), ((1,), 0), ((0, 1), 0)])
 def test_skew_is_reported_if_every_rank_counts_labels(without_labels, expected):
     assert [len(found) for found in run_ranks(2, _warned, without_labels, group=False, timeout_s=40)] == [expected] * 2
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_skew_of_logical_ranks_is_reported(world):
+    assert [len(found) for found in run_ranks(world, _warned, (), 4, group=False, timeout_s=40)] == [1] * world
 
 
 def test_batch_is_stated_as_global_or_per_rank(tmp_path):

@@ -66,6 +66,26 @@ def test_out_of_memory_names_the_largest_parts_and_settings(tmp_path, monkeypatc
     assert "batch.accumulate=4 (2 rows at a time; the same batch size); batch.global=4 (a smaller batch" in error.hint
 
 
+@pytest.mark.parametrize(
+    ("settings", "world", "never"),
+    [
+        ({"batch": {"global": 1}}, 1, "--nproc"),  # two ranks cannot share one row
+        ({"batch": {"global": None, "per_rank": 1}}, 1, "--nproc"),  # each would have as many
+        ({"batch": {"global": 2}, "parallel": {"strategy": "dp"}}, 1, "--nproc"),
+        ({"batch": {"global": 2}, "precision": {"opt_level": "O2"}}, 2, "fsdp"),
+        ({"batch": {"global": 2}, "model": {"channels_last": True}}, 2, "fsdp"),
+    ],
+)
+def test_only_settings_that_are_accepted_are_suggested(tmp_path, settings, world, never):
+    config = make_config(tmp_path, **settings)
+    assert never not in memory.remedies(config, world, "training", False)
+
+
+def test_half_a_batch_has_whole_micro_batches(tmp_path):
+    config = make_config(tmp_path, batch={"global": 6, "accumulate": 2})
+    assert "; batch.global=2 (a smaller batch" in memory.remedies(config, 1, "training", False)
+
+
 def test_sizes_have_a_unit_that_shows_them():
     assert [memory.shown(size) for size in (512, 3 << 20, 5 << 30)] == ["0.5 KiB", "3.0 MiB", "5.0 GiB"]
 

@@ -43,8 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     from harness.tasks.pet_names import generate
 
     request = generate.NameRequest(
-        arguments.num, arguments.temperature, arguments.seed, arguments.start, arguments.keep_existing, arguments.trust
-    )
+        num=arguments.num, temperature=arguments.temperature, seed=arguments.seed, start=arguments.start,
+        keep_existing=arguments.keep_existing, trust=arguments.trust,
+    )  # fmt: skip
     for name in generate.names(folder, request):
         print(name, flush=True)
     return EXIT_DONE

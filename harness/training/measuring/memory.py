@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
+from harness.config.constraints import conflicts
 from harness.config.schema import Config
 from harness.distributed import stack
 from harness.errors import TrainingError, plural
@@ -102,7 +105,7 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(part.numel() * part.element_size() for part in (local(tensor.detach()) for tensor in tensors))
 
 
-def explained(error: BaseException, run: Run | None) -> TrainingError | None:
+def out_of_memory_error(error: BaseException, run: Run | None) -> TrainingError | None:
     """Return the error for an allocation that failed, in ``run`` if it is built; None for any other error."""
     text = str(error)
     if not isinstance(error, RuntimeError) or isinstance(error, torch.distributed.DistError) or not _OUT.search(text):
@@ -127,7 +130,15 @@ def explained(error: BaseException, run: Run | None) -> TrainingError | None:
 
 def remedies(config: Config, world_size: int, when: str, has_blocks: bool) -> str:
     """Return settings that need less memory, in words. ``when``: "training" or "evaluation"."""
-    ways = [*_settings(config, world_size, when, has_blocks)]
+    ways = [
+        f"{key}={value if isinstance(value, str) else json.dumps(value)} ({effect})"
+        for key, value, effect in _settings(config, world_size, when, has_blocks)
+        if not any(conflicts(_with(config, key, value)))
+    ]
+    shares = _rows(config, 2, when) < _rows(config, 1, when) and not strategy_class(config.parallel).one_process
+    if world_size == 1 and shares and not config.batch.misfit(2):
+        ways.append("more ranks, which share batch.global (harness launch --nproc 2)")
+    ways += ["a smaller model (model.args)", "an optimizer with less state, such as sgd (optimizer.name)"]
     return f"use one of: {'; '.join(ways[:_NUM_SETTINGS])}"
 
 
@@ -145,10 +156,11 @@ def _largest(run: Run, when: str) -> Iterator[str]:
             yield f"{name} {shown(size)}"
 
 
-def shown(num_bytes: float) -> str:
-    if num_bytes < MIB:
-        return f"{num_bytes / 1024:.1f} KiB"
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
+def shown(size: float) -> str:
+    """Return ``size``, in bytes, with a unit."""
+    if size < MIB:
+        return f"{size / 1024:.1f} KiB"
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"
 
 
 def _rows(config: Config, world_size: int, when: str) -> int:
@@ -158,28 +170,31 @@ def _rows(config: Config, world_size: int, when: str) -> int:
     return batch.eval_per_rank or micro if when == "evaluation" else micro
 
 
-def _settings(config: Config, world_size: int, when: str, has_blocks: bool) -> Iterator[str]:
-    """Yield settings that need less memory, those that change the training least first."""
-    batch, rows, strategy = config.batch, _rows(config, world_size, when), strategy_class(config.parallel)
+def _settings(config: Config, world_size: int, when: str, has_blocks: bool) -> Iterator[tuple[str, Any, str]]:
+    """Yield (key, value, effect) of settings that need less memory, those that change the training least first. Some
+    may not fit the others."""
+    batch, rows = config.batch, _rows(config, world_size, when)
     per_rank = rows * batch.accumulate
     if when == "evaluation" and rows > 1:
-        yield f"batch.eval_per_rank={rows // 2} (the same metrics)"
+        yield "batch.eval_per_rank", rows // 2, "the same metrics"
     elif rows > 1:
         count = next(n for n in range(batch.accumulate + 1, per_rank + 1) if per_rank % n == 0)
-        yield f"batch.accumulate={count} ({plural(per_rank // count, 'row')} at a time; the same batch size)"
-    if when == "training" and not config.model.activation_checkpointing and has_blocks and strategy.recomputes:
-        yield "model.activation_checkpointing=true (blocks run again in the backward pass; the same results)"
+        yield "batch.accumulate", count, f"{plural(per_rank // count, 'row')} at a time; the same batch size"
+    if when == "training" and not config.model.activation_checkpointing and has_blocks:
+        yield "model.activation_checkpointing", True, "blocks run again in the backward pass; the same results"
     if config.precision.opt_level == "O0":
-        yield "precision.opt_level=O4 (activations in bfloat16, half the size)"
-    if not strategy.shards and world_size > 1 and not config.model.channels_last:
-        yield f"parallel.strategy=fsdp (weights, gradients and optimizer state shared by {world_size} ranks)"
+        yield "precision.opt_level", "O4", "activations in bfloat16, half the size"
+    if world_size > 1 and not strategy_class(config.parallel).shards:
+        yield "parallel.strategy", "fsdp", f"weights, gradients and optimizer state shared by {world_size} ranks"
     if config.train.ema_decay:
-        yield "train.ema_decay=null (no moving average)"
+        yield "train.ema_decay", None, "no moving average"
     if when == "training" and rows > 1:
+        micro_batches = batch.accumulate * (config.parallel.num_ranks(world_size) if batch.global_ else 1)
         name = "batch.global" if batch.global_ else "batch.per_rank"
-        half = max(1, per_rank // 2) * (config.parallel.num_ranks(world_size) if batch.global_ else 1)
-        yield f"{name}={half} (a smaller batch; optimizer.lr may need to change)"
-    if world_size == 1:
-        yield "more ranks, which share batch.global (harness launch --nproc 2)"
-    yield "a smaller model (model.args)"
-    yield "an optimizer with less state, such as sgd (optimizer.name)"
+        yield name, rows // 2 * micro_batches, "a smaller batch; optimizer.lr may need to change"
+
+
+def _with(config: Config, key: str, value: Any) -> Config:
+    section, _, name = key.partition(".")
+    changed = getattr(config, section).model_copy(update={"global_" if name == "global" else name: value})
+    return config.model_copy(update={section: changed})

@@ -11,10 +11,10 @@ import numpy as np
 
 from harness.config.schema import Config
 from harness.data.shards import bounds, num_steps
-from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, DataError, plural
 from harness.training.optimizer import optimizer_builder, own_schedule
 from harness.training.optimizer.schedule import Schedule
+from harness.training.reproducibility.logical_ranks import LogicalRanks
 from harness.training.task import OpenedTask
 
 log = logging.getLogger("harness")
@@ -116,14 +116,14 @@ def doubts(config: Config, sizes: Sizes, num_rows: int) -> Iterator[str]:
         yield "task.eval_csv is task.train_csv: the metrics are those of rows that the model is trained on"
 
 
-def warn_of_skew(config: Config, task: OpenedTask, runtime: Runtime) -> None:
+def warn_of_skew(config: Config, task: OpenedTask, ranks: LogicalRanks) -> None:
     """Warn if the labels of a rank's shard differ from all labels, which biases its gradients. Collective."""
-    if config.data.shard != "contiguous" or runtime.world_size == 1:
+    if config.data.shard != "contiguous" or ranks.num == 1:
         return
-    part = bounds(len(task.train), runtime.rank, runtime.world_size)
-    own_counts = runtime.patiently("counting labels", lambda: task.label_counts(*part))
-    shards = [shard for shard in runtime.gather(own_counts) if shard is not None]
-    if len(shards) < runtime.world_size:
+    parts = [bounds(len(task.train), rank, ranks.num) for rank in ranks.own]
+    own_counts = ranks.runtime.patiently("counting labels", lambda: [task.label_counts(*part) for part in parts])
+    shards = [shard for counts in ranks.runtime.gather(own_counts) for shard in counts if shard is not None]
+    if len(shards) < ranks.num:
         return  # the task has no labels
     counts = np.stack(shards).astype(float)
     overall = counts.sum(0) / max(1.0, counts.sum())

@@ -36,7 +36,6 @@ class ParallelStrategy:
     """True if each of several processes holds a part of the weights, as DTensors. ``prepare`` then gets the model on
     the CPU, where only rank 0 needs its values, and moves it to the device. A forward pass, and reading a whole
     parameter, are collective. Such a strategy needs harness.apex, whose amp reads DTensors."""
-    recomputes: ClassVar[bool] = True  # model.activation_checkpointing is supported
 
     model: nn.Module  # what training calls
     module: nn.Module  # the bare model inside it

@@ -21,7 +21,6 @@ class Strategy(ParallelStrategy):
     """DataParallel; the bare model if there is one device, or a CPU."""
 
     one_process = True
-    recomputes = False
 
     @classmethod
     def conflicts(cls, config: Config) -> Iterator[Conflict]:
