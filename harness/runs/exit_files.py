@@ -16,7 +16,7 @@ from pathlib import Path
 from harness.distributed.launch_env import Launch
 from harness.distributed.rank_exit import Cause, RankExit
 from harness.runs import layout
-from harness.runs.files import identity, read_json, temporary_for, write_atomically
+from harness.runs.files import commit, identity, read_json, temporary_for, write_atomically
 
 EARLY = "HARNESS_EARLY_FAILURE"  # path of the file for a failure before the run folder is claimed; set by a sweep
 
@@ -79,7 +79,7 @@ def write_first(folder: Path, first: RankExit) -> RankExit:
             os.link(temporary, path)
         except OSError:
             if not path.exists():  # a file system without hard links
-                os.replace(temporary, path)
+                commit(temporary, path)
     with suppress(OSError):
         temporary.unlink(missing_ok=True)
     return read_record(path) or first
