@@ -132,7 +132,7 @@ def lamb_stage2(
     rate: Any = _on(lr, weights[0].device, weights[0].dtype)
     if skip is not None:
         zero = weights[0].new_zeros(())
-        rate = torch.where(skip, zero, zero + rate)
+        rate = torch.where(skip, zero, zero + rate)  # zero + rate: a tensor on its device, also if it is a number
     if weight_and_update_norms is not None:
         of_weights, of_updates = weight_and_update_norms
         ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
