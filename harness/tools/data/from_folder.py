@@ -35,17 +35,18 @@ def write(folder: Path, out: Path, force: bool = False) -> str:
 
     def names() -> Iterator[str]:
         for name in image_folders.images_below(folder, skipped):
-            label = name.partition(os.sep)[0]
-            if label == name:
+            if os.sep in name:
+                yield name
+            else:
                 skipped["images outside a class folder"] += 1
-                continue
-            count_of_class[label] += 1
-            yield name
 
     def rows() -> Iterator[tuple[str, str]]:
         for name, doubt in _with_doubts(folder, names()):
-            wrong.extend([f"{name} ({doubt})"] if doubt else [])
-            yield name, name.partition(os.sep)[0]
+            if doubt:
+                wrong.append(f"{name} ({doubt})")
+            label = name.partition(os.sep)[0]
+            count_of_class[label] += 1
+            yield name, label
 
     count = write_rows(out, ("path", "label"), rows())
     if not count:
