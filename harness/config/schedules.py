@@ -66,10 +66,9 @@ def find(name: str) -> Found:
 def section(name: str) -> type[ScheduleSection]:
     """Return ScheduleSection with the arguments of the schedule ``name``. Raises ConfigError."""
     function, passed, makes_scheduler = find(name)
-    section_class: type[ScheduleSection] = signatures.section_of(
+    return signatures.section_of(
         ScheduleSection, name, function, name == "constant", passed, TOTALS if makes_scheduler else ()
     )
-    return section_class
 
 
 def require_no_metric(scheduler: Any, name: str) -> None:

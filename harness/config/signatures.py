@@ -13,7 +13,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import Field, create_model
 
@@ -22,6 +22,7 @@ from harness.config.base import NullIsEmpty, Section
 from harness.errors import ConfigError, first_line, similar
 
 Function = Callable[..., Any]
+_Section = TypeVar("_Section", bound=Section)
 
 
 def functions(module: str) -> dict[str, Function]:
@@ -66,13 +67,13 @@ def require_parameters(
 
 @functools.cache  # so that two configurations that name the same function have the same class and can be compared
 def section_of(
-    base: type[Section],
+    base: type[_Section],
     name: str,
     function: Function,
     default: bool,
     passed: tuple[str, ...],
     by_run: tuple[str, ...] = (),
-) -> Any:
+) -> type[_Section]:
     """Return ``base`` with this ``name``, which ``default`` makes optional, and the arguments of ``function`` as
     ``args``, without those that the harness has ``passed``; those ``by_run`` are null unless the configuration sets
     them."""
@@ -99,7 +100,8 @@ def _arguments(name: str, function: Function, passed: tuple[str, ...], by_run: t
         hints = _hints(function, parameters)
         fields: dict[str, Any] = {}
         for each in parameters:
-            kind, default = hints[each.name], ... if each.default is each.empty else each.default
+            kind = hints[each.name]
+            default = ... if each.default is each.empty else each.default
             if each.name in by_run:
                 kind, default = kind | None, None
             fields[each.name] = (kind, Field(default, description=described))
@@ -117,5 +119,6 @@ def _hints(function: Function, parameters: Iterable[inspect.Parameter]) -> dict[
     """Return the types of ``parameters`` by name. torch imports some of them for type checkers only."""
     annotated = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)  # type: ignore[misc]
     annotations = {each.name: Any if each.annotation is each.empty else each.annotation for each in parameters}
+    # What YAML has is a list, and pydantic would check the values of an Iterable only when they are used.
     namespace = {**vars(collections.abc), **getattr(annotated, "__globals__", {}), "Iterable": list, "Sequence": list}
     return get_type_hints(SimpleNamespace(__annotations__=annotations), namespace, include_extras=True)
