@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from harness.errors import TrainingError as TrainingError
     from harness.training import loop
     from harness.training.checkpoints import checkpointing
-    from harness.training.evaluation.evaluate import prepare as prepare
     from harness.training.parts import Checkpoints as Checkpoints
     from harness.training.parts import Runtime as Runtime
     from harness.training.parts import Sums as Sums
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from harness.training.task import Classification as Classification
     from harness.training.task import RowFiles as RowFiles
     from harness.training.task import TaskSection as TaskSection
+    from harness.training.task import prepare as prepare
     from harness.training.task import row_seed as row_seed
     from harness.training.task import seeded_torch as seeded_torch
 
@@ -73,12 +73,11 @@ _NAMES = {  # of each module, as imported above; NAME=OTHER: it is called OTHER 
     "config.targets": "LabelledTask",
     "errors": "CheckpointError ConfigError DataError HarnessError OwnCodeError TrainingError",
     "training.checkpoints.checkpointing": "save_run=save",
-    "training.evaluation.evaluate": "prepare",
     "training.loop": "evaluate_run=evaluation",
     "training.parts": "Checkpoints Runtime Sums amp bounds load num_steps open_runtime save shard",
     "training.run": "Run",
     "training.strategies.base": "ParallelStrategy",
-    "training.task": "Arrays BaseTask Batch Classification RowFiles TaskSection row_seed seeded_torch",
+    "training.task": "Arrays BaseTask Batch Classification RowFiles TaskSection prepare row_seed seeded_torch",
 }
 _FROM = {
     word.partition("=")[0]: (module, word.rpartition("=")[2])

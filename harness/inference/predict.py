@@ -44,7 +44,6 @@ from harness.runs import console, trained_run
 from harness.runs.files import output_error, require_output
 from harness.training import build
 from harness.training.evaluation import predictions
-from harness.training.evaluation.evaluate import laid_out
 from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.prediction_table import UNKNOWN_SHOWN, Totals
 from harness.training.evaluation.predictions import Predictor
@@ -52,7 +51,7 @@ from harness.training.exit_report import ExitReporter, failed_early
 from harness.training.optimizer import optimizer_builder, precision, trained_parameters
 from harness.training.rows import opening
 from harness.training.run_start import connected
-from harness.training.task import OpenedTask, PredictingTask, Supervised, SupportsNewData
+from harness.training.task import OpenedTask, PredictingTask, Supervised, SupportsNewData, laid_out
 
 log = logging.getLogger("harness")
 

@@ -28,7 +28,6 @@ from harness.trackers import metrics_log
 from harness.training import hooks
 from harness.training.checkpoints import resuming
 from harness.training.checkpoints.checkpoint_writer import CheckpointWriter
-from harness.training.evaluation.evaluate import laid_out
 from harness.training.health import Health
 from harness.training.measuring import memory
 from harness.training.measuring.meter import Meter
@@ -47,7 +46,7 @@ from harness.training.run import Run, ThisStart
 from harness.training.state import State
 from harness.training.strategies import sharding
 from harness.training.strategies.base import ParallelStrategy, strategy_class
-from harness.training.task import OpenedTask, SupportsLook
+from harness.training.task import OpenedTask, SupportsLook, laid_out
 
 log = logging.getLogger("harness")
 

@@ -32,14 +32,14 @@ from harness.data.rank_data import MicroBatch
 from harness.training import run_log
 from harness.training.checkpoints.checkpointing import keep_best, save
 from harness.training.counting import Losses, count_last_step, end_step, end_window
-from harness.training.evaluation.evaluate import evaluate, prepare, try_evaluation
+from harness.training.evaluation.evaluate import evaluate, try_evaluation
 from harness.training.hooks import AFTER_EVALUATION, AFTER_STEP, BEFORE_TRAINING
 from harness.training.measuring.step_timer import end_backward_before_exchange
 from harness.training.optimizer.optimizer_builder import clear_gradients
 from harness.training.rows.mixing import mixed, mixed_loss
 from harness.training.run import Run
 from harness.training.strategies.sharding import full
-from harness.training.task import Report, require_loss
+from harness.training.task import Report, prepare, require_loss
 
 log = logging.getLogger("harness")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.config.schema import ModelSection, TaskSection
+from harness.config.schema import Config, ModelSection, TaskSection
 from harness.config.targets import LabelledTask
 from harness.data.arrays import Arrays
 from harness.data.batch import Batch, Dataset, described, read
@@ -361,3 +362,31 @@ def wrong_return(task: BaseTask | OpenedTask, method: str, returned: str, hint: 
     where = place_of(type(task), method)
     kind = OwnCodeError if where else TrainingError
     return kind(f"{type(task).__name__}.{method}() returned {returned}", where=where or "task", hint=hint)
+
+
+class HasTask(Protocol):
+    """The attributes of a run that ``prepare`` needs."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def task(self) -> OpenedTask: ...
+
+
+def laid_out(dataset: Dataset, config: Config) -> Dataset:
+    """Return ``dataset``; one of images delivers them in the memory format of the model's weights."""
+    if config.model.channels_last and hasattr(dataset, "channels_last") and is_dataclass(dataset):
+        return replace(dataset, channels_last=True)
+    return dataset
+
+
+def prepare(run: HasTask, inputs: Tensor) -> Tensor:
+    """Turn the inputs of a batch into the model's input, in the memory format of its weights."""
+    if not run.config.model.channels_last:
+        return run.task.prepare(inputs)
+    return _channels_last(run.task.prepare(_channels_last(inputs)))  # bytes are copied faster than floats
+
+
+def _channels_last(inputs: Tensor) -> Tensor:
+    return inputs.contiguous(memory_format=torch.channels_last) if inputs.dim() == 4 else inputs

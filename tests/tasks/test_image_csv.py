@@ -18,8 +18,8 @@ from harness.data.seeds import seeded_torch
 from harness.data.shards import Segment
 from harness.distributed.machine import Memory
 from harness.errors import ConfigError, DataError
-from harness.training.evaluation.evaluate import laid_out, prepare
 from harness.training.evaluation.sums import Sums
+from harness.training.task import laid_out, prepare
 from tests.fixtures import make_config, write_rows
 
 Image = pytest.importorskip("PIL.Image")

@@ -375,7 +375,7 @@ def test_records_of_a_run(tmp_path):
     """The gradient norm is that of the unscaled gradients of the line's last step, before clipping."""
     from harness import open_run, train
     from harness.runs import metrics_table
-    from harness.training.evaluation.evaluate import prepare
+    from harness.training.task import prepare
 
     write_rows(tmp_path, "train", 20)
     write_rows(tmp_path, "eval", 4)

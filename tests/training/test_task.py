@@ -28,7 +28,7 @@ from harness.errors import EXIT_OWN_CODE, ConfigError, DataError, HarnessError, 
 from harness.inference import predict
 from harness.training import build, loop
 from harness.training.check import preflight
-from harness.training.evaluation import evaluate
+from harness.training.evaluation import evaluate, task_checks
 from harness.training.evaluation.task_checks import doubt_of_mean
 from harness.training.rows.opening import open_data
 from harness.training.run import Run
@@ -499,7 +499,7 @@ def test_a_count_may_be_a_number(count):
 
     task, sums = Own(Doubled(np.ones((5, 3), np.float32))), Sums()
     for targets in (torch.ones(3), torch.zeros(1)):
-        evaluate.add_pairs(sums, task, targets, targets)
+        task_checks.add_pairs(sums, task, targets, targets)
     assert sums.over(Runtime()).ratio("sum") == 0.75
 
 

@@ -32,7 +32,7 @@ from harness.errors import (
     users_line,
 )
 from harness.runs.console import in_words
-from harness.training.evaluation import evaluate
+from harness.training.evaluation import task_checks
 from harness.training.evaluation.sums import Sums
 from harness.training.evaluation.task_checks import doubt_of_mean, doubt_of_sums, loss_place, require_columns
 from harness.training.measuring import memory
@@ -42,7 +42,7 @@ from harness.training.reproducibility import determinism
 from harness.training.reproducibility.determinism import Audit, OutOfTime
 from harness.training.rows import division
 from harness.training.strategies.base import strategy_class
-from harness.training.task import OpenedTask, SupportsPredictions, require_loss
+from harness.training.task import OpenedTask, SupportsPredictions, prepare, require_loss
 
 NO_TRIAL = "a training step and an evaluation (because of the errors)"
 _PACE_S = 10.0  # for another training step, to estimate how long the run takes
@@ -270,9 +270,9 @@ class TrialStep:
             outputs = self._outputs(batch, "validation", training=False)
             with _stage("evaluate() of the task", "validation"):
                 sums = Sums()
-                evaluate.add_pairs(sums, task, outputs, batch.targets)
+                task_checks.add_pairs(sums, task, outputs, batch.targets)
             with _stage("report() of the task", "validation"):
-                evaluate.numbers(task, sums, self.config.task.metrics)
+                task_checks.numbers(task, sums, self.config.task.metrics)
             if doubt := doubt_of_sums(task, outputs, batch.targets):
                 self.doubts["sums"] = doubt
             if isinstance(task, SupportsPredictions):
@@ -283,7 +283,7 @@ class TrialStep:
 
     def _inputs(self, batch: Batch) -> Tensor:
         """Return the input of the model; instead of float64 in float32, as amp casts it at every level."""
-        inputs = evaluate.prepare(self, batch.inputs)
+        inputs = prepare(self, batch.inputs)
         is_double = isinstance(inputs, Tensor) and inputs.dtype is torch.float64
         own_double = any(param.dtype is torch.float64 for param in self.model.parameters())
         return inputs.float() if is_double and not own_double else inputs

@@ -26,13 +26,12 @@ from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError, first_line, plural, readable, reason, users_line
 from harness.runs.console import ProgressBar
 from harness.runs.weights_file import load_weights
-from harness.training.evaluation.evaluate import add_pairs, numbers, prepare
 from harness.training.evaluation.objective import ROWS_OF_FILE, Objective
 from harness.training.evaluation.prediction_files import RowFiles, folder_of
 from harness.training.evaluation.prediction_table import FIRST_COLUMNS, Block, PredictionFile, Totals
 from harness.training.evaluation.sums import Pairs, Sums
-from harness.training.evaluation.task_checks import column
-from harness.training.task import PredictingTask, SupportsErrors
+from harness.training.evaluation.task_checks import add_pairs, column, numbers
+from harness.training.task import PredictingTask, SupportsErrors, prepare
 
 log = logging.getLogger("harness")
 

@@ -1,10 +1,11 @@
-"""Doubts about the numbers of a task: a loss that is a sum or mixes rows, a metric that is a mean, not a sum. Errors of
-its columns of the table of predictions."""
+"""Checks of what the methods of a task return: errors of its sums, its report and its columns of predictions; doubts
+about a loss that is a sum or mixes rows, and a metric that is a mean, not a sum."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,11 @@ from harness.config.schema import TaskSection
 from harness.data.batch import described
 from harness.errors import HarnessError, OwnCodeError, first_line, place_of, plural
 from harness.training.evaluation.prediction_files import RowFiles
-from harness.training.task import OpenedTask, wrong_return
+from harness.training.evaluation.sums import Pairs, Report, Rows, Sums, is_number
+from harness.training.task import BaseTask, OpenedTask, wrong_return
+
+_PAIRS = "return a (sum, count) for each metric that the task declares: {}"
+_NUMBERS = "return a dictionary with a number for each metric that the task declares: {}"
 
 
 def doubt_of_mean(section: TaskSection, task: OpenedTask, outputs: Tensor, targets: Tensor) -> str:
@@ -113,3 +118,66 @@ def require_columns(task: OpenedTask, method: str, argument: object, rows: np.nd
             values.encoded(name, rows.tolist())
         except HarnessError as error:
             raise OwnCodeError(error.message, where=place_of(type(task), method), hint=error.hint) from None
+
+
+def add_pairs(sums: Sums, task: OpenedTask, outputs: Tensor, targets: Tensor) -> None:
+    """Add to ``sums`` what the task's ``evaluate`` returns. Raises TrainingError if that is not pairs."""
+    pairs: object = task.evaluate(outputs, targets)
+    if wrong := _wrong(pairs, sums):
+        hint = "return {name: (sum, count)}: a tensor, and one or a number, each added up over the rows of the batch"
+        raise wrong_return(task, "evaluate", wrong, hint)
+    sums.add(cast(Pairs, pairs))
+
+
+def _wrong(pairs: object, sums: Sums) -> str:
+    """Return what in ``pairs`` cannot be added to ``sums``, in words; empty if nothing."""
+    if not isinstance(pairs, Mapping):
+        return described(pairs)
+    for name, pair in pairs.items():
+        match pair:
+            case Rows():
+                continue
+            case Tensor(), Tensor() | int() | float() | np.number():
+                pass
+            case _:
+                return f"{described(pair)} for {name!r}"
+        for new, previous in zip(pair, sums.pairs.get(name, ()), strict=False):
+            if isinstance(new, Tensor) and new.numel() != previous.numel():
+                return f"{described(new)} for {name!r}, after one of shape {tuple(previous.shape)} for another batch"
+    return ""
+
+
+def numbers(task: OpenedTask, sums: Sums, names: Collection[str]) -> Report:
+    """Return the task's report on ``sums``, with a number for each of the metrics ``names``. Raises TrainingError."""
+    report = report_of(task, sums, names)
+    return {**report, **{name: require_number(task, report, name, names) for name in names}}
+
+
+def report_of(task: OpenedTask, sums: Sums, names: Collection[str]) -> Report:
+    """Return the task's report on ``sums``. Raises TrainingError if it is no dictionary."""
+    try:
+        report: Report = task.report(sums)
+    except OwnCodeError as error:  # of Sums.ratio, which does not know the task
+        raise error if error.where else wrong_return(task, "evaluate", error.message, error.hint) from None
+    if not isinstance(report, Mapping):
+        raise wrong_return(task, "report", described(report), _NUMBERS.format(", ".join(names)))
+    return report
+
+
+def require_number(task: OpenedTask, report: Report, name: str, names: Collection[str]) -> float:
+    """Return the metric ``name`` of the task's report. Raises TrainingError, which lists the declared ``names``, if
+    that is missing or no number."""
+    value = report.get(name)
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+        value = value.item()
+    if is_number(value):
+        return value
+    returned = f"{value!r:.80} for metric {name!r}" if name in report else describe_missing(name, report)
+    if name not in report and type(task).report is BaseTask.report:
+        raise wrong_return(task, "evaluate", returned, _PAIRS.format(", ".join(names)))
+    raise wrong_return(task, "report", returned, _NUMBERS.format(", ".join(names)))
+
+
+def describe_missing(name: str, report: Report) -> str:
+    """Return, in words, that ``report`` lacks the metric ``name``."""
+    return f"no metric {name!r}, only {', '.join(map(repr, report)) or 'an empty dictionary'}"
