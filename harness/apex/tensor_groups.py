@@ -84,13 +84,10 @@ def norms(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None
     On the CPU torch adds the squares of a whole tensor in float32, an error of 0.1 % for 30 million elements. Here
     large tensors are added row by row. The kernels of CUDA do so themselves.
     """
-    tensors = list(tensors)
     if tensors[0].device.type != "cpu" or order == math.inf:
-        return torch.stack(torch._foreach_norm(tensors, order, dtype))
-    large = [index for index, tensor in enumerate(tensors) if tensor.numel() > _ROW]
-    for index in large:
-        tensors[index] = _norms_of_rows(tensors[index], order, dtype)
-    return torch.stack(torch._foreach_norm(tensors, order, dtype))
+        return torch.stack(torch._foreach_norm(list(tensors), order, dtype))
+    short = [_norms_of_rows(each, order, dtype) if each.numel() > _ROW else each for each in tensors]
+    return torch.stack(torch._foreach_norm(short, order, dtype))
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:

@@ -62,9 +62,10 @@ class SavedFiles:
             elif event["event"] == "written":
                 path = Path(event["path"])
                 write = self.torn.pop(path, begun)
+                content = event.get("content") or {}
                 new = SavedFile(
                     path, int(event["after"]), len(self.all) + 1, write, int(event.get("bytes") or 0),
-                    has_weights=any(isinstance(each, str) and each in weights for each in _values(event)),
+                    has_weights=any(isinstance(each, str) and each in weights for each in content.values()),
                 )  # fmt: skip
                 self.all.append(new)
                 self.present[path] = new
@@ -90,10 +91,6 @@ def _saved_weights(events: Events) -> set[str]:
     """Return the digests that the content of a checkpoint has for the weights before all steps."""
     weights = {each for event in events if event["event"] == "step" for each in event.get("weights", {}).values()}
     return {hashlib.sha1(f"tensor|{each}".encode(), usedforsecurity=False).hexdigest()[:16] for each in weights}
-
-
-def _values(event: Mapping[str, Any]) -> Iterable[Any]:
-    return (event.get("content") or {}).values()
 
 
 def newest(

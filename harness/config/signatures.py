@@ -100,8 +100,7 @@ def _arguments(name: str, function: Function, passed: tuple[str, ...], by_run: t
         hints = _hints(function, parameters)
         fields: dict[str, Any] = {}
         for each in parameters:
-            kind = hints[each.name]
-            default = ... if each.default is each.empty else each.default
+            kind, default = hints[each.name], ... if each.default is each.empty else each.default
             if each.name in by_run:
                 kind, default = kind | None, None
             fields[each.name] = (kind, Field(default, description=described))

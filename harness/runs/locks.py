@@ -106,9 +106,7 @@ class Lock:
     def is_current(self) -> bool:
         """Return whether the lock is held, and ``path`` is still the file or folder that was locked."""
         if self._marker is not None:
-            return self._marked != "" and self._marked == text_or_empty(
-                self._marker_path
-            )  # not another's, after a move
+            return self._marked != "" and self._marked == text_or_empty(self._marker_path)  # not another's, if moved
         return bool(self._open) and all(_is_same(path, descriptor) for path, descriptor in self._open.items())
 
     def _flock_folder(self) -> bool:

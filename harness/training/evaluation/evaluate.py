@@ -33,9 +33,8 @@ def evaluate(run: Run) -> Report | None:
     calls the model equally often, at the end with a row that does not count.
     """
     run.ranks.average_buffers()  # without this, each rank would evaluate a different model
-    data = run.eval_data
+    data, ranks = run.eval_data, run.ranks
     module = run.parallel.eval_model
-    ranks = run.ranks
     sums = {rank: Sums() for rank in ranks.own}
     num_rows = 0
     bad_rows: list[int] = []
