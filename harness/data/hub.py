@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,25 @@ def folder(name: str, where: str) -> Path:
             hint = "it is an adapter of peft: give a whole model, as merge_and_unload().save_pretrained writes it"
         raise ConfigError(f"the folder {path} has no {CONFIG}", where=where, hint=hint)
     return path
+
+
+def require_here(name: str, where: str) -> None:
+    """Raise ConfigError unless ``hf:FOLDER_OR_NAME`` is here, or may be OWNER/NAME of the hub, which is not asked."""
+    location = name.removeprefix(HUB)
+    if expanded(location).is_dir():
+        folder(name, where)
+        return
+    hint, (repository, _, revision) = _nearest(location), location.partition("@")
+    if _NAME.fullmatch(location):
+        if "/" in repository and not hint:
+            return
+        with suppress(ImportError):
+            from huggingface_hub import try_to_load_from_cache
+
+            if isinstance(try_to_load_from_cache(repository, CONFIG, revision=revision or None), str):
+                return
+    hint = hint or f"give {HUB}FOLDER with a {CONFIG}, or {HUB}OWNER/NAME of the hub"
+    raise ConfigError(f"there is no folder {location}, nor a model of this name in the cache", where=where, hint=hint)
 
 
 def keep(name: str, copies: Path, renew: bool) -> None:

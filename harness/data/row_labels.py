@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -156,6 +157,8 @@ def _unknown(table: Table, train: str, unknown: Mapping[int, object], classes: S
     hint = hint if matches else "evaluate only labels that occur in training, or correct the CSV"
     if len(unknown) > max(3, len(table) // 2):
         hint = "nearly every row has its own label: set task.label_column, or task.labels.column, to another column"
+    if all(re.fullmatch(r"[-+]?\d+(\.\d*)?", str(label)) for label in [*spelled, *unknown.values()]):
+        hint = "evaluate only labels that occur in training; to predict the number, set task.labels.kind=regression"
     first_rows = (_first_with(table, rows, [*unknown]) for rows in _chunks(0, len(table)))
     row = next(row for row in first_rows if row is not None)
     labels = ", ".join(repr(label) for label in examples)

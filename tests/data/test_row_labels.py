@@ -34,3 +34,9 @@ def test_unknown_labels_are_named_without_a_search_for_each():
     with pytest.raises(DataError) as caught:
         class_indices(Table(), ["a", "c"], "train.csv")
     assert (caught.value.message, caught.value.where) == ("2 labels that train.csv does not have: 'b', 'd'", "row 2")
+
+
+def test_unknown_numbers_may_be_no_classes(monkeypatch):
+    monkeypatch.setattr(Table, "vocabulary", Vocabulary(["3", "-5", "35", "4"]))
+    with pytest.raises(DataError, match="to predict the number, set task.labels.kind=regression"):
+        class_indices(Table(), [-5, 4, 35], "train.csv")

@@ -167,6 +167,8 @@ def labels(rows: Annotations, inputs: Collection[str]) -> Guess:
         setting = f"labels: {{column: {plain(best)}, separator: {plain(separator)}{empty}}}"
         reason = f"several of {len(names)} labels per row{', or none' if empty else ''}: {few}{rest}"
         return Guess(setting, reason)
+    if len(names) > 10 and all(map(_NUMBER.fullmatch, names)):
+        few += f"; for numbers instead of classes: labels: {{kind: regression, column: {plain(best)}}}"
     return Guess(f"label_column: {plain(best)}", f"{len(names)} classes: {few}{rest}")
 
 
@@ -204,7 +206,8 @@ def _kind(values: Sequence[str], is_label_name: bool) -> _Kind:
         ):
             return separator
     if all(map(_NUMBER.fullmatch, distinct)) and (
-        any("." in value for value in distinct) or (is_label_name and len(distinct) > max(20, len(values) / 2))
+        any("." in value or (len(distinct) > 10 and float(value) < -1) for value in distinct)  # -1: maybe no class
+        or (is_label_name and len(distinct) > max(20, len(values) / 2))
     ):
         return "numbers"
     return "classes" if 2 <= len(distinct) <= max(2, len(values) / 2) else ""

@@ -31,6 +31,10 @@ def write(sources: Sequence[str], out: Path | None, model: str | None = None, ro
     if model and not model.startswith(HUB) and (Path(model) / "config.json").is_file():
         hint = f"did you mean --model {shlex.quote(HUB + model)}?"
         raise ConfigError("this folder is a model of Hugging Face", where=f"--model {model}", hint=hint)
+    if model and model.startswith(HUB):
+        from harness.data import hub  # late: as torch, which it imports
+
+        hub.require_here(model, "--model")
     train, evaluation = (columns.read(source) for source in _pair(sources))
     name = _name(out.stem) if out else _data_name(train.source)
     out = out or Path(f"{name}.yaml")

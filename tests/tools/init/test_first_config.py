@@ -171,6 +171,9 @@ def test_test_rows_that_would_choose_the_weights_are_named(folder):
          "several of 3 labels per row, or none: bird, cat, dog"),
         ("weight", lambda row: f"{row / 7:.3f}", {"kind": "regression", "column": "weight"}, "numbers from "),
         ("target", lambda row: str(row * 3), {"kind": "regression", "column": "target"}, "numbers from "),
+        ("score", lambda row: str(row % 11 - 5), {"kind": "regression", "column": "score"}, "numbers from "),
+        ("score", lambda row: str(row % 11), {},
+         "; for numbers instead of classes: labels: {kind: regression, column: score}; other columns: id"),
     ],
 )  # fmt: skip
 def test_other_kinds_of_labels(folder, column, value, setting, reason):
@@ -231,6 +234,8 @@ def pairs(label) -> None:
 )  # fmt: skip
 def test_pairs_of_texts_for_a_model_of_hugging_face(folder, label, setting):
     pairs(label)
+    Path("a folder").mkdir()
+    Path("a folder/config.json").write_text("{}")
     text = first_config.write([], Path("pairs.yaml"), "hf:a folder")
     assert "model: {name: hf:a folder}  # all weights; with small matrices" in text
     again = text.splitlines()[-2].split()
@@ -247,8 +252,16 @@ def test_pairs_of_texts_for_a_model_of_hugging_face(folder, label, setting):
     assert (model.name, model.lora) == ("hf:a folder", None)
 
 
-def test_a_folder_of_hugging_face_without_its_prefix_is_refused(folder):
+def test_a_model_of_hugging_face_that_is_not_there_or_lacks_its_prefix_is_refused(folder):
     pairs(lambda row: row % 2)
+    Path("a brt").mkdir()
+    with pytest.raises(ConfigError, match="the folder a brt has no config.json"):
+        first_config.write([], Path("pairs.yaml"), "hf:a brt")
+    for gone in ("no such model", "brt"):
+        with pytest.raises(ConfigError, match=f"there is no folder {gone}, nor a model of this name"):
+            first_config.write([], Path("pairs.yaml"), f"hf:{gone}")
+    assert not Path("pairs.yaml").exists()
+    first_config.write([], Path("hub.yaml"), "hf:owner/name")
     Path("a bert").mkdir()
     Path("a bert/config.json").write_text("{}")
     with pytest.raises(ConfigError, match="did you mean --model 'hf:a bert'\\?"):
@@ -267,6 +280,7 @@ def test_pairs_of_texts_without_a_model_are_named(folder, capsys):
     assert last.endswith("add --model hf:FOLDER_OR_NAME to harness init")
     assert "# model: {name: hf:FOLDER_OR_NAME}" in text
     (again,) = re.findall("are written by: harness (.*)", text)
+    again = again.replace("FOLDER_OR_NAME", "owner/name")
     assert cli.main([*again.split(), "--out", "again.yaml"]) == 0
     assert loader.load("again.yaml").task.text_columns == ("question", "answer")
 
