@@ -356,6 +356,9 @@ def test_numbers_of_a_trained_model_are_in_the_unit_of_their_column(tmp_path):
     np.testing.assert_allclose(found.numpy(), expected.to_numpy(), rtol=1e-5)
     assert bare.abs().max() < 100
     of_texts = predict(result.folder, ["a b", "c"])
+    assert torch.equal(model.preprocess("a b"), model.preprocess(["a b"]))
+    with pytest.raises(DataError, match="there is no file 'gone'"):
+        model.preprocess("gone")
     pd.testing.assert_frame_equal(of_texts, predict(result.folder, [{"text": "a b"}, {"text": "c"}]))
     assert list(model.description["columns"]) == ["x", "y"]
     assert "postprocessing" not in model.description

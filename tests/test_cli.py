@@ -347,6 +347,12 @@ def test_a_configuration_may_stand_without_its_option(monkeypatch, capsys, yaml_
     assert "give one YAML file: harness check CONFIG (found: none)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("rows", "hint"), [("a.csv", "--csv a.csv"), ("", "--csv CSV")])
+def test_rows_to_predict_without_their_option(capsys, rows, hint):
+    assert cli.main(["predict", "runs/x", *rows.split()]) == 2
+    assert capsys.readouterr().err.endswith(f"\n  -> type: harness predict runs/x {hint}\n")
+
+
 def test_only_what_is_required_is_called_so(capsys):
     with pytest.raises(SystemExit):
         cli.main(["predict", "--csv", "x.csv"])
@@ -375,6 +381,7 @@ def test_a_setting_with_spaces_is_answered_with_one_without(capsys, words):
     ("train x.yaml --num_workers", "settings are written as key=value: data.num_workers=VALUE"),
     ("init x.csv --label a", "harness init CSV finds the columns by their contents; correct label_column and others in "
      "its YAML file"),
+    ("init x.csv --force", "it overwrites nothing: remove the file first, or write another one with --out FILE"),
     ("check x.yaml --jsn", "did you mean --json?"),
     ("compare a b --everything", "harness compare --help lists its options"),
 ])  # fmt: skip

@@ -59,6 +59,8 @@ def unknown_option(
     hint = _launch_hint(arguments, name, value, words) or _setting_hint(arguments, name, value, exact=bool(nearest))
     if arguments.verb == "init" and nearest in (None, "--help"):
         hint = "harness init CSV finds the columns by their contents; correct label_column and others in its YAML file"
+        if name == "force":
+            hint = "it overwrites nothing: remove the file first, or write another one with --out FILE"
     hint = hint or (f"did you mean {nearest}?" if nearest else f"harness {arguments.verb} --help lists its options")
     return ConfigError(f"harness {arguments.verb} has no option {typed}", where="command line", hint=hint)
 

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import re
+import shlex
 from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -24,7 +25,7 @@ _OUT = Path(layout.PREDICTIONS)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_run(parser)
-    rows = parser.add_mutually_exclusive_group(required=True)
+    rows = parser.add_mutually_exclusive_group()
     rows.add_argument("--csv", metavar="CSV", help="CSV with rows like the training rows; labels are optional")
     rows.add_argument(
         "--images",
@@ -71,6 +72,10 @@ def _request(arguments: argparse.Namespace, alone: bool, stack: ExitStack) -> tu
     from harness.inference.rows import images_as_file, images_of
     from harness.runs import console, fetched, trained_run
 
+    if not (arguments.csv or arguments.images):
+        words = [word for word in arguments.overrides if "=" not in word]
+        hint = f"type: harness predict {arguments.folder} --csv {shlex.join(words) or 'CSV'}"
+        raise ConfigError("there are no rows to predict: --csv CSV or --images PATH", where="command line", hint=hint)
     images = arguments.images or []  # argparse takes settings after them for more
     settings = [word for word in images if re.match("[^/=]+=", word) and not os.path.exists(word)]
     overrides = [*arguments.overrides, *settings]

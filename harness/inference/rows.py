@@ -40,7 +40,7 @@ def as_file(rows: Rows, columns: Sequence[str] = (), of_images: bool = False) ->
     An error in a table names its rows. ``of_images``: images of PIL and arrays, too, are written to files.
     """
     if isinstance(rows, str | os.PathLike) and not os.fspath(rows).lower().endswith(IMAGE_SUFFIXES):
-        if columns and isinstance(rows, str) and not _may_be_table(rows):
+        if columns and isinstance(rows, str) and not may_be_table(rows):
             raise _no_rows(f"there is no file {rows!r}", columns)
         yield os.fspath(rows), None
         return
@@ -136,7 +136,8 @@ def _as_frame(rows: pd.DataFrame | list[Any], columns: Sequence[str]) -> pd.Data
     return rows
 
 
-def _may_be_table(name: str) -> bool:
+def may_be_table(name: str) -> bool:
+    """Return whether ``name`` is a path that is there, a URL, or ends like a table."""
     return os.path.exists(name) or is_url(name) or name.lower().endswith((".csv", ".csv.gz", ".parquet"))
 
 

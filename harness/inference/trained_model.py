@@ -16,7 +16,7 @@ from harness.config.targets import TableTask
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, DataError, listed
 from harness.inference import predict
-from harness.inference.rows import as_file
+from harness.inference.rows import as_file, may_be_table
 from harness.runs import trained_run
 from harness.training import build
 from harness.training.evaluation.labels import TO_UNITS
@@ -63,11 +63,13 @@ class TrainedModel(nn.Module):
 
         ``rows``: a CSV or Parquet file, a table, or a list of dictionaries, as for ``harness.predict``, which suits
         large files: here all rows are in memory at once. A model with one input column also takes a list of its values,
-        one of pairs a list of tuples. One of images takes an image, or a list: paths from the working folder or below
-        ``task.root``, images of PIL, or arrays, uint8 (height, width, 3). Raises HarnessError, also if a row cannot be
-        read.
+        one of pairs a list of tuples, one of texts a text with a space. One of images takes an image, or a list: paths
+        from the working folder or below ``task.root``, images of PIL, or arrays, uint8 (height, width, 3). Raises
+        HarnessError, also if a row cannot be read.
         """
         columns = tuple(getattr(self._config.task, "input_columns", ()))
+        if self.description.get("input") == "tokens" and len(columns) == 1 and isinstance(rows, str) and " " in rows:
+            rows = rows if may_be_table(rows) else [rows]
         with as_file(rows, columns, self.description.get("input") == "images") as (file, cache):
             task = predict.open_task(self._config, self._run, file, cache)
             batch = task.eval.batch(np.arange(len(task.eval)), None)
