@@ -26,6 +26,7 @@ SETTINGS = {
     "modules_to_save": "model.lora.modules_to_save", "eps": "optimizer.args.eps", "betas": "optimizer.args.betas",
     "train_file": "task.train_csv", "validation_file": "task.eval_csv", "model_name_or_path": "model.name",
     "tokenizer_name": "task.tokenizer.name", "problem_type": "task.labels.kind",
+    "callbacks": "hooks", "compute_loss": "task.loss.name", "truncation": "task.tokenizer.max_length",
 }  # fmt: skip
 UNITS = {  # where ours counts something else
     "warmup_ratio": "a number counts epochs; a share of the run is schedule.warmup=10%",
@@ -44,6 +45,9 @@ ABSENT = {  # and why
     **dict.fromkeys(("num_labels", "id2label", "label2id"), "the classes are the labels of the training data"),
     "training_args": "each argument is a setting: harness settings NAME, such as fp16, finds it",
     "eval_on_start": "the first evaluation is after train.evaluate_every",
+    "data_collator": "a batch of texts is padded to its longest (task.tokenizer.pad); for others, write a task: "
+    "docs/add_a_task.md",
+    "padding_side": "it is that of the tokenizer in the folder of task.tokenizer.name",
     "task_type": "it follows from the task",
     "bias": "model.lora trains no biases but those of model.lora.modules_to_save and the last layers",
     "init_lora_weights": "the matrices of LoRA start as peft's default, which changes no output",

@@ -658,6 +658,8 @@ def test_error_about_a_long_text_is_no_error_of_its_own(tmp_path):
             "train.eval_steps=500",
             "did you mean train.evaluate_every? a number counts epochs; steps are 'train.",
         ),
+        ("callbacks=x", "callbacks: unknown key; did you mean hooks?"),
+        ("truncation=true", "did you mean task.tokenizer.max_length?"),
         ("train_file=a.csv", "did you mean task.train_csv?"),
         ("train.max_steps=10,000", "it should be a valid integer (found: '10,000'): did you mean 10000?"),
         ("trackers=wandb", "(found: 'wandb'): write [wandb], on a command line 'trackers=[wandb]'"),
@@ -683,3 +685,10 @@ def test_names_of_hugging_face_lead_to_ours(tmp_path, theirs, hint):
 
 def test_a_decimal_comma_is_no_integer(tmp_path):
     assert refused(tmp_path, GOOD, "train.max_steps=10,5").endswith("it should be a valid integer (found: '10,5')")
+
+
+def test_texts_under_fsdp_with_the_preset_for_images_and_texts(tmp_path):
+    task = {"name": "text_csv", "train_csv": "a.csv", "eval_csv": "b.csv"}
+    tree = {"extends": "preset:modern", "name": "x", "task": task, "model": {"name": "text_cnn"}}
+    path = write_yaml(tmp_path / "x.yaml", {**tree, "batch": {"global": 8}})
+    assert loader.load(path, ["parallel.strategy=fsdp"]).model.channels_last

@@ -103,6 +103,9 @@ def test_usual_words_find_the_setting(words, key):
 
 @pytest.mark.parametrize(("word", "keys"), [
     ("learning_rate", ["optimizer.lr"]),
+    ("callbacks", ["hooks"]),
+    ("compute_loss", ["task.loss.name"]),
+    ("compute_metrics", ["task.metrics"]),
     ("fp16", ["precision.opt_level"]),
     ("early_stopping_threshold", ["train.min_delta"]),
     ("adam_epsilon", ["optimizer.args"]),
@@ -119,7 +122,13 @@ def test_names_of_hugging_face_of_schedules_and_of_arguments(word, keys):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("group_by_length", "a batch has rows"), ("load in 4bit", "weights are in 16"), ("neftune", "there is no noise")],
+    [
+        ("group_by_length", "a batch has rows"),
+        ("load in 4bit", "weights are in 16"),
+        ("neftune", "there is no noise"),
+        ("data_collator", "a batch of texts"),
+        ("padding_side", "it is that of the tokenizer"),
+    ],
 )
 def test_what_there_is_not_is_answered_with_the_reason(name, reason):
     called = name.replace(" ", "_")

@@ -597,6 +597,10 @@ def renamed(bert: Path, folder: Path, **keys: object) -> Path:
         ({"model": {"name": "hf:TMP/adapter"}}, "TMP/adapter has no config.json -> it is an adapter of peft: give a"),
         ({"model": {"lora": {"targets": ["all-linear"]}}}, "no layer .* 'all-linear' -> remove it: without model.lora"),
         ({"model": {"name": "hf:TMP/vit", "weights": "random"}}, "type vit, .* no classification of texts"),
+        (
+            {"model": {"name": "hf:TMP/of_timm"}},
+            "is a model of timm -> set model.name=timm:vit_x model.weights=hf:TMP/of",
+        ),
         ({"model": {"name": "hf:TMP/strange", "weights": "random"}}, "config.json cannot be used"),
         (
             {"task": {"tokenizer": {"name": "words"}}},
@@ -631,6 +635,10 @@ def test_refused_before_training(make, bert, tmp_path, monkeypatch, sections, me
     renamed(bert, tmp_path / "tinybert")
     renamed(bert, tmp_path / "vit", model_type="vit")
     renamed(bert, tmp_path / "strange", model_type="strange")
+    (tmp_path / "of_timm").mkdir()
+    (tmp_path / "of_timm" / "config.json").write_text(
+        '{"architecture": "vit_x", "num_classes": 2, "pretrained_cfg": {}}'
+    )
     for name, words in (("large", [*WORDS, *"uvwxyz"]), ("other", WORDS[::-1])):
         write_tokenizer(renamed(bert, tmp_path / name), words)
     renamed(bert, tmp_path / "config")

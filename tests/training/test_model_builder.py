@@ -104,6 +104,11 @@ def test_a_wrong_argument_is_placed_at_its_own_key():
     assert caught.value.where == "model.args.widht"
 
 
+def test_published_weights_are_no_argument():
+    with pytest.raises(ConfigError, match="(?s)model.args.pretrained: .* -> remove it, and set model.weights=DEFAULT"):
+        build("resnet18", {"pretrained": True}, KNOWN, RGB)
+
+
 def test_arguments():
     model = build("small_cnn", {"width": 8, "batch_norm": True, "dropout": 0.5}, {**KNOWN, "in_channels": 3}, RGB)
     assert model.features[0].in_channels == 3

@@ -46,6 +46,9 @@ def build(
     ``task``: its section, of whose settings a hint names those that change the example.
     """
     make, library = find(name)
+    if library and args.get("pretrained"):
+        hint = "remove it, and set model.weights=DEFAULT: published weights are a setting of their own"
+        raise ConfigError("pretrained is no argument of the model", where="model.args.pretrained", hint=hint)
     accepted = inspect.signature(make).parameters
     by_task = library.arguments(known) if library else {key: known[key] for key in known if key in accepted}
     arguments = {**by_task, **args}

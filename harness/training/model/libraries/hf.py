@@ -124,6 +124,9 @@ def _configuration(name: str, num_classes: int, args: Mapping[str, Any]) -> Any:
             where="model.args" if args else "model.name",
             hint="give a folder that save_pretrained wrote; code of the folder's own is not run",
         ) from None
+    if config.model_type == "timm_wrapper":
+        hint = f"set model.name=timm:{config.architecture} model.weights={name}"
+        raise ConfigError(f"{name} is a model of timm", where="model.name", hint=hint)
     if unknown:
         key, settings = next(iter(unknown)), config.to_dict()
         nearest = similar(key, settings)
