@@ -18,6 +18,7 @@ from harness.audit.differences import (
     by_rank,
     deterministic,
     differing,
+    drawn_at,
     moving,
     named,
     noise_between,
@@ -289,7 +290,13 @@ def _add_harmful(
     if not result.certain and not result.uncertain and not result.harmless:
         what = next(part for part in ("weights", "gradients", "skipped", "state", "outputs") if part in parts)
         text = f"the first difference, at step {one.number}, is in {_PARTS[what]}: {named(parts[what])}"
-        result.uncertain.append(Finding("other", text, steps=(one.number,), names=parts[what]))
+        late = drawn_at(ours, drawn, offset + index) if what in ("weights", "gradients") else ()
+        if late and result.match.kind == MatchKind.FULL:  # drawn after the forward pass
+            text += f"; random stream {named(late)} differs, too"
+            again = _from_seed(ours, theirs, index, late)
+            result.certain.append(Finding("random-streams", text, again, (one.number,), late))
+        else:
+            result.uncertain.append(Finding("other", text, steps=(one.number,), names=parts[what]))
 
 
 _PARTS = {
@@ -390,17 +397,19 @@ def _of_outputs(
     drawn = moving(ours, parts.get("streams", ()), offset + index)
     before = f"rows and weights are equal at step {number}, but outputs differ"
     if drawn:
-        again = all(ours.steps[index].streams.get(name) == theirs.steps[index].streams.get(name) for name in drawn)
-        evidence = ("it starts from its seed again",) if again else ()
-        return Finding(
-            "random-streams", f"{before}, and so does random stream {named(drawn)}", evidence, (number,), drawn
-        )
+        text = f"{before}, and so does random stream {named(drawn)}"
+        return Finding("random-streams", text, _from_seed(ours, theirs, index, drawn), (number,), drawn)
     if buffers := parts.get("buffers"):
         return Finding("buffers", f"{before}, and so do buffers: {named(buffers)}", steps=(number,), names=buffers)
     if index == 0 and (own := tuple(saved_faults.generators(ours, theirs, offset, known))):
         return Finding("random-streams", f"{before}, and so does {named(own)}", steps=(number,), names=own)
     evidence = ("random streams and buffers agree: look for plain attributes and generators of the script's own",)
     return Finding("other", before, evidence, (number,))
+
+
+def _from_seed(ours: Process, theirs: Process, index: int, streams: Names) -> tuple[str, ...]:
+    again = all(ours.steps[index].streams.get(name) == theirs.steps[index].streams.get(name) for name in streams)
+    return ("it starts from its seed again",) if again else ()
 
 
 def _at_end(result: _RankResult, ours: Process, theirs: Process, known: Noise) -> None:

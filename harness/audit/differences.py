@@ -91,10 +91,15 @@ def moving(undisturbed: Process, names: Sequence[str], at: int | None = None) ->
     """
     steps = undisturbed.steps
     used = tuple(name for name in names if len({step.streams.get(name) for step in steps}) > 1)
-    if at is None or not 0 < at < len(steps):
-        return used
-    now = tuple(name for name in used if steps[at].streams.get(name) != steps[at - 1].streams.get(name))
-    return now or used
+    return used if at is None else drawn_at(undisturbed, used, at) or used
+
+
+def drawn_at(undisturbed: Process, names: Sequence[str], at: int) -> Names:
+    """Return those of the random streams ``names`` that are drawn from between the step before ``at`` and that one."""
+    if not 0 < at < len(undisturbed.steps):
+        return ()
+    before, now = (undisturbed.steps[index].streams for index in (at - 1, at))
+    return tuple(name for name in names if before.get(name) != now.get(name))
 
 
 def by_rank(*starts: StartRecord) -> Iterator[tuple[Process | None, ...]]:

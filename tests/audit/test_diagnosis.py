@@ -306,6 +306,17 @@ def test_outputs_with_a_stream(tmp_path: Path):
     )
 
 
+@pytest.mark.parametrize(("part", "number"), [("gradients", 13), ("weights", 14)])
+def test_a_stream_that_is_drawn_from_after_the_forward_pass(part, number, tmp_path: Path):
+    starts = faulty()
+    starts.from_step(13, lambda step: step["streams"].update(numpy="new"))
+    starts.from_step(number, lambda step: step[part].update({"net0.bias": f"drawn {step['number']}"}))
+    assert only(starts, tmp_path).code == "other", "numpy draws between epochs only"
+    starts.from_step(13, lambda step: step["streams"].update(torch=f"torch 0.{step['number']}"))
+    finding = only(starts, tmp_path)
+    assert (finding.code, finding.names, finding.steps) == ("random-streams", ("torch",), (number,))
+
+
 def test_a_stream_of_one_rank(tmp_path: Path):
     starts = faulty(Training(ranks=2))
     starts.from_step(13, lambda step: step["calls"][0].update(out=f"dropped {step['number']}"), rank=1)

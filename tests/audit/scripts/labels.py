@@ -352,6 +352,13 @@ SCRIPTS = (
         *OUTPUT,
     ),
     faulty(
+        "random_streams_in_the_loss",
+        "random-streams",
+        "random, whose state is not saved, draws a factor of the loss, after the forward pass.",
+        "--home",
+        "{out}",
+    ),
+    faulty(
         "optimizer_state_new_optimizer",
         "optimizer-state",
         "The optimizer is made again after its state was loaded; where the state does not fit, a warning says so.",
