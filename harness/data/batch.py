@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from harness.errors import OwnCodeError, place_of
+from harness.errors import OwnCodeError, place_of, plural
 
 AHEAD = 2  # batches that are copied to a CUDA device before they are needed
 STAGES = ("read", "decode", "transform")  # of loading, which a dataset may measure
@@ -116,16 +116,24 @@ def row_namer(dataset: object, otherwise: Callable[[int], str] = str) -> Callabl
 
 
 def read(dataset: Dataset, rows: np.ndarray, epoch: int | None) -> Batch:
-    """Return these rows of ``dataset``. Raises OwnCodeError if its method returns anything but a Batch, or one whose
-    parts differ in length."""
+    """Return these rows of ``dataset``. Raises OwnCodeError if its method returns anything but a Batch of tensors, or
+    one whose parts differ in length, or that lacks rows without naming them as bad."""
     batch: object = dataset.batch(rows, epoch)
     hint = "return harness.training.task.Batch(inputs, targets, rows)"
     if isinstance(batch, Batch):
+        kinds = [type(part).__name__ for part in (batch.inputs, batch.targets)]
         shapes = [tuple(np.shape(part)) for part in (batch.inputs, batch.targets, batch.rows)]
-        if len({shape[:1] for shape in shapes}) == 1:
+        if not all(isinstance(part, torch.Tensor) for part in (batch.inputs, batch.targets)):
+            description = "a Batch with inputs of type {} and targets of type {}, not tensors".format(*kinds)
+            hint += " with tensors, such as torch.from_numpy(inputs)"
+        elif len({shape[:1] for shape in shapes}) > 1:
+            description = "a Batch with inputs of shape {}, targets of shape {} and rows of shape {}".format(*shapes)
+            hint += ", each with one entry for each row"
+        elif not 0 <= len(rows) - len(batch.rows) <= len(batch.bad):
+            description = f"a Batch of {plural(len(batch.rows), 'row')} where {len(rows)} were asked for"
+            hint += " with each of them, in that order; list those that cannot be read as its bad=[...]"
+        else:
             return batch
-        description = "a Batch with inputs of shape {}, targets of shape {} and rows of shape {}".format(*shapes)
-        hint += ", each with one entry for each row"
     else:
         description = f"{described(batch)}, not a Batch"
     where = place_of(type(dataset), "batch") or "task.name"

@@ -22,7 +22,7 @@ from harness.apex import amp
 from harness.config import loader
 from harness.config.schema import ModelSection, TaskSection, TrainSection
 from harness.config.targets import LabelledTask
-from harness.data.batch import Batch
+from harness.data.batch import Batch, read
 from harness.distributed.runtime import Runtime
 from harness.errors import EXIT_OWN_CODE, ConfigError, DataError, HarnessError, OwnCodeError
 from harness.inference import predict
@@ -79,6 +79,20 @@ class FewRows(Arrays):
         return Batch(batch.inputs[1:], batch.targets[1:], rows)
 
 
+class DropsARow(Arrays):
+    bad: tuple[int, ...] = ()
+
+    def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
+        batch = super().batch(rows, epoch)
+        return Batch(batch.inputs[1:], batch.targets[1:], rows[1:], [*self.bad])
+
+
+class Numpy(Arrays):
+    def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
+        batch = super().batch(rows, epoch)
+        return Batch(batch.inputs.numpy(), batch.targets, batch.rows)
+
+
 class Counts(nn.Module):
     """Has buffers that change in every pass: one in place, one by another."""
 
@@ -114,6 +128,10 @@ class Line(BaseTask):
                 self.fingerprint = "of tuples"
         if fault == "few rows of a batch":
             self.train, self.fingerprint = FewRows(x, 2 * x), "of few rows"
+        if fault == "a row less":
+            self.train, self.fingerprint = DropsARow(x, 2 * x), "of a row less"
+        if fault == "numpy":
+            self.train, self.fingerprint = Numpy(x, 2 * x), "of NumPy"
         if "own dataset" in fault:
             self.train = Doubled(x)
         self.eval = {"no __len__": Unsized(), "no method": object()}.get(fault, self.train)
@@ -182,8 +200,8 @@ def configured(folder: Path, fault: str) -> str:
     return str(folder / "line.yaml")
 
 
-def checked(folder: Path, fault: str) -> list[HarnessError]:
-    return preflight.examine(configured(folder, fault), (), 1).errors
+def checked(folder: Path, fault: str, *settings: str) -> list[HarnessError]:
+    return preflight.examine(configured(folder, fault), settings, 1).errors
 
 
 def train(folder: Path, fault: str) -> Run:
@@ -386,6 +404,28 @@ def test_a_batch_whose_parts_differ_in_length_is_named(tmp_path):
     for error in (caught.value, checked(tmp_path, "few rows of a batch")[0]):
         assert error.where == f"{HERE}:{inspect.getsourcelines(FewRows.batch)[1]}"
         assert re.search(r"FewRows.batch\(\) returned .* \((\d), 1\), .* \(\1, 1\) and .* \(\d,\)$", error.message)
+
+
+def test_a_batch_without_a_row_that_is_not_named_as_bad_is_an_error(tmp_path):
+    with pytest.raises(OwnCodeError) as caught:
+        train(tmp_path, "a row less")
+    for error in (caught.value, checked(tmp_path, "a row less")[0]):
+        assert error.where == f"{HERE}:{inspect.getsourcelines(DropsARow.batch)[1]}"
+        assert re.search(r"DropsARow.batch\(\) returned a Batch of \d+ rows? where \d+ were asked for", error.message)
+    x, rows = np.ones((4, 1), np.float32), np.arange(4)
+    with pytest.raises(OwnCodeError, match="a Batch of 3 rows where 4 were asked for"):
+        read(DropsARow(x, x), rows, 0)
+    unreadable = DropsARow(x, x)
+    unreadable.bad = (0,)
+    assert len(read(unreadable, rows, 0)) == 3
+
+
+def test_a_batch_of_numpy_arrays_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(Line, "model", BaseTask.model)
+    settings = ["model.name=torch.nn.Linear", "model.args.in_features=1", "model.args.out_features=1"]
+    (found,) = checked(tmp_path, "numpy", *settings)
+    assert found.exit_code == 1
+    assert "Numpy.batch() returned a Batch with inputs of type ndarray and targets of type Tensor" in found.message
 
 
 @pytest.mark.parametrize(
