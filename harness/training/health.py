@@ -196,6 +196,8 @@ def _remedies(config: Config, batches: bool, from_scratch: bool) -> str:
     """Return the settings to try. ``batches``: single batches may be the cause. ``from_scratch``: no checkpoint is left
     to continue from. A run that continues from one keeps its opt level, and its warm-up is over."""
     remedies = [f"lower optimizer.lr (now {config.optimizer.lr:g})"]
+    if config.train.on_gradients:
+        remedies.insert(0, f"look for NaN in what train.on_gradients={config.train.on_gradients} writes")
     if config.train.clip_norm is None:
         remedies.append("set train.clip_norm=1")
     schedule = config.schedule

@@ -189,7 +189,7 @@ def _require_methods(made: type, name: str) -> None:
     known = {**_CALLS, **_STATE}
     names = [key for key in dir(made) if key.startswith(("after_", "before_", "on_"))]
     odd = next((key for key in names if key not in _CALLS), "")
-    if odd or not names:
+    if odd or not (names or hasattr(made, "state_dict")):
         near = similar(odd, _CALLS) if odd else None
         what = f"{name} has {odd}, which is never called" if odd else f"{name} has no method of a hook"
         every = ", ".join(f"{method}({arguments})" for method, arguments in _CALLS.items())

@@ -67,6 +67,11 @@ class Stateful:
         self.value = state["value"]
 
 
+class OnlyState:
+    value = 3
+    state_dict, load_state_dict = Stateful.state_dict, Stateful.load_state_dict
+
+
 class ForgetsReturn(Stateful):
     def state_dict(self):
         self.saved = {"value": self.value}
@@ -206,6 +211,14 @@ def test_what_they_must_not_return(start, when):
     named = f"{'before' if value == 'now' else 'after'}_{when}"
     with pytest.raises(TrainingError, match=f"hooks.0: {named} of the hook {HERE}.Records returned {value!r}"):
         loop.train(run)
+
+
+def test_state_of_an_object_without_calls_is_saved_and_restored(start):
+    run = start(f"{HERE}.OnlyState")
+    run.hooks.all[0].object.value = 4
+    again = start(f"{HERE}.OnlyState", name="again")
+    again.hooks.load_state_dict(run.hooks.state_dict())
+    assert again.hooks.all[0].object.value == 4
 
 
 def test_their_state_is_plain_data(start, monkeypatch):

@@ -109,6 +109,11 @@ def test_nan_of_the_function_skips_the_step(start):
     assert (run.state.skipped, run.state.applied) == (1, 0)
 
 
+def test_nan_of_the_function_is_an_error_that_names_it(start):
+    with pytest.raises(TrainingError, match=f"train.on_gradients={HERE}.spoil"):
+        loop.train(start(f"train.on_gradients={HERE}.spoil"))
+
+
 def test_draws_depend_on_the_seed_and_the_step_alone():
     def drawn(seed, step, calls=1):
         param = torch.nn.Parameter(torch.zeros(5))
