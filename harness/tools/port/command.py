@@ -45,8 +45,10 @@ def _report(script: ApexScript) -> tuple[str, bool]:
     if not script.imports:
         return f"{script.path} does not import Apex", True
     uses = script.uses()
+    is_complete = all(use.section for use in uses)
+    how = "runs as it is" if is_complete else "needs changes where harness.apex lacks what it uses; try it"
     lines = [
-        f"{script.path} runs as it is with: python -m harness.apex {script.path}",
+        f"{script.path} {how} with: python -m harness.apex {script.path}",
         "if it uses what a library has removed, such as np.float: with --modernize before the script",
         "",
     ]
@@ -54,4 +56,4 @@ def _report(script: ApexScript) -> tuple[str, bool]:
     for use in uses:
         absent = "harness.apex does not have it: see docs/apex.md, or run the script for a suggestion"
         lines.append(f"{use.line:>5}  {use.name:<{width}}  {f'{PAGE}#{use.section}' if use.section else absent}")
-    return "\n".join(lines), all(use.section for use in uses)
+    return "\n".join(lines), is_complete

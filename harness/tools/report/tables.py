@@ -107,7 +107,8 @@ def speed_up(runs: RunSet) -> ReportTable:
 def seeds(runs: RunSet) -> ReportTable:
     """Mean and spread of recipes with several seeds."""
     rows = []
-    for group in (group for group in runs.seed_groups if len(group.values) > 1):
+    groups = [group for group in runs.seed_groups if len(group.values) > 1]
+    for group in sorted(groups, key=lambda group: group.mean or 0.0, reverse=runs.direction == "max"):
         run, values = group.runs[0], group.values
         mean, least, most = (number(value, formatting.best) for value in (group.mean, min(values), max(values)))
         rows.append([
@@ -116,7 +117,7 @@ def seeds(runs: RunSet) -> ReportTable:
             least, most,
         ])  # fmt: skip
     header = ["recipe", "ranks", "seeds", "mean", "spread", "min", "max"]
-    return ReportTable("Best values over seeds, the best recipe first", header, rows)
+    return ReportTable("Best values over seeds, the best mean first", header, rows)
 
 
 def states(runs: Sequence[ReportedRun]) -> str:

@@ -91,7 +91,7 @@ def _best(plan: Plan, trials: Sequence[SweepTrial]) -> Iterator[str]:
         return
     sweep, several = plan.file.spec, len(plan.file.spec.seeds) > 1
     for group in groups if several else ():
-        spread = "" if group.deviation is None else f" ± {group.deviation:.2g}"
+        spread = "" if group.deviation is None else f" ± {group.deviation:.2g} (standard deviation)"
         words = " ".join(typed(group.settings))
         yield f"over {len(group.trials)} of {len(sweep.seeds)} seeds: {plan.metric} {group.mean:.5g}{spread}  {words}"
     best = groups[0].trials[0]

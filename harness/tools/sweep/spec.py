@@ -213,6 +213,8 @@ def _key_conflicts(spec: SweepSpec) -> Iterator[Conflict]:
         yield Conflict("space.seed", "a search over seeds finds chance", "remove the seed from the space")
     if "seed" in spec.space and spec.seeds:
         yield Conflict("seeds", "the seed is varied twice", "remove one of them")
+    if len(set(spec.seeds)) < len(spec.seeds):
+        yield Conflict("seeds", "a seed is listed twice", "remove one: its trials would be equal")
 
 
 def _kind_conflicts(spec: SweepSpec) -> Iterator[Conflict]:

@@ -43,6 +43,7 @@ def test_exit_codes(script, capfd):
     assert cli.main(["port", "train.py", "--patch"]) == 1
     printed = capfd.readouterr()
     assert "    2  apex.transformer.a" in printed.err
+    assert "runs as it is" not in printed.err
     assert "\n+from harness.apex.optimizers import FusedLAMB\n from apex.transformer import a\n" in printed.out
     script.write_text("print 'Python 2'\n")
     assert cli.main(["port", "train.py"]) == 65

@@ -204,6 +204,14 @@ def test_seeds_have_a_mean_and_a_spread(tmp_path):
     assert by_size[1].spread is None
 
 
+def test_recipes_are_in_the_order_of_their_means_not_of_their_luckiest_seed(tmp_path):
+    finals = {0.1: (0.5, 0.99), 0.2: (0.9, 0.91)}
+    fakes = [Fake(lr=lr, seed=seed, final=final) for lr in finals for seed, final in enumerate(finals[lr])]
+    found = build(write_sweep(tmp_path / "sweep", fakes))
+    assert found.best.settings["optimizer.lr"] == 0.1
+    assert [row[0].text for row in tables.seeds(found).rows] == ["lr 0.2", "lr 0.1"]
+
+
 def test_repeats_of_a_seed_are_not_further_seeds(tmp_path):
     """They count once, with their mean; alone they have no spread."""
     finals = {"a": (0, 0.9), "b": (0, 0.92), "c": (1, 0.97)}

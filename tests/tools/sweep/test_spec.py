@@ -117,6 +117,7 @@ def test_all_problems_at_once_with_lines(tmp_path):
         ("set: {output: here}\n", "set.output: the sweep sets it for each trial"),
         ("space: {name: [a, b]}\n", "space.name: the sweep sets it for each trial"),
         ("space: {seed: [1, 2]}\nseeds: [3]\n", "seeds: the seed is varied twice"),
+        ("seeds: [0, 1, 0]\n", "seeds: a seed is listed twice"),
         ("sampler: tpe\ntrials: 3\nspace: {seed: {low: 1, high: 3}}\n", "space.seed: a search over seeds finds chance"),
         ("trials: 3\n", "trials: trials is only for a search, but this is a grid"),
         ("sampler: tpe\n", "sampler: a search needs a number of trials"),
