@@ -69,7 +69,7 @@ class TrainedModel(nn.Module):
         """
         columns = tuple(getattr(self._config.task, "input_columns", ()))
         if self.description.get("input") == "tokens" and len(columns) == 1 and isinstance(rows, str) and " " in rows:
-            rows = rows if may_be_table(rows) else [rows]
+            rows = rows if may_be_table(rows) else list[Any]([rows])
         with as_file(rows, columns, self.description.get("input") == "images") as (file, cache):
             task = predict.open_task(self._config, self._run, file, cache)
             batch = task.eval.batch(np.arange(len(task.eval)), None)
