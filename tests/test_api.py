@@ -98,7 +98,7 @@ def test_train_twice_and_predict(path, capsys):
         rf"best top1 \d\.\d+ at step {first.best_step}; weights.safetensors has the weights of this step", log
     )
     assert re.search(r"epoch 2/2  step 8/8  validation on (\d+) of \1 rows: top1 \d\.\d+ \(best", log)
-    assert f"; for other rows: harness predict {first.folder} --csv CSV" in log.splitlines()[-1]
+    assert f"; for other images: harness predict {first.folder} --images FOLDER" in log.splitlines()[-1]
     (table := path.parent / "train.csv").rename(path.parent / "moved.csv")
     with pytest.raises(DataError):
         train(load_config(path, {"train.epochs": 3}))

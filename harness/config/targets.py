@@ -96,7 +96,8 @@ class LabelsSection(Section):
         if self.chosen == "multi_label" and self.separator is None:
             raise ValueError('kind: multi_label needs a separator, the text between labels, such as separator: "|"')
         if self.chosen != "multi_label" and (self.separator is not None or self.empty != "error"):
-            raise ValueError(f"separator and empty are for kind: multi_label, but the kind is {self.chosen}")
+            remedy = "remove them, or in an override of task.labels add separator: null, empty: error"
+            raise ValueError(f"separator and empty are for kind: multi_label, but the kind is {self.chosen}: {remedy}")
         if self.chosen != "regression" and columns is not None:
             raise ValueError("only kind: regression takes several columns; name one column")
         if columns is not None and (not columns or len(set(columns)) < len(columns)):

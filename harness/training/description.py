@@ -147,7 +147,9 @@ def conclude(run: Run, done: bool) -> None:
     where, predicted = shlex.quote(run.folder.where), (run.folder.path / layout.PREDICTIONS).is_file()
     log.info("run folder: %s%s", run.folder.where, ", with predictions.csv of the validation rows" if predicted else "")
     able = predicted and isinstance(run.config.task, SupportsNewData)
-    predict = f"; for other rows: harness predict {where} --csv CSV --out predictions.csv" if able else ""
+    of_images = list(getattr(run.config.task, "input_columns", {}).values()) == ["task.path_column"]
+    others = "images: harness predict {} --images FOLDER" if of_images else "rows: harness predict {} --csv CSV"
+    predict = f"; for other {others.format(where)} --out predictions.csv" if able else ""
     log.info("next: harness report %s%s", where, predict)
 
 

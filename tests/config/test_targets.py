@@ -60,7 +60,12 @@ def test_defaults_follow_the_labels(tmp_path, options, kind, loss, metrics):
         ({"labels": {"column": ["a", "b"]}}, "task.labels", "only kind: regression takes several", "one column"),
         ({"labels": {"kind": "regression", "column": ["a", "a"]}}, "task.labels", "name at least one column", ""),
         ({"labels": {"kind": "regression", "column": []}}, "task.labels", "and each only once (found: [])", ""),
-        ({"labels": {"kind": "regression", "separator": ","}}, "task.labels", "are for kind: multi_label", ""),
+        (
+            {"labels": {"kind": "regression", "separator": ","}},
+            "task.labels",
+            "are for kind: multi_label",
+            "add separator: null, empty: error",
+        ),
         ({"labels": {"kind": "multilabel"}}, "task.labels.kind", "did you mean multi_label?", ""),
     ],
 )
