@@ -66,7 +66,7 @@ class _Forgotten:
     attributes: dict[str, str] = field(default_factory=dict)
     """By name, a sentence."""
     following: set[str] = field(default_factory=set)
-    """Tensors in global variables that may follow from other rows."""
+    """Batches, tensors in global variables, and what was restored: they may follow from what differs."""
     generators: list[LostGenerator] = field(default_factory=list)
     """Those that are not as they were."""
     same_rows: set[str] = field(default_factory=set)
@@ -152,20 +152,24 @@ def _forgotten(observed: StartRecord, again: StartRecord, resumed: StartRecord) 
         first = undisturbed[0].attributes
         if (count := len(undisturbed)) > 2:
             moving |= {name for name in first if len({step.attributes.get(name) for step in undisturbed}) == count}
+        restored: set[str] = set()
         for step, step_again, other in zip(undisturbed[1:], repeated[1:], of_resumed, strict=False):
             for name in step.attributes.keys() & step_again.attributes.keys() & other.attributes.keys() & first.keys():
                 value, theirs = step.attributes[name], other.attributes[name]
                 if not first[name] != value == step_again.attributes[name]:
                     continue
-                is_array, is_local = value.startswith("array of"), _PLACE.search(name)
+                is_batch, rows_differ = _is_batch(value, step), step.inputs != other.inputs
                 if value == theirs:
-                    if step.inputs != other.inputs and name in moving and _is_batch(value, step):
+                    restored.add(name)
+                    if rows_differ and name in moving and is_batch:
                         found.same_rows.add(_in_code(name))
                 elif value.partition(" at ")[0] in _RESTORED:
                     names[value, theirs].add(name)
-                elif is_array and step.inputs != other.inputs and _GLOBAL.fullmatch(name):
+                elif _PLACE.search(name) and not value.startswith("count("):  # a local tensor
+                    continue
+                elif name in restored or (rows_differ and (is_batch or _is_global_array(name, value))):
                     found.following.add(name)
-                elif not is_local or value.startswith("count("):
+                else:
                     text = f"{name} is {theirs} instead of {value}: no checkpoint restores it"
                     found.attributes.setdefault(name, text)
     generators = {
@@ -188,6 +192,10 @@ def _is_batch(value: str, step: Step) -> bool:
     """Return True for an array of as many rows as the model got, such as labels."""
     match = _ROWS.match(value)
     return match is not None and int(match[1]) > 1 and int(match[1]) in {call.rows for call in step.calls}
+
+
+def _is_global_array(name: str, value: str) -> bool:
+    return value.startswith("array of") and _GLOBAL.fullmatch(name) is not None
 
 
 def _in_code(name: str) -> str:

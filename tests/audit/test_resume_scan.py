@@ -124,11 +124,43 @@ def explained(finding: Finding, *starts) -> Finding:
     return forgotten.explained([finding], *starts)[0]
 
 
+def test_the_number_of_variables_of_a_module_is_no_state():
+    import resume_scan
+
+    found = resume_scan.attributes([], [])
+    assert f"{__name__}['CHANGES'] (length)" in found
+    assert f"{__name__} (length)" not in found
+
+
+def _start(*steps: tuple[str | None, dict[str, str]]):
+    """Return a start whose steps have inputs of two rows and attributes."""
+    calls = [SimpleNamespace(rows=2)]
+    each = [SimpleNamespace(attributes=found, inputs=(rows,), calls=calls) for rows, found in steps]
+    return SimpleNamespace(processes=[SimpleNamespace(rank=0, order=0, steps=each)], of_harness=False)
+
+
+def test_what_was_restored_follows_from_what_differs():
+    observed = _start(*(("x", {"Thaw.ema": value, "Thaw.lost": value}) for value in "023"))
+    resumed = _start(("x", {"Thaw.ema": "2", "Thaw.lost": "0"}), ("x", {"Thaw.ema": "4", "Thaw.lost": "1"}))
+    found = explained(Finding("random-streams", "", steps=(1,)), observed, observed, resumed).evidence
+    assert found == (
+        "Thaw.lost is 0 instead of 2: no checkpoint restores it",
+        "also not as it was, perhaps only as a result: Thaw.ema",
+    )
+
+
+def test_the_next_batch_of_a_prefetcher_follows_from_other_rows():
+    observed, resumed = (
+        _start(*((row, {"Prefetcher.next (m.Prefetcher)": f"array of (2, 3) ({row})"}) for row in rows))
+        for rows in ("ab", "c")
+    )
+    found = explained(Finding("row-order", "", steps=(1,)), observed, observed, resumed).evidence
+    assert found == ("also not as it was, perhaps only as a result: Prefetcher.next (m.Prefetcher)",)
+
+
 def test_only_what_training_changes_and_equal_starts_share_is_forgotten():
     def start(*attributes: dict[str, str]):
-        steps = [SimpleNamespace(attributes=each, inputs=(each.get("m['x']"),)) for each in attributes]
-        process = SimpleNamespace(rank=0, order=0, steps=steps)
-        return SimpleNamespace(processes=[process], of_harness=False)
+        return _start(*((each.get("m['x']"), each) for each in attributes))
 
     constant, clock = {"path": "a"}, [{"time": str(number)} for number in range(5)]
     observed = start({**constant, **clock[0], "calls": "1"}, {}, {**constant, **clock[1], "calls": "7"})

@@ -119,7 +119,7 @@ def attributes(modules: Sequence[nn.Module], optimizers: Sequence[Any]) -> dict[
         roots[_numbered(type(each).__name__, numbers)] = each
     for name, module in list(sys.modules.items()):  # libraries put objects there that are no modules and have no name
         if issubclass(type(module), types.ModuleType) and _is_users_module(name) and name != "__mp_main__":
-            roots[name] = {key: value for key, value in vars(module).items() if key[:2] != "__"}
+            roots |= {f"{name}[{key!r}]": value for key, value in vars(module).items() if key[:2] != "__"}
     found: dict[str, str] = {}
     seen: dict[int, Any] = {}
     for name, root in roots.items():
