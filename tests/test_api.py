@@ -307,8 +307,14 @@ def test_a_trained_model(path, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="^row 1 of the table: image not found: .*gone.png"):
         model.preprocess(pd.DataFrame({"path": [rows["path"][1], "gone.png"]}))
     skipping = load_model(result.folder, {"task.on_bad_row": "skip"})
-    with pytest.raises(DataError, match="these rows cannot be read: '1'"):
+    with pytest.raises(DataError, match="^row 1 of the table: image not found: .*gone.png") as caught:
         skipping.preprocess(pd.DataFrame({"path": [rows["path"][1], "gone.png"]}))
+    assert "on_bad_row" not in str(caught.value)
+    Path("bad.jpg").write_text("<html>")
+    with pytest.raises(DataError, match="^image 0: image cannot be decoded: .*/bad.jpg: the file is none of JPEG"):
+        skipping.preprocess("bad.jpg")
+    with pytest.raises(DataError, match="^scan.TIF: this kind of image cannot be read\n  -> images are .*.jpg"):
+        skipping.preprocess("scan.TIF")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from harness.data.row_labels import RowLabels
 from harness.data.seeds import EVALUATION_SEED, row_seed, seeded_torch
 from harness.data.table.table import Table, TableRows
 from harness.data.transforms import Pipeline
-from harness.errors import ConfigError, DataError
+from harness.errors import ConfigError, DataError, first_line
 
 NUM_TRIES = 100  # rows tried as a replacement for an unreadable one
 _CHUNK_ROWS = 1 << 16  # paths in memory at once, as a view of the table
@@ -63,6 +63,15 @@ class ImageTable(TableRows):
         """Return the place of ``row``, with its path."""
         (path,) = self.table.strings(self.path_column, np.array([row]))
         return f"{super().row_name(row, quickly)}: {path}"
+
+    def fault(self, row: int) -> str:
+        """Return why the image of ``row`` cannot be read; empty if it can."""
+        ((_, path),) = self.paths(np.array([row]))
+        try:
+            self._loaded(row, path, None, StageClock())
+        except (*UNREADABLE, DataError) as error:
+            return getattr(error, "strerror", None) or first_line(error)
+        return ""
 
     def row_key(self, row: int) -> str:
         """Return the number of ``row`` with its path: equal on machines that have the table in other places."""

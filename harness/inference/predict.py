@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from harness.config import plugins
 from harness.config.schema import Config
 from harness.config.targets import LabelledTask, TableTask
-from harness.data.batch import row_namer
+from harness.data.batch import Dataset, row_namer
+from harness.data.image_folders import SUFFIXES
+from harness.data.images import ImageTable
 from harness.data.loader import Loader
 from harness.data.table.table import TableRows
 from harness.distributed import signals
@@ -45,7 +47,7 @@ from harness.runs.files import output_error, require_output
 from harness.training import build
 from harness.training.evaluation import predictions
 from harness.training.evaluation.objective import Objective
-from harness.training.evaluation.prediction_table import UNKNOWN_SHOWN, Totals
+from harness.training.evaluation.prediction_table import UNKNOWN_SHOWN, NoRowsError, Totals
 from harness.training.evaluation.predictions import Predictor
 from harness.training.exit_report import ExitReporter, failed_early
 from harness.training.optimizer import optimizer_builder, precision, trained_parameters
@@ -186,6 +188,11 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         totals = predictions.write(predictor, loader, stop, request.out, progress)
     except predictions.TableError as error:
         raise output_error(request.out, error) from None
+    except NoRowsError as error:
+        if isinstance(task.eval, ImageTable):
+            error.message += f": {_unread(task.eval, range(len(task.eval)), task.eval.row_name)}"
+            error.hint = SUFFIXES
+        raise
     finally:
         loader.close()
     if totals is None:
@@ -203,9 +210,8 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         task.eval.table.find_lines([*totals.bad[:_NAMED], *map(totals.first.__getitem__, named_labels)])
         name = partial(task.eval.row_name, quickly=False)
     if totals.bad:
-        named = ", ".join(map(name, totals.bad[:_NAMED]))
-        more = f" and {len(totals.bad) - _NAMED} more" if len(totals.bad) > _NAMED else ""
-        log.warning("rows that could not be read: %d; they have no prediction: %s%s", len(totals.bad), named, more)
+        what = "rows that could not be read: %d; they have no prediction: %s"
+        log.warning(what, len(totals.bad), _unread(task.eval, totals.bad, name))
     ranks = plural(runtime.world_size, "rank")
     rate = totals.rows / seconds
     shown = _show_metrics(predictor, totals, request.source)
@@ -215,6 +221,13 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     totals.warn_of_one_class()
     log.info("%s: %s in %.1f s (%.0f rows/s, %s)", request.out, plural(totals.rows, "row"), seconds, rate, ranks)
     return EXIT_DONE
+
+
+def _unread(dataset: Dataset, rows: Sequence[int], name: Callable[[int], str]) -> str:
+    """Return the names of the first of ``rows``, of images with what is wrong, and the number of the rest."""
+    faults = [dataset.fault(row) if isinstance(dataset, ImageTable) else "" for row in rows[:_NAMED]]
+    named = [f"{name(row)} ({fault})" if fault else name(row) for row, fault in zip(rows, faults, strict=False)]
+    return ", ".join(named) + (f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else "")
 
 
 def _objective(task: PredictingTask) -> Objective | PredictingTask | None:

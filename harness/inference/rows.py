@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.config.places import IMAGE_SUFFIXES, is_url
-from harness.data.image_folders import images_at
+from harness.data.image_folders import SUFFIXES, images_at
 from harness.errors import ConfigError, DataError, HarnessError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("harness")
 _IMAGES = "a path that ends like an image, an image of PIL, or an array of uint8 of shape (height, width, 3)"
+_OTHER_IMAGES = (".tif", ".tiff", ".bmp", ".heic", ".avif")
 _MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
 
 
@@ -40,6 +41,8 @@ def as_file(rows: Rows, columns: Sequence[str] = (), of_images: bool = False) ->
     An error in a table names its rows. ``of_images``: images of PIL and arrays, too, are written to files.
     """
     if isinstance(rows, str | os.PathLike) and not os.fspath(rows).lower().endswith(IMAGE_SUFFIXES):
+        if os.fspath(rows).lower().endswith(_OTHER_IMAGES):
+            raise DataError("this kind of image cannot be read", where=os.fspath(rows), hint=SUFFIXES)
         if columns and isinstance(rows, str) and not may_be_table(rows):
             raise _no_rows(f"there is no file {rows!r}", columns)
         yield os.fspath(rows), None
@@ -59,6 +62,8 @@ def as_file(rows: Rows, columns: Sequence[str] = (), of_images: bool = False) ->
                 yield file, folder
         except HarnessError as error:
             error.message, error.where = (_of_table(text, file) for text in (error.message, error.where))
+            if of_images:  # all rows are needed
+                error.hint = error.hint.partition("or set task.on_bad_row=skip")[0].rstrip(" ,;")
             if of_images and given is not rows and (row := re.fullmatch(r"row (\d+) of the table", error.where)):
                 typed = str(given[int(row[1])])
                 if error.message.startswith("image not found: ") and not error.message.endswith(f": {typed}"):

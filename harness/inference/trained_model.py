@@ -70,14 +70,13 @@ class TrainedModel(nn.Module):
         columns = tuple(getattr(self._config.task, "input_columns", ()))
         if self.description.get("input") == "tokens" and len(columns) == 1 and isinstance(rows, str) and " " in rows:
             rows = rows if may_be_table(rows) else list[Any]([rows])
+        stop = {"on_bad_row": "stop"} if hasattr(self._config.task, "on_bad_row") else {}  # which tells the reason
+        config = self._config.model_copy(update={"task": self._config.task.model_copy(update=stop)})
         with as_file(rows, columns, self.description.get("input") == "images") as (file, cache):
-            task = predict.open_task(self._config, self._run, file, cache)
+            task = predict.open_task(config, self._run, file, cache)
             batch = task.eval.batch(np.arange(len(task.eval)), None)
             if batch.bad:
-                raise DataError(
-                    f"these rows cannot be read: {listed(list(map(str, batch.bad)))}",
-                    hint="leave them out; with task.on_bad_row=stop, the reason for the first is shown",
-                )
+                raise DataError(f"rows that cannot be read: {listed(list(map(str, batch.bad)))}", hint="leave them out")
             device = next((tensor.device for tensor in self.module.state_dict().values()), torch.device("cpu"))
             return task.prepare(batch.to(device).inputs)
 

@@ -296,8 +296,15 @@ def test_predictions_of_images_without_a_table(trained, tmp_path, monkeypatch, w
     codes, output = predict(folder, tmp_path / "none.csv", *words, world=world)
     assert (codes, "image cannot be decoded: new/3.png" in output) == ([65] * world, True), output
     codes, output = predict(folder, tmp_path / "all.csv", *words, "task.on_bad_row=skip", world=world)
-    assert (codes, "they have no prediction: new/3.png\n" in output) == ([0] * world, True), output
+    assert (codes, "they have no prediction: new/3.png (the PNG is damaged" in output) == ([0] * world, True), output
     assert "harness-" not in output, "no temporary file is named"
+    (tmp_path / "scan.tif").write_bytes(b"II*\0 and more")
+    words = ["--images", "scan.tif", "new/3.png", "task.on_bad_row=skip"]
+    codes, output = predict(folder, tmp_path / "no.csv", *words, world=world)
+    told = "(tried: 2): scan.tif (the file is none of JPEG, PNG, WebP, GIF"
+    assert (codes, told in output, "new/3.png (the PNG is" in output) == ([65] * world, True, True), output
+    assert "CSV" not in output
+    assert "harness-" not in output
 
 
 def test_images_for_a_model_of_texts(trained, tmp_path, capsys):

@@ -141,6 +141,10 @@ class Block(NamedTuple):
     """Why that cannot be computed."""
 
 
+class NoRowsError(DataError):
+    """No row of the first ones can be read."""
+
+
 class PredictionFile:
     """The CSV or Parquet file at ``path``, written block by block under a temporary name until ``finish``."""
 
@@ -177,7 +181,7 @@ class PredictionFile:
         table = pa.concat_tables(self._waiting, promote_options="permissive")
         if self._schema is None:
             if "prediction" not in names and not set(names) - set(FIRST_COLUMNS):
-                raise DataError(
+                raise NoRowsError(
                     f"none of the rows could be read (tried: {len(table)})",
                     hint="paths in the CSV are relative to the task.root of the run: set task.root=FOLDER",
                 )
