@@ -135,7 +135,8 @@ def _sentence(error: ErrorDetails, path: list[str], cls: type[BaseModel]) -> str
     if kind.startswith("int_") and (unit := hugging_face_names.UNITS.get(path[-1])):
         return f"{sentence}; {unit}"
     if kind in ("tuple_type", "list_type") and isinstance(value, str):
-        return f"{sentence}: write [{value}], on a command line '{'.'.join(path)}=[{value}]'"
+        items = value.replace("x", ",") if re.fullmatch(r"\d+x\d+", value) else value
+        return f"{sentence}: write [{items}], on a command line '{'.'.join(path)}=[{items}]'"
     if kind.startswith("float_") and isinstance(value, str) and re.fullmatch(r"-?\d+,\d+", value):
         return f"{sentence}: did you mean {value.replace(',', '.')}?"
     return sentence

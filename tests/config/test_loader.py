@@ -663,6 +663,7 @@ def test_error_about_a_long_text_is_no_error_of_its_own(tmp_path):
         ("train_file=a.csv", "did you mean task.train_csv?"),
         ("train.max_steps=10,000", "it should be a valid integer (found: '10,000'): did you mean 10000?"),
         ("trackers=wandb", "(found: 'wandb'): write [wandb], on a command line 'trackers=[wandb]'"),
+        ("task.image_size=96x64", "(found: '96x64'): write [96,64], on a command line 'task.image_size=[96,64]'"),
         ("optimizer.lr=0,001", "optimizer.lr: it should be a valid number (found: '0,001'): did you mean 0.001?"),
         ("train.greater_is_better=true", "unknown key; not available: each metric knows its better direction"),
         ("task.metrics=[f1_score]", "did you mean macro_f1 (the mean of the F1 of each class)?"),

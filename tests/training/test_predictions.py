@@ -211,7 +211,7 @@ def test_a_model_that_predicts_one_class_is_warned_of(caplog, pairs, warned):
     found = Counter({(pair[0], pair[1]): 10 for pair in [pairs[:2], pairs[3:]] if pair})
     prediction_table.Totals(pairs=found).warn_of_one_class()
     prediction_table.Totals(pairs=Counter(found.keys())).warn_of_one_class()  # of two rows nothing is said
-    assert caplog.text.count("the model predicts 'a' for every row, but there are 2 labels") == warned
+    assert caplog.text.count("the model predicts 'a' for every row, but the labels have 2 different values") == warned
 
 
 @pytest.mark.parametrize("classes", [("same", "different"), (0, 1)])

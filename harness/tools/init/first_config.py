@@ -99,6 +99,9 @@ def _pair(sources: Sequence[str]) -> tuple[str, str]:
                     return str(first), str(counterpart)
     locate(paths[0])  # raises DataError if there is none
     file = shlex.quote(paths[0])
+    if paths[0].endswith((".yaml", ".yml")):
+        hint = f"check it: harness check -c {file}; for a new one, use harness init TRAIN.csv EVAL.csv"
+        raise ConfigError("this is a configuration, not a table", where=paths[0], hint=hint)
     raise ConfigError(
         "there is no file with validation rows next to it",
         where=paths[0],

@@ -90,8 +90,8 @@ class Totals:
         labels, predicted = ({pair[side] for pair in labelled} for side in (0, 1))
         if len(predicted) == 1 < len(labels) and sum(labelled.values()) >= _FEW_ROWS:
             log.warning(
-                "the model predicts %r for every row, but there are %d labels: it has learned nothing that tells them "
-                "apart; look at the training loss, and try another optimizer.lr, or more epochs",
+                "the model predicts %r for every row, but the labels have %d different values: it has learned nothing "
+                "that tells them apart; look at the training loss, and try another optimizer.lr, or more epochs",
                 *predicted, len(labels),
             )  # fmt: skip
 

@@ -139,6 +139,13 @@ def test_an_existing_file_is_kept(folder, capsys):
     assert (other.name, other.task.eval_csv) == ("other", "pets/eval.csv")
 
 
+def test_a_configuration_is_not_a_table(folder):
+    Path("a.yaml").write_text("name: a\n")
+    with pytest.raises(ConfigError, match="this is a configuration") as caught:
+        first_config.write(["a.yaml"], None)
+    assert "harness check -c a.yaml;" in caught.value.hint
+
+
 def test_a_split_comes_before_another_file_beside_it(folder):
     """The test rows of train.csv and test.csv are not for choosing the weights."""
     for name in ("train", "train.train", "train.eval", "test"):
