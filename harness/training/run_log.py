@@ -65,11 +65,15 @@ def log_coverage(run: Run) -> None:
         text += f"and {covered.skipped} belonged to {steps} skipped {cause}"
     if covered.repeated:
         text += f"; {plural(covered.repeated, 'more use')} of rows that were used before"
+    unused = ""
     if covered.missing and run.config.data.tail == "use":
         more = ", ..." if rows - covered.used > len(covered.missing) else ""
-        text += f"; rows not used{', counted from 0' if name is str else ''}: {', '.join(covered.missing)}{more}"
-    if state.bad_rows:
-        text += f"; unreadable rows, which metrics.jsonl names, replaced {plural(state.bad_rows, 'time')} so far"
+        unused = f"; rows not used{', counted from 0' if name is str else ''}: {', '.join(covered.missing)}{more}"
+    if (covered.used, unused) != run.coverage.told:  # not the same rows in each epoch
+        text += unused
+        if state.bad_rows:
+            text += f"; unreadable rows, which metrics.jsonl names, replaced {plural(state.bad_rows, 'time')} so far"
+    run.coverage.told = covered.used, unused
     log.info("%s  end of the epoch: %s", position(run, state.epoch + 1), text)
 
 

@@ -62,11 +62,13 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Mistakes:
-    """The most confident mistakes in predictions.csv, the number of all mistakes, and that of its rows."""
+    """The most confident mistakes in predictions.csv, the number of all mistakes, and those of the rows with
+    and without a prediction."""
 
     shown: list[Mistake] = field(default_factory=list)
     number: int = 0
     num_rows: int = 0
+    num_unread: int = 0
 
 
 def confusion(run: ReportedRun) -> Confusion | None:
@@ -105,9 +107,8 @@ def most_confident(run: ReportedRun, with_images: bool = True) -> Mistakes:
     table = read_predictions(run.record.path / layout.PREDICTIONS)
     if table is None:
         return Mistakes()
-    wrong = table.filter(
-        pc.and_kleene(pc.is_valid(table["prediction"]), pc.not_equal(table["prediction"], table["label"]))
-    )
+    read = table.filter(pc.is_valid(table["prediction"]))
+    wrong = read.filter(pc.not_equal(read["prediction"], read["label"]))
     separator = str(run.settings.get("task.labels.separator") or "")
     scores = _errors(wrong) if "error" in wrong.column_names else _scores(wrong, separator)
     order = np.argsort(-np.abs(scores), kind="stable")[:MAX_SHOWN]
@@ -127,7 +128,7 @@ def most_confident(run: ReportedRun, with_images: bool = True) -> Mistakes:
             is_text=bool(columns),
         )
         mistakes.append(mistake)
-    return Mistakes(mistakes, len(wrong), len(table))
+    return Mistakes(mistakes, len(wrong), len(read), len(table) - len(read))
 
 
 def _rounded(text: Any) -> str:

@@ -102,6 +102,8 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
     if wrong.num_rows and not (table and table.header[0] == "column"):
         share = f"{formatting.count(wrong.number)} of {formatting.count(wrong.num_rows)}"
         notes.append(f"Wrong predictions: {share} validation rows.")
+    if wrong.num_unread:
+        notes.append(f"Not counted: {plural(wrong.num_unread, 'validation row')} that could not be read.")
     chart = figures.confusion(matrix, run.label) if matrix else None
     if matrix and not table:
         table = mistakes.by_class(matrix)

@@ -202,7 +202,7 @@ def test_several_labels_and_numbers(folder):
     assert [(m.row, m.label, m.prediction, m.shown) for m in found.shown] == [
         ("two", "a", "", "95.0 %"), ("four", "", "a", "70.0 %"), ("one", "a|b", "a", "60.0 %"),
     ]  # fmt: skip
-    assert (found.number, found.num_rows) == (3, 6)
+    assert (found.number, found.num_rows, found.num_unread) == (3, 5, 1)
 
     (folder / "predictions.csv").write_text(
         "id,prediction,label,error\n0,84.42657557540909,84.0,0.42657557540909\n1,-3.0,7.0,-10.0\n"
