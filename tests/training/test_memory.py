@@ -12,6 +12,7 @@ import torch
 import torchvision
 from torch import nn
 
+from harness.apex.on_cpu import half_kernels
 from harness.distributed.launch_env import Launch
 from harness.distributed.runtime import Runtime
 from harness.training import build, loop
@@ -78,12 +79,19 @@ def test_out_of_memory_names_the_largest_parts_and_settings(tmp_path, monkeypatc
 )
 def test_only_settings_that_are_accepted_are_suggested(tmp_path, settings, world, never):
     config = make_config(tmp_path, **settings)
-    assert never not in memory.remedies(config, world, "training", False)
+    assert never not in memory.remedies(config, world, "training", False, CPU)
 
 
 def test_half_a_batch_has_whole_micro_batches(tmp_path):
     config = make_config(tmp_path, batch={"global": 6, "accumulate": 2})
-    assert "; batch.global=2 (a smaller batch" in memory.remedies(config, 1, "training", False)
+    assert "; batch.global=2 (a smaller batch" in memory.remedies(config, 1, "training", False, CPU)
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_bfloat16_is_suggested_only_where_the_cpu_computes_it(tmp_path, monkeypatch, slow):
+    monkeypatch.setattr(half_kernels, "slow_dtypes", lambda: {torch.bfloat16} if slow else set())
+    config = make_config(tmp_path, batch={"global": 8}, precision={"opt_level": "O0"})
+    assert ("O4" in memory.remedies(config, 1, "training", False, CPU)) == (not slow)
 
 
 def test_sizes_have_a_unit_that_shows_them():

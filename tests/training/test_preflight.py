@@ -231,6 +231,13 @@ def test_more_memory_than_the_device_has_is_an_error(folder, monkeypatch, limit_
     assert "MiB are activations of 20 rows, but has 128.0 MiB of memory on cpu here" in problem.message
     assert problem.hint.startswith("use one of: batch.accumulate=2 (10 rows at a time; the same batch size)")
     assert preflight.examine(path, (*words, "batch.accumulate=5"), 1, limit_s).errors == []
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(2**25, 2**25))  # for two rows
+    (problem,) = preflight.examine(path, words, 1, limit_s).errors
+    assert "batch.accumulate=10 (2 rows at a time" in problem.hint
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(2**24, 2**24))  # for none
+    (problem,) = preflight.examine(path, words, 1, limit_s).errors
+    assert "accumulate" not in problem.hint
+    assert "a smaller task.image_size" in problem.hint
 
 
 def test_memory_of_a_model_that_needs_values(folder):

@@ -176,14 +176,16 @@ class TrialStep:
             activations *= 1.0 if level == "O0" else 0.5
             found = f"about {memory.shown(activations)} of activations for {rows} at a time ({how})"
             facts["memory"] += f"{found}; temporary tensors come on top"
-        total, there = share * sum(parts.values()) + activations, self._device_memory()
+        held, there = share * sum(parts.values()), self._device_memory()
+        total = held + activations
         if total > there:
             has_blocks = bool(recompute.repeated_blocks(self.model))
+            most_rows = math.floor((there - held) * self.sizes.micro_batch / (activations or 1.0))
             raise ConfigError(
                 f"a rank needs about {memory.shown(total)}, of which {memory.shown(activations)} are activations of "
                 f"{rows}, but has {memory.shown(there)} of memory on {self.device.type} here",
                 where="batch",
-                hint=memory.remedies(config, self.world_size, "training", has_blocks)
+                hint=memory.remedies(config, self.world_size, "training", has_blocks, self.device, most_rows)
                 + "; or check on the machine that trains",
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ from harness.config.schema import Config
 from harness.distributed import stack
 from harness.errors import TrainingError, plural
 from harness.training.model import recompute
+from harness.training.optimizer import precision
 from harness.training.run import Run
 from harness.training.strategies.base import strategy_class
 from harness.training.strategies.sharding import local
@@ -124,17 +126,22 @@ def out_of_memory_error(error: BaseException, run: Run | None) -> TrainingError 
     has_blocks = bool(recompute.repeated_blocks(run.module))
     return TrainingError(
         f"out of memory on {run.runtime.device} during {when}: {problem}. Largest: {'; '.join(_largest(run, when))}",
-        hint=remedies(run.config, run.runtime.world_size, when, has_blocks),
+        hint=remedies(run.config, run.runtime.world_size, when, has_blocks, run.runtime.device),
     )
 
 
-def remedies(config: Config, world_size: int, when: str, has_blocks: bool) -> str:
-    """Return settings that need less memory, in words. ``when``: "training" or "evaluation"."""
+def remedies(
+    config: Config, world_size: int, when: str, has_blocks: bool, device: torch.device, most_rows: float = math.inf
+) -> str:
+    """Return settings that need less memory, in words. ``when``: "training" or "evaluation"; ``most_rows``: how many
+    fit at a time, negative if the rest alone does not."""
     ways = [
         f"{key}={value if isinstance(value, str) else json.dumps(value)} ({effect})"
-        for key, value, effect in _settings(config, world_size, when, has_blocks)
+        for key, value, effect in _settings(config, world_size, when, has_blocks, device, most_rows)
         if not any(conflicts(_with(config, key, value)))
     ]
+    if most_rows >= 0 and hasattr(config.task, "image_size"):
+        ways.append("a smaller task.image_size")
     shares = _rows(config, 2, when) < _rows(config, 1, when) and not strategy_class(config.parallel).one_process
     if world_size == 1 and shares and not config.batch.misfit(2):
         ways.append("more ranks, which share batch.global (harness launch --nproc 2)")
@@ -170,28 +177,32 @@ def _rows(config: Config, world_size: int, when: str) -> int:
     return batch.eval_per_rank or micro if when == "evaluation" else micro
 
 
-def _settings(config: Config, world_size: int, when: str, has_blocks: bool) -> Iterator[tuple[str, Any, str]]:
+def _settings(
+    config: Config, world_size: int, when: str, has_blocks: bool, device: torch.device, most_rows: float
+) -> Iterator[tuple[str, Any, str]]:
     """Yield (key, value, effect) of settings that need less memory, those that change the training least first. Some
     may not fit the others."""
     batch, rows = config.batch, _rows(config, world_size, when)
     per_rank = rows * batch.accumulate
     if when == "evaluation" and rows > 1:
         yield "batch.eval_per_rank", rows // 2, "the same metrics"
-    elif rows > 1:
-        count = next(n for n in range(batch.accumulate + 1, per_rank + 1) if per_rank % n == 0)
+    elif rows > 1 and most_rows >= 1:
+        larger = range(batch.accumulate + 1, per_rank + 1)
+        count = next(n for n in larger if per_rank % n == 0 and per_rank // n <= most_rows)
         yield "batch.accumulate", count, f"{plural(per_rank // count, 'row')} at a time; the same batch size"
     if when == "training" and not config.model.activation_checkpointing and has_blocks:
         yield "model.activation_checkpointing", True, "blocks run again in the backward pass; the same results"
-    if config.precision.opt_level == "O0":
+    is_slow = precision.warning(_with(config, "precision.opt_level", "O4").precision, device)
+    if config.precision.opt_level == "O0" and rows / 2 <= most_rows and not is_slow:
         yield "precision.opt_level", "O4", "activations in bfloat16, half the size"
     if world_size > 1 and not strategy_class(config.parallel).shards:
         yield "parallel.strategy", "fsdp", f"weights, gradients and optimizer state shared by {world_size} ranks"
     if config.train.ema_decay:
         yield "train.ema_decay", None, "no moving average"
-    if when == "training" and rows > 1:
+    if when == "training" and rows > 1 and most_rows >= 1:
         micro_batches = batch.accumulate * (config.parallel.num_ranks(world_size) if batch.global_ else 1)
         name = "batch.global" if batch.global_ else "batch.per_rank"
-        yield name, rows // 2 * micro_batches, "a smaller batch; optimizer.lr may need to change"
+        yield name, int(min(rows // 2, most_rows)) * micro_batches, "a smaller batch; optimizer.lr may need to change"
 
 
 def _with(config: Config, key: str, value: Any) -> Config:
