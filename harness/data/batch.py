@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -106,6 +106,15 @@ class Dataset(Protocol):
         ``epoch`` is None in evaluation. Random augmentation must depend on (seed, epoch, row) alone, because a resumed
         run and a run on other ranks ask for the same rows in other batches: see ``harness.data.seeds.row_seed``.
         """
+        ...
+
+
+@runtime_checkable
+class SupportsFault(Protocol):
+    """A dataset whose rows may be unreadable, such as images."""
+
+    def fault(self, row: int) -> str:
+        """Return why ``row`` cannot be read; empty if it can."""
         ...
 
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from harness.config import plugins
 from harness.config.schema import Config
 from harness.config.targets import LabelledTask, TableTask
-from harness.data.batch import Dataset, row_namer
+from harness.data.batch import Dataset, SupportsFault, row_namer
 from harness.data.image_folders import SUFFIXES
-from harness.data.images import ImageTable
 from harness.data.loader import Loader
 from harness.data.table.table import TableRows
 from harness.distributed import signals
@@ -189,8 +188,8 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     except predictions.TableError as error:
         raise output_error(request.out, error) from None
     except NoRowsError as error:
-        if isinstance(task.eval, ImageTable):
-            error.message += f": {_unread(task.eval, range(len(task.eval)), task.eval.row_name)}"
+        if isinstance(task.eval, SupportsFault):
+            error.message += f": {_unread(task.eval, range(len(task.eval)), row_namer(task.eval, "row {}".format))}"
             error.hint = SUFFIXES
         raise
     finally:
@@ -225,7 +224,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
 
 def _unread(dataset: Dataset, rows: Sequence[int], name: Callable[[int], str]) -> str:
     """Return the names of the first of ``rows``, of images with what is wrong, and the number of the rest."""
-    faults = [dataset.fault(row) if isinstance(dataset, ImageTable) else "" for row in rows[:_NAMED]]
+    faults = [dataset.fault(row) if isinstance(dataset, SupportsFault) else "" for row in rows[:_NAMED]]
     named = [f"{name(row)} ({fault})" if fault else name(row) for row, fault in zip(rows, faults, strict=False)]
     return ", ".join(named) + (f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else "")
 
