@@ -182,6 +182,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         rows, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait, runtime.limited
     )
     predictor = Predictor(config, runtime, task, model.eval(), objective=_objective(task))
+    name = row_namer(task.eval, "row {}".format)
     progress = console.ProgressBar(runtime.rank)
     try:
         totals = predictions.write(predictor, loader, stop, request.out, progress)
@@ -189,7 +190,7 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         raise output_error(request.out, error) from None
     except NoRowsError as error:
         if isinstance(task.eval, SupportsFault):
-            error.message += f": {_unread(task.eval, range(len(task.eval)), row_namer(task.eval, "row {}".format))}"
+            error.message += f": {_unread(task.eval, range(len(task.eval)), name)}"
             error.hint = SUFFIXES
         raise
     finally:
@@ -198,7 +199,6 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
         log.info("stopped (%s); nothing was written", stop.reason or "on another rank")
         return stop.exit_code
     seconds = time.perf_counter() - start
-    name = row_namer(task.eval, "row {}".format)
     classes, unknown = list[str | int](), dict[str, int]()
     if isinstance(config.task, LabelledTask) and config.task.label_kind != "regression":
         separator = config.task.labels.separator or "" if isinstance(config.task, TableTask) else ""
