@@ -317,3 +317,9 @@ def suggestion(name: str, suitable: Collection[str]) -> str:
     spellings = {**{each: each for each in suitable}, **{key: to for key, to in _ELSEWHERE.items() if to in suitable}}
     matches = difflib.get_close_matches(name.lower(), spellings, n=1)
     return f"did you mean {spellings[matches[0]]}{_MEANS.get(matches[0], '')}? " if matches else ""
+
+
+def image_column(task: TaskSection) -> str:
+    """Return the column with paths of images if it is all that ``task`` reads of a row; empty otherwise."""
+    columns: dict[str, str] = getattr(task, "input_columns", {})
+    return next(iter(columns)) if [*columns.values()] == ["task.path_column"] else ""

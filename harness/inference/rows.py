@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.config.places import IMAGE_SUFFIXES, is_url
+from harness.config.targets import image_column
 from harness.data.image_folders import SUFFIXES, images_at
 from harness.errors import ConfigError, DataError, HarnessError
 
@@ -79,11 +80,12 @@ def as_file(rows: Rows, columns: Sequence[str] = (), of_images: bool = False) ->
 def images_of(task: TaskSection, places: Sequence[str], where: str, skipped: Counter[str]) -> tuple[str, list[str]]:
     """Return (the column of ``task`` with the paths of images, ``images_at(places, skipped)``). Raises DataError, and
     ConfigError, with ``where``, if the task reads no images."""
-    columns = getattr(task, "input_columns", {})
-    if list(columns.values()) != ["task.path_column"]:
+    column = image_column(task)
+    if not column:
+        columns = getattr(task, "input_columns", {})
         what = f"the task {task.name} has no column of paths of images"
         raise ConfigError(what, where=where, hint=f"give a CSV with {' and '.join(columns) or 'its rows'}: --csv CSV")
-    return next(iter(columns)), images_at(places, skipped)
+    return column, images_at(places, skipped)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 
 from harness.config.places import HUB
 from harness.config.schema import Config
+from harness.config.targets import image_column
 from harness.data import hub
 from harness.distributed import machine
 from harness.distributed.runtime import Runtime
@@ -147,8 +148,8 @@ def conclude(run: Run, done: bool) -> None:
     where, predicted = shlex.quote(run.folder.where), (run.folder.path / layout.PREDICTIONS).is_file()
     log.info("run folder: %s%s", run.folder.where, ", with predictions.csv of the validation rows" if predicted else "")
     able = predicted and isinstance(run.config.task, SupportsNewData)
-    of_images = list(getattr(run.config.task, "input_columns", {}).values()) == ["task.path_column"]
-    others = "images: harness predict {} --images FOLDER" if of_images else "rows: harness predict {} --csv CSV"
+    of_images = "images: harness predict {} --images FOLDER"
+    others = of_images if image_column(run.config.task) else "rows: harness predict {} --csv CSV"
     predict = f"; for other {others.format(where)} --out predictions.csv" if able else ""
     log.info("next: harness report %s%s", where, predict)
 

@@ -46,6 +46,7 @@ class ThisStart:
     done_at: int = -1
     """The step at which an earlier start finished, if its results are all there; -1: there is something to do."""
     compiled: set[str] = field(default_factory=set)  # the stages that it has entered
+    unused_told: tuple[int, str] | None = None  # what the log last said of the rows that an epoch used and did not use
 
 
 @dataclass

@@ -69,11 +69,11 @@ def log_coverage(run: Run) -> None:
     if covered.missing and run.config.data.tail == "use":
         more = ", ..." if rows - covered.used > len(covered.missing) else ""
         unused = f"; rows not used{', counted from 0' if name is str else ''}: {', '.join(covered.missing)}{more}"
-    if (covered.used, unused) != run.coverage.told:  # not the same rows in each epoch
+    if (covered.used, unused) != run.this_start.unused_told:  # not the same rows in each epoch
         text += unused
         if state.bad_rows:
             text += f"; unreadable rows, which metrics.jsonl names, replaced {plural(state.bad_rows, 'time')} so far"
-    run.coverage.told = covered.used, unused
+    run.this_start.unused_told = covered.used, unused
     log.info("%s  end of the epoch: %s", position(run, state.epoch + 1), text)
 
 

@@ -26,11 +26,11 @@ def test_rows_that_an_epoch_did_not_use_are_named(caplog, tail, missing, told, n
     caplog.set_level(logging.INFO)
     run = SimpleNamespace(
         state=SimpleNamespace(step=3, epoch=0, epoch_skipped=0, bad_rows=0, epoch_rows=0),
-        coverage=SimpleNamespace(num_rows=10, told=None, covered=lambda *_: Covered(8, 0, 0, missing)),
+        coverage=SimpleNamespace(num_rows=10, covered=lambda *_: Covered(8, 0, 0, missing)),
         tracker=SimpleNamespace(log=lambda *_: None),
         config=SimpleNamespace(data=SimpleNamespace(tail=tail), train=SimpleNamespace(epochs=1, on_nan="stop")),
         task=SimpleNamespace(train=SimpleNamespace(row_name=lambda row: str(row)) if named else ()), runtime=None,
-        sizes=SimpleNamespace(total_steps=3),
+        sizes=SimpleNamespace(total_steps=3), this_start=SimpleNamespace(unused_told=None),
     )  # fmt: skip
     run_log.log_coverage(run)
     assert caplog.messages == [f"epoch 1/1  step 3/3  end of the epoch: {told.replace(', counted from 0' * named, '')}"]

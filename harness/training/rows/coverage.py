@@ -46,7 +46,6 @@ class Coverage:
 
     def __init__(self, num_rows: int, seed: int = 0) -> None:
         self.num_rows = num_rows
-        self.told: object = None  # what the log last said of rows that were not used
         self._uses = [0, 0]  # all, and those in skipped steps
         self._record: _Record = MarkedRows(num_rows) if num_rows <= EXACT_ROWS else HashedBlocks(num_rows, seed)
 
