@@ -1,7 +1,7 @@
 """The command line: ``driver.py``, and ``harness VERB``. Only wiring: each verb is implemented in its package's
 ``command.py``, in ``harness/PACKAGE/`` or a folder of it, such as ``harness/tools/NAME/``.
 
-A command module is a ``Command``. A package with several verbs has one ``VERB_command.py`` for each.
+A command module is a ``Command``: ``VERB_command.py``, or ``command.py`` in a folder of this name.
 ``harness package.module ...`` runs a command module of your own.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import itertools
 import os
 import platform
 import signal
@@ -49,7 +50,6 @@ class Command(Protocol):
     after "--" are a command that it starts: ``arguments.program``, None without "--".
     """
 
-    VERB: str
     HELP: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
@@ -201,14 +201,16 @@ class _Version(argparse.Action):
 
 
 def _commands(words: Sequence[str]) -> dict[str, Command]:
-    """Return {verb: command module} of all built-in verbs, and of the user's own verb if ``words`` starts with one."""
-    package = Path(__file__).parent
-    files = [file for pattern in ("*/*command.py", "*/*/*command.py") for file in package.glob(pattern)]
-    names = [".".join(("harness", *file.relative_to(package).with_suffix("").parts)) for file in files]
-    commands = {module.VERB: module for module in (cast(Command, importlib.import_module(name)) for name in names)}
+    """Return {verb: command module} of the verb that ``words`` start with, which may be the user's own; of all built-in
+    verbs if there is no such verb."""
     if words and "." in words[0] and not words[0].startswith("-"):
-        commands[words[0]] = plugins.import_own("verb", words[0], "harness")
-    return commands
+        return {words[0]: plugins.import_own("verb", words[0], "harness")}
+    modules, package = {}, Path(__file__).parent
+    for file in itertools.chain(package.glob("*/*command.py"), package.glob("*/*/*command.py")):
+        verb = file.stem.removesuffix("command").rstrip("_") or file.parent.name
+        modules[verb.replace("_", "-")] = ".".join(("harness", *file.relative_to(package).with_suffix("").parts))
+    verbs = words[:1] if words and words[0] in modules else modules
+    return {verb: cast(Command, importlib.import_module(modules[verb])) for verb in verbs}
 
 
 def command(argv: Sequence[str] | None = None) -> NoReturn:

@@ -25,7 +25,7 @@ for module in pkgutil.walk_packages(harness.__path__, "harness."):
 for name in (
     "encodings.idna",
     "encodings.utf_8_sig",
-    "harness.engines.command",
+    "harness.engines.launch_command",
     "harness.tools.sweep.command",
     "harness.tools.sweep.main",
     "harness.tools.sweep.runner",

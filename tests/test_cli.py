@@ -224,7 +224,7 @@ streams.leave(75)
 def own_verb(folder, run: str, errors: int = subprocess.PIPE, **modules: str) -> subprocess.CompletedProcess:
     """Run a verb of the user's package ``own``. ``run``: body of its function; ``modules``: its other modules."""
     (folder / "own").mkdir()
-    words = "VERB, HELP = 'own.verb', 'test'\n\ndef add_arguments(parser): ...\n"
+    words = "HELP = 'test'\n\ndef add_arguments(parser): ...\n"
     modules["verb"] = f"{words}\ndef run(arguments):\n{indent(run, '    ')}"
     for name, text in modules.items():
         (folder / "own" / f"{name}.py").write_text(text)

@@ -6,7 +6,6 @@ import argparse
 
 from harness.errors import EXIT_DONE
 
-VERB = "settings"
 HELP = "list or search the settings, such as: harness settings early stopping"
 
 

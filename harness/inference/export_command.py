@@ -9,7 +9,6 @@ from harness.config import arguments as shared
 from harness.config import plugins
 from harness.errors import EXIT_DONE
 
-VERB = "export"
 _KIND = "export format"
 HELP = "export a trained model to a file that other programs can load"
 

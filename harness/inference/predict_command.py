@@ -15,7 +15,6 @@ from harness.config import arguments as shared
 from harness.errors import ConfigError, HarnessError, plural
 from harness.runs import layout
 
-VERB = "predict"
 HELP = "write a trained model's predictions for the rows of a CSV, or for images"
 
 log = logging.getLogger("harness")

@@ -14,7 +14,6 @@ from harness.errors import LaunchError
 if TYPE_CHECKING:
     from harness.config.schema import Config
 
-VERB = "train"
 KEEPS_RUNNING = True
 HELP = "train the experiment in a YAML file, as a single process or as one rank under a launcher"
 

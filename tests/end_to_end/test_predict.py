@@ -179,7 +179,9 @@ def test_predict_starts_its_own_ranks(trained, tmp_path):
     ]  # fmt: skip
     terminal = tmp_path / "terminal.txt"
     assert python(words, terminal, cwd=elsewhere) == 0, terminal.read_text()
-    named = "rows that could not be read: 1; they have no prediction: new.csv:25: missing.png (No such file or directory)\n"
+    named = (
+        "rows that could not be read: 1; they have no prediction: new.csv:25: missing.png (No such file or directory)\n"
+    )
     assert named in terminal.read_text()
     table = pd.read_parquet(elsewhere / "new.parquet")
     assert list(table) == ["id", "prediction", "score_column", "score_row", "score_slope"]

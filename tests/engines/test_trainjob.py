@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from harness.config import loader
-from harness.engines import command
+from harness.engines import launch_command
 from tests.conftest import ROOT
 from tests.end_to_end.experiment import assert_same_run, run, write_config, write_images
 from tests.end_to_end.processes import END_S, START_S, started
@@ -73,9 +73,9 @@ def test_parts_of_the_manifest_fit_each_other(tmp_path):
 
 def test_command_is_one_of_harness_launch():
     parser = ArgumentParser()
-    command.add_arguments(parser)
+    launch_command.add_arguments(parser)
     words = pod_command(pod_variables(1))
-    assert words[:4] == ["python", "-m", "harness", command.VERB]
+    assert words[:4] == ["python", "-m", "harness", "launch"]
     arguments = parser.parse_args(words[4:])
     assert (arguments.engine, arguments.nnodes.most, arguments.nproc.most) == ("torchrun", 2, 4)
     own = [f"launch.torchrun.{word}" for word in ("rendezvous=127.0.0.1:29500", "node_rank=1")]

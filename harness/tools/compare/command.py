@@ -8,7 +8,6 @@ import json
 from harness.config import arguments as shared
 from harness.errors import EXIT_DONE
 
-VERB = "compare"
 HELP = "compare the settings and results of two runs, and check whether they are bitwise equal"
 
 EXIT_DIFFERENT = 1  # as in diff

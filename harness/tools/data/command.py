@@ -7,7 +7,6 @@ from pathlib import Path
 
 from harness.errors import EXIT_DONE, ConfigError
 
-VERB = "data"
 HELP = "make an annotation table from a folder, split one, or download a dataset"
 _PUBLISHED = ("digits", "mnist", "fashion_mnist", "pet_names")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 
-VERB = "doctor"
 HELP = "check whether this machine is ready to train"
 
 

@@ -7,7 +7,6 @@ import json
 
 from harness.errors import EXIT_DONE
 
-VERB = "explain"
 HELP = "find out why a run is slow, and which setting to change"
 
 

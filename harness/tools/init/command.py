@@ -7,7 +7,6 @@ from pathlib import Path
 
 from harness.errors import EXIT_DONE
 
-VERB = "init"
 HELP = "look at a CSV with annotations and write a commented configuration for it"
 
 

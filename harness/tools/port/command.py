@@ -12,7 +12,6 @@ from harness.errors import EXIT_DONE
 if TYPE_CHECKING:
     from harness.tools.port.uses import ApexScript
 
-VERB = "port"
 HELP = "list what a script written for Apex uses, or print a patch that switches its imports to harness.apex"
 EXIT_BY_HAND = 1
 

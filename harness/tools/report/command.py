@@ -9,7 +9,6 @@ from pathlib import Path
 from harness.config import arguments as shared
 from harness.errors import EXIT_DONE
 
-VERB = "report"
 HELP = "write one page about runs or a sweep: curves, speed-up, and where the time went"
 
 

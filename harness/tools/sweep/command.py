@@ -6,7 +6,6 @@ import argparse
 
 from harness.config import arguments as shared
 
-VERB = "sweep"
 KEEPS_RUNNING = True
 HELP = "train an experiment over a space of settings; the same command resumes the sweep"
 

@@ -6,7 +6,6 @@ import argparse
 
 from harness.errors import EXIT_DONE
 
-VERB = "schema"
 HELP = "print the JSON Schema of the YAML files, for editors"
 
 

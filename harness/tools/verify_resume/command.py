@@ -17,7 +17,6 @@ from harness.errors import ConfigError
 if TYPE_CHECKING:
     from harness.audit.audit import AuditRequest
 
-VERB = "verify-resume"
 HELP = (
     "kill and resume a short run of a configuration, or of a command after --, and check that it is exact bit for bit"
 )

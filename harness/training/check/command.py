@@ -15,7 +15,6 @@ from harness.errors import EXIT_DONE, HarnessError, OwnCodeError, without_harnes
 if TYPE_CHECKING:
     from harness.training.check.preflight import RunPlan
 
-VERB = "check"
 HELP = "validate a configuration: print the planned run, or every error in the file"
 
 _UNTRIED = "not tried"

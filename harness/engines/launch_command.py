@@ -10,7 +10,6 @@ from harness.config import arguments as shared
 from harness.config import plugins
 from harness.errors import HarnessError, LaunchError
 
-VERB = "launch"
 HELP = "train on an engine, such as local, torchrun, slurm or dask"
 
 

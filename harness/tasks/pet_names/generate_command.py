@@ -7,7 +7,6 @@ import argparse
 from harness.config import arguments as shared
 from harness.errors import EXIT_DONE
 
-VERB = "generate"
 HELP = "print new names from a model trained on the task pet_names"
 
 
