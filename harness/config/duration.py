@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -18,6 +18,15 @@ Unit = Literal["steps", "epochs", "share"]
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _TEXT, _SHARE = rf"{_NUMBER} ?(step|epoch)s?", rf"{_NUMBER} ?(%)"
 _UNITS: dict[str, Unit] = {"step": "steps", "epoch": "epochs", "%": "share"}
+
+
+class RunPosition(NamedTuple):
+    """A position of a run: after ``step`` steps, of which ``done`` are of the ``epoch``, which has ``per_epoch``."""
+
+    step: int
+    epoch: int
+    done: int
+    per_epoch: int
 
 
 @dataclass(frozen=True)
@@ -51,19 +60,20 @@ class Duration:
         """Return it in steps, at least 1. ``total``: the steps of the run, for a share of them."""
         return max(1, round(self.amount * {"steps": 1, "epochs": per_epoch, "share": total}[self.unit]))
 
-    def steps_left(self, step: int, epoch: int, done: int, per_epoch: int) -> int:
-        """Return the steps from a position of the run to the next end of an interval of this length, at least 1.
+    def steps_left(self, position: RunPosition) -> int:
+        """Return the steps from ``position`` to the next end of an interval of this length, at least 1.
 
-        ``done``: steps of the ``epoch`` so far, of ``per_epoch``. Whole epochs end with epochs, even if the number of
-        their steps has changed.
+        Whole epochs end with epochs, even if the number of their steps has changed.
         """
+        step, epoch, done, per_epoch = position
         length = self.amount * per_epoch if self.unit == "epochs" else self.amount
-        position = epoch * per_epoch + done if self.unit == "epochs" else step
-        return math.ceil((position // length + 1) * length) - position
+        passed = epoch * per_epoch + done if self.unit == "epochs" else step
+        return math.ceil((passed // length + 1) * length) - passed
 
-    def ends_at(self, step: int, epoch: int, done: int, per_epoch: int) -> bool:
-        """Return True if the step before a position of the run, as for ``steps_left``, ended an interval."""
-        return self.steps_left(step - 1, epoch, done - 1, per_epoch) == 1
+    def ends_at(self, position: RunPosition) -> bool:
+        """Return True if the step before ``position`` ended an interval."""
+        step, epoch, done, per_epoch = position
+        return self.steps_left(RunPosition(step - 1, epoch, done - 1, per_epoch)) == 1
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,11 @@ from harness.data.row_order import RowOrder
 from harness.data.shards import Rule, Segment, bounds, num_rows_in_step, num_rows_left, num_steps, shard
 from harness.errors import TrainingError
 
-_PASSES = 2  # over an epoch without counting a step, until a loop is taken for endless
+_PASSES = 2  # over an epoch without counting a step, as for statistics; with more, a loop is taken for endless
+ADVANCE = (
+    "in your loop, call run.train_data.advance(run.state.segments) after each step, and run.state.next_epoch() after "
+    "the last one"
+)
 
 
 @dataclass
@@ -33,7 +37,8 @@ class MicroBatch:
     """Factor of the mean loss, so that the sum over micro-batches, averaged over ranks, is the mean over all rows of
     the step."""
     rows: np.ndarray
-    """Numbers of the rows of this step that are in the batch, each once: no repeated row, no substitute."""
+    """Numbers of the rows of this step that are in the batch, without one repeated for batch norm, a filler of weight
+    zero, or a substitute for an unreadable row."""
     num_rows: int
     """How many rows of the batch count; with 0, the pass only takes part in communication."""
     rank: int
@@ -75,7 +80,7 @@ class TrainData:
     tail: Literal["use", "drop"] = "use"
     batch_norm_spans_ranks: bool = False
     """Whether batch norms compute with the rows of all ranks, so that a rank may have a single one."""
-    _passed: list[tuple[Sequence[Segment], tuple[int, int]]] = field(default_factory=list)
+    _uncounted_passes: list[tuple[Sequence[Segment], tuple[int, int]]] = field(default_factory=list)
     """The last times that ``groups`` came to the end of an epoch: from which list, epoch and step."""
 
     @property
@@ -104,13 +109,14 @@ class TrainData:
         """Yield the groups of ``epoch`` after ``segments``: the same number on every rank, fewer only if the loader's
         ``leave`` ended a wait. Raises TrainingError if the list ``segments`` comes back unchanged again and again."""
         position = epoch, sum(segment.steps for segment in segments)
-        passes = sum(epoch_segments is segments and start == position for epoch_segments, start in self._passed)
+        passes = sum(
+            epoch_segments is segments and start == position for epoch_segments, start in self._uncounted_passes
+        )
         if passes == _PASSES:
             raise TrainingError(
                 f"all groups of epoch {epoch + 1} have been used {_PASSES} times, and none was counted: this loop "
                 "would never end",
-                hint="in your loop, call run.train_data.advance(run.state.segments) after each step, and "
-                "run.state.next_epoch() after the last one",
+                hint=ADVANCE,
             )
         done, first_step = list(segments), 0
         if done and self._is_current(done[-1]):
@@ -141,7 +147,7 @@ class TrainData:
                 MicroBatch.of(batch, part, len(part.rows) * self.num_ranks / total)
                 for part, batch in zip(parts, group, strict=True)
             ]
-        self._passed[:] = [(segments, position), *self._passed][:_PASSES]
+        self._uncounted_passes[:] = [(segments, position), *self._uncounted_passes][:_PASSES]
 
     def _micro_batches(self, shards: Mapping[int, RowOrder], num_left: int, step: int) -> list[Part]:
         """Return the rows of this process in ``step``, in the same number of parts on every rank.
@@ -166,13 +172,10 @@ class TrainData:
 
     def _num_rows_of_all(self, num_left: int, step: int, part: Part) -> int:
         """Return the number of rows in the micro-batch ``part.number`` of ``step`` over all ranks."""
-        short, num_long = divmod(num_left, self.num_ranks)  # ``num_long`` shards have a row more than ``short``
-
-        def rows(length: int) -> int:
-            quotient, remainder = divmod(min(max(length - step * self.per_rank, 0), self.per_rank), part.num)
-            return quotient + (part.number < remainder)
-
-        return num_long * rows(short + 1) + (self.num_ranks - num_long) * rows(short)
+        short, num_long = divmod(num_left, self.num_ranks)
+        shard_lengths = [short + (rank < num_long) for rank in range(self.num_ranks)]
+        in_step = [min(max(length - step * self.per_rank, 0), self.per_rank) for length in shard_lengths]
+        return sum(rows // part.num + (part.number < rows % part.num) for rows in in_step)  # as np.array_split
 
     def any_inputs(self) -> torch.Tensor:
         """Return the inputs of one row, on the device, for a pass that does not count."""

@@ -4,10 +4,11 @@ stage       may be longer than timeout_s  may hold collectives  an error is rais
 together    no                            no                    all ranks              the ``gather`` at its end
 patiently   yes, up to work_timeout_s     no                    all ranks              ``heartbeats``, which are gathers
 announced   yes, up to work_timeout_s     yes                   this rank              its collectives
-limited     alone, up to its limit_s      yes                   this rank              none: the others notice
+limited     with one rank, up to limit_s  yes                   this rank              none: the others notice
 
-A collective that takes too long raises with gloo; with nccl, or in a wait for the device, the watchdog ends the rank. A
-single rank is ended by its watchdog after the same times, but for ``together``, which does not limit it.
+When a rank dies, the watchdogs (watchdog.py) of the others end them within 30 s; ``timeout_s`` is for a rank that
+hangs. A collective that takes longer raises with gloo; with nccl, or in a wait for the device, the watchdog ends the
+rank. It ends a single rank after the same times, but for ``together``, which does not limit it.
 """
 
 from __future__ import annotations
@@ -64,16 +65,17 @@ class Runtime(Collectives):
                 raise  # which ends a forked process: the collectives are those of its parent
             own_error = error
         if self.world_size > 1:
-            # An error that an inner stage has raised on several ranks keeps the rank that it comes from, which raises
-            # ``own_error``, with the traceback. If rank 1 failed there, all ranks come here with an error of origin 1,
-            # and ``first_failure`` has the copy of rank 0: rank 1 raises its original, the others that copy.
+            # Usually, an error comes from the rank that has it. After an inner stage, all ranks have the error of one,
+            # which then raises its original, with the traceback, and the others the copy that is gathered first.
             origin = getattr(own_error, "origin_rank", None)
             origin = self.rank if origin is None else origin
             failure = None if own_error is None else (as_harness_error(own_error, doing), origin)
-            first_failure = next((each for each in self.gather(failure) if each is not None), None)
-            if first_failure is not None and (own_error is None or first_failure[1] != self.rank):
-                first_failure[0].origin_rank = first_failure[1]
-                raise first_failure[0]
+            failures = [each for each in self.gather(failure) if each is not None]
+            if failures:
+                first_error, first_origin = failures[0]
+                if own_error is None or first_origin != self.rank:
+                    first_error.origin_rank = first_origin
+                    raise first_error
         if own_error is not None:
             raise own_error
 

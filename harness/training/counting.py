@@ -6,7 +6,7 @@ average, and waiting for no later work. Step 1 ends a window, and step 2 does no
 
     on a CPU           backward 1, update 1, count 1, line; backward 2, update 2, count 2
     on a GPU, fused O1 queue backward 1, update 1, backward 2; count 1, line; queue update 2, backward 3; count 2
-    on a GPU, others   count each step after its update, and write the line after the next backward pass is queued
+    on a GPU, others   queue backward 1, update 1; count 1, queue backward 2; line; queue update 2; count 2
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
             step_rows.rows.append(micro.rows)
             step_rows.num_rows[micro.rank - first_rank] += micro.num_rows
             step_rows.bad[micro.rank - first_rank] += micro.batch.bad[: micro.num_rows]  # without padding rows
-            # With on_nan=stop, a loss that is NaN fails the run, even if its step was skipped; else it must not.
+            # A loss that is NaN makes the sum NaN and fails the run, which on_nan=skip prevents.
             if run.config.train.on_nan == "stop" or skip is not True:
                 run.meter.add_loss(loss, micro.num_rows, skip, micro.rank - first_rank)
     run.uncounted = step_rows, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip

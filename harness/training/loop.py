@@ -10,9 +10,8 @@
     each with train.on_nan: skip    ``step``, too, after any other NaN or        once more, in ``finite_everywhere``; at
                                     infinity                                     O1, it waits for amp, too
 
-Where only the device knows whether it skipped a step, ``counting`` counts that step while the device does the next
-backward pass, and waits for the end of the counted step only. Otherwise, and before hooks, a save and the end of an
-epoch, it counts at once. Log lines follow the same order.
+On a GPU, ``counting`` counts some steps, and writes log lines, while the device does the next backward pass, so that it
+does not run out of work. Before hooks, a save and the end of an epoch, all steps are counted.
 
 With train.on_nan: stop, a NaN does not stop its own step: unless amp skips it, the update is applied, and the run fails
 at the next log line or save (``health``). ``run.stop.poll``, which evaluations call, too, mostly does not wait either:
@@ -119,20 +118,21 @@ def epoch(run: Run) -> None:
 
 
 def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
-    """Take one optimizer step over the micro-batches of ``group``, applied or skipped on all ranks alike. Collective.
+    """Take one optimizer step over the micro-batches of ``group``, applied or skipped on all ranks alike: amp looks at
+    averaged gradients (of shards, torch reduces what it finds), ``finite_everywhere`` at a sum. Collective.
 
-    ``measured``: a log line with the gradient norm follows. ``skip``: whether the step is skipped: a bool where the
-    host knows, a tensor, not 0 if so, where only the device does yet.
+    ``measured``: a log line with the gradient norm follows.
     """
     train, precision, timer = run.config.train, run.precision, run.meter.timer
     timer.start()
     losses = backward(run, group)
     count_last_step(run)
     run.set_lr()
-    host_waits = train.on_nan == "skip"  # will_skip may wait for the device, skip_flag never does
+    host_waits = train.on_nan == "skip"
+    # will_skip may wait for the device. skip_flag never does: it may be a tensor there, not 0 if the step is skipped.
     skip = precision.will_skip(run.optimizer) if host_waits else precision.skip_flag(run.optimizer)
     if run.gradient_hook and skip is not True:  # where only the device knows of an overflow, they may be infinite
-        run.gradient_hook(precision.master_params(run.optimizer), run.state.step)
+        run.gradient_hook(precision.master_params(run.optimizer), run.step)
     params = precision.master_params(run.optimizer)
     if train.clip_norm is not None:
         run.meter.norm = clip_grad_norm_(params, train.clip_norm)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from harness.config.duration import RunPosition
 from harness.config.schema import Config
-from harness.data.rank_data import EvalData, TrainData
+from harness.data.rank_data import ADVANCE, EvalData, TrainData
 from harness.data.shards import Segment
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
@@ -136,30 +137,23 @@ class Run:
         ``train.evaluate_every`` has ended, also with the last step of the epoch before. Right after a resume on another
         number of ranks, those that took the step decide that. Raises TrainingError if a loop of the user's own has
         counted more steps than the epoch has."""
-        state = self.state
-        last_segment = state.segments[-1] if state.segments else None
-        finished, position = self.finished(), self._position(last_segment)
-        counted, (_, _, done, num_steps) = state.epoch_applied + state.epoch_skipped, position
-        if counted > num_steps and not finished:
-            raise TrainingError(
-                f"the loop has counted {plural(counted, 'step')} of epoch {state.epoch + 1}, which has {num_steps}, "
-                f"and advanced by {done}",
-                hint="in your loop, call run.train_data.advance(run.state.segments) after each step, and "
-                "run.state.next_epoch() after the last one",
-            )
-        return state.step > state.evaluated and (finished or self.config.train.evaluate_every.ends_at(*position))
+        if self.finished():
+            return self.state.step > self.state.evaluated
+        position = self._position(self.state.segments[-1] if self.state.segments else None)
+        self._require_advanced(position)
+        return self.state.step > self.state.evaluated and self.config.train.evaluate_every.ends_at(position)
 
     def steps_to_evaluation(self) -> int:
         """Return the steps to the next end of an interval, at least 1: whole epochs end with epochs of any length, and
         steps count from the start of the run."""
-        return self.config.train.evaluate_every.steps_left(*self._position())
+        return self.config.train.evaluate_every.steps_left(self._position())
 
-    def _position(self, ranks_of: Segment | None = None) -> tuple[int, int, int, int]:
-        """Return the step, the epoch, the steps in it so far, and all of its steps if the ranks of the segment
-        ``ranks_of``, by default the present ones, take the rest."""
+    def _position(self, ranks_of: Segment | None = None) -> RunPosition:
+        """Return the position of the run if the ranks of the segment ``ranks_of``, by default the present ones, take
+        the rest of the epoch."""
         state = self.state
         done = sum(segment.steps for segment in state.segments)
-        return state.step, state.epoch, done, done + self.train_data.steps_left(state.segments, ranks_of)
+        return RunPosition(state.step, state.epoch, done, done + self.train_data.steps_left(state.segments, ranks_of))
 
     def set_lr(self) -> None:
         """Give the optimizer the learning rates of the next step."""
@@ -184,3 +178,13 @@ class Run:
         with closing(self.eval_data.loader), closing(self.train_data.loader):
             self.writer.close()
             self.tracker.close(done=self.finished() and not self.runtime.failed)
+
+    def _require_advanced(self, position: RunPosition) -> None:
+        """Raise TrainingError if a loop of the user's own has counted more steps than the epoch has."""
+        counted = self.state.epoch_applied + self.state.epoch_skipped
+        if counted > position.per_epoch:
+            raise TrainingError(
+                f"the loop has counted {plural(counted, 'step')} of epoch {position.epoch + 1}, which has "
+                f"{position.per_epoch}, and advanced by {position.done}",
+                hint=ADVANCE,
+            )

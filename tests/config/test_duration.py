@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from harness.config import loader
-from harness.config.duration import Duration
+from harness.config.duration import Duration, RunPosition
 from harness.errors import ConfigError
 
 START = "task: {name: mnist}\nname: x\nbatch: {global: 8}\n"
@@ -52,7 +52,7 @@ def test_what_is_refused(written):
 def test_where_intervals_end(written, per_epoch, ends):
     every, found = Duration.parse(written, "steps"), []
     for step in range(2 * per_epoch):
-        left = every.steps_left(step, step // per_epoch, step % per_epoch, per_epoch)
+        left = every.steps_left(RunPosition(step, step // per_epoch, step % per_epoch, per_epoch))
         assert left >= 1
         found += [step + 1] if left == 1 else []
     assert found == ends
@@ -60,7 +60,7 @@ def test_where_intervals_end(written, per_epoch, ends):
 
 def test_whole_epochs_end_with_epochs_of_another_size():
     """A run that was resumed on another number of ranks: 35 steps in 3 epochs, now 8 per epoch."""
-    assert Duration.parse(2, "epochs").steps_left(35, 3, 0, 8) == 8
+    assert Duration.parse(2, "epochs").steps_left(RunPosition(35, 3, 0, 8)) == 8
     assert Duration.parse(2, "epochs").steps(8) == 16
 
 

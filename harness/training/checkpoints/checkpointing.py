@@ -10,7 +10,8 @@ The life of a checkpoint:
    removes older ones, and starts an upload.
 5. ``writer.wait`` raises the thread's error on all ranks, or sets ``writer.complete``. Without checkpoint.async_save,
    ``write`` calls it at once; else the next save, ``keep_best`` and the end of training do.
-6. A resume verifies the hashes of the one that `latest` names; if it is damaged, of the next older one.
+6. ``resuming.resume`` verifies the hashes of the one that `latest` names; if it is damaged, of the next older one. It
+   restores the random streams last. Draws for rows need none: they follow from (seed, epoch, row).
 
 One checkpoint as files is in ``harness.runs.checkpoint``, all of a run in ``harness.runs.checkpoints``, how content
 becomes files in ``harness/runs/formats``.
@@ -93,7 +94,7 @@ def _save(run: Run) -> None:
     check_losses(run)  # a model that has diverged must not become the newest checkpoint
     run.health.weights(state, run.writer.complete)
     state.wall_s = run.wall_s()
-    ranks = runtime.gather_to_first(_rank_states(run))
+    by_process = runtime.gather_to_first(_rank_states(run))
     coverage = run.coverage.reduced(runtime)
     run.writer.wait()  # before the model is gathered, which may need the memory
     shards = run.writer.writes_shards
@@ -106,7 +107,7 @@ def _save(run: Run) -> None:
         "backend": run.precision.backend,
         "opt_level": run.config.precision.opt_level,
         "ema": _state(run, run.ema, shards) if run.ema else None,
-        "ranks": [state for states in ranks for state in states],
+        "ranks": [rank_state for of_process in by_process for rank_state in of_process],
         "seen": coverage,
         "log_offset": log_offset,
         "log_sha256": log_digest,
@@ -158,11 +159,11 @@ def _rank_states(run: Run) -> list[RankState]:
     """Return the state that differs between ranks, of each rank of this process."""
     return [
         {
-            "rng": state["rng"],
-            "buffers": {name: buffer.cpu() for name, buffer in state["buffers"].items()},
+            "rng": of_rank["rng"],
+            "buffers": {name: buffer.cpu() for name, buffer in of_rank["buffers"].items()},
             "meter": meter,
         }
-        for state, meter in zip(run.ranks.state(), run.meter.state(), strict=True)
+        for of_rank, meter in zip(run.ranks.state(), run.meter.state(), strict=True)
     ]
 
 

@@ -112,7 +112,7 @@ class ParallelStrategy:
     def micro_batch(self, micro: MicroBatch, last: bool) -> Iterator[None]:
         """Context for forward and ``backward`` of ``micro``, with the random streams and buffers of its logical rank.
         Gradients are averaged only in the ``last`` micro-batch of this process in a step. One without rows only keeps
-        this rank in step: norms over all ranks leave it out (``idle``), and the buffers of others are put back."""
+        this rank in step: norms over all ranks leave it out (``idle``), and buffers of other norms are put back."""
         self.ranks.activate(micro.rank)
         idle_norms, own_norms = ((), ()) if micro.num_rows else (self.sync_norms, self.own_norms)
         for norm in idle_norms:
