@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.config.places import IMAGE_STARTS
 from harness.data import image_folders
@@ -17,8 +19,9 @@ from harness.errors import ConfigError, DataError, plural, reason
 from harness.tools.data.table_file import require_new, write_rows
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
-_NAMED = 5  # classes in a message
+_NAMED = 5  # classes or files in a message
 _FILES_AT_ONCE = 32
+_END = 64  # bytes; those of images that end alike, such as PNG, include a checksum
 
 
 def write(folder: Path, out: Path, force: bool = False) -> str:
@@ -31,7 +34,7 @@ def write(folder: Path, out: Path, force: bool = False) -> str:
     _require_classes(folder, classes)
     skipped: Counter[str] = Counter()
     count_of_class: Counter[str] = Counter()
-    wrong = list[str]()
+    wrong, copies, first_of = list[str](), list[str](), dict[int, str]()
 
     def names() -> Iterator[str]:
         for name in image_folders.images_below(folder, skipped):
@@ -41,9 +44,11 @@ def write(folder: Path, out: Path, force: bool = False) -> str:
                 skipped["images outside a class folder"] += 1
 
     def rows() -> Iterator[tuple[str, str]]:
-        for name, doubt in _with_doubts(folder, names()):
+        for name, (doubt, key) in _glanced(folder, names()):
             if doubt:
                 wrong.append(f"{name} ({doubt})")
+            elif (first := first_of.setdefault(key, name)) != name and _are_equal(folder / first, folder / name):
+                copies.append(f"{name} (of {first})")
             label = name.partition(os.sep)[0]
             count_of_class[label] += 1
             yield name, label
@@ -61,9 +66,12 @@ def write(folder: Path, out: Path, force: bool = False) -> str:
     if any(kind.startswith(".") for kind in skipped):
         lines.append(f"note: {image_folders.SUFFIXES}")
     if wrong:
-        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         remedy = "remove them and write the table again, or set task.on_bad_row=skip"
-        lines.append(f"warning: {plural(len(wrong), 'row')} of no image: {', '.join(wrong[:_NAMED])}{more}; {remedy}")
+        lines.append(f"warning: {plural(len(wrong), 'row')} of no image: {_some(wrong)}; {remedy}")
+    if copies:
+        why = "a copy in the evaluation rows tests nothing, and of copies in two classes, one has a wrong label"
+        remedy = f"remove them and write the table again: {why}"
+        lines.append(f"warning: {plural(len(copies), 'row')} of copied images: {_some(copies)}; {remedy}")
     if empty := sorted(classes - set(count_of_class)):
         lines.append(f"note: left out {plural(len(empty), 'folder')} without images: {', '.join(empty[:_NAMED])}")
     if len(count_of_class) == 1:
@@ -71,6 +79,11 @@ def write(folder: Path, out: Path, force: bool = False) -> str:
     split = shlex.join(["harness", "data", "split", str(out), "--eval", "0.2", "--stratify", "label"])
     init = shlex.join(["harness", "init", str(out), "--root", str(folder)])
     return "\n".join([*lines, f"next: {split}; {init}; or set {root}"])
+
+
+def _some(names: list[str]) -> str:
+    """Return the first ``names``, and the number of the rest."""
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def _folders(folder: Path) -> set[str]:
@@ -91,20 +104,36 @@ def _require_classes(folder: Path, names: set[str]) -> None:
         )
 
 
-def _with_doubts(folder: Path, names: Iterator[str]) -> Iterator[tuple[str, str]]:
-    """Yield each name and its doubt, with several files open at once, as on a network disk each takes a while."""
+class _Glance(NamedTuple):
+    """What the first and the last bytes of a file tell."""
+
+    doubt: str  # why it is no image; empty if it begins like one
+    key: int  # the same for equal files
+
+
+def _glanced(folder: Path, names: Iterator[str]) -> Iterator[tuple[str, _Glance]]:
+    """Yield each name and its glance, with several files open at once, as on a network disk each takes a while."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         while some := list(islice(names, 64 * _FILES_AT_ONCE)):
-            yield from zip(some, pool.map(lambda name: _doubt(folder, name), some), strict=True)
+            yield from zip(some, pool.map(lambda name: _glance(folder, name), some), strict=True)
 
 
-def _doubt(folder: Path, name: str) -> str:
-    """Return why the file does not begin like an image; empty if it does."""
+def _glance(folder: Path, name: str) -> _Glance:
     try:
         with open(folder / name, "rb") as stream:
-            start = stream.read(16)
+            start, size = stream.read(16), stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - _END))
+            key = hash((size, start, stream.read(_END)))
     except OSError as error:
-        return reason(error)
+        return _Glance(reason(error), 0)
     if any(re.match(pattern, start, re.DOTALL) for pattern in IMAGE_STARTS.values()):
-        return ""
-    return "another kind of file" if start else "empty"
+        return _Glance("", key)
+    return _Glance("another kind of file" if start else "empty", key)
+
+
+def _are_equal(first: Path, second: Path) -> bool:
+    """Return whether two files have the same content; False if one is gone or unreadable."""
+    try:
+        return filecmp.cmp(first, second, shallow=False)
+    except OSError:
+        return False

@@ -64,12 +64,21 @@ def test_files_in_a_folder_that_only_end_like_images_are_named(tmp_path, capsys)
     assert told in capsys.readouterr().out
 
 
+def test_copies_in_a_folder_are_named(tmp_path, capsys):
+    for name, end in (("cat/1.png", b"a"), ("cat/2.png", b"b"), ("cat/3.png", b"a"), ("dog/1.png", b"a")):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(b"\x89PNG\r\n\x1a\n" + end * 100)
+    assert data("folder", tmp_path / "in", tmp_path / "out.csv") == 0
+    assert len(rows_of(tmp_path / "out.csv")) == 4
+    assert "2 rows of copied images: cat/3.png (of cat/1.png), dog/1.png (of cat/1.png)" in capsys.readouterr().out
+
+
 def test_images_of_a_folder_are_opened_at_once(tmp_path, monkeypatch):
     (tmp_path / "cat").mkdir()
     for number in range(4):
         (tmp_path / "cat" / f"{number}.jpg").touch()
     meeting = threading.Barrier(4)
-    monkeypatch.setattr(from_folder, "_doubt", lambda *_: meeting.wait(60) and "")
+    monkeypatch.setattr(from_folder, "_glance", lambda *_: (str(meeting.wait(60)), 0))
     assert data("folder", tmp_path, tmp_path / "out.csv") == 0
 
 
@@ -90,7 +99,7 @@ def test_folder(tmp_path, capsys):
     out = tmp_path / "out.csv"
     assert data("folder", photos, out) == 0
     printed = capsys.readouterr().out
-    assert "warning" not in printed
+    assert "\nwarning: 3 rows of copied images: kätzchen/1.JPG (of dog/1.jfif), " in printed
     assert printed.startswith(f"wrote 4 rows of 3 classes to {out}; skipped: broken links and special files (5), ")
     assert "images outside a class folder (1)" in printed
     assert ".heic files (3)" in printed
