@@ -454,6 +454,19 @@ def test_unusable_metric_is_refused_before_training(metric, message):
     assert caught.value.exit_code == (EXIT_OWN_CODE if "ZeroDivision" in message else EXIT_USAGE)
 
 
+def by_class(outputs, targets, kept=3):
+    return np.full(kept, 0.5)
+
+
+def test_metric_that_returns_an_array():
+    metric = {"name": "tests.training.test_objective.by_class", "better": "max"}
+    with pytest.raises(ConfigError, match=r"by_class returns values of shape \(3,\), not a number\n  -> average it"):
+        objective(SINGLE, metrics=[metric]).check(9)
+    one = objective(SINGLE, metrics=[metric | {"args": {"kept": 1}}])
+    one.check(9)
+    assert report_of(one, *batch(SINGLE))["by_class"] == 0.5
+
+
 def test_costs_are_stated_and_limited():
     keeping = objective(MULTI, metrics=[{"name": "tests.training.test_objective.spread", "better": "max"}])
     facts = keeping.summary(1 << 20)

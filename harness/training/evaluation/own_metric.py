@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,12 +37,7 @@ class OwnMetric:
         if labels.kind == "single_label" and ".Binary" in section.name:
             multiclass = section.name.replace(".Binary", ".Multiclass")
             self._hint = f"use {multiclass}: it is called with the probability of each class"
-        try:
-            part = plugins.import_own("metric", section.name, "task.metrics")
-        except ConfigError as error:
-            if section.name.startswith("torchmetrics.") and isinstance(error.__cause__, ModuleNotFoundError):
-                error.hint = f"pip install 'apex-harness[torchmetrics]'; or {error.hint}"
-            raise
+        part = _imported(section.name)
         self._metric: Any = None
         with self._explained(making=True):
             if inspect.isclass(part):
@@ -49,12 +46,8 @@ class OwnMetric:
                 self._metric = part(**arguments | section.args)
                 self._metric.sync_on_compute = False  # the states are reduced here
             self._function = functools.partial(part, **section.args)
-        reductions = getattr(self._metric, "_reductions", {})
-        self.needs_rows = not reductions or not all(
-            getattr(reduction, "__name__", "") == "dim_zero_sum" and isinstance(getattr(self._metric, state), Tensor)
-            for state, reduction in reductions.items()
-        )
-        self._states = [] if self.needs_rows else list(reductions)
+        self._states = _added_states(self._metric)
+        self.needs_rows = not self._states
 
     def pairs(self, outputs: Tensor, targets: Tensor) -> Pairs:
         """Return all rows of a batch, or the states of the metric after it."""
@@ -69,11 +62,11 @@ class OwnMetric:
         """Return the metric of the reduced states, or of all rows."""
         with self._explained():
             result = self._of_rows(sums.all_rows(_ROWS)) if self.needs_rows else self._of_states(sums)
-        if isinstance(result, Tensor) and result.numel() != 1 or not hasattr(result, "__float__"):
-            value = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"{result!r:.80}"
-            hint = "average it: for torchmetrics, set args: {average: macro}"
-            raise ConfigError(f"the metric {self.name} returns {value}, not a number", where="task.metrics", hint=hint)
-        return float(result)
+            if (number := _number(result)) is not None:
+                return number
+        value = f"values of shape {tuple(result.shape)}" if hasattr(result, "shape") else f"{result!r:.80}"
+        hint = "average it: for torchmetrics, set args: {average: macro}"
+        raise ConfigError(f"the metric {self.name} returns {value}, not a number", where="task.metrics", hint=hint)
 
     def _of_states(self, sums: Sums) -> Any:
         self._metric.reset()
@@ -113,3 +106,30 @@ class OwnMetric:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the made-up rows
             self.value(sums)
+
+
+def _imported(name: str) -> Any:
+    try:
+        return plugins.import_own("metric", name, "task.metrics")
+    except ConfigError as error:
+        if name.startswith("torchmetrics.") and isinstance(error.__cause__, ModuleNotFoundError):
+            error.hint = f"pip install 'apex-harness[torchmetrics]'; or {error.hint}"
+        raise
+
+
+def _added_states(metric: Any) -> list[str]:
+    """Return the states of ``metric``, if torchmetrics adds up all of them over ranks; else an empty list."""
+    reductions = getattr(metric, "_reductions", {})
+    added = all(
+        getattr(reduction, "__name__", "") == "dim_zero_sum" and isinstance(getattr(metric, state), Tensor)
+        for state, reduction in reductions.items()
+    )
+    return list(reductions) if added else []
+
+
+def _number(result: Any) -> float | None:
+    """Return the number that a metric has returned, also as the only value of a tensor or an array; None if it is
+    none."""
+    if isinstance(result, Tensor | np.ndarray):
+        return float(result.item()) if math.prod(result.shape) == 1 else None
+    return float(result) if hasattr(result, "__float__") else None
