@@ -25,7 +25,7 @@ from harness.distributed.stop import Stop
 from harness.errors import plural
 from harness.runs.run_dir import RunFolder
 from harness.training import build, loop
-from harness.training.optimizer import precision
+from harness.training.optimizer import emulated_half
 from harness.training.run import Run
 
 WARM_UP = 3
@@ -36,7 +36,7 @@ def opened(config: Config, folder: Path, runtime: Runtime) -> Iterator[Run]:
     """The run of ``config``, with its files in ``folder``."""
     where = RunFolder(folder, keep=1)
     where.checkpoints.folder.mkdir(parents=True)
-    with precision.half_on_cpu(config.precision, runtime.device):
+    with emulated_half.half_on_cpu(config.precision, runtime.device):
         run = build.build(config, runtime, where, Stop(runtime))
         try:
             yield run

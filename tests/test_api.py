@@ -40,7 +40,6 @@ from harness.inference.rows import as_file
 from harness.runs import reader
 from harness.trackers.metrics_log import MetricsLog
 from harness.training import parts
-from harness.training.optimizer import precision
 from harness.training.optimizer.precision import Precision
 from harness.training.reproducibility import determinism
 from harness.training.run import Run
@@ -914,6 +913,6 @@ def test_tf32_is_as_before_also_if_it_was_set_by_fp32_precision(chosen):
         before = of_tf32()
         for tf32 in (True, False):
             with harness.api._as_before():
-                precision.set_tf32(SimpleNamespace(tf32=tf32))
+                determinism.set_tf32(SimpleNamespace(tf32=tf32))
             assert of_tf32()[: len(before)] == before
     assert torch.backends.cudnn.allow_tf32

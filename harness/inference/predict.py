@@ -49,7 +49,8 @@ from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.prediction_table import UNKNOWN_SHOWN, NoRowsError, Totals
 from harness.training.evaluation.predictions import Predictor
 from harness.training.exit_report import ExitReporter, failed_early
-from harness.training.optimizer import optimizer_builder, precision, trained_parameters
+from harness.training.optimizer import emulated_half, optimizer_builder, precision, trained_parameters
+from harness.training.reproducibility import determinism
 from harness.training.rows import opening
 from harness.training.run_start import connected
 from harness.training.task import OpenedTask, PredictingTask, Supervised, SupportsNewData, laid_out
@@ -263,7 +264,7 @@ def _model(
     model = model.to(device)
     if config.model.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    precision.set_tf32(config.precision)
+    determinism.set_tf32(config.precision)
     chosen = precision.choose(config.precision, device, config.needs_our_amp)
     section = config.optimizer
     optimizer = optimizer_builder.build(section, trained_parameters.groups(section, model, section.lr), section.lr)
@@ -281,7 +282,7 @@ def _as_trained(config: Config, device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        with precision.half_on_cpu(config.precision, device):
+        with emulated_half.half_on_cpu(config.precision, device):
             yield
     finally:
         torch.set_num_threads(before)

@@ -55,7 +55,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
     """Build everything the loop needs, restored from the checkpoint to resume from, if there is one. An error closes
     what was opened. Collective."""
     determinism.require(config.train.deterministic)
-    precision.set_tf32(config.precision)
+    determinism.set_tf32(config.precision)
     if config.parallel.logical_ranks is not None:  # a launcher's default depends on the number of processes
         torch.set_num_threads(config.launch.threads)
     num_threads = torch.get_num_threads()

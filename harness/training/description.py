@@ -19,7 +19,7 @@ from harness.errors import plural
 from harness.runs import console, hub_copies, layout, provenance
 from harness.training import run_log
 from harness.training.model import model_builder
-from harness.training.optimizer import precision, trained_parameters
+from harness.training.optimizer import emulated_half, trained_parameters
 from harness.training.reproducibility import determinism
 from harness.training.rows.division import Sizes
 from harness.training.run import Run
@@ -44,7 +44,7 @@ def announce(run: Run) -> None:
     for name, value in _facts(run).items():
         log.info("%14s: %s", name, value, extra={} if name in _SHOWN and not finished else console.IN_FILE)
     first = runtime.rank == 0
-    if first and not run.state.step and (slow := precision.warning(config.precision, runtime.device)):
+    if first and not run.state.step and (slow := emulated_half.warning(config.precision, runtime.device)):
         log.warning("%s", slow)
     if first and not finished:
         _note_few_cores(runtime)
@@ -184,7 +184,7 @@ def describe(
         "steps": size.total_steps,
         "learning rate": f"{size.lr:g}{scaled}",
         "schedule": size.schedule.describe(),
-        "amp": precision.describe(config.precision, device, backend),
+        "amp": emulated_half.describe(config.precision, device, backend),
         "deterministic": determinism.describe(config.train.deterministic),
         "shards": config.data.shard,
     }

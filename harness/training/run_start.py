@@ -33,7 +33,7 @@ from harness.runs import console, provenance
 from harness.runs.run_dir import RunFolder, cannot_write
 from harness.training import build, description
 from harness.training.exit_report import ExitReporter
-from harness.training.optimizer import precision
+from harness.training.optimizer import emulated_half, precision
 from harness.training.run import Run
 
 log = logging.getLogger("harness")
@@ -93,7 +93,7 @@ class RunStart:
                 with runtime.together("finding the run folder"):
                     folder = reporter.folder = run_folder(config)
                 prepare_folder(config, runtime, folder)
-                stack.enter_context(precision.half_on_cpu(config.precision, runtime.device))
+                stack.enter_context(emulated_half.half_on_cpu(config.precision, runtime.device))
                 if config.model.compile:
                     with runtime.announced("loading the compiler"):
                         from harness.training.model import compiled  # late: few runs need it

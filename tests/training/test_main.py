@@ -274,7 +274,7 @@ class Odd(BaseException):
     """An error that is no Exception."""
 
 
-@pytest.mark.parametrize(("module", "name"), [(run_start.build, "build"), (run_start.precision, "half_on_cpu")])
+@pytest.mark.parametrize(("module", "name"), [(run_start.build, "build"), (run_start.emulated_half, "half_on_cpu")])
 def test_error_that_is_no_exception_is_recorded_while_a_run_is_built(tmp_path, monkeypatch, module, name):
     def build(*_):
         raise Odd("of the user's own code")

@@ -14,7 +14,8 @@ from torch import nn
 from harness.apex.on_cpu import half_kernels
 from harness.config.schema import PrecisionSection
 from harness.errors import ConfigError
-from harness.training.optimizer.precision import Precision, choose, describe, half_on_cpu, installed_apex, warning
+from harness.training.optimizer.emulated_half import describe, half_on_cpu, warning
+from harness.training.optimizer.precision import Precision, choose
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NAMES = ("initialize", "scale_loss", "master_params", "state_dict")
@@ -48,35 +49,38 @@ def test_setting_that_needs_harness_apex(nvidia):
     assert choose(PrecisionSection(), CUDA, ours=True).backend == "harness.apex"
 
 
-def test_without_apex(monkeypatch):
-    import importlib
-
-    def missing(name, *rest):
-        if name.startswith("apex"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name="apex")
-        return real(name, *rest)
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("apex", "no Apex is installed"),
+        ("no_such_package", "the installed apex cannot be imported: No module named 'no_such_package'"),
+    ],
+)
+def test_without_apex(monkeypatch, name, reason):
+    def missing(module, *rest):
+        if module.startswith("apex"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(module, *rest)
 
     real = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", missing)
     assert choose(PrecisionSection(), CUDA).backend == "harness.apex"
-    with pytest.raises(
-        ConfigError, match="precision.backend=apex, but no Apex is installed\n  -> use precision.backend"
-    ):
+    with pytest.raises(ConfigError, match=f"precision.backend=apex, but {reason}\n  -> use precision.backend"):
         choose(PrecisionSection(backend="apex"), CUDA)
 
 
 def test_package_apex_without_amp(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
     monkeypatch.delitem(sys.modules, "apex.amp", raising=False)
-    assert installed_apex()[0] is None
-    assert "no amp" in installed_apex()[1]
+    with pytest.raises(ConfigError, match="the installed apex has no amp"):
+        choose(PrecisionSection(backend="apex"), CUDA)
     assert choose(PrecisionSection(), CUDA).backend == "harness.apex"
 
 
 def test_apex_that_is_not_nvidias(nvidia):
     del nvidia["apex.amp"].scale_loss
-    assert installed_apex() == (None, "the installed apex.amp is not NVIDIA's")
-    nvidia["apex.amp"].scale_loss = None
+    with pytest.raises(ConfigError, match=r"the installed apex\.amp is not NVIDIA's"):
+        choose(PrecisionSection(backend="apex"), CUDA)
 
 
 def test_harness_apex_under_the_name_apex_is_not_an_installed_apex(monkeypatch):
@@ -84,7 +88,8 @@ def test_harness_apex_under_the_name_apex_is_not_an_installed_apex(monkeypatch):
 
     for name in ("", ".amp", ".parallel"):
         monkeypatch.setitem(sys.modules, f"apex{name}", importlib.import_module(f"harness.apex{name}"))
-    assert "harness.apex itself" in installed_apex()[1]
+    with pytest.raises(ConfigError, match=r"harness\.apex itself"):
+        choose(PrecisionSection(backend="apex"), CUDA)
     assert choose(PrecisionSection(), CUDA).amp is harness.apex.amp
 
 
@@ -104,14 +109,20 @@ def test_null_options_are_left_to_the_level():
     }  # fmt: skip
 
 
-def test_settings_that_amp_rejects():
-    class Refusing:
-        @staticmethod
-        def initialize(*_, **options):
-            raise ValueError(f"no level {options['opt_level']}")
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("no level O9"), pytest.raises(ConfigError, match="amp rejects these settings: no level O9")),
+        (torch.OutOfMemoryError("no memory"), pytest.raises(torch.OutOfMemoryError)),
+        (torch.AcceleratorError("no device"), pytest.raises(torch.AcceleratorError)),
+    ],
+)
+def test_settings_that_amp_rejects(error, expected):
+    def initialize(*_):
+        raise error
 
-    with pytest.raises(ConfigError, match="amp rejects these settings: no level O9"):
-        Precision(Refusing, None, "x", {"opt_level": "O9"}).initialize(nn.Linear(1, 1), None)
+    with expected:
+        Precision(SimpleNamespace(initialize=initialize), None, "x", {}).initialize(nn.Linear(1, 1), None)
 
 
 @pytest.mark.parametrize(("level", "scale"), [("O0", 1.0), ("O1", 2.0**16), ("O2", 2.0**16), ("O3", 1.0), ("O5", 1.0)])

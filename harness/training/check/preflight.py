@@ -21,7 +21,7 @@ from harness.trackers import metrics_log
 from harness.training import build, description, hooks
 from harness.training.check.trial import NO_TRIAL, TrialStep, unexpected
 from harness.training.model import lora, recompute, weights
-from harness.training.optimizer import on_gradients, optimizer_builder, precision, trained_parameters
+from harness.training.optimizer import emulated_half, on_gradients, optimizer_builder, precision, trained_parameters
 from harness.training.reproducibility import determinism, logical_ranks
 from harness.training.rows import division, opening
 from harness.training.strategies.base import strategy_class
@@ -223,7 +223,7 @@ class _Examination:
         config, facts = self.config, self.plan.facts
         num_ranks = config.parallel.num_ranks(self.world_size)
         facts |= description.describe(config, task, sizes, num_ranks, device, backend)
-        slow = precision.warning(config.precision, device)
+        slow = emulated_half.warning(config.precision, device)
         gone = "a model's folder is gone: the run resumes from its own copy" if self.located != config else ""
         few = division.doubts(config, sizes, len(task.train))
         warnings = filter(None, [gone, *self.warnings, *task.notes, *few, slow])

@@ -22,7 +22,7 @@ from harness.config.schema import Config
 from harness.distributed import stack
 from harness.errors import TrainingError, plural
 from harness.training.model import recompute
-from harness.training.optimizer import precision
+from harness.training.optimizer import emulated_half
 from harness.training.run import Run
 from harness.training.strategies.base import strategy_class
 from harness.training.strategies.sharding import local
@@ -192,7 +192,7 @@ def _settings(
         yield "batch.accumulate", count, f"{plural(per_rank // count, 'row')} at a time; the same batch size"
     if when == "training" and not config.model.activation_checkpointing and has_blocks:
         yield "model.activation_checkpointing", True, "blocks run again in the backward pass; the same results"
-    is_slow = precision.warning(_with(config, "precision.opt_level", "O4").precision, device)
+    is_slow = emulated_half.warning(_with(config, "precision.opt_level", "O4").precision, device)
     if config.precision.opt_level == "O0" and rows / 2 <= most_rows and not is_slow:
         yield "precision.opt_level", "O4", "activations in bfloat16, half the size"
     if world_size > 1 and not strategy_class(config.parallel).shards:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -56,6 +56,8 @@ class Precision:
     def initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         try:
             initialized: tuple[nn.Module, torch.optim.Optimizer] = self.amp.initialize(model, optimizer, **self.options)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the device, not of the settings
+            raise
         except (RuntimeError, ValueError, AssertionError) as error:
             raise ConfigError(f"amp rejects these settings: {error}", where="precision") from error
         return initialized
@@ -125,108 +127,44 @@ def choose(section: PrecisionSection, device: torch.device, ours: bool = False) 
     """
     if section.backend == "harness" or (section.backend == "auto" and (ours or device.type == "cpu")):
         return _ours(section)
-    apex, why_not = installed_apex()
-    if apex is None:
+    try:
+        installed = _installed(section)
+    except ImportError as error:
         if section.backend == "auto":
             return _ours(section)
         raise ConfigError(
-            f"precision.backend=apex, but {why_not}",
+            f"precision.backend=apex, but {error}",
             where="precision.backend",
             hint="use precision.backend=harness, or install an NVIDIA Apex that has amp (25.05 or older)",
-        )
-    if section.opt_level in ("O4", "O5") and not hasattr(apex[0], "bfloat16_function"):
+        ) from error
+    if section.opt_level in ("O4", "O5") and not hasattr(installed.amp, "bfloat16_function"):
         raise ConfigError(
             f"the installed Apex has no level {section.opt_level} (ROCm's Apex has it)",
             where="precision.opt_level",
             hint="use precision.backend=harness",
         )
-    return Precision(*apex, _options(section))
+    return installed
 
 
-@contextmanager
-def half_on_cpu(section: PrecisionSection, device: torch.device) -> Iterator[None]:
-    """Context in which a CPU computes products of float16 and bfloat16 tensors in float32, if ``section`` uses them and
-    it has no arithmetic for them. Without it, O1 trains 15 to 60 times as slowly as O0 there, and O4 3 to 10 times."""
-    library = None
-    if _emulated(section, device):
-        from harness.apex.on_cpu import half_kernels
-
-        library = half_kernels.register(half_kernels.slow_dtypes())
-    try:
-        yield
-    finally:
-        if library is not None:
-            library._destroy()  # torch has no public way to deregister kernels
-
-
-def _emulated(section: PrecisionSection, device: torch.device) -> str:
-    """Return the dtype of ``section`` for which ``device`` has no arithmetic; empty if there is none. Its products are
-    computed in float32, on a GPU by CUDA."""
-    if section.opt_level == "O0":
-        return ""
-    half = torch.bfloat16 if section.opt_level in ("O4", "O5") else torch.float16
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True
-        slow = set() if native else {torch.bfloat16}
-    else:
-        from harness.apex.on_cpu import half_kernels
-
-        slow = half_kernels.slow_dtypes()
-    return str(half).removeprefix("torch.") if half in slow else ""
-
-
-def describe(section: PrecisionSection, device: torch.device, backend: str) -> str:
-    """Return the level, the implementation, and what a device does about a dtype that it lacks, for the log."""
-    text = f"{section.opt_level} by {backend}"
-    if half := _emulated(section, device):
-        name = "CPU" if device.type == "cpu" else "GPU"
-        text += f"; on this {name}, matrix products are computed in float32 and rounded to {half}"
-    return text
-
-
-def warning(section: PrecisionSection, device: torch.device) -> str:
-    """Return a warning if ``device`` has no arithmetic for the dtype of ``section``; empty otherwise."""
-    half = _emulated(section, device)
-    if not half:
-        return ""
-    name, other = (torch.cuda.get_device_name(device), "O1") if device.type == "cuda" else ("this CPU", "O0")
-    default = "" if "opt_level" in section.model_fields_set else ", the default"
-    return (
-        f"{name} has no arithmetic for {half}; at {section.opt_level}{default}, its products are computed in float32 "
-        f"and rounded; use precision.opt_level={other}"
-    )
-
-
-def set_tf32(section: PrecisionSection) -> None:
-    """Allow or forbid TF32 in this process, if ``section`` says so."""
-    if section.tf32 is not None:
-        torch.backends.cuda.matmul.allow_tf32 = section.tf32
-        torch.backends.cudnn.allow_tf32 = section.tf32
-
-
-def installed_apex() -> tuple[tuple[Amp, Parallel, str] | None, str]:
-    """Return ((amp, parallel, name), "") of an installed Apex with both, else (None, the reason)."""
+def _installed(section: PrecisionSection) -> Precision:
+    """Return the implementation of an installed Apex. Raises ImportError, with the reason, if it has no amp."""
     try:
         amp: Any = importlib.import_module("apex.amp")
         parallel: Any = importlib.import_module("apex.parallel")
-    except ModuleNotFoundError as error:
-        if error.name == "apex":
-            return None, "no Apex is installed"
-        return (
-            None,
-            "the installed apex has no amp (PyPI's apex is another package, and NVIDIA removed amp after 25.05)",
-        )
     except Exception as error:
-        return None, f"the installed apex cannot be imported: {error}"
+        no_amp = "the installed apex has no amp (PyPI's apex is another package, and NVIDIA removed amp after 25.05)"
+        reasons = {"apex": "no Apex is installed", "apex.amp": no_amp, "apex.parallel": no_amp}
+        missing = str(error.name) if isinstance(error, ModuleNotFoundError) else ""
+        raise ImportError(reasons.get(missing, f"the installed apex cannot be imported: {error}")) from error
     if not all(hasattr(amp, name) for name in ("initialize", "scale_loss", "master_params", "state_dict")):
-        return None, "the installed apex.amp is not NVIDIA's"
+        raise ImportError("the installed apex.amp is not NVIDIA's")
     if amp.__name__.startswith("harness."):
-        return None, "apex.amp is harness.apex itself (harness.apex.install() was called)"
+        raise ImportError("apex.amp is harness.apex itself (harness.apex.install() was called)")
     try:
         version = importlib.metadata.version("apex")
     except importlib.metadata.PackageNotFoundError:
         version = "of unknown version"
-    return (amp, parallel, f"apex {version}"), ""
+    return Precision(amp, parallel, f"apex {version}", _options(section))
 
 
 def _ours(section: PrecisionSection) -> Precision:

@@ -23,6 +23,7 @@ import torch.utils.deterministic
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.config.schema import PrecisionSection
 from harness.distributed import stack
 from harness.errors import ConfigError
 from harness.runs import layout
@@ -179,6 +180,13 @@ def kernels(device: torch.device) -> dict[str, Any]:
         description["processor"] = processor()
         description["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     return description
+
+
+def set_tf32(section: PrecisionSection) -> None:
+    """Allow or forbid TF32 in this process, if ``section`` says so."""
+    if section.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = section.tf32
+        torch.backends.cudnn.allow_tf32 = section.tf32
 
 
 def tf32_places() -> list[Any]:
