@@ -312,8 +312,8 @@ def test_a_trained_model(path, tmp_path, monkeypatch):
     Path("bad.jpg").write_text("<html>")
     with pytest.raises(DataError, match="^image 0: image cannot be decoded: .*/bad.jpg: the file is none of JPEG"):
         skipping.preprocess("bad.jpg")
-    with pytest.raises(DataError, match="^scan.TIF: this kind of image cannot be read\n  -> images are .*.jpg"):
-        skipping.preprocess("scan.TIF")
+    with pytest.raises(DataError, match="^scan.HEIC: this kind of image cannot be read\n  -> images are .*.jpg"):
+        skipping.preprocess("scan.HEIC")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 HUB = "hf:"  # before a folder or a name of Hugging Face
 JPEG_SUFFIXES = (".jpg", ".jpeg", ".jfif")
-IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".webp", ".gif")  # in lower case, of what torchvision decodes
-IMAGE_STARTS = {"JPEG": rb"\xff\xd8", "PNG": rb"\x89PNG", "WebP": rb"RIFF....WEBP", "GIF": rb"GIF8"}  # of the files
+IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".webp", ".gif", ".tif", ".tiff", ".bmp")  # in lower case
+IMAGE_STARTS = {  # of the files
+    "JPEG": rb"\xff\xd8",
+    "PNG": rb"\x89PNG",
+    "WebP": rb"RIFF....WEBP",
+    "GIF": rb"GIF8",
+    "TIFF": rb"II\*\0|MM\0\*",
+    "BMP": rb"BM",
+}
 
 
 def is_url(place: str) -> bool:

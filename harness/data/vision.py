@@ -1,15 +1,17 @@
-"""torchvision's decoder of images without the rest of torchvision, whose import takes longer."""
+"""The decoder of images: torchvision's, without the rest of torchvision, whose import takes longer, and Pillow's."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import os
 import re
 import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,14 +21,18 @@ from harness.errors import REINSTALL_TORCH, HarnessError, first_line
 _PNG, _IDAT = b"\x89PNG\r\n\x1a\n", b"IDAT"  # a PNG's first bytes, and the name of the chunks that have its pixels
 
 _EMPTY = "the file is empty"
+_WITH_PILLOW = ("TIFF", "BMP")  # which torchvision does not read
 
 UNCHANGED, GRAY, RGB = 0, 1, 3  # torchvision's numbers for these modes; also the number of channels
 
 
 def decode(content: Tensor, channels: int = UNCHANGED) -> Tensor:
     """Return uint8 (channels, height, width) of an image file's bytes, uint8 (bytes,), as torchvision's decode_image,
-    turned upright as its EXIF orientation says (JPEG and PNG; torchvision does not know that of WebP). Raises
-    RuntimeError that says what is wrong with the file."""
+    turned upright as its EXIF orientation says (not that of WebP, which torchvision does not know). Raises RuntimeError
+    that says what is wrong with the file."""
+    kind = _kind(content[:12].numpy().tobytes())
+    if kind in _WITH_PILLOW:
+        return _decoded_by_pillow(content, channels, kind)
     _require_intact_png(content.numpy().data)
     try:
         image: Tensor = torch.ops.image.decode_image(content, channels, True)
@@ -51,12 +57,37 @@ def decode_as(content: Tensor, channels: int) -> Tensor:
     return functional.rgb_to_grayscale(image) if to_gray else image
 
 
+def _kind(start: bytes) -> str:
+    """Return the kind of a file that begins with ``start``; empty if it is none of IMAGE_STARTS."""
+    return next((kind for kind, pattern in IMAGE_STARTS.items() if re.match(pattern, start, re.DOTALL)), "")
+
+
+def _decoded_by_pillow(content: Tensor, channels: int, kind: str) -> Tensor:
+    """Return uint8 (channels, height, width), GRAY or RGB; uint16 if the file is gray and has 16 bits. Raises
+    RuntimeError."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(content.numpy().data), formats=_WITH_PILLOW) as image:
+            if (pages := getattr(image, "n_frames", 1)) > 1:
+                raise RuntimeError(f"a {kind} of {pages} pages, not one image")
+            if image.mode in ("I", "F"):
+                raise RuntimeError(f"a {kind} of 32 bits per value: convert it to 8 or 16")
+            upright = ImageOps.exif_transpose(image)
+            if image.mode.startswith("I;16"):
+                pixels = np.asarray(upright).astype(np.uint16)[:, :, None].repeat(max(channels, 1), 2)
+            else:
+                pixels = np.atleast_3d(np.array(upright.convert("L" if channels == GRAY else "RGB")))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise RuntimeError(f"the {kind} is damaged or incomplete (Pillow: {first_line(error)})") from None
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
 def _fault(start: bytes, error: RuntimeError) -> str:
     """Return what is wrong with a file that begins with ``start``."""
     if not start:
         return _EMPTY
-    kind = next((kind for kind, pattern in IMAGE_STARTS.items() if re.match(pattern, start, re.DOTALL)), None)
-    if kind is None:
+    if not (kind := _kind(start)):
         return f"the file is none of {', '.join(IMAGE_STARTS)}: it begins with {start!r}"
     return f"the {kind} is damaged or incomplete (torchvision: {_without_place(error)})"
 

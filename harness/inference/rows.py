@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("harness")
 _IMAGES = "a path that ends like an image, an image of PIL, or an array of uint8 of shape (height, width, 3)"
-_OTHER_IMAGES = (".tif", ".tiff", ".bmp", ".heic", ".avif")
+_OTHER_IMAGES = (".heic", ".avif")
 _MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
 
 

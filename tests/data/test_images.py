@@ -14,6 +14,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
+from harness.config.places import IMAGE_STARTS
 from harness.data import transforms
 from harness.data.batch import Batch
 from harness.data.image_checks import ImageChecks, in_order
@@ -67,6 +68,11 @@ KINDS = {
     "gray jpeg": encoded(GRAY_IMAGE, "JPEG"),
     "cmyk jpeg": encoded(COLOR.convert("CMYK"), "JPEG"),
     "gif": encoded(COLOR, "GIF"),
+    "tiff": encoded(COLOR, "TIFF"),
+    "16-bit tiff": encoded(Image.fromarray(PIXELS.astype(np.uint16) * 257), "TIFF"),
+    "tiff with alpha": encoded(COLOR.convert("RGBA"), "TIFF"),
+    "bmp": encoded(COLOR, "BMP"),
+    "gray bmp": encoded(GRAY_IMAGE, "BMP"),
     "webp": encoded(COLOR, "WEBP"),
     "webp with alpha": encoded(Image.merge("RGBA", [*COLOR.split(), GRAY_IMAGE]), "WEBP"),
 }
@@ -85,15 +91,18 @@ def test_pixel_values(tmp_path):
     expected = torch.from_numpy(PIXELS)
     assert torch.equal(single(tmp_path, "a.png", KINDS["gray png"], GRAY)[0], expected)
     assert torch.equal(single(tmp_path, "b.png", KINDS["16-bit png"], GRAY)[0], expected)  # 16 bits scaled to 8
-    color = single(tmp_path, "c.png", KINDS["rgb png"], RGB)
-    assert torch.equal(color, torch.from_numpy(np.asarray(COLOR).copy()).permute(2, 0, 1))
+    assert torch.equal(single(tmp_path, "d.tif", KINDS["16-bit tiff"], GRAY)[0], expected)
+    for kind in ("rgb png", "tiff", "tiff with alpha", "bmp"):
+        color = single(tmp_path, f"{kind}.png", KINDS[kind], RGB)
+        assert torch.equal(color, torch.from_numpy(np.asarray(COLOR).copy()).permute(2, 0, 1))
 
 
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_images_are_upright_as_their_exif_says(tmp_path, orientation):
+def test_images_are_upright_as_their_exif_says(tmp_path, orientation, kind):
     exif = Image.Exif()
     exif[274] = orientation
-    content = encoded(COLOR, "PNG", exif=exif)
+    content = encoded(COLOR, kind, exif=exif)
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
     expected = torch.from_numpy(np.asarray(upright).copy()).permute(2, 0, 1)
     assert torch.equal(single(tmp_path, "a.png", content, RGB), expected)
@@ -103,7 +112,10 @@ LARGE = encoded(Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 
 CHECKSUM = "the PNG is damaged: a checksum is wrong"
 BROKEN = {  # the content, and what is said of it
     "empty": (b"", "the file is empty"),
-    "text": (b"<html>404 not found</html>", "the file is none of JPEG, PNG, WebP, GIF: it begins with b'<html>404 no'"),
+    "text": (
+        b"<html>404 not found</html>",
+        f"the file is none of {', '.join(IMAGE_STARTS)}: it begins with b'<html>404 no'",
+    ),
     "half a png": (KINDS["rgb png"][: len(KINDS["rgb png"]) // 2], CHECKSUM),
     "half a jpeg": (KINDS["jpeg"][: len(KINDS["jpeg"]) // 2], "the JPEG is damaged or incomplete (torchvision: "),
     "half a webp": (KINDS["webp"][: len(KINDS["webp"]) // 2], "the WebP is damaged or incomplete (torchvision: "),
@@ -118,6 +130,12 @@ BROKEN = {  # the content, and what is said of it
     ),
     "zeros from a place in a png on": (LARGE[:90_000] + bytes(len(LARGE) - 90_000), CHECKSUM),
     "zeros from a chunk of pixels on": (LARGE[: LARGE.rindex(b"IDAT") - 4] + bytes(1000), CHECKSUM),
+    "half a tiff": (KINDS["tiff"][: len(KINDS["tiff"]) // 2], "the TIFF is damaged or incomplete (Pillow: "),
+    "a tiff of floats": (encoded(Image.fromarray(PIXELS.astype(np.float32)), "TIFF"), "a TIFF of 32 bits per value: "),
+    "a tiff of two pages": (
+        encoded(COLOR, "TIFF", save_all=True, append_images=[COLOR]),
+        "a TIFF of 2 pages, not one image",
+    ),
     "an animation": (
         encoded(COLOR, "GIF", save_all=True, append_images=[Image.new("RGB", COLOR.size)]),
         "an animation of 2 frames, not one image",

@@ -303,7 +303,7 @@ def test_predictions_of_images_without_a_table(trained, tmp_path, monkeypatch, w
     (tmp_path / "scan.tif").write_bytes(b"II*\0 and more")
     words = ["--images", "scan.tif", "new/3.png", "task.on_bad_row=skip"]
     codes, output = predict(folder, tmp_path / "no.csv", *words, world=world)
-    told = "(tried: 2): scan.tif (the file is none of JPEG, PNG, WebP, GIF"
+    told = "(tried: 2): scan.tif (the TIFF is damaged or incomplete (Pillow: "
     assert (codes, told in output, "new/3.png (the PNG is" in output) == ([65] * world, True, True), output
     assert "CSV" not in output
     assert "harness-" not in output

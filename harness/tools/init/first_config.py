@@ -165,8 +165,8 @@ def _task(train: Annotations, evaluation: Annotations, model: str | None, root: 
         yield from _texts(train, evaluation, files, texts, model)
     else:
         raise ConfigError(
-            "no column contains image paths (.jpg, .png, .webp, .gif) or text of several words; the columns are "
-            f"{', '.join(train.columns)}",
+            "no column contains image paths (.jpg, .png, .webp, .gif, .tif, .bmp) or text of several words; the "
+            f"columns are {', '.join(train.columns)}",
             where=train.source,
             hint="add the file name extension if the values lack it; for other kinds of data see docs/add_a_task.md",
         )
