@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import wandb
+from PIL import Image
 from requests.utils import get_netrc_auth
 
 from harness.trackers import pictures
@@ -66,16 +67,21 @@ class Tracker:
         if sample.images is None:
             table = wandb.Table(columns=sample.columns, data=sample.rows)
         else:
-            images = [wandb.Image(np.moveaxis(image, 0, -1).squeeze()) for image in sample.images]
-            rows = [[row[0], image, *row[1:]] for row, image in zip(sample.rows, images, strict=True)]
+            pairs = zip(sample.rows, sample.images, strict=True)
+            rows = [[row[0], _image(image), *row[1:]] for row, image in pairs]
             table = wandb.Table(columns=[sample.columns[0], "image", *sample.columns[1:]], data=rows)
         content: dict[str, Any] = {sample.name: table}
         if sample.confusion is not None:
-            content["confusion"] = wandb.Image(np.moveaxis(pictures.confusion(sample.confusion), 0, -1))
+            content["confusion"] = _image(pictures.confusion(sample.confusion))
         self._run.log(content)
 
     def finish(self, files: list[Path], done: bool) -> None:
         self._run.finish(exit_code=0 if done else 1)
+
+
+def _image(pixels: np.ndarray) -> Any:
+    """Return the picture of ``pixels``, uint8 (1 or 3, height, width). Of an array, W&B would drop a side of 1."""
+    return wandb.Image(Image.fromarray(pixels[0] if len(pixels) == 1 else np.moveaxis(pixels, 0, -1)))
 
 
 def _has_key() -> bool:

@@ -225,6 +225,18 @@ def test_wandb_keeps_the_images_of_other_runs_in_a_shared_folder(tmp_path, monke
     assert all(file.is_file() for file in files)
 
 
+def test_wandb_shows_images_of_one_row_or_column():
+    pytest.importorskip("wandb")
+    from harness.trackers.wandb import Tracker
+
+    for shape, expected in {(1, 1, 5): ("L", (5, 1)), (3, 1, 5): ("RGB", (5, 1)), (3, 4, 1): ("RGB", (1, 4))}.items():
+        tracker, logged = Tracker(), {}
+        tracker._run = SimpleNamespace(log=logged.update)
+        tracker.show(Sample(columns=["id"], rows=[[0]], images=np.zeros((1, *shape), np.uint8)))
+        picture = logged["predictions"].data[0][1].image
+        assert (picture.mode, picture.size) == expected
+
+
 def test_wandb_follows_its_environment_variables(start, monkeypatch, caplog):
     pytest.importorskip("wandb")
     caplog.set_level(logging.INFO)
