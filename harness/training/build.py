@@ -182,13 +182,10 @@ def with_optimizer(
     amp = parallel.precision
     with parallel.ranks.runtime.together("building the optimizer"):
         # After ``place``, which makes the parameters that the optimizer holds.
-        groups = trained_parameters.groups(config.optimizer, model, sizes.lr)
-        optimizer = optimizer_builder.build(config.optimizer, groups, sizes.lr)
+        optimizer, gradient_hook = _make_optimizer(config, model, sizes, parallel.device)
         trained = [param for group in optimizer.param_groups for param in group["params"]]
         if config.optimizer.larc is not None:
             optimizer = amp.larc(optimizer, config.optimizer.larc)
-        sizes.schedule.require_momentum(optimizer)
-        gradient_hook = on_gradients.build(config, model, optimizer, parallel.device)
         model, optimizer = amp.initialize(model, optimizer)
         optimizer_builder.start_momentum(optimizer)
     # After amp, which changes the types of the weights whose gradients are averaged.
@@ -203,6 +200,17 @@ def with_optimizer(
     # From here on each rank has its own streams, for dropout, and buffers.
     parallel.ranks.start(parallel.module, parallel.devices(), Purpose.TRAINING, config.seed)
     return optimizer, ema, gradient_hook
+
+
+def _make_optimizer(
+    config: Config, model: nn.Module, sizes: Sizes, device: torch.device
+) -> tuple[torch.optim.Optimizer, OnGradients | None]:
+    """Build the optimizer of ``model`` and the user's function on gradients. Raises ConfigError, also if the schedule
+    does not fit the optimizer."""
+    groups = trained_parameters.groups(config.optimizer, model, sizes.lr)
+    optimizer = optimizer_builder.build(config.optimizer, groups, sizes.lr)
+    sizes.schedule.require_momentum(optimizer)
+    return optimizer, on_gradients.build(config, model, optimizer, device)
 
 
 def open_loaders(
@@ -237,11 +245,7 @@ def rehearse(config: Config, world_size: int) -> None:
     require_model(config, weights=not config.checkpoint.named)
     task = opening.open_on_rank(config)
     sizes = sizes_of(config, len(task.train), config.parallel.num_ranks(world_size))
-    model = build_model(config, task)
-    groups = trained_parameters.groups(config.optimizer, model, sizes.lr)
-    optimizer = optimizer_builder.build(config.optimizer, groups, sizes.lr)
-    sizes.schedule.require_momentum(optimizer)
-    on_gradients.build(config, model, optimizer, torch.device("cpu"))
+    _make_optimizer(config, build_model(config, task), sizes, torch.device("cpu"))
     require_mixable(config, task)
 
 
