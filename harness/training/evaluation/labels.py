@@ -71,7 +71,7 @@ class Labels(ABC):
 
     @abstractmethod
     def made_up(self, rows: int, generator: torch.Generator) -> Tensor:
-        """Return targets of ``rows`` rows, with each label at least twice if there are few."""
+        """Return targets of ``rows`` rows, with each label at least once if there are few."""
 
     @abstractmethod
     def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str], confusion: bool = True) -> Pairs:
