@@ -257,13 +257,16 @@ def test_weights_of_timm_come_from_the_hub(tmp_path, monkeypatch):
         weights.located("nope", "timm:resnet18")
 
 
-def test_a_tag_that_timm_does_not_know():
+def test_a_tag_that_timm_does_not_know(monkeypatch):
     pytest.importorskip("timm", reason="timm is not installed: pip install 'apex-harness[timm]'")
     for tag, hint in (("a1_in1", "did you mean timm:resnet18.a1_in1k?"), ("nope", "use timm:resnet18, or one of resn")):
         with pytest.raises(ConfigError, match=f"no weights '{tag}' of resnet18") as caught:
             model_builder.build(f"timm:resnet18.{tag}", {}, {"num_classes": 5}, torch.zeros(2, 3, 32, 32))
         assert caught.value.where == "model.name"
         assert hint in caught.value.hint
+    monkeypatch.setattr("timm.list_pretrained", lambda pattern: [])  # of a model without published weights
+    with pytest.raises(ConfigError, match="-> use timm:resnet18$"):
+        model_builder.build("timm:resnet18.nope", {}, {"num_classes": 5}, torch.zeros(2, 3, 32, 32))
 
 
 def test_missing_timm_is_named(monkeypatch):

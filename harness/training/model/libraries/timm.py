@@ -40,7 +40,8 @@ def maker(name: str) -> Callable[..., nn.Module]:
     except RuntimeError:  # of its tag
         tags = timm.list_pretrained(f"{kind}.*")
         nearest = similar(timm_name, tags)
-        hint = f"did you mean {_PREFIX}{nearest}?" if nearest else f"use {_PREFIX}{kind}, or one of {', '.join(tags)}"
+        others = f", or one of {', '.join(tags)}" if tags else ""
+        hint = f"did you mean {_PREFIX}{nearest}?" if nearest else f"use {_PREFIX}{kind}{others}"
         raise ConfigError(f"timm has no weights {tag!r} of {kind}", where="model.name", hint=hint) from None
     return partial(timm.create_model, timm_name)
 
