@@ -123,6 +123,7 @@ FLOAT32_OPS = {
     "sum over": lambda x: torch.sum(x, dim=1),
     "var": lambda x: torch.var(x, 0),
     "renorm": lambda x: torch.renorm(x, 2, 0, 1.0),
+    "trace": torch.trace,
 }
 for _name in ("acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan").split():  # noqa: SIM905
     FLOAT32_OPS[_name] = getattr(torch, _name)
@@ -138,6 +139,23 @@ MATCH_OPS = {
     "add_": lambda x: x.clone().add_(w(4, 4)),
     "sum dtype": lambda x: x.sum(dtype=x.dtype),
     "softmax dtype": lambda x: x.softmax(-1, dtype=x.dtype),
+    "avg_pool3d": lambda x: F.avg_pool3d(x[None, None], 1),
+    "max_pool3d": lambda x: F.max_pool3d(x[None, None], 1),
+    "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x[None, None], 2),
+    "adaptive_max_pool3d": lambda x: F.adaptive_max_pool3d(x[None, None], 1),
+    "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x[None], 2, 2),
+    "fractional_max_pool3d": lambda x: F.fractional_max_pool3d(x.expand(1, 4, 4, 4), 2, 2),
+    "max_unpool1d": lambda x: F.max_unpool1d(x[None], torch.arange(4).expand(1, 4, 4), 2),
+    "max_unpool3d": lambda x: F.max_unpool3d(x[None, None], torch.arange(16).reshape(1, 1, 4, 4), 1),
+    "reflect 1d": lambda x: F.pad(x, (1, 1), "reflect"),
+    "reflect 2d": lambda x: F.pad(x[None], (1, 1, 1, 1), "reflect"),
+    "replicate 1d": lambda x: F.pad(x, (1, 1), "replicate"),
+    "replicate 2d": lambda x: F.pad(x[None], (1, 1, 1, 1), "replicate"),
+    "replicate 3d": lambda x: F.pad(x[None, None], (1,) * 6, "replicate"),
+    "index_copy": lambda x: x.index_copy(0, torch.tensor([0]), x[1:2]),
+    "grid_sampler_2d": lambda x: torch.grid_sampler_2d(
+        x[None, None], x[None, :, :2, None].expand(1, 4, 2, 2), 0, 0, False
+    ),
 }
 PROMOTE_OPS = {
     "addcdiv": lambda a, b: torch.addcdiv(a, b, b),
@@ -188,6 +206,12 @@ def test_unlisted_and_in_place_operations_keep_the_dtype_of_their_input(reduced,
         assert MATCH_OPS[name](rand(4, 4, dtype=dtype)).dtype is dtype
 
 
+@pytest.mark.contract("4.1")
+def test_pairs_seen_as_complex_numbers_share_their_memory(o1):
+    x = rand(4, 2, dtype=o1)
+    assert torch.view_as_complex(x).data_ptr() == x.data_ptr()
+
+
 @pytest.mark.contract("4.1", "6.1.test_promotion")
 @pytest.mark.parametrize("name", PROMOTE_OPS)
 def test_operations_in_the_widest_dtype(reduced, name):
@@ -209,6 +233,14 @@ UNKNOWN_OPS = {
     "attention": (lambda x, y: F.scaled_dot_product_attention(*(t[None, None] for t in (x, y, y))), LOW, LOW, LOW),
     "einsum": (lambda x, y: torch.einsum("ij,jk->ik", x, y), LOW, LOW, LOW),
     "multi_dot": (lambda x, y: torch.linalg.multi_dot([x, y, x]), LOW, LOW, LOW),
+    "einsum of sums": (lambda x, y: torch.einsum("ij->i", x), LOW, LOW, LOW),
+    "convolution": (
+        lambda x, y: torch.convolution(x[None], y[..., None], None, [1], [0], [1], False, [0], 1),
+        LOW,
+        LOW,
+        LOW,
+    ),
+    "native_layer_norm": (lambda x, y: torch.native_layer_norm(x, (4,), None, None, 1e-5)[0], WIDE, WIDE, WIDE),
     "vecdot": (torch.linalg.vecdot, LOW, LOW, LOW),
     "multihead": (lambda x, y: nn.MultiheadAttention(4, 2)(x[:, None], y[:, None], y[:, None])[0], LOW, LOW, LOW),
     "encoder layer": (lambda x, y: nn.TransformerEncoderLayer(4, 2, 8)(x[None]), WIDE, WIDE, WIDE),

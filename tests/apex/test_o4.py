@@ -20,6 +20,7 @@ from tests.apex.test_o1 import FLOAT32_OPS, MATCH_OPS, PROMOTE_OPS, REDUCED_OPS,
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
 LIKE_CUDNN = ("lstm", "lstm state", "packed lstm", "gru", "rnn tanh", "rnn relu")  # need cuDNN: see test_o1
 REFUSED_BY_AUTOCAST = {  # though it could compute the float32 result of O4
+    "trace": "is a sum on CUDA, and cast as one; without a device, only the dtype of its input is seen",
     "matrix_exp": "casts parts of the algorithm; without a device, only the dtype of its input is seen",
     "nuclear": "asks for a float32 result, but leaves the input in bfloat16",
     "nuclear norm": "likewise",
@@ -33,21 +34,11 @@ UNARY |= {
     "erf": torch.erf,
     "mish": F.mish,
     "hardswish": F.hardswish,
-    "trace": torch.trace,
     "avg_pool1d": lambda x: F.avg_pool1d(x[None], 2),
     "avg_pool2d": lambda x: F.avg_pool2d(x[None], 2),
-    "avg_pool3d": lambda x: F.avg_pool3d(x[None, None], 1),
-    "max_pool3d": lambda x: F.max_pool3d(x[None, None], 1),
-    "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x[None, None], 1),
-    "adaptive_max_pool3d": lambda x: F.adaptive_max_pool3d(x[None, None], 1),
-    "reflect 1d": lambda x: F.pad(x, (1, 1), "reflect"),
-    "reflect 2d": lambda x: F.pad(x[None], (1, 1, 1, 1), "reflect"),
-    "replicate 1d": lambda x: F.pad(x, (1, 1), "replicate"),
-    "replicate 3d": lambda x: F.pad(x[None, None], (1,) * 6, "replicate"),
     "conv1d same": lambda x: F.conv1d(x, w(4, 4, 1), padding="same"),
     "frobenius": lambda x: torch.linalg.matrix_norm(x),
     "vector_norm": lambda x: torch.linalg.vector_norm(x),
-    "native_layer_norm": lambda x: torch.native_layer_norm(x, (4,), None, None, 1e-5)[0],
     "upsample trilinear": lambda x: F.interpolate(x[None, None, None], scale_factor=2, mode="trilinear"),
     "upsample nearest 1d": lambda x: F.interpolate(x[None], scale_factor=2),
     "upsample nearest 3d": lambda x: F.interpolate(x[None, None, None], scale_factor=2),
@@ -64,7 +55,6 @@ UNARY |= {
     "exp_": lambda x: x.clone().exp_(),
     "pow_": lambda x: x.clone().pow_(2),
     "pow of numbers": lambda x: torch.pow(2, x),
-    "convolution": lambda x: torch.convolution(x[None], w(4, 4, 1), None, [1], [0], [1], False, [0], 1),
 }
 BINARY = {**PROMOTE_OPS, **{name: row[0] for name, row in UNKNOWN_OPS.items()}}
 BINARY |= {
@@ -116,8 +106,9 @@ def autocast():
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 torch_of_the_lists = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15),
+    TORCH < (2, 15),
     reason="the lists are those of torch 2.15; an older torch casts other operations, or aborts without a GPU",
 )
 
@@ -142,6 +133,19 @@ def test_dtypes_are_those_of_autocast_for_cuda(expected, device):
     differ = {case for case in CASES if found[case] != expected[case]}
     assert {name for name, _ in differ} <= set(REFUSED_BY_AUTOCAST)
     assert all(found[case] == [FLOAT] for case in differ)
+
+
+@pytest.mark.skipif(TORCH < (2, 14), reason="an older torch aborts without a GPU")
+@pytest.mark.contract("4.2")
+def test_dtypes_at_o1_are_the_same_on_a_cpu():
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    half = {(op, tuple(torch.float16 if d is BFLOAT else d for d in dtypes)) for (_, dtypes), op in CASES.items()}
+    found = {case: dtypes_of(*case) for case in half}
+    cast_engine.engine.add("cuda")
+    with fake_cuda():
+        on_cuda = {case: dtypes_of(*case) for case in half}
+    differ = {op for op, dtypes in half if on_cuda[op, dtypes] not in ("refused", found[op, dtypes])}
+    assert differ == {torch.trace}, "see REFUSED_BY_AUTOCAST"
 
 
 @torch_of_the_lists

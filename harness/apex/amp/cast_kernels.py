@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.apex.amp.cast_lists import APEX, AUTOCAST, BANNED, CUDNN_RECURRENT, REGISTERED_EVEN_ON_CUDA, CastLists
+from harness.apex.amp import cast_lists
+from harness.apex.amp.cast_lists import APEX, AUTOCAST, BANNED, THROUGH_FLOAT32, UNTOUCHED, CastLists
 from harness.apex.dtypes import REDUCED, wide
 
 _CUDA = "AutocastCUDA"
@@ -55,8 +56,8 @@ def register(key: str, dtype: torch.dtype, lists: CastLists, allow_banned: bool)
         (lists.float32, _float32_kernel),
         (lists.widest, lambda op, below: _ruled_kernel(op, below, widest_dtype)),
         (BANNED, _float32_kernel if allow_banned else _banned_kernel),
-        (lists.untouched, lambda op, below: torch.library.fallthrough_kernel),
-        (lists.through_float32, _rounding_kernel),
+        (UNTOUCHED, lambda op, below: torch.library.fallthrough_kernel),
+        (THROUGH_FLOAT32, _rounding_kernel),
     ]
     below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     for names, make in makers:
@@ -70,23 +71,23 @@ def register(key: str, dtype: torch.dtype, lists: CastLists, allow_banned: bool)
 def _differs(op: Any, name: str, key: str, lists: CastLists, dtype: torch.dtype) -> bool:
     """Return whether ``op`` needs a kernel of ours under ``key``, because torch has none there or one with another
     rule."""
-    if name in CUDNN_RECURRENT and key == _CUDA:
+    if name in cast_lists.CUDNN_RECURRENT and key == _CUDA:
         # torch casts below, in cuDNN's operation, into the one piece of memory that cuDNN wants: always to float16.
         return dtype is not torch.float16
+    if name in UNTOUCHED + THROUGH_FLOAT32:
+        return name in UNTOUCHED or key != _CUDA
     return (_differs_from_autocast if lists is AUTOCAST else _differs_from_apex)(op, name, key)
 
 
 def _differs_from_apex(op: Any, name: str, key: str) -> bool:
-    return name in APEX.overrides_builtin + APEX.untouched or not _has_kernel(op.name(), key)
+    return name in APEX.overrides_builtin or not _has_kernel(op.name(), key)
 
 
 def _differs_from_autocast(op: Any, name: str, key: str) -> bool:
     """``torch.autocast``'s kernels for CUDA are the rule."""
     if key == _CUDA:
-        return name in REGISTERED_EVEN_ON_CUDA
-    if name in AUTOCAST.untouched + AUTOCAST.through_float32:
-        return True
-    has_rule = name in REGISTERED_EVEN_ON_CUDA or _has_kernel(op.name(), _CUDA)
+        return name in cast_lists.REGISTERED_EVEN_ON_CUDA
+    has_rule = name in cast_lists.REGISTERED_EVEN_ON_CUDA or _has_kernel(op.name(), _CUDA)
     return has_rule and (name in AUTOCAST.overrides_builtin or not _has_kernel(op.name(), key))
 
 

@@ -16,16 +16,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class CastLists:
     """Names of operations. ``reduced`` run in float16 or bfloat16, ``float32`` in float32, ``widest`` in the widest
-    dtype of their arguments, ``untouched`` in the dtype in which their arguments arrive."""
+    dtype of their arguments."""
 
     reduced: tuple[str, ...]
     float32: tuple[str, ...]
     widest: tuple[str, ...]
-    untouched: tuple[str, ...]
     overrides_builtin: tuple[str, ...]
     """Operations for which the built-in autocast of a device has another rule."""
-    through_float32: tuple[str, ...]
-    """As ``untouched``, but computed in float32, because there is no kernel, and rounded."""
     banned_in_place: tuple[str, ...]
     """In-place methods of float32 operations: the result cannot be written into a float16 tensor."""
     float32_functions: tuple[str, ...]
@@ -44,7 +41,7 @@ _REDUCED = _names("""
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear
     prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-    chain_matmul linalg_multi_dot
+    chain_matmul linalg_multi_dot einsum convolution _convolution
 """)  # the last line is autocast's choice
 
 _FLOAT32 = _names("""
@@ -58,7 +55,7 @@ _FLOAT32 = _names("""
     binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss
     acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum
     dist norm linalg_vector_norm prod std sum var renorm
-    log1p logsumexp pdist rms_norm nuclear_norm frobenius_norm
+    log1p logsumexp pdist rms_norm nuclear_norm frobenius_norm native_layer_norm
 """)  # the last line is autocast's choice
 
 # Everything else on Apex's promotion list (add, mul, eq, ...) is promoted by torch itself.
@@ -67,8 +64,16 @@ _WIDEST = _names("""
     index_put scatter_add tensordot vdot
 """)  # the last line is autocast's choice
 
-# torch promotes these by itself; autocast's own rule raises on the reduced dtype that is not the active one.
-_UNTOUCHED = _names("cat stack")
+# These run in the dtype in which their arguments arrive, though the autocast of some devices casts them. Its rules for
+# the first line raise on the reduced dtype that is not the active one.
+UNTOUCHED = _names("""
+    cat stack index_copy
+    adaptive_avg_pool3d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d max_pool3d max_unpool2d
+    max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
+    grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback view_as_complex
+""")
+# So does this, but outside CUDA it is computed in float32, because there is no kernel, and rounded.
+THROUGH_FLOAT32 = ("avg_pool3d",)
 
 # An error on reduced-precision input, because its gradient overflows there; float32 input is fine.
 BANNED = ("binary_cross_entropy",)
@@ -81,9 +86,7 @@ APEX = CastLists(
     reduced=_REDUCED,
     float32=_FLOAT32 + _MATRIX_EXP + _MATRIX_NORM,
     widest=_WIDEST,
-    untouched=_UNTOUCHED,
-    overrides_builtin=_names("grid_sampler cat stack") + _MATRIX_NORM + BANNED,
-    through_float32=(),
+    overrides_builtin=("grid_sampler", *_MATRIX_NORM, *BANNED),
     banned_in_place=_BANNED_IN_PLACE,
     float32_functions=_names("local_response_norm normalize multilabel_soft_margin_loss"),
 )
@@ -115,14 +118,7 @@ AUTOCAST = CastLists(
     + _MATRIX_EXP
     + _MATRIX_NORM,
     widest=_names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"),
-    untouched=_UNTOUCHED
-    + _names("""
-        adaptive_avg_pool3d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d max_pool3d max_unpool2d
-        max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d trace
-        grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
-    """),
     overrides_builtin=("grid_sampler", *BANNED),
-    through_float32=("avg_pool3d",),
     banned_in_place=(),
     float32_functions=(),
 )
