@@ -307,7 +307,7 @@ class Supervised(BaseTask):
 
     def errors(self, columns: Mapping[str, np.ndarray]) -> Columns:
         """Columns that follow from the predictions and the labels."""
-        return self.objective.errors(columns)
+        return self.objective.labels.errors(columns)
 
     @property
     def signature(self) -> Mapping[str, object]:

@@ -21,6 +21,7 @@ from harness.distributed.launch_env import detect
 from harness.distributed.process_group import open_runtime
 from harness.distributed.runtime import Runtime
 from harness.errors import EXIT_OWN_CODE, EXIT_USAGE, ConfigError, HarnessError
+from harness.training.evaluation.labels import KINDS as KINDS_OF_LABELS
 from harness.training.evaluation.labels import (
     MAX_CONFUSION,
     MAX_SCORES,
@@ -28,7 +29,6 @@ from harness.training.evaluation.labels import (
     MultiLabel,
     Regression,
     SingleLabel,
-    learned_labels,
 )
 from harness.training.evaluation.losses import LabelCounts
 from harness.training.evaluation.objective import MAX_KEPT, Objective
@@ -52,7 +52,7 @@ def objective(labels: Labels, counts=COUNTS, **options) -> Objective:
 def test_a_subclass_of_a_kind_does_not_replace_it():
     type("Own", (SingleLabel,), {})
     type("Again", (SingleLabel,), {"kind": "single_label"})
-    assert type(learned_labels("single_label", {"classes": ["a"]}, "")) is SingleLabel
+    assert KINDS_OF_LABELS["single_label"] is SingleLabel
 
 
 def batch(labels: Labels, rows: int = 40, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -546,20 +546,20 @@ def test_predictions_and_errors():
     subject = objective(NUMBERS)
     table = subject.labels.predictions(torch.tensor([[1.0, -2.0]]).half())
     assert (table["prediction_x"], table["prediction_y"]) == ([14.0], [0.0])
-    assert subject.errors({**table, "label_x": [13.0]})["error_x"].tolist() == [1.0]
-    assert subject.errors({**table, "label_x": ["13"], "label_y": ["n/a"]}) == {}  # of a new table, as written
+    assert subject.labels.errors({**table, "label_x": [13.0]})["error_x"].tolist() == [1.0]
+    assert subject.labels.errors({**table, "label_x": ["13"], "label_y": ["n/a"]}) == {}  # of a new table, as written
 
 
 @pytest.mark.parametrize("labels", [SINGLE, MULTI, NUMBERS], ids=lambda labels: labels.kind)
 def test_facts_survive_the_run_folder(labels):
-    assert learned_labels(labels.kind, labels.learned, "|") == labels
+    assert labels.of_learned(labels.learned, "|") == labels
     for damaged in ({}, {"classes": [], "columns": []}, {"classes": [1.5], "columns": ["x", "y"], "mean": [1.0]}):
         with pytest.raises(ConfigError, match="task.json lacks"):
-            learned_labels(labels.kind, damaged, "|")
+            labels.of_learned(damaged, "|")
     for key in labels.learned:
         for wrong in (5, True, None, "x", {}, {"x": 1}, [None], [[1]], [True], [1.0, float("nan")], [1.0, 10**400]):
             with pytest.raises(ConfigError):
-                learned_labels(labels.kind, {**labels.learned, key: wrong}, "|")
+                labels.of_learned({**labels.learned, key: wrong}, "|")
 
 
 def test_task_without_these_settings_has_the_defaults():

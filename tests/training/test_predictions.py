@@ -24,6 +24,7 @@ from harness.errors import DataError, HarnessError
 from harness.inference import predict
 from harness.runs.console import ProgressBar
 from harness.training.evaluation import final_predictions, prediction_table, predictions
+from harness.training.evaluation.labels import SingleLabel
 from harness.training.evaluation.objective import Objective
 from harness.training.evaluation.prediction_table import GROUP_ROWS, ROW, SAMPLE_ROWS, Block, PredictionFile
 from harness.training.task import Classification
@@ -126,7 +127,7 @@ def test_number_of_values_of_a_task_is_checked(folder, monkeypatch):
 class Deep(Objective):
     """An objective that fails on rank 1, or whose sums of there do not fit the others."""
 
-    label_columns = ("label",)
+    labels = SingleLabel(("a", "b"))
 
     def __init__(self, rank: int, shape: int) -> None:
         vars(self).update(rank=rank, shape=shape)

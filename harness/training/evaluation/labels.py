@@ -19,19 +19,22 @@ from harness.data.row_labels import (
     TagLabels,
     by_column,
     class_indices,
+    column_names,
     joined,
 )
 from harness.data.table.labels import Form
 from harness.data.table.table import Table
 from harness.errors import ConfigError
+from harness.training.evaluation import label_scores
+from harness.training.evaluation.label_scores import LabelScore
 from harness.training.evaluation.sums import Pairs, Report, Sums
 
 MAX_CONFUSION = 1000  # classes; a larger matrix is unreadable and takes too much memory
 MAX_SCORES = 100  # classes; with one column for each of more, the table would be larger than the data
+_LISTED = 10  # names in the summary
 TO_UNITS = "multiply by std, add mean"  # what makes numbers in the unit of the columns of standardized ones
 
 Columns = Mapping[str, Sequence[object] | np.ndarray | Tensor]  # {column: one value per row}
-
 
 KINDS: dict[Kind, type[Labels]] = {}
 
@@ -46,8 +49,12 @@ class Labels(ABC):
     kind: ClassVar[Kind]
     title: ClassVar[str]
     """What the summary calls ``names``."""
-    known: ClassVar[str] = ""
+    count_argument: ClassVar[str] = ""
     """The argument of a metric that takes the number of names."""
+    unusable: ClassVar[str] = "that is not in the training data"
+    """Which labels of a new file cannot be used."""
+    kept_bytes: ClassVar[int] = 4
+    """Memory that a metric that keeps all rows needs for an output and its target."""
     form: ClassVar[Form]
     """How a table has them."""
 
@@ -57,8 +64,13 @@ class Labels(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, names: Sequence[str | int], separator: str, mean: Sequence[float], std: Sequence[float]) -> Labels:
-        """Return the labels with these facts, of which a kind takes those that it has."""
+    def of_table(cls, table: Table, columns: Sequence[str], separator: str) -> Labels:
+        """Return the labels in the ``columns`` of ``table``, the training data."""
+
+    @classmethod
+    @abstractmethod
+    def of_learned(cls, learned: Mapping[str, object], separator: str) -> Labels:
+        """Return the reverse of ``learned``, from a file that anybody may have edited. Raises ConfigError."""
 
     @abstractmethod
     def of_rows(self, table: Table, train: str) -> RowLabels:
@@ -68,6 +80,16 @@ class Labels(ABC):
     def learned(self) -> dict[str, object]:
         """Return these facts as JSON, for the run folder."""
         return {"classes": list(self.names)}
+
+    @property
+    def listing(self) -> str:
+        """The number of names and the first of them, for the summary."""
+        return f"{len(self.names)}: {_first(self.names)}"
+
+    @property
+    def label_columns(self) -> list[str]:
+        """The columns of labels of a table of predictions."""
+        return ["label"]
 
     @abstractmethod
     def made_up(self, rows: int, generator: torch.Generator) -> Tensor:
@@ -82,8 +104,8 @@ class Labels(ABC):
     def report(self, sums: Sums) -> Report:
         """Return the metrics, and details for the summary."""
 
-    def per_label(self, sums: Sums) -> list[tuple[str | int, float, float, float]]:
-        """Return (label, rows that have it and are predicted so, rows predicted so, rows that have it) for each."""
+    def per_label(self, sums: Sums) -> list[LabelScore]:
+        """Return the score of each label; empty for numbers."""
         return []
 
     @abstractmethod
@@ -92,13 +114,17 @@ class Labels(ABC):
         them. ``empty``: whether a blank text means that a row has no label."""
 
     @abstractmethod
-    def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def for_metrics(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs of the user's own metrics: probabilities and classes, or numbers in the unit of their
         columns."""
 
     @abstractmethod
     def predictions(self, outputs: Tensor) -> Columns:
         """Return columns of the table of predictions."""
+
+    def errors(self, columns: Mapping[str, np.ndarray]) -> Columns:
+        """Return the columns that follow from predictions and labels."""
+        return {}
 
     @property
     def signature(self) -> dict[str, object]:
@@ -112,12 +138,16 @@ class SingleLabel(Labels):
 
     kind: ClassVar[Kind] = "single_label"
     title: ClassVar[str] = "classes"
-    known: ClassVar[str] = "num_classes"
+    count_argument: ClassVar[str] = "num_classes"
     form: ClassVar[Form] = "class"
 
     @classmethod
-    def of(cls, names: Sequence[str | int], separator: str, mean: Sequence[float], std: Sequence[float]) -> SingleLabel:
-        return cls(tuple(names))
+    def of_table(cls, table: Table, columns: Sequence[str], separator: str) -> SingleLabel:
+        return cls(table.vocabulary)
+
+    @classmethod
+    def of_learned(cls, learned: Mapping[str, object], separator: str) -> SingleLabel:
+        return cls(_learned(learned, "classes", str))
 
     def of_rows(self, table: Table, train: str) -> RowLabels:
         return ClassLabels(table, class_indices(table, self.names, train), len(self.names))
@@ -126,17 +156,16 @@ class SingleLabel(Labels):
         return torch.arange(rows) % len(self.names)
 
     def pairs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[str], confusion: bool = True) -> Pairs:
-        """Return top-k, accuracy and F1 per class, and the confusion matrix (label, prediction)."""
+        """Return top-k, accuracy and precision per class, and the confusion matrix (label, prediction)."""
         num_classes = len(self.names)
         tops = {name: int(name[3:]) for name in metrics if TOP.fullmatch(name)}
         rows = torch.full((), float(len(targets)), device=outputs.device)
         predicted = outputs.topk(min(max([1, *tops.values()]), num_classes), dim=1).indices
         hits = predicted == targets[:, None]
-        per_class = _counted(targets, num_classes)
         right = _counted(targets, num_classes, hits[:, 0])
         pairs: Pairs = {name: (hits[:, :k].sum(), rows) for name, k in tops.items()}
-        pairs["class_accuracy"] = (right, per_class)
-        pairs["f1"] = (2 * right, per_class + _counted(predicted[:, 0], num_classes))
+        pairs["class_accuracy"] = (right, _counted(targets, num_classes))
+        pairs["class_precision"] = (right, _counted(predicted[:, 0], num_classes))
         if confusion and num_classes <= MAX_CONFUSION:
             cells = _counted(targets * num_classes + predicted[:, 0], num_classes**2)
             pairs["confusion"] = (cells.view(num_classes, num_classes), rows)
@@ -145,34 +174,26 @@ class SingleLabel(Labels):
     def report(self, sums: Sums) -> Report:
         """Return the metrics, the accuracy by label, and the confusion matrix as counts."""
         report: dict[str, object] = {name: sums.ratio(name) for name in sums.pairs if TOP.fullmatch(name)}
-        correct, count = sums.pairs["class_accuracy"]
-        report["mean_class_accuracy"] = _mean_ratio(correct, count)
-        report["macro_f1"] = _mean_ratio(*sums.pairs["f1"])
-        _, _, predicted, true = (np.array(each) for each in zip(*self.per_label(sums), strict=True))
-        right, rows = correct.sum().item(), true.sum()
-        spread = np.sqrt((rows**2 - (predicted**2).sum()) * (rows**2 - (true**2).sum()))
-        report["mcc"] = float((right * rows - (predicted * true).sum()) / spread) if spread else 0.0
+        scores = self.per_label(sums)
+        report["mean_class_accuracy"] = label_scores.mean(each.recall for each in scores)
+        report["macro_f1"] = label_scores.mean(each.f1 for each in scores)
+        report["mcc"] = label_scores.mcc(scores)
         if len(self.names) == 2:
-            report["f1"] = _f1(*(each[1] for each in sums.pairs["f1"]))
-        report["class_accuracy"] = {
-            str(label): (hit / num if num else None)
-            for label, hit, num in zip(self.names, correct.tolist(), count.tolist(), strict=True)
-        }
+            report["f1"] = scores[1].f1 or 0.0
+        report["class_accuracy"] = {str(each.label): each.recall for each in scores}
         if "confusion" in sums.pairs:
             report["confusion"] = [[int(cell) for cell in row] for row in sums.pairs["confusion"][0].tolist()]
         return report
 
-    def per_label(self, sums: Sums) -> list[tuple[str | int, float, float, float]]:
-        right, true = sums.pairs["class_accuracy"]
-        predicted = sums.pairs["f1"][1] - true
-        return list(zip(self.names, right.tolist(), predicted.tolist(), true.tolist(), strict=True))
+    def per_label(self, sums: Sums) -> list[LabelScore]:
+        return label_scores.of(self.names, sums.pairs["class_precision"], sums.pairs["class_accuracy"])
 
     def targets(self, texts: Sequence[Sequence[str]], empty: bool) -> tuple[list[int], Tensor]:
         index = {str(name): position for position, name in enumerate(self.names)}
         usable = [row for row, text in enumerate(texts[0]) if text in index]
         return usable, torch.tensor([index[texts[0][row]] for row in usable], dtype=torch.int64)
 
-    def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def for_metrics(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.softmax(dim=1), targets
 
     def predictions(self, outputs: Tensor) -> Columns:
@@ -196,12 +217,17 @@ class MultiLabel(Labels):
     separator: str
     kind: ClassVar[Kind] = "multi_label"
     title: ClassVar[str] = "labels"
-    known: ClassVar[str] = "num_labels"
+    count_argument: ClassVar[str] = "num_labels"
+    kept_bytes: ClassVar[int] = 5
     form: ClassVar[Form] = "tags"
 
     @classmethod
-    def of(cls, names: Sequence[str | int], separator: str, mean: Sequence[float], std: Sequence[float]) -> MultiLabel:
-        return cls(tuple(names), separator)
+    def of_table(cls, table: Table, columns: Sequence[str], separator: str) -> MultiLabel:
+        return cls(table.vocabulary, separator)
+
+    @classmethod
+    def of_learned(cls, learned: Mapping[str, object], separator: str) -> MultiLabel:
+        return cls(_learned(learned, "classes", str), separator)
 
     def of_rows(self, table: Table, train: str) -> RowLabels:
         return TagLabels(table, class_indices(table, self.names, train), self.names, self.separator)
@@ -224,27 +250,21 @@ class MultiLabel(Labels):
 
     def report(self, sums: Sums) -> Report:
         """Return the metrics, and precision, recall and F1 by label."""
-        (num_correct, num_predicted), (_, num_true) = sums.pairs["precision"], sums.pairs["recall"]
-        doubled, count = 2 * num_correct, num_predicted + num_true
-        report: dict[str, object] = {
+        scores = self.per_label(sums)
+        _, *counts = zip(*scores, strict=True)
+        by_label = {
+            str(each.label): {"precision": each.precision, "recall": each.recall, "f1": each.f1, "rows": int(each.true)}
+            for each in scores
+        }
+        return {
             "exact_match": sums.ratio("exact_match"),
-            "micro_f1": _f1(doubled.sum(), count.sum()),
-            "macro_f1": _mean_ratio(doubled, count),
+            "micro_f1": LabelScore("all", *map(sum, counts)).f1 or 0.0,
+            "macro_f1": label_scores.mean(each.f1 for each in scores),
+            "by_label": by_label,
         }
-        report["by_label"] = {
-            str(label): {
-                "precision": hit / predicted if predicted else None,
-                "recall": hit / true if true else None,
-                "f1": 2 * hit / (predicted + true) if predicted + true else None,
-                "rows": int(true),
-            }
-            for label, hit, predicted, true in self.per_label(sums)
-        }
-        return report
 
-    def per_label(self, sums: Sums) -> list[tuple[str | int, float, float, float]]:
-        (num_correct, predicted), (_, true) = sums.pairs["precision"], sums.pairs["recall"]
-        return list(zip(self.names, num_correct.tolist(), predicted.tolist(), true.tolist(), strict=True))
+    def per_label(self, sums: Sums) -> list[LabelScore]:
+        return label_scores.of(self.names, sums.pairs["precision"], sums.pairs["recall"])
 
     def targets(self, texts: Sequence[Sequence[str]], empty: bool) -> tuple[list[int], Tensor]:
         index = {str(name): position for position, name in enumerate(self.names)}
@@ -255,7 +275,7 @@ class MultiLabel(Labels):
             hot[position, [index[name] for name in parts[row]]] = 1
         return usable, hot
 
-    def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def for_metrics(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.sigmoid(), targets.long()
 
     def predictions(self, outputs: Tensor) -> Columns:
@@ -281,11 +301,18 @@ class Regression(Labels):
     std: tuple[float, ...]
     kind: ClassVar[Kind] = "regression"
     title: ClassVar[str] = "columns"
+    unusable: ClassVar[str] = "that is not a number"
     form: ClassVar[Form] = "numbers"
 
     @classmethod
-    def of(cls, names: Sequence[str | int], separator: str, mean: Sequence[float], std: Sequence[float]) -> Regression:
-        return cls(tuple(names), tuple(mean), tuple(std))
+    def of_table(cls, table: Table, columns: Sequence[str], separator: str) -> Regression:
+        return cls(tuple(columns), table.mean, table.std)
+
+    @classmethod
+    def of_learned(cls, learned: Mapping[str, object], separator: str) -> Regression:
+        names = _learned(learned, "columns", str)
+        mean, std = (_learned(learned, key, float, len(names)) for key in ("mean", "std"))
+        return cls(names, mean, std)
 
     def of_rows(self, table: Table, train: str) -> RowLabels:
         return NumberLabels(table, tuple(map(str, self.names)), np.asarray(self.mean), np.asarray(self.std))
@@ -293,6 +320,14 @@ class Regression(Labels):
     @property
     def learned(self) -> dict[str, object]:
         return {"columns": list(self.names), "mean": list(self.mean), "std": list(self.std)}
+
+    @property
+    def listing(self) -> str:
+        return _first(self.names)
+
+    @property
+    def label_columns(self) -> list[str]:
+        return column_names("label", list(map(str, self.names)))
 
     def made_up(self, rows: int, generator: torch.Generator) -> Tensor:
         return torch.randn(rows, len(self.names), generator=generator)
@@ -335,12 +370,22 @@ class Regression(Labels):
         scaled = (numbers[usable] - np.asarray(self.mean)) / np.asarray(self.std)
         return usable.tolist(), torch.from_numpy(scaled.astype(np.float32))
 
-    def shown(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def for_metrics(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         numbers, true = (self._numbers(scaled) for scaled in (outputs, targets))
         return (numbers[:, 0], true[:, 0]) if len(self.names) == 1 else (numbers, true)
 
     def predictions(self, outputs: Tensor) -> Columns:
         return by_column("prediction", list(map(str, self.names)), self._numbers(outputs).numpy())
+
+    def errors(self, columns: Mapping[str, np.ndarray]) -> Columns:
+        """Return prediction - label."""
+        names = [name.removeprefix("prediction") for name in columns if name.startswith("prediction")]
+        pairs = {name: (columns[f"prediction{name}"], columns.get(f"label{name}")) for name in names}
+        return {
+            f"error{name}": np.asarray(prediction, float) - np.asarray(label, float)
+            for name, (prediction, label) in pairs.items()
+            if label is not None and not any(isinstance(value, str) for value in label[:1])
+        }
 
     def _numbers(self, scaled: Tensor) -> Tensor:
         """Return ``scaled`` in the unit of each column, in float64 on the CPU."""
@@ -353,22 +398,24 @@ class Regression(Labels):
         return {"output": "numbers", "columns": list(self.names), "postprocessing": scale}
 
 
-def learned_labels(kind: Kind, facts: Mapping[str, object], separator: str) -> Labels:
-    """Return the reverse of ``Labels.learned``, from a file that anybody may have edited. Raises ConfigError."""
-    values = [facts.get(key, []) for key in ("columns" if kind == "regression" else "classes", "mean", "std")]
-    lists: list[list[Any]] = [value if isinstance(value, list) else [None] for value in values]
-    names, mean, std = lists
-    if not (
-        names
-        and all(type(name) in (str, int) for name in names)
-        and len(mean) == len(std) == (len(names) if kind == "regression" else 0)
-        and all(type(number) in (int, float) and abs(number) < 1e300 for number in (*mean, *std))
+def _learned(learned: Mapping[str, object], key: str, kind: type, number: int | None = None) -> tuple[Any, ...]:
+    """Return the ``number`` values of ``learned[key]``, of ``kind`` or whole numbers; by default, one or more. Raises
+    ConfigError."""
+    values = learned.get(key)
+    if (
+        isinstance(values, list)
+        and len(values) == (number or max(1, len(values)))
+        and all(type(each) in (kind, int) and (kind is str or abs(each) < 1e300) for each in values)
     ):
-        raise ConfigError(
-            "the run's task.json lacks valid information about the labels of the training data",
-            hint="start the run again to write the file: harness train -c RUN/config.yaml",
-        )
-    return KINDS[kind].of(names, separator, mean, std)
+        return tuple(values)
+    raise ConfigError(
+        "the run's task.json lacks valid information about the labels of the training data",
+        hint="start the run again to write the file: harness train -c RUN/config.yaml",
+    )
+
+
+def _first(names: Sequence[str | int]) -> str:
+    return ", ".join([*map(str, names[:_LISTED]), *["..."] * (len(names) > _LISTED)])
 
 
 def _counted(indices: Tensor, size: int, which: Tensor | None = None) -> Tensor:
@@ -376,17 +423,6 @@ def _counted(indices: Tensor, size: int, which: Tensor | None = None) -> Tensor:
     ``torch.bincount`` would make the host wait for the device."""
     ones = torch.ones_like(indices) if which is None else which.to(indices.dtype)
     return indices.new_zeros(size).index_add_(0, indices, ones)
-
-
-def _f1(doubled: Tensor, count: Tensor) -> float:
-    """Return F1; 0 if there is nothing to find and nothing was predicted."""
-    return (doubled / count).item() if count else 0.0
-
-
-def _mean_ratio(sums: Tensor, counts: Tensor) -> float:
-    """Return the mean of sum / count over the labels that were counted."""
-    occurs = counts > 0
-    return (sums[occurs] / counts[occurs]).mean().item()
 
 
 def _by_label(scores: Tensor, labels: Sequence[str | int]) -> dict[str, Tensor]:

@@ -6,25 +6,22 @@ The settings are in ``harness.config.targets``. A task makes an ``Objective`` wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from harness.config.targets import TOP, LabelledTask, TableTask
-from harness.data.row_labels import column_names
 from harness.errors import ConfigError, plural
-from harness.training.evaluation.labels import Columns, Labels
+from harness.training.evaluation.labels import Labels
 from harness.training.evaluation.losses import Counts, Loss
 from harness.training.evaluation.own_metric import OwnMetric
 from harness.training.evaluation.sums import Pairs, Report, Sums
 
 MAX_KEPT = 1 << 29  # outputs of all evaluation rows that a metric may keep, as numbers
 _MADE_UP_ROWS = 64
-_NAMED = 10  # in a summary
 _IN_TABLE = 20  # labels
 ROWS_OF_FILE = "rows of the file"  # the pair of ([evaluated, without a label], read)
 
@@ -70,16 +67,11 @@ class Objective:
         details = {name: value for name, value in metrics.items() if not isinstance(value, int | float)}
         return {name: metrics[name] for name in self._metric_names if name in metrics} | details
 
-    @property
-    def label_columns(self) -> list[str]:
-        """The columns of labels of a table of predictions."""
-        return column_names("label", list(map(str, self.labels.names)) if self.labels.kind == "regression" else [""])
-
     def pairs_of_new(self, outputs: Tensor, texts: Sequence[Sequence[str]]) -> Pairs:
         """Return what ``evaluate`` does of the rows of a new file that have usable labels, on the CPU, without the
         confusion matrix, and the numbers of rows; empty if there are no labels. ``texts``: the ``label_columns`` of the
         rows of ``outputs``, as far as the file has them."""
-        if len(texts) < len(self.label_columns):
+        if len(texts) < len(self.labels.label_columns):
             return {}
         empty = isinstance(self.section, TableTask) and self.section.labels.empty == "allow"
         rows, targets = self.labels.targets(texts, empty)
@@ -96,10 +88,9 @@ class Objective:
         if ROWS_OF_FILE not in sums.pairs:
             return []
         evaluated, blank, read = (int(count) for count in (*sums.pairs[ROWS_OF_FILE][0], sums.pairs[ROWS_OF_FILE][1]))
-        unusable = "that is not a number" if self.labels.kind == "regression" else "that is not in the training data"
         left_out = {
             "without a label": blank,
-            f"with a label {unusable}": read - evaluated - blank,
+            f"with a label {self.labels.unusable}": read - evaluated - blank,
             "that could not be read": num_rows - read,
         }
         lines = [f"rows evaluated: {evaluated:,} of {num_rows:,}"]
@@ -108,31 +99,18 @@ class Objective:
             return lines
         metrics = self.report(sums)
         lines += [f"{name}: {metrics[name]:.4f}" for name in self._metric_names if name in metrics]
-        rows = [
-            (name, hit / predicted if predicted else 0.0, hit / true if true else 0.0,
-             2 * hit / (predicted + true) if predicted + true else 0.0, int(true))
-            for name, hit, predicted, true in self.labels.per_label(sums)
-            if predicted + true
-        ]  # fmt: skip
-        if len(rows) > _IN_TABLE:
-            lines.append(f"the {_IN_TABLE} of {len(rows)} {self.labels.title} with the lowest f1:")
-            rows = sorted(rows, key=lambda row: row[3])[:_IN_TABLE]
-        width = max((len(str(name)) for name, *_ in rows), default=0)
-        heading = [f"{self.labels.title:>{width}}  precision  recall      f1    rows"] if rows else []
-        table = [f"{name!s:>{width}}  {p:9.4f}  {r:6.4f}  {f:6.4f}  {n:6d}" for name, p, r, f, n in rows]
+        scores = [each for each in self.labels.per_label(sums) if each.f1 is not None]
+        if len(scores) > _IN_TABLE:
+            lines.append(f"the {_IN_TABLE} of {len(scores)} {self.labels.title} with the lowest f1:")
+            scores = sorted(scores, key=lambda each: each.f1 or 0.0)[:_IN_TABLE]
+        width = max((len(str(each.label)) for each in scores), default=0)
+        heading = [f"{self.labels.title:>{width}}  precision  recall      f1    rows"] if scores else []
+        table = [
+            f"{each.label!s:>{width}}  {each.precision or 0:9.4f}  {each.recall or 0:6.4f}  {each.f1 or 0:6.4f}  "
+            f"{each.true:6.0f}"
+            for each in scores
+        ]
         return [*lines, *heading, *table]
-
-    def errors(self, columns: Mapping[str, np.ndarray]) -> Columns:
-        """Return the columns that follow from predictions and labels: for numbers, prediction - label."""
-        if self.labels.kind != "regression":
-            return {}
-        names = [name.removeprefix("prediction") for name in columns if name.startswith("prediction")]
-        pairs = {name: (columns[f"prediction{name}"], columns.get(f"label{name}")) for name in names}
-        return {
-            f"error{name}": np.asarray(prediction, float) - np.asarray(label, float)
-            for name, (prediction, label) in pairs.items()
-            if label is not None and not any(isinstance(value, str) for value in label[:1])
-        }
 
     def check(self, num_rows: int) -> None:
         """Raise ConfigError if the loss or a metric cannot be computed on these labels, before anything is trained.
@@ -144,8 +122,8 @@ class Objective:
                 where="task.metrics",
                 hint="choose metrics that can be summed over batches, such as task.metrics=[macro_f1]",
             )
-        deciding = next(iter(self._metric_names))
-        if self.labels.kind == "single_label" and TOP.fullmatch(deciding) and int(deciding[3:]) >= max(number, 2):
+        deciding = self._metric_names[0]
+        if TOP.fullmatch(deciding) and int(deciding[3:]) >= max(number, 2):
             raise ConfigError(
                 f"{deciding} is 1 for any model: there are {plural(number, 'class')}",
                 where="task.metrics",
@@ -185,11 +163,7 @@ class Objective:
         notes = {"f1": f" (of class {self.labels.names[-1]})"}
         metrics = ", ".join(f"{name}{notes.get(name, '')}" for name in self.section.metrics)
         if self._keeping:
-            mib = self._kept(num_rows) * (5 if self.labels.kind == "multi_label" else 4) / 2**20
+            mib = self._kept(num_rows) * self.labels.kept_bytes / 2**20
             metrics += f" (each rank keeps all outputs of an evaluation for {', '.join(self._keeping)}: {mib:.1f} MiB)"
-        names = ", ".join(map(str, self.labels.names[:_NAMED]))
-        names += ", ..." if len(self.labels.names) > _NAMED else ""
-        if self.labels.kind != "regression":
-            names = f"{len(self.labels.names)}: {names}"
         loss = self.section.loss_name + (f" ({options})" if options else "")
-        return {self.labels.title: names, "loss": loss, "metrics": metrics}
+        return {self.labels.title: self.labels.listing, "loss": loss, "metrics": metrics}

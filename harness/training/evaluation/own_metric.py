@@ -32,7 +32,7 @@ class OwnMetric:
     """
 
     def __init__(self, section: MetricSection, labels: Labels) -> None:
-        self.key, self.name, self._shown = section.shown, section.name, labels.shown
+        self.key, self.name, self._shown = section.shown, section.name, labels.for_metrics
         self._hint = "check its args; docs/targets.md lists the shapes of what it is called with"
         if labels.kind == "single_label" and ".Binary" in section.name:
             multiclass = section.name.replace(".Binary", ".Multiclass")
@@ -41,8 +41,8 @@ class OwnMetric:
         self._metric: Any = None
         with self._explained(making=True):
             if inspect.isclass(part):
-                takes_number = labels.known in inspect.signature(part).parameters
-                arguments = {labels.known: len(labels.names)} if takes_number else {}
+                takes_number = labels.count_argument in inspect.signature(part).parameters
+                arguments = {labels.count_argument: len(labels.names)} if takes_number else {}
                 self._metric = part(**arguments | section.args)
                 self._metric.sync_on_compute = False  # the states are reduced here
             self._function = functools.partial(part, **section.args)

@@ -204,7 +204,7 @@ def _pairs(
 ) -> Pairs:
     """Return what the rows of ``outputs`` with labels add to the metrics, on the CPU. ``columns``: their columns."""
     if isinstance(objective, Objective):
-        texts = [columns[name].to_pylist() for name in objective.label_columns if name in columns]
+        texts = [columns[name].to_pylist() for name in objective.labels.label_columns if name in columns]
         return objective.pairs_of_new(outputs, texts)
     labels = columns["label"].to_pylist() if "label" in columns else []
     rows = [row for row, label in enumerate(labels) if label not in (None, "") and label == label]

@@ -14,7 +14,7 @@ from harness.data.row_labels import NoLabels, RowLabels
 from harness.data.table.labels import LabelColumns, misspelled
 from harness.data.table.table import Table, open_table
 from harness.errors import ConfigError, DataError, DoubtError, listed, plural
-from harness.training.evaluation.labels import KINDS, learned_labels
+from harness.training.evaluation.labels import KINDS
 from harness.training.evaluation.losses import LabelCounts
 from harness.training.evaluation.objective import Objective
 
@@ -31,15 +31,13 @@ class Split(NamedTuple):
 def open_tables(task: TableTask, cache_dir: Path | None) -> tuple[Split, Split, Objective]:
     """Open ``task.train_csv`` and ``task.eval_csv``. Raises DataError if a label cannot be used, ConfigError if the
     loss or a metric cannot be computed."""
-    labels_section, kind = task.labels, task.label_kind
-    separator, empty = labels_section.separator or "", labels_section.empty == "allow"
-    columns = LabelColumns(KINDS[kind].form, task.label_columns, separator, empty, task.label_setting)
+    separator, empty, kind = task.labels.separator or "", task.labels.empty == "allow", KINDS[task.label_kind]
+    columns = LabelColumns(kind.form, task.label_columns, separator, empty, task.label_setting)
     train, eval_ = (
         open_table(source, text=task.input_columns, label=columns, cache_dir=cache_dir)
         for source in (task.train_csv, task.eval_csv)
     )
-    names = task.label_columns if kind == "regression" else train.vocabulary
-    labels = KINDS[kind].of(names, separator, train.mean, train.std)
+    labels = kind.of_table(train, task.label_columns, separator)
     split, eval_split = (Split(table, labels.of_rows(table, task.train_csv)) for table in (train, eval_))
     objective = Objective(task, labels, lambda: LabelCounts(split.labels.counts(0, len(train)), len(train)))
     try:
@@ -55,7 +53,7 @@ def open_new_table(
 ) -> tuple[Split, Objective]:
     """Open the table ``source`` for prediction, with the labels in ``learned``. Its own labels are not interpreted."""
     table = open_table(source, text=task.input_columns, cache_dir=cache_dir)
-    labels = learned_labels(task.label_kind, learned, task.labels.separator or "")
+    labels = KINDS[task.label_kind].of_learned(learned, task.labels.separator or "")
     return Split(table, NoLabels(table, task.label_columns)), Objective(task, labels)
 
 
@@ -63,7 +61,7 @@ def label_problems(task: TableTask, train: Table, eval_: Table) -> Iterator[Data
     """Yield an error for the rows of each table without a label, one for those with a label that no training row has,
     and a DoubtError for each label of the training rows that may be misspelled. The tables come without labels."""
     known_labels = set[str]()
-    for table in (train, eval_) if task.label_kind != "regression" else ():
+    for table in (train, eval_) if KINDS[task.label_kind].form != "numbers" else ():
         texts = table.slice(task.label_columns[0], 0, len(table)).combine_chunks().dictionary_encode()
         codes, separator = texts.indices.to_numpy(zero_copy_only=False), task.labels.separator
         split = (text.split(separator) if separator else [text] for text in texts.dictionary.to_pylist())
