@@ -65,7 +65,7 @@ class _Runner:
             if is_hit or place in plan.OF_EVERY_START:
                 done = _steps_done(self._place(broken.parent))
                 kill, how = plan.kill(chain, number, place, size, whole.events, num_steps - done)
-                is_hit = self._start(broken, size, place, kill, how, is_trained=done == last)
+                is_hit = self._start(broken, size, place, kill, how, is_trained=done + kill.after >= last)
             if self.problems:
                 return
         self._start(broken, next(sizes))
@@ -83,7 +83,7 @@ class _Runner:
         is_trained: bool = False,
     ) -> bool:  # fmt: skip
         """Start the run on ``size`` ranks, record the kill, and check its end; False if it ended before it could be
-        killed. ``is_trained``: the run has made all of its steps."""
+        killed. ``is_trained``: the run has made all of its steps before the kill."""
         end = start(config, self._chain.engine, size, kill, how)
         words = "the last start" if kill is None else "a start that ended before its kill"
         if end.killed and kill:

@@ -60,6 +60,7 @@ def names(*roles: Role) -> frozenset[str]:
 
 TIMES = names(Role.TIME, Role.CLOCK, Role.COST)
 NOT_METRICS = names(*Role) - {"loss"}  # of an evaluation, which has a loss of its own
+RESERVED = NOT_METRICS | {"split", "unreadable"}  # a metric cannot have these names
 _REAL, _WHOLE = pa.float64(), pa.int64()
 _TYPES = {role: _REAL if role in (Role.NUMBER, Role.TIME, Role.CLOCK) else _WHOLE for role in Role}
 _KNOWN = pa.schema(

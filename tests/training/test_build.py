@@ -95,6 +95,13 @@ def test_rank_that_converts_its_tables_for_long_is_waited_for(tmp_path):
     assert first == second
 
 
+@pytest.mark.parametrize("key", ["cost", "rows", "split", "unreadable"])
+def test_metrics_that_would_overwrite_the_log_are_refused(tmp_path, key):
+    config = make_config(tmp_path, task={"metrics": ["top1", {"name": "mine.metric", "better": "min", "key": key}]})
+    with pytest.raises(ConfigError, match=f"metric {key} would overwrite"):
+        opening.open_on_rank(config)
+
+
 def test_a_build_that_fails_closes_what_it_opened(tmp_path, monkeypatch):
     """The trackers above all, which would show a run that goes on for ever."""
     for name in ("train", "eval"):

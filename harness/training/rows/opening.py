@@ -12,6 +12,7 @@ from harness.config.schema import Config, TaskSection
 from harness.data.shards import bounds
 from harness.distributed.runtime import Runtime
 from harness.errors import ConfigError, DataError, did_you_mean, place_of
+from harness.runs.metrics_table import RESERVED
 from harness.training.task import BaseTask, OpenedTask, SupportsFileCheck, SupportsFileCopies
 
 FILES_S = 2.0  # for a look at the files that the rows name
@@ -46,7 +47,10 @@ def copy_files(config: Config, task: OpenedTask, runtime: Runtime, train: bool =
 
 
 def open_on_rank(config: Config, rank: int = 0, world_size: int = 1, files_s: float | None = FILES_S) -> OpenedTask:
-    """Do as ``open_task``, but without the other ranks."""
+    """Do as ``open_task``, but without the other ranks. Raises ConfigError if a metric has the name of a log field."""
+    if reserved := sorted(RESERVED.intersection(config.task.metrics)):
+        message = f"the metric {reserved[0]} would overwrite {reserved[0]} of the log lines"
+        raise ConfigError(message, where="task.metrics", hint="give it another name, such as {name: ..., key: my_cost}")
     task = open_data(config.task, config.seed, Path(config.data.cache_dir) if config.data.cache_dir else None)
     if files_s is not None:
         require_files(task, rank, world_size, files_s)
