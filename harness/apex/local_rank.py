@@ -53,7 +53,8 @@ def patch_argparse(from_launcher: str | None) -> None:
 
 def _parse_known_args(original: Any, self: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
     words = list(sys.argv[1:] if args is None else args)
-    before = _in_command_line.set(_in_command_line.get() or words == sys.argv[1:])
+    given = args is None or (words != [] and words == sys.argv[1:])  # not an explicit []
+    before = _in_command_line.set(_in_command_line.get() or given)
     try:
         return original(self, _with_declared_spelling(self, words), namespace)
     finally:
@@ -76,9 +77,18 @@ def _with_declared_spelling(parser: argparse.ArgumentParser, words: list[str]) -
             declared[0] + (match[2] or "") if (match := _option(word)) else word for word in words[:options]
         ]
     environment = from_environment()
-    if declared and _in_command_line.get() and environment is not None and not any(map(_option, words)):
+    if declared and _in_command_line.get() and environment is not None and not _is_decided(parser, words):
         words.insert(0, f"{declared[0]}={environment}")
     return words
+
+
+def _is_decided(parser: argparse.ArgumentParser, words: list[str]) -> bool:
+    """Return True if ``words`` have a local rank, or an option that excludes it."""
+    deciding = set(_SPELLINGS)
+    for group in parser._mutually_exclusive_groups:
+        options = {option for action in group._group_actions for option in action.option_strings}
+        deciding |= options if options & deciding else set()
+    return any(str(word).partition("=")[0] in deciding for word in words)  # scripts pass numbers, too
 
 
 def _option(word: Any) -> re.Match[str] | None:

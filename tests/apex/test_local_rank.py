@@ -117,6 +117,27 @@ def test_torchrun_passes_it_only_through_the_environment(launched, monkeypatch, 
     assert parser(declared, "--lr").parse_args().local_rank == "5"
 
 
+def test_torchrun_without_arguments(launched, monkeypatch):
+    launched(given=None)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert parser("--local_rank").parse_args().local_rank == "3"
+    assert parser("--local_rank").parse_args([]).local_rank == "none", "explicit arguments are left alone"
+
+
+@pytest.mark.parametrize("words", [["--gpu", "1"], ["--gpu=1"]])
+def test_option_that_excludes_the_local_rank(launched, monkeypatch, words):
+    made = argparse.ArgumentParser()
+    group = made.add_mutually_exclusive_group(required=True)
+    for option in ("--local_rank", "--gpu"):
+        group.add_argument(option, type=int)
+    launched(*words, given=None)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert vars(made.parse_args()) == {"local_rank": None, "gpu": 1}
+    launched(given=None)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert vars(made.parse_args()) == {"local_rank": 3, "gpu": None}
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_subcommand_gets_the_local_rank_of_torchrun(launched, monkeypatch, explicit):
     launched("train", "--lr", "2", given=None)

@@ -106,7 +106,7 @@ def _why_refused(properties: Properties, name: str, value: Any) -> str | None:
     if name == "patch_torch_functions_type" and value is not expected:
         return f"which uses {expected}. Leave it out, or use opt_level O1 for torch.float16 and O4 for torch.bfloat16."
     if not properties.casts_functions:
-        if name == "patch_torch_functions" and value:
+        if name == "patch_torch_functions" and _flag(name, value):
             return "and only O1 and O4 cast functions. Leave it out, or use opt_level O1 (float16) or O4 (bfloat16)."
     elif name == "cast_model_type" and value is not False and value is not torch.float32:
         return "which leaves the model in float32. Leave it out, or use opt_level O2, O3 or O5 to cast the model."
@@ -124,21 +124,26 @@ def _checked(name: str, value: Any) -> Any:
             raise TypeError(
                 f"cast_model_type={value!r} is neither False nor a floating-point torch.dtype such as torch.float16."
             )
-    elif name == "keep_batchnorm_fp32":
-        allowed: dict[Any, bool] = {True: True, False: False, "True": True, "False": False}
-        if not isinstance(value, bool | str) or value not in allowed:
-            raise AssertionError(
-                f"keep_batchnorm_fp32={value!r} is not allowed. Use True, False, 'True', 'False' or None."
-            )
-        return allowed[value]
+    elif name in ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
+        return _flag(name, value)
     elif name == "loss_scale" and value != "dynamic":
         try:
-            scale = float(value)
+            scale = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
-            raise ValueError(
-                f"loss_scale={value!r} is neither 'dynamic' nor a number such as 128.0 or '128.0'."
-            ) from None
+            scale = math.nan
         if not (scale > 0 and math.isfinite(scale)):
-            raise ValueError(f"loss_scale={value!r} must be a finite number above 0, or 'dynamic'.")
+            raise ValueError(
+                f"loss_scale={value!r} is neither 'dynamic' nor a finite number above 0 such as 128.0 or '128.0'."
+            )
         return scale
     return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    flags: dict[Any, bool] = {True: True, False: False, "True": True, "False": False}
+    apex_checks = name == "keep_batchnorm_fp32"  # and takes no 0 and 1, as it does for the others
+    if isinstance(value, bool | str if apex_checks else int | str) and value in flags:
+        return flags[value]
+    raise (AssertionError if apex_checks else ValueError)(
+        f"{name}={value!r} is not allowed. Use True, False, 'True', 'False' or None."
+    )
