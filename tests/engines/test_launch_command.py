@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 import pytest
 
 from harness.distributed import devices
-from harness.engines import command, launch
+from harness.engines import launch, launch_command
 from harness.errors import LaunchError
 from tests.end_to_end.experiment import write_config
 
@@ -23,8 +23,8 @@ def words_of(tmp_path, stripes, monkeypatch):
 
     def words(*options: str) -> str:
         parser = ArgumentParser()
-        command.add_arguments(parser)
-        assert command.run(parser.parse_args(["-c", config, *options])) == 0
+        launch_command.add_arguments(parser)
+        assert launch_command.run(parser.parse_args(["-c", config, *options])) == 0
         return " ".join(word.removeprefix("launch.") for word in seen.pop())
 
     return words
