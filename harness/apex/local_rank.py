@@ -87,7 +87,7 @@ def _is_decided(parser: argparse.ArgumentParser, words: list[str]) -> bool:
     deciding = set(_SPELLINGS)
     for group in parser._mutually_exclusive_groups:
         options = {option for action in group._group_actions for option in action.option_strings}
-        deciding |= options if options & deciding else set()
+        deciding |= options if options & set(_SPELLINGS) else set()
     return any(str(word).partition("=")[0] in deciding for word in words)  # scripts pass numbers, too
 
 
